@@ -1,0 +1,33 @@
+"""Estimates from several samples of several prompts: pass@k, a mean with its error, a vote.
+
+    pass@k = 1 - C(n - c, k) / C(n, k)            n samples, c of them correct; unbiased
+    mean = mean_p m_p        m_p = mean over the samples of prompt p
+    error = std_p(m_p) / sqrt(P)                  the std divided by P - 1
+
+Samples of one prompt resemble each other, so the error counts prompts, not samples: with n times P
+independent draws in its place it would come out too small. pass@k: Chen et al., arXiv 2107.03374, 2.1.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that at least one of k samples, drawn without replacement, is correct."""
+    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples, (num_samples, num_correct, k)
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def clustered_mean(values_P_G: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """The mean over prompts and its standard error, which one prompt alone does not tell (None)."""
+    means_P = [fmean(values_G) for values_G in values_P_G]
+    error = stdev(means_P) / math.sqrt(len(means_P)) if len(means_P) > 1 else None
+    return fmean(means_P), error
+
+
+def majority(answers_G: Sequence[str | None]) -> str | None:
+    """The most frequent answer, the earliest of equals; None where nobody gave one (None does not vote)."""
+    votes = Counter(answer for answer in answers_G if answer is not None)
+    return max(votes, key=votes.__getitem__) if votes else None

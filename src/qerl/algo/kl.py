@@ -1,0 +1,19 @@
+"""The KL divergence to a reference policy, estimated from the sampled tokens alone.
+
+    k3_t = exp(x_t) - x_t - 1        x_t = reference_t - logprob_t
+
+Never negative, and unbiased for KL(policy || reference) where the policy drew the tokens.
+Source: Schulman, "Approximating KL divergence", 2020; a loss term since arXiv 2402.03300, equation 4.
+"""
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+
+
+def k3(logprob_T: Tensor, reference_T: Tensor) -> Tensor:
+    """One estimate a token, differentiable in logprob_T; beyond a log ratio of 20 it is flat."""
+    log_ratio_T = (reference_T.detach() - logprob_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # expm1: near zero, where most tokens are, exp(x) - 1 in fp32 would keep none of x^2 / 2.
+    return torch.expm1(log_ratio_T) - log_ratio_T

@@ -1,0 +1,66 @@
+"""How much noise the sampling policy carries at each step of a run (Adaptive Quantization Noise).
+
+    stage = floor(step K / num_steps)           K stages, as equal as whole steps allow
+    sigma = 0                                   in stage 0: there is the quantization's own noise only
+    sigma = between(start, end, i / (K - 2))    in stage i + 1, i = 0 .. K - 2
+
+    exponential   start^(1 - f) end^f                                   QeRL, arXiv 2510.11696, equation 8
+    linear        start (1 - g) + end g      g = f
+    cosine                                   g = (1 - cos(pi f)) / 2
+    logarithmic                              g = log2(1 + f)
+    constant      start
+    none          0
+
+Equation 8 as printed never reaches sigma_end; dividing by K - 2 makes the first noisy stage exactly
+sigma_start and the last exactly sigma_end. The paper compares a linear, a cosine and a logarithmic decay
+without their formulas: these are ours.
+"""
+
+import math
+from collections.abc import Callable
+
+
+def sigma(
+    step: int, *, num_steps: int, schedule: str, sigma_start: float, sigma_end: float, num_stages: int
+) -> float:
+    """The standard deviation of the noise while this step's samples are drawn; steps count from 0."""
+    assert 0 <= step < num_steps and num_stages >= 2, (step, num_steps, num_stages)
+    stage = step * num_stages // num_steps
+    if stage == 0:
+        return 0.0
+    fraction = (stage - 1) / max(1, num_stages - 2)
+    return SCHEDULES[schedule](sigma_start, sigma_end, fraction)
+
+
+def _exponential(start: float, end: float, fraction: float) -> float:
+    return start ** (1.0 - fraction) * end**fraction
+
+
+def _linear(start: float, end: float, fraction: float) -> float:
+    return start * (1.0 - fraction) + end * fraction
+
+
+def _cosine(start: float, end: float, fraction: float) -> float:
+    return _linear(start, end, (1.0 - math.cos(math.pi * fraction)) / 2.0)
+
+
+def _logarithmic(start: float, end: float, fraction: float) -> float:
+    return _linear(start, end, math.log2(1.0 + fraction))
+
+
+def _constant(start: float, end: float, fraction: float) -> float:
+    return start
+
+
+def _none(start: float, end: float, fraction: float) -> float:
+    return 0.0
+
+
+SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
+    "exponential": _exponential,
+    "linear": _linear,
+    "cosine": _cosine,
+    "logarithmic": _logarithmic,
+    "constant": _constant,
+    "none": _none,
+}

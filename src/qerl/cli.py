@@ -1,0 +1,120 @@
+"""The command line: qerl train | eval | quantize | report.
+
+A mistake of the user's is one line and exit code 2; a run that cannot go on is one line and exit code 1.
+`--debug` anywhere shows the traceback.
+"""
+
+import difflib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from qerl.config import RunConfig, run_config
+from qerl.errors import RunError, UserError
+from qerl.options import EvalOptions, QuantizeOptions, ReportOptions
+from qerl.recipes import RECIPES
+
+USAGE = """\
+usage: qerl COMMAND ...
+
+  qerl train RECIPE [--FIELD VALUE ...]   teach a model; recipes: {recipes}
+  qerl eval MODEL_OR_RUN [...]            pass@1, pass@k and greedy accuracy on a task
+  qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
+  qerl report RUN [RUN ...]               one HTML page with curves and samples
+
+Each command takes --help, and --debug to see a traceback."""
+
+
+def main() -> None:
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        command(arguments)
+    except (UserError, RunError) as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"qerl: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def command(arguments: list[str]) -> None:
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help"):
+        print(USAGE.format(recipes=", ".join(RECIPES)))
+    else:
+        COMMANDS[_near(name, COMMANDS, "command")](rest)
+
+
+def train(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"train needs a recipe: qerl train RECIPE, one of {', '.join(RECIPES)}")
+    name = _near(arguments[0], RECIPES, "recipe")
+    config = tyro.cli(RunConfig, default=RECIPES[name](), args=arguments[1:], prog=f"qerl train {name}")
+    from qerl.session import train as run  # torch and transformers take seconds that --help need not wait
+
+    print(json.dumps(run(config)))
+
+
+def evaluate(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN")
+    source, run_json = arguments[0], Path(arguments[0]) / "run.json"
+    config = _recorded(run_json) if run_json.exists() else None
+    default = EvalOptions()
+    if config is not None:
+        default = EvalOptions(
+            max_tokens=config.sample.max_tokens,
+            temperature=config.sample.temperature,
+            right_from=config.evaluate.right_from,
+            seed=config.seed,
+            task=config.task,
+        )
+    options = tyro.cli(EvalOptions, default=default, args=arguments[1:], prog=f"qerl eval {source}")
+    from qerl.measure import measure
+
+    print(json.dumps(measure(source, config, options)))
+
+
+def quantize(arguments: list[str]) -> None:
+    options = tyro.cli(QuantizeOptions, args=arguments, prog="qerl quantize")
+    from qerl.model.quantized import write_quantized
+
+    write_quantized(options.model, options.out, format=options.format)
+    print(options.out)
+
+
+def report(arguments: list[str]) -> None:
+    options = tyro.cli(ReportOptions, args=arguments, prog="qerl report")
+    if not options.runs:
+        raise UserError("report needs a run's folder: qerl report RUN [RUN ...]")
+    from qerl.report import write_report
+
+    out = options.out or options.runs[0] / "report.html"
+    write_report(list(options.runs), out)
+    print(out)
+
+
+COMMANDS = {"train": train, "eval": evaluate, "quantize": quantize, "report": report}
+
+
+def _near(name: str, known: dict[str, Any], kind: str) -> str:
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    raise UserError(f"no {kind} {name}{hint}")
+
+
+def _recorded(path: Path) -> RunConfig:
+    try:
+        return run_config(json.loads(path.read_bytes())["config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: is damaged ({error})") from None

@@ -1,0 +1,392 @@
+"""Every knob of a run, as frozen dataclasses: made in Python, checked when made, written whole into the run.
+
+The defaults are the recommended run. A recipe (`recipes.py`) returns a complete RunConfig; the command line
+overrides any field of it. Names such as `loss="dapo"` are looked up once, where the run is assembled.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from qerl.errors import UserError
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UserError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    path: str = "smollm2-135m-instruct"
+    """A folder with safetensors, a .gguf file, a hub id such as Qwen/Qwen2.5-7B-Instruct, or the built-in
+    smollm2-135m-instruct."""
+
+    format: Literal["nvfp4", "mxfp4", "nf4", "fp8", "int8", "bf16"] = "nvfp4"
+    """What the frozen linear weights are held in. A checkpoint that is already NVFP4 is taken as it is."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a CUDA device if there is one."""
+
+    compute: Literal["auto", "bf16", "fp32"] = "auto"
+    """Activations, and the adapter's working copies. auto: bf16 where the device multiplies it natively."""
+
+    operand: Literal["auto", "packed", "resident"] = "auto"
+    """packed: a weight is unpacked for each product. resident: the unpacked operand is kept beside the codes,
+    the same numbers, for devices without a fused kernel. auto: resident on a CPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+    rank: int = 32
+    """LoRA rank R."""
+
+    alpha: float = 32.0
+    """The adapter's product is multiplied by alpha / rank."""
+
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """The linears that learn, by the last part of their name."""
+
+    def __post_init__(self):
+        _require(self.rank > 0, f"adapter.rank must be positive, got {self.rank}")
+        _require(len(self.targets) > 0, "adapter.targets must name at least one linear, got none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    name: str = "reasoning-gym"
+    """reasoning-gym, gsm8k, a .jsonl or .parquet file, or a hub data set's id."""
+
+    gym: str = "basic_arithmetic"
+    """Which of reasoning-gym's tasks."""
+
+    gym_options: tuple[tuple[str, int | float | bool | str], ...] = ()
+    """That task's own settings, e.g. (("min_digits", 1), ("max_terms", 2))."""
+
+    template: str = "{question}"
+    """The user message; braces name columns. `{question}\\nAnswer with just the number.` for example."""
+
+    system: str | None = None
+    """The system message; None leaves it to the chat template."""
+
+    prompt_column: str = "prompt"
+    """A data set's column with the prompt: a string, or a list of messages."""
+
+    answer_column: str = "answer"
+    """A data set's column with the reference answer."""
+
+    split: str = "train"
+    """A hub data set's split to learn from."""
+
+    held_out_split: str | None = None
+    """A hub data set's split to evaluate on; None keeps the last rows of `split` for it."""
+
+    num_rows: int = 100_000
+    """How many problems a procedural task makes, held-out ones included."""
+
+    num_held_out: int = 256
+    """How many rows are kept from learning, for evaluation."""
+
+    rewards: tuple[str, ...] = ("numeric",)
+    """Built-in names (exact, numeric, math, tags), or module:function, or file.py:function."""
+
+    reward_weights: tuple[float, ...] = ()
+    """One for each reward; empty means 1 each."""
+
+    reward_deadline_s: float = 10.0
+    """A reward that takes longer on one sample is killed and the sample left out."""
+
+    reward_workers: int = 2
+    """Processes that run rewards."""
+
+    def __post_init__(self):
+        _require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
+        for name in ("reward_deadline_s", "reward_workers", "num_rows"):
+            value = getattr(self, name)
+            _require(value > 0, f"task.{name} must be positive, got {value}")
+        weights, rewards = len(self.reward_weights), len(self.rewards)
+        _require(
+            weights in (0, rewards),
+            f"task.reward_weights must be one for each of {rewards} rewards, got {weights}",
+        )
+        _require(self.num_held_out >= 0, f"task.num_held_out must not be negative, got {self.num_held_out}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    max_tokens: int = 1024
+    """Longest sample, the stop token included."""
+
+    temperature: float = 1.0
+    """Divides the logits, in sampling and in learning alike."""
+
+    top_k: int | None = None
+    """Draw from the k most likely tokens; the learner then sees a policy that was cut."""
+
+    top_p: float | None = None
+    """Draw from the smallest set of tokens with this much probability."""
+
+    min_p: float | None = None
+    """Drop tokens under this fraction of the most likely one's probability."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample."""
+
+    def __post_init__(self):
+        _require(self.max_tokens > 0, f"sample.max_tokens must be positive, got {self.max_tokens}")
+        _require(self.temperature > 0, f"sample.temperature must be positive, got {self.temperature}")
+        _require(self.top_k is None or self.top_k > 0, f"sample.top_k must be positive, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            _require(value is None or 0 < value <= 1, f"sample.{name} must be in (0, 1], got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    page_tokens: int = 16
+    """Tokens a KV page holds."""
+
+    kv_gb: float = 1.0
+    """Memory for KV pages, in 1e9 bytes."""
+
+    max_running: int = 128
+    """Most samples decoded at once."""
+
+    prefill_tokens: int = 2048
+    """Most prompt tokens computed in one forward."""
+
+    def __post_init__(self):
+        for name in ("page_tokens", "kv_gb", "max_running", "prefill_tokens"):
+            value = getattr(self, name)
+            _require(value > 0, f"engine.{name} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseConfig:
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic", "constant", "none"] = "exponential"
+    """How sigma moves from sigma_start to sigma_end; none turns the noise off."""
+
+    sigma_start: float = 1e-2
+    """Standard deviation in the first noisy stage."""
+
+    sigma_end: float = 5e-4
+    """Standard deviation in the last stage."""
+
+    num_stages: int = 10
+    """Stages of equal length; the first has no noise but the quantization's own."""
+
+    unit: Literal["absolute", "relative"] = "absolute"
+    """absolute: sigma is in the norm weight's own units (the paper). relative: times each norm's RMS."""
+
+    noise_in: Literal["sampler", "both"] = "sampler"
+    """sampler: only the sampling policy is noisy (the paper). both: the learner's forward too."""
+
+    def __post_init__(self):
+        _require(self.num_stages >= 2, f"noise.num_stages must be at least 2, got {self.num_stages}")
+        for name in ("sigma_start", "sigma_end"):
+            value = getattr(self, name)
+            _require(value > 0, f"noise.{name} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AlgoConfig:
+    advantage: Literal["group", "mean", "leave_one_out"] = "group"
+    """group: (r - mean) / std. mean: r - mean. leave_one_out: r - mean of the siblings."""
+
+    loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    """grpo averages within each sample first, dapo over all tokens, dr_grpo divides by the constant
+    max_tokens * samples."""
+
+    clip_low: float = 0.2
+    """The importance ratio is clipped below at 1 - clip_low."""
+
+    clip_high: float = 0.28
+    """The importance ratio is clipped above at 1 + clip_high."""
+
+    kl_coefficient: float = 0.0
+    """Weight of the KL (k3) to the reference policy, the model without its adapter; 0 skips its forward."""
+
+    importance: Literal["truncated", "ratio", "none"] = "truncated"
+    """truncated: PPO's ratio against the learner before the update, each token weighted by
+    min(learner / sampler, cap). ratio: PPO's ratio is learner / sampler itself. none: no correction."""
+
+    importance_cap: float = 2.0
+    """The cap of truncated importance sampling."""
+
+    dynamic_sampling: bool = False
+    """Sample more prompts until num_prompts groups have unequal rewards."""
+
+    max_rounds: int = 10
+    """Most rounds of dynamic sampling in a step; then the step goes on with what it has."""
+
+    overlong: Literal["keep", "mask", "shape"] = "keep"
+    """Samples cut at max_tokens: kept as they are, left out of the loss, or penalised by length (DAPO)."""
+
+    overlong_buffer: int = 64
+    """shape: the penalty grows from 0 to -1 over the last overlong_buffer tokens before max_tokens."""
+
+    def __post_init__(self):
+        for name in ("clip_low", "clip_high", "importance_cap"):
+            value = getattr(self, name)
+            _require(value > 0, f"algo.{name} must be positive, got {value}")
+        _require(
+            self.kl_coefficient >= 0, f"algo.kl_coefficient must not be negative, got {self.kl_coefficient}"
+        )
+        _require(self.max_rounds >= 1, f"algo.max_rounds must be at least 1, got {self.max_rounds}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LearnConfig:
+    learning_rate: float = 1e-5
+    """Peak rate of the adapter; the frozen base has none."""
+
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """After the warm-up; cosine ends at zero with the last update."""
+
+    warmup_fraction: float = 0.1
+    """Share of all updates over which the rate rises linearly from zero."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's decay rates of the first and second moment."""
+
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    updates_per_step: int = 1
+    """Optimizer updates from one step's samples; each takes an equal share of the groups."""
+
+    passes_per_step: int = 1
+    """How often the step's samples are gone through."""
+
+    micro_tokens: int = 8192
+    """Most packed tokens in one forward and backward; the gradient does not depend on it."""
+
+    logprob_chunk_tokens: int = 512
+    """Rows of logits that exist at a time."""
+
+    def __post_init__(self):
+        _require(self.learning_rate > 0, f"learn.learning_rate must be positive, got {self.learning_rate}")
+        _require(
+            0 <= self.warmup_fraction <= 1,
+            f"learn.warmup_fraction must be in [0, 1], got {self.warmup_fraction}",
+        )
+        for name in (
+            "updates_per_step",
+            "passes_per_step",
+            "micro_tokens",
+            "logprob_chunk_tokens",
+            "max_grad_norm",
+        ):
+            value = getattr(self, name)
+            _require(value > 0, f"learn.{name} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    num_prompts: int = 256
+    """Held-out problems evaluated before and after; 0 skips evaluation."""
+
+    every: int | None = None
+    """Also evaluate after every so many steps."""
+
+    right_from: float = 1.0
+    """A sample counts as right when its reward is at least this."""
+
+    def __post_init__(self):
+        _require(self.num_prompts >= 0, f"evaluate.num_prompts must not be negative, got {self.num_prompts}")
+        _require(self.every is None or self.every > 0, f"evaluate.every must be positive, got {self.every}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    every: int = 10
+    """Steps between checkpoints; the last step always makes one."""
+
+    keep: int = 2
+    """How many checkpoints stay on the disk."""
+
+    def __post_init__(self):
+        _require(self.every > 0, f"checkpoint.every must be positive, got {self.every}")
+        _require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    out: str = "runs/qerl"
+    """The run's folder; the same command continues what it finds there."""
+
+    seed: int = 0
+    """Every random number of the run follows from it."""
+
+    num_steps: int = 100
+    """Times that samples are drawn and learned from."""
+
+    num_prompts: int = 16
+    """Prompts P in a step."""
+
+    num_samples: int = 8
+    """Samples G of each prompt."""
+
+    max_mismatch: float | None = None
+    """Stop when the mean absolute difference of the sampler's and the learner's logprobs exceeds this."""
+
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    task: TaskConfig = TaskConfig()
+    sample: SampleConfig = SampleConfig()
+    engine: EngineConfig = EngineConfig()
+    noise: NoiseConfig = NoiseConfig()
+    algo: AlgoConfig = AlgoConfig()
+    learn: LearnConfig = LearnConfig()
+    evaluate: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def __post_init__(self):
+        for name in ("num_steps", "num_prompts"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name} must be positive, got {value}")
+        group = self.num_samples
+        _require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
+        noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
+        _require(
+            noise.schedule == "none" or noise.num_stages <= self.num_steps,
+            f"noise.num_stages must not exceed num_steps ({self.num_steps}), got {noise.num_stages}",
+        )
+        _require(
+            updates <= self.num_prompts,
+            f"learn.updates_per_step must not exceed num_prompts ({self.num_prompts}), got {updates}",
+        )
+        _require(
+            self.algo.overlong != "shape" or buffer < self.sample.max_tokens,
+            f"algo.overlong_buffer must be under sample.max_tokens ({self.sample.max_tokens}), got {buffer}",
+        )
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.num_steps * self.learn.updates_per_step * self.learn.passes_per_step
+
+
+def run_config(data: dict[str, Any]) -> RunConfig:
+    """The RunConfig behind the plain values of `dataclasses.asdict` or JSON; an unknown key is an error."""
+    return _build(RunConfig, data, "config")
+
+
+def _build(cls: type, data: dict[str, Any], where: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(fields))
+    _require(not unknown, f"{where} has no field {', '.join(unknown)}")
+    values = {name: _value(fields[name].default, value, f"{where}.{name}") for name, value in data.items()}
+    return cls(**values)
+
+
+def _value(default: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(default):
+        return _build(type(default), value, where)
+    return _tuples(value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

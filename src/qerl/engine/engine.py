@@ -1,0 +1,161 @@
+"""The engine: draws samples from the learner's own decoder, continuously batched over a paged KV cache.
+
+    scheduler.py   who runs, who waits, who is paused       pages.py      which page belongs to whom
+    generation.py  one call: prefill, draw, decode          cache.py      the pages' memory
+    sampling.py    logits -> token and its logprob          text.py       tokens -> text, stop strings
+
+It holds no weights. Noise is whatever the decoder's norms hold during a call.
+"""
+
+import math
+import time
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import EngineConfig
+from qerl.engine.cache import Cache, page_bytes
+from qerl.engine.generation import Generation, Stats
+from qerl.engine.pages import Pages
+from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, group_pages, num_pages, own_pages
+from qerl.engine.text import Text
+from qerl.errors import UserError
+from qerl.model.adapter import publish
+from qerl.model.decoder import Decoder
+from qerl.types import Group, Prompt, Sample, Sampling
+
+
+class Engine:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        *,
+        stop_token_ids: frozenset[int],
+    ):
+        self.version = 0
+        self.stats = Stats()
+        """Of the latest call of generate."""
+        self._decoder, self._tokenizer, self._config = decoder, tokenizer, config
+        self._stop_token_ids = stop_token_ids
+        self._cache: Cache | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the KV cache: none before the first call, then what the largest call so far could use."""
+        return 0 if self._cache is None else self._cache.num_bytes
+
+    def publish(self, version: int) -> None:
+        """Sample from the learner's weights as they now are, under this version number."""
+        publish(self._decoder)
+        self.version = version
+
+    # no_grad rather than inference_mode: what the decoder makes at its first call must serve the learner too.
+    @torch.no_grad()
+    def generate(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> list[Group]:
+        """num_samples samples of each prompt, in the prompts' order."""
+        assert num_samples > 0
+        start_s = time.perf_counter()
+        text = Text(self._tokenizer, sampling.stop)
+        groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
+        if not groups:
+            self.stats = Stats()
+            return []
+        generation = self._generation(groups, prompts_P, text, sampling, seed, step)
+        self.stats = generation.stats
+        try:
+            generation.run()
+        except BaseException:
+            self._cache = None  # it may hold NaNs
+            raise
+        self.stats.generate_s = time.perf_counter() - start_s
+        return [self._finished(prompts_P[group.index], group, text) for group in groups]
+
+    def _group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
+        prompt_tokens, max_positions = len(prompt.tokens_T), self._decoder.architecture.max_positions
+        if not 0 < prompt_tokens < max_positions:
+            raise UserError(
+                f"prompt {prompt.index} has {prompt_tokens} tokens;"
+                f" the model takes 1 to {max_positions - 1} and a sample after them"
+            )
+        max_tokens = min(sampling.max_tokens, max_positions - prompt_tokens)
+        group = LiveGroup(index=index, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+        group.samples_G = [LiveSample(group=group, sample_index=g) for g in range(num_samples)]
+        return group
+
+    def _generation(
+        self,
+        groups: list[LiveGroup],
+        prompts_P: list[Prompt],
+        text: Text,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+    ) -> Generation:
+        config = self._config
+        cache = self._grown_cache(self._useful_pages(groups, prompts_P))
+        longest = max(group.prompt_tokens + group.max_tokens for group in groups)
+        return Generation(
+            self._decoder,
+            cache,
+            Scheduler(
+                groups,
+                Pages(cache.num_pages),
+                page_tokens=config.page_tokens,
+                max_running=config.max_running,
+            ),
+            prompts_P,
+            text,
+            sampling=sampling,
+            stop_token_ids=self._stop_token_ids,
+            prefill_tokens=config.prefill_tokens,
+            table_size=(config.max_running, num_pages(longest, config.page_tokens)),
+            seed=seed,
+            step=step,
+        )
+
+    def _useful_pages(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> int:
+        """As many pages as engine.kv_gb pays for, but no more than these groups can hold at once."""
+        config, page_tokens = self._config, self._config.page_tokens
+        bytes_a_page = page_bytes(self._decoder.architecture, page_tokens, self._decoder.compute)
+        affordable = int(config.kv_gb * 1e9 / bytes_a_page)
+        for group in groups:
+            needed = group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
+            if needed > affordable:
+                needed_gb = math.ceil(needed * bytes_a_page / 1e5) / 1e4
+                raise UserError(
+                    f"prompt {prompts_P[group.index].index} needs {needed} pages of KV cache ({needed_gb} GB)"
+                    f" for its {group.prompt_tokens} tokens and a sample of {group.max_tokens};"
+                    f" engine.kv_gb = {config.kv_gb} holds {affordable}: raise it to {needed_gb} or more"
+                )
+        prompts = sorted((num_pages(group.prompt_tokens, page_tokens) for group in groups), reverse=True)
+        most_running = min(config.max_running, sum(len(group.samples_G) for group in groups))
+        largest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
+        return min(affordable, sum(prompts[: config.max_running]) + most_running * largest)
+
+    def _grown_cache(self, wanted_pages: int) -> Cache:
+        """The cache of earlier calls if it has so many pages, else a new one in its place."""
+        if self._cache is None or self._cache.num_pages < wanted_pages:
+            self._cache = None  # freed before the larger one is made
+            decoder, page_tokens = self._decoder, self._config.page_tokens
+            self._cache = Cache(
+                decoder.architecture, wanted_pages, page_tokens, decoder.compute, decoder.device
+            )
+        return self._cache
+
+    def _finished(self, prompt: Prompt, group: LiveGroup, text: Text) -> Group:
+        return Group(prompt=prompt, samples_G=[self._sample(s, text) for s in group.samples_G])
+
+    def _sample(self, s: LiveSample, text: Text) -> Sample:
+        assert s.finish is not None
+        ends_with_stop_token = s.tokens_T[-1] in self._stop_token_ids
+        return Sample(
+            tokens_T=s.tokens_T,
+            logprobs_T=s.logprobs_T,
+            text=text.of(s.tokens_T[:-1] if ends_with_stop_token else s.tokens_T),
+            finish=s.finish,
+            version=self.version,
+        )

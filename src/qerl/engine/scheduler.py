@@ -1,0 +1,193 @@
+"""Decides which samples run, and who gets pages when there are too few. No tensors.
+
+Samples queue in one order for good: prompt by prompt, sample by sample. A group is admitted when nobody older
+waits: its prompt is computed and the first token of all its samples drawn. They then wait, enter the running
+batch oldest first, and leave it when they finish. A sample without a page for its newest token takes those of
+the youngest running sample, which is paused: it keeps its tokens, waits at the head of the queue, and enters
+again with its own pages computed anew. Two things follow. Every running sample is older than every waiting
+one, so none starves. And the oldest always gets on, because a group is admitted only if the prompts of all
+admitted groups leave room for the largest sample among them.
+
+A sample's pages, in the order of its positions:
+
+    the prompt's full pages, shared by reference | a copy of its partial page | pages for what was sampled
+"""
+
+import collections
+import dataclasses
+from typing import Literal
+
+from qerl.engine.pages import Pages
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class LiveGroup:
+    """A prompt whose samples are not all finished."""
+
+    index: int
+    """Its place among the prompts of this call."""
+    prompt_tokens: int
+    max_tokens: int
+    """Longest sample that it may have."""
+    samples_G: list["LiveSample"] = dataclasses.field(default_factory=list)
+    num_unfinished: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    """Of the prompt; held from its admission until the last of its samples finishes."""
+
+    def __post_init__(self):
+        assert self.prompt_tokens > 0 and self.max_tokens > 0
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class LiveSample:
+    group: LiveGroup
+    sample_index: int
+    tokens_T: list[int] = dataclasses.field(default_factory=list)
+    logprobs_T: list[float] = dataclasses.field(default_factory=list)
+    pages: list[int] = dataclasses.field(default_factory=list)
+    """Empty unless it runs."""
+    row: int | None = None
+    """Its row of the running batch's tables; None unless it runs."""
+    finish: Literal["stop", "length"] | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """Of prompt and sample: what the cache holds once the newest token has been computed."""
+        return self.group.prompt_tokens + len(self.tokens_T)
+
+
+def num_pages(num_positions: int, page_tokens: int) -> int:
+    return -(-num_positions // page_tokens)
+
+
+def own_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
+    """The most pages a sample holds beside those shared with its group; its last token is never computed."""
+    return num_pages(prompt_tokens + max_tokens - 1, page_tokens) - prompt_tokens // page_tokens
+
+
+def group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
+    """What a prompt and one of its samples hold together at most: less than this, and it can never run."""
+    return num_pages(prompt_tokens, page_tokens) + own_pages(prompt_tokens, max_tokens, page_tokens)
+
+
+class Scheduler:
+    """Drive it in a circle: grow, admit, draw first tokens, enter, decode; finish whoever is done."""
+
+    def __init__(self, groups: list[LiveGroup], pages: Pages, *, page_tokens: int, max_running: int):
+        self.pages = pages
+        self.running: list[LiveSample] = []  # oldest first
+        self.num_pauses = 0
+        self._page_tokens = page_tokens
+        self._max_running = max_running
+        self._not_admitted = collections.deque(groups)
+        self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
+        self._admitted: list[LiveGroup] = []
+        self._free_rows = list(range(max_running - 1, -1, -1))
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.running or self._waiting or self._not_admitted)
+
+    def grow(self) -> list[LiveSample]:
+        """Gives every running sample room for its newest token, oldest first; those that got a page."""
+        grown = []
+        capacity = self._page_tokens
+        needy = [s for s in self.running if len(s.pages) * capacity < s.num_positions]
+        for sample in needy:
+            while self.pages.num_free == 0 and sample.row is not None:
+                self._pause(self.running[-1])
+            if sample.row is None:
+                break  # it was the youngest itself; those after it are paused already
+            sample.pages += self.pages.take(1)
+            grown.append(sample)
+        return grown
+
+    def admit(self) -> list[LiveGroup]:
+        """The groups whose prompts are to be computed now, with pages for them; their samples then wait."""
+        admitted = []
+        num_live, promised = len(self.running), self._reserve()
+        while not self._waiting and self._not_admitted and num_live < self._max_running:
+            group = self._not_admitted[0]
+            if not self._has_room(group, promised):
+                break
+            self._not_admitted.popleft()
+            group.pages = self.pages.take(num_pages(group.prompt_tokens, self._page_tokens))
+            group.num_unfinished = len(group.samples_G)
+            num_live += len(group.samples_G)
+            promised += len(group.samples_G) * self._first_pages(group)
+            self._admitted.append(group)
+            admitted.append(group)
+        self._waiting.extend(s for group in admitted for s in group.samples_G)
+        return admitted
+
+    def enter(self) -> list[LiveSample]:
+        """Waiting samples that join the running batch, oldest first, with pages up to their newest token.
+
+        One page stays free for every running sample that may need another, or the newcomers would be paused
+        as soon as their pages are computed.
+        """
+        entered = []
+        reserve = self._reserve()
+        while self._waiting and self._free_rows:
+            sample = self._waiting[0]
+            shared = sample.group.pages[: sample.group.prompt_tokens // self._page_tokens]
+            num_own = num_pages(sample.num_positions, self._page_tokens) - len(shared)
+            reserve += len(shared) + num_own < self._most_pages(sample.group)
+            if num_own + reserve > self.pages.num_free:
+                break
+            self._waiting.popleft()
+            sample.pages = self.pages.share(shared) + self.pages.take(num_own)
+            sample.row = self._free_rows.pop()
+            entered.append(sample)
+        self.running += entered
+        return entered
+
+    def finish(self, samples: list[LiveSample]) -> None:
+        """Lets samples go, running or waiting; the last of a group takes the prompt's pages along."""
+        for sample in samples:
+            if sample.row is None:
+                self._waiting.remove(sample)
+            else:
+                self._leave(sample)
+            group = sample.group
+            group.num_unfinished -= 1
+            if group.num_unfinished == 0:
+                self.pages.release(group.pages)
+                group.pages = []
+                self._admitted.remove(group)
+        self.running = [s for s in self.running if s.row is not None]
+
+    def _has_room(self, group: LiveGroup, promised: int) -> bool:
+        """Whether its prompt and a first sample fit beside what is promised to samples before it, and any one
+        admitted sample can get to its end."""
+        groups = [*self._admitted, group]
+        held = sum(num_pages(g.prompt_tokens, self._page_tokens) for g in groups)
+        largest = max(own_pages(g.prompt_tokens, g.max_tokens, self._page_tokens) for g in groups)
+        now = num_pages(group.prompt_tokens, self._page_tokens) + self._first_pages(group)
+        return held + largest <= self.pages.num_pages and now + promised <= self.pages.num_free
+
+    def _first_pages(self, group: LiveGroup) -> int:
+        """What a sample needs to enter with one token and leave its reserve."""
+        most = own_pages(group.prompt_tokens, group.max_tokens, self._page_tokens)
+        return min(own_pages(group.prompt_tokens, 2, self._page_tokens) + 1, most)
+
+    def _reserve(self) -> int:
+        """Running samples that may need a page more than they have."""
+        return sum(len(s.pages) < self._most_pages(s.group) for s in self.running)
+
+    def _most_pages(self, group: LiveGroup) -> int:
+        """What one of its samples holds at its longest, shared pages included."""
+        return num_pages(group.prompt_tokens + group.max_tokens - 1, self._page_tokens)
+
+    def _pause(self, sample: LiveSample) -> None:
+        self.running.remove(sample)
+        self._leave(sample)
+        self._waiting.appendleft(sample)
+        self.num_pauses += 1
+
+    def _leave(self, sample: LiveSample) -> None:
+        assert sample.row is not None
+        self.pages.release(sample.pages)
+        sample.pages = []
+        self._free_rows.append(sample.row)
+        sample.row = None

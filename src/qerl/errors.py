@@ -1,0 +1,9 @@
+"""The two exceptions that the command line prints in one line instead of a traceback."""
+
+
+class UserError(ValueError):
+    """The user's to mend; exit code 2. Says what and where: `engine.kv_gb must be positive, got -1`."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on through no mistake in the command, such as a full disk; exit code 1."""

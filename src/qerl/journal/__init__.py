@@ -1,0 +1,6 @@
+"""The run's record: files that survive being killed, TensorBoard, and what the console shows."""
+
+from qerl.journal.journal import Journal, StepLog
+from qerl.journal.metric import TIMING_KEYS, is_timing
+
+__all__ = ["TIMING_KEYS", "Journal", "StepLog", "is_timing"]

@@ -1,0 +1,253 @@
+"""The run's record, step by step: what a step measured, how long its phases took, what its samples said.
+
+    run.json        the resolved config, command, commit, versions, device; written first
+    metrics.jsonl   a line a step: step, metrics, `<phase>_s`, step_s, tokens_per_s, memory_gb, wall_time
+    samples.jsonl   a line a sample: step, prompt, text, reward, advantage
+    events.jsonl    notices              tensorboard/    the metrics again
+    result.json     written last         .lock           held while a process writes here
+
+A step is on the disk when its block is left, or not at all: its samples first, then its line of metrics.
+So a checkpoint belongs behind the block, under `journal.span("checkpoint")`: a run that was killed then has
+every step that its checkpoint has. What a span takes between steps is counted with the step that follows.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from qerl.config import RunConfig
+from qerl.errors import UserError
+from qerl.journal.display import PanelDisplay, PlainDisplay
+from qerl.journal.metric import is_timing
+from qerl.journal.provenance import changes, check_same_run, run_facts
+from qerl.journal.record import Lines, Lock, encode, finite, replace
+from qerl.types import Group
+
+
+class Stopwatch:
+    """Seconds by phase. Phases do not nest, so that they add up to no more than the whole."""
+
+    def __init__(self, show: Callable[[str | None], None]):
+        self._show = show
+        self._running: str | None = None
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        assert self._running is None, f"span {name} inside span {self._running}"
+        self._running, begin = name, time.perf_counter()
+        self._show(name)
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+            self._running = None
+            self._show(None)
+
+    def take(self) -> dict[str, float]:
+        """`<name>_s` for each phase since the last call."""
+        taken, self._seconds = self._seconds, {}
+        return {f"{name}_s": seconds for name, seconds in taken.items()}
+
+
+class StepLog:
+    """What one step reports while it runs."""
+
+    def __init__(self, step: int, stopwatch: Stopwatch, answer_column: str):
+        self.step, self._stopwatch, self._answer_column = step, stopwatch, answer_column
+        self.metrics: dict[str, float] = {}
+        self.sample_records: list[dict[str, Any]] = []
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Times a phase; the same name again in one step adds up."""
+        return self._stopwatch.span(name)
+
+    def add(self, **metrics: float) -> None:
+        """A later value of the same key takes its place."""
+        self.metrics |= {key: float(value) for key, value in metrics.items()}
+
+    def samples(self, groups: list[Group]) -> None:
+        """Keeps every sample of the groups; give only those that are to be kept."""
+        self.sample_records += [
+            {
+                "step": self.step,
+                "prompt_index": group.prompt.index,
+                "sample_index": sample_index,
+                "prompt": group.prompt.text,
+                "text": sample.text,
+                "reward": sample.reward,
+                "advantage": sample.advantage,
+                "finish": sample.finish,
+                "num_tokens": len(sample.tokens_T),
+                "version": sample.version,
+                "answer": self._answer(group.prompt.columns),
+            }
+            for group in groups
+            for sample_index, sample in enumerate(group.samples_G)
+        ]
+
+    def _answer(self, columns: dict[str, Any]) -> str | None:
+        value = columns.get(self._answer_column, columns.get("answer"))
+        return None if value is None else str(value)
+
+
+class Journal:
+    """Owns a run's folder from construction to close(); a second Journal there is refused.
+
+    with Journal(folder, num_steps=30) as journal:
+        journal.start(config)
+        journal.resume(next_step)
+        with journal.step(next_step) as log: ...
+        journal.finish({"accuracy": 0.9})
+    """
+
+    def __init__(self, folder: Path, *, num_steps: int, console: Console | None = None):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(folder)
+            self._metrics, self._samples, self._events = (
+                Lines(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")
+            )
+        except OSError as error:
+            raise UserError(f"{folder}: cannot hold a run ({error.strerror})") from None
+        self._folder, self._num_steps = folder, num_steps
+        self._next_step = 1 + max((record["step"] for record in self.steps()), default=-1)
+        self._open_step: int | None = None
+        self._answer_column = "answer"
+        self._board: SummaryWriter | None = None
+        console = console or Console()
+        is_panel = console.is_terminal and not console.is_dumb_terminal
+        self._display = (PanelDisplay if is_panel else PlainDisplay)(console, num_steps, str(folder))
+        self._stopwatch = Stopwatch(self._display.phase)
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What finish() wrote here; None for a run that has not ended."""
+        path = self._folder / "result.json"
+        return _read_object(path) if path.exists() else None
+
+    def start(self, config: RunConfig) -> None:
+        """Writes run.json; of a run that has taken a step, the config must agree but for `provenance.EXEMPT`."""
+        self._answer_column = config.task.answer_column
+        path, facts = self._folder / "run.json", finite(run_facts(config))
+        if not self._next_step:
+            replace(path, encode(facts, indent=2))
+            return
+        if not path.exists():
+            raise UserError(f"{self._folder}: has metrics.jsonl but no run.json; choose another folder (out)")
+        old = _read_object(path)
+        check_same_run(path, old.get("config", {}), facts["config"])
+        for name, (was, now) in changes(old, facts).items():
+            if name not in ("command", "start_time", "config.out"):
+                self.notice(f"{name} is {now}, the run began with {was}")
+
+    def resume(self, next_step: int) -> None:
+        """Forgets steps from next_step on: going on from there leaves the files of an unbroken run."""
+        for lines in (self._metrics, self._samples):
+            lines.cut(next_step)
+        records = list(self.steps())
+        self._display.restore(records)
+        self._next_step = next_step
+        if len(records) < next_step:
+            self.notice(f"metrics.jsonl lacks {next_step - len(records)} of the {next_step} steps taken")
+        if next_step:
+            self.notice(f"goes on after step {next_step}/{self._num_steps}")
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[StepLog]:
+        """Records the block as one step; if it raises, nothing of it."""
+        assert self._open_step is None, f"step {step} inside step {self._open_step}"
+        assert step >= self._next_step, f"step {step} is recorded already: resume({step}) forgets it"
+        log, begin = StepLog(step, self._stopwatch, self._answer_column), time.perf_counter()
+        self._open_step = step
+        try:
+            yield log
+        except BaseException:
+            self._stopwatch.take()
+            raise
+        finally:
+            self._open_step = None
+        self._record(log, time.perf_counter() - begin)
+        self._next_step = step + 1
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Times a phase between steps, such as a checkpoint; counted with the step that follows."""
+        return self._stopwatch.span(name)
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl so far."""
+        return (record for record in self._metrics.read() if record is not None and "step" in record)
+
+    def notice(self, text: str) -> None:
+        """For the user, now; and for whoever reads events.jsonl later."""
+        self._events.append([{"wall_time": time.time(), "step": self._open_step, "text": text}])
+        self._display.notice(text)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        replace(self._folder / "result.json", encode(result, indent=2))
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # each is closed even if another fails, the lock last
+            for part in (self._lock, self._metrics, self._samples, self._events, self._board, self._display):
+                if part is not None:
+                    stack.callback(part.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _record(self, log: StepLog, step_s: float) -> None:
+        metrics = {"memory_gb": memory_gb(), **log.metrics, **self._stopwatch.take()}
+        metrics |= {"step_s": step_s, "wall_time": time.time()}
+        if "sampled_tokens" in metrics and metrics.get("rollout_s"):
+            metrics.setdefault("tokens_per_s", metrics["sampled_tokens"] / metrics["rollout_s"])
+        if log.sample_records:
+            self._samples.append(log.sample_records)
+        self._metrics.append([{"step": log.step, **metrics}])
+        self._draw(log.step, metrics)
+        newest = log.sample_records[-1]["text"] if log.sample_records else None
+        self._display.finished(log.step, metrics, newest)
+
+    def _draw(self, step: int, metrics: dict[str, float]) -> None:
+        if self._board is None:
+            # Scalars that a killed process wrote for this step and later ones are to be left out.
+            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step)
+        for key, value in metrics.items():
+            self._board.add_scalar(f"{'timing' if is_timing(key) else 'metric'}/{key}", value, step)
+        self._board.flush()
+
+
+def memory_gb() -> float:
+    """The most this process has held so far: of the GPU's memory if it uses one, else of main memory."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: is damaged ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is damaged (not a JSON object)")
+    return value

@@ -1,0 +1,262 @@
+"""Causal attention with grouped heads, over packed trees and over paged caches.
+
+    o_n = softmax(q_n @ k^T / sqrt(H)) @ v      over the keys a query may see; k, v of head n * K // N
+
+Every use is a list of spans. A span is a run of neighbouring query rows with the rows of its keys, the last
+query seeing all of them, the one before it all but the last, and so on:
+
+    a packed tree     its prompt; then each branch, whose keys are the prompt's rows and its own
+    a prefill         rows of one sequence, whose keys are the cached positions up to each row's own
+    a decode          one query, whose keys are all cached positions (lengths alone say it: no layout)
+
+Spans of like size are padded into blocks. Letters: B spans of a block, Q queries, S keys, L = N / K * Q the
+queries that share a K/V head, b = B * K, R rows of keys. Layout of the cache of one layer:
+
+    pages_k, pages_v  [num_pages, page_tokens, K, H]; row = page * page_tokens + slot
+    Padding reads row 0 or unused slots and weighs them with zero: allocate pages as zeros, never unset.
+
+Scores, softmax and the sums over shared keys are fp32; the normalised weights are rounded to the operands'
+dtype for the second product. torch's fused attention is refused on the CPU: forward and backward of 16 trees
+of 97 tokens (9 heads of 64, bf16, 2 cores) take it 15 ms a layer, this 5; its value loses 1.2 times less in
+bf16, its gradients more (and eager attention more everywhere: `tests/kernels/test_attention.py`).
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from qerl.kernels.product import product
+from qerl.types import Tree
+
+CASES = (  # N, K, H, trees as (prompt, branches)
+    (4, 4, 16, ((7, ()), (1, ()))),
+    (6, 2, 32, ((5, (3, 0, 9)), (12, (1,)), (1, (1, 1, 1, 1)))),
+    (9, 3, 64, ((24, (5, 8, 2, 13)), (31, (4, 4, 4, 4)), (300, ()))),
+)
+MAX_SPAN_QUERIES = 256  # a longer span is split: its early queries then never meet its late keys
+MAX_BLOCK_SCORES = 1 << 20  # [B, Q, S] elements of one head; 4 bytes each, times N heads
+MAX_PADDING = 1.5  # padded scores over true ones within a block
+
+
+def reference(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, trees: list[Tree]) -> Tensor:
+    """The definition in float64, one query at a time; differentiable."""
+    group, rows = q_TNH.shape[1] // k_TKH.shape[1], []
+    k_TNH, v_TNH = (x.double().repeat_interleave(group, 1) for x in (k_TKH, v_TKH))
+    for tree in trees:
+        for start, length, prefix in _runs(tree):
+            for i in range(start, start + length):
+                seen = [*prefix, *range(start, i + 1)]
+                scores_SN = torch.einsum("nh,snh->sn", q_TNH[i].double(), k_TNH[seen]) / q_TNH.shape[2] ** 0.5
+                rows.append(torch.einsum("sn,snh->nh", scores_SN.softmax(0), v_TNH[seen]))
+    return torch.stack(rows)
+
+
+def _runs(tree: Tree) -> list[tuple[int, int, range]]:
+    """(first row, rows, rows of the shared prefix) of the prompt and of each branch."""
+    prompt, start = range(tree.start, tree.start + tree.prompt_tokens), tree.start + tree.prompt_tokens
+    runs = [(tree.start, tree.prompt_tokens, range(0))]
+    for length in tree.branch_tokens:
+        runs.append((start, length, prompt))
+        start += length
+    return runs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Rows of one sequence whose keys are cached: row start_row + i is position first_position + i."""
+
+    start_row: int
+    num_rows: int
+    first_position: int
+    table: Tensor
+    """The sequence's pages in order, long."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Block:
+    slots: slice  # its B * Q places among the slots of all blocks
+    key_rows_BS: Tensor
+    mask_B11QS: Tensor  # fp32: 0 where a query sees a key, -inf elsewhere
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Which row sees which, worked out once for a batch and used by every layer."""
+
+    blocks: tuple[_Block, ...]
+    slots_T: Tensor  # the slot of each query row
+    num_slots: int
+
+    @classmethod
+    def of(cls, trees: list[Tree], device: torch.device | str = "cpu") -> "PackedLayout":
+        """Of trees that together cover the rows 0..T-1."""
+        runs = [run for tree in trees for run in _runs(tree)]
+        return _layout([(s, n, torch.tensor([*prefix, *range(s, s + n)])) for s, n, prefix in runs], device)
+
+
+def _layout(spans: list[tuple[int, int, Tensor]], device: torch.device | str) -> PackedLayout:
+    """From (first query row, queries, key rows) of spans that together cover the query rows."""
+    spans = sorted(_split(spans), key=lambda span: (span[1], len(span[2])))
+    slots_T = torch.full((max(start + n for start, n, _ in spans),), -1)
+    blocks, num_slots = [], 0
+    for block in _similar(spans):
+        Q, S = block[-1][1], max(len(keys) for _, _, keys in block)
+        num_keys = torch.tensor([len(keys) for _, _, keys in block])
+        hidden = torch.tensor([n - 1 for _, n, _ in block])[:, None] - torch.arange(Q)
+        seen_BQ = num_keys[:, None] - hidden.clamp(min=0)  # a padding query sees all, to be no NaN
+        mask_BQS = torch.zeros(len(block), Q, S).masked_fill_(
+            torch.arange(S) >= seen_BQ[..., None], float("-inf")
+        )
+        key_rows_BS = pad_sequence([keys for _, _, keys in block], batch_first=True)
+        for b, (start, n, _) in enumerate(block):
+            slots_T[start : start + n] = torch.arange(num_slots + b * Q, num_slots + b * Q + n)
+        slots = slice(num_slots, num_slots + len(block) * Q)
+        blocks.append(_Block(slots, key_rows_BS.to(device), mask_BQS[:, None, None].to(device)))
+        num_slots = slots.stop
+    assert (slots_T >= 0).all(), "the spans leave rows out"
+    return PackedLayout(tuple(blocks), slots_T.to(device), num_slots)
+
+
+def _split(spans: list[tuple[int, int, Tensor]]) -> list[tuple[int, int, Tensor]]:
+    """The same with no span over MAX_SPAN_QUERIES, and none empty."""
+    pieces = []
+    for start, num_queries, keys in spans:
+        for first in range(0, num_queries, MAX_SPAN_QUERIES):
+            n = min(MAX_SPAN_QUERIES, num_queries - first)
+            pieces.append((start + first, n, keys[: len(keys) - num_queries + first + n]))
+    return pieces
+
+
+def _similar(spans: list[tuple[int, int, Tensor]]) -> list[list[tuple[int, int, Tensor]]]:
+    """Sorted spans cut into runs that waste little when padded to their longest."""
+    blocks, true, S = [], 0, 0
+    for span in spans:
+        scores = span[1] * len(span[2])
+        S = max(S, len(span[2]))
+        padded = (len(blocks[-1]) + 1) * span[1] * S if blocks else 0
+        if not blocks or padded > min(MAX_BLOCK_SCORES, MAX_PADDING * (true + scores)):
+            blocks.append([])
+            true, S = 0, len(span[2])
+        blocks[-1].append(span)
+        true += scores
+    return blocks
+
+
+def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: PackedLayout) -> Tensor:
+    """o_TNH. Differentiable in q, k and v; the scores are computed anew in the backward pass."""
+    assert len(q_TNH) == len(k_TKH) == len(layout.slots_T) and k_TKH.shape == v_TKH.shape
+    return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, layout)
+
+
+def paged_prefill(q_TNH: Tensor, pages_k: Tensor, pages_v: Tensor, spans: list[Span]) -> Tensor:
+    """o_TNH of the spans' rows, which together are 0..T-1. Their own keys and values must be in the pages."""
+    page_tokens = pages_k.shape[1]
+    slot = torch.arange(page_tokens)
+    runs = []
+    for span in spans:
+        rows = (span.table.cpu()[:, None] * page_tokens + slot).flatten()
+        runs.append((span.start_row, span.num_rows, rows[: span.first_position + span.num_rows]))
+    return _attend(q_TNH, pages_k.flatten(0, 1), pages_v.flatten(0, 1), _layout(runs, q_TNH.device))
+
+
+def paged_decode(
+    q_BNH: Tensor, pages_k: Tensor, pages_v: Tensor, tables_BX: Tensor, lengths_B: Tensor
+) -> Tensor:
+    """o_BNH of one token a sequence over its first lengths_B >= 1 positions; tables_BX is padded with 0."""
+    (B, N, H), (_, page_tokens, K, _) = q_BNH.shape, pages_k.shape
+    slots = torch.arange(page_tokens, device=q_BNH.device)
+    key_rows_BS = (tables_BX[:, :, None] * page_tokens + slots).flatten(1)
+    S = key_rows_BS.shape[1]
+    beyond_BS = torch.arange(S, device=q_BNH.device) >= lengths_B[:, None]
+    mask_B111S = torch.zeros_like(beyond_BS, dtype=torch.float32).masked_fill_(beyond_BS, float("-inf"))
+    index = _head_rows(key_rows_BS, K)
+    k_bSH, v_bSH = _gather(pages_k, index, S), _gather(pages_v, index, S)
+    p_bLS = _weights(q_BNH.reshape(B * K, N // K, H), k_bSH, mask_B111S[:, None, None, None])
+    return torch.bmm(p_bLS.to(q_BNH.dtype), v_bSH).view(B, N, H)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_TNH, k_TKH, v_TKH, layout):
+        ctx.save_for_backward(q_TNH, k_TKH, v_TKH)
+        ctx.layout = layout
+        return _attend(q_TNH, k_TKH, v_TKH, layout)
+
+    @staticmethod
+    def backward(ctx, do_TNH):  # type: ignore[override]
+        q_TNH, k_TKH, v_TKH = ctx.saved_tensors
+        return *_attend_backward(do_TNH, q_TNH, k_TKH, v_TKH, ctx.layout), None
+
+
+def _attend(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PackedLayout) -> Tensor:
+    q_slots = _to_slots(q_TNH, layout)
+    o_slots = torch.empty_like(q_slots)
+    for block in layout.blocks:
+        (B, S), K = block.key_rows_BS.shape, k_RKH.shape[1]
+        index = _head_rows(block.key_rows_BS, K)
+        q_bLH = _heads_first(q_slots[block.slots], B, K)
+        p_bLS = _weights(q_bLH, _gather(k_RKH, index, S), block.mask_B11QS)
+        o_bLH = torch.bmm(p_bLS.to(q_TNH.dtype), _gather(v_RKH, index, S))
+        _write_heads_last(o_slots[block.slots], o_bLH, B, K)
+    return o_slots.index_select(0, layout.slots_T)
+
+
+def _attend_backward(
+    do_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: PackedLayout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With dp = do @ v^T:  ds = p * (dp - sum(p * dp)),  dq = ds @ k,  dk = ds^T @ q,  dv = p^T @ do."""
+    dtype, (T, K, H) = q_TNH.dtype, k_TKH.shape
+    q_slots, do_slots = _to_slots(q_TNH, layout), _to_slots(do_TNH, layout)
+    dq_slots = torch.empty_like(q_slots)
+    dk, dv = (torch.zeros(T * K, H, device=q_TNH.device) for _ in range(2))
+    for block in layout.blocks:
+        B, S = block.key_rows_BS.shape
+        index = _head_rows(block.key_rows_BS, K)
+        q_bLH, do_bLH = (_heads_first(x[block.slots], B, K) for x in (q_slots, do_slots))
+        k_bSH, v_bSH = _gather(k_TKH, index, S), _gather(v_TKH, index, S)
+        p_bLS = _weights(q_bLH, k_bSH, block.mask_B11QS)
+        dv.index_add_(0, index, torch.bmm(p_bLS.to(dtype).transpose(1, 2), do_bLH).flatten(0, 1).float())
+        pdp_bLS = product(do_bLH, v_bSH.transpose(1, 2)).mul_(p_bLS)
+        ds_bLS = pdp_bLS.sub_(p_bLS.mul_(pdp_bLS.sum(-1, keepdim=True))).mul_(H**-0.5).to(dtype)
+        _write_heads_last(dq_slots[block.slots], torch.bmm(ds_bLS, k_bSH), B, K)
+        dk.index_add_(0, index, torch.bmm(ds_bLS.transpose(1, 2), q_bLH).flatten(0, 1).float())
+    return dq_slots.index_select(0, layout.slots_T), dk.view(T, K, H).to(dtype), dv.view(T, K, H).to(dtype)
+
+
+def _weights(q_bLH: Tensor, k_bSH: Tensor, mask_B11QS: Tensor) -> Tensor:
+    """p_bLS in fp32."""
+    b, L, H = q_bLH.shape
+    (B, _, _, Q, S), K = mask_B11QS.shape, b // len(mask_B11QS)
+    scores = product(q_bLH, k_bSH.transpose(1, 2)).view(B, K, L // Q, Q, S)
+    return scores.mul_(H**-0.5).add_(mask_B11QS).softmax(-1).view(b, L, S)
+
+
+def _to_slots(x_TNH: Tensor, layout: PackedLayout) -> Tensor:
+    """[slots, N, H], zero where a block is padded."""
+    return x_TNH.new_zeros(layout.num_slots, *x_TNH.shape[1:]).index_copy_(0, layout.slots_T, x_TNH)
+
+
+def _heads_first(x_BqNH: Tensor, B: int, K: int) -> Tensor:
+    """x_bLH with the queries of a K/V head's own group in one matrix."""
+    Bq, N, H = x_BqNH.shape
+    grouped = x_BqNH.view(B, Bq // B, K, N // K, H).permute(0, 2, 3, 1, 4)
+    return grouped.reshape(B * K, N // K * (Bq // B), H)
+
+
+def _write_heads_last(out_BqNH: Tensor, x_bLH: Tensor, B: int, K: int) -> None:
+    """The inverse of _heads_first, into memory."""
+    Bq, N, H = out_BqNH.shape
+    grouped = x_bLH.view(B, K, N // K, Bq // B, H).permute(0, 3, 1, 2, 4)
+    out_BqNH.view(B, Bq // B, K, N // K, H).copy_(grouped)
+
+
+def _head_rows(rows_BS: Tensor, K: int) -> Tensor:
+    """Where [R * K, H] holds head 0 of all S rows of span 0, head 1 of them, and so on: [B * K * S]."""
+    return (rows_BS[:, None] * K + torch.arange(K, device=rows_BS.device)[:, None]).flatten()
+
+
+def _gather(x: Tensor, index: Tensor, S: int) -> Tensor:
+    """x_bSH from rows of heads [..., K, H]."""
+    return x.reshape(-1, x.shape[-1]).index_select(0, index).view(-1, S, x.shape[-1])

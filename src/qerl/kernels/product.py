@@ -1,0 +1,34 @@
+"""Products of 16-bit matrices whose result stays in fp32.
+
+    c_MN = a_MK @ b_KN        one matrix each, or [B, M, K] @ [B, K, N]; summed and returned in fp32
+
+A CUDA device has this as one call. On a CPU torch rounds the product of 16-bit matrices to 16 bits, and
+the product of fp32 copies takes 2 to 4 times as long as two rounded ones (bf16, AVX-512). So the rounded
+product is taken, then what its rounding lost, from the same operands:
+
+    high = round(a @ b)        low = round(a @ b - high)        a @ b = high + low to 2 ** -17 of |a @ b|
+
+Holds for both layouts: `tests/kernels/test_product.py`.
+"""
+
+import torch
+from torch import Tensor
+
+CASES = ((5, 64, 33), (128, 576, 192), (1, 8, 100))  # M, K, N
+
+
+def reference(a: Tensor, b: Tensor) -> Tensor:
+    return a.double() @ b.double()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32. Both have two dimensions or both have three; no gradient flows through it."""
+    assert a.dtype == b.dtype and a.dim() == b.dim() and a.dim() in (2, 3)
+    multiply, multiply_add = (torch.mm, torch.addmm) if a.dim() == 2 else (torch.bmm, torch.baddbmm)
+    if a.dtype == torch.float32:
+        return multiply(a, b)
+    if a.is_cuda:
+        return multiply(a, b, out_dtype=torch.float32)
+    high = multiply(a, b)
+    low = multiply_add(high, a, b, beta=-1)
+    return high.float().add_(low)

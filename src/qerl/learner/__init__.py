@@ -1,0 +1,3 @@
+from qerl.learner.learner import Learner
+
+__all__ = ["Learner"]

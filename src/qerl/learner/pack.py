@@ -1,0 +1,119 @@
+"""Lays the samples of many groups into packed batches, each prompt computed once for all of its samples.
+
+A group whose prompt is p0 p1 p2 and whose samples are a0 a1 a2 and b0 becomes one tree of five rows:
+
+    row            0    1    2    3    4          branch_tokens (2, 0): a sample's last token is only
+    token          p0   p1   p2   a0   a1         ever predicted, so it has no row
+    position       0    1    2    3    4
+    predicts                 a0   a1   a2         source_rows_C = 2 3 4 2
+                             b0                   targets_C     = a0 a1 a2 b0
+
+C counts the sampled tokens of a batch; what is known of each lies in [C] tensors, sample after sample.
+The order is that of the groups and their samples. A group is split only if it alone exceeds the budget:
+each part then computes the prompt again.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.attention import PackedLayout
+from qerl.types import Group, Prompt, Sample, Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """hidden_TD[source_rows_C] are the rows whose distributions targets_C were drawn from."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    trees: list[Tree]
+    layout: PackedLayout
+    """The trees as attention wants them, the same for every layer and pass."""
+    source_rows_C: Tensor
+    targets_C: Tensor
+    sampler_logprobs_C: Tensor
+    advantages_C: Tensor
+    weights_C: Tensor
+    """What each token's loss is multiplied by before it is summed."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Branches:
+    """The samples of one prompt that lie in one batch, each with the weight of its tokens."""
+
+    prompt: Prompt
+    samples: list[tuple[Sample, float]]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.tokens_T) + sum(len(sample.tokens_T) - 1 for sample, _ in self.samples)
+
+
+def pack(
+    weighted_P: list[tuple[Group, list[float]]], *, max_tokens: int, device: torch.device
+) -> list[PackedBatch]:
+    """Batches of at most max_tokens rows, but for a prompt and sample longer than that by themselves.
+
+    Beside each group stand the weights of its samples' tokens; a sample of weight 0 is left out.
+    """
+    batches: list[list[_Branches]] = []
+    space = 0
+    for group, weights_G in weighted_P:
+        for branches in _parts(group, weights_G, max_tokens):
+            if branches.num_tokens > space:
+                batches.append([])
+                space = max_tokens
+            batches[-1].append(branches)
+            space -= branches.num_tokens
+    return [_lay_out(batch, device) for batch in batches]
+
+
+def _parts(group: Group, weights_G: list[float], max_tokens: int) -> list[_Branches]:
+    """The group's samples in runs that fit into an empty batch: usually one."""
+    parts: list[_Branches] = []
+    for sample, weight in zip(group.samples_G, weights_G, strict=True):
+        if weight == 0:
+            continue
+        if not parts or parts[-1].num_tokens + len(sample.tokens_T) - 1 > max_tokens:
+            parts.append(_Branches(group.prompt, []))
+        parts[-1].samples.append((sample, weight))
+    return parts
+
+
+def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
+    tokens_T: list[int] = []
+    positions_T: list[int] = []
+    trees: list[Tree] = []
+    source_rows_C: list[int] = []
+    for branches in batch:
+        prompt_T = branches.prompt.tokens_T
+        assert prompt_T, "a prompt without tokens has no row to predict from"
+        start = len(tokens_T)
+        tokens_T += prompt_T
+        positions_T += range(len(prompt_T))
+        for sample, _ in branches.samples:
+            assert len(sample.tokens_T) == len(sample.logprobs_T) > 0
+            inputs_T = sample.tokens_T[:-1]
+            source_rows_C += [start + len(prompt_T) - 1, *range(len(tokens_T), len(tokens_T) + len(inputs_T))]
+            positions_T += range(len(prompt_T), len(prompt_T) + len(inputs_T))
+            tokens_T += inputs_T
+        lengths = tuple(len(sample.tokens_T) - 1 for sample, _ in branches.samples)
+        trees.append(Tree(start=start, prompt_tokens=len(prompt_T), branch_tokens=lengths))
+    samples = [pair for branches in batch for pair in branches.samples]
+    return PackedBatch(
+        tokens_T=torch.tensor(tokens_T, device=device),
+        positions_T=torch.tensor(positions_T, device=device),
+        trees=trees,
+        layout=PackedLayout.of(trees, device),
+        source_rows_C=torch.tensor(source_rows_C, device=device),
+        targets_C=torch.tensor([t for sample, _ in samples for t in sample.tokens_T], device=device),
+        sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),
+        advantages_C=_reals([s.advantage for s, _ in samples for _ in s.tokens_T], device),
+        weights_C=_reals([weight for sample, weight in samples for _ in sample.tokens_T], device),
+    )
+
+
+def _reals(values_C: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values_C, dtype=torch.float32, device=device)

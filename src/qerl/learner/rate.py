@@ -1,0 +1,28 @@
+"""The learning rate of each update: a linear warm-up, then constant or a cosine to zero.
+
+    update u of U, W = round(warmup_fraction * U)
+
+    u < W       peak * (u + 1) / (W + 1)
+    constant    peak
+    cosine      peak * (1 + cos(pi * (u - W) / (U - W))) / 2
+
+Zero lies one update before the first and one after the last, so that no update is spent on a rate of zero.
+"""
+
+import math
+
+from qerl.config import LearnConfig
+
+
+def learning_rate(update: int, *, num_updates: int, learn: LearnConfig) -> float:
+    """The rate of update 0 .. num_updates - 1; past the end a cosine stays at zero."""
+    assert update >= 0 and num_updates > 0
+    warmup_updates = round(learn.warmup_fraction * num_updates)
+    if update < warmup_updates:
+        return learn.learning_rate * (update + 1) / (warmup_updates + 1)
+    if learn.schedule == "constant":
+        return learn.learning_rate
+    if update >= num_updates:
+        return 0.0
+    progress = (update - warmup_updates) / (num_updates - warmup_updates)
+    return learn.learning_rate * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,94 @@
+"""What passes over packed batches say of the policies, and the step's metrics from it.
+
+    d_t = learner_t - sampler_t             of every sampled token, before the step's first update
+    mismatch_abs = mean |d|                 mismatch_max = max |d|
+    mismatch_kl  = mean(exp(d) - 1 - d)     k3 of KL(sampler || learner)
+
+A metric of no tokens is left out, never NaN.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from qerl.algo.kl import k3
+from qerl.learner.pack import PackedBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What the learner says of a batch's sampled tokens at one version; no gradient."""
+
+    batch: PackedBatch
+    logprob_C: Tensor
+    entropy_C: Tensor
+    reference_C: Tensor | None
+    """Logprobs of the model without its adapter; None where no KL is taken."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lesson:
+    """What a batch contributed to one update."""
+
+    before: Reading
+    loss: Tensor
+    ratio_C: Tensor
+    was_clipped_C: Tensor
+    importance_C: Tensor
+    was_capped_C: Tensor
+    kl_C: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One planned optimizer update."""
+
+    lessons: list[Lesson]
+    """Empty where there was nothing to learn: the update was skipped."""
+    grad_norm: float | None
+    """Before clipping. None where nothing was applied: no lessons, or a norm that was not finite."""
+    learning_rate: float
+
+
+def sampling_metrics(first: list[Reading]) -> dict[str, float]:
+    """The learner against the sampler, from the step's first pass."""
+    metrics: dict[str, float] = {"learn_tokens": sum(len(reading.batch.tokens_T) for reading in first)}
+    if not first:
+        return metrics
+    learner_C = torch.cat([reading.logprob_C for reading in first])
+    sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])
+    distance_C = (learner_C - sampler_C).abs()
+    return metrics | {
+        "entropy": _mean([reading.entropy_C for reading in first]),
+        "mismatch_abs": distance_C.mean().item(),
+        "mismatch_max": distance_C.max().item(),
+        "mismatch_kl": k3(sampler_C, learner_C).mean().item(),
+    }
+
+
+def update_metrics(updates: list[Update]) -> dict[str, float]:
+    """The step's updates; means over those that happened, or over their tokens."""
+    applied = [u for u in updates if u.grad_norm is not None]
+    metrics: dict[str, float] = {
+        "learning_rate": updates[-1].learning_rate,
+        "skipped_updates": sum(not u.lessons for u in updates),
+        "nonfinite_updates": sum(bool(u.lessons) and u.grad_norm is None for u in updates),
+    }
+    lessons = [lesson for u in applied for lesson in u.lessons]
+    if not applied:
+        return metrics
+    metrics |= {
+        "loss": sum(lesson.loss.item() for lesson in lessons) / len(applied),
+        "grad_norm": sum(u.grad_norm for u in applied if u.grad_norm is not None) / len(applied),
+        "ratio_mean": _mean([lesson.ratio_C for lesson in lessons]),
+        "clip_fraction": _mean([lesson.was_clipped_C for lesson in lessons]),
+        "importance_weight_mean": _mean([lesson.importance_C for lesson in lessons]),
+        "capped_fraction": _mean([lesson.was_capped_C for lesson in lessons]),
+    }
+    kl = [lesson.kl_C for lesson in lessons if lesson.kl_C is not None]
+    return metrics | ({"kl_reference": _mean(kl)} if kl else {})
+
+
+def _mean(parts_C: list[Tensor]) -> float:
+    return torch.cat(parts_C).float().mean().item()

@@ -1,0 +1,68 @@
+"""Divides a step's groups among its updates, weighs their tokens, and packs them.
+
+    weight of a token    over all samples of the update, before it is known how they are packed
+    teaching             packed batches that a gradient comes from
+    silent               groups without any advantage, where no KL is taken: their gradient is exactly zero
+
+A silent group still counts in the weights of the others (tests/learn/test_equivalence.py).
+"""
+
+import dataclasses
+from itertools import islice, pairwise
+
+import torch
+
+from qerl.algo.loss import LOSSES
+from qerl.config import RunConfig
+from qerl.learner.pack import PackedBatch, pack
+from qerl.types import Group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one update learns from: Share(teaching=[batch, batch], silent=[batch], num_samples=64)."""
+
+    teaching: list[PackedBatch]
+    silent: list[PackedBatch]
+    num_samples: int
+    """How many samples are in them, of both kinds."""
+
+
+def split(groups_P: list[Group], config: RunConfig, *, device: torch.device) -> list[Share]:
+    """One share for each update of a pass: consecutive groups, as equally many each as can be."""
+    num_groups, num_shares = len(groups_P), config.learn.updates_per_step
+    bounds = [i * num_groups // num_shares for i in range(num_shares + 1)]
+    return [_share(groups_P[start:stop], config, device) for start, stop in pairwise(bounds)]
+
+
+def _share(groups_P: list[Group], config: RunConfig, device: torch.device) -> Share:
+    known_P = [_with_rewards(group) for group in groups_P]
+    weights_P_G = _weights(known_P, config)
+    teaching, silent = [], []
+    for pair in zip(known_P, weights_P_G, strict=True):
+        (teaching if _teaches(pair[0], config) else silent).append(pair)
+    return Share(
+        teaching=pack(teaching, max_tokens=config.learn.micro_tokens, device=device),
+        silent=pack(silent, max_tokens=config.learn.micro_tokens, device=device),
+        num_samples=sum(len(group.samples_G) for group in known_P),
+    )
+
+
+def _with_rewards(group: Group) -> Group:
+    return dataclasses.replace(group, samples_G=[s for s in group.samples_G if s.reward is not None])
+
+
+def _weights(groups_P: list[Group], config: RunConfig) -> list[list[float]]:
+    """A sample that was left out still counts in num_samples: the mean is over what was drawn."""
+    weights_S = iter(
+        LOSSES[config.algo.loss].weights(
+            [len(sample.tokens_T) for group in groups_P for sample in group.samples_G],
+            num_samples=len(groups_P) * config.num_samples,
+            max_tokens=config.sample.max_tokens,
+        )
+    )
+    return [list(islice(weights_S, len(group.samples_G))) for group in groups_P]
+
+
+def _teaches(group: Group, config: RunConfig) -> bool:
+    return config.algo.kl_coefficient > 0 or any(sample.advantage != 0 for sample in group.samples_G)

@@ -1,0 +1,135 @@
+"""The training loop: prompts -> samples -> rewards -> advantages -> update -> publish.
+
+Everything else in this package is called from here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import fmean
+from typing import Any, Protocol
+
+from qerl.algo.advantage import ADVANTAGES, is_informative
+from qerl.algo.filter import fill
+from qerl.algo.overlong import OVERLONG
+from qerl.config import RunConfig
+from qerl.errors import RunError
+from qerl.types import Engine, Group, Learner, Prompt, Sample, Sampling
+
+
+class Task(Protocol):
+    def train_prompts(self, step: int, num_prompts: int, round: int = 0) -> list[Prompt]: ...
+
+
+class Rewards(Protocol):
+    def score(self, groups: list[Group]) -> list[list[float | None]]: ...
+
+
+class Noise(Protocol):
+    def sampling(self, step: int) -> AbstractContextManager[float]:
+        """Inside, the sampling policy is noisy; gives sigma."""
+        ...
+
+    def learning(self, step: int) -> AbstractContextManager[Any]:
+        """Inside, the learner's forward is as noisy as the config says."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a step works with."""
+
+    task: Task
+    rewards: Rewards
+    engine: Engine
+    learner: Learner
+    noise: Noise
+    journal: Any
+    observe: Callable[[int, Any], None]
+    """(step, log): adds to the log what is measured beside the loop, such as held-out accuracy."""
+    save: Callable[[int], bool]
+    """(step): makes a checkpoint where it is due; whether the run is to stop here."""
+
+
+def run(config: RunConfig, parts: Parts, *, first_step: int) -> None:
+    for step in range(first_step, config.num_steps):
+        with parts.journal.step(step) as log:
+            with parts.noise.sampling(step) as sigma:
+                groups = draw(config, parts, step, log)
+            log.samples(groups)
+            with parts.noise.learning(step), log.span("learn"):
+                metrics = parts.learner.step([learnable(config, group) for group in groups])
+            log.add(sigma=sigma, **metrics)
+            with log.span("publish"):
+                parts.engine.publish(parts.learner.version)
+            parts.observe(step, log)
+        check_mismatch(config, metrics)
+        if parts.save(step):
+            return
+
+
+def draw(config: RunConfig, parts: Parts, step: int, log: Any) -> list[Group]:
+    """Sample, score and compare; with dynamic sampling until num_prompts groups have something to teach."""
+    sampling = Sampling(**dataclasses.asdict(config.sample))
+    kept_P, drawn_P = [], []
+    for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
+        prompts_P = parts.task.train_prompts(step, config.num_prompts, round)
+        with log.span("rollout"):
+            sampled_P = parts.engine.generate(
+                prompts_P, num_samples=config.num_samples, sampling=sampling, seed=config.seed, step=step
+            )
+        with log.span("reward"):
+            rewards_P_G = parts.rewards.score(sampled_P)
+        scored_P = [marked(config, *pair) for pair in zip(sampled_P, rewards_P_G, strict=True)]
+        drawn_P += scored_P
+        kept_P = fill(kept_P, scored_P, config.num_prompts) if config.algo.dynamic_sampling else scored_P
+        if len(kept_P) == config.num_prompts:
+            break
+    log.add(**measured(config, drawn_P), rounds=round + 1)
+    return kept_P
+
+
+def marked(config: RunConfig, group: Group, rewards_G: list[float | None]) -> Group:
+    """The group with each sample's reward, and its advantage over its siblings."""
+    overlong, algo = OVERLONG[config.algo.overlong], config.algo
+    penalised_G = [
+        None
+        if r is None
+        else r + overlong.penalty(len(s.tokens_T), config.sample.max_tokens, algo.overlong_buffer)
+        for r, s in zip(rewards_G, group.samples_G, strict=True)
+    ]
+    marks = zip(group.samples_G, rewards_G, ADVANTAGES[algo.advantage](penalised_G), strict=True)
+    samples_G = [dataclasses.replace(s, reward=r, advantage=a) for s, r, a in marks]
+    return dataclasses.replace(group, samples_G=samples_G)
+
+
+def learnable(config: RunConfig, group: Group) -> Group:
+    """The group without the samples that have no reward, or that the config leaves out for their length."""
+    is_kept = OVERLONG[config.algo.overlong].is_kept
+    samples_G = [s for s in group.samples_G if s.reward is not None and is_kept(s)]
+    return dataclasses.replace(group, samples_G=samples_G)
+
+
+def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
+    """What the samples say of the policy; rewards that failed count nowhere but in num_failed_rewards."""
+    samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    lengths = [len(sample.tokens_T) for sample in samples]
+    return {
+        "reward": fmean(rewards),
+        "accuracy": fmean(reward >= config.evaluate.right_from for reward in rewards),
+        "informative": fmean(is_informative([s.reward for s in group.samples_G]) for group in groups),
+        "distinct": fmean(len({s.text for s in group.samples_G}) / len(group.samples_G) for group in groups),
+        "mean_tokens": fmean(lengths),
+        "sampled_tokens": sum(lengths),
+        "cut_fraction": fmean(sample.finish == "length" for sample in samples),
+        "num_failed_rewards": len(samples) - len(rewards),
+    }
+
+
+def check_mismatch(config: RunConfig, metrics: dict[str, float]) -> None:
+    mismatch, limit = metrics.get("mismatch_abs", 0.0), config.max_mismatch
+    if limit is not None and mismatch > limit:
+        raise RunError(
+            f"the sampler and the learner differ by {mismatch:.3g} nats a token, max_mismatch is {limit}"
+        )

@@ -1,0 +1,153 @@
+"""The decoder: one module tree and one forward pass for learning, prefill and decode.
+
+    h = embed(tokens)
+    h = h + o_proj(attend(rotate(q), rotate(k), v))      q, k, v of input_layernorm(h); L times
+    h = h + down_proj(silu(gate) * up)                   gate, up of post_attention_layernorm(h)
+    hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32
+
+What the passes do not share is a value: attend(layer_index, q_TNH, k_TKH, v_TKH) -> o_TNH. A learner's
+attends within packed rows; an engine's writes k and v to its cache and attends to that. Submodules have
+Hugging Face's names without the leading "model.".
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qerl.kernels.product import product
+from qerl.model.architecture import Architecture
+from qerl.model.linear import QuantLinear
+from qerl.model.norm import NoisedRMSNorm, RMSNorm
+from qerl.model.rope import inverse_frequencies, magnitude, rotate, turns
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Table(nn.Module):
+    """One vector for each token: the embedding, and the head."""
+
+    def __init__(self, vocab_size: int, width: int, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight: Tensor
+        self.register_buffer("weight", torch.empty(vocab_size, width, dtype=compute, device=device))
+
+
+class Attention(nn.Module):
+    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.head_size = arch.head_size
+        queries, keys = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
+
+        def linear(in_width: int, out_width: int, has_bias: bool) -> QuantLinear:
+            return QuantLinear(in_width, out_width, has_bias=has_bias, compute=compute, device=device)
+
+        self.q_proj = linear(arch.width, queries, arch.qkv_bias)
+        self.k_proj = linear(arch.width, keys, arch.qkv_bias)
+        self.v_proj = linear(arch.width, keys, arch.qkv_bias)
+        self.o_proj = linear(queries, arch.width, arch.output_bias)
+        if arch.qk_norm:
+            self.q_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, device)
+            self.k_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, device)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(
+        self, x_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
+    ) -> Tensor:
+        shape = (len(x_TD), -1, self.head_size)
+        q_TNH = rotate(self.q_norm(self.q_proj(x_TD).view(shape)), *angles)
+        k_TKH = rotate(self.k_norm(self.k_proj(x_TD).view(shape)), *angles)
+        o_TNH = attend(layer_index, q_TNH, k_TKH, self.v_proj(x_TD).view(shape))
+        return self.o_proj(o_TNH.flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+        super().__init__()
+
+        def linear(in_width: int, out_width: int) -> QuantLinear:
+            return QuantLinear(in_width, out_width, has_bias=arch.mlp_bias, compute=compute, device=device)
+
+        self.gate_proj = linear(arch.width, arch.ff_width)
+        self.up_proj = linear(arch.width, arch.ff_width)
+        self.down_proj = linear(arch.ff_width, arch.width)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+
+
+class Layer(nn.Module):
+    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.self_attn = Attention(arch, compute, device)
+        self.mlp = MLP(arch, compute, device)
+        self.input_layernorm = NoisedRMSNorm(arch.width, arch.norm_eps, device)
+        self.post_attention_layernorm = NoisedRMSNorm(arch.width, arch.norm_eps, device)
+
+    def forward(
+        self, h_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
+    ) -> Tensor:
+        h_TD = h_TD + self.self_attn(self.input_layernorm(h_TD), angles, layer_index, attend)
+        return h_TD + self.mlp(self.post_attention_layernorm(h_TD))
+
+
+class Decoder(nn.Module):
+    """Made with unset weights. Everything but the adapter is a buffer: its parameters are what learns."""
+
+    def __init__(self, architecture: Architecture, *, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        arch = self.architecture = architecture
+        self.compute, self.device = compute, device
+        self.embed_tokens = Table(arch.vocab_size, arch.width, compute, device)
+        self.layers = nn.ModuleList(Layer(arch, compute, device) for _ in range(arch.num_layers))
+        self.norm = RMSNorm(arch.width, arch.norm_eps, device)
+        self.lm_head = (
+            self.embed_tokens if arch.tied_head else Table(arch.vocab_size, arch.width, compute, device)
+        )
+        self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
+        self._magnitude = magnitude(arch.rope)
+        self._head_fp32: Tensor | None = None
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """hidden_TD after the final norm, in the compute dtype."""
+        angles = turns(positions_T, self._frequencies, self._magnitude)
+        h_TD = F.embedding(tokens_T, self.embed_tokens.weight)
+        for layer_index, layer in enumerate(self.layers):
+            h_TD = layer(h_TD, angles, layer_index, attend)
+        return self.norm(h_TD)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """fp32 [T, V], without a gradient."""
+        return product(hidden_TD, self.lm_head.weight.T)
+
+    def head_operand(self) -> Tensor:
+        """The [V, D] tensor to multiply for fp32 logits: on a CPU an fp32 copy, made at the first call."""
+        weight_VD = self.lm_head.weight
+        if weight_VD.is_cuda or weight_VD.dtype == torch.float32:
+            return weight_VD
+        if self._head_fp32 is None:
+            self._head_fp32 = weight_VD.float()
+        return self._head_fp32
+
+    def linears(self) -> Iterator[tuple[str, QuantLinear]]:
+        """Every packed linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
+        return ((name, m) for name, m in self.named_modules() if isinstance(m, QuantLinear))
+
+    def noised_norms(self) -> list[NoisedRMSNorm]:
+        """Two for each layer, in the layers' order: before q|k|v, before gate|up."""
+        return [m for m in self.modules() if isinstance(m, NoisedRMSNorm)]
+
+    def make_resident(self) -> None:
+        """Keep every linear's unpacked operand; call it after all weights are loaded."""
+        for _, linear in self.linears():
+            linear.make_resident()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all frozen weights as they are held, the adapter not counted."""
+        linears = {id(linear.bias) for _, linear in self.linears()}
+        own = sum(b.nbytes for b in self.buffers() if id(b) not in linears)
+        kept = 0 if self._head_fp32 is None else self._head_fp32.nbytes
+        return own + kept + sum(linear.num_bytes for _, linear in self.linears())

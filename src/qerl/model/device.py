@@ -1,0 +1,30 @@
+"""What `auto` in a ModelConfig means on this machine, settled once and written into the run's config."""
+
+import dataclasses
+
+import torch
+
+from qerl.config import ModelConfig
+from qerl.errors import UserError
+
+COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def resolved(config: ModelConfig) -> ModelConfig:
+    """The same config with every `auto` replaced."""
+    has_cuda = torch.cuda.is_available()
+    device = config.device if config.device != "auto" else ("cuda" if has_cuda else "cpu")
+    if device == "cuda" and not has_cuda:
+        raise UserError("model.device is cuda, but torch finds no CUDA device")
+    fast_bf16 = multiplies_bf16(device)
+    compute = config.compute if config.compute != "auto" else ("bf16" if fast_bf16 else "fp32")
+    operand = config.operand if config.operand != "auto" else ("resident" if device == "cpu" else "packed")
+    return dataclasses.replace(config, device=device, compute=compute, operand=operand)
+
+
+def multiplies_bf16(device: str) -> bool:
+    """Whether bf16 products run in hardware; without it torch emulates them, slower than fp32."""
+    if device == "cuda":
+        return torch.cuda.get_device_capability() >= (8, 0)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -1,0 +1,280 @@
+"""Reads a GGUF file (llama, qwen2 or qwen3): its metadata, and its tensors under Hugging Face's names.
+
+    file = "GGUF" | version | counts | metadata (key, type, value) | tensor infos | padding | tensor data
+
+Tensors are read by offset and decoded to float32 one at a time, by the `gguf` package's `dequantize`. The
+metadata are parsed here: the package's reader makes a numpy array of each token and merge (1.8 s for SmolLM2,
+0.05 s here) and maps the whole file, whose pages then count as the process's memory.
+
+llama.cpp stores the q and k rows of a llama head in rotary pairs (0, H/2, 1, H/2 + 1, ...); Hugging Face in
+halves (0, 1, ..., H/2, H/2 + 1, ...). qwen2 and qwen3 are stored as Hugging Face has them.
+"""
+
+import dataclasses
+import io
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from qerl.errors import UserError
+
+_MODELS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_INSIDE = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SCALARS = {  # struct's letters by gguf.GGUFValueType
+    gguf.GGUFValueType.UINT8: "B",
+    gguf.GGUFValueType.INT8: "b",
+    gguf.GGUFValueType.UINT16: "H",
+    gguf.GGUFValueType.INT16: "h",
+    gguf.GGUFValueType.UINT32: "I",
+    gguf.GGUFValueType.INT32: "i",
+    gguf.GGUFValueType.FLOAT32: "f",
+    gguf.GGUFValueType.BOOL: "?",
+    gguf.GGUFValueType.UINT64: "Q",
+    gguf.GGUFValueType.INT64: "q",
+    gguf.GGUFValueType.FLOAT64: "d",
+}
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where one tensor lies, and in which of ggml's types."""
+
+    ggml_name: str
+    ggml_type: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+class GgufFile:
+    """A GGUF file: its metadata, the equivalent of config.json, its tensors' shapes, any tensor by name."""
+
+    def __init__(self, file: Path):
+        self.path = file
+        self.metadata, entries = _parse(file)
+        self._entries = {_hf_name(file, entry.ggml_name): entry for entry in entries}
+        self.shapes = {name: entry.shape for name, entry in self._entries.items()}
+        self.config = _hf_config(file, self.metadata, self.shapes)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in float32 on the CPU, rows in Hugging Face's order."""
+        entry = self._entries[name]
+        weight = torch.empty(math.prod(entry.shape[:-1]), entry.shape[-1])
+        try:
+            with self.path.open("rb") as file:
+                file.seek(entry.begin)
+                _decode_rows(file, entry, weight)
+        except (OSError, ValueError, NotImplementedError) as error:
+            raise UserError(f"{self.path}: {entry.ggml_name} cannot be read: {error}") from error
+        weight = weight.view(entry.shape)
+        heads = self._rotary_heads(name)
+        return weight if heads is None else _pairs_to_halves(weight, heads)
+
+    def _rotary_heads(self, name: str) -> int | None:
+        """How many heads a tensor's rows are, if they are stored in rotary pairs."""
+        if self.config["model_type"] != "llama":
+            return None
+        if ".q_proj." in name:
+            return self.config["num_attention_heads"]
+        return self.config["num_key_value_heads"] if ".k_proj." in name else None
+
+
+def _decode_rows(file: BinaryIO, entry: _Entry, out: Tensor) -> None:
+    """Decode a few rows at a time: on a whole tensor, `dequantize` takes three times its memory."""
+    row_bytes = entry.num_bytes // len(out)
+    for rows in out.split(max(1, _CHUNK_BYTES // row_bytes)):
+        raw = np.fromfile(file, dtype=np.uint8, count=len(rows) * row_bytes).reshape(len(rows), row_bytes)
+        rows.copy_(torch.from_numpy(gguf.dequantize(raw, entry.ggml_type)))
+
+
+def _pairs_to_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """[heads, H / 2, 2, ...] -> [heads, 2, H / 2, ...] along the rows of a weight or a bias."""
+    paired = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
+    return paired.transpose(1, 2).reshape(weight.shape)
+
+
+def _hf_name(file: Path, ggml_name: str) -> str:
+    stem, _, kind = ggml_name.rpartition(".")
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if layer and layer[2] in _INSIDE:
+        return f"model.layers.{layer[1]}.{_INSIDE[layer[2]]}.{kind}"
+    if stem in _OUTSIDE:
+        return f"{_OUTSIDE[stem]}.{kind}"
+    if stem == "rope_freqs":
+        raise UserError(
+            f"{file}: rope_freqs (Llama 3's rope scaling) is not supported in GGUF; take the safetensors"
+        )
+    raise UserError(f"{file}: unexpected tensor {ggml_name}")
+
+
+def _hf_config(file: Path, metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What the model's config.json would say, as far as `architecture.from_hf_config` asks."""
+    family = metadata.get("general.architecture")
+    if family not in _MODELS:
+        raise UserError(
+            f"{file}: architecture {family!r} is not supported in GGUF; supported: {', '.join(_MODELS)}"
+        )
+    if metadata.get("split.count", 0) > 1:
+        raise UserError(
+            f"{file}: is one of {metadata['split.count']} parts; merge them with gguf-split first"
+        )
+    if metadata.get(f"{family}.expert_count", 0) > 0:
+        raise UserError(f"{file}: a mixture of experts is not supported")
+
+    def of(key: str, default: int | float | None = None) -> Any:
+        value = metadata.get(f"{family}.{key}", default)
+        if not isinstance(value, int | float) or value <= 0:
+            raise UserError(f"{file}: {family}.{key} must be one positive number, got {value!r}")
+        return value
+
+    if "model.embed_tokens.weight" not in shapes:
+        raise UserError(f"{file}: has no tensor token_embd.weight")
+    num_heads = of("attention.head_count")
+    head_size = of("attention.key_length", of("embedding_length") // num_heads)
+    if of("rope.dimension_count", head_size) != head_size:
+        raise UserError(
+            f"{file}: {family}.rope.dimension_count must be the head size {head_size}: partial rotary"
+        )
+    return {
+        "architectures": [_MODELS[family]],
+        "model_type": family,
+        "num_hidden_layers": of("block_count"),
+        "hidden_size": of("embedding_length"),
+        "intermediate_size": of("feed_forward_length"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": of("attention.head_count_kv", num_heads),
+        "head_dim": head_size,
+        "vocab_size": shapes["model.embed_tokens.weight"][0],
+        "max_position_embeddings": of("context_length"),
+        # Stored in float32: 1e-5 would come back as 9.99999975e-06.
+        "rms_norm_eps": float(str(np.float32(of("attention.layer_norm_rms_epsilon")))),
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_theta": of("rope.freq_base", 10000.0)} | _rope_scaling(family, metadata),
+        "attention_bias": "model.layers.0.self_attn.o_proj.bias" in shapes,
+        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "dtype": "bfloat16",
+    } | _token_ids(metadata)
+
+
+def _rope_scaling(family: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    kind = metadata.get(f"{family}.rope.scaling.type", "none")
+    if kind == "none":
+        return {"rope_type": "default"}
+    scaling = {"rope_type": kind, "factor": metadata.get(f"{family}.rope.scaling.factor", 1.0)}
+    original = metadata.get(f"{family}.rope.scaling.original_context_length")
+    return scaling if original is None else scaling | {"original_max_position_embeddings": original}
+
+
+def _token_ids(metadata: dict[str, Any]) -> dict[str, int]:
+    ids = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in ids.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _parse(file: Path) -> tuple[dict[str, Any], list[_Entry]]:
+    try:
+        file_bytes = file.stat().st_size
+        with file.open("rb", buffering=1 << 20) as stream:
+            return _parse_stream(_Cursor(stream, file_bytes), file_bytes)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except (_Damaged, ValueError, struct.error) as error:
+        raise UserError(f"{file}: damaged, or not a GGUF file: {error}") from error
+
+
+class _Damaged(Exception):
+    pass
+
+
+class _Cursor:
+    """Reads values one after the other and refuses to go past the end of the file."""
+
+    def __init__(self, stream: BinaryIO | io.BufferedReader, num_bytes: int):
+        self.stream = stream
+        self.num_bytes = num_bytes
+        self.offset = 0
+
+    def take(self, num_bytes: int) -> bytes:
+        self.offset += num_bytes
+        if self.offset > self.num_bytes:
+            raise _Damaged(f"it ends before byte {self.offset}")
+        return self.stream.read(num_bytes)
+
+    def number(self, letter: str) -> Any:
+        return struct.unpack("<" + letter, self.take(struct.calcsize("<" + letter)))[0]
+
+    def string(self) -> str:
+        return self.take(int.from_bytes(self.take(8), "little")).decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        value_type = gguf.GGUFValueType(kind)
+        if value_type == gguf.GGUFValueType.STRING:
+            return self.string()
+        if value_type != gguf.GGUFValueType.ARRAY:
+            return self.number(_SCALARS[value_type])
+        item_type, count = gguf.GGUFValueType(self.number("I")), self.number("Q")
+        if item_type == gguf.GGUFValueType.STRING:
+            return [self.string() for _ in range(count)]
+        if item_type == gguf.GGUFValueType.ARRAY:
+            raise _Damaged("it holds an array of arrays")
+        letter = "<" + _SCALARS[item_type]
+        return [item for (item,) in struct.iter_unpack(letter, self.take(count * struct.calcsize(letter)))]
+
+
+def _parse_stream(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Any], list[_Entry]]:
+    if cursor.take(4) != b"GGUF":
+        raise _Damaged("it does not begin with GGUF")
+    version = cursor.number("I")
+    if version not in (2, 3):
+        raise _Damaged(f"its version is {version}, 2 and 3 are supported")
+    num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
+    metadata = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.number("I"))
+    infos = []
+    for _ in range(num_tensors):
+        name = cursor.string()
+        shape = tuple(cursor.number("Q") for _ in range(cursor.number("I")))[::-1]
+        infos.append((name, shape, gguf.GGMLQuantizationType(cursor.number("I")), cursor.number("Q")))
+    alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment <= 0:
+        raise _Damaged(f"general.alignment is {alignment}")
+    data_begin = math.ceil(cursor.offset / alignment) * alignment
+    return metadata, [
+        _entry(name, shape, kind, data_begin + at, file_bytes) for name, shape, kind, at in infos
+    ]
+
+
+def _entry(
+    name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int, file_bytes: int
+) -> _Entry:
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    if not shape or 0 in shape or shape[-1] % block_size:
+        raise _Damaged(f"{name} {list(shape)} does not divide into blocks of {block_size}")
+    num_bytes = math.prod(shape) // block_size * block_bytes
+    if begin + num_bytes > file_bytes:
+        raise _Damaged(f"truncated: {name} ends at byte {begin + num_bytes}, the file has {file_bytes}")
+    return _Entry(name, kind, shape, begin, num_bytes)

@@ -1,0 +1,83 @@
+"""A frozen linear in a packed format, with an adapter that learns beside it.
+
+    y = x @ decode(weight)^T + bias + scaling * (x @ A^T) @ B^T
+
+A and B exist twice: fp32 masters (`lora_A`, `lora_B`), which the optimizer moves, and working copies in the
+compute dtype, which are multiplied. `publish` brings the second up to the first, and only it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from qerl.formats import PackedWeight
+from qerl.kernels.lora_linear import linear, lora_linear
+
+
+class QuantLinear(nn.Module):
+    def __init__(
+        self, in_width: int, out_width: int, *, has_bias: bool, compute: torch.dtype, device: torch.device
+    ):
+        super().__init__()
+        self.in_width, self.out_width, self.compute = in_width, out_width, compute
+        self.weight: PackedWeight | None = None
+        self.adapter_enabled = True
+        self.scaling = 0.0
+        self.bias: Tensor | None
+        bias = torch.empty(out_width, dtype=compute, device=device) if has_bias else None
+        self.register_buffer("bias", bias)
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self._a_work: Tensor | None = None
+        self._b_work: Tensor | None = None
+        self._operand: Tensor | None = None
+        self._alpha: float | Tensor = 1.0
+
+    def load_weight(self, packed: PackedWeight) -> None:
+        """Take the weight; a resident operand of an earlier one is dropped."""
+        assert packed.shape == (self.out_width, self.in_width), (packed.shape, self)
+        self.weight, self._operand = packed, None
+        self._alpha = packed.alpha.item() if packed.alpha.dim() == 0 else packed.alpha
+
+    def make_resident(self) -> None:
+        """Keep the unpacked operand beside the weight: the same numbers, unpacked once."""
+        self._operand = self.operand()
+
+    def operand(self) -> Tensor:
+        """What is multiplied, [N, K] in the compute dtype, without the factor alpha."""
+        assert self.weight is not None, "no weight was loaded"
+        return self.weight.operand(self.compute) if self._operand is None else self._operand
+
+    def add_adapter(self, a_RK: Tensor, b_NR: Tensor, scaling: float) -> None:
+        """New masters and working copies with these values."""
+        assert a_RK.shape[1] == self.in_width and b_NR.shape == (self.out_width, len(a_RK))
+        self.lora_A, self.lora_B = nn.Parameter(a_RK.float()), nn.Parameter(b_NR.float())
+        self._a_work, self._b_work = a_RK.to(self.compute, copy=True), b_NR.to(self.compute, copy=True)
+        self.scaling = scaling
+
+    def publish(self) -> None:
+        """Copy the masters into the working copies, in place."""
+        if self._a_work is not None and self._b_work is not None:
+            self._a_work.copy_(self.lora_A.detach())
+            self._b_work.copy_(self.lora_B.detach())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the packed weight, the resident operand and the bias; the adapter is not counted."""
+        packed = [] if self.weight is None else list(self.weight.tensors().values())
+        held = {id(t): t.nbytes for t in (*packed, self._operand, self.bias) if t is not None}
+        return sum(held.values())  # BF16's operand is its weight: counted once
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        if self._a_work is None or self._b_work is None or not self.adapter_enabled:
+            return linear(x_TK, self.operand, self._alpha, self.bias)
+        return lora_linear(
+            x_TK,
+            self.operand,
+            self._alpha,
+            self.lora_A,
+            self.lora_B,
+            self._a_work,
+            self._b_work,
+            self.scaling,
+            self.bias,
+        )

@@ -1,0 +1,317 @@
+"""Reads and writes 4-bit checkpoints as compressed-tensors lays them out, which transformers and vLLM load.
+
+    NVFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            nvfp4-pack-quantized
+          scales         {linear}.weight_scale         float8_e4m3fn [N, K / 16]
+          global_scale   {linear}.weight_global_scale  float32 [1]
+    MXFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            mxfp4-pack-quantized
+          scales         {linear}.weight_scale         uint8 [N, K / 32]
+
+The codes go in and out untouched. NVFP4 linears that multiply the same input (q, k, v; gate, up) share one
+global scale: vLLM fuses them and keeps only the largest of their scales, which would distort the others. A
+model that is quantized when it is loaded shares them too, so it is bit for bit the one that is written.
+"""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qerl.errors import RunError, UserError
+from qerl.formats import FORMATS, NVFP4, PackedWeight
+from qerl.model.architecture import Architecture
+from qerl.model.names import HEAD, architecture_of, check_tensors, linear_groups, read_float, tensor_shapes
+from qerl.model.safetensors_file import INDEX_NAME, read_json
+from qerl.model.source import Checkpoint, Source, locate
+from qerl.model.tokenizer import load_tokenizer, stop_token_ids
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How a checkpoint stores the tensors of one format."""
+
+    format: str
+    checkpoint_format: str
+    """quantization_config's name for it."""
+    block_weights: int
+    strategy: str
+    scale_dtype: torch.dtype
+    suffixes: dict[str, str]
+    """The tensor's name after the linear's, by the field it is in our format."""
+
+    def shapes(self, linear: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
+        of_field = {"codes": (n, k // 2), "scales": (n, k // self.block_weights), "global_scale": (1,)}
+        return {f"{linear}.{suffix}": of_field[field] for field, suffix in self.suffixes.items()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {"codes": torch.uint8, "scales": self.scale_dtype, "global_scale": torch.float32}
+
+
+_CHUNK_WEIGHTS = 1 << 20
+_FIELDS = {"codes": "weight_packed", "scales": "weight_scale"}
+LAYOUTS = {
+    "nvfp4": Layout(
+        "nvfp4",
+        "nvfp4-pack-quantized",
+        16,
+        "tensor_group",
+        torch.float8_e4m3fn,
+        _FIELDS | {"global_scale": "weight_global_scale"},
+    ),
+    "mxfp4": Layout("mxfp4", "mxfp4-pack-quantized", 32, "group", torch.uint8, _FIELDS),
+}
+_COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+_COPIED += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
+
+
+def packed_layout(checkpoint: Checkpoint) -> Layout | None:
+    """How the checkpoint's linears are packed; None if they are floats; any other quantization is refused."""
+    config = checkpoint.config.get("quantization_config", checkpoint.config.get("compression_config"))
+    if config is None:
+        return None
+    method, name = config.get("quant_method"), config.get("format")
+    layout = next((layout for layout in LAYOUTS.values() if layout.checkpoint_format == name), None)
+    groups = config.get("config_groups")
+    if method == "compressed-tensors" and layout is not None and isinstance(groups, dict):
+        for group in groups.values():
+            _check_group(checkpoint.path, layout, group)
+        return layout
+    kind = f"{method} {name}" if name else f"{method}"
+    raise UserError(
+        f"{checkpoint.path}: is quantized with {kind}; what is read is float weights and compressed-tensors "
+        + " or ".join(layout.checkpoint_format for layout in LAYOUTS.values())
+    )
+
+
+def _check_group(path: Path, layout: Layout, group: Any) -> None:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    expected = {"num_bits": 4, "type": "float", "group_size": layout.block_weights, "symmetric": True}
+    for key, value in expected.items():
+        if not isinstance(weights, dict) or weights.get(key) != value:
+            found = weights.get(key) if isinstance(weights, dict) else weights
+            raise UserError(
+                f"{path}: quantization_config: {layout.checkpoint_format} needs {key} {value}, got {found}"
+            )
+
+
+def read_packed(checkpoint: Checkpoint, layout: Layout, linear: str) -> PackedWeight:
+    """One linear's weight with its codes untouched; the shapes have been checked."""
+    tensors: dict[str, Any] = {}
+    for field, suffix in layout.suffixes.items():
+        tensor, dtype = checkpoint.read(f"{linear}.{suffix}"), layout.dtypes()[field]
+        if tensor.dtype != dtype:
+            raise UserError(f"{checkpoint.path}: {linear}.{suffix} must be {dtype}, is {tensor.dtype}")
+        _check_values(checkpoint, f"{linear}.{suffix}", tensor, field)
+        tensors[field] = tensor
+    return FORMATS[layout.format](**tensors)
+
+
+def _check_values(checkpoint: Checkpoint, name: str, tensor: Tensor, field: str) -> None:
+    """Every code means a number; a scale may not, and a global scale divides."""
+    if field == "codes":
+        return
+    scales = tensor.view(torch.float8_e8m0fnu) if tensor.dtype == torch.uint8 else tensor
+    if not scales.float().isfinite().all():
+        raise UserError(f"{checkpoint.path}: {name} holds NaN or infinity")
+    if field == "global_scale" and tensor.item() <= 0:
+        raise UserError(f"{checkpoint.path}: {name} must be positive, is {tensor.item()}")
+
+
+def write_quantized(
+    path: str, out_folder: str | Path, *, format: str = "nvfp4", shard_bytes: int = 5_000_000_000
+) -> None:
+    """Quantize a checkpoint into a new folder, which appears only when it is whole."""
+    out = Path(out_folder)
+    if format not in LAYOUTS:
+        raise UserError(f"{format} has no checkpoint layout to write; {' and '.join(LAYOUTS)} have one")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists already and is not an empty folder")
+    source = locate(path)
+    checkpoint = source.open()
+    if packed_layout(checkpoint) is not None:
+        raise UserError(f"{path}: is quantized already")
+    architecture = architecture_of(checkpoint)
+    with _appearing(out) as folder:
+        _write_shards(folder, _quantized(checkpoint, architecture, LAYOUTS[format]), shard_bytes)
+        _write_config(folder, checkpoint, LAYOUTS[format])
+        _write_tokenizer(folder, source)
+
+
+@contextlib.contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out`, renamed to it at the end, or removed."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror}") from error
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp keeps everyone else out
+        folder.replace(out)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def packed_shapes(
+    checkpoint: Checkpoint, architecture: Architecture, layout: Layout | None
+) -> dict[str, tuple[int, ...]]:
+    """What tensors the checkpoint must hold, where some or all of its linears are packed."""
+    shapes = tensor_shapes(architecture)
+    linears = [name for group in linear_groups(architecture) for name in group]
+    for linear in [*linears, HEAD.removesuffix(".weight")]:
+        if (
+            layout is not None
+            and f"{linear}.weight_packed" in checkpoint.shapes
+            and f"{linear}.weight" in shapes
+        ):
+            n, k = shapes.pop(f"{linear}.weight")
+            shapes |= layout.shapes(linear, n, k)
+    return shapes
+
+
+def encoded(
+    checkpoint: Checkpoint, group: tuple[str, ...], kind: type[PackedWeight], device: torch.device
+) -> Iterator[tuple[str, PackedWeight]]:
+    """A group's linears and their weights, one float weight in memory at a time, encoded on the device."""
+    largest = None
+    if kind is NVFP4 and len(group) > 1:
+        largest = max(_largest(read_float(checkpoint, f"{linear}.weight")) for linear in group)
+    for linear in group:
+        yield linear, _encoded_one(checkpoint, f"{linear}.weight", kind, largest, device)
+
+
+def _encoded_one(
+    checkpoint: Checkpoint, name: str, kind: type[PackedWeight], largest: float | None, device: torch.device
+) -> PackedWeight:
+    weight_NK = read_float(checkpoint, name).to(device)
+    try:
+        return kind.encode(weight_NK) if largest is None else _encoded_under(weight_NK, largest)
+    except UserError as error:
+        raise UserError(f"{checkpoint.path}: {name}: {error}") from error
+
+
+def _largest(weight_NK: Tensor) -> float:
+    """Without a copy of the weight, which abs() would be."""
+    return torch.stack(torch.aminmax(weight_NK)).abs().max().item()
+
+
+def _encoded_under(weight_NK: Tensor, largest: float) -> NVFP4:
+    """With the global scale that this largest magnitude gives: a row that holds it is encoded along."""
+    k = weight_NK.shape[1]
+    marker_1K = torch.zeros(1, k, device=weight_NK.device)
+    marker_1K[0, 0] = largest
+    chunks = weight_NK.split(max(1, _CHUNK_WEIGHTS // k))
+    parts = [NVFP4.encode(torch.cat([rows.float(), marker_1K])) for rows in chunks]
+    codes, scales = ([getattr(part, field)[:-1] for part in parts] for field in ("codes", "scales"))
+    return NVFP4(torch.cat(codes), torch.cat(scales), parts[0].global_scale)
+
+
+def _quantized(
+    checkpoint: Checkpoint, architecture: Architecture, layout: Layout
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the new checkpoint."""
+    shapes = tensor_shapes(architecture)
+    check_tensors(checkpoint, shapes)
+    groups = linear_groups(architecture)
+    weights = {f"{linear}.weight" for group in groups for linear in group}
+    for name in shapes:
+        if name not in weights:
+            yield name, _as_config_says(checkpoint, read_float(checkpoint, name))
+    for group in groups:
+        for linear, weight in encoded(checkpoint, group, FORMATS[layout.format], torch.device("cpu")):
+            tensors = weight.tensors()
+            yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
+
+
+def _as_config_says(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
+    """A GGUF decodes to float32 what its model held in bfloat16."""
+    return tensor.bfloat16() if checkpoint.path.suffix == ".gguf" else tensor
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """model.safetensors, or as many shards of at most shard_bytes as it takes and their index."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total_bytes = pending_bytes = 0
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > shard_bytes:
+            shards.append(_write_shard(folder, len(shards), pending))
+            pending, pending_bytes = {}, 0
+        pending[name] = tensor
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    shards.append(_write_shard(folder, len(shards), pending))
+    if len(shards) == 1:
+        (folder / _unnamed(0)).rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / _unnamed(index)).rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, folder / _unnamed(index), metadata={"format": "pt"})
+    (folder / _unnamed(index)).chmod(0o644)  # safetensors lets only the owner read
+    return list(tensors)
+
+
+def _unnamed(index: int) -> str:
+    """A shard's name while it is not known how many there will be."""
+    return f"shard-{index}"
+
+
+def _write_config(folder: Path, checkpoint: Checkpoint, layout: Layout) -> None:
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": layout.strategy,
+        "group_size": layout.block_weights,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": str(layout.scale_dtype),
+    }
+    group = {"targets": ["Linear"], "weights": weights, "format": layout.checkpoint_format}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": layout.checkpoint_format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"input_activations": None, "output_activations": None}},
+        "ignore": [HEAD.removesuffix(".weight")],
+        "kv_cache_scheme": None,
+    }
+    _write_json(folder / "config.json", checkpoint.config | {"quantization_config": quantization})
+
+
+def _write_tokenizer(folder: Path, source: Source) -> None:
+    """The tokenizer's own files, or those of the tokenizer built from a GGUF."""
+    if not source.is_gguf:
+        for pattern in _COPIED:
+            for file in source.path.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
+        return
+    tokenizer = load_tokenizer(str(source.path))
+    tokenizer.save_pretrained(folder)
+    # transformers 5 names a class here that 4 and vLLM do not know; both know this one.
+    config = read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    _write_json(folder / "tokenizer_config.json", config)
+    _write_json(
+        folder / "generation_config.json", {"eos_token_id": sorted(stop_token_ids(tokenizer, source))}
+    )
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")

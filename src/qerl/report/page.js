@@ -1,0 +1,202 @@
+"use strict";
+// Text of a run only ever enters the page through text nodes.
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const MOST_LISTED = 300;
+
+function element(name, properties = {}, children = []) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
+// Runs on and off.
+const hidden = new Set();
+for (const box of document.querySelectorAll("[data-toggle]")) {
+  const apply = () => {
+    const run = Number(box.dataset.toggle);
+    if (box.checked) hidden.delete(run); else hidden.add(run);
+    for (const part of document.querySelectorAll(`[data-run="${run}"]`)) part.classList.toggle("off", !box.checked);
+  };
+  box.addEventListener("change", apply);
+  apply();
+}
+
+// The values under the pointer. The plot's sides are those of curve.py.
+const LEFT = 50, RIGHT = 10, WIDTH = 480;
+
+function nearest(points, x) {
+  let best = points[0];
+  for (const point of points) if (Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point;
+  return best;
+}
+
+function point(event, svg, chart) {
+  const box = svg.getBoundingClientRect();
+  const low = Number(svg.dataset.low), high = Number(svg.dataset.high);
+  const px = (event.clientX - box.left) / box.width * WIDTH;
+  const wanted = low + (px - LEFT) / (WIDTH - LEFT - RIGHT) * (high - low);
+  const shown = chart.filter((series) => !hidden.has(series.run));
+  if (!shown.length || px < LEFT - 10 || px > WIDTH - RIGHT + 10) return leave(svg);
+  const x = nearest(shown.map((series) => nearest(series.points, wanted)), wanted)[0];
+  const lines = shown.flatMap((series) => series.points.filter((p) => p[0] === x)
+    .map((p) => `${data.runs.length > 1 || shown.length > 1 ? series.label + "  " : ""}${p[1]}`));
+  const place = LEFT + (x - low) / (high - low || 1) * (WIDTH - LEFT - RIGHT);
+  const pointer = svg.querySelector(".pointer");
+  pointer.setAttribute("x1", place);
+  pointer.setAttribute("x2", place);
+  pointer.style.opacity = 0.4;
+  const tip = byId("tip");
+  tip.textContent = [`step ${+x.toFixed(1)}`, ...lines].join("\n");
+  tip.hidden = false;
+  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
+  tip.style.top = `${Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)}px`;
+}
+
+function leave(svg) {
+  byId("tip").hidden = true;
+  svg.querySelector(".pointer").style.opacity = 0;
+}
+
+document.querySelectorAll("svg").forEach((svg, i) => {
+  const chart = data.charts[i];
+  if (!chart) return;
+  svg.addEventListener("pointermove", (event) => point(event, svg, chart));
+  svg.addEventListener("pointerleave", () => leave(svg));
+});
+
+// Samples.
+const fields = Object.fromEntries(["run", "step", "text", "low", "high"].map((id) => [id, byId(id)]));
+const rewards = data.runs.flatMap((run) => run.groups.flatMap((group) => group.samples.map((s) => s.reward)))
+  .filter((reward) => reward !== null);
+const lowest = rewards.reduce((a, b) => Math.min(a, b), Infinity);
+const highest = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
+let listed = [], current = null;
+
+function colour(reward) {
+  if (reward === null) return "var(--quiet)";
+  const share = highest > lowest ? (reward - lowest) / (highest - lowest) : 1;
+  return `color-mix(in oklab, var(--good) ${Math.round(100 * share)}%, var(--bad))`;
+}
+
+function brief(value, digits = 3) {
+  return value === null ? "none" : String(+value.toFixed(digits));
+}
+
+// The samples of a group that the filter lets through.
+function matching(group) {
+  const text = fields.text.value.toLowerCase();
+  const low = fields.low.value === "" ? null : Number(fields.low.value);
+  const high = fields.high.value === "" ? null : Number(fields.high.value);
+  const inPrompt = group.prompt.toLowerCase().includes(text);
+  return group.samples.filter((s) => (inPrompt || s.text.toLowerCase().includes(text))
+    && (low === null || (s.reward !== null && s.reward >= low))
+    && (high === null || (s.reward !== null && s.reward <= high)));
+}
+
+function marked(text) {
+  const wanted = fields.text.value.toLowerCase(), pieces = [];
+  const lowered = text.toLowerCase();
+  // Lower case can change a text's length; then its places are not this text's.
+  if (!wanted || lowered.length !== text.length) return [text];
+  let begin = 0;
+  for (let at = lowered.indexOf(wanted); at >= 0; at = lowered.indexOf(wanted, begin)) {
+    pieces.push(text.slice(begin, at), element("mark", { textContent: text.slice(at, at + wanted.length) }));
+    begin = at + wanted.length;
+  }
+  return [...pieces, text.slice(begin)];
+}
+
+// What tells prompts apart: the last long line, without the chat template's marks.
+function gist(prompt) {
+  const lines = prompt.replace(/<\|[^|]*\|>/g, "\n").split("\n").map((line) => line.trim());
+  const last = lines.map((line, i) => [line, i]).filter(([line]) => line.length > 12).pop();
+  return last ? last[0] : lines.join(" ").trim();
+}
+
+function card(sample) {
+  const reward = element("span", {}, ["reward ", element("b", { textContent: brief(sample.reward) })]);
+  const advantage = element("span", {}, ["advantage ", element("b", { textContent: brief(sample.advantage, 2) })]);
+  const tokens = sample.num_tokens === null ? "" : `${sample.num_tokens} tokens`;
+  const length = element("span", { textContent: sample.finish === "length" ? `${tokens}, cut` : tokens });
+  const made = element("div", {}, [
+    element("header", {}, [reward, advantage, length]),
+    element("pre", {}, marked(sample.text)),
+  ]);
+  made.style.setProperty("--r", colour(sample.reward));
+  return made;
+}
+
+function open(group) {
+  current = group;
+  for (const [i, button] of [...byId("groups").querySelectorAll("button")].entries()) {
+    button.setAttribute("aria-current", String(listed[i] === group));
+  }
+  if (!group) return byId("group").replaceChildren();
+  const shown = matching(group);
+  const about = element("p", { className: "about" }, [`step ${group.step}, prompt ${group.prompt_index}`]);
+  if (group.answer !== null) about.append(", answer ", element("b", {}, marked(group.answer)));
+  if (shown.length < group.samples.length) about.append(`; ${shown.length} of ${group.samples.length} samples match`);
+  byId("group").replaceChildren(
+    element("pre", { className: "prompt" }, marked(group.prompt)),
+    about,
+    element("div", { className: "cards" }, shown.map(card)),
+  );
+}
+
+function row(group) {
+  const chips = group.samples.map((sample) => {
+    const chip = element("i", { className: "chip", title: brief(sample.reward) });
+    chip.style.background = colour(sample.reward);
+    return chip;
+  });
+  const label = fields.step.value === "" ? `step ${group.step}, prompt ${group.prompt_index}` : `prompt ${group.prompt_index}`;
+  const button = element("button", { type: "button" }, [
+    element("span", { className: "line", textContent: gist(group.prompt) }),
+    element("span", { className: "line" }, [label, ...chips.slice(0, 16)]),
+  ]);
+  button.addEventListener("click", () => open(group));
+  return element("li", {}, [button]);
+}
+
+function list() {
+  const groups = data.runs[Number(fields.run.value)].groups;
+  const found = groups.filter((group) => (fields.step.value === "" || group.step === Number(fields.step.value))
+    && matching(group).length);
+  const numSamples = found.reduce((sum, group) => sum + matching(group).length, 0);
+  listed = found.slice(0, MOST_LISTED);
+  byId("groups").replaceChildren(...listed.map(row));
+  const more = found.length > listed.length ? `, the first ${listed.length} listed` : "";
+  byId("count").textContent = `${found.length} prompts, ${numSamples} samples${more}`;
+  // A prompt whose samples differ says most.
+  const differing = listed.find((group) => new Set(group.samples.map((sample) => sample.reward)).size > 1);
+  open(listed.includes(current) ? current : differing || listed[0] || null);
+}
+
+function fillSteps() {
+  const groups = data.runs[Number(fields.run.value)].groups;
+  const steps = [...new Set(groups.map((group) => group.step))].sort((a, b) => a - b);
+  const before = fields.step.value;
+  const option = (value, text) => element("option", { value, textContent: text });
+  fields.step.replaceChildren(option("", "all"), ...steps.map((step) => option(String(step), String(step))));
+  fields.step.value = steps.includes(Number(before)) && before !== "" ? before : String(steps[steps.length - 1] ?? "");
+  list();
+}
+
+function move(by) {
+  const index = fields.step.selectedIndex + by;
+  if (index < 0 || index >= fields.step.options.length) return;
+  fields.step.selectedIndex = index;
+  list();
+}
+
+data.runs.forEach((run, i) => fields.run.append(element("option", { value: String(i), textContent: run.name })));
+fields.run.parentElement.hidden = data.runs.length < 2;
+fields.run.addEventListener("change", fillSteps);
+fields.step.addEventListener("change", list);
+for (const id of ["text", "low", "high"]) fields[id].addEventListener("input", list);
+byId("earlier").addEventListener("click", () => move(-1));
+byId("later").addEventListener("click", () => move(1));
+byId("filter").addEventListener("submit", (event) => event.preventDefault());
+if (data.runs.some((run) => run.groups.length)) fillSteps();
+else byId("samples").replaceChildren(element("h2", { textContent: "Samples" }), "None are recorded.");

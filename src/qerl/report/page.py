@@ -1,0 +1,84 @@
+"""One HTML page of one or more runs: headlines, curves, time by phase, samples, results, configuration.
+
+The page stands alone: style, script and data are in it, and its content policy lets it load nothing and run
+no script but its own. What a model or a file said goes in as escaped text, or as JSON without `<`, `>`, `&`
+that the script only ever puts into text nodes.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.journal.record import encode, replace
+from qerl.report import section
+from qerl.report.read import Run, read_run
+
+MAX_SAMPLES = 2000
+
+
+def write_report(folders: list[Path], out: Path) -> None:
+    """Reads the runs' folders and writes the page, in one piece."""
+    if not folders:
+        raise UserError("report: no run's folder was given")
+    share = max(1, MAX_SAMPLES // len(folders))
+    names = _names(folders)
+    runs = [read_run(folder, name, max_samples=share) for folder, name in zip(folders, names, strict=True)]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace(out, html(runs).encode("utf-8", errors="backslashreplace"))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror})") from None
+
+
+def html(runs: Sequence[Run]) -> str:
+    template, style, script = (_asset(f"page.{kind}") for kind in ("html", "css", "js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    charts, chart_data = section.charts(runs, section.CHARTS)
+    phases, phase_data = section.phases(runs)
+    others, other_data = section.charts(runs, section.other_metrics(runs))
+    data = {
+        "charts": chart_data + phase_data + other_data,  # in the page's order
+        "runs": [{"name": run.name, "groups": run.groups} for run in runs],
+    }
+    parts = {
+        "title": escape(", ".join(run.name for run in runs)),
+        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        "legend": section.legend(runs),
+        "notices": section.list_of(runs, [run.notices for run in runs]),
+        "coverage": section.list_of(runs, [run.coverage for run in runs]),
+        "tiles": section.tiles(runs),
+        "charts": charts + phases,
+        "others": others,
+        "results": section.table(runs, [run.result for run in runs]),
+        "config": section.table(runs, [run.facts for run in runs]),
+        "style": style,
+        "data": embedded(data),
+        "script": script,
+    }
+    # One pass over the template: what is put in is never looked at again.
+    head, *rest = template.split("{{")
+    pieces = [(parts[name], text) for name, _, text in (piece.partition("}}") for piece in rest)]
+    return head + "".join(part + text for part, text in pieces)
+
+
+def embedded(data: Any) -> str:
+    """JSON that no HTML parser can take for markup."""
+    text = encode(data).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _asset(name: str) -> str:
+    return files("qerl.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' last names, or whole paths where these are alike."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

@@ -1,0 +1,189 @@
+"""Assembles a run from its config, continues it where it stopped, and evaluates before and after.
+
+The run's folder:
+
+    run.json           the resolved config, versions, commit
+    metrics.jsonl      a line for each step             samples.jsonl   a line for each sample
+    evaluations.json   held-out accuracy by moment      checkpoints/    adapter, optimizer, counters
+    tensorboard/       the same metrics                 result.json, report.html   when the run has ended
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from qerl.algo.noise_schedule import sigma as sigma_at
+from qerl.config import RunConfig
+from qerl.errors import UserError
+from qerl.evaluate import evaluate
+from qerl.journal import Journal, StepLog
+from qerl.journal.record import encode, replace
+from qerl.learner import Learner, checkpoint
+from qerl.loop import Parts, run
+from qerl.model.decoder import Decoder
+from qerl.model.device import resolved
+from qerl.model.noise import noised
+from qerl.policy import policy_of, sampling_of
+from qerl.report import write_report
+from qerl.stop import Stop
+from qerl.tasks import RewardPool
+
+
+class ScheduledNoise:
+    """AQN: the norms of one or both policies carry sigma(step) * Z, Z drawn from (seed, step, layer)."""
+
+    def __init__(self, decoder: Decoder, config: RunConfig):
+        if config.noise.schedule != "none" and not decoder.noised_norms():
+            raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
+        self._decoder, self._config = decoder, config
+
+    @contextmanager
+    def sampling(self, step: int) -> Iterator[float]:
+        noise, config = self._config.noise, self._config
+        sigma = sigma_at(
+            step,
+            num_steps=config.num_steps,
+            schedule=noise.schedule,
+            sigma_start=noise.sigma_start,
+            sigma_end=noise.sigma_end,
+            num_stages=noise.num_stages,
+        )
+        with noised(self._decoder, sigma=sigma, unit=noise.unit, seed=config.seed, step=step):
+            yield sigma
+
+    def learning(self, step: int) -> AbstractContextManager[Any]:
+        return self.sampling(step) if self._config.noise.noise_in == "both" else nullcontext()
+
+
+def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
+    """See `qerl.train`."""
+    config = dataclasses.replace(config, model=resolved(config.model))
+    folder = Path(config.out)
+    with Journal(folder, num_steps=config.num_steps) as journal:
+        stop = Stop(journal.notice)
+        with stop.handling():
+            journal.start(config)
+            if journal.result is not None:
+                journal.notice(f"{folder} holds this run, finished; nothing is left to do")
+                return journal.result
+            with RewardPool(config.task, functions=rewards) as pool:
+                result = _Session(config, folder, journal, pool, stop).run()
+            journal.finish(result)
+            write_report([folder], folder / "report.html")
+            return result
+
+
+class _Session:
+    """One process's share of a run, from loading the model to the last evaluation."""
+
+    def __init__(self, config: RunConfig, folder: Path, journal: Journal, pool: RewardPool, stop: Stop):
+        self.config, self.folder, self.journal, self.pool, self.stop = config, folder, journal, pool, stop
+        self.decoder, self.engine, self.task = policy_of(config)
+        self.learner = Learner(self.decoder, config)
+        self.prompts = self.task.held_out(config.evaluate.num_prompts)
+        self.evaluations = _read_json(folder / "evaluations.json")
+
+    def run(self) -> dict[str, Any]:
+        config = self.config
+        parts = Parts(
+            task=self.task,
+            rewards=self.pool,
+            engine=self.engine,
+            learner=self.learner,
+            noise=ScheduledNoise(self.decoder, config),
+            journal=self.journal,
+            observe=self.observe,
+            save=self.save,
+        )
+        first_step = self.resume()
+        if first_step == 0:
+            self.evaluate("before")
+        with self.stop.deferred():
+            run(config, parts, first_step=first_step)
+        if self.stop.requested is not None:
+            raise SystemExit(self.stop.exit_code)
+        self.evaluate("after")
+        return self.result()
+
+    def resume(self) -> int:
+        """The step to go on with, after taking back the newest checkpoint that is whole."""
+        found = checkpoint.load_latest(self.folder / "checkpoints", self.learner)
+        first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
+        for notice in notices:
+            self.journal.notice(notice)
+        self.journal.resume(first_step)
+        self.engine.publish(self.learner.version)
+        if first_step == 0:
+            self.evaluations = {}  # those there may be of another config, given up before its first checkpoint
+        return first_step
+
+    def save(self, step: int) -> bool:
+        next_step, is_stopping = step + 1, self.stop.requested is not None
+        if is_stopping or next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps:
+            with self.journal.span("checkpoint"):
+                checkpoint.save(
+                    self.folder / "checkpoints",
+                    self.learner,
+                    next_step=next_step,
+                    keep=self.config.checkpoint.keep,
+                )
+        return is_stopping
+
+    def observe(self, step: int, log: StepLog) -> None:
+        """Says why rewards failed, and measures held-out accuracy where it is due."""
+        for cause, (count, example) in self.pool.take_failures().items():
+            self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
+        every = self.config.evaluate.every
+        if every is not None and (step + 1) % every == 0 and self.prompts:
+            with log.span("evaluate"):
+                accuracy, greedy = self.accuracies()
+            log.add(eval_accuracy=accuracy, eval_greedy=greedy)
+
+    def evaluate(self, moment: str) -> None:
+        """Held-out accuracy before or after, measured once in a run however often it is continued."""
+        if moment in self.evaluations or not self.prompts:
+            return
+        with self.journal.span("evaluate"):
+            accuracy, greedy = self.accuracies()
+        self.evaluations[moment] = {"accuracy": accuracy, "greedy": greedy}
+        replace(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
+        self.journal.notice(
+            f"held out, {moment}: {accuracy:.3f} right at temperature {self.config.sample.temperature:g},"
+            f" {greedy:.3f} greedy ({len(self.prompts)} problems)"
+        )
+
+    def accuracies(self) -> tuple[float, float]:
+        """Of the policy without noise: at the config's sampling, and greedy."""
+        drawn = sampling_of(self.config)
+        greedy = dataclasses.replace(drawn, temperature=0.0, top_k=None, top_p=None, min_p=None)
+        threshold, seed = self.config.evaluate.right_from, self.config.seed
+        return tuple(
+            evaluate(
+                self.engine,
+                self.pool,
+                self.prompts,
+                num_samples=1,
+                sampling=sampling,
+                seed=seed,
+                threshold=threshold,
+            ).accuracy
+            for sampling in (drawn, greedy)
+        )
+
+    def result(self) -> dict[str, Any]:
+        moments = [(moment, self.evaluations.get(moment)) for moment in ("before", "after")]
+        accuracies = {
+            f"{name}_{moment}": value[name]
+            for name in ("accuracy", "greedy")
+            for moment, value in moments
+            if value is not None
+        }
+        train_s = sum(step["step_s"] for step in self.journal.steps())
+        return {**accuracies, "train_s": round(train_s, 1), "run": str(self.folder)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,139 @@
+"""A row made into a prompt: template, messages, chat template, tokens.
+
+    row --template--> user message --(+ system)--> messages --chat template--> text --> tokens
+
+The template's braces name columns. `{question}` also stands for the prompt column's string, so that the
+default template is that string unchanged. A prompt column that holds messages is the conversation itself, and
+no template is applied. A tokenizer without a chat template gets the plain text, with the special tokens that
+the tokenizer puts around any text; the prompt then has messages only if the data set has.
+"""
+
+import json
+import string
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import TaskConfig
+from qerl.errors import UserError
+from qerl.tasks.rows import Rows
+from qerl.types import Prompt
+
+
+class Renderer:
+    """Makes prompts of one source's rows; refuses at once a template or a column that they do not have."""
+
+    def __init__(self, config: TaskConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase):
+        self._rows, self._tokenizer = rows, tokenizer
+        self._template, self._system = config.template, config.system
+        self._holds_messages = _holds_messages(rows)
+        for column in [] if self._holds_messages else self._template_columns(config):
+            if (index := rows.first_empty(column)) is not None:
+                raise UserError(f"{rows.name}: row {index + 1} has no {column}")
+
+    @property
+    def _there_are(self) -> str:
+        return f"there are: {', '.join(self._rows.columns)}"
+
+    def _template_columns(self, config: TaskConfig) -> list[str]:
+        """The columns that the template is filled from."""
+        rows = self._rows
+        try:
+            fields = [name for _, name, _, _ in string.Formatter().parse(config.template) if name is not None]
+        except ValueError as error:
+            raise UserError(
+                f"task.template {config.template!r}: {error} (write {{{{ and }}}} for braces)"
+            ) from error
+        names = dict.fromkeys(name.partition("[")[0].partition(".")[0] for name in fields)
+        is_double = rows.prompt_column not in (None, "question") and "question" in rows.columns
+        if is_double and "question" in names and rows.prompt_column not in names:
+            raise UserError(
+                f"task.template: {rows.name} has both {rows.prompt_column!r} and 'question';"
+                f" name the one that is meant, or set task.prompt_column to question"
+            )
+        aliases = {} if rows.prompt_column is None or is_double else {"question": rows.prompt_column}
+        columns = [aliases.get(name, name) for name in names]
+        for column in columns:
+            if column not in rows.columns:
+                hint = f", nor task.prompt_column {config.prompt_column!r}" if column == "question" else ""
+                hint = hint or ("" if column.isidentifier() else "; write {{ and }} for braces")
+                raise UserError(
+                    f"task.template names {{{column}}}, not a column of {rows.name}{hint} ({self._there_are})"
+                )
+        return columns
+
+    def prompt(self, row_index: int, *, index: int) -> Prompt:
+        """The prompt of a row, under the index it has in the task."""
+        rows, row = self._rows, self._rows.get(row_index)
+        content = row[rows.prompt_column] if rows.prompt_column else None
+        has_template = bool(self._tokenizer.chat_template)
+        if self._holds_messages:
+            messages = self._with_system(_checked(content, f"{rows.name}: row {row_index + 1}"))
+        else:
+            messages = self._with_system([{"role": "user", "content": self._filled(row, content)}])
+        if has_template:
+            text = self._chat(messages)
+        else:
+            text = "\n\n".join(message["content"] for message in messages)
+        tokens_T = self._tokenizer(text, add_special_tokens=not has_template)["input_ids"]
+        return Prompt(
+            index=index,
+            text=text,
+            tokens_T=list(tokens_T),
+            messages=messages if has_template or self._holds_messages else None,
+            columns={
+                name: value for name, value in row.items() if name != rows.prompt_column and _is_plain(value)
+            },
+        )
+
+    def _filled(self, row: dict[str, Any], content: Any) -> str:
+        fields = row if content is None else {"question": content, **row}
+        try:
+            return self._template.format_map(fields)
+        except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+            raise UserError(f"task.template {self._template!r}: {type(error).__name__}: {error}") from error
+
+    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The config's system message takes the place of the data set's."""
+        if self._system is None:
+            return messages
+        rest = messages[1:] if messages[0]["role"] == "system" else messages
+        return [{"role": "system", "content": self._system}, *rest]
+
+    def _chat(self, messages: list[dict[str, str]]) -> str:
+        """Ready for the assistant to begin, or to go on with what the data set makes it begin with."""
+        goes_on = messages[-1]["role"] == "assistant"
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+            )
+        except (TemplateError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(f"the tokenizer's chat template refuses messages of {roles}: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+
+def _holds_messages(rows: Rows) -> bool:
+    return rows.prompt_column is not None and isinstance(rows.get(0)[rows.prompt_column], list)
+
+
+def _checked(messages: Any, where: str) -> list[dict[str, str]]:
+    """The role and content of each message; anything else in it is left out."""
+    try:
+        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{where}: a message must have a role and a content") from error
+    if not plain or not all(isinstance(text, str) for message in plain for text in message.values()):
+        raise UserError(f"{where}: messages must not be empty, and role and content must be strings")
+    return plain
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON could hold it; images, bytes and dates are not given to rewards."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

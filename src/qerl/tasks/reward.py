@@ -1,0 +1,149 @@
+"""Rewards of a step's samples, by functions in TRL's form run in processes that can be killed.
+
+    f(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+prompts and completions are strings, or lists of messages where the prompt is a conversation (a tokenizer with
+a chat template makes it one); columns are the data set's. A function without **kwargs gets what it names. It
+may be `async`. Several functions are summed by weight; None abstains.
+
+Functions are called with one sample at a time, lists of length one: what a sample costs by hanging, crashing,
+raising or giving anything but a number is its own reward and nobody else's. 128 samples of a trivial function
+take some 10 ms this way. A function runs in a forked process: it cannot use CUDA, and what it keeps is lost.
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from qerl.config import TaskConfig
+from qerl.errors import UserError
+from qerl.tasks.crew import Crew, Lost
+from qerl.tasks.grade import BUILT_IN, NEED_ANSWER, Reward
+from qerl.tasks.rows import near
+from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
+from qerl.types import Group, Prompt, Sample
+
+_logger = logging.getLogger(__name__)
+
+
+class RewardPool:
+    """Scores groups. Its processes start with it, before there is a model to fork, and end with `close()`."""
+
+    def __init__(self, config: TaskConfig, functions: Sequence[Reward] = ()):
+        """`functions`, if any, take the place of config.rewards."""
+        needs_answer = not functions and any(name in NEED_ANSWER for name in config.rewards)
+        self._answer_column = config.answer_column if needs_answer else None
+        functions = list(functions) or [resolve(name, config) for name in config.rewards]
+        weights = list(config.reward_weights) or [1.0] * len(functions)
+        if len(weights) != len(functions):
+            raise UserError(
+                f"task.reward_weights must be one for each of {len(functions)} rewards, got {len(weights)}"
+            )
+        self._functions = functions
+        self.failures: Counter[str] = Counter()
+        """Samples without a reward since the last take_failures(), by cause."""
+        self._examples: dict[str, str] = {}
+        self._deadline_s = config.reward_deadline_s
+        self._crew = Crew(functools.partial(score, functions, weights), num_workers=config.reward_workers)
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._crew.stop()
+
+    def check(self, prompt: Prompt) -> None:
+        """UserError if the functions ask for a column that the prompt, and so the data set, does not have."""
+        there_are = f"there are: {', '.join(prompt.columns)}"
+        if self._answer_column is not None and self._answer_column not in prompt.columns:
+            raise UserError(f"task.answer_column: no column {self._answer_column!r} ({there_are})")
+        for function in self._functions:
+            if names := missing(function, {*RESERVED, *prompt.columns}):
+                asked = f"{name_of(function)} asks for {', '.join(names)}"
+                raise UserError(f"task.rewards: {asked}; beside {', '.join(RESERVED)} {there_are}")
+
+    def score(self, groups: list[Group]) -> list[list[float | None]]:
+        """The reward of each sample of each group; UserError if not one sample could be given any."""
+        for group in groups[:1]:
+            self.check(group.prompt)
+        calls = [_call(group.prompt, sample) for group in groups for sample in group.samples_G]
+        outcomes = iter(self._crew.run(calls, deadline_s=self._deadline_s))
+        failures: Counter[str] = Counter()
+        rewards_P_G = [[self._kept(next(outcomes), failures) for _ in group.samples_G] for group in groups]
+        self.failures += failures
+        for cause, count in failures.items():
+            example = self._examples[cause]
+            _logger.warning("no reward for %d of %d samples: %s: %s", count, len(calls), cause, example)
+        if calls and all(reward is None for rewards_G in rewards_P_G for reward in rewards_G):
+            if not failures:
+                names = ", ".join(map(name_of, self._functions))
+                raise UserError(f"task.rewards: {names} gave None for every sample of the step")
+            cause, count = failures.most_common(1)[0]
+            raise UserError(
+                f"task.rewards: no sample of the step has a reward; {count} of {len(calls)}: {cause}:"
+                f" {self._examples[cause]}"
+            )
+        return rewards_P_G
+
+    def _kept(self, outcome: float | Failure | Lost | None, failures: Counter[str]) -> float | None:
+        """The outcome if it is a reward; else it is counted, and its message kept as an example."""
+        if not isinstance(outcome, Failure | Lost):
+            return outcome
+        failures[outcome.cause] += 1
+        self._examples[outcome.cause] = outcome.message
+        return None
+
+    def take_failures(self) -> dict[str, tuple[int, str]]:
+        """{"over the deadline": (2, "not done after 10 s")}: count and an example by cause; starts anew."""
+        taken = {cause: (count, self._examples[cause]) for cause, count in self.failures.items()}
+        self.failures.clear()
+        return taken
+
+
+def _call(prompt: Prompt, sample: Sample) -> Call:
+    if prompt.messages is None:
+        return Call(prompt.text, sample.text, sample.tokens_T, prompt.columns)
+    completion = [{"role": "assistant", "content": sample.text}]
+    return Call(prompt.messages, completion, sample.tokens_T, prompt.columns)
+
+
+def resolve(name: str, config: TaskConfig) -> Reward:
+    """The function that an entry of task.rewards names."""
+    if name in BUILT_IN:
+        return BUILT_IN[name](config)
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise UserError(
+            f"task.rewards: {name!r} is neither module:function nor file.py:function,"
+            f" nor one of {', '.join(BUILT_IN)}{near(name, BUILT_IN)}"
+        )
+    try:
+        module = _file_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:  # the user's code runs here: anything may come
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(f"task.rewards {name}: cannot import {place}: {reason}") from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        raise UserError(f"task.rewards {name}: {place} has no {attribute!r}{near(attribute, vars(module))}")
+    if not callable(function):
+        raise UserError(f"task.rewards {name}: {attribute} is a {type(function).__name__}, not a function")
+    return function
+
+
+def _file_module(path: Path) -> ModuleType:
+    name = f"qerl_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses, among others, look their module up
+    spec.loader.exec_module(module)
+    return module

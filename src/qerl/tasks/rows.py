@@ -1,0 +1,221 @@
+"""Where a task's rows come from: reasoning-gym, gsm8k, a file, or a data set of the hub.
+
+    reasoning-gym         question, answer, metadata; a row is generated when it is asked for
+    gsm8k                 problem, solution, and made of them: question (asks for tags), answer (the number)
+    x.jsonl, x.json       an object a line, or a list of objects
+    x.parquet             one table
+    anything else         a hub id or a folder of data files, through `datasets`; `id:subset` names a subset
+
+reasoning-gym's rows do not depend on the run's seed: like any data set they are the same in every run, which
+only orders them, so that runs with different seeds are evaluated on the same problems. ("seed", 1) among
+task.gym_options gives other ones.
+"""
+
+import dataclasses
+import difflib
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from qerl.config import TaskConfig
+from qerl.errors import UserError
+from qerl.seeds import mix
+
+GSM8K_REQUEST = (
+    "Solve the math problem above step by step. Put the reasoning inside <think></think> tags, then only the"
+    " final number inside <answer></answer> tags: <think> reasoning </think><answer> number </answer>."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Rows(name="sums.jsonl", num_rows=2, columns=("prompt", "answer"), prompt_column="prompt", ...)"""
+
+    name: str
+    num_rows: int
+    columns: tuple[str, ...]
+    get: Callable[[int], dict[str, Any]]
+    """The row of an index in 0 .. num_rows - 1, with all columns."""
+    first_empty: Callable[[str], int | None]
+    """The first row where this column holds nothing."""
+    prompt_column: str | None
+    """The column that is the prompt; None where the prompt is made by the template alone."""
+
+
+def open_rows(config: TaskConfig) -> tuple[Rows, Rows | None]:
+    """The rows to learn from and, where they lie apart, those to evaluate on."""
+    path = Path(config.name)
+    if config.name == "reasoning-gym":
+        return gym_rows(config), None
+    if config.name == "gsm8k":
+        return _splits(config, lambda split: _gsm8k(_hub("openai/gsm8k:main", split, None)))
+    if path.suffix in _READERS:
+        if not path.is_file():
+            raise UserError(f"task.name {config.name}: there is no such file")
+        return _READERS[path.suffix](path, config.prompt_column), None
+    return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))
+
+
+def _splits(config: TaskConfig, load: Callable[[str], Rows]) -> tuple[Rows, Rows | None]:
+    return load(config.split), None if config.held_out_split is None else load(config.held_out_split)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """`; did you mean a or b?`, or nothing where nothing is near."""
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def gym_dataset(config: TaskConfig) -> Any:
+    """reasoning-gym's own data set, which also scores answers."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if config.gym not in DATASETS:
+        raise UserError(f"task.gym: reasoning-gym has no task {config.gym!r}{near(config.gym, DATASETS)}")
+    options = dict(config.gym_options)
+    if "size" in options:
+        raise UserError("task.gym_options: the number of rows is task.num_rows, not the option size")
+    known = [field.name for field in dataclasses.fields(DATASETS[config.gym][1]) if field.name != "size"]
+    for name in options:
+        if name not in known:
+            raise UserError(
+                f"task.gym_options: {config.gym} has no option {name!r}{near(name, known)}"
+                f" (there are: {', '.join(known)})"
+            )
+    try:
+        return reasoning_gym.create_dataset(config.gym, **{"seed": 0, **options, "size": config.num_rows})
+    except Exception as error:
+        raise UserError(f"task.gym_options: {config.gym} refuses them: {error}") from error
+
+
+def gym_rows(config: TaskConfig) -> Rows:
+    dataset = gym_dataset(config)
+
+    def get(index: int) -> dict[str, Any]:
+        # list_functions of reasoning-gym 0.1.25 draws from the global generator: its rows would differ
+        # from call to call, and would disturb whoever else draws from it.
+        state = random.getstate()
+        random.seed(mix(dataset.seed, index))
+        try:
+            return dataset[index]
+        finally:
+            random.setstate(state)
+
+    return Rows(
+        name=f"reasoning-gym {config.gym}",
+        num_rows=config.num_rows,
+        columns=("question", "answer", "metadata"),
+        get=get,
+        first_empty=lambda column: None,
+        prompt_column=None,
+    )
+
+
+def _gsm8k(rows: Rows) -> Rows:
+    def get(index: int) -> dict[str, Any]:
+        row = rows.get(index)
+        return {
+            "question": f"{row['question']}\n\n{GSM8K_REQUEST}",
+            "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
+            "problem": row["question"],
+            "solution": row["answer"],
+        }
+
+    return dataclasses.replace(rows, columns=("question", "answer", "problem", "solution"), get=get)
+
+
+def _hub(name: str, split: str, prompt_column: str | None) -> Rows:
+    import datasets
+
+    path, _, subset = name.partition(":")
+    try:
+        dataset = datasets.load_dataset(path, subset or None, split=split)
+    except Exception as error:  # the network, the hub and the data set's own files: anything may come
+        reason = str(error).strip().partition("\n")[0]
+        hint = near(name, ("reasoning-gym", "gsm8k"))
+        raise UserError(f"task.name {name}, split {split}: {type(error).__name__}: {reason}{hint}") from error
+    assert isinstance(dataset, datasets.Dataset)
+    return _arrow_rows(f"{name} ({split})", dataset.data.table, prompt_column)
+
+
+def _read_parquet(path: Path, prompt_column: str) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable parquet file: {str(error).partition(chr(10))[0]}") from error
+    return _arrow_rows(str(path), table, prompt_column)
+
+
+def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> Rows:
+    if table.num_rows == 0:
+        raise UserError(f"{name}: holds no rows")
+
+    def first_empty(column: str) -> int | None:
+        values = table.column(column)
+        return next(i for i, value in enumerate(values) if not value.is_valid) if values.null_count else None
+
+    return Rows(
+        name=name,
+        num_rows=table.num_rows,
+        columns=tuple(table.column_names),
+        get=lambda index: {column: table.column(column)[index].as_py() for column in table.column_names},
+        first_empty=first_empty,
+        prompt_column=prompt_column if prompt_column in table.column_names else None,
+    )
+
+
+def _read_jsonl(path: Path, prompt_column: str) -> Rows:
+    rows = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                rows.append(_parsed(line, f"{path}, line {number}"))
+                if not isinstance(rows[-1], dict):
+                    raise UserError(f"{path}, line {number}: not a JSON object but {_shown(line)}")
+    return _object_rows(path, rows, prompt_column)
+
+
+def _read_json(path: Path, prompt_column: str) -> Rows:
+    rows = _parsed(path.read_bytes(), str(path))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path}: a list of objects was expected")
+    return _object_rows(path, rows, prompt_column)
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON: {error}") from error
+
+
+def _shown(line: bytes) -> str:
+    text = line.decode(errors="replace").strip()
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _object_rows(path: Path, rows: list[dict[str, Any]], prompt_column: str) -> Rows:
+    if not rows:
+        raise UserError(f"{path}: holds no rows")
+    columns = tuple(dict.fromkeys(column for row in rows for column in row))
+    return Rows(
+        name=str(path),
+        num_rows=len(rows),
+        columns=columns,
+        get=lambda index: {column: rows[index].get(column) for column in columns},
+        first_empty=lambda column: next((i for i, row in enumerate(rows) if row.get(column) is None), None),
+        prompt_column=prompt_column if prompt_column in columns else None,
+    )
+
+
+_READERS: dict[str, Callable[[Path, str], Rows]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,115 @@
+"""The reward of one sample, as a worker computes it.
+
+    reward = sum over functions f of weight_f * value_f,   without the f that gave None;   None if all did
+
+A function is called with lists of length one and must give such a list: a number, or None to abstain.
+Whatever else it does, short of ending the process, becomes a Failure with its cause.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import Any
+
+RESERVED = ("prompts", "completions", "completion_ids")
+"""What every function may ask for; a column of such a name cannot take its place."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """Call(prompt="1 + 1 =", completion=" 2", completion_ids=[17], columns={"answer": "2"})"""
+
+    prompt: str | list[dict[str, str]]
+    completion: str | list[dict[str, str]]
+    completion_ids: list[int]
+    columns: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, list[Any]]:
+        """What a function may ask for, by name."""
+        values = self.columns | dict(
+            zip(RESERVED, (self.prompt, self.completion, self.completion_ids), strict=True)
+        )
+        return {name: [value] for name, value in values.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Failure("raised ValueError", "length: could not convert string to float: 'two'")"""
+
+    cause: str
+    """The same for failures of one kind; they are counted by it."""
+    message: str
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def score(functions: list[Callable[..., Any]], weights: list[float], call: Call) -> float | Failure | None:
+    total = None
+    for function, weight in zip(functions, weights, strict=True):
+        value = _value(function, call)
+        if isinstance(value, Failure):
+            return value
+        if value is not None:
+            total = (total or 0.0) + weight * value
+    return total
+
+
+def _value(function: Callable[..., Any], call: Call) -> float | Failure | None:
+    try:
+        result = function(**_accepted(function, call.arguments))
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        return _checked(name_of(function), result)
+    except BaseException as error:  # SystemExit too: it is the sample's failure, not the worker's end
+        reason = " ".join("".join(traceback.format_exception_only(error)).split())
+        return Failure(f"raised {type(error).__name__}", f"{name_of(function)}: {reason[:300]}")
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """All arguments for a function that takes **kwargs, else those that it names."""
+    parameters = _parameters(function)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return arguments
+    return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+
+
+def missing(function: Callable[..., Any], arguments: Collection[str]) -> list[str]:
+    """What a function cannot be called without and is not among the arguments."""
+    named = [p for p in _parameters(function) or () if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [p.name for p in named if p.default is p.empty and p.name not in arguments]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """None for a function written in C that does not say."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return None
+
+
+def _checked(name: str, result: Any) -> float | Failure | None:
+    """The one value in what a function gave."""
+    if isinstance(result, str | dict) or not isinstance(result, Iterable):
+        return Failure("wrong length", f"{name} gave a {type(result).__name__}, not a list of one number")
+    values = list(result)
+    if len(values) != 1:
+        return Failure("wrong length", f"{name} gave {len(values)} values for 1 sample")
+    if values[0] is None:
+        return None
+    try:
+        number = None if isinstance(values[0], str) else float(values[0])
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        return Failure("not a number", f"{name} gave a {type(values[0]).__name__}")
+    return number if math.isfinite(number) else Failure("not finite", f"{name} gave {number}")

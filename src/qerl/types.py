@@ -1,0 +1,107 @@
+"""What passes between the parts of a run, and the letters that name its dimensions.
+
+    P prompts in a step      G samples of one prompt     S samples kept for learning
+    T tokens, packed         V vocabulary                D model width       F feed-forward width
+    N query heads            K key/value heads           H head size         R LoRA rank        L layers
+
+A trailing _P_G marks nested lists, possibly ragged; a trailing PG (or TV, TD) marks one tensor.
+"""
+
+import dataclasses
+from typing import Any, Literal, Protocol
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One row of a task, as the model is to see it.
+
+    Prompt(index=3, text="<|im_start|>user\\nWhat is 1 + 2?...", tokens_T=[1, 4093, ...],
+           messages=[{"role": "user", "content": "What is 1 + 2?"}], columns={"answer": "3"})
+    """
+
+    index: int
+    """Its place in the task: names the prompt's randomness together with (seed, step, sample)."""
+    text: str
+    """The rendered prompt: chat template applied, special tokens written out."""
+    tokens_T: list[int]
+    messages: list[dict[str, str]] | None
+    """The conversation before rendering; None where the data set holds plain text."""
+    columns: dict[str, Any]
+    """The row's other columns; a reward function gets them by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One completion as the engine produced it, then as the task and the algorithm marked it.
+
+    Sample(tokens_T=[35, 2], logprobs_T=[-0.1, -0.02], text="3", finish="stop", version=7, reward=1.0)
+    """
+
+    tokens_T: list[int]
+    """What was sampled, the stop token included; at least one token."""
+    logprobs_T: list[float]
+    """Natural log of each token's probability under the policy that sampled it, noise and all."""
+    text: str
+    """The tokens as text without special tokens, cut before a stop string."""
+    finish: Literal["stop", "length"]
+    version: int
+    """How many learner updates that policy had taken."""
+    reward: float | None = None
+    """None where the reward failed: the sample then teaches nothing."""
+    advantage: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The samples of one prompt: what a reward is compared within."""
+
+    prompt: Prompt
+    samples_G: list[Sample]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tree:
+    """Where a prompt and its branches lie in a packed batch: contiguous, the prompt first, then each branch.
+
+    A branch token sees the prompt, the earlier tokens of its own branch and itself; no other branch.
+    Tree(start=10, prompt_tokens=5, branch_tokens=(3, 0, 2)) covers rows 10..19. A plain sequence is a tree
+    without branches, or with one.
+    """
+
+    start: int
+    prompt_tokens: int
+    branch_tokens: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_tokens + sum(self.branch_tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy: the arg max, its logprob taken at temperature 1."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample when they appear in its text."""
+
+
+class Engine(Protocol):
+    def generate(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> list[Group]: ...
+
+    def publish(self, version: int) -> None:
+        """Sample from the learner's weights as they now are, under this version number."""
+
+
+class Learner(Protocol):
+    version: int
+
+    def step(self, groups: list[Group]) -> dict[str, float]:
+        """Learn from the groups' samples with their advantages; one or more optimizer updates."""
+        ...

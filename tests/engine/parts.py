@@ -1,0 +1,72 @@
+"""What the engine's tests are made of: a tokenizer of few tokens, prompts, and the packed forward to compare with."""
+
+import torch
+from model.tiny import logits_of
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from qerl.config import EngineConfig
+from qerl.engine import Engine
+from qerl.types import Prompt, Sampling
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+# \u0120 is a space and \u00c3 \u00a9 the two bytes of an e with an acute accent, as byte-level BPE spells them.
+VOCABULARY = [
+    *LETTERS,
+    *LETTERS.upper(),
+    "\u0120",
+    "\u00c3",
+    "\u00a9",
+    "ab",
+    "cde",
+    ".",
+    "\u010a",
+    "<pad>",
+    "<eos>",
+]
+EOS = VOCABULARY.index("<eos>")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """61 tokens, most of one byte; two special ones."""
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="."))
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+
+
+def tokens_of(*texts: str) -> list[int]:
+    return [VOCABULARY.index(text) for text in texts]
+
+
+def prompts_of(*lengths: int, first_index: int = 0) -> list[Prompt]:
+    """Random prompts of these many tokens."""
+    rng = torch.Generator().manual_seed(11)
+    tokens_P = [torch.randint(0, len(VOCABULARY), (length,), generator=rng).tolist() for length in lengths]
+    return [
+        Prompt(index=first_index + i, text="", tokens_T=tokens_T, messages=None, columns={})
+        for i, tokens_T in enumerate(tokens_P)
+    ]
+
+
+def engine_of(decoder, *, stop_token_ids=frozenset({EOS}), **settings) -> Engine:
+    return Engine(decoder, tokenizer(), EngineConfig(**settings), stop_token_ids=stop_token_ids)
+
+
+def drawn(engine, prompts_P, *, num_samples=3, seed=5, step=2, **sampling):
+    """[(tokens, logprobs)] of all samples, prompt by prompt."""
+    groups = engine.generate(
+        prompts_P,
+        num_samples=num_samples,
+        sampling=Sampling(**({"max_tokens": 12} | sampling)),
+        seed=seed,
+        step=step,
+    )
+    assert [group.prompt for group in groups] == prompts_P
+    return [s for group in groups for s in group.samples_G]
+
+
+def packed_logprobs(decoder, prompt, sample, temperature=1.0):
+    """[sampled tokens, V] log-softmax of the forward that learning uses, over prompt and sample at once."""
+    with torch.no_grad():
+        logits_TV = logits_of(decoder, torch.tensor(prompt.tokens_T + sample.tokens_T[:-1]))
+    return (logits_TV[len(prompt.tokens_T) - 1 :] / temperature).log_softmax(-1)

@@ -1,0 +1,64 @@
+"""House rules a machine can hold: who may import whom, and how big anything may grow."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+PKG = "qerl"
+FLOORS = (  # a module imports from its own package and from rows above its own
+    ("errors", "seeds", "stop"),
+    ("config", "types"),
+    ("formats", "algo", "tasks", "journal", "recipes", "options"),
+    ("kernels",),
+    ("model",),
+    ("engine", "learner"),
+    ("loop", "evaluate", "report"),
+    ("policy",),
+    ("session", "measure"),
+    ("cli",),
+)
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 10_000
+
+FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
+
+
+def part(module: str) -> str:
+    """The piece of the package a dotted name belongs to: qerl.kernels.rope -> kernels."""
+    return module.split(".")[1]
+
+
+def floor(name: str) -> int:
+    return next(i for i, names in enumerate(FLOORS) if name in names)
+
+
+def imports(path: Path):
+    """Every import of our own package, deferred ones too: hiding one in a function does not undo it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == PKG:
+            yield from (f"{PKG}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PKG}."):
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith(f"{PKG}."))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_go_down(path):
+    here = path.relative_to(SRC / PKG).with_suffix("").parts[0]
+    wrong = [m for m in imports(path) if part(m) != here and floor(part(m)) >= floor(here)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_nothing_outgrows_a_screen(path):
+    tree = ast.parse(path.read_text())
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {f.name: n for f in functions if (n := f.end_lineno - f.lineno + 1) > MAX_FUNCTION_LINES}
+    assert not long
+    assert path.read_text().count("\n") <= MAX_FILE_LINES
+
+
+def test_the_whole_stays_small():
+    assert sum(p.read_text().count("\n") for p in FILES) <= MAX_PACKAGE_LINES

@@ -1,0 +1,174 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import rms_error
+from qerl.kernels import attention as op
+from qerl.types import Tree
+
+
+def _forest(shapes):
+    trees = []
+    for prompt_tokens, branch_tokens in shapes:
+        start = trees[-1].start + trees[-1].num_tokens if trees else 0
+        trees.append(Tree(start=start, prompt_tokens=prompt_tokens, branch_tokens=branch_tokens))
+    return trees, trees[-1].start + trees[-1].num_tokens
+
+
+def _random(rng, device, dtype, *shapes):
+    return [torch.randn(shape, generator=rng).to(device, dtype) for shape in shapes]
+
+
+def _value_and_gradients(function, operands, do_TNH):
+    operands = [x.detach().requires_grad_() for x in operands]
+    o_TNH = function(*operands)
+    return [o_TNH, *torch.autograd.grad(o_TNH, operands, do_TNH.to(o_TNH.dtype))]
+
+
+def _case(N, K, H, shapes, device, dtype, rng):
+    trees, T = _forest(shapes)
+    q, k, v, do = _random(rng, device, dtype, (T, N, H), (T, K, H), (T, K, H), (T, N, H))
+    layout = op.PackedLayout.of(trees, device)
+    truth = _value_and_gradients(lambda q, k, v: op.reference(q, k, v, trees), (q, k, v), do)
+    got = _value_and_gradients(lambda q, k, v: op.packed_attention(q, k, v, layout), (q, k, v), do)
+    return trees, (q, k, v, do), got, truth
+
+
+@pytest.mark.parametrize("case", op.CASES)
+def test_fp32_value_and_gradients_are_the_definitions(case, device, rng):
+    *_, got, truth = _case(*case, device, torch.float32, rng)
+    for ours, theirs in zip(got, truth, strict=True):
+        assert rms_error(ours, theirs) < 1e-6
+
+
+def _mask(trees, T, device):
+    seen_TT = torch.zeros(T, T, dtype=torch.bool, device=device)
+    for tree in trees:
+        for start, length, prefix in op._runs(tree):
+            own = slice(start, start + length)
+            seen_TT[own, list(prefix)] = True
+            seen_TT[own, own] = torch.ones(length, length, device=device).tril().bool()
+    return seen_TT
+
+
+def _fused(q_TNH, k_TKH, v_TKH, seen_TT):
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TT, enable_gqa=True)[0].transpose(0, 1)
+
+
+def _eager(q_TNH, k_TKH, v_TKH, seen_TT):
+    """As transformers does it: scores in 16 bits, softmax in fp32."""
+    k_TNH, v_TNH = (x.repeat_interleave(q_TNH.shape[1] // x.shape[1], 1) for x in (k_TKH, v_TKH))
+    scores_NTT = torch.einsum("tnh,snh->nts", q_TNH, k_TNH) * q_TNH.shape[2] ** -0.5
+    p_NTT = scores_NTT.masked_fill(~seen_TT, float("-inf")).softmax(-1, dtype=torch.float32)
+    return torch.einsum("nts,snh->tnh", p_NTT.to(q_TNH.dtype), v_TNH)
+
+
+@pytest.mark.parametrize("case", op.CASES)
+def test_bf16_loses_no_more_than_eager_attention(case, device, rng):
+    trees, (q, k, v, do), got, truth = _case(*case, device, torch.bfloat16, rng)
+    seen_TT = _mask(trees, len(q), device)
+    eager = _value_and_gradients(lambda q, k, v: _eager(q, k, v, seen_TT), (q, k, v), do)
+    for ours, theirs, exact in zip(got, eager, truth, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert rms_error(ours, exact) <= 1.1 * rms_error(theirs, exact)
+
+
+@pytest.mark.parametrize("case", op.CASES)
+def test_bf16_gradients_lose_no_more_than_fused_attentions(case, device, rng):
+    trees, (q, k, v, do), got, truth = _case(*case, device, torch.bfloat16, rng)
+    seen_TT = _mask(trees, len(q), device)
+    fused = _value_and_gradients(lambda q, k, v: _fused(q, k, v, seen_TT), (q, k, v), do)
+    for ours, theirs, exact in list(zip(got, fused, truth, strict=True))[1:]:
+        assert rms_error(ours, exact) <= 1.1 * rms_error(theirs, exact)
+
+
+def test_a_branch_sees_its_prompt_and_itself_alone(device, rng):
+    trees, T = _forest(((4, (3, 2)), (3, ())))
+    q, k, v = _random(rng, device, torch.float32, (T, 2, 8), (T, 2, 8), (T, 2, 8))
+    layout = op.PackedLayout.of(trees, device)
+    before = op.packed_attention(q, k, v, layout)
+    for row, seers in ((0, range(9)), (3, range(3, 9)), (4, (4, 5, 6)), (7, (7, 8)), (11, (11,))):
+        changed_k, changed_v = k.clone(), v.clone()
+        changed_k[row] += 1
+        changed_v[row] -= 1
+        after = op.packed_attention(q, changed_k, changed_v, layout)
+        assert (after != before).flatten(1).any(1).nonzero().flatten().tolist() == list(seers)
+
+
+def test_trees_may_stand_in_any_order(device, rng):
+    trees, T = _forest(((4, (3, 2)), (3, ()), (9, (1,))))
+    q, k, v = _random(rng, device, torch.float32, (T, 2, 8), (T, 2, 8), (T, 2, 8))
+    forth = op.packed_attention(q, k, v, op.PackedLayout.of(trees, device))
+    back = op.packed_attention(q, k, v, op.PackedLayout.of(trees[::-1], device))
+    torch.testing.assert_close(forth, back)
+
+
+def test_a_layout_that_leaves_rows_out_is_refused():
+    with pytest.raises(AssertionError, match="leave rows out"):
+        op.PackedLayout.of([Tree(start=2, prompt_tokens=3, branch_tokens=())])
+
+
+def test_blocks_are_bounded_in_padding_and_memory(rng):
+    lengths = torch.randint(1, 700, (60,), generator=rng).tolist()
+    trees, _ = _forest([(n, (n // 3, 5)) for n in lengths])
+    spans = [(s, n, torch.tensor([*prefix, *range(s, s + n)])) for t in trees for s, n, prefix in op._runs(t)]
+    true = sum(n * len(keys) for _, n, keys in op._split(spans))
+    masks = [block.mask_B11QS for block in op.PackedLayout.of(trees).blocks]
+    assert sum(m.numel() for m in masks) <= op.MAX_PADDING * true
+    assert max(m.numel() for m in masks) <= op.MAX_BLOCK_SCORES
+    assert max(m.shape[-2] for m in masks) <= op.MAX_SPAN_QUERIES
+    assert len(masks) < 60
+
+
+def _cache(k_by_sequence, v_by_sequence, page_tokens, device):
+    """Pages in a scrambled order holding the sequences, and a large number where nothing was written."""
+    num_pages = [-(-len(k) // page_tokens) for k in k_by_sequence]
+    order = torch.randperm(sum(num_pages) + 3, generator=torch.Generator().manual_seed(2)).to(device)
+    shape = (len(order), page_tokens, *k_by_sequence[0].shape[1:])
+    pages_k, pages_v = (torch.full(shape, 1e4, device=device, dtype=k_by_sequence[0].dtype) for _ in "kv")
+    tables, used = [], 0
+    for k, v, n in zip(k_by_sequence, v_by_sequence, num_pages, strict=True):
+        table = order[used : used + n]
+        used += n
+        rows = (table[:, None] * page_tokens + torch.arange(page_tokens, device=device)).flatten()[: len(k)]
+        pages_k.flatten(0, 1)[rows], pages_v.flatten(0, 1)[rows] = k, v
+        tables.append(table)
+    return pages_k, pages_v, tables
+
+
+LENGTHS = (1, 4, 5, 33, 16)
+
+
+def _sequences(device, dtype, rng):
+    q, k, v = ([] for _ in range(3))
+    for n in LENGTHS:
+        for out, heads in ((q, 6), (k, 2), (v, 2)):
+            out.append(torch.randn(n, heads, 16, generator=rng).to(device, dtype))
+    plain = [[Tree(start=0, prompt_tokens=n, branch_tokens=())] for n in LENGTHS]
+    return q, k, v, [op.reference(*x) for x in zip(q, k, v, plain, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), ((torch.float32, 1e-6), (torch.bfloat16, 3e-3)))
+def test_decode_is_the_last_row_of_the_definition(dtype, limit, device, rng):
+    q, k, v, truth = _sequences(device, dtype, rng)
+    pages_k, pages_v, tables = _cache(k, v, 4, device)
+    tables_BX = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+    last_BNH = torch.stack([x[-1] for x in q])
+    got = op.paged_decode(last_BNH, pages_k, pages_v, tables_BX, torch.tensor(LENGTHS, device=device))
+    assert got.dtype == dtype
+    assert rms_error(got, torch.stack([t[-1] for t in truth])) < limit
+
+
+def test_prefill_in_any_chunks_is_the_definition(device, rng):
+    q, k, v, truth = _sequences(device, torch.float32, rng)
+    pages_k, pages_v, tables = _cache(k, v, 4, device)
+    spans, rows, want = [], [], []
+    for b, first, n in ((3, 10, 23), (0, 0, 1), (4, 0, 16), (3, 0, 10), (2, 4, 1)):
+        spans.append(
+            op.Span(start_row=sum(map(len, rows)), num_rows=n, first_position=first, table=tables[b])
+        )
+        rows.append(q[b][first : first + n])
+        want.append(truth[b][first : first + n])
+    got = op.paged_prefill(torch.cat(rows), pages_k, pages_v, spans)
+    assert rms_error(got, torch.cat(want)) < 1e-6

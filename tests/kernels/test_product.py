@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+from conftest import rms_error
+from qerl.kernels import product as op
+
+
+def _operands(M, K, N, batch, device, rng):
+    a = torch.randn(*batch, M, K, generator=rng).to(device, torch.bfloat16)
+    b_NK = torch.randn(*batch, N, K, generator=rng).to(device, torch.bfloat16)
+    return a, b_NK.transpose(-1, -2)
+
+
+@pytest.mark.parametrize("batch", ((), (3,)))
+@pytest.mark.parametrize(("M", "K", "N"), op.CASES)
+def test_a_product_of_bf16_is_not_rounded_to_bf16(M, K, N, batch, device, rng):
+    a, b = _operands(M, K, N, batch, device, rng)
+    got, truth = op.product(a, b), op.reference(a, b)
+    assert got.dtype == torch.float32
+    assert (got - truth).abs().max() <= 2**-16 * truth.abs().max()
+    assert rms_error(a @ b, truth) > 2**-10  # what it would be
+
+
+@pytest.mark.parametrize("batch", ((), (3,)))
+def test_a_product_of_fp32_is_torchs_own(batch, device, rng):
+    a, b = (x.float() for x in _operands(5, 64, 33, batch, device, rng))
+    assert torch.equal(op.product(a, b), a @ b)

@@ -1,0 +1,101 @@
+"""What may not change what is learned: how a batch is split, shared, ordered; and what the formulas say."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import rms_error
+from learner import plain
+from learner.samples import random_groups
+from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
+from qerl.algo.importance import IMPORTANCE
+from qerl.algo.loss import LOSSES
+from qerl.learner import Learner
+from qerl.model.adapter import adapter_tensors
+
+MODES = pytest.mark.parametrize(
+    ("loss", "importance", "kl"),
+    [(loss, importance, 0.0) for loss in LOSSES for importance in IMPORTANCE]
+    + [(loss, "truncated", 0.3) for loss in LOSSES],
+)
+UNCLIPPED = {"max_grad_norm": 1e9}
+
+
+@pytest.fixture
+def groups(rng):
+    """One of them teaches nothing but counts, and one sample has no reward."""
+    groups = random_groups(4, 3, vocab=VOCAB, rng=rng)
+    silent = [replace(s, advantage=0.0) for s in groups[1].samples_G]
+    failed = [replace(groups[2].samples_G[0], reward=None), *groups[2].samples_G[1:]]
+    return [groups[0], replace(groups[1], samples_G=silent), replace(groups[2], samples_G=failed), groups[3]]
+
+
+def gradient(groups, algo, **learn):
+    """One update's gradient, read from AdamW's first moment: (1 - beta) times it."""
+    learner = tiny_learner(algo, UNCLIPPED | learn)
+    learner.step(groups)
+    beta = learner.config.learn.betas[0]
+    moments = learner.optimizer_state()
+    return torch.cat(
+        [moments[f"{name}.exp_avg"].flatten() / (1 - beta) for name in sorted(learner.adapter_state())]
+    )
+
+
+def flat(gradients):
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+@MODES
+def test_the_gradient_is_that_of_the_plain_formulas(loss, importance, kl, groups):
+    algo = {"loss": loss, "importance": importance, "kl_coefficient": kl}
+    truth = flat(plain.gradient(run_config(algo, UNCLIPPED), tiny_decoder(), groups))
+    assert rms_error(gradient(groups, algo), truth) < 1e-5
+
+
+@MODES
+def test_no_split_changes_the_gradient(loss, importance, kl, groups):
+    """A budget of one token makes each sample a batch and a tree of its own."""
+    algo = {"loss": loss, "importance": importance, "kl_coefficient": kl}
+    whole = gradient(groups, algo)
+    for micro_tokens in (1, 13, 21):
+        assert rms_error(gradient(groups, algo, micro_tokens=micro_tokens), whole) < 1e-5
+    assert rms_error(gradient(groups, algo, logprob_chunk_tokens=3), whole) < 1e-5
+
+
+@MODES
+def test_no_order_changes_the_gradient(loss, importance, kl, groups):
+    algo = {"loss": loss, "importance": importance, "kl_coefficient": kl}
+    turned = [replace(g, samples_G=g.samples_G[::-1]) for g in groups[2:] + groups[:2]]
+    whole = gradient(groups, algo)
+    assert rms_error(gradient(turned, algo, micro_tokens=21), whole) < 1e-5
+
+
+@pytest.mark.parametrize("importance", list(IMPORTANCE))
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_several_updates_and_passes_learn_what_the_plain_loop_learns(importance, kl, rng):
+    """Old logprobs from before the first update, the schedule, the clipping and AdamW, over two steps."""
+    algo = {"importance": importance, "kl_coefficient": kl}
+    learn = {"updates_per_step": 2, "passes_per_step": 2, "weight_decay": 0.1, "max_grad_norm": 0.4}
+    config = replace(run_config(algo, learn), sample=replace(run_config().sample, temperature=0.8))
+    steps = [random_groups(4, 3, vocab=VOCAB, rng=rng) for _ in range(2)]
+    start = flat({name: m.detach() for name, m in adapter_tensors(tiny_decoder()).items()})
+
+    plainly = tiny_decoder()
+    plain.train(config, plainly, steps)
+    learner = Learner(tiny_decoder(), config)
+    for step in steps:
+        metrics = learner.step(step)
+
+    assert metrics["clip_fraction"] > 0 and metrics["grad_norm"] > 0.4  # both clips were at work
+    want = flat({name: m.detach() for name, m in adapter_tensors(plainly).items()}) - start
+    assert rms_error(flat(learner.adapter_state()) - start, want) < 1e-3
+
+
+def test_two_updates_over_halves_are_not_one_over_both(groups):
+    """The equivalences above could hold of a learner that ignored updates_per_step."""
+    one, two = tiny_learner(), tiny_learner(learn={"updates_per_step": 2})
+    one.step(groups)
+    two.step(groups)
+    assert (one.version, two.version) == (1, 2)
+    assert rms_error(flat(two.adapter_state()), flat(one.adapter_state())) > 1e-3

@@ -1,0 +1,120 @@
+"""The learner's step written out plainly: one sample at a time; nothing shared, packed or split.
+
+Formulas are those of the papers, typed again here; only the decoder and its adapter are the package's.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from qerl.learner.rate import learning_rate
+from qerl.model.adapter import adapter_off, adapter_tensors, publish
+
+
+def causal(layer, q_TNH, k_TKH, v_TKH):
+    group = q_TNH.shape[1] // k_TKH.shape[1]
+    k_NTH, v_NTH = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k_TKH, v_TKH))
+    o_NTH = F.scaled_dot_product_attention(
+        q_TNH.transpose(0, 1)[None], k_NTH[None], v_NTH[None], is_causal=True
+    )
+    return o_NTH[0].transpose(0, 1)
+
+
+def log_softmax(decoder, tokens_T, temperature):
+    hidden_TD = decoder(torch.tensor(tokens_T), torch.arange(len(tokens_T)), causal)
+    return (hidden_TD.float() @ decoder.lm_head.weight.float().T / temperature).log_softmax(-1)
+
+
+def read(decoder, group, sample, temperature):
+    """(logprobs, entropies) of the sample's tokens."""
+    prompt_T = group.prompt.tokens_T
+    logprobs_TV = log_softmax(decoder, prompt_T + sample.tokens_T, temperature)[len(prompt_T) - 1 : -1]
+    targets_T = torch.tensor(sample.tokens_T)
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    return logprobs_TV[torch.arange(len(targets_T)), targets_T], entropy_T
+
+
+def pairs(groups):
+    return [(group, s) for group in groups for s in group.samples_G if s.reward is not None]
+
+
+def token_loss(config, logprob_T, before_T, reference_T, sample):
+    algo, sampler_T, a = config.algo, torch.tensor(sample.logprobs_T), sample.advantage
+    old_T = sampler_T if algo.importance == "ratio" else before_T
+    weight_T = (before_T - sampler_T).exp().clamp(max=algo.importance_cap)
+    ratio_T = (logprob_T - old_T).exp()
+    bounded_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    loss_T = -torch.minimum(ratio_T * a, bounded_T * a)
+    if algo.importance == "truncated":
+        loss_T = weight_T * loss_T
+    if reference_T is not None:
+        x_T = reference_T - logprob_T
+        loss_T = loss_T + algo.kl_coefficient * (x_T.exp() - x_T - 1)
+    return loss_T
+
+
+def whole_loss(config, decoder, groups, before, reference):
+    """Of one update; before and reference hold each sample's logprobs by id."""
+    tokens = sum(len(s.tokens_T) for _, s in pairs(groups))
+    samples = len(groups) * config.num_samples
+    total = torch.zeros(())
+    for group, s in pairs(groups):
+        logprob_T, _ = read(decoder, group, s, config.sample.temperature)
+        loss_T = token_loss(config, logprob_T, before[id(s)], reference.get(id(s)), s)
+        total = (
+            total
+            + {
+                "grpo": loss_T.mean() / samples,
+                "dapo": loss_T.sum() / tokens,
+                "dr_grpo": loss_T.sum() / (samples * config.sample.max_tokens),
+            }[config.algo.loss]
+        )
+    return total
+
+
+@torch.no_grad()
+def logprobs(config, decoder, groups):
+    return {id(s): read(decoder, group, s, config.sample.temperature)[0] for group, s in pairs(groups)}
+
+
+def reference_logprobs(config, decoder, groups):
+    if config.algo.kl_coefficient == 0:
+        return {}
+    with adapter_off(decoder):
+        return logprobs(config, decoder, groups)
+
+
+def gradient(config, decoder, groups):
+    """By the masters' names, of one update over all groups."""
+    before = logprobs(config, decoder, groups)
+    loss = whole_loss(config, decoder, groups, before, reference_logprobs(config, decoder, groups))
+    masters = adapter_tensors(decoder)
+    return dict(zip(masters, torch.autograd.grad(loss, list(masters.values())), strict=True))
+
+
+def train(config, decoder, steps):
+    """AdamW written out, over a list of steps' groups; updates the decoder's masters."""
+    masters = adapter_tensors(decoder)
+    first = {name: torch.zeros_like(m) for name, m in masters.items()}
+    second = {name: torch.zeros_like(m) for name, m in masters.items()}
+    learn, update = config.learn, 0
+    for groups in steps:
+        before, reference = logprobs(config, decoder, groups), reference_logprobs(config, decoder, groups)
+        size = len(groups) // learn.updates_per_step
+        shares = [groups[i : i + size] for i in range(0, len(groups), size)]
+        for share in shares * learn.passes_per_step:
+            loss = whole_loss(config, decoder, share, before, reference)
+            grads = torch.autograd.grad(loss, list(masters.values()))
+            norm = math.sqrt(sum(g.square().sum().item() for g in grads))
+            rate = learning_rate(update, num_updates=config.num_updates, learn=learn)
+            update += 1
+            for (name, master), g in zip(masters.items(), grads, strict=True):
+                g = g * min(1.0, learn.max_grad_norm / norm)
+                first[name].lerp_(g, 1 - learn.betas[0])
+                second[name].lerp_(g.square(), 1 - learn.betas[1])
+                root = (second[name] / (1 - learn.betas[1] ** update)).sqrt() + 1e-8
+                with torch.no_grad():
+                    master.mul_(1 - rate * learn.weight_decay)
+                    master.sub_(rate * first[name] / (1 - learn.betas[0] ** update) / root)
+            publish(decoder)

@@ -1,0 +1,211 @@
+import logging
+import os
+import sys
+import time
+
+import pytest
+from material import group, tokenizer
+from test_rows import SUMS
+
+from qerl.config import TaskConfig
+from qerl.errors import UserError
+from qerl.tasks import RewardPool, build_task
+from qerl.types import Group
+
+
+@pytest.fixture
+def pool():
+    """pool(function, ..., field=value) starts one; it is closed after the test."""
+    started = []
+
+    def start(*functions, **fields):
+        started.append(RewardPool(TaskConfig(**fields), functions))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def by_name(completions, **kwargs):
+    """The reward that the completion asks for."""
+    ways = {
+        "hang": lambda: time.sleep(600),
+        "exit": lambda: os._exit(1),
+        "raise": lambda: [1 / 0],
+        "long": lambda: [1.0, 2.0],
+        "text": lambda: ["1.0"],
+        "nan": lambda: [float("nan")],
+        "abstain": lambda: [None],
+    }
+    return ways.get(completions[0], lambda: [1.0])()
+
+
+def test_rewards_come_by_group_and_sample(pool):
+    groups = [group("7", "8", answer="7"), group("9", answer="9"), group(answer="1")]
+    assert pool().score(groups) == [[1.0, 0.0], [1.0], []]
+    assert pool().score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("way", "cause"),
+    [
+        ("hang", "over the deadline"),
+        ("exit", "died"),
+        ("raise", "raised ZeroDivisionError"),
+        ("long", "wrong length"),
+        ("text", "not a number"),
+        ("nan", "not finite"),
+    ],
+)
+def test_a_reward_that_fails_costs_its_sample_and_is_counted_by_cause(pool, caplog, way, cause):
+    one = pool(by_name, reward_deadline_s=0.5)
+    with caplog.at_level(logging.WARNING, logger="qerl.tasks.reward"):
+        assert one.score([group("a", way), group("b", "c")]) == [[1.0, None], [1.0, 1.0]]
+    assert one.failures == {cause: 1}
+    assert f"1 of 4 samples: {cause}" in caplog.text
+    count, example = one.take_failures()[cause]
+    assert count == 1 and example in caplog.text
+    assert not one.failures and not one.take_failures()
+    assert one.score([group("a")]) == [[1.0]]
+
+
+def test_failures_add_up_until_they_are_taken(pool):
+    one = pool(by_name)
+    one.score([group("raise", "nan", "ok")])
+    one.score([group("raise", "ok")])
+    taken = one.take_failures()
+    assert {cause: count for cause, (count, _) in taken.items()} == {
+        "raised ZeroDivisionError": 2,
+        "not finite": 1,
+    }
+    assert taken["raised ZeroDivisionError"][1] == "by_name: ZeroDivisionError: division by zero"
+
+
+def test_an_abstention_is_no_failure(pool):
+    one = pool(by_name)
+    assert one.score([group("abstain", "ok")]) == [[None, 1.0]]
+    assert not one.failures
+
+
+def test_a_step_without_any_reward_ends_the_run_with_the_most_common_cause(pool):
+    one = pool(by_name)
+    with pytest.raises(
+        UserError, match="2 of 3: raised ZeroDivisionError: by_name: ZeroDivisionError: division"
+    ):
+        one.score([group("raise", "nan"), group("raise")])
+    with pytest.raises(UserError, match="by_name gave None for every sample"):
+        one.score([group("abstain", "abstain")])
+
+
+def test_a_conversation_is_scored_as_messages_and_plain_text_as_strings(pool):
+    def sees(prompts, completions, **kwargs):
+        talk = [[{"role": "user", "content": "?"}]], [[{"role": "assistant", "content": "yes"}]]
+        plain = ["What is 1 + 2?"], ["yes"]
+        return [{True: 1.0}.get((prompts, completions) == talk, 2.0 * ((prompts, completions) == plain))]
+
+    groups = [group("yes", messages=[{"role": "user", "content": "?"}]), group("yes")]
+    assert pool(sees).score(groups) == [[1.0], [2.0]]
+
+
+def test_completion_ids_are_the_samples_tokens(pool):
+    assert pool(lambda completion_ids: [sum(completion_ids[0])]).score([group("ab")]) == [[97.0 + 98.0]]
+
+
+def test_functions_take_the_place_of_the_configs_rewards_and_its_weights_are_theirs(pool):
+    one = pool(
+        lambda completions: [1.0], lambda completions: [10.0], rewards=("x", "y"), reward_weights=(2.0, 0.5)
+    )
+    assert one.score([group("a")]) == [[7.0]]
+    with pytest.raises(UserError, match="one for each of 1 rewards, got 2"):
+        pool(by_name, rewards=("x", "y"), reward_weights=(2.0, 0.5))
+
+
+def test_several_built_in_rewards_are_weighted(pool):
+    one = pool(rewards=("numeric", "tags"), reward_weights=(1.0, 0.25))
+    texts = "<think>a</think><answer>7</answer>", "7", "<think>7</think><answer>8</answer>"
+    assert one.score([group(*texts, answer="7")]) == [[1.25, 1.0, 0.25]]
+
+
+def test_math_runs_in_a_worker_and_is_killed_when_it_does_not_end(pool):
+    one = pool(rewards=("math",), reward_deadline_s=2.0)
+    assert one.score([group(r"\boxed{\frac{1}{2}}", "$9^{9^{9^{9}}}$", "0.4", answer="0.5")])[0][::2] == [
+        1.0,
+        0.0,
+    ]
+
+
+def test_gym_samples_are_scored_from_prompt_to_reward(pool):
+    config = {"gym_options": SUMS, "num_rows": 500, "num_held_out": 16, "rewards": ("gym",)}
+    task = build_task(TaskConfig(**config), tokenizer(), seed=0, max_prompt_tokens=500)
+    groups = []
+    for prompt in task.train_prompts(0, 4):
+        samples_G = group(prompt.columns["answer"], "x").samples_G
+        groups.append(Group(prompt=prompt, samples_G=samples_G))
+    assert pool(**config).score(groups) == [[1.0, 0.0]] * 4
+
+
+def test_a_column_that_is_not_there_is_refused_before_anything_is_scored(pool):
+    def asks(completions, solution):
+        return [1.0]
+
+    with pytest.raises(UserError, match=r"asks asks for solution; .* there are: answer, level"):
+        pool(asks).score([group("a", answer="1", level=2)])
+    with pytest.raises(UserError, match=r"task.answer_column: no column 'gold' \(there are: answer\)"):
+        pool(answer_column="gold").score([group("a", answer="1")])
+    assert pool(by_name, answer_column="gold").score([group("a", answer="1")]) == [[1.0]]
+
+
+def test_128_samples_of_a_trivial_reward_take_under_half_a_second(pool):
+    one = pool(lambda completions: [1.0])
+    groups = [group(*"abcdefgh", answer="x" * 500) for _ in range(16)]
+    one.score(groups)
+    start = time.perf_counter()
+    one.score(groups)
+    assert time.perf_counter() - start < 0.5
+
+
+def test_no_process_is_left_after_the_with_block():
+    with RewardPool(TaskConfig(), [lambda completions: [float(os.getpid())]]) as one:
+        pids = {int(reward) for reward in one.score([group(*"abcdefgh")])[0]}
+    assert os.getpid() not in pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def refused(name: str) -> str:
+    with pytest.raises(UserError) as error:
+        RewardPool(TaskConfig(rewards=(name,)))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_reward_is_taken_from_a_file(pool, tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Judge:\n    bonus: float = 0.5\n"
+        "def judge(completions, **kwargs):\n    return [Judge().bonus]\n"
+    )
+    assert pool(rewards=(f"{path}:judge",)).score([group("a")]) == [[0.5]]
+
+
+def test_a_reward_is_taken_from_a_module(pool, tmp_path, monkeypatch):
+    (tmp_path / "some_rewards.py").write_text("def judge(completions): return [0.75]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert pool(rewards=("some_rewards:judge",)).score([group("a")]) == [[0.75]]
+    del sys.modules["some_rewards"]
+
+
+def test_a_reward_that_cannot_be_had_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("number = 1\ndef judge(completions): return [1.0]\n")
+    assert "did you mean numeric" in refused("numerik") and "exact, numeric" in refused("numerik")
+    assert "ModuleNotFoundError" in refused("no_such_module:judge")
+    assert "FileNotFoundError" in refused(f"{tmp_path}/other.py:judge")
+    assert "did you mean judge" in refused(f"{path}:juge")
+    assert "number is a int, not a function" in refused(f"{path}:number")
+    path.write_text("raise SystemExit('stop\\nnow')\n")
+    assert "cannot import" in refused(f"{path}:judge") and "SystemExit: stop" in refused(f"{path}:judge")
+    path.write_text("def judge(:\n")
+    assert "SyntaxError" in refused(f"{path}:judge")

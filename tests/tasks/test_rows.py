@@ -1,0 +1,174 @@
+import json
+import random
+
+import datasets
+import pytest
+from material import jsonl
+
+from qerl.config import TaskConfig
+from qerl.errors import UserError
+from qerl.tasks.rows import GSM8K_REQUEST, open_rows
+
+SUMS = (
+    ("min_terms", 2),
+    ("max_terms", 2),
+    ("min_digits", 1),
+    ("max_digits", 2),
+    ("operators", "+"),
+    ("allow_parentheses", False),
+)
+
+
+def opened(**fields):
+    return open_rows(TaskConfig(**fields))[0]
+
+
+def refused(**fields) -> str:
+    with pytest.raises(UserError) as error:
+        opened(**fields)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_gym_task_of_sums_makes_sums():
+    rows = opened(gym="basic_arithmetic", gym_options=SUMS)
+    assert (rows.name, rows.num_rows) == ("reasoning-gym basic_arithmetic", 100_000)
+    assert rows.columns == ("question", "answer", "metadata")
+    for i in range(50):
+        row = rows.get(i)
+        x, y = row["metadata"]["expression"].split(" + ")
+        assert 0 <= int(x) <= 100 and 0 <= int(y) <= 100
+        assert row["answer"] == str(int(x) + int(y))
+        assert row["question"] == f"Calculate {x} + {y}."
+
+
+def test_gym_rows_are_generated_only_when_asked_for():
+    rows = opened(gym="chain_sum", num_rows=10**12)
+    assert rows.get(10**12 - 1)["metadata"]["source_index"] == 10**12 - 1
+
+
+def test_gym_rows_are_the_same_at_every_call_and_draw_nothing_from_the_global_generator():
+    rows = opened(gym="list_functions", num_rows=40)  # a task that does draw from it
+    before = random.getstate()
+    first = [rows.get(i) for i in range(40)]
+    assert random.getstate() == before
+    random.seed(5)
+    assert [rows.get(i) for i in reversed(range(40))] == first[::-1]
+
+
+def test_a_gym_seed_among_the_options_gives_other_rows():
+    one, other = opened(gym="chain_sum"), opened(gym="chain_sum", gym_options=(("seed", 1000),))
+    assert one.get(0) == opened(gym="chain_sum").get(0)
+    assert [one.get(i)["question"] for i in range(5)] != [other.get(i)["question"] for i in range(5)]
+
+
+def test_a_wrong_gym_name_is_refused_with_near_ones():
+    assert "did you mean basic_arithmetic" in refused(gym="basic_aritmetic")
+
+
+def test_a_wrong_gym_option_is_refused_with_near_ones_and_all():
+    message = refused(gym="chain_sum", gym_options=(("min_digit", 1),))
+    assert "did you mean min_digits" in message and "allow_negation" in message and "size" not in message
+
+
+def test_a_gym_option_out_of_range_is_refused_in_the_words_of_the_gym():
+    assert "min_terms must be positive" in refused(gym="chain_sum", gym_options=(("min_terms", 0),))
+
+
+def test_the_size_of_a_gym_task_is_set_by_num_rows_alone():
+    assert "task.num_rows" in refused(gym="chain_sum", gym_options=(("size", 7),))
+
+
+def test_gsm8k_asks_for_tags_and_keeps_the_number_alone_as_answer(monkeypatch):
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        row = {"question": "How many?", "answer": "He has 1,000 <<500*2>> and\nmore.\n#### 1,234"}
+        return datasets.Dataset.from_list([row])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows, apart = open_rows(TaskConfig(name="gsm8k", held_out_split="test"))
+    splits = [(("openai/gsm8k", "main"), {"split": split}) for split in ("train", "test")]
+    assert calls == splits
+    row = rows.get(0)
+    assert row["answer"] == "1234"
+    assert row["question"] == f"How many?\n\n{GSM8K_REQUEST}"
+    assert (row["problem"], row["solution"][-5:]) == ("How many?", "1,234")
+    assert apart is not None and apart.get(0)["answer"] == "1234"
+    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+        assert tag in GSM8K_REQUEST
+
+
+def test_a_folder_of_data_files_is_a_data_set_with_splits(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    jsonl(folder / "train.jsonl", [{"prompt": "1 + 1", "answer": 2}, {"prompt": "1 + 2", "answer": None}])
+    jsonl(folder / "test.jsonl", [{"prompt": "2 + 2", "answer": 4}])
+    rows, apart = open_rows(TaskConfig(name=str(folder), held_out_split="test"))
+    assert (rows.num_rows, rows.columns, rows.prompt_column) == (2, ("prompt", "answer"), "prompt")
+    assert rows.get(1) == {"prompt": "1 + 2", "answer": None}
+    assert (rows.first_empty("prompt"), rows.first_empty("answer")) == (None, 1)
+    assert apart is not None and apart.get(0) == {"prompt": "2 + 2", "answer": 4}
+    assert "Unknown split" in refused(name=str(folder), split="validation")
+
+
+def test_a_data_set_that_is_nowhere_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert "task.name" in refused(name=str(tmp_path / "nowhere"))
+    assert "did you mean reasoning-gym" in refused(name="reasoning_gym")
+
+
+def test_jsonl_rows_have_the_columns_of_all_lines(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}\n\n{"prompt": "b", "level": [2]}\n')
+    rows = opened(name=str(path))
+    assert (rows.num_rows, rows.columns) == (2, ("prompt", "answer", "level"))
+    assert rows.get(1) == {"prompt": "b", "answer": None, "level": [2]}
+    assert (rows.first_empty("answer"), rows.first_empty("level"), rows.first_empty("prompt")) == (1, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2: not JSON"),
+        (b'{"prompt": "a"}\n\n\xff\xfe{}\n', "line 3: not JSON"),
+        (b'{"prompt": "a"}\n[1]\n', "line 2: not a JSON object but [1]"),
+        (b"\n \n", "holds no rows"),
+    ],
+)
+def test_a_jsonl_file_is_refused_by_file_and_line(tmp_path, content, said):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    message = refused(name=str(path))
+    assert message.startswith(str(path)) and said in message
+
+
+def test_a_json_file_holds_a_list_of_objects(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"prompt": "a"}, {"prompt": "b"}]))
+    assert opened(name=str(path)).get(1) == {"prompt": "b"}
+    for content, said in (
+        ("{}", "a list of objects"),
+        ("[1]", "a list of objects"),
+        ("[", "not JSON"),
+        ("[]", "no rows"),
+    ):
+        path.write_text(content)
+        assert said in refused(name=str(path))
+
+
+def test_a_parquet_file_is_read(tmp_path):
+    path = tmp_path / "x.parquet"
+    table = datasets.Dataset.from_list([{"prompt": "a", "n": [1, 2]}, {"prompt": None, "n": [3]}])
+    table.to_parquet(str(path))
+    rows = opened(name=str(path))
+    assert rows.get(0) == {"prompt": "a", "n": [1, 2]}
+    assert rows.first_empty("prompt") == 1
+    path.write_text("not parquet")
+    assert "not a readable parquet file" in refused(name=str(path))
+
+
+def test_a_file_that_is_not_there_is_refused():
+    assert "there is no such file" in refused(name="nowhere/x.jsonl")

@@ -1,0 +1,52 @@
+import ast
+import dataclasses
+import inspect
+import json
+
+import pytest
+from qerl.recipes import RECIPES
+
+from qerl import config, options
+from qerl.config import AlgoConfig, LearnConfig, RunConfig, TaskConfig, run_config
+from qerl.errors import UserError
+
+
+def test_json_brings_back_the_same_config():
+    for recipe in RECIPES.values():
+        assert run_config(json.loads(json.dumps(dataclasses.asdict(recipe())))) == recipe()
+
+
+def test_an_unknown_key_is_refused_by_name():
+    data = dataclasses.asdict(RunConfig())
+    data["learn"]["learning_rat"] = 1.0
+    with pytest.raises(UserError, match=r"config\.learn has no field learning_rat"):
+        run_config(data)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: LearnConfig(learning_rate=0.0), "learn.learning_rate"),
+        (lambda: AlgoConfig(importance_cap=0.0), "algo.importance_cap"),
+        (lambda: TaskConfig(rewards=("exact",), reward_weights=(1.0, 2.0)), "task.reward_weights"),
+        (lambda: RunConfig(num_samples=1), "num_samples"),
+        (lambda: RunConfig(num_steps=5), "noise.num_stages"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_field(make, field):
+    with pytest.raises(UserError, match=field):
+        make()
+
+
+@pytest.mark.parametrize("module", [config, options])
+def test_every_field_is_documented(module):
+    """tyro shows the string under a field as its help; nested configs are documented by their own fields."""
+    undocumented = []
+    for cls in [n for n in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(n, ast.ClassDef)]:
+        for here, below in zip(cls.body, [*cls.body[1:], None], strict=True):
+            is_field = isinstance(here, ast.AnnAssign)
+            is_nested = is_field and ast.unparse(here.annotation).endswith("Config")
+            has_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if is_field and not is_nested and not has_text:
+                undocumented.append(f"{cls.name}.{ast.unparse(here.target)}")
+    assert not undocumented

@@ -1,0 +1,78 @@
+import dataclasses
+
+import pytest
+
+from qerl.config import RunConfig
+from qerl.recipes import RECIPES, dapo_math, demo, gsm8k
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_a_complete_config(name):
+    assert isinstance(RECIPES[name](), RunConfig)
+
+
+def test_each_recipe_runs_in_a_folder_of_its_own():
+    assert len({recipe().out for recipe in RECIPES.values()}) == len(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", [gsm8k, dapo_math])
+def test_the_papers_settings_for_both_runs(recipe):
+    config = recipe()
+    noise, algo, learn = config.noise, config.algo, config.learn
+    assert (noise.sigma_start, noise.sigma_end, noise.num_stages) == (1e-2, 5e-4, 10)
+    assert (noise.schedule, noise.unit, noise.noise_in) == ("exponential", "absolute", "sampler")
+    assert (algo.clip_low, algo.clip_high, algo.kl_coefficient, algo.advantage) == (0.2, 0.28, 0.0, "group")
+    assert (algo.dynamic_sampling, algo.overlong) == (False, "mask")
+    assert (learn.learning_rate, learn.betas, learn.weight_decay) == (1e-5, (0.9, 0.99), 0.1)
+    assert (learn.schedule, learn.warmup_fraction, learn.max_grad_norm) == ("cosine", 0.1, 0.2)
+    assert (config.model.format, config.adapter.rank, len(config.adapter.targets)) == ("nvfp4", 32, 7)
+    assert (config.num_prompts, config.sample.temperature) == (128, 1.0)
+
+
+def test_the_papers_settings_for_gsm8k():
+    config = gsm8k()
+    assert config.model.path == "Qwen/Qwen2.5-3B-Instruct"
+    assert (config.num_steps, config.num_samples, config.sample.max_tokens) == (600, 8, 4096)
+    assert (config.learn.updates_per_step, config.learn.passes_per_step, config.algo.loss) == (4, 1, "grpo")
+
+
+def test_the_papers_settings_for_big_math():
+    config = dapo_math()
+    assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
+    assert (config.num_steps, config.num_samples, config.sample.max_tokens) == (1000, 16, 8192)
+    assert (config.learn.updates_per_step, config.learn.passes_per_step, config.algo.loss) == (1, 1, "dapo")
+
+
+def test_a_right_answer_is_right_with_or_without_its_tags():
+    for recipe in (gsm8k, dapo_math):
+        correct, tagged = recipe().task.reward_weights
+        assert tagged < recipe().evaluate.right_from <= correct
+
+
+def test_the_demo_takes_short_samples_and_large_steps():
+    config = demo()
+    assert (config.model.path, config.model.format) == ("smollm2-135m-instruct", "nvfp4")
+    assert (config.num_prompts, config.num_samples, config.num_steps) == (16, 8, 30)
+    assert (config.sample.max_tokens, config.sample.temperature) == (16, 1.0)
+    assert (config.learn.learning_rate, config.learn.schedule) == (5e-4, "constant")
+    assert (config.adapter.rank, len(config.adapter.targets)) == (32, 7)
+    assert (config.algo.loss, config.algo.kl_coefficient, config.noise.unit) == ("grpo", 0.0, "relative")
+
+
+def test_the_demos_problems_are_sums_of_two_numbers_up_to_a_hundred():
+    import reasoning_gym
+
+    task = demo().task
+    problems = reasoning_gym.create_dataset(task.gym, seed=0, size=200, **dict(task.gym_options))
+    for problem in (problems[i] for i in range(200)):
+        left, right = problem["metadata"]["expression"].split(" + ")
+        assert int(left) + int(right) == int(problem["answer"])
+        assert min(int(left), int(right)) >= 0 and max(int(left), int(right)) <= 100
+        prompt = task.template.format_map(problem)
+        assert prompt == f"What is {left} + {right}? Answer with just the number."
+
+
+def test_a_recipe_gives_a_new_equal_config_that_can_be_derived_from():
+    longer = dataclasses.replace(demo(), num_steps=60)
+    assert (longer.num_steps, demo().num_steps) == (60, 30)
+    assert dataclasses.replace(longer, num_steps=30) == demo()

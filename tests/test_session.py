@@ -1,0 +1,175 @@
+"""A run from its command: what it writes, and that being stopped or killed anywhere changes nothing of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+import tiny_run
+from qerl.journal import is_timing
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_run.write_model(folder)
+    tiny_run.write_task(folder)
+    return folder
+
+
+def start(files, out, *more):
+    command = [sys.executable, "-c", "from qerl.cli import main; main()", "train", "demo"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [*command, *tiny_run.options(files, out), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def finish(files, out, *more):
+    process = start(files, out, *more)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    return stdout
+
+
+def wait_for_steps(process, out, num_steps):
+    path = out / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < num_steps:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+def metrics(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
+
+
+def adapter(out):
+    return load_file(out / "checkpoints" / "step-000006" / "adapter_model.safetensors")
+
+
+def assert_same_run(a, b):
+    assert metrics(a) == metrics(b)
+    assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
+    assert (a / "evaluations.json").read_text() == (b / "evaluations.json").read_text()
+    ours, theirs = adapter(a), adapter(b)
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def unbroken(files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "unbroken"
+    return out, finish(files, out)
+
+
+def test_the_last_line_is_the_result(unbroken):
+    out, stdout = unbroken
+    result = json.loads(stdout.splitlines()[-1])
+    assert result == json.loads((out / "result.json").read_text())
+    assert set(result) == {
+        "accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "train_s", "run",
+    }  # fmt: skip
+    assert result["run"] == str(out) and result["train_s"] > 0
+
+
+def test_a_run_leaves_its_record(unbroken):
+    out, _ = unbroken
+    for name in (
+        "run.json",
+        "result.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "evaluations.json",
+        "report.html",
+    ):
+        assert (out / name).stat().st_size > 0, name
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(metrics(out)) == 6
+    assert (out / "samples.jsonl").read_text().count("\n") == 6 * 4 * 4
+
+
+def test_noise_acts_on_the_sampler_and_shows_as_mismatch(unbroken):
+    """3 stages of 2 steps: quiet, sigma_start, sigma_end. Quiet, the two policies are one (fp32: to 1e-5)."""
+    steps = metrics(unbroken[0])
+    assert [step["sigma"] for step in steps] == [0, 0, 0.03, 0.03, 0.0015, 0.0015]
+    assert max(step["mismatch_abs"] for step in steps[:2]) < 1e-5
+    assert min(step["mismatch_abs"] for step in steps[2:]) > 1e-4
+    assert steps[2]["mismatch_abs"] > 5 * steps[4]["mismatch_abs"]
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5])
+def test_killed_and_started_again_a_run_is_the_unbroken_one(files, unbroken, tmp_path, num_steps):
+    process = start(files, tmp_path / "run")
+    wait_for_steps(process, tmp_path / "run", num_steps)
+    process.kill()
+    process.communicate()
+    finish(files, tmp_path / "run")
+    assert_same_run(tmp_path / "run", unbroken[0])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_and_saves_it(files, unbroken, tmp_path, number, code):
+    out = tmp_path / "run"
+    process = start(files, out)
+    wait_for_steps(process, out, 1)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in stderr
+    num_steps = len(metrics(out))
+    assert 1 <= num_steps < 6 and (out / "checkpoints" / f"step-{num_steps:06d}").is_dir()
+    finish(files, out)
+    assert_same_run(out, unbroken[0])
+
+
+def test_a_finished_run_is_not_run_again(files, unbroken):
+    out, stdout = unbroken
+    before = (out / "metrics.jsonl").read_text()
+    assert json.loads(finish(files, out).splitlines()[-1]) == json.loads(stdout.splitlines()[-1])
+    assert (out / "metrics.jsonl").read_text() == before
+
+
+def test_another_config_in_the_same_folder_is_refused(files, unbroken):
+    process = start(files, unbroken[0], "--seed", "1")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.startswith("qerl: ") and "seed = 0, not 1" in stderr and stderr.count("\n") == 1
+
+
+def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
+    """The limit on a file's size stands in for the disk: the second checkpoint, made larger, does not fit."""
+    out = tmp_path / "run"
+    process = start(files, out, "--checkpoint.every", "1")
+    wait_for_steps(process, out, 1)
+    process.kill()
+    process.communicate()
+    largest = max(path.stat().st_size for path in out.glob("checkpoints/*/*"))
+    code = (
+        f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest - 1}, {largest - 1}));"
+        f"from qerl.cli import main; main()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "train",
+        "demo",
+        *tiny_run.options(files, out),
+        "--checkpoint.every",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "cannot write the checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000001"]
+    finish(files, out, "--checkpoint.every", "1")
