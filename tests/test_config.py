@@ -4,11 +4,11 @@ import inspect
 import json
 
 import pytest
-from qerl.recipes import RECIPES
 
 from qerl import config, options
 from qerl.config import AlgoConfig, LearnConfig, RunConfig, TaskConfig, run_config
 from qerl.errors import UserError
+from qerl.recipes import RECIPES
 
 
 def test_json_brings_back_the_same_config():

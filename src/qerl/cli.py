@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from qerl.config import RunConfig, run_config
+from qerl.config import ModelConfig, RunConfig, run_config
 from qerl.errors import RunError, UserError
 from qerl.options import EvalOptions, QuantizeOptions, ReportOptions
 from qerl.recipes import RECIPES
@@ -68,9 +68,10 @@ def evaluate(arguments: list[str]) -> None:
         raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN")
     source, run_json = arguments[0], Path(arguments[0]) / "run.json"
     config = _recorded(run_json) if run_json.exists() else None
-    default = EvalOptions()
+    default = EvalOptions(model=ModelConfig(path=source))
     if config is not None:
         default = EvalOptions(
+            model=config.model,
             max_tokens=config.sample.max_tokens,
             temperature=config.sample.temperature,
             right_from=config.evaluate.right_from,

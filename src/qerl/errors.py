@@ -1,8 +1,11 @@
 """The two exceptions that the command line prints in one line instead of a traceback."""
 
 
-class UserError(ValueError):
-    """The user's to mend; exit code 2. Says what and where: `engine.kv_gb must be positive, got -1`."""
+class UserError(Exception):
+    """The user's to mend; exit code 2. Says what and where: `engine.kv_gb must be positive, got -1`.
+
+    No ValueError: tyro would catch it where a config is made, and draw a box around it.
+    """
 
 
 class RunError(RuntimeError):

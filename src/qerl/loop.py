@@ -128,8 +128,9 @@ def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
 
 
 def check_mismatch(config: RunConfig, metrics: dict[str, float]) -> None:
+    """A mismatch that is no number is over any limit."""
     mismatch, limit = metrics.get("mismatch_abs", 0.0), config.max_mismatch
-    if limit is not None and mismatch > limit:
+    if limit is not None and not mismatch <= limit:
         raise RunError(
             f"the sampler and the learner differ by {mismatch:.3g} nats a token, max_mismatch is {limit}"
         )

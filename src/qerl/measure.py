@@ -4,11 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from qerl.model.adapter import load_adapter, publish
-
-from qerl.config import ModelConfig, NoiseConfig, RunConfig, SampleConfig
+from qerl.config import NoiseConfig, RunConfig, SampleConfig
 from qerl.evaluate import Evaluation, evaluate
 from qerl.learner import checkpoint
+from qerl.model.adapter import load_adapter, publish
 from qerl.model.device import resolved
 from qerl.options import EvalOptions
 from qerl.policy import policy_of, sampling_of
@@ -17,7 +16,7 @@ from qerl.tasks import RewardPool
 
 def measure(source: str, run: RunConfig | None, options: EvalOptions) -> dict[str, Any]:
     """`source` is a model, or the folder of the run that `run` is the config of."""
-    config = _config(source, run, options)
+    config = _config(run, options)
     with RewardPool(config.task) as pool:
         decoder, engine, task = policy_of(config)
         if run is not None and options.with_adapter:
@@ -41,11 +40,11 @@ def measure(source: str, run: RunConfig | None, options: EvalOptions) -> dict[st
     return _summary(source, sampled, best)
 
 
-def _config(source: str, run: RunConfig | None, options: EvalOptions) -> RunConfig:
-    config = run or RunConfig(model=ModelConfig(path=source), noise=NoiseConfig(schedule="none"))
+def _config(run: RunConfig | None, options: EvalOptions) -> RunConfig:
+    config = run or RunConfig(noise=NoiseConfig(schedule="none"))
     sample = SampleConfig(max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p)
     return dataclasses.replace(
-        config, model=resolved(config.model), task=options.task, sample=sample, seed=options.seed
+        config, model=resolved(options.model), task=options.task, sample=sample, seed=options.seed
     )
 
 

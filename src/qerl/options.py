@@ -6,7 +6,7 @@ from typing import Literal
 
 import tyro
 
-from qerl.config import TaskConfig
+from qerl.config import ModelConfig, TaskConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,7 @@ class EvalOptions:
     right_from: float = 1.0
     """A sample counts as right when its reward is at least this."""
 
+    model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
 
 

@@ -20,8 +20,9 @@ from qerl.types import Sampling
 def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
     """config.model has no `auto` left. The task comes first: its mistakes show before weights are read."""
     model = config.model
-    source, tokenizer = locate(model.path), load_tokenizer(model.path)
+    source = locate(model.path)
     max_prompt_tokens = architecture_of(source.open()).max_positions - config.sample.max_tokens
+    tokenizer = load_tokenizer(model.path)
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
     decoder = load_decoder(
         model.path,

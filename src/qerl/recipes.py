@@ -36,7 +36,7 @@ def demo() -> RunConfig:
     """SmolLM2-135M in NVFP4 learns to add; its norm weights are about 0.3, so sigma is relative to them."""
     return RunConfig(
         out="runs/demo",
-        num_steps=30,
+        num_steps=60,
         num_prompts=16,
         num_samples=8,
         task=TaskConfig(
@@ -56,7 +56,9 @@ def demo() -> RunConfig:
         engine=EngineConfig(kv_gb=0.5),
         noise=NoiseConfig(schedule="exponential", sigma_start=3e-2, sigma_end=1.5e-3, unit="relative"),
         algo=AlgoConfig(loss="grpo", advantage="group", kl_coefficient=0.0),
-        learn=LearnConfig(learning_rate=5e-4, schedule="constant", warmup_fraction=0.0),
+        learn=LearnConfig(
+            learning_rate=5e-4, schedule="cosine", warmup_fraction=0.0, logprob_chunk_tokens=64
+        ),
         evaluate=EvalConfig(num_prompts=256),
     )
 

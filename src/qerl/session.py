@@ -117,7 +117,7 @@ class _Session:
         self.journal.resume(first_step)
         self.engine.publish(self.learner.version)
         if first_step == 0:
-            self.evaluations = {}  # those there may be of another config, given up before its first checkpoint
+            self.evaluations = {}  # those there may be of another config that was given up
         return first_step
 
     def save(self, step: int) -> bool:

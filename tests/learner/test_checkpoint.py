@@ -14,9 +14,9 @@ import torch
 from learner.samples import random_groups
 from learner.saver import mark
 from learner.tiny import VOCAB, tiny_learner
-from qerl.errors import RunError
+from qerl.errors import RunError, UserError
 from qerl.learner import checkpoint
-from qerl.learner.checkpoint import CheckpointError, load_latest, save
+from qerl.learner.checkpoint import CheckpointError, latest_adapter, load_latest, save
 
 FILES = [
     "adapter_model.safetensors",
@@ -137,6 +137,22 @@ def test_the_folder_is_an_adapter_as_peft_writes_it(folder):
     )
     assert config["target_modules"] == list(learner.config.adapter.targets)
     assert config["base_model_name_or_path"] == learner.config.model.path
+
+
+def test_the_adapter_alone_can_be_read_while_the_run_goes_on(folder):
+    """Of the newest whole checkpoint; what a save is just writing is left alone."""
+    saved(folder, 5, 10)
+    flip(folder / "step-000010" / "optimizer.safetensors")
+    (folder / ".unfinished-step-000015").mkdir()
+    tensors = latest_adapter(folder)
+    assert tensors.keys() == tiny_learner().adapter_state().keys()
+    assert all((tensor == 5).all() for tensor in tensors.values())
+    assert names(folder) == [".unfinished-step-000015", "step-000005", "step-000010"]
+
+
+def test_a_folder_without_a_checkpoint_has_no_adapter_to_read(folder):
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        latest_adapter(folder)
 
 
 @pytest.mark.parametrize("name", FILES)

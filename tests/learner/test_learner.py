@@ -5,6 +5,7 @@ from statistics import fmean
 import pytest
 import torch
 
+from conftest import rms_error
 from learner import plain
 from learner.samples import prompt, random_groups, sample
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
@@ -255,3 +256,14 @@ def test_an_adapter_of_another_shape_is_the_users_mistake(groups):
     some = Learner(tiny_decoder(adapter=AdapterConfig(rank=4, targets=("q_proj",))), run_config())
     with pytest.raises(UserError, match="lora_A"):
         tiny_learner().load(some.adapter_state(), {}, version=1)
+
+
+def test_the_device_learns_what_the_cpu_does(device, groups):
+    learner = Learner(tiny_decoder(device=device), run_config(learn={"max_grad_norm": 1e9}))
+    truth = plain.gradient(run_config(), tiny_decoder(), groups)
+    learner.step(groups)
+    moments = learner.optimizer_state()
+    for name, gradient in truth.items():
+        got = moments[f"{name}.exp_avg"].cpu() / (1 - learner.config.learn.betas[0])
+        assert rms_error(got, gradient) < 1e-4
+    assert learner.step(groups)["grad_norm"] > 0

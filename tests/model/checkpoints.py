@@ -18,7 +18,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # heads wider than the model, so that no shape passes for another
     "max_position_embeddings": 128,
 }
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -106,12 +106,12 @@ def write_gguf(file: Path, model, *, kinds=None, vocabulary=None, changes=None):
     writer.close()
 
 
-def add_vocabulary(writer, *, pre="smollm", tokens=None, merges=("h e", "he l"), control=2, eos=1):
+def add_vocabulary(writer, *, pre="smollm", tokens=None, kinds=None, merges=("h e", "he l"), eos=1):
     tokens = tokens or byte_tokens()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * control + [1] * (len(tokens) - control))
+    writer.add_token_types(kinds or [3, 3] + [1] * (len(tokens) - 2))
     writer.add_token_merges(list(merges))
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(eos)

@@ -297,6 +297,13 @@ def test_packed_tensors_that_make_no_sense_are_named(tmp_path, changes, says):
     assert f"{folder}: {says}" in refusal(folder, format="nvfp4")
 
 
+def test_a_scale_that_means_nan_is_refused(tmp_path):
+    folder = packed(tmp_path, format="mxfp4")
+    scales = load_file(folder / "model.safetensors")[f"{UP}_scale"]
+    rewrite(folder, **{f"{UP}_scale": scales.index_fill(0, torch.tensor([3]), 255)})
+    assert f"{UP}_scale holds NaN or infinity" in refusal(folder, format="mxfp4")
+
+
 PEAKS = """
 import sys, torch
 from pathlib import Path

@@ -71,6 +71,6 @@ def test_the_norms_are_those_before_qkv_and_before_gate_and_up():
 
 
 def test_the_draw_is_pinned():
-    """Another draw would make every run that is resumed another run; four digits are the same on every CPU."""
+    """Another draw would make every run that is resumed another run; four digits hold on every CPU."""
     first = _noise(tiny(), sigma=1.0)[:, 0].tolist()
     assert first == pytest.approx([1.304, -0.0482, 1.6995, 0.197, -0.4541, -1.0657], abs=1e-4)

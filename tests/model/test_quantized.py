@@ -4,6 +4,7 @@ import pytest
 import torch
 from checkpoints import byte_tokens, save_tiny, tiny, write_gguf
 from compressed_tensors.quantization import QuantizationConfig
+from safetensors import safe_open
 from test_tokenizer import folder_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -74,6 +75,8 @@ def test_the_config_is_one_that_compressed_tensors_accepts(tmp_path, format):
     assert config.format == scheme.format == LAYOUTS[format].checkpoint_format
     assert (scheme.weights.num_bits, scheme.weights.group_size) == (4, LAYOUTS[format].block_weights)
     assert scheme.input_activations is None and config.ignore == ["lm_head"]
+    with safe_open(tmp_path / "packed" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers 4 refuses a file without it
     float_config = json.loads((tmp_path / "float" / "config.json").read_text())
     assert {k: v for k, v in packed.config.items() if k != "quantization_config"} == float_config
 
@@ -115,6 +118,9 @@ def test_a_gguf_becomes_a_folder_that_transformers_loads(tmp_path):
     write_quantized(str(tmp_path / "m.gguf"), tmp_path / "packed")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    stored = SafetensorsFolder(tmp_path / "packed")
+    assert stored.read("model.embed_tokens.weight").dtype == torch.bfloat16
+    assert (stored.config["bos_token_id"], stored.config["eos_token_id"]) == (0, 1)
     assert loaded.generation_config.eos_token_id == [1]
     ours, theirs = (
         load_tokenizer(str(tmp_path / "m.gguf")),
@@ -191,6 +197,7 @@ def test_a_checkpoint_that_is_packed_is_not_packed_again(tmp_path):
         ({"quant_method": "compressed-tensors", "format": "mixed-precision"}, "mixed-precision"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "with modelopt"),
         ({}, "with None"),
+        ("fp8", "quantization_config must be an object, is 'fp8'"),
     ],
 )
 def test_other_quantizations_are_refused_by_name(tmp_path, quantization, says):

@@ -19,7 +19,10 @@ SETTINGS = (
     YARN | {"truncate": False},
     YARN | {"attention_factor": 0.7},
     YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
-    YARN | {"factor": 1.0},
+    YARN | {"factor": 0.5},
+    YARN | {"original_max_position_embeddings": 32},  # the fast limit lies before the first dimension
+    YARN | {"beta_slow": 1e-8},  # the slow one behind the last
+    YARN | {"original_max_position_embeddings": 6},  # both limits at the first dimension
 )
 
 

@@ -57,6 +57,24 @@ def test_control_tokens_encode_to_one_id_and_are_special(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, None)
 
 
+def test_tokens_that_are_no_eos_can_be_control_or_always_whole_too(tmp_path):
+    tokens = [*byte_tokens(), "<|call|>", "<think>"]
+    kinds = [3, 3] + [1] * (len(tokens) - 4) + [3, 4]
+    tokenizer = load_tokenizer(gguf_path(tmp_path, tokens=tokens, kinds=kinds))
+    ids = tokenizer("h<|call|><think>").input_ids
+    assert ids[1:] == [len(tokens) - 2, len(tokens) - 1]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "h<think>"
+    assert len(tokenizer) == len(tokens)
+
+
+def test_only_qwen2_composes_characters_first(tmp_path):
+    decomposed, composed = "e\u0301", "\u00e9"
+    qwen2 = load_tokenizer(gguf_path(tmp_path, pre="qwen2"))
+    assert qwen2(decomposed).input_ids == qwen2(composed).input_ids
+    smollm = load_tokenizer(gguf_path(tmp_path, pre="smollm"))
+    assert smollm(decomposed).input_ids != smollm(composed).input_ids
+
+
 def test_the_chat_template_comes_along(tmp_path):
     tokenizer = load_tokenizer(gguf_path(tmp_path))
     assert tokenizer.chat_template == TEMPLATE

@@ -22,6 +22,7 @@ def graded(name, completion, answer=None, **fields):
         ("1,234,567", 1234567),
         ("$1,234.50", Fraction("1234.5")),
         ("first 1,2,3", 3),
+        ("1,2345", 2345),
         ("-5", -5),
         ("+5", 5),
         ("\N{MINUS SIGN}5", -5),

@@ -184,7 +184,8 @@ def refused(name: str) -> str:
 def test_a_reward_is_taken_from_a_file(pool, tmp_path):
     path = tmp_path / "my_rewards.py"
     path.write_text(
-        "import dataclasses\n@dataclasses.dataclass\nclass Judge:\n    bonus: float = 0.5\n"
+        "from __future__ import annotations\nimport dataclasses\n\n"
+        "@dataclasses.dataclass\nclass Judge:\n    bonus: float = 0.5\n"
         "def judge(completions, **kwargs):\n    return [Judge().bonus]\n"
     )
     assert pool(rewards=(f"{path}:judge",)).score([group("a")]) == [[0.5]]

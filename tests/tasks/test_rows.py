@@ -43,6 +43,7 @@ def test_a_gym_task_of_sums_makes_sums():
 
 
 def test_gym_rows_are_generated_only_when_asked_for():
+    assert opened(gym="list_functions", num_rows=600).get(599)  # it refuses rows beyond its size
     rows = opened(gym="chain_sum", num_rows=10**12)
     assert rows.get(10**12 - 1)["metadata"]["source_index"] == 10**12 - 1
 

@@ -79,7 +79,8 @@ def test_further_rounds_bring_rows_that_the_step_has_not_had_and_disturb_no_late
 
 def test_rounds_of_different_steps_differ():
     task = built(GYM)
-    assert indices(task.train_prompts(0, 16, 1)) != indices(task.train_prompts(1, 16, 1))
+    one, other = (set(indices(task.train_prompts(step, 16, 1))) for step in (0, 1))
+    assert len(one & other) < 4  # of 16 among some 4,000
 
 
 def test_held_out_are_the_last_rows_and_are_never_learned_from(tmp_path):

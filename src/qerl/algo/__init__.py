@@ -1,0 +1,1 @@
+"""Advantages, losses, importance weights, the noise schedule: pure functions."""

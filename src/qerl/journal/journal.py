@@ -137,7 +137,7 @@ class Journal:
         return _read_object(path) if path.exists() else None
 
     def start(self, config: RunConfig) -> None:
-        """Writes run.json; of a run that has taken a step, the config must agree but for `provenance.EXEMPT`."""
+        """Writes run.json; once a step is recorded, the config must agree but for `provenance.EXEMPT`."""
         self._answer_column = config.task.answer_column
         path, facts = self._folder / "run.json", finite(run_facts(config))
         if not self._next_step:

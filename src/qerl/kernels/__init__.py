@@ -1,0 +1,1 @@
+"""One op a file, each with its float64 reference."""

@@ -105,7 +105,7 @@ def _layout(spans: list[tuple[int, int, Tensor]], device: torch.device | str) ->
         Q, S = block[-1][1], max(len(keys) for _, _, keys in block)
         num_keys = torch.tensor([len(keys) for _, _, keys in block])
         hidden = torch.tensor([n - 1 for _, n, _ in block])[:, None] - torch.arange(Q)
-        seen_BQ = num_keys[:, None] - hidden.clamp(min=0)  # a padding query sees all, to be no NaN
+        seen_BQ = num_keys[:, None] - hidden  # past the span it only grows: no padding query sees nothing
         mask_BQS = torch.zeros(len(block), Q, S).masked_fill_(
             torch.arange(S) >= seen_BQ[..., None], float("-inf")
         )

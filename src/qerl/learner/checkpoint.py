@@ -25,7 +25,7 @@ import safetensors.torch
 from torch import Tensor
 
 from qerl.config import RunConfig
-from qerl.errors import RunError
+from qerl.errors import RunError, UserError
 from qerl.learner.learner import Learner
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -68,26 +68,40 @@ def save(
 
 
 def load_latest(folder: Path, learner: Learner) -> Resumed | None:
-    """Puts the newest whole checkpoint into the learner; one notice for each damaged one passed over.
-
-    None where there is none at all. Where all are damaged, a CheckpointError: going back to the start is not
-    for us to decide.
-    """
+    """Puts the newest whole checkpoint into the learner; None where there is none at all."""
     _remove_unfinished(folder)
-    paths = _newest_first(folder)
-    notices = []
+    path, notices = find_latest(folder)
+    if path is None:
+        return None
+    state = json.loads((path / STATE).read_bytes())
+    learner.load(_unpacked(path / ADAPTER), _unpacked(path / OPTIMIZER), state["version"])
+    return Resumed(state["next_step"], state["extra"], notices)
+
+
+def latest_adapter(folder: Path) -> dict[str, Tensor]:
+    """The masters of the newest whole checkpoint, by PEFT's names; the folder is only read."""
+    path, _ = find_latest(folder)
+    if path is None:
+        raise UserError(f"{folder} holds no checkpoint")
+    return _unpacked(path / ADAPTER)
+
+
+def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
+    """(the newest whole checkpoint, or None if there is none at all; a notice for each damaged one).
+
+    Where all are damaged, a CheckpointError: going back to the start is not for us to decide.
+    """
+    paths, notices = _newest_first(folder), []
     for path in paths:
         damage = find_damage(path)
         if damage is None:
-            using = f"; using {path.name}"
-            next_step, extra = _load(path, learner)
-            return Resumed(next_step, extra, [notice + using for notice in notices])
+            return path, [f"{notice}; using {path.name}" for notice in notices]
         notices.append(f"{folder.name}/{path.name} is damaged ({damage})")
-    if paths:
+    if notices:
         raise CheckpointError(
             f"{'; '.join(notices)}; no checkpoint is whole: remove {folder} to start from the beginning"
         )
-    return None
+    return None, []
 
 
 def find_damage(path: Path) -> str | None:
@@ -149,18 +163,12 @@ def _packed(tensors: dict[str, Tensor]) -> bytes:
     return safetensors.torch.save(contiguous, metadata={"format": "pt"})
 
 
+def _unpacked(path: Path) -> dict[str, Tensor]:
+    return safetensors.torch.load(path.read_bytes())
+
+
 def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _load(path: Path, learner: Learner) -> tuple[int, dict[str, Any]]:
-    state = json.loads((path / STATE).read_bytes())
-    learner.load(
-        safetensors.torch.load((path / ADAPTER).read_bytes()),
-        safetensors.torch.load((path / OPTIMIZER).read_bytes()),
-        state["version"],
-    )
-    return state["next_step"], state["extra"]
 
 
 def _write_all(folder: Path, contents: dict[str, bytes]) -> None:

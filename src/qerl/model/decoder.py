@@ -108,7 +108,6 @@ class Decoder(nn.Module):
         )
         self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
         self._magnitude = magnitude(arch.rope)
-        self._head_fp32: Tensor | None = None
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """hidden_TD after the final norm, in the compute dtype."""
@@ -121,15 +120,6 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 [T, V], without a gradient."""
         return product(hidden_TD, self.lm_head.weight.T)
-
-    def head_operand(self) -> Tensor:
-        """The [V, D] tensor to multiply for fp32 logits: on a CPU an fp32 copy, made at the first call."""
-        weight_VD = self.lm_head.weight
-        if weight_VD.is_cuda or weight_VD.dtype == torch.float32:
-            return weight_VD
-        if self._head_fp32 is None:
-            self._head_fp32 = weight_VD.float()
-        return self._head_fp32
 
     def linears(self) -> Iterator[tuple[str, QuantLinear]]:
         """Every packed linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
@@ -147,7 +137,6 @@ class Decoder(nn.Module):
     @property
     def num_bytes(self) -> int:
         """Of all frozen weights as they are held, the adapter not counted."""
-        linears = {id(linear.bias) for _, linear in self.linears()}
-        own = sum(b.nbytes for b in self.buffers() if id(b) not in linears)
-        kept = 0 if self._head_fp32 is None else self._head_fp32.nbytes
-        return own + kept + sum(linear.num_bytes for _, linear in self.linears())
+        biases = {id(linear.bias) for _, linear in self.linears()}
+        own = sum(b.nbytes for b in self.buffers() if id(b) not in biases)
+        return own + sum(linear.num_bytes for _, linear in self.linears())

