@@ -52,9 +52,9 @@ def test_a_right_answer_is_right_with_or_without_its_tags():
 def test_the_demo_takes_short_samples_and_large_steps():
     config = demo()
     assert (config.model.path, config.model.format) == ("smollm2-135m-instruct", "nvfp4")
-    assert (config.num_prompts, config.num_samples, config.num_steps) == (16, 8, 30)
+    assert (config.num_prompts, config.num_samples, config.num_steps) == (16, 8, 60)
     assert (config.sample.max_tokens, config.sample.temperature) == (16, 1.0)
-    assert (config.learn.learning_rate, config.learn.schedule) == (5e-4, "constant")
+    assert (config.learn.learning_rate, config.learn.schedule) == (5e-4, "cosine")
     assert (config.adapter.rank, len(config.adapter.targets)) == (32, 7)
     assert (config.algo.loss, config.algo.kl_coefficient, config.noise.unit) == ("grpo", 0.0, "relative")
 
@@ -73,6 +73,6 @@ def test_the_demos_problems_are_sums_of_two_numbers_up_to_a_hundred():
 
 
 def test_a_recipe_gives_a_new_equal_config_that_can_be_derived_from():
-    longer = dataclasses.replace(demo(), num_steps=60)
-    assert (longer.num_steps, demo().num_steps) == (60, 30)
-    assert dataclasses.replace(longer, num_steps=30) == demo()
+    longer = dataclasses.replace(demo(), num_steps=90)
+    assert (longer.num_steps, demo().num_steps) == (90, 60)
+    assert dataclasses.replace(longer, num_steps=60) == demo()

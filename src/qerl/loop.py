@@ -71,7 +71,7 @@ def run(config: RunConfig, parts: Parts, *, first_step: int) -> None:
 def draw(config: RunConfig, parts: Parts, step: int, log: Any) -> list[Group]:
     """Sample, score and compare; with dynamic sampling until num_prompts groups have something to teach."""
     sampling = Sampling(**dataclasses.asdict(config.sample))
-    kept_P, drawn_P = [], []
+    kept_P, drawn_P, round = [], [], 0
     for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
         prompts_P = parts.task.train_prompts(step, config.num_prompts, round)
         with log.span("rollout"):

@@ -30,6 +30,7 @@ from qerl.policy import policy_of, sampling_of
 from qerl.report import write_report
 from qerl.stop import Stop
 from qerl.tasks import RewardPool
+from qerl.types import Sampling
 
 
 class ScheduledNoise:
@@ -159,19 +160,18 @@ class _Session:
         """Of the policy without noise: at the config's sampling, and greedy."""
         drawn = sampling_of(self.config)
         greedy = dataclasses.replace(drawn, temperature=0.0, top_k=None, top_p=None, min_p=None)
-        threshold, seed = self.config.evaluate.right_from, self.config.seed
-        return tuple(
-            evaluate(
-                self.engine,
-                self.pool,
-                self.prompts,
-                num_samples=1,
-                sampling=sampling,
-                seed=seed,
-                threshold=threshold,
-            ).accuracy
-            for sampling in (drawn, greedy)
-        )
+        return self.accuracy(drawn), self.accuracy(greedy)
+
+    def accuracy(self, sampling: Sampling) -> float:
+        return evaluate(
+            self.engine,
+            self.pool,
+            self.prompts,
+            num_samples=1,
+            sampling=sampling,
+            seed=self.config.seed,
+            threshold=self.config.evaluate.right_from,
+        ).accuracy
 
     def result(self) -> dict[str, Any]:
         moments = [(moment, self.evaluations.get(moment)) for moment in ("before", "after")]

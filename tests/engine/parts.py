@@ -1,16 +1,16 @@
-"""What the engine's tests are made of: a tokenizer of few tokens, prompts, and the packed forward to compare with."""
+"""A tokenizer of few tokens, prompts, an engine, and the packed forward to compare it with."""
 
 import torch
-from model.tiny import logits_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from model.tiny import logits_of
 from qerl.config import EngineConfig
 from qerl.engine import Engine
 from qerl.types import Prompt, Sampling
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-# \u0120 is a space and \u00c3 \u00a9 the two bytes of an e with an acute accent, as byte-level BPE spells them.
+# As byte-level BPE spells them: \u0120 a space, \u010a a new line, \u00c3 \u00a9 the bytes of an acute e.
 VOCABULARY = [
     *LETTERS,
     *LETTERS.upper(),
@@ -25,6 +25,7 @@ VOCABULARY = [
     "<eos>",
 ]
 EOS = VOCABULARY.index("<eos>")
+STOPS = frozenset({EOS, *range(5)})  # so many that random samples end at many lengths
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -48,7 +49,7 @@ def prompts_of(*lengths: int, first_index: int = 0) -> list[Prompt]:
     ]
 
 
-def engine_of(decoder, *, stop_token_ids=frozenset({EOS}), **settings) -> Engine:
+def engine_of(decoder, *, stop_token_ids=STOPS, **settings) -> Engine:
     return Engine(decoder, tokenizer(), EngineConfig(**settings), stop_token_ids=stop_token_ids)
 
 

@@ -1,10 +1,11 @@
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from engine.parts import EOS, drawn, engine_of, packed_logprobs, prompts_of, tokenizer
-from model.tiny import FAMILIES, forest, packed, tiny
 
+from engine.parts import STOPS, drawn, engine_of, packed_logprobs, prompts_of, tokenizer
+from model.tiny import FAMILIES, forest, packed, tiny
 from qerl.config import AdapterConfig
 from qerl.engine.cache import page_bytes
 from qerl.errors import UserError
@@ -107,13 +108,13 @@ def test_a_sample_does_not_depend_on_its_batch(decoder, plain):
     assert_same(fewer, expected)
 
 
-def test_samples_of_a_group_differ_and_a_step_or_a_seed_draws_others(decoder, plain):
-    for first in range(0, len(plain), 3):
-        assert len({tuple(s.tokens_T) for s in plain[first : first + 3]}) == 3
-    prompts_P = prompts_of(*LENGTHS)
-    for changed in ({"step": 3}, {"seed": 6}):
-        others = drawn(engine_of(decoder), prompts_P, **changed)
-        assert sum(a.tokens_T == b.tokens_T for a, b in zip(others, plain, strict=True)) < 3
+def test_every_sample_has_its_own_randomness_and_a_step_or_a_seed_draws_others(decoder):
+    engine, prompts_P = engine_of(decoder, stop_token_ids=frozenset()), prompts_of(9, 9, 9)
+    prompts_P = [replace(prompt, tokens_T=prompts_P[0].tokens_T) for prompt in prompts_P]
+    seen = set()
+    for changed in ({}, {"step": 3}, {"seed": 6}):
+        seen |= {tuple(s.tokens_T) for s in drawn(engine, prompts_P, **changed)}
+    assert len(seen) == 3 * 3 * 3
 
 
 @pytest.mark.parametrize("prompt_tokens", [7, 8, 9, 15, 16, 17])
@@ -170,14 +171,14 @@ def test_prompts_are_packed_into_as_few_forwards_as_prefill_tokens_allows(decode
 
 
 def test_a_stop_token_ends_a_sample_and_is_kept_but_is_no_text(decoder, plain):
-    token = plain[0].tokens_T[4]
-    samples = drawn(engine_of(decoder, stop_token_ids=frozenset({token})), prompts_of(*LENGTHS))
-    for sample, longer in zip(samples, plain, strict=True):
-        assert token not in sample.tokens_T[:-1]
-        if EOS not in longer.tokens_T and token in longer.tokens_T:
-            end = longer.tokens_T.index(token) + 1
-            assert sample.tokens_T == longer.tokens_T[:end] and sample.finish == "stop"
-            assert sample.text == tokenizer().decode(longer.tokens_T[: end - 1], skip_special_tokens=True)
+    free = drawn(engine_of(decoder, stop_token_ids=frozenset()), prompts_of(*LENGTHS))
+    assert {len(s.tokens_T) for s in free} == {12}
+    for sample, longer in zip(plain, free, strict=True):
+        end = next((n for n, token in enumerate(longer.tokens_T, 1) if token in STOPS), None)
+        assert sample.tokens_T == longer.tokens_T[:end]
+        assert sample.finish == ("length" if end is None else "stop")
+        text_tokens_T = sample.tokens_T if end is None else sample.tokens_T[:-1]
+        assert sample.text == tokenizer().decode(text_tokens_T, skip_special_tokens=True)
 
 
 def test_a_stop_string_over_two_tokens_ends_a_sample_and_cuts_its_text(decoder, plain):
@@ -192,11 +193,10 @@ def test_a_stop_string_over_two_tokens_ends_a_sample_and_cuts_its_text(decoder, 
 
 
 def test_the_last_of_max_tokens_may_still_be_a_stop(decoder, plain):
-    sample = plain[0]
-    stop_token_ids = frozenset({sample.tokens_T[4]})
-    engine = engine_of(decoder, stop_token_ids=stop_token_ids)
-    assert drawn(engine, prompts_of(*LENGTHS), max_tokens=5)[0].finish == "stop"
-    assert drawn(engine, prompts_of(*LENGTHS), max_tokens=4)[0].finish == "length"
+    place, length = next((i, len(s.tokens_T)) for i, s in enumerate(plain) if 3 < len(s.tokens_T) < 12)
+    engine = engine_of(decoder)
+    assert drawn(engine, prompts_of(*LENGTHS), max_tokens=length)[place].finish == "stop"
+    assert drawn(engine, prompts_of(*LENGTHS), max_tokens=length - 1)[place].finish == "length"
 
 
 def test_a_sample_ends_where_the_models_positions_do(decoder):
@@ -272,8 +272,8 @@ def test_a_model_that_gives_no_numbers_is_reported_and_leaves_nothing_behind(dec
 
     handle = decoder.layers[0].mlp.register_forward_hook(diverge)
     try:
-        with pytest.raises(UserError, match="prompt 0: the model's logits after 9 tokens are not finite"):
-            drawn(engine, prompts_of(*LENGTHS))
+        with pytest.raises(UserError, match="prompt 0: the model's logits after 130 tokens are not finite"):
+            drawn(engine, prompts_of(130))  # reaches places that the next call leaves unwritten
     finally:
         handle.remove()
     assert_same(drawn(engine, prompts_of(*LENGTHS)), plain)

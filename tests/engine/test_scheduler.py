@@ -36,7 +36,11 @@ class FakeRunner:
     def turn(self):
         assert not self.scheduler.is_done
         self.scheduler.grow()
+        self.entries += self.scheduler.enter()
+        live = [s for group in self.admissions for s in group.samples_G if s.finish is None]
+        waiting = [s for s in live if s.row is None]
         admitted = self.scheduler.admit()
+        assert not (admitted and waiting), "a prompt is computed while older samples wait"
         self.admissions += admitted
         self.draw([s for group in admitted for s in group.samples_G])
         self.entries += self.scheduler.enter()
@@ -157,6 +161,13 @@ def test_a_group_is_not_admitted_while_its_samples_could_not_run():
     runner = FakeRunner(groups, total_pages=12, max_running=10)
     runner.turn()
     assert runner.admissions == groups[:2]  # 1 + 2 * 2 pages for each, one more prompt would leave 1
+
+
+def test_prompts_are_admitted_for_the_free_rows_only():
+    groups = [live_group(i, 4, 8, 4) for i in range(6)]
+    runner = FakeRunner(groups, total_pages=200, max_running=10)
+    runner.turn()
+    assert runner.admissions == groups[:3]
 
 
 def test_a_newcomer_leaves_every_running_sample_a_page_to_grow_into():

@@ -1,6 +1,8 @@
 import pytest
-from engine.parts import EOS, VOCABULARY, tokenizer, tokens_of
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from engine.parts import EOS, VOCABULARY, tokenizer, tokens_of
 from qerl.engine.text import Text
 from qerl.errors import UserError
 
@@ -39,6 +41,14 @@ def test_a_stop_string_with_a_character_of_two_tokens_is_seen_when_it_is_whole()
     text = Text(tokenizer(), ("x\u00e9",))
     assert first_stop(text, tokens_of("a", "x") + ACUTE) == 4
     assert first_stop(text, ACUTE * 7 + tokens_of("x") + ACUTE) == 17
+
+
+def test_a_space_that_decoding_strips_from_a_texts_start_is_seen_within_it():
+    core = Tokenizer(models.WordLevel({"x": 0, "\u2581": 1, "b": 2, "<unk>": 3}, unk_token="<unk>"))
+    core.decoder = decoders.Metaspace()
+    text = Text(PreTrainedTokenizerFast(tokenizer_object=core), (" b",))
+    assert text.of([1, 2]) == "b"
+    assert first_stop(text, [0, 1, 2]) == 3
 
 
 def test_text_is_cut_before_the_first_of_the_stop_strings():

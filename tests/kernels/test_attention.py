@@ -44,10 +44,13 @@ def test_fp32_value_and_gradients_are_the_definitions(case, device, rng):
 def _mask(trees, T, device):
     seen_TT = torch.zeros(T, T, dtype=torch.bool, device=device)
     for tree in trees:
-        for start, length, prefix in op._runs(tree):
-            own = slice(start, start + length)
-            seen_TT[own, list(prefix)] = True
-            seen_TT[own, own] = torch.ones(length, length, device=device).tril().bool()
+        end = tree.start + tree.num_tokens
+        seen_TT[tree.start : end, tree.start : end] = True
+        first = tree.start + tree.prompt_tokens
+        for length in tree.branch_tokens:
+            seen_TT[first : first + length, tree.start + tree.prompt_tokens : first] = False
+            first += length
+    seen_TT &= torch.ones_like(seen_TT).tril()
     return seen_TT
 
 
@@ -104,6 +107,18 @@ def test_trees_may_stand_in_any_order(device, rng):
     torch.testing.assert_close(forth, back)
 
 
+def test_gradients_are_the_same_bits_each_time(device, rng):
+    """Eighty branches add to each prompt row: in an order left to chance their sums would differ."""
+    trees, T = _forest([(8, (3,) * 80)] * 4)
+    q, k, v, do = _random(rng, device, torch.float32, (T, 4, 16), (T, 2, 16), (T, 2, 16), (T, 4, 16))
+    layout = op.PackedLayout.of(trees, device)
+    first, *others = (
+        _value_and_gradients(lambda q, k, v: op.packed_attention(q, k, v, layout), (q, k, v), do)
+        for _ in range(4)
+    )
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 def test_a_layout_that_leaves_rows_out_is_refused():
     with pytest.raises(AssertionError, match="leave rows out"):
         op.PackedLayout.of([Tree(start=2, prompt_tokens=3, branch_tokens=())])
@@ -112,8 +127,12 @@ def test_a_layout_that_leaves_rows_out_is_refused():
 def test_blocks_are_bounded_in_padding_and_memory(rng):
     lengths = torch.randint(1, 700, (60,), generator=rng).tolist()
     trees, _ = _forest([(n, (n // 3, 5)) for n in lengths])
-    spans = [(s, n, torch.tensor([*prefix, *range(s, s + n)])) for t in trees for s, n, prefix in op._runs(t)]
-    true = sum(n * len(keys) for _, n, keys in op._split(spans))
+    runs = [(t.prompt_tokens, 0) for t in trees] + [
+        (n, t.prompt_tokens) for t in trees for n in t.branch_tokens
+    ]
+    step = op.MAX_SPAN_QUERIES
+    ends = [(min(end, n), end - step, p) for n, p in runs for end in range(step, n + step, step)]
+    true = sum((end - first) * (p + end) for end, first, p in ends)
     masks = [block.mask_B11QS for block in op.PackedLayout.of(trees).blocks]
     assert sum(m.numel() for m in masks) <= op.MAX_PADDING * true
     assert max(m.numel() for m in masks) <= op.MAX_BLOCK_SCORES

@@ -64,13 +64,13 @@ def test_a_weight_of_another_shape_is_refused(rng):
 
 def test_publish_copies_in_place_and_nothing_else_does(rng):
     linear, x_TK = _linear(rng, rank=4), torch.randn(3, 64, generator=rng)
-    before, places = linear(x_TK), [w.data_ptr() for w in (linear._a_work, linear._b_work)]
+    before, places = linear(x_TK), [w.data_ptr() for w in (linear.a_work, linear.b_work)]
     with torch.no_grad():
         linear.lora_A.mul_(2)
         linear.lora_B.add_(1)
     assert torch.equal(linear(x_TK), before)
     linear.publish()
-    assert [w.data_ptr() for w in (linear._a_work, linear._b_work)] == places
+    assert [w.data_ptr() for w in (linear.a_work, linear.b_work)] == places
     w_NK = linear.weight.decode().double() + 0.5 * linear.lora_B.double() @ linear.lora_A.double()
     assert rms_error(linear(x_TK), x_TK.double() @ w_NK.T + linear.bias.double()) < 1e-5
 

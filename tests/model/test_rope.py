@@ -5,7 +5,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conftest import rms_error
 from qerl.model.architecture import from_hf_config
-from qerl.model.rope import inverse_frequencies, magnitude, rotate, turns
+from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude, rotate
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 4096}
@@ -50,7 +50,7 @@ def _random(rng, *shape, dtype=torch.float64):
 
 def test_products_depend_on_the_distance_alone(rng):
     q, k = (_random(rng, 1, 1, 16).expand(50, 2, 16).float() for _ in range(2))
-    angles = turns(torch.arange(50), FREQUENCIES, 1.0)
+    angles = cosine_sine(torch.arange(50), FREQUENCIES, 1.0)
     products = torch.einsum("tnh,snh->nts", rotate(q, *angles), rotate(k, *angles))[0]
     for distance in (0, 3, 20):
         same = products.diagonal(-distance)
@@ -60,7 +60,7 @@ def test_products_depend_on_the_distance_alone(rng):
 def test_the_halves_turn_by_position_times_frequency(rng):
     x = _random(rng, 3, 1, 16)
     positions_T = torch.tensor([0, 5, 1000])
-    got = rotate(x.float(), *turns(positions_T, FREQUENCIES, 1.5))
+    got = rotate(x.float(), *cosine_sine(positions_T, FREQUENCIES, 1.5))
     pairs = torch.complex(x[..., :8], x[..., 8:])
     want = (
         pairs
@@ -71,13 +71,13 @@ def test_the_halves_turn_by_position_times_frequency(rng):
 
 def test_bf16_is_rounded_once(rng):
     x = _random(rng, 9, 3, 16, dtype=torch.bfloat16)
-    angles = turns(torch.arange(9), FREQUENCIES, 1.0)
+    angles = cosine_sine(torch.arange(9), FREQUENCIES, 1.0)
     assert torch.equal(rotate(x, *angles), rotate(x.float(), *angles).bfloat16())
 
 
 def test_the_gradient_is_autograds(rng):
     x, dy = _random(rng, 9, 3, 16), _random(rng, 9, 3, 16)
-    angles = [a.double() for a in turns(torch.arange(9), FREQUENCIES, 0.8)]
+    angles = [a.double() for a in cosine_sine(torch.arange(9), FREQUENCIES, 0.8)]
     assert torch.autograd.gradcheck(rotate, (x.requires_grad_(), *angles))
     x32 = x.detach().float().requires_grad_()
     rotate(x32, *(a.float() for a in angles)).backward(dy.float())

@@ -123,6 +123,12 @@ def test_a_folder_s_tokenizer_is_loaded(tmp_path):
     assert tokenizer("ab").input_ids == [1, 2]
 
 
+def test_a_folder_without_a_tokenizer_is_told_so(tmp_path):
+    save_tiny(tmp_path, num_hidden_layers=1)
+    with pytest.raises(UserError, match=r"has no tokenizer: none of tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path):
     folder = folder_with_tokenizer(tmp_path)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')

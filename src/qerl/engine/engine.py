@@ -51,7 +51,7 @@ class Engine:
         publish(self._decoder)
         self.version = version
 
-    # no_grad rather than inference_mode: what the decoder makes at its first call must serve the learner too.
+    # Not inference_mode: a tensor that the decoder keeps from a call must serve the learner too.
     @torch.no_grad()
     def generate(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int

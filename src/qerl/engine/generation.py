@@ -1,4 +1,4 @@
-"""One call's samples, drawn to their ends: the circle of growing, admitting, entering and decoding.
+"""One call's samples, drawn to their ends: the circle of growing, entering, admitting and decoding.
 
     prefill   rows of prompts (and of paused samples) write their keys and values, and attend to their pages
     draw      G first tokens from the last row of a prompt; one token from the row of each running sample
@@ -84,11 +84,12 @@ class Generation:
         scheduler = self._scheduler
         while not scheduler.is_done:
             self._set_tables(scheduler.grow())
-            if admitted := scheduler.admit():
+            self._enter(scheduler.enter())
+            admitted = scheduler.admit()
+            if admitted:
                 self._start(admitted)
-            if entered := scheduler.enter():
-                self._set_tables(entered)
-                self._fill_pages(entered)
+                self._enter(scheduler.enter())
+            assert scheduler.running or admitted, "no sample can go on"
             self.stats.peak_pages = max(self.stats.peak_pages, scheduler.pages.num_used)
             if scheduler.running:
                 self._decode()
@@ -104,8 +105,9 @@ class Generation:
             rows, samples = zip(*pairs[first : first + max_rows], strict=True)
             self._draw(logits_PV[torch.tensor(rows, device=logits_PV.device)], list(samples))
 
-    def _fill_pages(self, entered: list[LiveSample]) -> None:
+    def _enter(self, entered: list[LiveSample]) -> None:
         """Copies the prompt's partial page for each; computes again what a resumed one had cached."""
+        self._set_tables(entered)
         page_tokens = self._cache.page_tokens
         partial = [s for s in entered if s.group.prompt_tokens % page_tokens]
         if partial:

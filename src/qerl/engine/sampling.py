@@ -53,8 +53,7 @@ def _draw(p_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     rows_B = torch.arange(len(p_BV), device=p_BV.device)
     inner_BV = chunks_BCV[rows_B, chunk_B1[:, 0]].double().cumsum(-1)
     tokens_B1 = chunk_B1 * _CHUNK_TOKENS + _first_above(inner_BV, target_B1 - before_B1)
-    logprobs_B1 = (padded_BV.gather(1, tokens_B1) / ends_BC[:, -1:]).log()
-    return tokens_B1[:, 0], logprobs_B1[:, 0].float()
+    return tokens_B1[:, 0], padded_BV.gather(1, tokens_B1)[:, 0].log()
 
 
 def _first_above(cumulative_BV: Tensor, target_B1: Tensor) -> Tensor:

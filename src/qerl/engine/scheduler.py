@@ -71,7 +71,7 @@ def group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
 
 
 class Scheduler:
-    """Drive it in a circle: grow, admit, draw first tokens, enter, decode; finish whoever is done."""
+    """Drive it in a circle: grow, enter, admit, draw first tokens, enter, decode; finish whoever is done."""
 
     def __init__(self, groups: list[LiveGroup], pages: Pages, *, page_tokens: int, max_running: int):
         self.pages = pages

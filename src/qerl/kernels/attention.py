@@ -17,7 +17,7 @@ queries that share a K/V head, b = B * K, R rows of keys. Layout of the cache of
 
 Scores, softmax and the sums over shared keys are fp32; the normalised weights are rounded to the operands'
 dtype for the second product. torch's fused attention is refused on the CPU: forward and backward of 16 trees
-of 97 tokens (9 heads of 64, bf16, 2 cores) take it 15 ms a layer, this 5; its value loses 1.2 times less in
+of 97 tokens (9 heads of 64, bf16, 2 cores) take it 15 ms a layer, this 7; its value loses 1.2 times less in
 bf16, its gradients more (and eager attention more everywhere: `tests/kernels/test_attention.py`).
 """
 
@@ -165,15 +165,14 @@ def paged_decode(
     q_BNH: Tensor, pages_k: Tensor, pages_v: Tensor, tables_BX: Tensor, lengths_B: Tensor
 ) -> Tensor:
     """o_BNH of one token a sequence over its first lengths_B >= 1 positions; tables_BX is padded with 0."""
-    (B, N, H), (_, page_tokens, K, _) = q_BNH.shape, pages_k.shape
-    slots = torch.arange(page_tokens, device=q_BNH.device)
-    key_rows_BS = (tables_BX[:, :, None] * page_tokens + slots).flatten(1)
-    S = key_rows_BS.shape[1]
+    (B, N, H), K = q_BNH.shape, pages_k.shape[2]
+    k_bSH, v_bSH = (
+        _heads_first(x.index_select(0, tables_BX.flatten()).flatten(0, 1), B, K) for x in (pages_k, pages_v)
+    )
+    S = k_bSH.shape[1]
     beyond_BS = torch.arange(S, device=q_BNH.device) >= lengths_B[:, None]
-    mask_B111S = torch.zeros_like(beyond_BS, dtype=torch.float32).masked_fill_(beyond_BS, float("-inf"))
-    index = _head_rows(key_rows_BS, K)
-    k_bSH, v_bSH = _gather(pages_k, index, S), _gather(pages_v, index, S)
-    p_bLS = _weights(q_BNH.reshape(B * K, N // K, H), k_bSH, mask_B111S[:, None, None, None])
+    mask_BS = torch.zeros_like(beyond_BS, dtype=torch.float32).masked_fill_(beyond_BS, float("-inf"))
+    p_bLS = _weights(q_BNH.reshape(B * K, N // K, H), k_bSH, mask_BS[:, None, None, None])
     return torch.bmm(p_bLS.to(q_BNH.dtype), v_bSH).view(B, N, H)
 
 
@@ -194,12 +193,10 @@ def _attend(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PackedLayout) -
     q_slots = _to_slots(q_TNH, layout)
     o_slots = torch.empty_like(q_slots)
     for block in layout.blocks:
-        (B, S), K = block.key_rows_BS.shape, k_RKH.shape[1]
-        index = _head_rows(block.key_rows_BS, K)
-        q_bLH = _heads_first(q_slots[block.slots], B, K)
-        p_bLS = _weights(q_bLH, _gather(k_RKH, index, S), block.mask_B11QS)
-        o_bLH = torch.bmm(p_bLS.to(q_TNH.dtype), _gather(v_RKH, index, S))
-        _write_heads_last(o_slots[block.slots], o_bLH, B, K)
+        B, K = len(block.key_rows_BS), k_RKH.shape[1]
+        k_bSH, v_bSH = (_heads_first(_rows(x, block), B, K) for x in (k_RKH, v_RKH))
+        p_bLS = _weights(_heads_first(q_slots[block.slots], B, K), k_bSH, block.mask_B11QS)
+        o_slots[block.slots] = _heads_last(torch.bmm(p_bLS.to(q_TNH.dtype), v_bSH), B, q_TNH.shape[1])
     return o_slots.index_select(0, layout.slots_T)
 
 
@@ -207,22 +204,23 @@ def _attend_backward(
     do_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: PackedLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With dp = do @ v^T:  ds = p * (dp - sum(p * dp)),  dq = ds @ k,  dk = ds^T @ q,  dv = p^T @ do."""
-    dtype, (T, K, H) = q_TNH.dtype, k_TKH.shape
+    dtype, (_, K, H) = q_TNH.dtype, k_TKH.shape
     q_slots, do_slots = _to_slots(q_TNH, layout), _to_slots(do_TNH, layout)
     dq_slots = torch.empty_like(q_slots)
-    dk, dv = (torch.zeros(T * K, H, device=q_TNH.device) for _ in range(2))
+    dk_TKH, dv_TKH = (torch.zeros_like(k_TKH, dtype=torch.float32) for _ in range(2))
     for block in layout.blocks:
-        B, S = block.key_rows_BS.shape
-        index = _head_rows(block.key_rows_BS, K)
+        B, rows = len(block.key_rows_BS), block.key_rows_BS.flatten()
         q_bLH, do_bLH = (_heads_first(x[block.slots], B, K) for x in (q_slots, do_slots))
-        k_bSH, v_bSH = _gather(k_TKH, index, S), _gather(v_TKH, index, S)
+        k_bSH, v_bSH = (_heads_first(_rows(x, block), B, K) for x in (k_TKH, v_TKH))
         p_bLS = _weights(q_bLH, k_bSH, block.mask_B11QS)
-        dv.index_add_(0, index, torch.bmm(p_bLS.to(dtype).transpose(1, 2), do_bLH).flatten(0, 1).float())
+        dv_bSH = torch.bmm(p_bLS.to(dtype).transpose(1, 2), do_bLH)
         pdp_bLS = product(do_bLH, v_bSH.transpose(1, 2)).mul_(p_bLS)
         ds_bLS = pdp_bLS.sub_(p_bLS.mul_(pdp_bLS.sum(-1, keepdim=True))).mul_(H**-0.5).to(dtype)
-        _write_heads_last(dq_slots[block.slots], torch.bmm(ds_bLS, k_bSH), B, K)
-        dk.index_add_(0, index, torch.bmm(ds_bLS.transpose(1, 2), q_bLH).flatten(0, 1).float())
-    return dq_slots.index_select(0, layout.slots_T), dk.view(T, K, H).to(dtype), dv.view(T, K, H).to(dtype)
+        dq_slots[block.slots] = _heads_last(torch.bmm(ds_bLS, k_bSH), B, q_TNH.shape[1])
+        dk_bSH = torch.bmm(ds_bLS.transpose(1, 2), q_bLH)
+        _add_rows(dk_TKH, rows, _heads_last(dk_bSH, B, K).float())
+        _add_rows(dv_TKH, rows, _heads_last(dv_bSH, B, K).float())
+    return dq_slots.index_select(0, layout.slots_T), dk_TKH.to(dtype), dv_TKH.to(dtype)
 
 
 def _weights(q_bLH: Tensor, k_bSH: Tensor, mask_B11QS: Tensor) -> Tensor:
@@ -238,25 +236,27 @@ def _to_slots(x_TNH: Tensor, layout: PackedLayout) -> Tensor:
     return x_TNH.new_zeros(layout.num_slots, *x_TNH.shape[1:]).index_copy_(0, layout.slots_T, x_TNH)
 
 
-def _heads_first(x_BqNH: Tensor, B: int, K: int) -> Tensor:
-    """x_bLH with the queries of a K/V head's own group in one matrix."""
-    Bq, N, H = x_BqNH.shape
-    grouped = x_BqNH.view(B, Bq // B, K, N // K, H).permute(0, 2, 3, 1, 4)
-    return grouped.reshape(B * K, N // K * (Bq // B), H)
+def _rows(x_RKH: Tensor, block: _Block) -> Tensor:
+    """The block's keys or values, [B * S, K, H]."""
+    return x_RKH.index_select(0, block.key_rows_BS.flatten())
 
 
-def _write_heads_last(out_BqNH: Tensor, x_bLH: Tensor, B: int, K: int) -> None:
-    """The inverse of _heads_first, into memory."""
-    Bq, N, H = out_BqNH.shape
-    grouped = x_bLH.view(B, K, N // K, Bq // B, H).permute(0, 3, 1, 2, 4)
-    out_BqNH.view(B, Bq // B, K, N // K, H).copy_(grouped)
+def _add_rows(sum_TKH: Tensor, rows: Tensor, x: Tensor) -> None:
+    """In an order that does not change from run to run: index_add_ on CUDA adds in any."""
+    if x.is_cuda:
+        sum_TKH.index_put_((rows,), x, accumulate=True)
+    else:
+        sum_TKH.index_add_(0, rows, x)
 
 
-def _head_rows(rows_BS: Tensor, K: int) -> Tensor:
-    """Where [R * K, H] holds head 0 of all S rows of span 0, head 1 of them, and so on: [B * K * S]."""
-    return (rows_BS[:, None] * K + torch.arange(K, device=rows_BS.device)[:, None]).flatten()
+def _heads_first(x_rows: Tensor, B: int, K: int) -> Tensor:
+    """[B * rows, heads, H], heads being K or N, to one matrix for each span and K/V head."""
+    num_rows, heads, H = len(x_rows) // B, *x_rows.shape[1:]
+    grouped = x_rows.view(B, num_rows, K, heads // K, H).permute(0, 2, 3, 1, 4)
+    return grouped.reshape(B * K, heads // K * num_rows, H)
 
 
-def _gather(x: Tensor, index: Tensor, S: int) -> Tensor:
-    """x_bSH from rows of heads [..., K, H]."""
-    return x.reshape(-1, x.shape[-1]).index_select(0, index).view(-1, S, x.shape[-1])
+def _heads_last(x_bLH: Tensor, B: int, heads: int) -> Tensor:
+    """The inverse of _heads_first: [B * rows, heads, H]."""
+    K, H = len(x_bLH) // B, x_bLH.shape[-1]
+    return x_bLH.view(B, K, heads // K, -1, H).permute(0, 3, 1, 2, 4).reshape(-1, heads, H)

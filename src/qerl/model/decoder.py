@@ -20,7 +20,7 @@ from qerl.kernels.product import product
 from qerl.model.architecture import Architecture
 from qerl.model.linear import QuantLinear
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
-from qerl.model.rope import inverse_frequencies, magnitude, rotate, turns
+from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """hidden_TD after the final norm, in the compute dtype."""
-        angles = turns(positions_T, self._frequencies, self._magnitude)
+        angles = cosine_sine(positions_T, self._frequencies, self._magnitude)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight)
         for layer_index, layer in enumerate(self.layers):
             h_TD = layer(h_TD, angles, layer_index, attend)

@@ -3,7 +3,8 @@
     y = x @ decode(weight)^T + bias + scaling * (x @ A^T) @ B^T
 
 A and B exist twice: fp32 masters (`lora_A`, `lora_B`), which the optimizer moves, and working copies in the
-compute dtype, which are multiplied. `publish` brings the second up to the first, and only it.
+compute dtype (`a_work`, `b_work`), which are multiplied. `publish`, and only it, brings the second up to the
+first.
 """
 
 import torch
@@ -27,8 +28,8 @@ class QuantLinear(nn.Module):
         self.register_buffer("bias", bias)
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
-        self._a_work: Tensor | None = None
-        self._b_work: Tensor | None = None
+        self.a_work: Tensor | None = None
+        self.b_work: Tensor | None = None
         self._operand: Tensor | None = None
         self._alpha: float | Tensor = 1.0
 
@@ -51,14 +52,14 @@ class QuantLinear(nn.Module):
         """New masters and working copies with these values."""
         assert a_RK.shape[1] == self.in_width and b_NR.shape == (self.out_width, len(a_RK))
         self.lora_A, self.lora_B = nn.Parameter(a_RK.float()), nn.Parameter(b_NR.float())
-        self._a_work, self._b_work = a_RK.to(self.compute, copy=True), b_NR.to(self.compute, copy=True)
+        self.a_work, self.b_work = a_RK.to(self.compute, copy=True), b_NR.to(self.compute, copy=True)
         self.scaling = scaling
 
     def publish(self) -> None:
         """Copy the masters into the working copies, in place."""
-        if self._a_work is not None and self._b_work is not None:
-            self._a_work.copy_(self.lora_A.detach())
-            self._b_work.copy_(self.lora_B.detach())
+        if self.a_work is not None and self.b_work is not None:
+            self.a_work.copy_(self.lora_A.detach())
+            self.b_work.copy_(self.lora_B.detach())
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +69,7 @@ class QuantLinear(nn.Module):
         return sum(held.values())  # BF16's operand is its weight: counted once
 
     def forward(self, x_TK: Tensor) -> Tensor:
-        if self._a_work is None or self._b_work is None or not self.adapter_enabled:
+        if self.a_work is None or self.b_work is None or not self.adapter_enabled:
             return linear(x_TK, self.operand, self._alpha, self.bias)
         return lora_linear(
             x_TK,
@@ -76,8 +77,8 @@ class QuantLinear(nn.Module):
             self._alpha,
             self.lora_A,
             self.lora_B,
-            self._a_work,
-            self._b_work,
+            self.a_work,
+            self.b_work,
             self.scaling,
             self.bias,
         )

@@ -65,7 +65,7 @@ def magnitude(rope: Rope) -> float:
     return grown(1.0)
 
 
-def turns(positions_T: Tensor, frequencies: Tensor, size: float) -> tuple[Tensor, Tensor]:
+def cosine_sine(positions_T: Tensor, frequencies: Tensor, size: float) -> tuple[Tensor, Tensor]:
     """(cosine, sine) for `rotate`, fp32 [T, 1, H]; the sine is negative in the first half."""
     angle = positions_T[:, None].float() * frequencies
     cosine, sine = angle.cos() * size, angle.sin() * size

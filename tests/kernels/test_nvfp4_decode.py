@@ -1,0 +1,227 @@
+import pytest
+import torch
+
+from conftest import rms_error
+from qerl.formats import e2m1
+from qerl.kernels import nvfp4_decode as op
+
+POSITIVE_SCALES = torch.arange(1, 127, dtype=torch.uint8)  # every E4M3 byte but 0, NaN and the negative ones
+
+
+def weight(N, K, rng):
+    codes = torch.randint(0, 256, (N, K // 2), generator=rng, dtype=torch.uint8)
+    scales = (torch.rand(N, K // 16, generator=rng) * 4 + 0.01).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def every_code_with_every_scale():
+    """[128, 256]: row r holds every code beside scales number r, r + 1, ..."""
+    codes = torch.arange(256).repeat(128, 1).add_(torch.arange(128)[:, None]).remainder_(256)
+    scales = POSITIVE_SCALES[(torch.arange(128)[:, None] + torch.arange(32)).remainder(126)]
+    return codes.to(torch.uint8), scales.view(torch.float8_e4m3fn)
+
+
+def test_unpacking_gives_back_every_code_with_every_scale():
+    codes, scales = every_code_with_every_scale()
+    tiles = op.pack(codes, scales)
+    assert tiles.shape == (2, 8, 2304)
+    got_codes, got_scales = op.unpack(tiles)
+    assert torch.equal(got_codes, codes)
+    assert torch.equal(got_scales.view(torch.uint8), scales.view(torch.uint8))
+
+
+def test_a_block_of_scale_zero_comes_back_as_zeros(rng):
+    codes, scales = weight(64, 128, rng)
+    scales = scales.float().index_fill(1, torch.tensor([3]), 0.0).to(torch.float8_e4m3fn)
+    got_codes, got_scales = op.unpack(op.pack(codes, scales))
+    assert torch.equal(got_scales.float(), scales.float())
+    assert not got_codes[:, 24:32].any()
+    got_codes[:, 24:32] = codes[:, 24:32]
+    assert torch.equal(got_codes, codes)
+
+
+def test_a_packed_word_decodes_to_code_times_scale():
+    """The kernel's own bit operations, in torch: rows g and g + 8 of one warp, k 0, 1, 8 and 9 of a block."""
+    codes, scales = every_code_with_every_scale()
+    truth = e2m1.decode(codes, torch.float32) * scales.float().repeat_interleave(16, dim=1)
+    words = op.pack(codes, scales).view(torch.int32)[0, 0].long() & 0xFFFFFFFF
+    sign, magnitude = 0x80008000, 0x01C001C0
+    for g in range(8):
+        w, v = words[g * 16], words[512 + g * 2]
+        s = ((v & 0x0FF00FF0) | 0x70007000).item()
+        pairs = (
+            w & (sign | magnitude),
+            (w * 8) & (sign | magnitude),
+            ((w * 64) & magnitude) | ((w * 2) & sign),
+            ((w >> 3) & magnitude) | ((w * 4) & sign),
+        )
+        for i, pair in enumerate(pairs):
+            scale = bfloat16(s >> (16 * (i % 2)))
+            got = torch.stack([bfloat16(pair.item() >> (16 * half)) * scale for half in range(2)])
+            k = 8 * (i // 2)
+            assert torch.equal(got * 2.0**19, truth[g + 8 * (i % 2), k : k + 2])
+
+
+def bfloat16(bits):
+    return (
+        torch.tensor(bits & 0xFFFF, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double().float()
+    )
+
+
+def test_the_order_of_gate_and_up_alternates_by_eight_rows():
+    order = op.swiglu_order(32, torch.device("cpu"))
+    assert order[:24].tolist() == [*range(8), *range(32, 40), *range(8, 16)]
+    assert torch.equal(order.sort().values, torch.arange(64))
+
+
+@pytest.mark.parametrize("K", [64, 128, 192, 576, 896, 3584, 4096, 18944])
+@pytest.mark.parametrize("N", [64, 192, 3584, 37888])
+def test_every_size_has_a_tile_that_fits(N, K):
+    for M in range(1, op.MAX_TOKENS + 1):
+        tile = op.choose_tile(M, N, K)
+        assert K % tile.k_block == 0 and tile.stages >= 2
+        assert (tile.shared_bytes + 1024) * tile.ctas_per_sm <= 228 * 1024
+        assert tile.tokens * -(-M // tile.tokens) < M + 64
+        units = -(-N // tile.rows) * -(-M // tile.tokens) * (K // tile.k_block)
+        assert 1 <= tile.grid(M, N, K, num_sms=132) <= min(units, 132 * tile.ctas_per_sm)
+
+
+def test_the_split_of_k_is_the_same_up_to_32_tokens():
+    tiles = [op.choose_tile(M, 3584, 18944) for M in range(1, 33)]
+    assert len({(tile.rows, tile.k_block, tile.ctas_per_sm) for tile in tiles}) == 1
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return op.NVFP4Decode(torch.device("cuda"), tmp_path_factory.mktemp("cubin"))
+
+
+def case(M, N, K, R, rng, groups=1):
+    codes, scales = weight(N, K, rng)
+    x = torch.randn(M, K, generator=rng)
+    alpha = torch.rand(N, generator=rng) + 0.5
+    h = torch.randn(M, groups * R, generator=rng) * K**0.5
+    b = torch.randn(N, R, generator=rng)
+    operands = (codes, scales, x.bfloat16(), alpha, h.bfloat16(), b.bfloat16())
+    return tuple(t.cuda() for t in operands)
+
+
+def torch_path(codes, scales, x, alpha, h=None, b=None, bias=None, residual=None):
+    """What torch does with the weight unpacked to bfloat16, each step rounded."""
+    w = (e2m1.decode(codes, torch.bfloat16) * scales.bfloat16().repeat_interleave(16, 1)).float()
+    y = x @ (w * alpha[:, None]).bfloat16().T
+    y = y if h is None else y + h @ b.T
+    y = y if bias is None else y + bias.bfloat16()
+    return y if residual is None else y + residual
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("M", "N", "K", "R"), (*op.CASES, (64, 4608, 3584, 32), (200, 768, 2304, 32), (256, 3584, 1792, 16))
+)
+def test_no_less_exact_than_torch(M, N, K, R, kernels, rng):
+    codes, scales, x, alpha, h, b = case(M, N, K, R, rng)
+    bias, residual = torch.randn(N).cuda(), torch.randn(M, N).bfloat16().cuda()
+    adapter = op.Adapter(h, b) if R else None
+    low_rank = (h, b) if R else (None, None)
+    tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
+    for extra in ((None, None), (bias, None), (bias, residual)):
+        got = kernels.linear(x, tiles, factors, adapter=adapter, bias_N=extra[0], residual_MN=extra[1])
+        truth = op.reference(x, codes, scales, alpha, *low_rank, *extra)
+        plain = torch_path(codes, scales, x, alpha, *low_rank, *extra)
+        assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
+    assert (kernels.workspace == -1).all()
+
+
+@pytest.mark.gpu
+def test_every_token_count_is_right(kernels, rng):
+    codes, scales, x, alpha, *_ = case(256, 1152, 1024, 0, rng)
+    tiles, factors = op.pack(codes, scales), op.row_factors(alpha, 1152)
+    truth, plain = op.reference(x, codes, scales, alpha), torch_path(codes, scales, x, alpha)
+    for M in range(1, 257):
+        got = kernels.linear(x[:M].contiguous(), tiles, factors)
+        assert rms_error(got, truth[:M]) <= 1.1 * rms_error(plain[:M], truth[:M])
+
+
+@pytest.mark.gpu
+def test_rows_do_not_depend_on_the_batch_up_to_32_tokens(kernels, rng):
+    codes, scales, x, alpha, h, b = case(32, 3584, 3584, 32, rng)
+    tiles, factors = op.pack(codes, scales), op.row_factors(alpha, 3584)
+    whole = kernels.linear(x, tiles, factors, adapter=op.Adapter(h, b))
+    for M in (1, 8, 13, 24):
+        part = kernels.linear(x[:M].contiguous(), tiles, factors, adapter=op.Adapter(h[:M].contiguous(), b))
+        assert torch.equal(part, whole[:M])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [5, 24, 64, 130])
+def test_groups_of_rows_use_their_own_adapter(M, kernels, rng):
+    N, K, R = 1152, 896, 32
+    codes, scales, x, alpha, h, b = case(M, N, K, R, rng, groups=3)
+    starts = (896, 1024)
+    got = kernels.linear(
+        x, op.pack(codes, scales), op.row_factors(alpha, N), adapter=op.Adapter(h, b, starts)
+    )
+    rows = [slice(0, 896), slice(896, 1024), slice(1024, N)]
+    low_rank = [h[:, i * R : (i + 1) * R].double() @ b[r].double().T for i, r in enumerate(rows)]
+    truth = op.reference(x, codes, scales, alpha) + torch.cat(low_rank, dim=1)
+    plain = torch_path(codes, scales, x, alpha) + torch.cat(low_rank, dim=1).bfloat16()
+    assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "R"), [(3, 0), (16, 32), (48, 16), (100, 32), (256, 0)])
+def test_swiglu_is_no_less_exact_than_torch(M, R, kernels, rng):
+    F, K = 1536, 576
+    codes, scales, x, alpha, h, b = case(M, 2 * F, K, R, rng, groups=2)
+    alpha = alpha * 0.02
+    h, adapter = h * 0.02, None
+    truth, plain = op.reference(x, codes, scales, alpha), torch_path(codes, scales, x, alpha)
+    order = op.swiglu_order(F, x.device)
+    if R:
+        adapter = op.Adapter(h, b[order].contiguous())
+        low_rank = torch.cat(
+            (h[:, :R].double() @ b[:F].double().T, h[:, R:].double() @ b[F:].double().T), dim=1
+        )
+        truth, plain = truth + low_rank, plain + low_rank.bfloat16()
+    tiles = op.pack(codes[order], scales.view(torch.uint8)[order].view(torch.float8_e4m3fn))
+    got = kernels.swiglu(x, tiles, op.row_factors(alpha[order], 2 * F), adapter=adapter)
+    truth = torch.nn.functional.silu(truth[:, :F]) * truth[:, F:]
+    plain = torch.nn.functional.silu(plain[:, :F]) * plain[:, F:]
+    assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [8, 64, 256])
+def test_runs_and_graph_replays_are_bitwise_equal(M, kernels, rng):
+    codes, scales, x, alpha, h, b = case(M, 3584, 3584, 32, rng)
+    tiles, factors = op.pack(codes, scales), op.row_factors(alpha, 3584)
+
+    def step():
+        return kernels.linear(
+            kernels.linear(x, tiles, factors * 0.01), tiles, factors, adapter=op.Adapter(h, b)
+        )
+
+    eager = step()
+    assert torch.isfinite(eager).all()
+    for _ in range(20):
+        assert torch.equal(step(), eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for _ in range(20):
+        recorded.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(recorded, eager)
+    assert (kernels.workspace == -1).all()
+
+
+@pytest.mark.gpu
+def test_nan_inputs_end_as_nan_and_leave_the_workspace_clean(kernels, rng):
+    codes, scales, x, alpha, *_ = case(8, 3584, 3584, 0, rng)
+    x[3, 7] = float("nan")
+    y = kernels.linear(x, op.pack(codes, scales), op.row_factors(alpha, 3584))
+    assert y[3].isnan().all() and torch.isfinite(y[[0, 1, 2, 4, 5, 6, 7]]).all()
+    assert (kernels.workspace == -1).all()
