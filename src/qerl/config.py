@@ -87,7 +87,7 @@ class TaskConfig:
     """How many rows are kept from learning, for evaluation."""
 
     rewards: tuple[str, ...] = ("numeric",)
-    """Built-in names (exact, numeric, math, tags), or module:function, or file.py:function."""
+    """Built-in names (exact, numeric, math, tags, gym), or module:function, or file.py:function."""
 
     reward_weights: tuple[float, ...] = ()
     """One for each reward; empty means 1 each."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine.parts import STOPS, drawn, engine_of, packed_logprobs, prompts_of, tokenizer
+from learner.tiny import VOCAB, tiny_decoder
 from model.tiny import FAMILIES, forest, packed, tiny
 from qerl.config import AdapterConfig
 from qerl.engine.cache import page_bytes
@@ -266,6 +267,7 @@ def test_an_engine_that_was_interrupted_draws_as_before(decoder, plain, error, a
 
 def test_a_model_that_gives_no_numbers_is_reported_and_leaves_nothing_behind(decoder, plain):
     engine = engine_of(decoder, page_tokens=4)
+    drawn(engine, prompts_of(*LENGTHS))  # makes the cache as large as the last call needs it
 
     def diverge(module, args, output):
         return output * torch.nan
@@ -316,3 +318,16 @@ def test_half_precision_samples_stay_near_the_packed_forward():
         truth_TV = packed_logprobs(decoder, prompts_P[i // 2], sample)
         truth_T = truth_TV[torch.arange(len(sample.tokens_T)), torch.tensor(sample.tokens_T)]
         assert sample.logprobs_T == pytest.approx(truth_T.tolist(), abs=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_draws_what_the_cpu_draws():
+    prompts_P = [replace(p, tokens_T=[t % VOCAB for t in p.tokens_T]) for p in prompts_of(*LENGTHS)]
+    settings = {"page_tokens": 4, "prefill_tokens": 50, "max_running": 9}
+    for sampling in ({}, {"top_p": 0.9, "top_k": 20}, {"temperature": 0.0}):
+        here = drawn(engine_of(tiny_decoder(), **settings), prompts_P, **sampling)
+        there = drawn(engine_of(tiny_decoder(device="cuda"), **settings), prompts_P, **sampling)
+        assert [s.tokens_T for s in there] == [s.tokens_T for s in here]
+        for a, b in zip(here, there, strict=True):
+            assert a.logprobs_T == pytest.approx(b.logprobs_T, abs=1e-4)
