@@ -13,10 +13,7 @@ from qerl.errors import UserError
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_model(folder)
-    tiny_run.write_task(folder)
-    return folder
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
 def qerl(monkeypatch, *arguments):

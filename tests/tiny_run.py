@@ -49,6 +49,12 @@ def write_task(folder: Path) -> Path:
     return path
 
 
+def write_files(folder: Path) -> Path:
+    write_model(folder)
+    write_task(folder)
+    return folder
+
+
 def options(folder: Path, out: Path) -> list[str]:
     """What follows `qerl train demo` for the tiny run; the files must lie in `folder`."""
     given = {

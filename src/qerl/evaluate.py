@@ -71,6 +71,11 @@ def evaluate(
     )
 
 
+def greedy(sampling: Sampling) -> Sampling:
+    """The same with the most likely token at each place."""
+    return dataclasses.replace(sampling, temperature=0.0, top_k=None, top_p=None, min_p=None)
+
+
 def _pass_at_powers(correct_P_G: list[list[bool]], num_samples: int) -> dict[int, float]:
     powers = [1 << i for i in range(num_samples.bit_length())]
     return {k: fmean(pass_at_k(num_samples, sum(correct_G), k) for correct_G in correct_P_G) for k in powers}

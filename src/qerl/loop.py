@@ -70,7 +70,7 @@ def run(config: RunConfig, parts: Parts, *, first_step: int) -> None:
 
 def draw(config: RunConfig, parts: Parts, step: int, log: Any) -> list[Group]:
     """Sample, score and compare; with dynamic sampling until num_prompts groups have something to teach."""
-    sampling = Sampling(**dataclasses.asdict(config.sample))
+    sampling = sampling_of(config)
     kept_P, drawn_P, round = [], [], 0
     for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
         prompts_P = parts.task.train_prompts(step, config.num_prompts, round)
@@ -87,6 +87,10 @@ def draw(config: RunConfig, parts: Parts, step: int, log: Any) -> list[Group]:
             break
     log.add(**measured(config, drawn_P), rounds=round + 1)
     return kept_P
+
+
+def sampling_of(config: RunConfig) -> Sampling:
+    return Sampling(**dataclasses.asdict(config.sample))
 
 
 def marked(config: RunConfig, group: Group, rewards_G: list[float | None]) -> Group:

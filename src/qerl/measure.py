@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import NoiseConfig, RunConfig, SampleConfig
-from qerl.evaluate import Evaluation, evaluate
+from qerl.evaluate import Evaluation, evaluate, greedy
 from qerl.learner import checkpoint
-from qerl.model.adapter import load_adapter, publish
+from qerl.loop import sampling_of
+from qerl.model.adapter import load_adapter
 from qerl.model.device import resolved
 from qerl.options import EvalOptions
-from qerl.policy import policy_of, sampling_of
+from qerl.policy import policy_of
 from qerl.tasks import RewardPool
 
 
@@ -21,10 +22,8 @@ def measure(source: str, run: RunConfig | None, options: EvalOptions) -> dict[st
         decoder, engine, task = policy_of(config)
         if run is not None and options.with_adapter:
             load_adapter(decoder, checkpoint.latest_adapter(Path(source) / "checkpoints"))
-            publish(decoder)
         prompts = task.held_out(options.num_prompts)
         drawn = sampling_of(config)
-        greedy = dataclasses.replace(drawn, temperature=0.0, top_k=None, top_p=None, min_p=None)
         sampled, best = (
             evaluate(
                 engine,
@@ -35,7 +34,7 @@ def measure(source: str, run: RunConfig | None, options: EvalOptions) -> dict[st
                 seed=options.seed,
                 threshold=options.right_from,
             )
-            for num_samples, sampling in ((options.num_samples, drawn), (1, greedy))
+            for num_samples, sampling in ((options.num_samples, drawn), (1, greedy(drawn)))
         )
     return _summary(source, sampled, best)
 

@@ -1,7 +1,5 @@
 """From a config to what samples: the model with its adapter, the engine around it, and the task's prompts."""
 
-import dataclasses
-
 import torch
 
 from qerl.config import RunConfig
@@ -14,7 +12,6 @@ from qerl.model.names import architecture_of
 from qerl.model.source import locate
 from qerl.model.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import Task, build_task
-from qerl.types import Sampling
 
 
 def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
@@ -34,7 +31,3 @@ def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
     add_adapter(decoder, config.adapter, seed=config.seed)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_token_ids(tokenizer, source))
     return decoder, engine, task
-
-
-def sampling_of(config: RunConfig) -> Sampling:
-    return Sampling(**dataclasses.asdict(config.sample))

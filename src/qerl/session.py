@@ -18,15 +18,15 @@ from typing import Any
 from qerl.algo.noise_schedule import sigma as sigma_at
 from qerl.config import RunConfig
 from qerl.errors import UserError
-from qerl.evaluate import evaluate
+from qerl.evaluate import evaluate, greedy
 from qerl.journal import Journal, StepLog
 from qerl.journal.record import encode, replace
 from qerl.learner import Learner, checkpoint
-from qerl.loop import Parts, run
+from qerl.loop import Parts, run, sampling_of
 from qerl.model.decoder import Decoder
 from qerl.model.device import resolved
 from qerl.model.noise import noised
-from qerl.policy import policy_of, sampling_of
+from qerl.policy import policy_of
 from qerl.report import write_report
 from qerl.stop import Stop
 from qerl.tasks import RewardPool
@@ -140,27 +140,26 @@ class _Session:
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
-                accuracy, greedy = self.accuracies()
-            log.add(eval_accuracy=accuracy, eval_greedy=greedy)
+                accuracy, best = self.accuracies()
+            log.add(eval_accuracy=accuracy, eval_greedy=best)
 
     def evaluate(self, moment: str) -> None:
         """Held-out accuracy before or after, measured once in a run however often it is continued."""
         if moment in self.evaluations or not self.prompts:
             return
         with self.journal.span("evaluate"):
-            accuracy, greedy = self.accuracies()
-        self.evaluations[moment] = {"accuracy": accuracy, "greedy": greedy}
+            accuracy, best = self.accuracies()
+        self.evaluations[moment] = {"accuracy": accuracy, "greedy": best}
         replace(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
         self.journal.notice(
             f"held out, {moment}: {accuracy:.3f} right at temperature {self.config.sample.temperature:g},"
-            f" {greedy:.3f} greedy ({len(self.prompts)} problems)"
+            f" {best:.3f} greedy ({len(self.prompts)} problems)"
         )
 
     def accuracies(self) -> tuple[float, float]:
         """Of the policy without noise: at the config's sampling, and greedy."""
         drawn = sampling_of(self.config)
-        greedy = dataclasses.replace(drawn, temperature=0.0, top_k=None, top_p=None, min_p=None)
-        return self.accuracy(drawn), self.accuracy(greedy)
+        return self.accuracy(drawn), self.accuracy(greedy(drawn))
 
     def accuracy(self, sampling: Sampling) -> float:
         return evaluate(
