@@ -6,9 +6,10 @@ import json
 import pytest
 
 from qerl import config, options
-from qerl.config import AlgoConfig, LearnConfig, RunConfig, TaskConfig, run_config
+from qerl.config import AlgoConfig, LearnConfig, RunConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.recipes import RECIPES
+from qerl.stored import run_config
 
 
 def test_json_brings_back_the_same_config():

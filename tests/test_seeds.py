@@ -1,6 +1,8 @@
 import itertools
 
-from qerl.seeds import mix, uniform
+import torch
+
+from qerl.seeds import last_round, mix, rounds, uniform
 
 
 def test_seeds_are_pinned():
@@ -22,3 +24,10 @@ def test_neighbouring_coordinates_share_nothing():
 
 def test_a_tuple_is_not_its_prefix():
     assert mix(1, 0) != mix(1)
+
+
+def test_the_last_round_on_a_device_is_the_whole_on_the_host():
+    for before in ((1, 2, 3, 4), (0, 0, 0, 0), (2**62, 9, 10**6, 31)):
+        states = torch.tensor([rounds(*before, -5)] * 4)
+        draws = last_round(states, torch.tensor([5, 6, 300, 100_000], dtype=torch.int32))
+        assert draws.tolist() == [uniform(*before, n) for n in (0, 1, 295, 99_995)]

@@ -1,4 +1,4 @@
-"""The command line: qerl train | eval | quantize | report.
+"""The command line: qerl train | eval | quantize | report | bench.
 
 A mistake of the user's is one line and exit code 2; a run that cannot go on is one line and exit code 1.
 `--debug` anywhere shows the traceback.
@@ -13,10 +13,17 @@ from typing import Any
 
 import tyro
 
-from qerl.config import ModelConfig, RunConfig, run_config
+from qerl.config import ModelConfig, RunConfig
 from qerl.errors import RunError, UserError
-from qerl.options import EvalOptions, QuantizeOptions, ReportOptions
+from qerl.options import (
+    BenchDecodeOptions,
+    BenchLinearOptions,
+    EvalOptions,
+    QuantizeOptions,
+    ReportOptions,
+)
 from qerl.recipes import RECIPES
+from qerl.stored import run_config
 
 USAGE = """\
 usage: qerl COMMAND ...
@@ -25,6 +32,7 @@ usage: qerl COMMAND ...
   qerl eval MODEL_OR_RUN [...]            pass@1, pass@k and greedy accuracy on a task
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
   qerl report RUN [RUN ...]               one HTML page with curves and samples
+  qerl bench linear|decode [...]          how fast this GPU does it, beside others and beside its limit
 
 Each command takes --help, and --debug to see a traceback."""
 
@@ -103,7 +111,29 @@ def report(arguments: list[str]) -> None:
     print(out)
 
 
-COMMANDS = {"train": train, "eval": evaluate, "quantize": quantize, "report": report}
+def bench(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"bench needs to know what to measure: qerl bench {' | '.join(BENCHES)}")
+    name = _near(arguments[0], BENCHES, "benchmark")
+    BENCHES[name](arguments[1:], f"qerl bench {name}")
+
+
+def _bench_linear(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchLinearOptions, args=arguments, prog=prog)
+    from qerl.bench.linear import bench_linear
+
+    bench_linear(options)
+
+
+def _bench_decode(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchDecodeOptions, args=arguments, prog=prog)
+    from qerl.bench.decode import bench_decode
+
+    bench_decode(options)
+
+
+BENCHES = {"linear": _bench_linear, "decode": _bench_decode}
+COMMANDS = {"train": train, "eval": evaluate, "quantize": quantize, "report": report, "bench": bench}
 
 
 def _near(name: str, known: dict[str, Any], kind: str) -> str:

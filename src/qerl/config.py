@@ -5,7 +5,7 @@ overrides any field of it. Names such as `loss="dapo"` are looked up once, where
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from qerl.errors import UserError
 
@@ -145,19 +145,30 @@ class EngineConfig:
     page_tokens: int = 16
     """Tokens a KV page holds."""
 
-    kv_gb: float = 1.0
-    """Memory for KV pages, in 1e9 bytes."""
+    kv_gb: float | None = None
+    """Most memory for KV pages, in 1e9 bytes. None: 1 on a CPU; on a GPU 60 % of what is free once the model
+    is loaded and a prefill's working memory set aside, which leaves the rest to learning."""
+
+    kv: Literal["compute", "fp8"] = "compute"
+    """What keys and values are kept in: model.compute, or FP8 with a scale for each token and head."""
 
     max_running: int = 128
     """Most samples decoded at once."""
 
-    prefill_tokens: int = 2048
+    prefill_tokens: int = 4096
     """Most prompt tokens computed in one forward."""
 
+    burst_steps: int | None = None
+    """Decode steps between two looks of the host at what was drawn. None: 16 on a GPU, 1 on a CPU."""
+
+    fixed_rows: bool = False
+    """Decode every batch as max_running rows: a sample's bits then depend on no other sample. Without it the
+    sums of a packed linear are taken in another order above 32 rows, and above 64."""
+
     def __post_init__(self):
-        for name in ("page_tokens", "kv_gb", "max_running", "prefill_tokens"):
+        for name in ("page_tokens", "kv_gb", "max_running", "prefill_tokens", "burst_steps"):
             value = getattr(self, name)
-            _require(value > 0, f"engine.{name} must be positive, got {value}")
+            _require(value is None or value > 0, f"engine.{name} must be positive, got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,26 +378,3 @@ class RunConfig:
     def num_updates(self) -> int:
         """Optimizer updates of the whole run."""
         return self.num_steps * self.learn.updates_per_step * self.learn.passes_per_step
-
-
-def run_config(data: dict[str, Any]) -> RunConfig:
-    """The RunConfig behind the plain values of `dataclasses.asdict` or JSON; an unknown key is an error."""
-    return _build(RunConfig, data, "config")
-
-
-def _build(cls: type, data: dict[str, Any], where: str) -> Any:
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = sorted(set(data) - set(fields))
-    _require(not unknown, f"{where} has no field {', '.join(unknown)}")
-    values = {name: _value(fields[name].default, value, f"{where}.{name}") for name, value in data.items()}
-    return cls(**values)
-
-
-def _value(default: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(default):
-        return _build(type(default), value, where)
-    return _tuples(value)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -81,6 +81,11 @@ def test_the_noise_in_the_norms_is_the_sampling_policys(decoder, plain):
         {"prefill_tokens": 1},
         {"prefill_tokens": 7},
         {"prefill_tokens": 33, "max_running": 5, "page_tokens": 8},
+        {"burst_steps": 2},
+        {"burst_steps": 5, "max_running": 4},
+        {"burst_steps": 16, "page_tokens": 4, "max_running": 3},
+        {"fixed_rows": True, "burst_steps": 3, "max_running": 6},
+        {"fixed_rows": True},
     ],
     ids=str,
 )
@@ -88,10 +93,15 @@ def test_a_sample_does_not_depend_on_the_engines_settings(decoder, plain, settin
     assert_same(drawn(engine_of(decoder, **settings), prompts_of(*LENGTHS)), plain)
 
 
+@pytest.mark.parametrize("burst_steps", [1, 3, 16])
 @pytest.mark.parametrize("num_pages, page_tokens", [(14, 4), (18, 4), (60, 1)])
-def test_a_sample_does_not_depend_on_pauses(decoder, plain, num_pages, page_tokens):
+def test_a_sample_does_not_depend_on_pauses(decoder, plain, num_pages, page_tokens, burst_steps):
     engine = engine_of(
-        decoder, page_tokens=page_tokens, kv_gb=kv_gb_for(decoder, num_pages, page_tokens), prefill_tokens=11
+        decoder,
+        page_tokens=page_tokens,
+        kv_gb=kv_gb_for(decoder, num_pages, page_tokens),
+        prefill_tokens=11,
+        burst_steps=burst_steps,
     )
     assert_same(drawn(engine, prompts_of(*LENGTHS)), plain)
     assert engine.stats.pauses > 0
@@ -165,6 +175,22 @@ def test_the_decode_batch_shrinks_and_is_filled_up_again(decoder, plain):
     assert single.stats.prefill_forwards == len(LENGTHS)
 
 
+def test_a_burst_goes_on_while_the_one_before_is_read(decoder, plain):
+    engine = engine_of(decoder, burst_steps=4, stop_token_ids=frozenset())
+    samples = drawn(engine, prompts_of(9, 9), max_tokens=12)
+    assert {len(s.tokens_T) for s in samples} == {12}
+    assert engine.stats.decode_forwards == 11 and engine.stats.num_tokens == 6 * 12
+    drawn(engine_of(decoder, burst_steps=4), prompts_of(*LENGTHS))
+
+
+def test_rows_that_ended_within_a_burst_write_nothing_more(decoder, plain):
+    """Their positions are -1 on the device: pages that were released belong to others by then."""
+    engine = engine_of(decoder, burst_steps=8, page_tokens=4, max_running=4, kv_gb=kv_gb_for(decoder, 26, 4))
+    assert_same(drawn(engine, prompts_of(*LENGTHS)), plain)
+    most_steps = sum(len(s.tokens_T) for s in plain)
+    assert engine.stats.decode_forwards < most_steps
+
+
 def test_prompts_are_packed_into_as_few_forwards_as_prefill_tokens_allows(decoder):
     engine = engine_of(decoder, prefill_tokens=43)
     drawn(engine, prompts_of(*LENGTHS))
@@ -182,10 +208,18 @@ def test_a_stop_token_ends_a_sample_and_is_kept_but_is_no_text(decoder, plain):
         assert sample.text == tokenizer().decode(text_tokens_T, skip_special_tokens=True)
 
 
-def test_a_stop_string_over_two_tokens_ends_a_sample_and_cuts_its_text(decoder, plain):
+@pytest.mark.parametrize("burst_steps", [1, 4])
+def test_a_stop_string_over_two_tokens_ends_a_sample_and_cuts_its_text(decoder, plain, burst_steps):
     longer = next(s for s in plain if len(s.text) > 8)
     stop = longer.text[4:6]
-    sample = drawn(engine_of(decoder), prompts_of(*LENGTHS), stop=("never", stop))[plain.index(longer)]
+    engine = engine_of(decoder, burst_steps=burst_steps)
+    samples = drawn(engine, prompts_of(*LENGTHS), stop=("never", stop))
+    sample = samples[plain.index(longer)]
+    for other, before in zip(samples, plain, strict=True):  # whose pages it wrote to on its way, if any
+        assert other.tokens_T == before.tokens_T[: len(other.tokens_T)]
+        assert other.tokens_T == before.tokens_T or stop in tokenizer().decode(
+            other.tokens_T, skip_special_tokens=True
+        )
     assert sample.finish == "stop" and sample.text == longer.text[: longer.text.index(stop)]
     assert sample.tokens_T == longer.tokens_T[: len(sample.tokens_T)]
     whole = tokenizer().decode(sample.tokens_T, skip_special_tokens=True)
@@ -229,12 +263,12 @@ def test_the_cache_is_no_larger_than_the_call_can_use(decoder):
     assert engine.num_bytes == 0
     drawn(engine, prompts_of(9, 8), num_samples=3, max_tokens=8)
     page = page_bytes(decoder.architecture, 8, torch.float32)
-    assert engine.num_bytes == (2 + 1 + 4 * 1) * page
+    assert engine.num_bytes == (2 + 1 + 4 * 1 + 1) * page  # one that unused rows write to
     assert engine.stats.pauses == 0
     drawn(engine, prompts_of(9), num_samples=3, max_tokens=40)
-    assert engine.num_bytes == (2 + 3 * 5) * page
+    assert engine.num_bytes == (2 + 3 * 5 + 1) * page
     drawn(engine, prompts_of(9), num_samples=1, max_tokens=1)
-    assert engine.num_bytes == (2 + 3 * 5) * page
+    assert engine.num_bytes == (2 + 3 * 5 + 1) * page
 
 
 @pytest.mark.parametrize("lengths", [(9, 31, 1, 16, 40), (5,) * 20])

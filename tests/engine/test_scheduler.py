@@ -38,7 +38,7 @@ class FakeRunner:
         self.scheduler.grow()
         self.entries += self.scheduler.enter()
         live = [s for group in self.admissions for s in group.samples_G if s.finish is None]
-        waiting = [s for s in live if s.row is None]
+        waiting = [s for s in live if not s.is_running]
         admitted = self.scheduler.admit()
         assert not (admitted and waiting), "a prompt is computed while older samples wait"
         self.admissions += admitted
@@ -53,8 +53,7 @@ class FakeRunner:
         running = self.scheduler.running
         order = [(s.group.index, s.sample_index) for s in running]
         assert order == sorted(order), "running samples are kept oldest first"
-        rows = [s.row for s in running]
-        assert len(set(rows)) == len(rows)
+        assert all(s.is_running for s in running)
         own = [page for s in running for page in s.pages[s.group.prompt_tokens // PAGE_TOKENS :]]
         prompts = [page for group in self.groups for page in group.pages]
         assert len(own) == len(set(own)) and not set(own) & set(prompts)
@@ -98,7 +97,7 @@ def test_no_sample_is_overtaken_so_none_starves(seed):
     while not runner.scheduler.is_done:
         runner.turn()
         unfinished = [s for s in unfinished if s.finish is None]
-        is_running = [s.row is not None for s in unfinished]
+        is_running = [s.is_running for s in unfinished]
         assert is_running == sorted(is_running, reverse=True), (
             "a younger sample runs while an older one waits"
         )
@@ -111,7 +110,7 @@ def test_the_youngest_is_paused_and_comes_back_with_its_tokens():
     old, young = group.samples_G
     while runner.scheduler.num_pauses == 0:
         runner.turn()
-    assert runner.scheduler.running == [old] and young.row is None and young.pages == []
+    assert runner.scheduler.running == [old] and not young.is_running and young.pages == []
     kept = len(young.tokens_T)
     assert kept > 1
     runner.run()
@@ -178,8 +177,8 @@ def test_a_newcomer_leaves_every_running_sample_a_page_to_grow_into():
     while len(runner.scheduler.running) == 2:
         runner.turn()
     old, young = group.samples_G[:2]
-    assert young.row is None and runner.scheduler.num_pauses == 1
-    while young.row is None:
+    assert not young.is_running and runner.scheduler.num_pauses == 1
+    while not young.is_running:
         runner.turn()
     assert old.finish is not None, "it came back while the older one could still need its pages"
     runner.run()

@@ -10,16 +10,16 @@ PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
     ("errors", "seeds", "stop"),
     ("config", "types"),
-    ("formats", "algo", "tasks", "journal", "recipes", "options"),
+    ("formats", "algo", "tasks", "journal", "recipes", "options", "stored"),
     ("kernels",),
     ("model",),
     ("engine", "learner"),
     ("loop", "evaluate", "report"),
     ("policy",),
-    ("session", "measure"),
+    ("session", "measure", "bench"),
     ("cli",),
 )
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 10_000
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 16_000
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
 

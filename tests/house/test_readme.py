@@ -4,6 +4,9 @@ import ast
 import re
 from pathlib import Path
 
+from qerl.bench.record import RESULTS, read
+from qerl.bench.table import markdown
+
 ROOT = Path(__file__).parents[2]
 README, PACKAGE = ROOT / "README.md", ROOT / "src" / "qerl"
 
@@ -33,7 +36,15 @@ def first_line(part: Path) -> str:
     return docstring.splitlines()[0].rstrip(".:")
 
 
-QUOTES = {"loop": the_loop, "tree": the_tree}
+def the_speed() -> str:
+    how = (
+        "What is measured, and how, stands in `src/qerl/bench`; `qerl bench decode` and `qerl bench linear`\n"
+        "measure it again. Every figure is a row of `bench/results`, with the commit that it was measured at."
+    )
+    return f"{markdown(read(ROOT / RESULTS))}\n\n{how}"
+
+
+QUOTES = {"loop": the_loop, "tree": the_tree, "speed": the_speed}
 
 
 def block(text: str, mark: str) -> str:
@@ -49,6 +60,10 @@ def test_the_loop_is_quoted_as_it_is():
 
 def test_the_tree_is_complete_and_says_what_each_part_says_of_itself():
     assert block(README.read_text(), "tree") == the_tree()
+
+
+def test_every_figure_is_a_row_and_every_latest_row_is_shown():
+    assert block(README.read_text(), "speed") == the_speed()
 
 
 def test_the_python_example_compiles_and_names_what_there_is():

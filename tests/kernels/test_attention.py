@@ -179,15 +179,39 @@ def test_decode_is_the_last_row_of_the_definition(dtype, limit, device, rng):
     assert rms_error(got, torch.stack([t[-1] for t in truth])) < limit
 
 
-def test_prefill_in_any_chunks_is_the_definition(device, rng):
-    q, k, v, truth = _sequences(device, torch.float32, rng)
+CHUNKS = ((3, 10, 23), (0, 0, 1), (4, 0, 16), (3, 0, 10), (2, 4, 1))  # sequence, first position, rows
+WHOLE = tuple((b, 0, n) for b, n in enumerate(LENGTHS))
+
+
+def _prefill(chunks, dtype, device, rng):
+    """(ours, the definition) of these chunks; the pages of fresh ones hold nothing."""
+    q, k, v, truth = _sequences(device, dtype, rng)
     pages_k, pages_v, tables = _cache(k, v, 4, device)
-    spans, rows, want = [], [], []
-    for b, first, n in ((3, 10, 23), (0, 0, 1), (4, 0, 16), (3, 0, 10), (2, 4, 1)):
-        spans.append(
-            op.Span(start_row=sum(map(len, rows)), num_rows=n, first_position=first, table=tables[b])
-        )
-        rows.append(q[b][first : first + n])
-        want.append(truth[b][first : first + n])
-    got = op.paged_prefill(torch.cat(rows), pages_k, pages_v, spans)
-    assert rms_error(got, torch.cat(want)) < 1e-6
+    spans, rows = [], []
+    for b, first, n in chunks:
+        start = sum(r.stop - r.start for r in rows)
+        spans.append(op.Span(start_row=start, num_rows=n, first_position=first, table=tables[b]))
+        rows.append(slice(first, first + n))
+    q, k, v, truth = (
+        torch.cat([x[b][r] for (b, *_), r in zip(chunks, rows, strict=True)]) for x in (q, k, v, truth)
+    )
+    layout = op.PagedLayout.of(spans, 4, device)
+    assert layout.is_fresh == all(first == 0 for _, first, _ in chunks)
+    if layout.is_fresh:
+        pages_k.fill_(float("nan"))
+        pages_v.fill_(float("nan"))
+    return op.paged_prefill(q, k, v, pages_k, pages_v, layout), truth
+
+
+@pytest.mark.parametrize("chunks", (CHUNKS, WHOLE), ids=("chunks", "whole"))
+@pytest.mark.parametrize(("dtype", "limit"), ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)))
+def test_prefill_is_the_definition_in_chunks_and_whole(chunks, dtype, limit, device, rng):
+    got, truth = _prefill(chunks, dtype, device, rng)
+    assert got.dtype == dtype
+    assert rms_error(got, truth) < limit
+
+
+def test_spans_that_leave_rows_out_are_refused():
+    span = op.Span(start_row=1, num_rows=2, first_position=0, table=torch.tensor([0]))
+    with pytest.raises(AssertionError, match="leave rows out"):
+        op.PagedLayout.of([span], 4, "cpu")

@@ -136,6 +136,24 @@ def test_no_less_exact_than_torch(M, N, K, R, kernels, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("M", "N", "K"), [(64, 832, 41216), (100, 3584, 9728), (128, 3584, 18944)])
+def test_a_tile_shared_by_many_is_right_and_bitwise_repeatable(M, N, K, kernels, rng):
+    """From 4 to 20 CTAs add up a tile together; 832 rows end in half a tile."""
+    assert op.choose_tile(M, N, K).splits_sums(M, N, K, num_sms=132)
+    codes, scales, x, alpha, h, b = case(M, N, K, 32, rng)
+    residual = torch.randn(M, N).bfloat16().cuda()
+    tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
+    got = kernels.linear(x, tiles, factors, adapter=op.Adapter(h, b), residual_MN=residual)
+    truth = op.reference(x, codes, scales, alpha, h, b, None, residual)
+    plain = torch_path(codes, scales, x, alpha, h, b, None, residual)
+    assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
+    for _ in range(50):
+        again = kernels.linear(x, tiles, factors, adapter=op.Adapter(h, b), residual_MN=residual)
+        assert torch.equal(again, got)
+    assert (kernels.workspace == -1).all()
+
+
+@pytest.mark.gpu
 def test_every_token_count_is_right(kernels, rng):
     codes, scales, x, alpha, *_ = case(256, 1152, 1024, 0, rng)
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, 1152)

@@ -4,7 +4,7 @@ import torch
 from conftest import rms_error
 from model.tiny import FAMILIES, forest, logits_of, oracle, packed, ported, tiny
 from qerl.config import AdapterConfig
-from qerl.kernels.attention import Span, paged_decode, paged_prefill
+from qerl.kernels.attention import PagedLayout, Span, paged_decode, paged_prefill
 from qerl.model.adapter import adapter_tensors, add_adapter, publish
 
 ROPES = {
@@ -98,12 +98,15 @@ class _Cache:
         return table[positions // self.page_tokens] * self.page_tokens + positions % self.page_tokens
 
     def prefill(self, spans):
+        layout = PagedLayout.of(spans, self.page_tokens, "cpu")
+
         def attend(layer_index, q_TNH, k_TKH, v_TKH):
             for s in spans:
                 own = slice(s.start_row, s.start_row + s.num_rows)
                 positions = torch.arange(s.first_position, s.first_position + s.num_rows)
                 self.write(layer_index, self.rows(s.table, positions), k_TKH[own], v_TKH[own])
-            return paged_prefill(q_TNH, self.k[layer_index], self.v[layer_index], spans)
+            pages = self.k[layer_index], self.v[layer_index]
+            return paged_prefill(q_TNH, k_TKH, v_TKH, *pages, layout)
 
         return attend
 

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from conftest import rms_error
 from qerl.errors import UserError
-from qerl.formats import BF16, FORMATS
+from qerl.formats import BF16, FORMATS, NVFP4
+from qerl.kernels.nvfp4_unpack import Rows
 from qerl.model.load import load_decoder
 from qerl.model.quantized import write_quantized
 from qerl.model.source import BUILT_IN
+from qerl.model.tiled import Tiled, tiles_of
 from qerl.model.tokenizer import load_tokenizer
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])
@@ -61,6 +63,21 @@ def rewrite(folder, **changes):
 def reconfigure(folder, **changes):
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_weights_go_into_tiles_where_their_kernels_run(tmp_path, monkeypatch):
+    save_tiny(tmp_path, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4)
+    plain = load(tmp_path, format="nvfp4", compute=torch.bfloat16)
+    monkeypatch.setattr("qerl.model.load.has_tile_kernels", lambda device: True)
+    tiled = load(tmp_path, format="nvfp4", compute=torch.bfloat16)
+    kinds = [
+        {type(linear.weight) for _, linear in decoder.linears()}
+        for decoder in (plain, tiled, load(tmp_path, format="nvfp4"), load(tmp_path, compute=torch.bfloat16))
+    ]
+    assert kinds == [{NVFP4}, {Tiled}, {NVFP4}, {BF16}]
+    assert tiles_of(tiled.layers[0].mlp.gate_up_projs).rows is Rows.GATE_UP
+    assert len(tiles_of(tiled.layers[1].self_attn.qkv_projs).widths) == 3
+    assert torch.equal(logits_of(plain), logits_of(tiled))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -4,8 +4,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conftest import rms_error
+from qerl.kernels.rotate import rotate
 from qerl.model.architecture import from_hf_config
-from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude, rotate
+from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 4096}

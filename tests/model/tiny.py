@@ -72,9 +72,9 @@ def forest(*shapes: tuple[int, tuple[int, ...]]) -> list[Tree]:
     return trees
 
 
-def packed(trees: list[Tree]):
+def packed(trees: list[Tree], device: torch.device | str = "cpu"):
     """An attend within the trees, and each row's position in its own sequence."""
-    layout = PackedLayout.of(trees)
+    layout = PackedLayout.of(trees, device)
     positions: list[int] = []
     for tree in trees:
         positions += range(tree.prompt_tokens)
@@ -84,10 +84,10 @@ def packed(trees: list[Tree]):
     def attend(layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         return packed_attention(q_TNH, k_TKH, v_TKH, layout)
 
-    return torch.tensor(positions), attend
+    return torch.tensor(positions, device=device), attend
 
 
 def logits_of(decoder: Decoder, tokens_T: Tensor) -> Tensor:
     """Of one sequence."""
-    positions_T, attend = packed(forest((len(tokens_T), ())))
-    return decoder.logits(decoder(tokens_T, positions_T, attend))
+    positions_T, attend = packed(forest((len(tokens_T), ())), decoder.device)
+    return decoder.logits(decoder(tokens_T.to(decoder.device), positions_T, attend))

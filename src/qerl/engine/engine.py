@@ -1,7 +1,10 @@
 """The engine: draws samples from the learner's own decoder, continuously batched over a paged KV cache.
 
     scheduler.py   who runs, who waits, who is paused       pages.py      which page belongs to whom
-    generation.py  one call: prefill, draw, decode          cache.py      the pages' memory
+    generation.py  one call: rearrange, decode, read        cache.py      the pages' memory
+    prefill.py     prompts -> keys, values, hidden states   budget.py     how much memory they may take
+    runner.py      bursts of decode steps, CUDA graphs      runners.py    which forward and draw a call gets
+    forward.py     one step's forward; hopper.py: fast      draw.py       hidden states -> tokens
     sampling.py    logits -> token and its logprob          text.py       tokens -> text, stop strings
 
 It holds no weights. Noise is whatever the decoder's norms hold during a call.
@@ -14,9 +17,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
-from qerl.engine.cache import Cache, page_bytes
+from qerl.engine.budget import free_bytes, kv_bytes
+from qerl.engine.cache import FP8, Cache, page_bytes
 from qerl.engine.generation import Generation, Stats
 from qerl.engine.pages import Pages
+from qerl.engine.prefill import Prefill
+from qerl.engine.runners import Runners
 from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, group_pages, num_pages, own_pages
 from qerl.engine.text import Text
 from qerl.errors import UserError
@@ -40,6 +46,8 @@ class Engine:
         self._decoder, self._tokenizer, self._config = decoder, tokenizer, config
         self._stop_token_ids = stop_token_ids
         self._cache: Cache | None = None
+        self._kv_dtype = FP8 if config.kv == "fp8" else decoder.compute
+        self._runners = Runners(decoder, config, stop_token_ids)
 
     @property
     def num_bytes(self) -> int:
@@ -49,6 +57,7 @@ class Engine:
     def publish(self, version: int) -> None:
         """Sample from the learner's weights as they now are, under this version number."""
         publish(self._decoder)
+        self._runners.publish()
         self.version = version
 
     # Not inference_mode: a tensor that the decoder keeps from a call must serve the learner too.
@@ -69,7 +78,7 @@ class Engine:
         try:
             generation.run()
         except BaseException:
-            self._cache = None  # it may hold NaNs
+            self._drop_cache()  # it may hold NaNs
             raise
         self.stats.generate_s = time.perf_counter() - start_s
         return [self._finished(prompts_P[group.index], group, text) for group in groups]
@@ -98,53 +107,66 @@ class Engine:
         config = self._config
         cache = self._grown_cache(self._useful_pages(groups, prompts_P))
         longest = max(group.prompt_tokens + group.max_tokens for group in groups)
+        runner = self._runners.of(cache, sampling, num_pages(longest, config.page_tokens))
         return Generation(
-            self._decoder,
             cache,
             Scheduler(
                 groups,
                 Pages(cache.num_pages),
                 page_tokens=config.page_tokens,
-                max_running=config.max_running,
+                max_running=self._runners.max_rows,
             ),
+            Prefill(self._decoder, cache, config.prefill_tokens),
+            runner,
             prompts_P,
             text,
-            sampling=sampling,
             stop_token_ids=self._stop_token_ids,
-            prefill_tokens=config.prefill_tokens,
-            table_size=(config.max_running, num_pages(longest, config.page_tokens)),
+            num_ahead=0 if runner.max_steps == 1 else 1,
             seed=seed,
             step=step,
         )
 
     def _useful_pages(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> int:
-        """As many pages as engine.kv_gb pays for, but no more than these groups can hold at once."""
-        config, page_tokens = self._config, self._config.page_tokens
-        bytes_a_page = page_bytes(self._decoder.architecture, page_tokens, self._decoder.compute)
-        affordable = int(config.kv_gb * 1e9 / bytes_a_page)
+        """As many pages as the memory allows, but no more than these groups can hold at once."""
+        config, page_tokens, max_running = self._config, self._config.page_tokens, self._runners.max_rows
+        bytes_a_page = page_bytes(self._decoder.architecture, page_tokens, self._kv_dtype)
+        allowed_bytes = kv_bytes(config, self._decoder) + self.num_bytes * (config.kv_gb is None)
+        affordable = int(allowed_bytes / bytes_a_page)
         for group in groups:
             needed = group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
             if needed > affordable:
-                needed_gb = math.ceil(needed * bytes_a_page / 1e5) / 1e4
                 raise UserError(
-                    f"prompt {prompts_P[group.index].index} needs {needed} pages of KV cache ({needed_gb} GB)"
+                    f"prompt {prompts_P[group.index].index} needs {needed} pages of KV cache"
+                    f" ({_rounded_up_gb(needed * bytes_a_page)} GB)"
                     f" for its {group.prompt_tokens} tokens and a sample of {group.max_tokens};"
-                    f" engine.kv_gb = {config.kv_gb} holds {affordable}: raise it to {needed_gb} or more"
+                    + _too_little(config, affordable, needed * bytes_a_page)
                 )
         prompts = sorted((num_pages(group.prompt_tokens, page_tokens) for group in groups), reverse=True)
-        most_running = min(config.max_running, sum(len(group.samples_G) for group in groups))
+        most_running = min(max_running, sum(len(group.samples_G) for group in groups))
         largest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
-        return min(affordable, sum(prompts[: config.max_running]) + most_running * largest)
+        return min(affordable, sum(prompts[:max_running]) + most_running * largest)
 
     def _grown_cache(self, wanted_pages: int) -> Cache:
         """The cache of earlier calls if it has so many pages, else a new one in its place."""
         if self._cache is None or self._cache.num_pages < wanted_pages:
-            self._cache = None  # freed before the larger one is made
+            self._drop_cache()  # freed before the larger one is made
             decoder, page_tokens = self._decoder, self._config.page_tokens
-            self._cache = Cache(
-                decoder.architecture, wanted_pages, page_tokens, decoder.compute, decoder.device
-            )
+            try:
+                self._cache = Cache(
+                    decoder.architecture, wanted_pages, page_tokens, self._kv_dtype, decoder.device
+                )
+            except torch.OutOfMemoryError:
+                wanted_bytes = wanted_pages * page_bytes(decoder.architecture, page_tokens, self._kv_dtype)
+                raise UserError(
+                    f"the KV cache needs {_rounded_up_gb(wanted_bytes)} GB, and the device has"
+                    f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_gb or"
+                    " engine.max_running, or set engine.kv to fp8"
+                ) from None
         return self._cache
+
+    def _drop_cache(self) -> None:
+        self._cache = None
+        self._runners.clear()
 
     def _finished(self, prompt: Prompt, group: LiveGroup, text: Text) -> Group:
         return Group(prompt=prompt, samples_G=[self._sample(s, text) for s in group.samples_G])
@@ -159,3 +181,14 @@ class Engine:
             finish=s.finish,
             version=self.version,
         )
+
+
+def _rounded_up_gb(num_bytes: float) -> float:
+    return math.ceil(num_bytes / 1e5) / 1e4
+
+
+def _too_little(config: EngineConfig, affordable: int, needed_bytes: float) -> str:
+    if config.kv_gb is not None:
+        gb = _rounded_up_gb(needed_bytes)
+        return f" engine.kv_gb = {config.kv_gb} holds {affordable}: raise it to {gb} or more"
+    return f" what is free holds {affordable}: set engine.kv to fp8, or lower sample.max_tokens"

@@ -46,8 +46,7 @@ class LiveSample:
     logprobs_T: list[float] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
     """Empty unless it runs."""
-    row: int | None = None
-    """Its row of the running batch's tables; None unless it runs."""
+    is_running: bool = False
     finish: Literal["stop", "length"] | None = None
 
     @property
@@ -71,7 +70,11 @@ def group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
 
 
 class Scheduler:
-    """Drive it in a circle: grow, enter, admit, draw first tokens, enter, decode; finish whoever is done."""
+    """Drive it in a circle: grow, enter, admit, draw first tokens, enter, decode; finish whoever is done.
+
+    A decode may be of several steps at once: `room` says how many fit into the pages there are, and `grow`
+    with so many gives them out. Nobody is paused then; only growing by one step pauses.
+    """
 
     def __init__(self, groups: list[LiveGroup], pages: Pages, *, page_tokens: int, max_running: int):
         self.pages = pages
@@ -82,23 +85,35 @@ class Scheduler:
         self._not_admitted = collections.deque(groups)
         self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
         self._admitted: list[LiveGroup] = []
-        self._free_rows = list(range(max_running - 1, -1, -1))
 
     @property
     def is_done(self) -> bool:
         return not (self.running or self._waiting or self._not_admitted)
 
-    def grow(self) -> list[LiveSample]:
-        """Gives every running sample room for its newest token, oldest first; those that got a page."""
+    @property
+    def has_others(self) -> bool:
+        """Whether some sample that is not running may yet run."""
+        return bool(self._waiting or self._not_admitted)
+
+    def room(self, num_steps: int, num_ahead: int = 0) -> int:
+        """The largest of num_steps, num_steps / 2, ..., 1, 0 for which grow(num_ahead + it) pauses nobody."""
+        while num_steps > 0:
+            if sum(self._lacking(s, num_ahead + num_steps) for s in self.running) <= self.pages.num_free:
+                return num_steps
+            num_steps //= 2
+        return 0
+
+    def grow(self, num_steps: int = 1) -> list[LiveSample]:
+        """Gives every running sample room for its newest token and the num_steps - 1 to come, oldest first;
+        those that got a page. The youngest are paused if there are too few."""
         grown = []
-        capacity = self._page_tokens
-        needy = [s for s in self.running if len(s.pages) * capacity < s.num_positions]
-        for sample in needy:
-            while self.pages.num_free == 0 and sample.row is not None:
+        for sample in [s for s in self.running if self._lacking(s, num_steps)]:
+            num_lacking = self._lacking(sample, num_steps)
+            while self.pages.num_free < num_lacking and sample.is_running:
                 self._pause(self.running[-1])
-            if sample.row is None:
+            if not sample.is_running:
                 break  # it was the youngest itself; those after it are paused already
-            sample.pages += self.pages.take(1)
+            sample.pages += self.pages.take(num_lacking)
             grown.append(sample)
         return grown
 
@@ -128,7 +143,7 @@ class Scheduler:
         """
         entered = []
         reserve = self._reserve()
-        while self._waiting and self._free_rows:
+        while self._waiting and len(self.running) + len(entered) < self._max_running:
             sample = self._waiting[0]
             shared = sample.group.pages[: sample.group.prompt_tokens // self._page_tokens]
             num_own = num_pages(sample.num_positions, self._page_tokens) - len(shared)
@@ -137,7 +152,7 @@ class Scheduler:
                 break
             self._waiting.popleft()
             sample.pages = self.pages.share(shared) + self.pages.take(num_own)
-            sample.row = self._free_rows.pop()
+            sample.is_running = True
             entered.append(sample)
         self.running += entered
         return entered
@@ -145,17 +160,17 @@ class Scheduler:
     def finish(self, samples: list[LiveSample]) -> None:
         """Lets samples go, running or waiting; the last of a group takes the prompt's pages along."""
         for sample in samples:
-            if sample.row is None:
-                self._waiting.remove(sample)
-            else:
+            if sample.is_running:
                 self._leave(sample)
+            else:
+                self._waiting.remove(sample)
             group = sample.group
             group.num_unfinished -= 1
             if group.num_unfinished == 0:
                 self.pages.release(group.pages)
                 group.pages = []
                 self._admitted.remove(group)
-        self.running = [s for s in self.running if s.row is not None]
+        self.running = [s for s in self.running if s.is_running]
 
     def _has_room(self, group: LiveGroup, promised: int) -> bool:
         """Whether its prompt and a first sample fit beside what is promised to samples before it, and any one
@@ -175,6 +190,11 @@ class Scheduler:
         """Running samples that may need a page more than they have."""
         return sum(len(s.pages) < self._most_pages(s.group) for s in self.running)
 
+    def _lacking(self, sample: LiveSample, num_steps: int) -> int:
+        """Pages it has too few for its newest token and num_steps - 1 more, as far as it may have them."""
+        reach = num_pages(sample.num_positions + num_steps - 1, self._page_tokens)
+        return max(min(reach, self._most_pages(sample.group)) - len(sample.pages), 0)
+
     def _most_pages(self, group: LiveGroup) -> int:
         """What one of its samples holds at its longest, shared pages included."""
         return num_pages(group.prompt_tokens + group.max_tokens - 1, self._page_tokens)
@@ -186,8 +206,6 @@ class Scheduler:
         self.num_pauses += 1
 
     def _leave(self, sample: LiveSample) -> None:
-        assert sample.row is not None
+        assert sample.is_running
         self.pages.release(sample.pages)
-        sample.pages = []
-        self._free_rows.append(sample.row)
-        sample.row = None
+        sample.pages, sample.is_running = [], False

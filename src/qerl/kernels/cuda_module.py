@@ -43,12 +43,17 @@ class CudaModule:
         with torch.cuda.device(device):
             self._module = _checked(self._driver.cuModuleLoadData(cubin))
 
-    def kernel(self, name: str, shared_bytes: int) -> "CudaKernel":
+    def kernel(self, name: str, shared_bytes: int, cluster: int = 1) -> "CudaKernel":
+        """cluster: CTAs that share their shared memory; above 8 a device need not be able to."""
         driver = self._driver
         function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-        return CudaKernel(driver, self, function, shared_bytes, self._device)
+        attributes = driver.CUfunction_attribute
+        wanted = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)]
+        if cluster > 8:
+            wanted.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        for attribute, value in wanted:
+            _checked(driver.cuFuncSetAttribute(function, attribute, value))
+        return CudaKernel(driver, self, function, shared_bytes, cluster, self._device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,6 +64,7 @@ class CudaKernel:
     module: CudaModule  # keeps the code loaded
     function: Any
     shared_bytes: int
+    cluster: int
     device: torch.device
 
     def launch(self, *, grid: int, block_threads: int, parameters: Sequence[Parameter]) -> None:
@@ -68,13 +74,24 @@ class CudaKernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = block_threads, 1, 1
         config.sharedMemBytes = self.shared_bytes
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        early = driver.CUlaunchAttribute()
-        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [early], 1
+        config.attrs = attributes = self._attributes()
+        config.numAttrs = len(attributes)
         values = [_c_value(parameter) for parameter in parameters]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         _checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+
+    def _attributes(self) -> list:
+        driver, ids = self.driver, self.driver.CUlaunchAttributeID
+        early = driver.CUlaunchAttribute()
+        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        if self.cluster == 1:
+            return [early]
+        together = driver.CUlaunchAttribute()
+        together.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        together.value.clusterDim.x = self.cluster
+        together.value.clusterDim.y = together.value.clusterDim.z = 1
+        return [early, together]
 
 
 def tensor_map(x_MK: Tensor, rows: int, columns: int) -> bytes:

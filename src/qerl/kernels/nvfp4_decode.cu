@@ -6,78 +6,22 @@
 // weight belong to several CTAs. Each but the one with the tile's first k writes its sums to the workspace; that one reads
 // them in the order of k: the result depends on no timing. The words themselves tell that they have arrived (they are
 // EMPTY before and made EMPTY again), which saves the fence, the atomic and the second trip of a counter: at 8 tokens,
-// o_proj of a 7B model, 5.6 us against 7.8 (H200).
+// o_proj of a 7B model, 5.6 us against 7.8 (H200). With SPLIT a tile of three or more CTAs is not left to one of them: each
+// writes all its sums, and when its units are done adds up and finishes an equal share of the tile. There CTAs wait for one
+// another, so all of them must fit on the device at once: at 128 tokens, down_proj, 35.4 us against 45.6.
 //
 // Compile-time: MT tokens of a tile, WG groups of 4 warps (64 rows each), KB k of a stage, STAGES, CTAS on a
-// multiprocessor, GROUP k16 steps issued together, RANK of the adapter or 0, SWIGLU.
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
+// multiprocessor, GROUP k16 steps issued together, RANK of the adapter or 0, SWIGLU, SPLIT.
 #define NT (MT / 8)
 #define TILE_BYTES 2304
 #define W_SEG (KB / 64 * TILE_BYTES)
 #define X_STAGE (MT * KB * 2)
 #define STAGE_BYTES ((X_STAGE + WG * W_SEG + 1023) / 1024 * 1024)  // the swizzle repeats every 1024
 #define RT (WG * 64)
-#define EMPTY 0xFFFFFFFFu  // a word of the workspace that nobody has written yet
+#define SLOT (WG * 4 * NT * 128)  // words of a tile's sums; a CTA has two slots, for the later k of one tile and the first k of another
+#define ITEM (NT % 4 == 0 ? 4 : 3)
+#define ITEMS (WG * 4 * NT / ITEM)
 
-struct __align__(64) TensorMap { u8 bytes[128]; };
-
-__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void mbar_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void mbar_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nL_%=: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra D_%=;\nbra L_%=;\nD_%=:\n}" ::"r"(bar),
-      "r"(parity)
-      : "memory");
-}
-__device__ __forceinline__ void load_weight(u32 dst, const u8* src, u32 bytes, u32 bar, u64 policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
-               "l"(src), "r"(bytes), "r"(bar), "l"(policy)
-               : "memory");
-}
-__device__ __forceinline__ void load_x(u32 dst, const TensorMap* map, int k64, int m, u32 bar, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
-          dst),
-      "l"(map), "r"(0), "r"(m), "r"(k64), "r"(bar), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ u32 mul_lo(u32 a, u32 b) {  // by the low half of b, folded into one HMUL2
-  u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 mul_hi(u32 a, u32 b) {
-  u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 pack2(float lo, float hi) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
-}
-__device__ __forceinline__ u32 transpose8x8(u32 a) {
-  u32 d;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
-__device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 // WGMMA
 
 // A word holds 4 codes in each half. Pairs 0 and 2 belong to row g, 1 and 3 to row g + 8.
@@ -104,17 +48,6 @@ __device__ __forceinline__ void hold(float (&acc)[NT][4]) {
 #pragma unroll
   for (int n = 0; n < NT; n++) asm volatile("" : "+f"(acc[n][0]), "+f"(acc[n][1]), "+f"(acc[n][2]), "+f"(acc[n][3])::"memory");
 }
-__device__ __forceinline__ void load_partial(const u32* p, u32 (&v)[4]) {
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
-}
-__device__ __forceinline__ u32 sum_bits(float v) {  // never EMPTY, whatever NaN it is
-  const u32 bits = __float_as_uint(v);
-  return bits == EMPTY ? 0x7FFFFFFFu : bits;
-}
-__device__ __forceinline__ void store_partial(u32* p, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
 
 struct Epilogue {
@@ -133,8 +66,9 @@ struct __align__(RANK % 32 == 0 ? 16 : 8) Words {
 };
 
 // A thread takes neighbouring k of both operands, in one load: which k meets which step is the same for both.
-__device__ __forceinline__ void add_low_rank(float (&acc)[NT][4], const Epilogue& e, int row0, int m0, int g, int t) {
-  constexpr int WORDS = sizeof(Words) / 4, TOKENS = NT % 8 ? (NT > 8 ? 6 : NT) : 8;
+template <int COUNT>
+__device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
+  constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 ? (COUNT > 8 ? 6 : COUNT) : 8;
 #if SWIGLU
   const int width = 2 * RANK, offset = 0;
 #else
@@ -148,7 +82,7 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[NT][4], const Epilogue
 #pragma unroll
     for (int part = 0; part < 1 + SWIGLU; part++) {  // gate and its rows g, then up and its rows g + 8
 #pragma unroll
-      for (int n0 = 0; n0 < NT; n0 += TOKENS) {
+      for (int n0 = 0; n0 < COUNT; n0 += TOKENS) {
         Words hm[TOKENS];
 #pragma unroll
         for (int n = 0; n < TOKENS; n++) {
@@ -167,10 +101,11 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[NT][4], const Epilogue
 }
 #endif
 
-__device__ __forceinline__ void finish(float (&acc)[NT][4], const Epilogue& e, float alpha0, float alpha1, int row0, int m0, int g, int t) {
+template <int COUNT>
+__device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, float alpha0, float alpha1, int row0, int m0, int g, int t) {
   const float bias0 = e.bias ? e.bias[row0 + g] : 0.f, bias1 = e.bias ? e.bias[row0 + g + 8] : 0.f;
 #pragma unroll
-  for (int n = 0; n < NT; n++) {
+  for (int n = 0; n < COUNT; n++) {
     acc[n][0] = fmaf(acc[n][0], alpha0, bias0);
     acc[n][1] = fmaf(acc[n][1], alpha0, bias0);
     acc[n][2] = fmaf(acc[n][2], alpha1, bias1);
@@ -180,7 +115,7 @@ __device__ __forceinline__ void finish(float (&acc)[NT][4], const Epilogue& e, f
   add_low_rank(acc, e, row0, m0, g, t);
 #endif
 #pragma unroll
-  for (int n = 0; n < NT; n++) {
+  for (int n = 0; n < COUNT; n++) {
     const int m = m0 + n * 8 + g;
 #if SWIGLU
     const float v0 = silu(acc[n][0]) * acc[n][2], v1 = silu(acc[n][1]) * acc[n][3];
@@ -217,19 +152,89 @@ __device__ __forceinline__ void add_partials(float (&acc)[NT][4], u32* slot, u32
       for (int p = 0; p < BATCH; p++) {
         if (p0 + p < count) {
 #pragma unroll
-          for (int n = 0; n < CHUNK; n++) {
-            u32* at = slot + (p0 + p) * stride + (n0 + n) * 128;
-            while (v[p][n][0] == EMPTY || v[p][n][1] == EMPTY || v[p][n][2] == EMPTY || v[p][n][3] == EMPTY) load_partial(at, v[p][n]);
-            store_partial(at, EMPTY, EMPTY, EMPTY, EMPTY);
-#pragma unroll
-            for (int i = 0; i < 4; i++) acc[n0 + n][i] += __uint_as_float(v[p][n][i]);
-          }
+          for (int n = 0; n < CHUNK; n++) take_partial(slot + (p0 + p) * stride + (n0 + n) * 128, v[p][n], acc[n0 + n]);
         }
       }
     }
   }
   __syncwarp();
 }
+
+#if SPLIT
+// The CTAs that share a tile: `count` from part `first` on, in the order of k. Where each finishes a share of it, it takes
+// `items` from `item` on, each of 16 rows and ITEM token groups.
+struct Shared {
+  int tile, first, count, item, items;
+  __device__ __forceinline__ Shared(int tile, int part, u32 parts, u32 units, int kblocks) : tile(tile) {
+    const u32 first_u = tile * kblocks;
+    first = ((first_u + 1) * parts - 1) / units;
+    count = ((first_u + kblocks) * parts - 1) / units - first + 1;
+    item = ITEMS * (part - first) / count;
+    items = count > 2 ? ITEMS * (part - first + 1) / count - item : 0;
+  }
+};
+
+// `begin` asks for what the CTAs have of an item, `end` waits for it and adds it up in the order of k.
+struct Item {
+  static constexpr int BATCH = 4;
+  u32* slots;
+  int row0, m0, count;
+  float alpha0, alpha1;
+  u32 v[BATCH][ITEM][4];
+  __device__ __forceinline__ u32* words(int p, int n) const { return slots + (2 * p + (p == 0)) * SLOT + n * 128; }
+  __device__ __forceinline__ void load(int p0, int p) {
+#pragma unroll
+    for (int n = 0; n < ITEM; n++) load_partial(words(p0 + p, n), v[p][n]);
+  }
+  __device__ __forceinline__ void begin(const Shared& a, const Shared& b, int i, u32* workspace, const Epilogue& e, int token_tiles) {
+    const bool of_a = i < a.items;
+    const int tile = of_a ? a.tile : b.tile, at = of_a ? a.item + i : b.item + i - a.items;
+    slots = workspace + (size_t)(of_a ? a.first : b.first) * (2 * SLOT) + at * (ITEM * 128) + threadIdx.x % 32 * 4;
+    count = of_a ? a.count : b.count;
+    row0 = tile / token_tiles * RT + at / (NT / ITEM) * 16, m0 = tile % token_tiles * MT + at % (NT / ITEM) * (ITEM * 8);
+    if (row0 >= e.N) return;
+    alpha0 = e.alpha[row0 + threadIdx.x % 32 / 4], alpha1 = e.alpha[row0 + threadIdx.x % 32 / 4 + 8];
+#pragma unroll
+    for (int p = 0; p < BATCH; p++)
+      if (p < count) load(0, p);
+  }
+  __device__ __forceinline__ void end(float (&sum)[ITEM][4]) {
+#pragma unroll
+    for (int n = 0; n < ITEM; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = -0.f;  // adds nothing, not even a sign
+#pragma unroll 1
+    for (int p0 = 0; p0 < count; p0 += BATCH) {
+#pragma unroll
+      for (int p = 0; p < BATCH; p++)
+        if (p0 > 0 && p0 + p < count) load(p0, p);
+#pragma unroll
+      for (int p = 0; p < BATCH; p++) {
+        if (p0 + p < count) {
+#pragma unroll
+          for (int n = 0; n < ITEM; n++) take_partial(words(p0 + p, n), v[p][n], sum[n]);
+        }
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// What the CTA has to finish of its first and its last tile; a warp takes every so manyth item.
+__device__ __forceinline__ void finish_shared(const Shared& a, const Shared& b, u32* workspace, const Epilogue& e, int warp, int g, int t, int token_tiles) {
+  Item item;
+  int i = warp;
+  if (i < a.items + b.items) item.begin(a, b, i, workspace, e, token_tiles);
+#pragma unroll 1
+  while (i < a.items + b.items) {
+    const int row0 = item.row0, m0 = item.m0;
+    const float alpha0 = item.alpha0, alpha1 = item.alpha1;
+    float sum[ITEM][4];
+    if (row0 < e.N) item.end(sum);
+    i += WG * 4;
+    if (i < a.items + b.items) item.begin(a, b, i, workspace, e, token_tiles);
+    if (row0 < e.N) finish<ITEM>(sum, e, alpha0, alpha1, row0, m0, g, t);
+  }
+}
+#endif
 
 // Which row tile, token tile and k block a unit is.
 struct Position {
@@ -266,7 +271,7 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
   const int units = ((N + RT - 1) / RT) * token_tiles * kblocks;
   // The CTAs share all units evenly. A later CTA takes earlier units, so that it waits only for CTAs that started before it.
   const int parts = gridDim.x, part = parts - 1 - blockIdx.x;
-  const int u0 = (int)((long long)units * part / parts), u1 = (int)((long long)units * (part + 1) / parts);
+  const int u0 = (u32)units * part / parts, u1 = (u32)units * (part + 1) / parts;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbar_init(full0 + i * 8, 1);
@@ -312,7 +317,11 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
     mbar_wait(full, parity);
     q = *(const uint4*)(stage + my_codes), sc = *(const uint2*)(stage + my_scales);
   }
-  const u32 stride = WG * 4 * NT * 128;
+#if SPLIT
+  const Shared first(u0 / kblocks, part, parts, units, kblocks);
+  Shared last((u1 - 1) / kblocks, part, parts, units, kblocks);
+  if (last.tile == first.tile) last.items = 0;
+#endif
   for (int u = u0; u < u1;) {
     const int tile = u / kblocks, first_u = tile * kblocks, begin = u, end = min(u1, first_u + kblocks);
     const int row0 = tile / token_tiles * RT + warp * 16;
@@ -359,17 +368,26 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     hold(acc);
     if (lane == 0) mbar_arrive(before);
-    u32* slot = workspace + part * stride + warp * (NT * 128) + lane * 4;
-    if (begin > first_u) {
+    u32* slot = workspace + (size_t)(2 * part) * SLOT + warp * (NT * 128) + lane * 4;
+#if SPLIT
+    const bool split = (tile == first.tile ? first.count : tile == last.tile ? last.count : 1) > 2;
+#else
+    const bool split = false;
+#endif
+    if (begin > first_u || split) {
 #pragma unroll
       for (int n = 0; n < NT; n++)
-        store_partial(slot + n * 128, sum_bits(acc[n][0]), sum_bits(acc[n][1]), sum_bits(acc[n][2]), sum_bits(acc[n][3]));
+        if (row0 < N || !split)  // nobody takes an item beyond the last row
+          store_partial(slot + (begin == first_u) * SLOT + n * 128, sum_bits(acc[n][0]), sum_bits(acc[n][1]), sum_bits(acc[n][2]), sum_bits(acc[n][3]));
     } else {
       if (end < first_u + kblocks) {
-        const int last = (int)(((long long)(first_u + kblocks) * parts - 1) / units);
-        add_partials(acc, slot + stride, stride, last - part);
+        const int last_part = ((u32)(first_u + kblocks) * parts - 1) / (u32)units;
+        add_partials(acc, slot + 2 * SLOT, 2 * SLOT, last_part - part);
       }
-      if (row0 < N) finish(acc, e, alpha0, alpha1, row0, tile % token_tiles * MT, g, t);
+      if (row0 < N) finish<NT>(acc, e, alpha0, alpha1, row0, tile % token_tiles * MT, g, t);
     }
   }
+#if SPLIT
+  finish_shared(first, last, workspace, e, warp, g, t, token_tiles);
+#endif
 }

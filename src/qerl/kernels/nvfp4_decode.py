@@ -133,13 +133,20 @@ class Tile:
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + 1024
 
+    def units(self, M: int, N: int, K: int) -> int:
+        return -(-N // self.rows) * -(-M // self.tokens) * (K // self.k_block)
+
     def grid(self, M: int, N: int, K: int, num_sms: int) -> int:
         """CTAs: as many as run at once, and none without work (another would wait for it for ever)."""
-        units = -(-N // self.rows) * -(-M // self.tokens) * (K // self.k_block)
-        return min(units, num_sms * self.ctas_per_sm)
+        return min(self.units(M, N, K), num_sms * self.ctas_per_sm)
+
+    def splits_sums(self, M: int, N: int, K: int, num_sms: int) -> bool:
+        """Whether the CTAs that share a tile also share the work of adding up and finishing it."""
+        tiles = -(-N // self.rows) * -(-M // self.tokens)
+        return N * K > _SMALL_WEIGHT and self.tokens >= 48 and self.grid(M, N, K, num_sms) >= 4 * tiles
 
     def workspace_words(self, num_sms: int) -> int:
-        return num_sms * self.ctas_per_sm * self.rows * self.tokens
+        return 2 * num_sms * self.ctas_per_sm * self.rows * self.tokens
 
 
 def choose_tile(M: int, N: int, K: int) -> Tile:
@@ -176,7 +183,11 @@ class Adapter:
 
 
 class NVFP4Decode:
-    """The kernels of one device, compiled when first used, and their workspace: one object for one stream."""
+    """The kernels of one device, compiled when first used, and their workspace: one object for one stream.
+
+    No two streams may run them at once on one device: their CTAs wait for one another (`Tile.splits_sums`)
+    and must all find a place.
+    """
 
     def __init__(self, device: torch.device, cache_folder: Path):
         self._device, self._cache_folder = device, cache_folder
@@ -235,9 +246,11 @@ class NVFP4Decode:
         pointers = (factors_N, bias_N, adapter and adapter.h, adapter and adapter.b, residual_MN, y)
         addresses = (0 if t is None else t.data_ptr() for t in pointers)
         epilogue = struct.pack("6Q4i", *addresses, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
-        kernel, tensor_map = self._kernel(tile, rank, swiglu)
+        grid, split = tile.grid(m, n, k, self._num_sms), int(tile.splits_sums(m, n, k, self._num_sms))
+        assert tile.units(m, n, k) * grid < 2**32  # the kernel divides 32-bit numbers
+        kernel, tensor_map = self._kernel(tile, rank, swiglu, split)
         kernel.launch(
-            grid=tile.grid(m, n, k, self._num_sms),
+            grid=grid,
             block_threads=32 * (4 * tile.warpgroups + 1),
             parameters=(
                 tiles,
@@ -250,7 +263,7 @@ class NVFP4Decode:
             ),
         )
 
-    def _compile(self, tile: Tile, rank: int, swiglu: int):
+    def _compile(self, tile: Tile, rank: int, swiglu: int, split: int):
         from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
 
         defines = {
@@ -262,6 +275,7 @@ class NVFP4Decode:
             "GROUP": 4 if tile.k_block % 128 == 0 else 2,
             "RANK": rank,
             "SWIGLU": swiglu,
+            "SPLIT": split,
         }
         module = cuda_module.CudaModule(source(tile.tokens), defines, self._device, self._cache_folder)
         return module.kernel("nvfp4_decode", tile.shared_bytes), cuda_module.tensor_map
@@ -269,8 +283,9 @@ class NVFP4Decode:
 
 def source(tokens: int) -> str:
     """The kernel's CUDA C++ with the product instruction of this width put in."""
-    text = resources.files("qerl.kernels").joinpath("nvfp4_decode.cu").read_text()
-    return text.replace("// WGMMA\n", _product(tokens))
+    folder = resources.files("qerl.kernels")
+    parts = [folder.joinpath(f"{name}.cu").read_text() for name in ("nvfp4_instructions", "nvfp4_decode")]
+    return "".join(parts).replace("// WGMMA\n", _product(tokens))
 
 
 def _product(tokens: int) -> str:

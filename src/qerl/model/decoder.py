@@ -16,11 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qerl.kernels.nvfp4_unpack import Rows
 from qerl.kernels.product import product
+from qerl.kernels.rotate import rotate
+from qerl.kernels.swiglu import swiglu
 from qerl.model.architecture import Architecture
 from qerl.model.linear import QuantLinear
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
-from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude, rotate
+from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
+from qerl.model.tiled import project, project_onto, room, tile_linears
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -54,13 +58,20 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(
-        self, x_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
+        self, h_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
     ) -> Tensor:
-        shape = (len(x_TD), -1, self.head_size)
-        q_TNH = rotate(self.q_norm(self.q_proj(x_TD).view(shape)), *angles)
-        k_TKH = rotate(self.k_norm(self.k_proj(x_TD).view(shape)), *angles)
-        o_TNH = attend(layer_index, q_TNH, k_TKH, self.v_proj(x_TD).view(shape))
-        return self.o_proj(o_TNH.flatten(1))
+        """h and the layer's attention over x; where no gradient is wanted it may take h's place."""
+        q_TNH, k_TKH, v_TKH = (
+            y_TN.unflatten(1, (-1, self.head_size))
+            for y_TN in project(x_TD, self.qkv_projs, gaps_are_free=True)
+        )
+        q_TNH, k_TKH = rotate(self.q_norm(q_TNH), *angles), rotate(self.k_norm(k_TKH), *angles)
+        o_TNH = attend(layer_index, q_TNH, k_TKH, v_TKH)
+        return project_onto(h_TD, o_TNH.flatten(1), self.o_proj)
+
+    @property
+    def qkv_projs(self) -> tuple[QuantLinear, QuantLinear, QuantLinear]:
+        return self.q_proj, self.k_proj, self.v_proj
 
 
 class MLP(nn.Module):
@@ -74,8 +85,15 @@ class MLP(nn.Module):
         self.up_proj = linear(arch.width, arch.ff_width)
         self.down_proj = linear(arch.ff_width, arch.width)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+    def forward(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """h and what the layer makes of x; where no gradient is wanted it may take h's place."""
+        gate_TF, up_TF = project(x_TD, self.gate_up_projs, gaps_are_free=True)
+        act_TF = swiglu(gate_TF, up_TF, room=room((self.down_proj,)))
+        return project_onto(h_TD, act_TF, self.down_proj, gaps_are_free=True)
+
+    @property
+    def gate_up_projs(self) -> tuple[QuantLinear, QuantLinear]:
+        return self.gate_proj, self.up_proj
 
 
 class Layer(nn.Module):
@@ -89,8 +107,17 @@ class Layer(nn.Module):
     def forward(
         self, h_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
     ) -> Tensor:
-        h_TD = h_TD + self.self_attn(self.input_layernorm(h_TD), angles, layer_index, attend)
-        return h_TD + self.mlp(self.post_attention_layernorm(h_TD))
+        x_TD = self.input_layernorm(h_TD, room=room(self.self_attn.qkv_projs))
+        h_TD = self.self_attn(h_TD, x_TD, angles, layer_index, attend)
+        x_TD = self.post_attention_layernorm(h_TD, room=room(self.mlp.gate_up_projs))
+        return self.mlp(h_TD, x_TD)
+
+    def tile(self) -> None:
+        """Put the weights into tiles, those that fit (tiled.py)."""
+        tile_linears(self.self_attn.qkv_projs, Rows.ALL)
+        tile_linears((self.self_attn.o_proj,), Rows.ALL)
+        tile_linears(self.mlp.gate_up_projs, Rows.GATE_UP)
+        tile_linears((self.mlp.down_proj,), Rows.ALL)
 
 
 class Decoder(nn.Module):
@@ -134,9 +161,14 @@ class Decoder(nn.Module):
         for _, linear in self.linears():
             linear.make_resident()
 
+    def tile(self) -> None:
+        """Put NVFP4 weights into the decode kernel's tiles (tiled.py) and free their plain form."""
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.tile()
+
     @property
     def num_bytes(self) -> int:
         """Of all frozen weights as they are held, the adapter not counted."""
-        biases = {id(linear.bias) for _, linear in self.linears()}
-        own = sum(b.nbytes for b in self.buffers() if id(b) not in biases)
-        return own + sum(linear.num_bytes for _, linear in self.linears())
+        held = [*self.buffers(), *(t for _, linear in self.linears() for t in linear.tensors)]
+        return sum({id(t): t.nbytes for t in held}.values())

@@ -22,6 +22,11 @@ def resolved(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, device=device, compute=compute, operand=operand)
 
 
+def has_tile_kernels(device: torch.device) -> bool:
+    """Whether the decode kernels for tiled NVFP4 weights run there: Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def multiplies_bf16(device: str) -> bool:
     """Whether bf16 products run in hardware; without it torch emulates them, slower than fp32."""
     if device == "cuda":

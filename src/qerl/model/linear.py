@@ -31,13 +31,14 @@ class QuantLinear(nn.Module):
         self.a_work: Tensor | None = None
         self.b_work: Tensor | None = None
         self._operand: Tensor | None = None
-        self._alpha: float | Tensor = 1.0
+        self.alpha: float | Tensor = 1.0
+        """What the operand leaves out."""
 
     def load_weight(self, packed: PackedWeight) -> None:
         """Take the weight; a resident operand of an earlier one is dropped."""
         assert packed.shape == (self.out_width, self.in_width), (packed.shape, self)
         self.weight, self._operand = packed, None
-        self._alpha = packed.alpha.item() if packed.alpha.dim() == 0 else packed.alpha
+        self.alpha = packed.alpha.item() if packed.alpha.dim() == 0 else packed.alpha
 
     def make_resident(self) -> None:
         """Keep the unpacked operand beside the weight: the same numbers, unpacked once."""
@@ -47,6 +48,15 @@ class QuantLinear(nn.Module):
         """What is multiplied, [N, K] in the compute dtype, without the factor alpha."""
         assert self.weight is not None, "no weight was loaded"
         return self.weight.operand(self.compute) if self._operand is None else self._operand
+
+    @property
+    def is_resident(self) -> bool:
+        return self._operand is not None
+
+    @property
+    def rank(self) -> int:
+        """Of the adapter as it is multiplied: 0 without one, and while it is switched off."""
+        return 0 if self.a_work is None or not self.adapter_enabled else len(self.a_work)
 
     def add_adapter(self, a_RK: Tensor, b_NR: Tensor, scaling: float) -> None:
         """New masters and working copies with these values."""
@@ -62,19 +72,23 @@ class QuantLinear(nn.Module):
             self.b_work.copy_(self.lora_B.detach())
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The packed weight, the resident operand and the bias; not the adapter. One may be another's too."""
+        packed = [] if self.weight is None else self.weight.tensors().values()
+        return [t for t in (*packed, self._operand, self.bias) if t is not None]
+
+    @property
     def num_bytes(self) -> int:
-        """Of the packed weight, the resident operand and the bias; the adapter is not counted."""
-        packed = [] if self.weight is None else list(self.weight.tensors().values())
-        held = {id(t): t.nbytes for t in (*packed, self._operand, self.bias) if t is not None}
-        return sum(held.values())  # BF16's operand is its weight: counted once
+        """Of its tensors, each counted once: BF16's operand is its weight."""
+        return sum({id(t): t.nbytes for t in self.tensors}.values())
 
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.a_work is None or self.b_work is None or not self.adapter_enabled:
-            return linear(x_TK, self.operand, self._alpha, self.bias)
+            return linear(x_TK, self.operand, self.alpha, self.bias)
         return lora_linear(
             x_TK,
             self.operand,
-            self._alpha,
+            self.alpha,
             self.lora_A,
             self.lora_B,
             self.a_work,

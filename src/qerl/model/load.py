@@ -3,7 +3,8 @@
     peak memory = the quantized model + one tensor of the checkpoint      tests/model/test_load.py
 
 Names, shapes and the config are checked against each other before the first tensor is read. Tensors are asked
-for by name, so the order in which the files hold them does not matter.
+for by name, so the order in which the files hold them does not matter. Where the decode kernels run, weights
+that multiply the same input go into tiles (tiled.py) as soon as all of them are there.
 """
 
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ import torch
 
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
+from qerl.kernels.nvfp4_unpack import Rows
 from qerl.model.decoder import Decoder
+from qerl.model.device import has_tile_kernels
 from qerl.model.names import HEAD, architecture_of, check_tensors, linear_groups, read_float
 from qerl.model.quantized import Layout, encoded, packed_layout, packed_shapes, read_packed
 from qerl.model.source import Checkpoint, locate
+from qerl.model.tiled import tile_linears
 
 
 def load_decoder(
@@ -30,10 +34,14 @@ def load_decoder(
     shapes = packed_shapes(checkpoint, architecture, layout)
     check_tensors(checkpoint, shapes)
     decoder = Decoder(architecture, compute=compute, device=device)
+    tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
     linears = {f"model.{name}": linear for name, linear in decoder.linears()}
     for group in linear_groups(architecture):
         for name, weight in _weights(checkpoint, layout, group, format, device):
             linears[name].load_weight(weight)
+        if tiled:
+            together = [linears[name] for name in group]
+            tile_linears(together, Rows.GATE_UP if group[0].endswith("gate_proj") else Rows.ALL)
     for name, buffer in decoder.named_buffers():
         hf_name = name if name == HEAD else f"model.{name}"
         if hf_name in shapes:

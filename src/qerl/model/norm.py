@@ -10,6 +10,8 @@ only x gets a gradient.
 import torch
 from torch import Tensor, nn
 
+from qerl.kernels.rms_norm import rms_norm
+
 
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, device: torch.device | str = "cpu"):
@@ -19,7 +21,7 @@ class RMSNorm(nn.Module):
         self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Norm.apply(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, None, self.eps)
 
 
 class NoisedRMSNorm(nn.Module):
@@ -31,21 +33,6 @@ class NoisedRMSNorm(nn.Module):
         self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
         self.register_buffer("noise", torch.zeros(width, dtype=torch.float32, device=device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Norm.apply(x, self.weight + self.noise, self.eps)
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        wide = x.float()
-        inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
-        x, weight, inverse = ctx.saved_tensors
-        scaled, x_hat = dy * weight, x * inverse
-        along = (scaled * x_hat).mean(-1, keepdim=True)
-        return scaled.sub_(x_hat.mul_(along)).mul_(inverse).to(x.dtype), None, None
+    def forward(self, x_TD: Tensor, *, room: int = 0) -> Tensor:
+        """With room for so many columns behind each row, where the kernel can leave it."""
+        return rms_norm(x_TD, self.weight, self.noise, self.eps, room=room)

@@ -8,8 +8,8 @@
     llama3    f_j / factor for long wavelengths, f_j for short ones, a mean of both between; m = 1
     yarn      the same, between two limits of turns within the original sequence; m = 0.1 ln(factor) + 1
 
-Angles, cosines and the turning are fp32. Sources: Su et al. 2021 (default), Chen et al. 2023 (linear), the
-Llama 3.1 release (llama3), Peng et al. 2023 (yarn).
+Angles and cosines are fp32; kernels/rotate.py turns. Sources: Su et al. 2021 (default), Chen et al. 2023
+(linear), the Llama 3.1 release (llama3), Peng et al. 2023 (yarn).
 """
 
 import math
@@ -66,29 +66,7 @@ def magnitude(rope: Rope) -> float:
 
 
 def cosine_sine(positions_T: Tensor, frequencies: Tensor, size: float) -> tuple[Tensor, Tensor]:
-    """(cosine, sine) for `rotate`, fp32 [T, 1, H]; the sine is negative in the first half."""
+    """(cosine, sine) for kernels/rotate.py, fp32 [T, 1, H]; the sine is negative in the first half."""
     angle = positions_T[:, None].float() * frequencies
     cosine, sine = angle.cos() * size, angle.sin() * size
     return torch.cat((cosine, cosine), -1)[:, None], torch.cat((-sine, sine), -1)[:, None]
-
-
-def rotate(x_TNH: Tensor, cosine_T1H: Tensor, sine_T1H: Tensor) -> Tensor:
-    """Every head turned by its row's angles, in x's dtype; differentiable in x."""
-    return _Rotate.apply(x_TNH, cosine_T1H, sine_T1H)
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TNH, cosine_T1H, sine_T1H):
-        ctx.save_for_backward(cosine_T1H, sine_T1H)
-        return _turned(x_TNH, cosine_T1H, sine_T1H)
-
-    @staticmethod
-    def backward(ctx, dy_TNH):  # type: ignore[override]
-        cosine_T1H, sine_T1H = ctx.saved_tensors
-        return _turned(dy_TNH, cosine_T1H, -sine_T1H), None, None
-
-
-def _turned(x_TNH: Tensor, cosine_T1H: Tensor, sine_T1H: Tensor) -> Tensor:
-    swapped = x_TNH.roll(x_TNH.shape[-1] // 2, -1)
-    return (x_TNH * cosine_T1H).addcmul_(swapped, sine_T1H).to(x_TNH.dtype)

@@ -1,0 +1,125 @@
+"""Rows made into the tables of the README: the latest row of each case counts.
+
+tests/house/test_readme.py holds the README to exactly this.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Row = dict[str, Any]
+
+_KEY = ("bench", "gpu", "shape", "provider", "lora_rank", "kv", "head", "group_size", "noise_sigma", "batch")
+_KEY += ("prompt_tokens", "max_tokens")
+_FAMILIES = {"8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper"}
+_NEWER = {"10": "Blackwell", "12": "Blackwell"}
+_ALL_FAMILIES = ("Hopper", "Ampere", "Ada", "Blackwell")
+_LINE_LETTERS = 118
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """Everything there is to show, and which GPUs it says nothing about."""
+    kept = latest(rows)
+    places = sorted(
+        {(r["gpu"], r["shape"], r.get("prompt_tokens"), r.get("max_tokens")) for r in kept}, key=str
+    )
+    parts = [coverage(kept)]
+    for bench, table in (("decode", decode_table), ("linear", linear_table)):
+        for place in places:
+            of_place = [r for r in kept if r["bench"] == bench and _place(r) == place]
+            if of_place:
+                parts.append(table(of_place))
+    return "\n\n".join(parts)
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """One row of each case, in the order in which the cases first came."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        found[tuple(row.get(name) for name in _KEY)] = row
+    return list(found.values())
+
+
+def coverage(rows: Iterable[Row]) -> str:
+    """Hopper: measured (NVIDIA H200). Ampere, Ada, Blackwell: not measured."""
+    names: dict[str, set[str]] = {}
+    for row in rows:
+        names.setdefault(family(row["capability"]), set()).add(row["gpu"])
+    shown = [f"{name}: measured ({', '.join(sorted(gpus))})" for name, gpus in sorted(names.items())]
+    missing = [name for name in _ALL_FAMILIES if name not in names]
+    if missing:
+        shown.append(f"{', '.join(missing)}: not measured")
+    shown.append("The kernels written for Hopper run there alone; other GPUs take the same code's torch path")
+    return _filled(". ".join(shown) + ".")
+
+
+def family(capability: str) -> str:
+    return _FAMILIES.get(capability) or _NEWER.get(capability.partition(".")[0]) or f"sm {capability}"
+
+
+def decode_table(rows: list[Row]) -> str:
+    """Of one GPU and shape: a line for each provider and setting, a column for each batch."""
+    first = rows[0]
+    title = (
+        f"**Rollouts, {first['shape']} shape, {first['gpu']}**: tokens/s by batch, wall clock with prefill,"
+        f" prompts of {first['prompt_tokens']} and samples of {first['max_tokens']} tokens, random weights;"
+        " in brackets the share of what memory and matrix units allow."
+    )
+
+    def cell(row: Row) -> str:
+        return f"{row['tok_per_s']:,.0f}{_share(row)}"
+
+    names = ("weights", "LoRA rank", "KV", "head", "noise", "samples a prompt")
+    keys = ("provider", "lora_rank", "kv", "head", "noise_sigma", "group_size")
+    return _table(title, rows, dict(zip(keys, names, strict=True)), cell)
+
+
+def linear_table(rows: list[Row]) -> str:
+    first = rows[0]
+    title = (
+        f"**Linears, {first['shape']} shape, {first['gpu']}**: the four products of every layer, ms by batch;"
+        " in brackets the share of what memory and matrix units allow."
+    )
+
+    def cell(row: Row) -> str:
+        return f"{row['ms']:.2f}{_share(row)}"
+
+    return _table(title, rows, {"provider": "provider", "lora_rank": "LoRA rank"}, cell)
+
+
+def _table(title: str, rows: list[Row], columns: dict[str, str], cell: Callable[[Row], str]) -> str:
+    """A column whose value is the same in every row is left out, the first ones not."""
+    shown = {k: v for i, (k, v) in enumerate(columns.items()) if i < 2 or len({r[k] for r in rows}) > 1}
+    batches = sorted({row["batch"] for row in rows})
+    lines: dict[tuple[Any, ...], dict[int, str]] = {}
+    for row in rows:
+        lines.setdefault(tuple(row[key] for key in columns), {})[row["batch"]] = cell(row)
+    places = [list(columns).index(key) for key in shown]
+    body = [
+        [*(str(key[place]) for place in places), *(cells.get(batch, "") for batch in batches)]
+        for key, cells in lines.items()
+    ]
+    table = [[*shown.values(), *map(str, batches)], ["---"] * (len(shown) + len(batches)), *body]
+    return "\n".join([_filled(title), "", *(f"| {' | '.join(line)} |" for line in table), "", _sources(rows)])
+
+
+def _share(row: Row) -> str:
+    return "" if row["floor_fraction"] is None else f" ({row['floor_fraction']:.0%})"
+
+
+def _sources(rows: list[Row]) -> str:
+    """Measured at commit 782c2b4 (2026-11-21), torch 2.11.0+cu130, triton 3.6.0, driver 580.159.04."""
+    each = {(r["commit"][:7], r["date"], r["torch"], r["triton"], r["driver"]) for r in rows}
+    shown = [
+        f"commit {commit} ({date}), torch {torch}, triton {triton}, driver {driver}"
+        for commit, date, torch, triton, driver in sorted(each, key=lambda one: (one[1], one))
+    ]
+    return _filled(f"Measured at {'; '.join(shown)}.")
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _LINE_LETTERS, break_long_words=False, break_on_hyphens=False)
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["gpu"], row["shape"], row.get("prompt_tokens"), row.get("max_tokens")

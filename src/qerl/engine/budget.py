@@ -1,0 +1,41 @@
+"""How much memory the KV cache may take.
+
+    on a GPU     60 % of (free - working)     free: what this process may still allocate
+    on a CPU     1e9 bytes
+
+working is what a prefill needs beside the model: its activations, an unpacked weight and some logits. The
+other 40 % is what learning starts with: the cache stays where it is between two calls.
+"""
+
+import torch
+
+from qerl.config import EngineConfig
+from qerl.model.decoder import Decoder
+
+_CPU_BYTES, _SHARE = 1e9, 0.6
+
+
+def kv_bytes(config: EngineConfig, decoder: Decoder) -> float:
+    """Beside what is allocated now, if the config does not say."""
+    if config.kv_gb is not None:
+        return config.kv_gb * 1e9
+    if decoder.device.type == "cpu":
+        return _CPU_BYTES
+    return max(_SHARE * (free_bytes(decoder.device) - working_bytes(config, decoder)), 0.0)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Of the device, what torch holds without using it included; a limit set for this process counts."""
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    index = torch.cuda.current_device() if device.index is None else device.index
+    limit = torch.cuda.get_per_process_memory_fraction(index) * total
+    return min(free + unused, limit - allocated)
+
+
+def working_bytes(config: EngineConfig, decoder: Decoder) -> float:
+    """Of a prefill, roughly: a layer's 16-bit activations, its largest unpacked weight, 64 rows of logits."""
+    a = decoder.architecture
+    row = 2 * (4 * a.ff_width + 8 * a.width + 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_size)
+    return config.prefill_tokens * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size

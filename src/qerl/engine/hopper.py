@@ -1,0 +1,125 @@
+"""The decode step on a Hopper GPU: nine launches a layer, each linear with its adapter in one.
+
+    h = embed(token)
+    x, u = norm(h), scaling * x @ A^T       q|k|v = x W^T + u B^T + bias        o = attention(rope(q|k|v))
+    u = scaling * o @ A^T                   h += o W^T + u B^T
+    x, u = norm(h), ...                     y = silu(gate) * up of x W^T + u B^T
+    u = scaling * y @ A^T                   h += y W^T + u B^T                  L times
+    hidden = norm(h)
+
+The modules' own weights, norms and noise are read: no copy of them is kept. The adapter's working copies are
+stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshed in place by `publish`.
+"""
+
+import torch
+from torch import Tensor
+
+from qerl.engine.cache import Cache
+from qerl.engine.product import Group, PackedProducts, PlainProducts, Products
+from qerl.kernels.cuda_module import cache_folder
+from qerl.kernels.decode_attention import DecodeAttention, Norms
+from qerl.kernels.decode_attention import supports as supports_attention
+from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.shrink import Shrink
+from qerl.model.decoder import Decoder, Layer
+from qerl.model.norm import NoisedRMSNorm, RMSNorm
+from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
+
+MAX_ROWS = 256
+
+
+class HopperForward:
+    def __init__(self, decoder: Decoder, cache: Cache, max_rows: int, max_pages: int):
+        a, device, folder = decoder.architecture, decoder.device, cache_folder()
+        self._decoder, self._cache = decoder, cache
+        self._shrink = Shrink(device, folder)
+        packed = PackedProducts(device, folder)
+        self._layers = [_LayerGroups(layer, packed) for layer in decoder.layers if isinstance(layer, Layer)]
+        positions_T = torch.arange(max_pages * cache.page_tokens, device=device)
+        self._angles = _angles(decoder, positions_T)
+        self._attention = DecodeAttention(
+            num_heads=a.num_heads,
+            num_kv_heads=a.num_kv_heads,
+            head_size=a.head_size,
+            page_tokens=cache.page_tokens,
+            kv_dtype=cache.k.dtype,
+            max_rows=max_rows,
+            max_pages=max_pages,
+            device=device,
+            cache_folder=folder,
+        )
+
+    @staticmethod
+    def supports(decoder: Decoder, page_tokens: int) -> bool:
+        """On a Hopper GPU, in bf16, with widths, heads and ranks that the kernels take."""
+        a, device = decoder.architecture, decoder.device
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+            return False
+        ranks = {linear.rank for _, linear in decoder.linears()}
+        widths = (a.width, a.ff_width, a.num_heads * a.head_size, a.num_kv_heads * a.head_size)
+        return (
+            decoder.compute == torch.bfloat16
+            and not a.mlp_bias
+            and supports_attention(a.num_heads, a.num_kv_heads, a.head_size, page_tokens)
+            and all(width % 64 == 0 for width in widths)
+            and all(rank % 16 == 0 and rank <= 128 for rank in ranks)
+        )
+
+    def publish(self) -> None:
+        for layer in self._layers:
+            for group in layer.groups:
+                group.publish()
+
+    def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
+        decoder, h_BD = self._decoder, None
+        h_BD = self._shrink.embed(state.tokens_B[:num_rows], decoder.embed_tokens.weight)
+        for index, layer in enumerate(self._layers):
+            h_BD = self._layer(index, layer, h_BD, state)
+        return self._shrink.norm(h_BD, decoder.norm.weight, None, decoder.norm.eps)
+
+    def _layer(self, index: int, layer: "_LayerGroups", h_BD: Tensor, state: DecodeState) -> Tensor:
+        module = layer.module
+        x_BD, u = self._normed(h_BD, module.input_layernorm, layer.qkv)
+        qkv_BX = layer.products.linear(x_BD, layer.qkv, u, None)
+        o_BX = self._attention.attend(
+            qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms
+        )
+        h_BD = layer.products.linear(o_BX, layer.o, self._shrunk(o_BX, layer.o), h_BD)
+        x_BD, u = self._normed(h_BD, module.post_attention_layernorm, layer.gate_up)
+        y_BF = layer.products.swiglu(x_BD, layer.gate_up, u)
+        return layer.products.linear(y_BF, layer.down, self._shrunk(y_BF, layer.down), h_BD)
+
+    def _normed(self, h_BD: Tensor, norm: NoisedRMSNorm, group: Group) -> tuple[Tensor, Tensor | None]:
+        if group.a is None:
+            return self._shrink.norm(h_BD, norm.weight, norm.noise, norm.eps), None
+        return self._shrink.norm_shrink(h_BD, norm.weight, norm.noise, norm.eps, group.a, group.scaling)
+
+    def _shrunk(self, x_BK: Tensor, group: Group) -> Tensor | None:
+        return None if group.a is None else self._shrink.shrink(x_BK, group.a, group.scaling)
+
+
+class _LayerGroups:
+    """A layer's linears as they are launched."""
+
+    def __init__(self, layer: Layer, packed: PackedProducts):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.module = layer
+        self.qkv, self.o = Group(attention.qkv_projs), Group((attention.o_proj,))
+        self.gate_up, self.down = Group(mlp.gate_up_projs), Group((mlp.down_proj,))
+        self.groups = (self.qkv, self.o, self.gate_up, self.down)
+        is_packed = all(group.tiles is not None for group in self.groups)
+        self.products: Products = packed if is_packed else PlainProducts()
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        self.head_norms: Norms | None = None
+        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+            self.head_norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+
+
+def _angles(decoder: Decoder, positions_T: Tensor) -> Tensor:
+    """fp32 [positions, H]: the cosines of all frequencies, then their sines."""
+    a = decoder.architecture
+    half = a.head_size // 2
+    cosine_T1H, sine_T1H = cosine_sine(
+        positions_T, inverse_frequencies(a.rope, a.head_size).to(decoder.device), magnitude(a.rope)
+    )
+    return torch.cat((cosine_T1H[:, 0, :half], sine_T1H[:, 0, half:]), dim=-1).contiguous()

@@ -1,0 +1,131 @@
+"""The products of a decode step: linears that read the same x, in one call, with their adapters.
+
+linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T comes ready
+swiglu   y = silu(gate) * up                         gate|up
+
+PackedProducts   kernels/nvfp4_decode.py over the model's tiles
+PlainProducts    torch, linear by linear, over whatever format the linears are in
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qerl.kernels.lora_linear import linear
+from qerl.kernels.nvfp4_decode import Adapter, NVFP4Decode, swiglu_order
+from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.swiglu import swiglu
+from qerl.model.joined import joined
+from qerl.model.linear import QuantLinear
+from qerl.model.tiled import tiles_of
+
+
+class Group:
+    """Linears of one layer that read the same x, with their adapters stacked: a [G R, K] and b [N, R] in the
+    order of the packed rows, or, where the linears are not packed, b [N, G R] with zeros between them."""
+
+    def __init__(self, linears: Sequence[QuantLinear]):
+        self.linears, self.tiles = tuple(linears), tiles_of(linears)
+        self.rank = max(linear.rank for linear in linears)
+        self.scaling = max(linear.scaling for linear in linears)
+        self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
+        self.bias_N = _joined_bias(linears)
+        self.joined_NK = joined(linears) if self.tiles is None else None
+        self._device = next(t for linear in linears for t in linear.tensors).device
+        self.a, self.b = self._stacked() if self.rank else (None, None)
+
+    def publish(self) -> None:
+        """In place: recorded graphs point to the stacked copies."""
+        if self.a is not None and self.b is not None:
+            a, b = self._stacked()
+            self.a.copy_(a)
+            self.b.copy_(b)
+
+    def adapter(self, u_BR: Tensor | None) -> Adapter | None:
+        if u_BR is None or self.b is None:
+            return None
+        return Adapter(u_BR, self.b, () if self._is_interleaved else tuple(self.ends[:-1]))
+
+    @property
+    def _is_interleaved(self) -> bool:
+        return self.tiles is not None and self.tiles.rows is Rows.GATE_UP
+
+    def _stacked(self) -> tuple[Tensor, Tensor]:
+        a_parts, b_parts = zip(*(self._working(linear) for linear in self.linears), strict=True)
+        if self.tiles is None:
+            return torch.cat(a_parts), torch.block_diag(*b_parts)
+        b_NR = torch.cat(b_parts)
+        if self._is_interleaved:
+            b_NR = b_NR[swiglu_order(len(b_parts[0]), b_NR.device)]
+        return torch.cat(a_parts), b_NR
+
+    def _working(self, linear: QuantLinear) -> tuple[Tensor, Tensor]:
+        """Zeros for a linear that has no adapter."""
+        if linear.a_work is not None and linear.b_work is not None:
+            return linear.a_work, linear.b_work
+        zeros = torch.zeros(self.rank, linear.in_width, dtype=linear.compute, device=self._device)
+        return zeros, zeros.new_zeros(linear.out_width, self.rank)
+
+
+def _joined_bias(linears: Sequence[QuantLinear]) -> Tensor | None:
+    """fp32 [N]; a group has biases or it has none."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears))
+    return torch.cat(biases).float() if biases else None
+
+
+class Products(Protocol):
+    def linear(
+        self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None
+    ) -> Tensor: ...
+
+    def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor: ...
+
+
+class PackedProducts:
+    def __init__(self, device: torch.device, cache_folder: Path):
+        self._kernel = NVFP4Decode(device, cache_folder)
+
+    def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
+        assert group.tiles is not None
+        return self._kernel.linear(
+            x_BK,
+            group.tiles.tiles,
+            group.tiles.factors_N,
+            adapter=group.adapter(u_BR),
+            bias_N=group.bias_N,
+            residual_MN=residual_BN,
+        )
+
+    def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
+        assert group.tiles is not None and group.bias_N is None
+        return self._kernel.swiglu(
+            x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=group.adapter(u_BR)
+        )
+
+
+class PlainProducts:
+    def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
+        y_BN = self._product(x_BK, group, residual_BN)
+        if u_BR is not None and group.b is not None:
+            y_BN = torch.addmm(y_BN, u_BR, group.b.T)
+        return y_BN
+
+    def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
+        gate_BF, up_BF = self.linear(x_BK, group, u_BR, None).chunk(2, dim=-1)
+        return swiglu(gate_BF, up_BF)
+
+    def _product(self, x_BK: Tensor, group: Group, residual_BN: Tensor | None) -> Tensor:
+        if group.joined_NK is not None:
+            bias = None if group.bias_N is None else group.bias_N.to(x_BK.dtype)
+            if residual_BN is not None and bias is None:
+                return torch.addmm(residual_BN, x_BK, group.joined_NK.T)
+            y_BN = F.linear(x_BK, group.joined_NK, bias)
+        else:
+            parts = (linear(x_BK, each.operand, each.alpha, each.bias) for each in group.linears)
+            y_BN = torch.cat(list(parts), dim=-1)
+        return y_BN if residual_BN is None else y_BN + residual_BN

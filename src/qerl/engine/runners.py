@@ -1,0 +1,93 @@
+"""Which forward and which draw a call's steps are made of, and the runners that earlier calls left.
+
+    forward   HopperForward where its kernels run and the decoder is what they expect, else PlainForward
+    draw      FusedDraw with it, where tokens are drawn by temperature alone, else PlainDraw
+
+A runner keeps its recorded graphs, so it is kept for as long as the cache that they point into.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from qerl.config import EngineConfig
+from qerl.engine.cache import Cache
+from qerl.engine.draw import Draw, FusedDraw, HeadDraw, PlainDraw
+from qerl.engine.forward import Forward, PlainForward
+from qerl.engine.hopper import MAX_ROWS, HopperForward
+from qerl.engine.runner import Runner, bucket_of
+from qerl.kernels.head_sample import BF16Head, head_sampler
+from qerl.model.decoder import Decoder
+from qerl.types import Sampling
+
+_GPU_STEPS = 16
+_PAGES_AT_ONCE = 16  # a table is made a little wider than asked, for the call after
+
+
+class Runners:
+    def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
+        self._decoder, self._config = decoder, config
+        self._is_fast = HopperForward.supports(decoder, config.page_tokens)
+        self.max_rows = min(config.max_running, MAX_ROWS) if self._is_fast else config.max_running
+        self._rows = bucket_of(self.max_rows, self.max_rows)
+        self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(decoder.device)
+        self._head: HeadDraw | None = None
+        self._forward: Forward | None = None
+        self._max_pages = 0
+        self._runners: dict[Sampling, Runner] = {}
+        self._pool: Any = None
+
+    def of(self, cache: Cache, sampling: Sampling, max_pages: int) -> Runner:
+        """For sequences of up to so many pages of this cache."""
+        if max_pages > self._max_pages:
+            self.clear()
+            self._max_pages = -(-max_pages // _PAGES_AT_ONCE) * _PAGES_AT_ONCE
+        if self._forward is None:
+            make = HopperForward if self._is_fast else PlainForward
+            self._forward = make(self._decoder, cache, self._rows, self._max_pages)
+        key = dataclasses.replace(sampling, max_tokens=1, stop=())  # these the runner does not see
+        if key not in self._runners:
+            self._runners[key] = self._made(key, self._forward)
+        runner = self._runners[key]
+        runner.forget()
+        return runner
+
+    def clear(self) -> None:
+        self._runners.clear()
+        self._forward = None
+        # freed with its last graph
+        self._pool = torch.cuda.graph_pool_handle() if self._decoder.device.type == "cuda" else None
+
+    def publish(self) -> None:
+        if self._forward is not None:
+            self._forward.publish()
+
+    @property
+    def _has_head_kernel(self) -> bool:
+        decoder, (vocab_size, width) = self._decoder, self._decoder.lm_head.weight.shape
+        fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
+        return fits and decoder.device.type == "cuda"
+
+    def _made(self, sampling: Sampling, forward: Forward) -> Runner:
+        config, device = self._config, self._decoder.device
+        return Runner(
+            forward,
+            self._draw(sampling),
+            max_rows=self.max_rows,
+            max_pages=self._max_pages,
+            page_tokens=config.page_tokens,
+            max_steps=config.burst_steps or (1 if device.type == "cpu" else _GPU_STEPS),
+            fixed_rows=config.fixed_rows,
+            device=device,
+            pool=self._pool,
+        )
+
+    def _draw(self, sampling: Sampling) -> Draw:
+        truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
+        if truncates or not self._has_head_kernel:
+            return PlainDraw(self._decoder, sampling, self._stop_tokens)
+        if self._head is None:
+            head = BF16Head(self._decoder.lm_head.weight)
+            self._head = head_sampler(head, self._rows, self._decoder.device)
+        return FusedDraw(self._head, sampling.temperature, self._stop_tokens)

@@ -1,0 +1,281 @@
+"""o = softmax(q k^T / sqrt(H)) v of one token a row over paged keys and values, one launch a layer.
+
+    q, k, v = split of qkv_BX, q and k turned by the angles of the row's position (normed before, if norms)
+    k, v written to the cache at the position; o_BNH over the positions 0 to the row's own, as they are stored
+
+Layout of a layer's cache, slot = page * page_tokens + place in it:
+
+    k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
+    scales    fp32 [num_pages, page_tokens, K]: a token's head is codes * scale, scale = absmax / 448
+
+Each CHUNK of positions is one unit of work, whatever B is; a row of several chunks has their results (largest
+score, sum, o, in fp32) added in the order of the chunks by whoever of its CTAs comes last. So a row's bits
+depend on that row alone. Chunks that lie wholly in a shared prompt are read once, by the leader's units, for
+all rows with that leader: the same products in the same order, so the same bits as alone.
+
+A row in use has positions_B[b] >= shared_B[b]. Rows whose position is -1 get zeros. Letters besides types.py:
+B rows, X pages of a table or columns of qkv.
+"""
+
+import dataclasses
+import struct
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.decode_state import DecodeState
+
+CASES = (  # N, K, H
+    (28, 4, 128),
+    (14, 2, 64),
+    (3, 3, 128),
+    (10, 2, 128),
+    (6, 2, 64),
+    (8, 1, 128),
+    (32, 2, 128),
+    (16, 1, 64),
+)
+CHUNK = 128  # positions
+Norms = tuple[Tensor, Tensor, float]  # q_norm_H, k_norm_H in fp32, eps
+
+_E4M3_LARGEST = 448.0
+_THREADS = 128
+_MULTIPROCESSOR_BYTES, _CTA_BYTES = (
+    228 * 1024,
+    1024,
+)  # shared memory of one, and what each CTA costs besides its own
+_LOG2_E = 1.4426950408889634
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerCache:
+    """Views of one layer: written in place."""
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+
+def to_fp8(x_TKH: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes float8_e4m3fn, scales_TK fp32): the nearest codes, ties to even. A head of zeros has scale 1."""
+    wide = x_TKH.float()
+    absmax_TK = wide.abs().amax(-1)
+    largest_TK = torch.full_like(absmax_TK, _E4M3_LARGEST)  # CUDA would multiply by the inverse of a number
+    scales_TK = torch.where(absmax_TK > 0, absmax_TK / largest_TK, 1.0)
+    scaled = (wide / scales_TK[..., None]).clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
+    return scaled.to(torch.float8_e4m3fn), scales_TK
+
+
+def from_fp8(codes_TKH: Tensor, scales_TK: Tensor) -> Tensor:
+    """fp32."""
+    return codes_TKH.float() * scales_TK[..., None]
+
+
+def split_heads(
+    qkv_BX: Tensor, angles: Tensor, positions_B: Tensor, num_kv_heads: int, norms: Norms | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q_BNH, k_BKH, v_BKH as the kernel uses them, in torch; every position must be one."""
+    H = angles.shape[1]
+    heads = qkv_BX.view(len(qkv_BX), -1, H)
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    cosine, sine = angles[positions_B.long(), None].chunk(2, dim=-1)
+    cosine, sine = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
+
+    def turned(x: Tensor, norm_H: Tensor | None, eps: float) -> Tensor:
+        if norm_H is not None:
+            wide = x.float()
+            inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+            x = (wide * inverse).mul_(norm_H).to(x.dtype)
+        return (x * cosine).addcmul_(x.roll(H // 2, -1), sine).to(x.dtype)
+
+    q_norm_H, k_norm_H, eps = norms or (None, None, 0.0)
+    return turned(q, q_norm_H, eps), turned(k, k_norm_H, eps), v
+
+
+def reference(
+    qkv_BX: Tensor, angles: Tensor, cache: LayerCache, state: DecodeState, norms: Norms | None = None
+) -> Tensor:
+    """o [B, N * H] in float64, one row at a time; writes the cache as the kernel does."""
+    (_, page_tokens, K, H), B = cache.k.shape, len(qkv_BX)
+    positions_B = state.positions_B[:B]
+    q_BNH, k_BKH, v_BKH = split_heads(qkv_BX, angles, positions_B.clamp(min=0), K, norms)
+    o_BNH = torch.zeros(q_BNH.shape, dtype=torch.float64, device=qkv_BX.device)
+    for b, position in enumerate(positions_B.tolist()):
+        if position < 0:
+            continue
+        at = torch.arange(position + 1, device=qkv_BX.device)
+        slots = state.tables_BX[b].long()[at // page_tokens] * page_tokens + at % page_tokens
+        k_SKH = _stored(cache.k, cache.k_scales, slots, k_BKH[b])
+        v_SKH = _stored(cache.v, cache.v_scales, slots, v_BKH[b])
+        q_KLH = q_BNH[b].double().view(K, -1, H)
+        weights_KLS = (torch.einsum("klh,skh->kls", q_KLH, k_SKH) / H**0.5).softmax(-1)
+        o_BNH[b] = torch.einsum("kls,skh->klh", weights_KLS, v_SKH).reshape(-1, H)
+    return o_BNH.flatten(1)
+
+
+def _stored(pages: Tensor, scales: Tensor | None, slots: Tensor, new_KH: Tensor) -> Tensor:
+    """A row's keys or values in float64, the last slot written first."""
+    rows = pages.flatten(0, 1)
+    if scales is None:
+        rows[slots[-1]] = new_KH
+        return rows[slots].double()
+    codes, new_scales = to_fp8(new_KH)
+    rows.view(torch.uint8)[slots[-1]] = codes.view(torch.uint8)
+    scales.flatten(0, 1)[slots[-1]] = new_scales
+    return (
+        rows.view(torch.uint8)[slots].view(rows.dtype).double()
+        * scales.flatten(0, 1)[slots, :, None].double()
+    )
+
+
+def supports(num_heads: int, num_kv_heads: int, head_size: int, page_tokens: int) -> bool:
+    """Whether there is a kernel for this shape."""
+    group, rest = divmod(num_heads, num_kv_heads)
+    return rest == 0 and 1 <= group <= 16 and head_size in (64, 128) and page_tokens % 16 == 0
+
+
+class DecodeAttention:
+    """The kernel for one shape, compiled when made, and its workspace: one object for one stream."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        page_tokens: int,
+        kv_dtype: torch.dtype,
+        max_rows: int,
+        max_pages: int,
+        device: torch.device,
+        cache_folder: Path,
+    ):
+        assert supports(num_heads, num_kv_heads, head_size, page_tokens) and max_rows <= 2**16
+        assert kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        self._heads, self._kv_heads, self._head_size = num_heads, num_kv_heads, head_size
+        self._page_tokens, self._kv_dtype, self._max_rows = page_tokens, kv_dtype, max_rows
+        self._max_pages, self._device = max_pages, device
+        self._max_chunks = -(-max_pages * page_tokens // CHUNK)
+        self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma for a K/V head's query heads
+        results = max_rows * num_kv_heads * self._max_chunks * self._columns
+        # -1 marks a word that nobody has written; every launch leaves it so
+        self.workspace = torch.full((results * (head_size + 2),), -1, dtype=torch.int32, device=device)
+        self._partials, self._maxima = self.workspace.split((results * head_size, results * 2))
+        gpu = torch.cuda.get_device_properties(device)
+        # a fourth CTA on a multiprocessor would leave a thread fewer registers than it uses
+        self._ctas_per_sm = min(3, gpu.shared_memory_per_multiprocessor // (self._shared_bytes + _CTA_BYTES))
+        is_hopper = torch.cuda.get_device_capability(device)[0] >= 9
+        self._has_tma = is_hopper and head_size * kv_dtype.itemsize >= 128  # a copy's rows have 128 bytes
+        self._kernel, self._tensor_map = self._compile(cache_folder)
+        driver = self._kernel.driver
+        carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        driver.cuFuncSetAttribute(self._kernel.function, carveout, 100)  # or fewer CTAs may find room
+        # CTAs wait for others, so there are only as many as run at once
+        occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+        status, resident = occupancy(self._kernel.function, _THREADS, self._shared_bytes)
+        assert int(status) == 0 and resident > 0
+        self._ctas = gpu.multi_processor_count * resident
+
+    @property
+    def _shared_bytes(self) -> int:
+        """Of struct Shared in the source."""
+        is_fp8, rows = self._kv_dtype != torch.bfloat16, -(-self._max_rows // 2) * 2
+        columns = 8 * (self._columns // 8) * (4 // (self._columns // 8))
+        copies = 2 * CHUNK * self._head_size * (1 if is_fp8 else 2) + (2 * CHUNK * 4 if is_fp8 else 0)
+        queries = columns * 2 * max(self._head_size, CHUNK)
+        return (
+            copies
+            + queries
+            + 2 * 4 * columns * 4
+            + rows * 6
+            + 4 * (CHUNK // 16 + 7) * 4
+            + 8 * 6
+            + 4 * 16
+            + 16
+        )
+
+    def _compile(self, cache_folder: Path):
+        from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
+
+        defines = {
+            "H": self._head_size,
+            "GROUP": self._heads // self._kv_heads,
+            "KV_HEADS": self._kv_heads,
+            "PAGE": self._page_tokens,
+            "CHUNK": CHUNK,
+            "FP8": int(self._kv_dtype != torch.bfloat16),
+            "MAX_ROWS": self._max_rows,
+            "CTAS": self._ctas_per_sm,
+            "TMA": int(self._has_tma),
+            "SHARED_BYTES": self._shared_bytes,
+        }
+        module = cuda_module.CudaModule(source(), defines, self._device, cache_folder)
+        return module.kernel("decode_attention", self._shared_bytes), cuda_module.tensor_map
+
+    def attend(
+        self,
+        qkv_BX: Tensor,
+        angles: Tensor,
+        cache: LayerCache,
+        state: DecodeState,
+        out_BNH: Tensor | None = None,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """o [B, N * H] of the state's first B rows; angles fp32 [positions, H], cosines and then sines."""
+        B, N, K, H = len(qkv_BX), self._heads, self._kv_heads, self._head_size
+        if out_BNH is None:
+            out_BNH = torch.empty(B, N * H, dtype=torch.bfloat16, device=qkv_BX.device)
+        assert 1 <= B <= self._max_rows and qkv_BX.shape == (B, (N + 2 * K) * H)
+        assert out_BNH.numel() == B * N * H and angles.shape[1:] == (H,) and angles.dtype == torch.float32
+        for half in (qkv_BX, out_BNH):
+            assert half.dtype == torch.bfloat16 and half.is_contiguous() and half.data_ptr() % 16 == 0
+        tables = state.tables_BX
+        assert tables.shape[0] >= B and tables.shape[1] <= self._max_pages and tables.stride(1) == 1
+        for ints in (state.positions_B, state.leaders_B, state.shared_B, tables):
+            assert ints.dtype == torch.int32 and len(ints) >= B and ints.stride(-1) == 1
+        q_norm_H, k_norm_H, eps = norms or (None, None, 0.0)
+        for norm_H in (q_norm_H, k_norm_H):
+            assert norm_H is None or (norm_H.shape == (H,) and norm_H.dtype == torch.float32)
+        self._check(cache)
+        pointers = (
+            qkv_BX,
+            angles,
+            *(cache.k, cache.v, cache.k_scales, cache.v_scales),
+            *(state.positions_B, state.leaders_B, state.shared_B, tables),
+            *(q_norm_H, k_norm_H, out_BNH, self._partials, self._maxima),
+        )
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in pointers)
+        numbers = (eps, H**-0.5 * _LOG2_E, B, tables.stride(0), self._max_chunks)
+        chunks = -(-tables.shape[1] * self._page_tokens // CHUNK)
+        self._kernel.launch(
+            grid=min(self._ctas, B * K * chunks),
+            block_threads=_THREADS,
+            parameters=(struct.pack("15Q2f3i4x", *addresses, *numbers), *map(self._map, (cache.k, cache.v))),
+        )
+        return out_BNH.view(B, N * H)
+
+    def _map(self, pages: Tensor) -> bytes:
+        """Of boxes of 16 positions of one head."""
+        if not self._has_tma:
+            return bytes(128)
+        halves = pages.view(torch.bfloat16).flatten(0, 1).flatten(1)
+        return self._tensor_map(halves, 16, pages.shape[3] * pages.itemsize // 2)
+
+    def _check(self, cache: LayerCache) -> None:
+        shape = (cache.k.shape[0], self._page_tokens, self._kv_heads, self._head_size)
+        for pages in (cache.k, cache.v):
+            assert pages.shape == shape and pages.dtype == self._kv_dtype and pages.is_contiguous()
+            assert pages.data_ptr() % 16 == 0
+        for scales in (cache.k_scales, cache.v_scales):
+            assert (scales is None) == (self._kv_dtype == torch.bfloat16)
+            assert scales is None or (scales.shape == shape[:3] and scales.dtype == torch.float32)
+            assert scales is None or scales.is_contiguous()
+
+
+def source() -> str:
+    """The kernel's CUDA C++."""
+    folder = resources.files("qerl.kernels")
+    first, second = (folder.joinpath(f"decode_attention{part}.cu") for part in ("_units", ""))
+    return first.read_text() + second.read_text()

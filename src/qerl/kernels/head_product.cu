@@ -1,0 +1,132 @@
+// The products of head_sample.cu: acc[m, v] += sum_k x[m, k] W[v, k] of a warpgroup's 64 rows and MT tokens, from a ring of stages.
+//
+// BF16 rows lie in shared memory as wgmma wants both its operands. FP8 and NVFP4 codes become bfloat16 in the registers
+// of its first operand; FP8's scales, one for each 128 x 128, multiply the sums of 128 k.
+
+#if FORMAT == 2
+__device__ __forceinline__ u32 mul_lo(u32 a, u32 b) {  // by the low half of b, folded into one HMUL2
+  u32 d;
+  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 mul_hi(u32 a, u32 b) {
+  u32 d;
+  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// nvfp4_decode.py has the layout: the 64 k of a tile that this thread multiplies, in rows g and g + 8.
+__device__ __forceinline__ void decode64(const u8* at, u32 (&a)[4][4]) {
+  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const uint4 q = *(const uint4*)(at + warp * 512 + lane * 16);
+  const uint2 scales = *(const uint2*)(at + 2048 + warp * 64 + lane / 4 * 8);
+  const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const u32 w = words[j], pair = j < 2 ? scales.x : scales.y;
+    const u32 s = ((j & 1 ? __funnelshift_l(pair, pair, 8) : pair) & 0x0FF00FF0u) | 0x70007000u;
+    a[j][0] = mul_lo(w & (sign | magnitude), s);
+    a[j][1] = mul_hi((w * 8u) & (sign | magnitude), s);
+    a[j][2] = mul_lo(((w * 64u) & magnitude) | ((w * 2u) & sign), s);
+    a[j][3] = mul_hi(((w >> 3) & magnitude) | ((w * 4u) & sign), s);
+  }
+}
+#elif FORMAT == 1
+__device__ __forceinline__ u32 times_2_120(u32 a) {  // exact; what it multiplies may be subnormal
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(0x7B807B80u));
+  return d;
+}
+// 4 codes of one row: bytes 0 and 2, then 1 and 3. head_sample.py orders x to match.
+__device__ __forceinline__ void decode4(u32 w, u32& even, u32& odd) {
+  odd = times_2_120(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u));
+  even = times_2_120(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u));
+}
+__device__ __forceinline__ void decode64(const u8* at, int block, u32 (&a)[4][4]) {  // at: 64 rows of 128 bytes, swizzled
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, piece = (block * 4 + lane % 4) ^ (row & 7);
+  const uint4 low = *(const uint4*)(at + row * 128 + piece * 16), high = *(const uint4*)(at + (row + 8) * 128 + piece * 16);
+  decode4(low.x, a[0][0], a[0][2]), decode4(high.x, a[0][1], a[0][3]);
+  decode4(low.y, a[1][0], a[1][2]), decode4(high.y, a[1][1], a[1][3]);
+  decode4(low.z, a[2][0], a[2][2]), decode4(high.z, a[2][1], a[2][3]);
+  decode4(low.w, a[3][0], a[3][2]), decode4(high.w, a[3][1], a[3][3]);
+}
+#endif
+
+// A stage's products (FP8: of 128 k) added to acc, the last of them perhaps not yet done.
+__device__ __forceinline__ void multiply(float (&acc)[NT][4], const u8* w, u32 w_desc, u32 x_desc) {
+#if FORMAT == 0
+  asm volatile("wgmma.fence.sync.aligned;");
+#pragma unroll
+  for (int k = 0; k < KB / 16; k++) wgmma(acc, w_desc + (k / 4 * 8192 + k % 4 * 32) / 16, x_desc + (k / 4 * MT * 128 + k % 4 * 32) / 16);
+  asm volatile("wgmma.commit_group.sync.aligned;");
+#else
+  u32 a0[4][4], a1[4][4];  // wgmma reads one while the other is filled
+#pragma unroll
+  for (int b = 0; b < (FORMAT == 1 ? 128 : KB) / 64; b++) {
+    u32(&a)[4][4] = b % 2 ? a1 : a0;
+#if FORMAT == 1
+    decode64(w, b, a);
+#else
+    decode64(w + b * 2304, a);
+#endif
+    asm volatile("wgmma.fence.sync.aligned;");
+#pragma unroll
+    for (int j = 0; j < 4; j++) wgmma(acc, a[j], x_desc + (b * MT * 128 + j * 32) / 16);
+    asm volatile("wgmma.commit_group.sync.aligned;");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(KB % 128 ? 0 : 1) : "memory");
+  }
+#endif
+}
+
+__device__ __forceinline__ void clear(float (&acc)[NT][4]) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
+  hold(acc);
+}
+
+// The sums over all k of 64 rows and MT tokens. A warpgroup without rows reads what happens to lie there.
+__device__ __forceinline__ void consume(float (&acc)[NT][4], const Draw& e, const u8* generic, u32 smem0, u32 full0, int warp, int lane, int row64,
+                                        u32& stage, u32& parity) {
+  const int kblocks = e.D / KB;
+  clear(acc);
+#if FORMAT == 1
+  float part[NT][4];
+  const float* scales = e.factors + (size_t)(min(row64 * 64, e.V - 1) / 128) * (e.D / 128);
+  float next_scale = scales[0];
+#else
+  u32 before = 0;  // the stage whose last products may still run
+#endif
+  for (int kb = 0; kb < kblocks; kb++) {
+    const u32 offset = stage * STAGE_BYTES, w_at = offset + X_STAGE + warp / 4 * W_SEG;
+    const u32 x_desc = __shfl_sync(0xFFFFFFFFu, ((smem0 + offset) >> 4) | (1u << 16), 0);  // the shuffle tells the compiler that it is uniform
+    const u32 w_desc = __shfl_sync(0xFFFFFFFFu, ((smem0 + w_at) >> 4) | (1u << 16), 0);
+    mbar_wait(full0 + stage * 8, parity);
+#if FORMAT == 1
+#pragma unroll
+    for (int b = 0; b < KB / 128; b++) {
+      const float scale = next_scale;
+      next_scale = scales[min(kb * (KB / 128) + b + 1, e.D / 128 - 1)];
+      clear(part);
+      multiply(part, generic + w_at + b * 8192, w_desc, x_desc + b * MT * 256 / 16);
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      hold(part);
+      if (b == KB / 128 - 1 && lane == 0) mbar_arrive(full0 + (STAGES + stage) * 8);
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) acc[n][i] = fmaf(part[n][i], scale, acc[n][i]);
+    }
+#else
+    multiply(acc, generic + w_at, w_desc, x_desc);
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (before && lane == 0) mbar_arrive(before);
+    before = full0 + (STAGES + stage) * 8;
+#endif
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+#if FORMAT != 1
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  hold(acc);
+  if (lane == 0) mbar_arrive(before);
+#endif
+}

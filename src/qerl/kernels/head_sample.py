@@ -1,0 +1,380 @@
+"""Draws each row's next token from the head's logits, which are never written out, and moves the rows on.
+
+    logits_MV = x_MD @ head_VD^T                        bf16 operands, fp32 sums
+    token_M = argmax_v (logits_Mv / temperature - log E(key, position, v))       E = -log(1 - u), u in (0, 1)
+    logprob_M = log_softmax(logits_MV / temperature)[token]
+
+u = (bits + 1/2) / 2^32, where bits is word v % 4 of Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel
+random numbers: as easy as 1, 2, 3; SC 2011) of the counter (v // 4, position, 0, 0) under the key: a draw
+depends on (key, position, v) and on nothing else. Temperature 0 takes the first of the largest logits, and
+the logprob of temperature 1. A row whose logits are not all finite gets the logprob NaN, and ends.
+
+    BF16    weight_VD bfloat16                        the embedding's own storage, if they are tied
+    FP8     codes_VD float8_e4m3fn, scales float32 [ceil(V / 128), D / 128]    formats/fp8.py
+    NVFP4   tiles uint8 [V / 64, D / 64, 2304], factors_V float32              nvfp4_decode.py
+
+Two launches: the product, which leaves 16 bytes for each 64 of the vocabulary (the best score, its v, its
+logit, the log of the sum of exponentials), and their reduction in a fixed order. A row's numbers do not
+depend on M, the other rows or the tile that M chose: tests/kernels/test_head_sample.py. V is a multiple of
+16, D of 64 (FP8, NVFP4: of 128). Hopper only; head_portable.py is for other GPUs.
+"""
+
+import dataclasses
+import functools
+import struct
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.decode_state import DecodeState
+
+if TYPE_CHECKING:
+    from qerl.kernels.head_portable import PortableHeadSample
+
+CASES = ((1, 1008, 192), (7, 4096, 896), (8, 2064, 3584), (64, 1040, 576), (65, 640, 1024), (256, 1616, 320))
+CHUNK = 64  # of the vocabulary, whose best token and sum are one partial
+WEIGHT_TILE_BYTES = 2304  # 64 x 64 of NVFP4
+FP8_BLOCK = 128
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
+_MASK = 2**32 - 1
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Philox 4x32-10 in int64: 4 words of a counter of 4 words and a key of 2."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _product_words(0xD2511F53, c0)
+        high1, low1 = _product_words(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def _product_words(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """(high, low) words of the product, without an intermediate over 2^63."""
+    upper, lower = factor * (word >> 16), factor * (word & 0xFFFF)
+    return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _MASK
+
+
+def random_bits(keys_M: Tensor, positions_M: Tensor, vocab_size: int) -> Tensor:
+    """int64 [M, V], each below 2^32."""
+    quads_V = torch.arange(-(-vocab_size // 4), device=keys_M.device)[None]
+    zero = torch.zeros_like(quads_V)
+    keys_M1, positions_M1 = keys_M.long()[:, None], positions_M.long()[:, None]
+    words = philox((quads_V, positions_M1, zero, zero), (keys_M1 & _MASK, keys_M1 >> 32))
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocab_size]
+
+
+def gumbels(bits: Tensor) -> Tensor:
+    """float64; exact where they are large, which is where they decide."""
+    return -torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32))
+
+
+def reference(
+    hidden_MD: Tensor, weight_VD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition above in float64: (tokens_M, logprobs_M, by how much the best score leads)."""
+    logits_MV = hidden_MD.double() @ weight_VD.double().T
+    scaled_MV = logits_MV / temperature if temperature else logits_MV
+    scores_MV = scaled_MV
+    if temperature:
+        scores_MV = scaled_MV + gumbels(random_bits(keys_M, positions_M, logits_MV.shape[1]))
+    best_M2 = scores_MV.topk(2).values
+    tokens_M1 = scores_MV.argmax(1, keepdim=True)
+    logprobs_M = scaled_MV.log_softmax(1).gather(1, tokens_M1)[:, 0]
+    return tokens_M1[:, 0], logprobs_M, best_M2[:, 0] - best_M2[:, 1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BF16Head:
+    weight_VD: Tensor
+
+    def __post_init__(self):
+        assert self.weight_VD.dtype == torch.bfloat16 and self.weight_VD.is_contiguous()
+        assert self.shape[0] % 16 == 0 and self.shape[1] % 64 == 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight_VD.shape[0], self.weight_VD.shape[1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FP8Head:
+    """The tensors of formats/fp8.py."""
+
+    codes_VD: Tensor
+    scales: Tensor
+
+    def __post_init__(self):
+        (v, d), scales = self.shape, self.scales
+        assert self.codes_VD.dtype == torch.float8_e4m3fn and self.codes_VD.is_contiguous()
+        assert v % 16 == 0 and d % FP8_BLOCK == 0
+        assert scales.shape == (-(-v // FP8_BLOCK), d // FP8_BLOCK)
+        assert scales.dtype == torch.float32 and scales.is_contiguous()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes_VD.shape[0], self.codes_VD.shape[1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NVFP4Head:
+    """What nvfp4_decode's `pack` and `row_factors` give."""
+
+    tiles: Tensor
+    factors_V: Tensor
+
+    def __post_init__(self):
+        v, d = self.shape
+        assert self.tiles.dtype == torch.uint8 and self.tiles.is_contiguous() and d % 128 == 0
+        assert self.tiles.shape[2] == WEIGHT_TILE_BYTES
+        assert self.factors_V.shape == (v,) and self.factors_V.dtype == torch.float32
+        assert self.factors_V.is_contiguous()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 64 * self.tiles.shape[0], 64 * self.tiles.shape[1]
+
+
+Head = BF16Head | FP8Head | NVFP4Head
+_FORMATS = {BF16Head: 0, FP8Head: 1, NVFP4Head: 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile(0, tokens=64, warpgroups=2, k_block=64, ctas_per_sm=2): 128 rows x 64 tokens x 64 k of BF16."""
+
+    format: int
+    tokens: int
+    warpgroups: int
+    k_block: int
+    ctas_per_sm: int
+    split: int = 0
+    """1: four more warps reduce."""
+
+    @property
+    def dump(self) -> int:
+        """Tokens that are reduced together."""
+        widths = (32, 16, 8) if self.warpgroups < 4 else (16, 8)
+        return next(width for width in widths if self.tokens % width == 0)
+
+    @property
+    def stage_bytes(self) -> int:
+        weights = (self.k_block * 128, self.k_block * 64, self.k_block // 64 * WEIGHT_TILE_BYTES)
+        used = self.tokens * self.k_block * 2 + self.warpgroups * weights[self.format]
+        return -(-used // 1024) * 1024
+
+    @property
+    def scratch_bytes(self) -> int:
+        stride = self.tokens + 8 if self.split and self.tokens > 32 else 40 if self.dump == 32 else 20
+        groups = 1 if self.split else self.warpgroups
+        return self.warpgroups * 4 * 16 * stride * 4 + groups * 2 * 4 * self.dump * 20
+
+    @property
+    def stages(self) -> int:
+        free = _SHARED_BYTES // self.ctas_per_sm - 1024 * (self.ctas_per_sm > 1) - 1024 - self.scratch_bytes
+        return min((free - 16) // (self.stage_bytes + 16), 8)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16) + 16 + self.scratch_bytes + 1024
+
+    @property
+    def registers(self) -> int:
+        """256 tokens, or FP8's two sets of sums of 128, take 128 registers: more than 168 altogether."""
+        return 240 if self.tokens * (1 + (self.format == 1)) >= 256 else 0
+
+    @property
+    def threads(self) -> int:
+        return 32 * (4 * self.warpgroups + (4 if self.registers else 5 if self.split else 1))
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "FORMAT": self.format,
+            "MT": self.tokens,
+            "WG": self.warpgroups,
+            "KB": self.k_block,
+            "STAGES": self.stages,
+            "CTAS": self.ctas_per_sm,
+            "DUMP": self.dump,
+            "SPLIT": self.split,
+            "REGISTERS": self.registers,
+        }
+
+
+def choose_tile(M: int, head_format: int, D: int) -> Tile:
+    """Measured on an H200 with V = 152064, D = 3584; dev/LOG.md has the ones that lost."""
+    most_tokens = 256 if head_format == 0 else 128
+    tokens = next((t for t in (8, 16, 32, 64, 128, 256) if M <= t <= most_tokens), most_tokens)
+    if head_format == 2:
+        if tokens <= 32:
+            k_block = next(k for k in (512, 256, 128) if D % k == 0 and (k < 512 or tokens < 32))
+            return Tile(2, tokens, 1, k_block, 2, split=1)
+        return Tile(2, tokens, 3, 128, 1, split=int(tokens <= 64))
+    if head_format == 1:
+        if tokens <= 32:
+            return Tile(1, tokens, 1, 256 if D % 256 == 0 else 128, 2, split=1)
+        return Tile(1, tokens, 2, 128, 1, split=int(tokens <= 64))
+    if tokens <= 16:
+        return Tile(0, tokens, 1, 128 if D % 128 == 0 else 64, 2)
+    return Tile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
+
+
+def head_sampler(head: Head, max_rows: int, device: torch.device) -> "HeadSample | PortableHeadSample":
+    """What the device can run."""
+    if torch.cuda.get_device_capability(device)[0] == 9:
+        return HeadSample(head, max_rows, device)
+    if isinstance(head, NVFP4Head):
+        raise ValueError("head: nvfp4 needs a Hopper GPU; bf16 and fp8 do not")
+    from qerl.kernels.head_portable import PortableHeadSample  # triton is there only where a GPU is
+
+    return PortableHeadSample(head, max_rows, device)
+
+
+class HeadSample:
+    """The kernels for one head, compiled when first used, and their workspace: one object for one stream."""
+
+    def __init__(self, head: Head, max_rows: int, device: torch.device, *, cache_folder: Path | None = None):
+        from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
+
+        self.head, self._device = head, device
+        self._format, (self._v, self._d) = _FORMATS[type(head)], head.shape
+        self._folder = cache_folder or cuda_module.cache_folder()
+        self._tensor_map = cuda_module.tensor_map
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._partials = torch.empty(max_rows, -(-self._v // CHUNK), 4, device=device)
+        self._ordered_MD = torch.empty(max_rows, self._d, dtype=torch.bfloat16, device=device)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        self._kernel = functools.lru_cache(maxsize=None)(self._compile)
+        self._finish_kernel = functools.lru_cache(maxsize=None)(self._compile_finish)
+
+    def logits(self, hidden_MD: Tensor) -> Tensor:
+        """fp32 [M, V], not divided by a temperature: the very numbers that the draws use."""
+        logits_MV = torch.empty(len(hidden_MD), self._v, device=self._device)
+        self._multiply(hidden_MD, None, None, None, logits_MV)
+        return logits_MV
+
+    def draw(
+        self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens_M int32, logprobs_M fp32); temperature is fp32 [1] on the device."""
+        m = len(hidden_MD)
+        tokens_M = torch.empty(m, dtype=torch.int32, device=self._device)
+        logprobs_M = torch.empty(m, device=self._device)
+        self._multiply(hidden_MD, keys_M, positions_M, temperature, None)
+        pointers = (self._partials, None, None, None, tokens_M, logprobs_M, None, None, None, None)
+        self._finish(m, pointers, (0, 0, 0), step=0)
+        return tokens_M, logprobs_M
+
+    def step(self, hidden_MD: Tensor, state: DecodeState, stop_tokens: Tensor, temperature: Tensor) -> None:
+        """Draws for the first M rows of the state and moves them on; stop_tokens int32, padded with -1."""
+        m = len(hidden_MD)
+        rows = (state.ends_B, state.positions_B, state.tokens_B)
+        rings = (state.drawn_tokens_WB, state.drawn_logprobs_WB)
+        for row in rows:
+            assert row.dtype == torch.int32 and row.shape[0] >= m and row.is_contiguous()
+        for ring, dtype in zip(rings, (torch.int32, torch.float32), strict=True):
+            assert ring.dtype == dtype and ring.shape[1] >= m and ring.stride(1) == 1
+        assert stop_tokens.dtype == torch.int32 and stop_tokens.is_contiguous()
+        assert state.place_1.dtype == torch.int32
+        self._multiply(hidden_MD, state.keys_B, state.positions_B, temperature, None)
+        pointers = (self._partials, stop_tokens, *rows, None, *rings, state.place_1, self._arrived)
+        sizes = (stop_tokens.numel(), rings[0].stride(0), rings[1].stride(0))
+        self._finish(m, pointers, sizes, step=1)
+
+    def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV) -> None:
+        m = len(hidden_MD)
+        assert hidden_MD.shape == (m, self._d) and hidden_MD.dtype == torch.bfloat16
+        assert hidden_MD.is_contiguous() and hidden_MD.data_ptr() % 16 == 0
+        if logits_MV is None:
+            assert m <= len(self._partials)
+            assert keys.dtype == torch.int64 and keys.shape[0] >= m and keys.is_contiguous()
+            assert positions.dtype == torch.int32 and positions.shape[0] >= m and positions.is_contiguous()
+            assert temperature.dtype == torch.float32 and temperature.shape == (1,)
+        tile = choose_tile(m, self._format, self._d)
+        weight_map, tiles, factors = bytes(128), None, None
+        if isinstance(self.head, BF16Head):
+            weight_map = self._tensor_map(self.head.weight_VD, 64, tile.k_block)
+        elif isinstance(self.head, FP8Head):
+            hidden_MD, factors = self._in_order_of_codes(hidden_MD), self.head.scales
+            weight_map = self._tensor_map(self.head.codes_VD.view(torch.bfloat16), 64, tile.k_block // 2)
+        else:
+            tiles, factors = self.head.tiles, self.head.factors_V
+        pointers = (keys, positions, temperature, factors, self._partials, logits_MV)
+        self._kernel(tile, int(logits_MV is not None)).launch(
+            grid=min(self._num_sms * tile.ctas_per_sm, -(-self._v // CHUNK)),
+            block_threads=tile.threads,
+            parameters=(
+                weight_map,
+                self._tensor_map(hidden_MD, tile.tokens, tile.k_block),
+                tiles,
+                struct.pack("6Q4i", *map(_address, pointers), m, self._v, self._d, 0),
+            ),
+        )
+
+    def _in_order_of_codes(self, hidden_MD: Tensor) -> Tensor:
+        """Each 64 k, 16 t + 4 j + 2 pair + parity, as [j, parity, t, pair]: see decode4."""
+        ordered_MD = self._ordered_MD[: len(hidden_MD)]
+        pieces = hidden_MD.view(len(hidden_MD), -1, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4)
+        ordered_MD.view(pieces.shape).copy_(pieces)
+        return ordered_MD
+
+    def _finish(self, m: int, pointers: tuple, sizes: tuple[int, int, int], *, step: int) -> None:
+        finish = struct.pack("10Q4i", *map(_address, pointers), -(-self._v // CHUNK), *sizes)
+        self._finish_kernel(step).launch(grid=m, block_threads=512, parameters=(finish,))
+
+    def _compile(self, tile: Tile, logits: int):
+        defines = {**tile.defines, "LOGITS": logits}
+        return self._module(source(tile), defines).kernel("head_sample", tile.shared_bytes)
+
+    def _compile_finish(self, step: int):
+        return self._module(_text("head_finish.cu"), {"STEP": step}).kernel("head_finish", 0)
+
+    def _module(self, text: str, defines: dict[str, int]):
+        from qerl.kernels import cuda_module
+
+        return cuda_module.CudaModule(text, defines, self._device, self._folder)
+
+
+def source(tile: Tile) -> str:
+    """The kernel's CUDA C++ with its products and their instruction, of this width, put in."""
+    product = _wgmma(tile.tokens, in_registers=tile.format != 0) + _text("head_product.cu")
+    return _text("head_sample.cu").replace("// PRODUCT\n", product)
+
+
+def _text(name: str) -> str:
+    return resources.files("qerl.kernels").joinpath(name).read_text()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _wgmma(tokens: int, *, in_registers: bool) -> str:
+    """d += a b of a warpgroup: 64 rows, 16 k, `tokens` columns; descriptors are given by their first word."""
+    sums = tokens // 2  # in each thread
+    into = ", ".join(f"%{i}" for i in range(sums))
+    held = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(sums))
+    names = [f"%{sums + i}" for i in range(6)]
+    if in_registers:
+        first, a = "const u32* a", '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
+        registers = f"{{.reg .b64 b; mov.b64 b, {{{names[4]}, {names[5]}}}; "
+        operands = f"{{{', '.join(names[:4])}}}, b, 1, 1, 1, 0"
+    else:
+        first, a = "u32 a", '"r"(a)'
+        registers = f"{{.reg .b64 a, b; mov.b64 a, {{{names[0]}, {names[2]}}}; "
+        registers += f"mov.b64 b, {{{names[1]}, {names[2]}}}; "
+        operands = "a, b, 1, 1, 1, 0, 0"
+    return f"""__device__ __forceinline__ void wgmma(float (*d)[4], {first}, u32 desc) {{
+  asm volatile(
+      "{registers}"
+      "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{into}}}, {operands};}}"
+      : {held}
+      : {a}, "r"(desc), "n"(0x40000040));
+}}
+"""

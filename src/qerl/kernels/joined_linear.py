@@ -1,0 +1,257 @@
+"""Linears of one input as one product, each with its own adapter, alpha and bias.
+
+    y_i = alpha_i * (x @ W_i^T) + scaling_i * (x @ a_i^T) @ b_i^T + bias_i
+
+    [x | u]              [T, K + R]    u_i = scaling_i / alpha_i * (x @ a_i^T), rounded once
+    [W_1 | b_1       ]   [N, K + R]    R: the ranks of all adapters; the rest is zero
+    [W_2 |     b_2   ]                 y = alpha * [x | u] @ [W | b]^T
+
+The adapters ride in the frozen product. That makes cuBLAS 1.7 % slower (the four products of a 7B layer at
+4,096 tokens, R = 32: 2.85 ms, now 2.90; H200); products of their own would write all of y and read it again,
+0.8 GB a layer and 0.19 ms. u goes where `vectors.rows` left room behind each row of x; without room x is
+copied. `linear_onto` adds a residual in the same product, as the decode kernel does.
+
+dx = alpha * dy @ W + scaling (dy @ b) @ a;  da = scaling * (dy @ b)^T @ x;  db = alpha * dy^T @ u
+"""
+
+import dataclasses
+import itertools
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from qerl.kernels import vectors
+from qerl.kernels.product import product
+
+CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Adapter:
+    """a, b: fp32 masters, which get the gradients; the working copies in x's dtype are multiplied."""
+
+    a_RK: Tensor
+    b_NR: Tensor
+    a_work_RK: Tensor
+    b_work_NR: Tensor
+    scaling: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """One of the linears."""
+
+    width: int
+    alpha: float
+    bias_N: Tensor | None
+    adapter: Adapter | None
+
+
+Unpack = Callable[[torch.dtype, Tensor | None], Tensor]  # the joined operand [N, K], into the tensor if given
+
+
+def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[Part]) -> Tensor:
+    """The definition in float64, y_TN of all parts side by side; differentiable in x and the masters."""
+    found, x_TK = [], x_TK.double()
+    for part, w_NK in zip(parts, operand_NK.double().split([p.width for p in parts]), strict=True):
+        y_TN = part.alpha * x_TK @ w_NK.T
+        if part.adapter is not None:
+            a = part.adapter
+            y_TN = y_TN + a.scaling * (x_TK @ a.a_RK.double().T) @ a.b_NR.double().T
+        found.append(y_TN if part.bias_N is None else y_TN + part.bias_N.double())
+    return torch.cat(found, 1)
+
+
+def joined_linear(
+    x_TK: Tensor, unpack: Unpack, parts: Sequence[Part], *, gaps_are_free: bool = False
+) -> tuple[Tensor, ...]:
+    """y_TN of each part, columns of one tensor; differentiable in x and the masters. Unpacks in each pass.
+
+    gaps_are_free: what lies between the rows of x is nobody's, u may be put there.
+    """
+    assert x_TK.dim() == 2
+    return _Joined.apply(x_TK, None, unpack, tuple(parts), gaps_are_free, *_masters(parts))
+
+
+def linear_onto(
+    h_TN: Tensor, x_TK: Tensor, unpack: Unpack, part: Part, *, gaps_are_free: bool = False
+) -> Tensor:
+    """h + y, rounded once; differentiable in h too. Where no gradient is wanted it takes h's place."""
+    assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == x_TK.dtype
+    sum_TN = h_TN.clone() if torch.is_grad_enabled() else h_TN
+    return _Joined.apply(x_TK, sum_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
+
+
+def _masters(parts: Sequence[Part]) -> list[Tensor]:
+    return [m for part in parts if part.adapter for m in (part.adapter.a_RK, part.adapter.b_NR)]
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, sum_TN, unpack, parts, gaps_are_free, *masters):
+        ctx.unpack, ctx.parts = unpack, parts
+        rank = sum(_rank(part) for part in parts)
+        x_TC = _with_room(x_TK, rank, gaps_are_free)
+        if rank:
+            _shrink(x_TC, x_TK.shape[1], parts)
+        w_NC = _widened(unpack, x_TK, rank, parts)
+        ctx.save_for_backward(x_TC)
+        if sum_TN is not None:
+            ctx.mark_dirty(sum_TN)
+            return (_add_product(sum_TN, x_TC, w_NC, parts[0]),)
+        y_TN = _product(x_TC, w_NC, parts)
+        return y_TN.split([part.width for part in parts], 1)
+
+    @staticmethod
+    def backward(ctx, *dy):
+        (x_TC,), parts = ctx.saved_tensors, ctx.parts
+        dy_TN = side_by_side(dy)
+        columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
+        x_TK = x_TC[:, :columns]
+        for part in parts:
+            if part.adapter is not None:
+                dy_part = dy_TN[:, rows : rows + part.width]
+                u_TR = x_TC[:, columns : columns + _rank(part)]
+                du.append((dy_part @ part.adapter.b_work_NR).mul_(part.adapter.scaling))
+                gradients += [product(du[-1].T, x_TK), product(dy_part.T, u_TR).mul_(part.alpha)]
+                columns += _rank(part)
+            rows += part.width
+        dx_TK = _input_gradient(dy_TN, du, ctx.unpack, parts) if ctx.needs_input_grad[0] else None
+        dsum_TN = dy[0] if ctx.needs_input_grad[1] else None
+        return dx_TK, dsum_TN, None, None, None, *gradients
+
+
+def side_by_side(pieces: Sequence[Tensor]) -> Tensor:
+    """[T, sum N] of pieces [T, N]: no copy if they are columns of one tensor already."""
+    first, width = pieces[0], sum(piece.shape[1] for piece in pieces)
+    if len(pieces) == 1:
+        return first
+    end = first.data_ptr()
+    for piece in pieces:
+        same = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or piece.data_ptr() != end or piece.stride() != (first.stride(0), 1):
+            return torch.cat(list(pieces), 1)
+        end += piece.shape[1] * piece.element_size()
+    if first.stride(0) < width:
+        return torch.cat(list(pieces), 1)
+    return first.as_strided((len(first), width), first.stride())
+
+
+def _rank(part: Part) -> int:
+    return 0 if part.adapter is None else len(part.adapter.a_RK)
+
+
+def _with_room(x_TK: Tensor, rank: int, gaps_are_free: bool) -> Tensor:
+    """[T, K + rank] whose first K columns are x: x itself if there is room behind its rows."""
+    T, K = x_TK.shape
+    if rank == 0:
+        return x_TK
+    if not gaps_are_free or x_TK.stride(1) != 1 or x_TK.stride(0) < K + rank:
+        x_TK = _copied(x_TK, vectors.rows(T, K, rank, x_TK))
+    return x_TK.as_strided((T, K + rank), x_TK.stride())
+
+
+def _copied(x_TK: Tensor, y_TK: Tensor) -> Tensor:
+    """y, with x in it."""
+    (T, K), strides = x_TK.shape, (x_TK.stride(0), y_TK.stride(0))
+    if T == 0 or not vectors.are_vectors(x_TK, y_TK):
+        return y_TK.copy_(x_TK)
+    kernel = vectors.kernel("joined_linear.cu", "copy_rows", x_TK.device, PARTS=1)
+    kernel.launch(grid=T, block_threads=256, parameters=(x_TK, y_TK, T, K, *strides))
+    return y_TK
+
+
+def _shrink(x_TC: Tensor, columns: int, parts: Sequence[Part]) -> None:
+    """Fills in u: one product for adapters with one factor."""
+    x_TK, none = x_TC[:, :columns], x_TC.new_empty(1)
+    adapters = [(part.adapter.a_work_RK, _factor(part)) for part in parts if part.adapter is not None]
+    for factor, alike in itertools.groupby(adapters, key=lambda adapter: adapter[1]):
+        a_RK = _stacked([a_RK for a_RK, _ in alike])
+        u_TR = x_TC[:, columns : columns + len(a_RK)]
+        torch.addmm(none, x_TK, a_RK.T, beta=0, alpha=factor, out=u_TR)
+        columns += len(a_RK)
+
+
+def _factor(part: Part) -> float:
+    assert part.adapter is not None
+    return part.adapter.scaling / part.alpha
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _widened(unpack: Unpack, x_TK: Tensor, rank: int, parts: Sequence[Part]) -> Tensor:
+    """[W | b], [N, K + rank]."""
+    rows, columns = sum(part.width for part in parts), x_TK.shape[1]
+    w_NK = unpack(x_TK.dtype, vectors.rows(rows, columns, rank, x_TK))
+    w_NC = w_NK.as_strided((rows, columns + rank), w_NK.stride())
+    if rank:
+        _place_adapters(w_NC[:, columns:], parts)
+    return w_NC
+
+
+def _place_adapters(b_NR: Tensor, parts: Sequence[Part]) -> None:
+    """Each part's b in its own rows and columns, zeros in the others."""
+    if vectors.are_vectors(b_NR) and all(_rank(part) % 8 == 0 for part in parts):
+        rows, columns = b_NR.shape
+        tensors = [None if p.adapter is None else p.adapter.b_work_NR for p in parts]
+        assert all(b is None or (b.is_contiguous() and b.dtype == b_NR.dtype) for b in tensors)
+        row_ends = itertools.accumulate(part.width for part in parts)
+        column_ends = itertools.accumulate(_rank(part) for part in parts)
+        addresses = (0 if b is None else b.data_ptr() for b in tensors)
+        packed = struct.pack(f"{len(parts)}Q{2 * len(parts)}i", *addresses, *row_ends, *column_ends)
+        kernel = vectors.kernel("joined_linear.cu", "place_adapters", b_NR.device, PARTS=len(parts))
+        kernel.launch(
+            grid=-(-rows * (columns // 8) // 256),
+            block_threads=256,
+            parameters=(b_NR, b_NR.stride(0), rows, columns, packed),
+        )
+        return
+    b_NR.zero_()
+    row = column = 0
+    for part in parts:
+        if part.adapter is not None:
+            b_NR[row : row + part.width, column : column + _rank(part)] = part.adapter.b_work_NR
+        row, column = row + part.width, column + _rank(part)
+
+
+def _product(x_TC: Tensor, w_NC: Tensor, parts: Sequence[Part]) -> Tensor:
+    """One product where the parts are alike in alpha and bias, as those that were quantized together are."""
+    y_TN, row = torch.empty(len(x_TC), len(w_NC), dtype=x_TC.dtype, device=x_TC.device), 0
+    for run in _runs(parts):
+        rows = slice(row, row + sum(part.width for part in run))
+        biases = [part.bias_N for part in run if part.bias_N is not None]
+        bias_N = _stacked(biases) if biases else x_TC.new_empty(1)
+        torch.addmm(
+            bias_N, x_TC, w_NC[rows].T, beta=1 if biases else 0, alpha=run[0].alpha, out=y_TN[:, rows]
+        )
+        row = rows.stop
+    return y_TN
+
+
+def _add_product(sum_TN: Tensor, x_TC: Tensor, w_NC: Tensor, part: Part) -> Tensor:
+    sum_TN.addmm_(x_TC, w_NC.T, alpha=part.alpha)
+    return sum_TN if part.bias_N is None else sum_TN.add_(part.bias_N)
+
+
+def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+    """Neighbours with the same alpha, all or none of them with a bias."""
+    alike = itertools.groupby(parts, key=lambda part: (part.alpha, part.bias_N is None))
+    return [list(run) for _, run in alike]
+
+
+def _input_gradient(dy_TN: Tensor, du: list[Tensor], unpack: Unpack, parts: Sequence[Part]) -> Tensor:
+    w_NK, row = unpack(dy_TN.dtype, None), 0
+    if du:
+        a_RK = _stacked([part.adapter.a_work_RK for part in parts if part.adapter is not None])
+        dx_TK = torch.cat(du, 1) @ a_RK
+    else:
+        dx_TK = dy_TN.new_empty(len(dy_TN), w_NK.shape[1])
+    for run in _runs(parts):
+        rows = slice(row, row + sum(part.width for part in run))
+        dx_TK.addmm_(dy_TN[:, rows], w_NK[rows], beta=1 if du or row else 0, alpha=run[0].alpha)
+        row = rows.stop
+    return dx_TK

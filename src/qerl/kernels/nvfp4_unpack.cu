@@ -1,0 +1,62 @@
+// out[n, k] = code[n, k] * scale[n, k / 16] in bfloat16, from tiles of 64 rows x 64 k (nvfp4_decode.py has the layout).
+//
+// A warp decodes 16 rows of a tile as the decode kernel does: lane 4 g + t then holds, for rows g and g + 8, pairs of
+// neighbouring k in 8 chunks of 8. Four lanes exchange them until each holds whole chunks, so that a store writes 64
+// consecutive bytes of a row.
+typedef unsigned char u8;
+
+#define TILE_BYTES 2304
+
+__device__ __forceinline__ u32 mul(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// a[0], a[2]: row g, k and k + 8; a[1], a[3]: row g + 8
+__device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
+  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u, two_to_19 = 0x49004900u;
+  const u32 low = __byte_perm(s, 0, 0x1010), high = __byte_perm(s, 0, 0x3232);
+  a[0] = mul(mul(w & (sign | magnitude), low), two_to_19);
+  a[1] = mul(mul((w * 8u) & (sign | magnitude), high), two_to_19);
+  a[2] = mul(mul(((w * 64u) & magnitude) | ((w * 2u) & sign), low), two_to_19);
+  a[3] = mul(mul(((w >> 3) & magnitude) | ((w * 4u) & sign), high), two_to_19);
+}
+
+// Lane t of four has word t of each of four chunks; after it, all words of chunk t.
+__device__ __forceinline__ void transpose(u32 (&w)[4], int t) {
+  const bool odd = t & 1, upper = t & 2;
+  u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+  if (odd) w[0] = a, w[2] = b;
+  else w[1] = a, w[3] = b;
+  a = __shfl_xor_sync(~0u, upper ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, upper ? w[1] : w[3], 2);
+  if (upper) w[0] = a, w[1] = b;
+  else w[2] = a, w[3] = b;
+}
+
+// Of the 16 rows number i, g goes to row i * step + g + first, g + 8 to i * step + g + second; nowhere if that is negative.
+extern "C" __global__ void __launch_bounds__(256) nvfp4_unpack(const u8* __restrict__ tiles, u16* __restrict__ out, int columns,
+                                                               int row_stride, int step, int first, int second) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int pairs = (columns + 1) / 2, row_tile = blockIdx.x / pairs, k_tile = blockIdx.x % pairs * 2 + warp / 4;
+  if (k_tile >= columns) return;
+  const u8* tile = tiles + ((size_t)row_tile * columns + k_tile) * TILE_BYTES;
+  const uint4 codes = __ldcs((const uint4*)(tile + warp % 4 * 512) + lane);
+  const uint2 scales = __ldcs((const uint2*)(tile + 2048) + warp % 4 * 8 + g);
+  begin();
+  const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+  const long long row = (long long)(row_tile * 4 + warp % 4) * step + g;
+  u16* target = out + k_tile * 64 + t * 8;
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+    const u32 v = s ? scales.y : scales.x;
+    u32 even[4], odd[4];
+    decode(words[2 * s], (v & 0x0FF00FF0u) | 0x70007000u, even);
+    decode(words[2 * s + 1], (__funnelshift_l(v, v, 8) & 0x0FF00FF0u) | 0x70007000u, odd);
+    u32 top[4] = {even[0], even[2], odd[0], odd[2]}, bottom[4] = {even[1], even[3], odd[1], odd[3]};
+    transpose(top, t);
+    transpose(bottom, t);
+    if (first >= 0) *(uint4*)(target + (row + first) * row_stride + 32 * s) = make_uint4(top[0], top[1], top[2], top[3]);
+    if (second >= 0) *(uint4*)(target + (row + second) * row_stride + 32 * s) = make_uint4(bottom[0], bottom[1], bottom[2], bottom[3]);
+  }
+}

@@ -1,0 +1,98 @@
+// y = x / sqrt(mean(x^2) + eps) * (weight + noise), and its gradient in x: a CTA for some rows of WIDTH, each held in registers.
+#define VECTORS ((WIDTH / 8 + THREADS - 1) / THREADS)
+
+__device__ __forceinline__ float block_sum(float v) {
+  __shared__ float sums[THREADS / 32];
+  __syncthreads();  // the last row's sums have been read
+#pragma unroll
+  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+  __syncthreads();
+  float total = 0;
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; i++) total += sums[i];
+  return total;
+}
+
+__device__ __forceinline__ void load_weight(const float* weight, const float* noise, int at, float* w) {
+  *(float4*)w = *(const float4*)(weight + at), *(float4*)(w + 4) = *(const float4*)(weight + at + 4);
+  if (noise) {
+    float n[8];
+    *(float4*)n = *(const float4*)(noise + at), *(float4*)(n + 4) = *(const float4*)(noise + at + 4);
+#pragma unroll
+    for (int i = 0; i < 8; i++) w[i] += n[i];
+  }
+}
+
+// The next row is loaded before this one is finished; weight and noise are read once for all rows of a CTA.
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const u16* x, const float* weight, const float* noise, u16* y,
+                                                               float* inverse, int rows, int x_stride, int y_stride, float eps) {
+  begin();
+  float w[VECTORS][8];
+  uint4 next[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) {
+    const int at = (v * THREADS + threadIdx.x) * 8;
+    next[v] = make_uint4(0, 0, 0, 0);
+    if (at < WIDTH) {
+      load_weight(weight, noise, at, w[v]);
+      next[v] = *(const uint4*)(x + (size_t)blockIdx.x * x_stride + at);
+    }
+  }
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    float f[VECTORS][8], sum = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      const int at = (v * THREADS + threadIdx.x) * 8;
+      unpack(next[v], f[v]);
+      if (at < WIDTH && row + gridDim.x < rows) next[v] = *(const uint4*)(x + (size_t)(row + gridDim.x) * x_stride + at);
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum += f[v][i] * f[v][i];
+    }
+    const float scale = 1.f / sqrtf(block_sum(sum) / WIDTH + eps);
+    if (threadIdx.x == 0) inverse[row] = scale;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      const int at = (v * THREADS + threadIdx.x) * 8;
+      if (at >= WIDTH) break;
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[v][i] = f[v][i] * scale * w[v][i];
+      *(uint4*)(y + (size_t)row * y_stride + at) = pack(f[v]);
+    }
+  }
+}
+
+// dx = (dy w - x_hat mean(dy w x_hat)) / rms
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u16* dy, const u16* x, const float* weight,
+                                                                        const float* noise, const float* inverse, u16* dx, int rows,
+                                                                        int dy_stride, int x_stride) {
+  begin();
+  float w[VECTORS][8];
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) {
+    const int at = (v * THREADS + threadIdx.x) * 8;
+    if (at < WIDTH) load_weight(weight, noise, at, w[v]);
+  }
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    const float scale = inverse[row];
+    float d[VECTORS][8], f[VECTORS][8], sum = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      const int at = (v * THREADS + threadIdx.x) * 8;
+      if (at >= WIDTH) break;
+      unpack(*(const uint4*)(x + (size_t)row * x_stride + at), f[v]);
+      unpack(*(const uint4*)(dy + (size_t)row * dy_stride + at), d[v]);
+#pragma unroll
+      for (int i = 0; i < 8; i++) d[v][i] *= w[v][i], f[v][i] *= scale, sum += d[v][i] * f[v][i];
+    }
+    const float along = block_sum(sum) / WIDTH;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      const int at = (v * THREADS + threadIdx.x) * 8;
+      if (at >= WIDTH) break;
+#pragma unroll
+      for (int i = 0; i < 8; i++) d[v][i] = (d[v][i] - f[v][i] * along) * scale;
+      *(uint4*)(dx + (size_t)row * WIDTH + at) = pack(d[v]);
+    }
+  }
+}

@@ -1,0 +1,96 @@
+"""Root-mean-square norm with noise beside its weight, and its gradient in x.
+
+    y = x_hat * (weight + noise)                          x_hat = x / sqrt(mean(x^2) + eps)
+    dx = (dy * w - x_hat * mean(dy * w * x_hat)) / sqrt(mean(x^2) + eps)        w = weight + noise
+
+fp32 inside, y in x's dtype, rounded once. Weight and noise are fp32 and frozen.
+"""
+
+import struct
+
+import torch
+from torch import Tensor
+
+from qerl.kernels import vectors
+
+CASES = ((1, 64), (7, 96), (33, 896), (5, 3584), (3, 8192))  # rows, width
+_CTAS = 1024  # as many as run at once on most GPUs; each has several of a long prefill's rows
+_MAX_WIDTH = 1 << 14  # beyond it a thread's share of the row no longer fits its registers
+
+
+def reference(x: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float) -> Tensor:
+    """The definition in float64; differentiable."""
+    x = x.double()
+    weight_D = weight_D.double() if noise_D is None else weight_D.double() + noise_D.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float, *, room: int = 0) -> Tensor:
+    """y in x's shape; on a GPU with room for so many columns behind each row, if x has two dimensions."""
+    x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if vectors.are_vectors(x_TD) and x_TD.shape[1] <= _MAX_WIDTH:
+        return _CudaNorm.apply(x_TD, weight_D, noise_D, eps, room if x.dim() == 2 else 0).view(x.shape)
+    return _Norm.apply(x, weight_D if noise_D is None else weight_D + noise_D, eps)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_D, eps):
+        wide = x.float()
+        inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_D, inverse)
+        return (wide * inverse).mul_(weight_D).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        x, weight_D, inverse = ctx.saved_tensors
+        scaled, x_hat = dy * weight_D, x * inverse
+        along = (scaled * x_hat).mean(-1, keepdim=True)
+        return scaled.sub_(x_hat.mul_(along)).mul_(inverse).to(x.dtype), None, None
+
+
+class _CudaNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_D, noise_D, eps, room):
+        T, D = x_TD.shape
+        y_TD = vectors.rows(T, D, room, x_TD)
+        assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()
+        assert noise_D is None or (noise_D.shape == (D,) and noise_D.dtype == torch.float32)
+        inverse_T = torch.empty(T, dtype=torch.float32, device=x_TD.device)
+        _launch(
+            "rms_norm",
+            x_TD,
+            (
+                x_TD,
+                weight_D,
+                noise_D,
+                y_TD,
+                inverse_T,
+                T,
+                x_TD.stride(0),
+                y_TD.stride(0),
+                struct.pack("f", eps),
+            ),
+        )
+        ctx.save_for_backward(x_TD, weight_D, noise_D, inverse_T)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx, dy_TD):  # type: ignore[override]
+        x_TD, weight_D, noise_D, inverse_T = ctx.saved_tensors
+        dy_TD = dy_TD if vectors.are_vectors(dy_TD) else dy_TD.contiguous()
+        dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        strides = dy_TD.stride(0), x_TD.stride(0)
+        _launch(
+            "rms_norm_backward", x_TD, (dy_TD, x_TD, weight_D, noise_D, inverse_T, dx_TD, len(x_TD), *strides)
+        )
+        return dx_TD, None, None, None, None
+
+
+def _launch(name: str, x_TD: Tensor, parameters: tuple) -> None:
+    T, D = x_TD.shape
+    if T == 0:
+        return
+    threads = min(-(-D // 8 // 32) * 32, 512)
+    kernel = vectors.kernel("rms_norm.cu", name, x_TD.device, WIDTH=D, THREADS=threads)
+    kernel.launch(grid=min(T, _CTAS), block_threads=threads, parameters=parameters)

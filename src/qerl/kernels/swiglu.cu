@@ -1,0 +1,37 @@
+// y = silu(gate) * up, and its gradients in both: 8 elements a thread.
+__device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
+
+extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const u16* up, u16* y, int features, int blocks_a_row,
+                                                         int stride, int y_stride) {
+  begin();
+  const size_t row = blockIdx.x / blocks_a_row;
+  const int at = (blockIdx.x % blocks_a_row * 256 + threadIdx.x) * 8;
+  if (at >= features) return;
+  float g[8], u[8];
+  unpack(__ldcs((const uint4*)(gate + row * stride + at)), g);
+  unpack(__ldcs((const uint4*)(up + row * stride + at)), u);
+#pragma unroll
+  for (int i = 0; i < 8; i++) u[i] = g[i] * sigmoid(g[i]) * u[i];
+  *(uint4*)(y + row * y_stride + at) = pack(u);
+}
+
+// with s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; one after the other in each row
+extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy, const u16* gate, const u16* up, u16* d, int features,
+                                                                  int blocks_a_row, int stride, int dy_stride) {
+  begin();
+  const size_t row = blockIdx.x / blocks_a_row;
+  const int at = (blockIdx.x % blocks_a_row * 256 + threadIdx.x) * 8;
+  if (at >= features) return;
+  float g[8], u[8], y[8];
+  unpack(__ldcs((const uint4*)(gate + row * stride + at)), g);
+  unpack(__ldcs((const uint4*)(up + row * stride + at)), u);
+  unpack(__ldcs((const uint4*)(dy + row * dy_stride + at)), y);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float s = sigmoid(g[i]), dup = y[i] * g[i] * s;
+    g[i] = y[i] * u[i] * s * (1.f + g[i] * (1.f - s));
+    u[i] = dup;
+  }
+  *(uint4*)(d + row * 2 * features + at) = pack(g);
+  *(uint4*)(d + row * 2 * features + features + at) = pack(u);
+}

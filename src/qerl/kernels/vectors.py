@@ -1,0 +1,44 @@
+"""CUDA kernels over rows of bfloat16, eight numbers a load: how they are built, kept and given their rows.
+
+A row may be longer than what is used of it: `rows` makes tensors with room behind each row, where the linear
+that reads them puts its adapter's part (lora_linear.py).
+"""
+
+import functools
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qerl.kernels.cuda_module import CudaKernel
+
+
+@functools.cache
+def kernel(file: str, name: str, device: torch.device, **defines: int) -> "CudaKernel":
+    """One kernel of a .cu file on a device, compiled when first asked for."""
+    from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
+
+    folder = resources.files("qerl.kernels")
+    source = "".join(folder.joinpath(f).read_text() for f in ("vectors.cu", file))
+    return cuda_module.CudaModule(source, defines, device, cuda_module.cache_folder()).kernel(name, 0)
+
+
+def are_vectors(*tensors: Tensor) -> bool:
+    """Whether the kernels can take them: bfloat16 on a GPU, every row at a multiple of 16 bytes."""
+    return all(
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and x.stride(-1) == 1
+        and x.shape[-1] % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+def rows(num_rows: int, width: int, room: int, like: Tensor) -> Tensor:
+    """Unset [num_rows, width]; `room` or more columns lie behind each row, out of sight."""
+    apart = -(-(width + room) // 8) * 8 if room else width
+    return torch.empty(num_rows, apart, dtype=like.dtype, device=like.device)[:, :width]

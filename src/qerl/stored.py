@@ -1,0 +1,31 @@
+"""A run's config read back from the plain values that were stored of it."""
+
+import dataclasses
+from typing import Any
+
+from qerl.config import RunConfig
+from qerl.errors import UserError
+
+
+def run_config(data: dict[str, Any]) -> RunConfig:
+    """The RunConfig behind the plain values of `dataclasses.asdict` or JSON; an unknown key is an error."""
+    return _build(RunConfig, data, "config")
+
+
+def _build(cls: type, data: dict[str, Any], where: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise UserError(f"{where} has no field {', '.join(unknown)}")
+    values = {name: _value(fields[name].default, value, f"{where}.{name}") for name, value in data.items()}
+    return cls(**values)
+
+
+def _value(default: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(default):
+        return _build(type(default), value, where)
+    return _tuples(value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

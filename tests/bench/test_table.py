@@ -1,0 +1,75 @@
+"""Tables hold the latest row of each case and nothing else."""
+
+from qerl.bench.record import RESULTS, ROOT, read
+from qerl.bench.table import coverage, latest, markdown
+
+ORIGIN = {
+    "commit": "0123456" + "a" * 33,
+    "is_dirty": False,
+    "gpu": "NVIDIA H200",
+    "capability": "9.0",
+    "torch": "2.11",
+    "triton": "3.6",
+    "driver": "580",
+    "date": "2026-11-21",
+}
+
+
+def linear(batch, ms, *, provider="qerl-nvfp4", rank=0, fraction=0.5, **more):
+    row = {"bench": "linear", "shape": "qwen2.5-7b", "batch": batch, "provider": provider, "lora_rank": rank}
+    return row | {"ms": ms, "floor_fraction": fraction} | ORIGIN | more
+
+
+def decode(batch, tok_per_s, **more):
+    row = {"bench": "decode", "shape": "qwen2.5-7b", "batch": batch, "provider": "qerl-nvfp4"}
+    row |= {"lora_rank": 32, "noise_sigma": 0.0, "group_size": 1, "kv": "bf16", "head": "bf16"}
+    row |= {"prompt_tokens": 256, "max_tokens": 1024, "tok_per_s": tok_per_s, "floor_fraction": 0.6}
+    return row | ORIGIN | more
+
+
+def test_the_linear_table_has_a_line_a_provider_and_a_column_a_batch():
+    rows = [linear(64, 2.213), linear(8, 1.394, fraction=0.5884), linear(8, 3.89, provider="cublas-bf16")]
+    lines = markdown(rows).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("| provider"))
+    assert lines[at : at + 4] == [
+        "| provider | LoRA rank | 8 | 64 |",
+        "| --- | --- | --- | --- |",
+        "| qerl-nvfp4 | 0 | 1.39 (59%) | 2.21 (50%) |",
+        "| cublas-bf16 | 0 | 3.89 (50%) |  |",
+    ]
+    assert lines[-1] == "Measured at commit 0123456 (2026-11-21), torch 2.11, triton 3.6, driver 580."
+
+
+def test_the_decode_table_shows_a_setting_only_where_it_differs():
+    text = markdown([decode(8, 3218.4), decode(32, 10646.0)])
+    assert "| weights | LoRA rank | 8 | 32 |\n" in text
+    assert "| qerl-nvfp4 | 32 | 3,218 (60%) | 10,646 (60%) |" in text
+    text = markdown([decode(8, 3218.4), decode(8, 3210.0, noise_sigma=0.01)])
+    assert "| weights | LoRA rank | noise | 8 |\n" in text
+    assert "| qerl-nvfp4 | 32 | 0.01 | 3,210 (60%) |" in text
+
+
+def test_the_latest_row_of_a_case_counts():
+    rows = [linear(8, 2.0), linear(8, 1.5, rank=32), linear(8, 1.0, commit="b" * 40)]
+    assert [row["ms"] for row in latest(rows)] == [1.0, 1.5]
+    assert "2.00" not in markdown(rows)
+
+
+def test_lengths_gpus_and_shapes_are_tables_of_their_own():
+    rows = [decode(8, 1), decode(8, 2, max_tokens=64), decode(8, 3, gpu="NVIDIA L40S", capability="8.9")]
+    assert markdown(rows).count("| weights |") == 3
+
+
+def test_gpus_without_rows_are_said_to_be_unmeasured():
+    assert coverage([]).startswith("Hopper, Ampere, Ada, Blackwell: not measured. ")
+    shown = coverage([linear(8, 1.0)]).replace("\n", " ")
+    assert shown.startswith("Hopper: measured (NVIDIA H200). Ampere, Ada, Blackwell: not measured. ")
+
+
+def test_a_gpu_whose_limits_are_unknown_has_no_share():
+    assert "| 1.00 |" in markdown([linear(8, 1.0, fraction=None)])
+
+
+def test_every_committed_row_is_of_a_clean_commit():
+    for row in read(ROOT / RESULTS):
+        assert len(row["commit"]) == 40 and row["is_dirty"] is False

@@ -1,0 +1,266 @@
+"""The engine on a Hopper GPU: its kernels, graphs and bursts against the decoder's own packed forward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
+from qerl.engine.cache import Cache, page_bytes
+from qerl.engine.hopper import HopperForward
+from qerl.engine.runner import Runner
+from qerl.engine.runners import Runners
+from qerl.kernels.decode_state import DecodeState
+from qerl.model.adapter import adapter_tensors
+from qerl.model.noise import noised
+from qerl.model.synthetic import SHAPES, random_decoder
+from qerl.types import Sampling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+SMALL = replace(
+    SHAPES["qwen2.5-0.5b"],
+    num_layers=3,
+    width=256,
+    num_heads=6,
+    num_kv_heads=2,
+    ff_width=512,
+    vocab_size=1024,
+)
+LENGTHS = (9, 31, 1, 16, 17, 15, 40, 130)
+NEVER = frozenset()
+MEAN = 0.02  # of |difference| of logprobs: bf16 hidden states and logits of standard deviation 3
+
+
+def decoder_of(format="nvfp4", *, rank=16, architecture=SMALL, compute=torch.bfloat16):
+    decoder = random_decoder(
+        architecture, format=format, rank=rank, device=torch.device("cuda"), seed=3, compute=compute
+    )
+    with torch.no_grad():
+        decoder.embed_tokens.weight.mul_(8)  # logits that differ by more than rounding
+    if format == "nvfp4":
+        decoder.tile()
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return decoder_of()
+
+
+def small_prompts(*lengths):
+    return [replace(p, tokens_T=[17 * t % 1024 for t in p.tokens_T]) for p in prompts_of(*lengths)]
+
+
+def logprob_errors(decoder, prompts_P, samples, num_samples=1, temperature=1.0):
+    """|engine - packed forward| of every sampled token."""
+    errors = []
+    for i, sample in enumerate(samples):
+        truth_TV = packed_logprobs(decoder, prompts_P[i // num_samples], sample, temperature)
+        tokens = torch.tensor(sample.tokens_T, device=truth_TV.device)
+        truth_T = truth_TV[torch.arange(len(tokens), device=truth_TV.device), tokens]
+        errors.append((truth_T - torch.tensor(sample.logprobs_T, device=truth_TV.device)).abs())
+    return torch.cat(errors)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("rank", [None, 16])
+def test_logprobs_are_the_packed_forwards(format, rank):
+    decoder, prompts_P = decoder_of(format, rank=rank), small_prompts(*LENGTHS)
+    assert HopperForward.supports(decoder, 16)
+    samples = drawn(engine_of(decoder, stop_token_ids=NEVER), prompts_P, num_samples=4, max_tokens=40)
+    errors = logprob_errors(decoder, prompts_P, samples, 4)
+    assert errors.mean() < MEAN and errors.max() < 10 * MEAN
+
+
+def test_qwen3s_head_norms_are_applied():
+    decoder = decoder_of(architecture=replace(SMALL, qk_norm=True, qkv_bias=False))
+    for layer in decoder.layers:
+        layer.self_attn.q_norm.weight.uniform_(0.5, 2.0)
+        layer.self_attn.k_norm.weight.uniform_(0.5, 2.0)
+    prompts_P = small_prompts(*LENGTHS)
+    samples = drawn(engine_of(decoder, stop_token_ids=NEVER), prompts_P, num_samples=1, max_tokens=40)
+    assert logprob_errors(decoder, prompts_P, samples).mean() < MEAN
+
+
+def test_greedy_tokens_are_the_packed_forwards_arg_max(decoder):
+    prompts_P = small_prompts(*LENGTHS)
+    engine = engine_of(decoder, stop_token_ids=NEVER)
+    samples = drawn(engine, prompts_P, num_samples=1, temperature=0.0, max_tokens=60)
+    for prompt, sample in zip(prompts_P, samples, strict=True):
+        truth_TV = packed_logprobs(decoder, prompt, sample)
+        tokens = torch.tensor(sample.tokens_T, device="cuda")[:, None]
+        behind_T = truth_TV.amax(-1) - truth_TV.gather(1, tokens)[:, 0]
+        assert behind_T.max() < 0.05 and (behind_T == 0).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kv", ["compute", "fp8"])
+def test_the_logprob_is_that_of_the_temperature_it_was_drawn_at(decoder, temperature, kv):
+    prompts_P = small_prompts(*LENGTHS)
+    engine = engine_of(decoder, kv=kv, stop_token_ids=NEVER)
+    samples = drawn(engine, prompts_P, num_samples=2, temperature=temperature, max_tokens=30)
+    limit = MEAN if kv == "compute" else 2 * MEAN
+    assert logprob_errors(decoder, prompts_P, samples, 2, temperature).mean() < limit
+
+
+def test_a_replayed_graph_is_the_eager_step_bit_for_bit(decoder):
+    bursts = []
+    for records in (True, False):
+        runner, cache = _runner(decoder, max_rows=8)
+        runner._records = records
+        torch.manual_seed(0)
+        cache.k.copy_(torch.randn_like(cache.k.float()))
+        cache.v.copy_(torch.randn_like(cache.v.float()))
+        _fill(runner._state, rows=8)
+        runner._samples_B = [None] * 8
+        drawn_tokens = []
+        for _ in range(12):
+            runner._state.place_1.zero_()
+            _step(runner)
+            drawn_tokens.append(runner._state.drawn_tokens_WB[0].clone())
+            drawn_tokens.append(runner._state.drawn_logprobs_WB[0].clone())
+        bursts.append(drawn_tokens)
+    assert all(torch.equal(a, b) for a, b in zip(*bursts, strict=True))
+
+
+def _step(runner):
+    if runner._records:
+        runner._step(8)
+    else:
+        runner.draw.step(runner._forward(runner._state, 8), runner._state)
+
+
+def _runner(decoder, max_rows) -> tuple[Runner, Cache]:
+    from qerl.config import EngineConfig
+
+    runners = Runners(decoder, EngineConfig(max_running=max_rows), NEVER)
+    cache = Cache(decoder.architecture, 64, 16, torch.bfloat16, decoder.device)
+    return runners.of(cache, Sampling(max_tokens=8), 8), cache
+
+
+def _fill(state: DecodeState, rows: int) -> None:
+    state.tokens_B[:rows] = torch.arange(rows, dtype=torch.int32) * 7
+    state.positions_B[:rows] = torch.arange(rows, dtype=torch.int32) * 5 + 2
+    state.positions_B[3] = -1
+    state.ends_B[:rows] = 100
+    state.keys_B[:rows] = torch.arange(rows)
+    state.tables_BX[:rows, :8] = torch.arange(rows * 8, dtype=torch.int32).view(rows, 8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"burst_steps": 1},
+        {"burst_steps": 5},
+        {"max_running": 5},
+        {"max_running": 3, "burst_steps": 7},
+        {"page_tokens": 32},
+        {"prefill_tokens": 50},
+        {"fixed_rows": True, "max_running": 32},
+    ],
+    ids=str,
+)
+def test_a_sample_does_not_depend_on_the_engines_settings(decoder, settings):
+    """Up to 32 rows every sum of a decode step has one order. A prefill cut elsewhere may round otherwise."""
+    prompts_P = small_prompts(*LENGTHS)
+    plain = drawn(engine_of(decoder, stop_token_ids=frozenset(range(40))), prompts_P, max_tokens=50)
+    got = drawn(engine_of(decoder, stop_token_ids=frozenset(range(40)), **settings), prompts_P, max_tokens=50)
+    same = [a.tokens_T == b.tokens_T for a, b in zip(got, plain, strict=True)]
+    if "prefill_tokens" in settings or "page_tokens" in settings:
+        assert sum(same) > 0.8 * len(same)
+    else:
+        assert all(same) and [s.logprobs_T for s in got] == [s.logprobs_T for s in plain]
+    assert len({len(s.tokens_T) for s in plain}) > 4
+
+
+def test_with_fixed_rows_a_sample_does_not_depend_on_its_batch(decoder):
+    engine = engine_of(decoder, fixed_rows=True, max_running=80, stop_token_ids=NEVER, prefill_tokens=16)
+    prompts_P = small_prompts(*[16] * 70)
+    together = drawn(engine, prompts_P, num_samples=1, max_tokens=20)
+    alone = [drawn(engine, [p], num_samples=1, max_tokens=20)[0] for p in prompts_P[::9]]
+    assert alone == together[::9]
+
+
+def test_samples_are_paused_and_resumed_when_pages_run_out(decoder):
+    prompts_P = small_prompts(*LENGTHS)
+    kv_gb = 30.5 * page_bytes(SMALL, 16, torch.bfloat16) / 1e9
+    tight = engine_of(decoder, kv_gb=kv_gb, stop_token_ids=NEVER)
+    samples = drawn(tight, prompts_P, max_tokens=70)
+    assert tight.stats.pauses > 0 and {len(s.tokens_T) for s in samples} == {70}
+    assert logprob_errors(decoder, prompts_P, samples, 3).mean() < MEAN
+
+
+def test_a_shared_prompt_gives_the_bits_that_separate_prompts_give(decoder):
+    prompt = small_prompts(130)[0]
+    engine = engine_of(decoder, stop_token_ids=NEVER)
+    shared = drawn(engine, [prompt], num_samples=6, max_tokens=30)
+    for g, sample in enumerate(shared):  # alone, each is its own leader
+        alone = drawn(engine, [prompt], num_samples=g + 1, max_tokens=30)[g]
+        assert alone.tokens_T == sample.tokens_T and alone.logprobs_T == sample.logprobs_T
+
+
+def test_what_unused_pages_hold_never_matters(decoder):
+    engine = engine_of(decoder, stop_token_ids=NEVER)
+    prompts_P = small_prompts(*LENGTHS)
+    before = drawn(engine, prompts_P, max_tokens=30)
+    engine._cache.k.fill_(torch.nan)
+    engine._cache.v.fill_(torch.nan)
+    assert drawn(engine, prompts_P, max_tokens=30) == before
+
+
+def test_recorded_graphs_follow_noise_and_adapter():
+    decoder, prompts_P = decoder_of(), small_prompts(20, 33)
+    engine = engine_of(decoder, stop_token_ids=NEVER)
+    quiet = drawn(engine, prompts_P, max_tokens=20)
+    with noised(decoder, sigma=0.1, unit="absolute", seed=0, step=1):
+        noisy = drawn(engine, prompts_P, max_tokens=20)
+        assert logprob_errors(decoder, prompts_P, noisy, 3).mean() < MEAN
+    assert noisy != quiet and drawn(engine, prompts_P, max_tokens=20) == quiet
+    with torch.no_grad():
+        for master in adapter_tensors(decoder).values():
+            master.mul_(1.5)
+    assert drawn(engine, prompts_P, max_tokens=20) == quiet
+    engine.publish(1)
+    after = drawn(engine, prompts_P, max_tokens=20)
+    assert logprob_errors(decoder, prompts_P, after, 3).mean() < MEAN
+    assert [s.tokens_T for s in after] != [s.tokens_T for s in quiet]
+
+
+def test_truncated_sampling_takes_the_other_path(decoder):
+    prompts_P = small_prompts(*LENGTHS)
+    engine = engine_of(decoder, stop_token_ids=NEVER)
+    for sampling in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        samples = drawn(engine, prompts_P, num_samples=1, max_tokens=20, **sampling)
+        greedy = drawn(engine, prompts_P, num_samples=1, max_tokens=20, temperature=0.0)
+        same = [a.tokens_T == b.tokens_T for a, b in zip(samples, greedy, strict=True)]
+        assert sum(same) >= len(same) - 1
+
+
+def test_too_little_memory_says_how_much_is_needed_and_what_lowers_it(decoder):
+    from qerl.errors import UserError
+
+    total = torch.cuda.mem_get_info()[1]
+    used = torch.cuda.memory_allocated() / total
+    torch.cuda.set_per_process_memory_fraction(used + 0.005)
+    try:
+        with pytest.raises(UserError, match=r"GB.*engine\.kv"):
+            drawn(
+                engine_of(decoder, max_running=256, kv_gb=60.0), small_prompts(*[9] * 256), max_tokens=30_000
+            )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_the_torch_path_draws_from_the_same_policy(decoder):
+    """What other GPUs run."""
+    plain = decoder_of(compute=torch.float32)
+    assert not HopperForward.supports(plain, 16)
+    prompts_P = small_prompts(*LENGTHS)
+    samples = drawn(engine_of(plain, stop_token_ids=NEVER), prompts_P, num_samples=2, max_tokens=20)
+    assert logprob_errors(plain, prompts_P, samples, 2).max() < 1e-3

@@ -1,0 +1,68 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import rms_error
+from qerl.kernels import rms_norm as op
+
+EPS = 1e-3
+
+
+def _case(rows, width, dtype, device, rng):
+    x, dy = (torch.randn(rows, width, generator=rng).to(device, dtype) for _ in range(2))
+    weight, noise = (torch.randn(width, generator=rng).to(device) for _ in range(2))
+    return x, dy, weight, noise * 0.1
+
+
+def _with_gradient(function, x, dy):
+    x = x.detach().requires_grad_()
+    y = function(x)
+    return y, *torch.autograd.grad(y, x, dy.to(y.dtype))
+
+
+@pytest.mark.parametrize("has_noise", (False, True))
+@pytest.mark.parametrize(("rows", "width"), op.CASES)
+def test_fp32_value_and_gradient_are_the_definitions(rows, width, has_noise, device, rng):
+    x, dy, weight, noise = _case(rows, width, torch.float32, device, rng)
+    noise = noise if has_noise else None
+    got = _with_gradient(lambda x: op.rms_norm(x, weight, noise, EPS), x, dy)
+    truth = _with_gradient(lambda x: op.reference(x, weight, noise, EPS), x.double(), dy)
+    assert all(rms_error(g, t) < 1e-6 for g, t in zip(got, truth, strict=True))
+
+
+@pytest.mark.parametrize("has_noise", (False, True))
+@pytest.mark.parametrize(("rows", "width"), op.CASES)
+def test_bf16_loses_no_more_than_rounding_its_operands_results(rows, width, has_noise, device, rng):
+    x, dy, weight, noise = _case(rows, width, torch.bfloat16, device, rng)
+    noise = noise if has_noise else None
+    w = weight if noise is None else weight + noise
+
+    def plain(x):
+        return F.rms_norm(x.float(), (width,), w, EPS).bfloat16()
+
+    truth = _with_gradient(lambda x: op.reference(x, weight, noise, EPS), x.double(), dy)
+    for room in (0, 24):
+        got = _with_gradient(lambda x, room=room: op.rms_norm(x, weight, noise, EPS, room=room), x, dy)
+        for g, p, t in zip(got, _with_gradient(plain, x, dy), truth, strict=True):
+            assert g.dtype == torch.bfloat16
+            assert rms_error(g, t) <= 1.1 * rms_error(p, t)
+
+
+@pytest.mark.gpu
+def test_rows_that_lie_apart_are_read_and_written_in_place(device, rng):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    x, _, weight, noise = _case(5, 96, torch.bfloat16, device, rng)
+    apart = torch.full((5, 128), float("nan"), device=device, dtype=torch.bfloat16)
+    apart[:, :96] = x
+    y = op.rms_norm(apart[:, :96], weight, noise, EPS, room=32)
+    assert y.stride() == (128, 1)
+    assert torch.equal(y, op.rms_norm(x, weight, noise, EPS))
+
+
+def test_heads_are_normed_one_by_one(device, rng):
+    x, _, weight, _ = _case(12, 64, torch.bfloat16, device, rng)
+    heads = x.view(4, 3, 64)
+    assert torch.equal(
+        op.rms_norm(heads, weight, None, EPS), op.rms_norm(x, weight, None, EPS).view(4, 3, 64)
+    )
