@@ -15,7 +15,7 @@ test: .venv/installed-test
 	$(BIN)/python -m pytest -q
 
 test-gpu:
-	$(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) -m pytest -q -m gpu $(shell grep -rlE '\bgpu\b' tests)
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

@@ -131,6 +131,28 @@ def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files):
     assert 0 < result["pass@1"] < 1 and result["pass@4"] >= result["pass@2"] >= result["pass@1"]
 
 
+@pytest.mark.parametrize("head", ["fp8", "nvfp4"])
+def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsys, tmp_path, head):
+    folder = tiny_run.write_model(tmp_path / "model", width=128, vocab_size=320)
+    tiny_run.write_task(folder)
+    mismatches = {}
+    for name in ("bf16", head):
+        given = [*tiny_run.options(folder, tmp_path / name), "--num-steps", "3", "--model.head", name]
+        assert qerl(monkeypatch, "train", "demo", *given, "--noise.schedule", "none") == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        mismatches[name] = [json.loads(line)["mismatch_max"] for line in lines]
+    assert len(mismatches[head]) == 3 and max(mismatches[head]) < 1e-5
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("bf16", head)]
+    assert samples[0] != samples[1]
+    assert json.loads((tmp_path / head / "run.json").read_text())["config"]["model"]["head"] == head
+
+
+def test_a_head_that_the_model_cannot_have_is_one_line(monkeypatch, capsys, files, tmp_path):
+    given = [*tiny_run.options(files, tmp_path / "run"), "--model.head", "nvfp4"]
+    code = qerl(monkeypatch, "train", "demo", *given)
+    assert_one_line(capsys, code, "model.head", "nvfp4", "multiple of 64", "272 tokens")
+
+
 def test_report_and_eval_take_a_run(monkeypatch, capsys, files, tmp_path):
     out = tmp_path / "run"
     assert qerl(monkeypatch, "train", "demo", *tiny_run.options(files, out)) == 0

@@ -17,11 +17,11 @@ def even(prompts, completions, completion_ids, **columns):
 """
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, *, width: int = 64, vocab_size: int = 272) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=272,
-        hidden_size=64,
+        vocab_size=vocab_size,
+        hidden_size=width,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,

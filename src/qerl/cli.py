@@ -1,4 +1,4 @@
-"""The command line: qerl train | eval | quantize | report | bench.
+"""The command line: qerl train | eval | plan | quantize | report | bench.
 
 A mistake of the user's is one line and exit code 2; a run that cannot go on is one line and exit code 1.
 `--debug` anywhere shows the traceback.
@@ -17,10 +17,15 @@ from qerl.config import ModelConfig, RunConfig
 from qerl.errors import RunError, UserError
 from qerl.options import (
     BenchDecodeOptions,
+    BenchLearnOptions,
     BenchLinearOptions,
+    BenchParityOptions,
+    BenchStepOptions,
     EvalOptions,
+    PlanOptions,
     QuantizeOptions,
     ReportOptions,
+    memory_options,
 )
 from qerl.recipes import RECIPES
 from qerl.stored import run_config
@@ -30,9 +35,11 @@ usage: qerl COMMAND ...
 
   qerl train RECIPE [--FIELD VALUE ...]   teach a model; recipes: {recipes}
   qerl eval MODEL_OR_RUN [...]            pass@1, pass@k and greedy accuracy on a task
+  qerl plan MODEL --gpu-gb GB [...]       the memory of each part of a step, and what fits
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
   qerl report RUN [RUN ...]               one HTML page with curves and samples
-  qerl bench linear|decode [...]          how fast this GPU does it, beside others and beside its limit
+  qerl bench linear|decode|learn|step|memory|parity [...]
+                                          how fast this GPU does it, beside others and beside its limit
 
 Each command takes --help, and --debug to see a traceback."""
 
@@ -92,6 +99,16 @@ def evaluate(arguments: list[str]) -> None:
     print(json.dumps(measure(source, config, options)))
 
 
+def plan(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError("plan needs a model or the name of a shape: qerl plan MODEL --gpu-gb GB")
+    model = arguments[0]
+    options = tyro.cli(PlanOptions, args=arguments[1:], prog=f"qerl plan {model}")
+    from qerl.plan import plan as table
+
+    print(table(model, options.run, gpu_gb=options.gpu_gb, prompt_tokens=options.prompt_tokens))
+
+
 def quantize(arguments: list[str]) -> None:
     options = tyro.cli(QuantizeOptions, args=arguments, prog="qerl quantize")
     from qerl.model.quantized import write_quantized
@@ -132,8 +149,50 @@ def _bench_decode(arguments: list[str], prog: str) -> None:
     bench_decode(options)
 
 
-BENCHES = {"linear": _bench_linear, "decode": _bench_decode}
-COMMANDS = {"train": train, "eval": evaluate, "quantize": quantize, "report": report, "bench": bench}
+def _bench_learn(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchLearnOptions, args=arguments, prog=prog)
+    from qerl.bench.learn import bench_learn
+
+    bench_learn(options)
+
+
+def _bench_step(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchStepOptions, args=arguments, prog=prog)
+    from qerl.bench.step import bench_step
+
+    bench_step(options)
+
+
+def _bench_memory(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchStepOptions, default=memory_options(), args=arguments, prog=prog)
+    from qerl.bench.step import bench_memory
+
+    bench_memory(options)
+
+
+def _bench_parity(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchParityOptions, args=arguments, prog=prog)
+    from qerl.bench.parity import bench_parity
+
+    bench_parity(options)
+
+
+BENCHES = {
+    "linear": _bench_linear,
+    "decode": _bench_decode,
+    "learn": _bench_learn,
+    "step": _bench_step,
+    "memory": _bench_memory,
+    "parity": _bench_parity,
+}
+COMMANDS = {
+    "train": train,
+    "eval": evaluate,
+    "plan": plan,
+    "quantize": quantize,
+    "report": report,
+    "bench": bench,
+}
 
 
 def _near(name: str, known: dict[str, Any], kind: str) -> str:

@@ -24,6 +24,11 @@ class ModelConfig:
     format: Literal["nvfp4", "mxfp4", "nf4", "fp8", "int8", "bf16"] = "nvfp4"
     """What the frozen linear weights are held in. A checkpoint that is already NVFP4 is taken as it is."""
 
+    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """What the LM head is held in, for sampling and learning alike. bf16: in model.compute, as the embedding,
+    whose own table it is if they are tied. fp8 and nvfp4 need a width that is a multiple of 128, nvfp4 also a
+    vocabulary that is a multiple of 64."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a CUDA device if there is one."""
 
@@ -276,6 +281,13 @@ class LearnConfig:
 
     logprob_chunk_tokens: int = 512
     """Rows of logits that exist at a time."""
+
+    recompute: Literal["none", "layer", "offload"] = "none"
+    """What is kept for the backward pass. none: all it reads. layer: each layer's input, the rest is computed
+    again. offload: the same in the host's memory."""
+
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit keeps the moments in 8 bits; it needs the package bitsandbytes."""
 
     def __post_init__(self):
         _require(self.learning_rate > 0, f"learn.learning_rate must be positive, got {self.learning_rate}")

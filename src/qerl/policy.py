@@ -27,6 +27,7 @@ def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
         compute=COMPUTE[model.compute],
         device=torch.device(model.device),
         resident=model.operand == "resident",
+        head=model.head,
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_token_ids(tokenizer, source))

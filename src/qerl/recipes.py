@@ -135,6 +135,7 @@ def _paper_learn(updates_per_step: int) -> LearnConfig:
         weight_decay=0.1,
         max_grad_norm=0.2,
         updates_per_step=updates_per_step,
+        recompute="layer",
     )
 
 

@@ -83,7 +83,7 @@ class _Session:
     def __init__(self, config: RunConfig, folder: Path, journal: Journal, pool: RewardPool, stop: Stop):
         self.config, self.folder, self.journal, self.pool, self.stop = config, folder, journal, pool, stop
         self.decoder, self.engine, self.task = policy_of(config)
-        self.learner = Learner(self.decoder, config)
+        self.learner = Learner(self.decoder, config, notice=journal.notice)
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         self.evaluations = _read_json(folder / "evaluations.json")
 

@@ -27,6 +27,10 @@ def told(monkeypatch, capsys, *arguments):
         (["decode", "--max-tokens", "0"], ["max_tokens must be positive", "got 0"]),
         (["decode", "--noise-sigmas", "0.01", "-0.1"], ["noise_sigmas must not be negative", "got -0.1"]),
         (["decode", "--batches", "9", "--group-size", "4"], ["multiples of group_size 4", "got 9"]),
+        (["learn", "--micro-batches", "3"], ["tokens must be a multiple of", "8192 for 3 x 2048"]),
+        (["step", "--batches", "9"], ["multiples of group_size 8", "got 9"]),
+        (["memory", "--cap-gb", "-1"], ["cap_gb must be positive", "got -1"]),
+        (["parity", "--entropies", "0"], ["entropies must be positive", "got 0"]),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, arguments, parts):
@@ -36,7 +40,7 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, arguments, parts):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is none")
-@pytest.mark.parametrize("arguments", [["linear"], ["decode"]])
+@pytest.mark.parametrize("arguments", [[name] for name in cli.BENCHES])
 def test_without_a_gpu_it_is_one_line(monkeypatch, capsys, arguments):
     code, error = told(monkeypatch, capsys, *arguments)
     assert (code, error) == (2, "qerl: bench needs a CUDA device, and torch finds none\n")

@@ -1,5 +1,7 @@
 """The rollout benchmark on a tiny decoder."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -25,12 +27,18 @@ def case(**changes):
     return decode.Case(**(given | changes))
 
 
-@pytest.mark.parametrize("sigma", [0.0, 0.01])
-def test_a_case_is_measured(sigma):
+@pytest.mark.parametrize(("sigma", "head"), [(0.0, "bf16"), (0.01, "bf16"), (0.0, "nvfp4")])
+def test_a_case_is_measured(sigma, head):
     decoder = random_decoder(
-        TINY, format="nvfp4", rank=8, device=torch.device("cpu"), seed=0, compute=torch.float32
+        dataclasses.replace(TINY, vocab_size=128),
+        format="nvfp4",
+        rank=8,
+        device=torch.device("cpu"),
+        seed=0,
+        compute=torch.float32,
+        head=head,
     )
-    figures = decode.measured(case(noise_sigma=sigma), decoder, 0.0, runs=3)
+    figures = decode.measured(case(noise_sigma=sigma, head=head), decoder, 0.0, runs=3)
     assert figures["runs"] == 3
     assert min(figures[name] for name in ("tok_per_s", "step_ms", "start_s")) > 0
 
@@ -56,3 +64,10 @@ def test_a_row_has_its_share_of_the_limit():
         ORIGIN,
     )
     assert row["bench"] == "decode" and row["floor_fraction"] == pytest.approx(0.25, abs=1e-4)
+
+
+def test_the_options_head_is_the_rows():
+    from qerl.options import BenchDecodeOptions
+
+    cases = decode._cases(BenchDecodeOptions(head="fp8", batches=(8, 16)), "qerl-nvfp4", 32)
+    assert [c.head for c in cases] == ["fp8", "fp8"]

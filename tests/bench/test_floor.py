@@ -59,6 +59,14 @@ def test_a_shared_prompt_is_read_once():
     assert step_ms(8) - step_ms(8, group_size=4) == pytest.approx(6 * 256 * kv_token_ms)
 
 
+def test_a_packed_head_counts_in_its_own_format_and_another_in_the_linears():
+    byte_ms = 152_064 * 3584 / 4.5e12 * 1e3
+    assert step_ms(8, head="nvfp4") == step_ms(8) == step_ms(8, head="bf16")
+    assert step_ms(8, head="fp8") - step_ms(8) == pytest.approx((1 + 4 / 128**2 - 0.5625) * byte_ms)
+    bf16 = step_ms(8, format="bf16")
+    assert bf16 - step_ms(8, format="bf16", head="nvfp4") == pytest.approx((2 - 0.5625) * byte_ms)
+
+
 def test_fp8_halves_what_the_cache_costs():
     cache_ms = 8 * 768 * 57_344 / 4.5e12 * 1e3
     assert step_ms(8) - step_ms(8, kv="fp8") == pytest.approx(cache_ms / 2)

@@ -73,3 +73,47 @@ def test_a_gpu_whose_limits_are_unknown_has_no_share():
 def test_every_committed_row_is_of_a_clean_commit():
     for row in read(ROOT / RESULTS):
         assert len(row["commit"]) == 40 and row["is_dirty"] is False
+
+
+def step(bench="step", **more):
+    row = {"bench": bench, "shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "batch": 8, "group_size": 8}
+    row |= {"prompt_tokens": 256, "max_tokens": 1024, "lora_rank": 32, "recompute": "none", "kv": "bf16"}
+    return row | {"micro_tokens": 8192, "optimizer": "adamw", "kv_gb": None, "cap_gb": None} | ORIGIN | more
+
+
+TAKEN = {"step_s": 3.214, "rollout_s": 2.5, "learn_s": 0.7, "peak_gb": 15.04}
+
+
+def test_a_step_is_a_line_and_one_that_failed_says_why():
+    text = markdown([step(**TAKEN), step(batch=64, error="OutOfMemoryError: CUDA out of memory.")])
+    assert "| qwen2.5-7b | qerl-nvfp4 | 8 x 1,024 | none | bf16 | 3.21 | 2.50 | 0.70 | 15.0 |" in text
+    assert "| qwen2.5-7b | qerl-nvfp4 | 64 x 1,024 | none | bf16 |  |  |  | OutOfMemoryError |" in text
+
+
+def test_memory_is_shown_step_by_step():
+    figures = TAKEN | {"peaks_gb": [70.25, 73.5, 73.5], "growth_gb": 0.0}
+    text = markdown([step("memory", cap_gb=80, **figures)])
+    assert "| 15.0 | 80 | 70.2, 73.5, 73.5 | 0.00 |" in text
+
+
+def test_a_learner_is_a_line():
+    row = {"bench": "learn", "shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "lora_rank": 32}
+    row |= {"recompute": "layer", "tokens": 8192, "sequence_tokens": 2048, "micro_tokens": 8192}
+    figures = {"tok_per_s": 12403.0, "mfu": 0.666, "peak_gb": 11.14, "used_micro_tokens": 4096}
+    text = markdown([row | figures | ORIGIN])
+    assert "| qwen2.5-7b | qerl-nvfp4 | layer | 4 x 2,048 | 4,096 | 12,403 | 67% | 11.1 |" in text
+    text = markdown([row | {"error": "UserError: too little", "mfu": None} | ORIGIN])
+    assert "| layer | 4 x 2,048 | 8,192 |  |  | UserError |" in text
+
+
+def test_parity_is_a_line():
+    row = {"bench": "parity", "shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "lora_rank": 32, "kv": "fp8"}
+    row |= {"head": "bf16", "target_entropy": 2.0, "batch": 8, "prompt_tokens": 256, "max_tokens": 1024}
+    figures = {"abs_diff": 0.00712, "kl": 8.4e-5, "max_diff": 0.31, "entropy": 2.12, "exact": False}
+    text = markdown([row | figures | ORIGIN])
+    assert "| fp8 | bf16 | 8 x 1,024 | 2.12 | 7.12e-03 | 8.4e-05 | 0.31 |" in text
+
+
+def test_settings_make_cases_of_their_own():
+    rows = [step(**TAKEN), step(cap_gb=80, **TAKEN), step(recompute="layer", **TAKEN), step(**TAKEN)]
+    assert len(latest(rows)) == 3

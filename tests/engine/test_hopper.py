@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conftest import rms_error
 from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
 from qerl.engine.cache import Cache, page_bytes
 from qerl.engine.hopper import HopperForward
 from qerl.engine.runner import Runner
 from qerl.engine.runners import Runners
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.head_sample import FP8Head, NVFP4Head
+from qerl.kernels.logprob import chunked_logprob
 from qerl.model.adapter import adapter_tensors
 from qerl.model.noise import noised
 from qerl.model.synthetic import SHAPES, random_decoder
@@ -37,12 +40,13 @@ NEVER = frozenset()
 MEAN = 0.02  # of |difference| of logprobs: bf16 hidden states and logits of standard deviation 3
 
 
-def decoder_of(format="nvfp4", *, rank=16, architecture=SMALL, compute=torch.bfloat16):
+def decoder_of(format="nvfp4", *, rank=16, architecture=SMALL, compute=torch.bfloat16, head="bf16"):
     decoder = random_decoder(
         architecture, format=format, rank=rank, device=torch.device("cuda"), seed=3, compute=compute
     )
     with torch.no_grad():
-        decoder.embed_tokens.weight.mul_(8)  # logits that differ by more than rounding
+        decoder.lm_head.weight.mul_(8)  # logits that differ by more than rounding
+    decoder.lm_head.pack(head)
     if format == "nvfp4":
         decoder.tile()
     return decoder
@@ -76,6 +80,36 @@ def test_logprobs_are_the_packed_forwards(format, rank):
     samples = drawn(engine_of(decoder, stop_token_ids=NEVER), prompts_P, num_samples=4, max_tokens=40)
     errors = logprob_errors(decoder, prompts_P, samples, 4)
     assert errors.mean() < MEAN and errors.max() < 10 * MEAN
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("head", "kind"), [("fp8", FP8Head), ("nvfp4", NVFP4Head)])
+def test_a_quantized_head_is_the_learners_too(head, kind, tied):
+    """Drawn by the head's kernel from the packed weight, and from logits of its operand (top_k of all)."""
+    architecture, prompts_P = replace(SMALL, tied_head=tied), small_prompts(*LENGTHS)
+    decoder = decoder_of(architecture=architecture, head=head)
+    full = decoder_of(architecture=architecture)
+    engine = engine_of(decoder, stop_token_ids=NEVER)
+    for sampling in ({}, {"top_k": SMALL.vocab_size}):
+        samples = drawn(engine, prompts_P, num_samples=4, temperature=0.7, max_tokens=40, **sampling)
+        errors = logprob_errors(decoder, prompts_P, samples, 4, 0.7)
+        assert errors.mean() < MEAN and errors.max() < 10 * MEAN
+        assert logprob_errors(full, prompts_P, samples, 4, 0.7).mean() > 1.5 * errors.mean()
+    assert isinstance(engine._runners._head.head, kind)
+    operand_VD, alpha = decoder.lm_head.operand(), decoder.lm_head.alpha
+    hidden_MD = torch.randn(40, SMALL.width, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    logits_MV = engine._runners._head.logits(hidden_MD.bfloat16())
+    truth_MV = alpha * (hidden_MD.bfloat16().double() @ operand_VD.double().T)
+    assert rms_error(logits_MV, truth_MV) < 1e-4
+    learners_M, _ = chunked_logprob(
+        hidden_MD.bfloat16(),
+        operand_VD,
+        torch.arange(40, device="cuda"),
+        temperature=0.7 / alpha,
+        chunk_tokens=16,
+    )
+    truth_M = (truth_MV / 0.7).log_softmax(1)[range(40), range(40)]
+    assert (learners_M - truth_M).abs().max() < 1e-3
 
 
 def test_qwen3s_head_norms_are_applied():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import rms_error
 from formats.layers import LAYERS, gaussian
 from qerl.formats import FP8
 
@@ -71,3 +72,18 @@ def test_encoding_what_was_decoded_gives_the_same_codes():
     again = FP8.encode(once.decode())
     assert torch.equal(again.codes.float(), once.codes.float())
     assert torch.allclose(again.scales, once.scales, rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize("layer", [name for name in LAYERS if name != "tiny"])  # its scales are subnormal
+def test_scales_of_four_significant_bits_make_an_operand_that_is_exact_in_bfloat16(layer):
+    plain, exact = FP8.encode(LAYERS[layer]), FP8.encode_exact(LAYERS[layer])
+    mantissas = exact.scales.double().frexp().mantissa * 16
+    assert torch.equal(mantissas, mantissas.round())
+    assert ((exact.scales >= plain.scales) & (exact.scales <= plain.scales * 1.125)).all()
+    assert torch.equal(exact.operand(torch.bfloat16).float(), exact.decode())
+
+
+def test_scales_of_four_significant_bits_cost_next_to_nothing():
+    weight_NK = gaussian(1024, 1024)
+    plain, exact = FP8.encode(weight_NK), FP8.encode_exact(weight_NK)
+    assert rms_error(exact.decode(), weight_NK) < 1.02 * rms_error(plain.decode(), weight_NK)

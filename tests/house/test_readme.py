@@ -38,8 +38,8 @@ def first_line(part: Path) -> str:
 
 def the_speed() -> str:
     how = (
-        "What is measured, and how, stands in `src/qerl/bench`; `qerl bench decode` and `qerl bench linear`\n"
-        "measure it again. Every figure is a row of `bench/results`, with the commit that it was measured at."
+        "What is measured, and how, stands in `src/qerl/bench`; `qerl bench` measures\n"
+        "it again. Every figure is a row of `bench/results`, with the commit that it was measured at."
     )
     return f"{markdown(read(ROOT / RESULTS))}\n\n{how}"
 

@@ -127,4 +127,36 @@ def test_nothing_of_a_chunk_outlives_it(device, rng):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         op.chunked_logprob(hidden_TD, head_VD, targets_T, temperature=1.0, chunk_tokens=4)
-    assert saved == [(12, 8)]
+    assert saved == [(12, 8), (12,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_may_be_asked_for_many_targets_and_sums_their_gradients_in_fp32(dtype, device, rng):
+    """As if the rows had been gathered in fp32 before: chunks end between targets of one row."""
+    hidden_TD, head_VD, _ = operands(6, 16, 100, device, rng, dtype)
+    rows_C = torch.tensor([2, 0, 1, 2, 5, 2, 2, 2, 2, 3] * 30, device=device)
+    targets_C = torch.randint(100, (300,), generator=rng).to(device)
+    weights_C = torch.randn(300, generator=rng).to(device)
+    settings = {"temperature": 0.8, "chunk_tokens": 4}
+    got = op.chunked_logprob(hidden_TD, head_VD, targets_C, rows_C=rows_C, **settings)
+    gathered = op.chunked_logprob(hidden_TD.float()[rows_C], head_VD, targets_C, **settings)
+    assert torch.equal(got[0], gathered[0]) and torch.equal(got[1], gathered[1])
+    grads = [gradient(both[0], weights_C, hidden_TD) for both in (got, gathered)]
+    assert rms_error(*grads) < (1e-6 if dtype == torch.float32 else 1e-3) and not grads[0][4].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_on_a_gpu_a_real_vocabulary_loses_no_more_than_torchs_operations(temperature, device, rng):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    hidden_TD, head_VD, targets_T = operands(70, 256, 151_936, device, rng, torch.bfloat16)
+    weights_T = torch.randn(70, generator=rng).to(device)
+    truth = op.reference(hidden_TD, head_VD, targets_T, temperature=temperature)
+    plain = eager(hidden_TD, head_VD, targets_T, temperature)
+    got = op.chunked_logprob(hidden_TD, head_VD, targets_T, temperature=temperature, chunk_tokens=32)
+    again = op.chunked_logprob(hidden_TD, head_VD, targets_T, temperature=temperature, chunk_tokens=32)
+    assert torch.equal(got[0], again[0]) and torch.equal(got[1], again[1])
+    grads = [gradient(both[0], weights_T, hidden_TD) for both in (truth, plain, got)]
+    for want, other, mine in zip((*truth, grads[0]), (*plain, grads[1]), (*got, grads[2]), strict=True):
+        assert rms_error(mine, want) <= 1.1 * rms_error(other, want)

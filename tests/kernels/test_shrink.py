@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from conftest import rms_error
+from qerl.kernels import nvfp4_decode
 from qerl.kernels import shrink as op
 from qerl.model.norm import NoisedRMSNorm
 
@@ -184,5 +185,39 @@ def test_runs_and_graph_replays_are_bitwise_equal(M, kernels, rng):
         recorded = step()
     for _ in range(20):
         tokens.random_(0, 500)
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(recorded, step(torch.cuda.synchronize), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [8, 16, 128])
+def test_each_waits_for_the_gemm_that_let_it_start_early(M, kernels, rng, tmp_path):
+    """Each replay has a new x, which makes what an earlier replay left in the buffers wrong."""
+    D = 3584
+    gemm = nvfp4_decode.NVFP4Decode(torch.device("cuda"), tmp_path)
+    codes = torch.randint(0, 256, (D, D // 2), generator=rng, dtype=torch.uint8).cuda()
+    tiles = nvfp4_decode.pack(codes, torch.ones(D, D // 16).to(torch.float8_e4m3fn).cuda())
+    factors = nvfp4_decode.row_factors(torch.tensor(0.01), D).cuda()
+    x, weight, noise, a = on_gpu(case(M, D, 96, rng))
+
+    def step(between=lambda: None):
+        h = gemm.linear(x, tiles, factors)
+        between()
+        x1, u = kernels.norm_shrink(h, weight, noise, EPS, a, SCALING)
+        between()
+        h = gemm.linear(x1, tiles, factors)
+        between()
+        v = kernels.shrink(h, a, SCALING)
+        between()
+        h = gemm.linear(x, tiles, factors, residual_MN=h)
+        between()
+        return u, v, kernels.norm(h, weight, noise, EPS)
+
+    step(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for _ in range(10):
+        x.normal_()
         graph.replay()
         assert all(torch.equal(*pair) for pair in zip(recorded, step(torch.cuda.synchronize), strict=True))

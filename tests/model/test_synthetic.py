@@ -8,6 +8,7 @@ import torch
 from bench.shapes import TINY
 from model.tiny import logits_of
 from qerl.errors import UserError
+from qerl.formats import NVFP4
 from qerl.model.synthetic import SHAPES, random_decoder, random_nvfp4, shape
 
 
@@ -47,8 +48,19 @@ def test_packed_weights_have_the_standard_deviation_of_a_fresh_layer():
 
 def test_an_untied_head_is_another_table_and_a_tied_one_the_same():
     tied, untied = made(architecture=dataclasses.replace(TINY, tied_head=True)), made()
-    assert tied.lm_head is tied.embed_tokens
+    assert tied.lm_head.weight is tied.embed_tokens.weight
     assert not torch.equal(untied.lm_head.weight, untied.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_head_holds_what_the_full_one_would(tied):
+    architecture = dataclasses.replace(TINY, vocab_size=128, tied_head=tied)
+    full, packed = (
+        random_decoder(architecture, format="nvfp4", rank=8, device=torch.device("cpu"), seed=0, head=head)
+        for head in ("bf16", "nvfp4")
+    )
+    assert torch.equal(packed.lm_head.packed.decode(), NVFP4.encode(full.lm_head.weight).decode())
+    assert torch.equal(packed.embed_tokens.weight, full.embed_tokens.weight)
 
 
 @pytest.mark.parametrize(

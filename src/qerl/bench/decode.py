@@ -82,7 +82,12 @@ def bench_decode(options: BenchDecodeOptions) -> None:
         for rank in options.lora_ranks:
             start_s = time.perf_counter()
             decoder = random_decoder(
-                architecture, format=FORMATS[provider], rank=rank or None, device=device, seed=0
+                architecture,
+                format=FORMATS[provider],
+                rank=rank or None,
+                device=device,
+                seed=0,
+                head=options.head,
             )
             torch.cuda.synchronize()
             made_s = time.perf_counter() - start_s
@@ -149,7 +154,7 @@ def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[Ca
                 noise_sigma=sigma,
                 group_size=options.group_size,
                 kv=options.kv,
-                head="bf16",
+                head=options.head,
                 prompt_tokens=options.prompt_tokens,
                 max_tokens=options.max_tokens,
             )
@@ -184,6 +189,7 @@ def row_of(case: Case, figures: dict[str, Any], made_of: Origin) -> dict[str, An
             max_tokens=case.max_tokens,
             group_size=case.group_size,
             kv=case.kv,
+            head=case.head,
         )
         fraction = round(figures["tok_per_s"] * least_ms / 1e3 / case.batch, 4)
     return {"bench": "decode"} | dataclasses.asdict(case) | figures | {"floor_fraction": fraction}

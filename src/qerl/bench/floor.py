@@ -5,9 +5,10 @@
     linear  bytes = weights + adapter                      operations = 2 batch (weights + adapter)
     decode  bytes = weights + head + adapter + KV cache    operations = 2 batch (weights + head + adapter)
 
-Weights and head count in the format of the linears, whatever the head is really held in; the adapter in
-bfloat16; the cache at the mean context of a sample, prompt + max_tokens / 2, a prompt that samples share
-once. Attention's operations and the activations are left out. tests/bench/test_floor.py works it by hand.
+Weights count in their format, and so does a packed head; one in bfloat16 counts in the format of the linears,
+whatever it is really held in. The adapter counts in bfloat16; the cache at the mean context of a sample,
+prompt + max_tokens / 2, a prompt that samples share once. Attention's operations and the activations are left
+out. tests/bench/test_floor.py works it by hand.
 """
 
 import dataclasses
@@ -55,14 +56,18 @@ def step_floor_ms(
     max_tokens: int,
     group_size: int = 1,
     kv: str = "bf16",
+    head: str = "bf16",
 ) -> float:
     """Of the mean decode step: a token for each of `batch` samples."""
     weights, adapter = _layer_weights(a, rank)
-    weights += a.vocab_size * a.width
+    head_weights = a.vocab_size * a.width
     cached_tokens = batch * max_tokens / 2 + batch / group_size * prompt_tokens
     token_bytes = 2 * a.num_layers * a.num_kv_heads * a.head_size * _KV_BYTES[kv]
     num_bytes = weights * FORMATS[format].bytes_per_weight + adapter * _ADAPTER_BYTES
-    return limit.least_ms(num_bytes + cached_tokens * token_bytes, 2 * batch * (weights + adapter))
+    num_bytes += head_weights * FORMATS[format if head == "bf16" else head].bytes_per_weight
+    return limit.least_ms(
+        num_bytes + cached_tokens * token_bytes, 2 * batch * (weights + head_weights + adapter)
+    )
 
 
 def _layer_weights(a: Architecture, rank: int) -> tuple[int, int]:

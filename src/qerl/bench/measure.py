@@ -1,4 +1,4 @@
-"""Times work on a GPU: recorded once in a CUDA graph, then replayed between two events.
+"""Times work on a GPU, recorded once in a CUDA graph and replayed between two events, and reads its memory.
 
     ms = median of the replays,  p20_ms and p80_ms = their 20th and 80th percentile
 
@@ -7,13 +7,17 @@ a replay then finds nothing of the one before it.
 """
 
 import dataclasses
+import gc
 import statistics
+import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from qerl.errors import UserError
 
+R = TypeVar("R")
 _WARM_UP_RUNS = 3
 
 
@@ -59,3 +63,58 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+class Meter:
+    """Of a GPU's memory as torch allots it; on a CPU there is nothing to read, and all is 0."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def clear(self) -> None:
+        """Give back what is no longer referred to."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def start(self) -> None:
+        """Peaks count from here."""
+        self.wait()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def cap(self, gb: float | None) -> None:
+        """Nothing is allotted beyond it; None takes the cap off."""
+        if self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            fraction = 1.0 if gb is None else min(gb * 1e9 / total, 1.0)
+            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+
+    def peak_gb(self) -> float:
+        is_gpu = self._device.type == "cuda"
+        return round(torch.cuda.max_memory_allocated(self._device) / 1e9, 2) if is_gpu else 0.0
+
+    def reserved_gb(self) -> float:
+        """The most that torch held, what lay unused in it included: what a cap is held against."""
+        is_gpu = self._device.type == "cuda"
+        return round(torch.cuda.max_memory_reserved(self._device) / 1e9, 2) if is_gpu else 0.0
+
+    def say(self, line: str) -> None:
+        """Not among the rows."""
+        print(line, file=sys.stderr, flush=True)
+
+
+def attempt(work: Callable[[], R], device: torch.device) -> tuple[R | None, str]:
+    """(what it gives, ""), or (None, the first line of what it lacked): out of memory shows as several
+    errors of CUDA's and as one of ours."""
+    try:
+        return work(), ""
+    except (RuntimeError, UserError) as error:
+        lines = str(error).splitlines() or [""]
+        said = f"{type(error).__name__}: {lines[0][:300]}"
+    Meter(device).clear()  # once the error no longer refers to anything
+    return None, said

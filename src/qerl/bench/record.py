@@ -95,6 +95,17 @@ def append(file: Path, row: dict[str, Any], origin: Origin) -> dict[str, Any]:
     return whole
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows(file, made_of).add({"bench": "learn", ...}) appends it to the file and prints it."""
+
+    file: Path
+    made_of: Origin
+
+    def add(self, row: dict[str, Any]) -> None:
+        print(json.dumps(append(self.file, row, self.made_of)), flush=True)
+
+
 def read(folder: Path) -> list[dict[str, Any]]:
     """Every row, file by file in the order of their names, oldest first within each."""
     files = sorted(folder.glob("*.jsonl"))

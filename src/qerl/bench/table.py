@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 Row = dict[str, Any]
+Columns = dict[str, Callable[[Row], str]]
 
 _KEY = ("bench", "gpu", "shape", "provider", "lora_rank", "kv", "head", "group_size", "noise_sigma", "batch")
-_KEY += ("prompt_tokens", "max_tokens")
+_KEY += ("prompt_tokens", "max_tokens", "recompute", "tokens", "sequence_tokens", "micro_tokens")
+_KEY += ("optimizer", "kv_gb", "cap_gb", "target_entropy")
 _FAMILIES = {"8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper"}
 _NEWER = {"10": "Blackwell", "12": "Blackwell"}
 _ALL_FAMILIES = ("Hopper", "Ampere", "Ada", "Blackwell")
@@ -29,6 +31,12 @@ def markdown(rows: Iterable[Row]) -> str:
             of_place = [r for r in kept if r["bench"] == bench and _place(r) == place]
             if of_place:
                 parts.append(table(of_place))
+    gpus = sorted({r["gpu"] for r in kept})
+    for bench, table in LISTS.items():
+        for gpu in gpus:
+            of_gpu = [r for r in kept if r["bench"] == bench and r["gpu"] == gpu]
+            if of_gpu:
+                parts.append(table(of_gpu))
     return "\n\n".join(parts)
 
 
@@ -85,6 +93,99 @@ def linear_table(rows: list[Row]) -> str:
         return f"{row['ms']:.2f}{_share(row)}"
 
     return _table(title, rows, {"provider": "provider", "lora_rank": "LoRA rank"}, cell)
+
+
+def learn_table(rows: list[Row]) -> str:
+    title = (
+        f"**Learner, {rows[0]['gpu']}**: a step of packed sequences, random weights; MFU counts 4 operations"
+        " a token and weight of linears and head, 6 where the forward pass is computed again."
+    )
+    columns: Columns = {
+        "shape": lambda row: row["shape"],
+        "weights": lambda row: row["provider"],
+        "recompute": lambda row: row["recompute"],
+        "tokens": lambda row: f"{row['tokens'] // row['sequence_tokens']} x {row['sequence_tokens']:,}",
+        "at once": lambda row: f"{row.get('used_micro_tokens', row['micro_tokens']):,.0f}",
+        "tokens/s": lambda row: f"{row['tok_per_s']:,.0f}",
+        "MFU": lambda row: "" if row["mfu"] is None else f"{row['mfu']:.0%}",
+        "peak GB": lambda row: f"{row['peak_gb']:.1f}",
+    }
+    return _list(title, rows, columns)
+
+
+def step_table(rows: list[Row]) -> str:
+    title = (
+        f"**Whole steps, {rows[0]['gpu']}**: sampling, learning, publishing, random weights; s are medians,"
+        " GB the most that torch allotted."
+    )
+    return _list(title, rows, _STEP)
+
+
+def memory_table(rows: list[Row]) -> str:
+    title = f"**Memory of steps in a row, {rows[0]['gpu']}**: the first warms up; growth is after it."
+    columns: Columns = _STEP | {
+        "cap GB": lambda row: "" if row["cap_gb"] is None else f"{row['cap_gb']:g}",
+        "each step's GB": lambda row: ", ".join(f"{gb:.1f}" for gb in row["peaks_gb"]),
+        "growth GB": lambda row: f"{row['growth_gb']:.2f}",
+    }
+    return _list(title, rows, columns)
+
+
+def parity_table(rows: list[Row]) -> str:
+    title = (
+        f"**Engine against learner, {rows[0]['gpu']}**: logprobs of the engine's samples, noise off, random"
+        " weights with the head scaled for the entropy."
+    )
+    columns: Columns = {
+        "shape": lambda row: row["shape"],
+        "weights": lambda row: row["provider"],
+        "KV": lambda row: row["kv"],
+        "head": lambda row: row["head"],
+        "samples": lambda row: f"{row['batch']} x {row['max_tokens']:,}",
+        "entropy": lambda row: f"{row['entropy']:.2f}",
+        "mean difference": lambda row: f"{row['abs_diff']:.2e}",
+        "KL (k3)": lambda row: f"{row['kl']:.1e}",
+        "largest difference": lambda row: f"{row['max_diff']:.2g}",
+    }
+    return _list(title, rows, columns)
+
+
+_STEP: Columns = {
+    "shape": lambda row: row["shape"],
+    "weights": lambda row: row["provider"],
+    "samples": lambda row: f"{row['batch']} x {row['max_tokens']:,}",
+    "recompute": lambda row: row["recompute"],
+    "KV": lambda row: row["kv"],
+    "step s": lambda row: f"{row['step_s']:.2f}",
+    "rollout s": lambda row: f"{row['rollout_s']:.2f}",
+    "learn s": lambda row: f"{row['learn_s']:.2f}",
+    "peak GB": lambda row: f"{row['peak_gb']:.1f}",
+}
+LISTS: dict[str, Callable[[list[Row]], str]] = {
+    "learn": learn_table,
+    "step": step_table,
+    "memory": memory_table,
+    "parity": parity_table,
+}
+"""By the kind of row: a line for each."""
+
+
+def _list(title: str, rows: list[Row], columns: Columns) -> str:
+    """What a row that failed has no figure of is left empty, and its last cell says why."""
+    cells = [[_cell(row, show) for show in columns.values()] for row in rows]
+    for row, line in zip(rows, cells, strict=True):
+        if "error" in row:
+            line[-1] = row["error"].partition(":")[0]
+    table = [list(columns), ["---"] * len(columns), *cells]
+    return "\n".join([_filled(title), "", *(f"| {' | '.join(line)} |" for line in table), "", _sources(rows)])
+
+
+def _cell(row: Row, show: Callable[[Row], str]) -> str:
+    try:
+        return show(row)
+    except KeyError:
+        assert "error" in row, row
+        return ""
 
 
 def _table(title: str, rows: list[Row], columns: dict[str, str], cell: Callable[[Row], str]) -> str:

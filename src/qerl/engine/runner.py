@@ -96,12 +96,10 @@ class Runner:
         ).view(B, 3)
         host.tokens_B[:B], host.positions_B[:B], host.ends_B[:B] = ints.unbind(1)
         host.keys_B[:B] = torch.tensor(keys_B, dtype=torch.int64)
-        self._link(samples_B)
         host.tables_BX.fill_(0)
         self._write_tables(range(B))
-        for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "leaders_B", "nexts_B", "shared_B"):
+        for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "tables_BX"):
             self._upload(name)
-        self._upload("tables_BX")
 
     def grow(self, grown: list[LiveSample]) -> None:
         """These have new pages."""
@@ -167,18 +165,6 @@ class Runner:
         is_done = torch.cuda.Event()
         is_done.record()
         return Burst(self._samples_B, copies[0], copies[1], is_done)
-
-    def _link(self, samples_B: list[LiveSample]) -> None:
-        """Chains the samples of a group: they hold the prompt's full pages in common."""
-        host, latest = self._host, dict[int, int]()
-        leaders, nexts, shared = list(range(self._max_rows)), [-1] * self._max_rows, [0] * self._max_rows
-        for b, s in enumerate(samples_B):
-            shared[b] = s.group.prompt_tokens // self._page_tokens * self._page_tokens
-            if (before := latest.get(id(s.group))) is not None:
-                leaders[b], nexts[before] = leaders[before], b
-            latest[id(s.group)] = b
-        for target, values in ((host.leaders_B, leaders), (host.nexts_B, nexts), (host.shared_B, shared)):
-            target.copy_(torch.tensor(values, dtype=torch.int32))
 
     def _write_tables(self, rows) -> None:
         tables = self._host.tables_BX.numpy()

@@ -17,8 +17,10 @@ from qerl.engine.draw import Draw, FusedDraw, HeadDraw, PlainDraw
 from qerl.engine.forward import Forward, PlainForward
 from qerl.engine.hopper import MAX_ROWS, HopperForward
 from qerl.engine.runner import Runner, bucket_of
-from qerl.kernels.head_sample import BF16Head, head_sampler
+from qerl.formats import FP8
+from qerl.kernels.head_sample import BF16Head, FP8Head, Head, NVFP4Head, head_sampler
 from qerl.model.decoder import Decoder
+from qerl.model.tiled import Tiled
 from qerl.types import Sampling
 
 _GPU_STEPS = 16
@@ -63,12 +65,6 @@ class Runners:
         if self._forward is not None:
             self._forward.publish()
 
-    @property
-    def _has_head_kernel(self) -> bool:
-        decoder, (vocab_size, width) = self._decoder, self._decoder.lm_head.weight.shape
-        fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
-        return fits and decoder.device.type == "cuda"
-
     def _made(self, sampling: Sampling, forward: Forward) -> Runner:
         config, device = self._config, self._decoder.device
         return Runner(
@@ -85,9 +81,22 @@ class Runners:
 
     def _draw(self, sampling: Sampling) -> Draw:
         truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
-        if truncates or not self._has_head_kernel:
+        head = None if truncates else _kernel_head(self._decoder)
+        if head is None:
             return PlainDraw(self._decoder, sampling, self._stop_tokens)
         if self._head is None:
-            head = BF16Head(self._decoder.lm_head.weight)
             self._head = head_sampler(head, self._rows, self._decoder.device)
         return FusedDraw(self._head, sampling.temperature, self._stop_tokens)
+
+
+def _kernel_head(decoder: Decoder) -> Head | None:
+    """The decoder's own head as a kernel takes it; None where none does."""
+    head, (vocab_size, width) = decoder.lm_head, decoder.lm_head.shape
+    fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
+    if decoder.device.type != "cuda" or not fits:
+        return None
+    if isinstance(head.packed, FP8):
+        return FP8Head(head.packed.codes, head.packed.scales)
+    if isinstance(head.packed, Tiled):
+        return NVFP4Head(head.packed.group.tiles, head.packed.group.factors_N)
+    return BF16Head(head.operand()) if head.packed is None else None

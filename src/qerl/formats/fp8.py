@@ -5,10 +5,12 @@
     codes   float8_e4m3fn [N, K]
     scales  float32 [ceil(N / 128), ceil(K / 128)]   it multiplies; 1 where a block is zero
 
-The scales vary along K, so the operand holds them, rounded to its dtype.
+The scales vary along K, so the operand holds them, rounded to its dtype. A code has four significant bits;
+where a scale has no more (`encode_exact`), their product is exact in bfloat16.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar, Self
 
 import torch
@@ -19,6 +21,7 @@ from qerl.formats.packed import PackedWeight, largest_magnitude, row_chunks
 
 BLOCK = 128
 _MAX_CODE = 448.0
+_UNIT = 1 << 20  # of a float32's bits: what is a multiple of it has four significant ones
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +43,15 @@ class FP8(PackedWeight):
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
+        return cls._encode(weight_NK, _block_scales)
+
+    @classmethod
+    def encode_exact(cls, weight_NK: Tensor) -> Self:
+        """With scales rounded up to four significant bits."""
+        return cls._encode(weight_NK, _short_block_scales)
+
+    @classmethod
+    def _encode(cls, weight_NK: Tensor, scales_of: Callable[[Tensor], Tensor]) -> Self:
         largest_magnitude(weight_NK, cls.name, block_weights=1)
         (n, k), device = weight_NK.shape, weight_NK.device
         codes = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
@@ -47,7 +59,7 @@ class FP8(PackedWeight):
         for rows in row_chunks(weight_NK, multiple=BLOCK):
             block_rows = _block_rows(rows)
             weight = weight_NK[rows].float()
-            scales[block_rows] = _block_scales(weight)
+            scales[block_rows] = scales_of(weight)
             scaled = weight / _spread(scales[block_rows], weight.shape)
             # A subnormal scale can be too small, and some versions of torch cast what is beyond 448 to NaN.
             codes[rows] = scaled.clamp_(-_MAX_CODE, _MAX_CODE).to(torch.float8_e4m3fn)
@@ -76,6 +88,11 @@ def _block_scales(weight_NK: Tensor) -> Tensor:
     largest = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).abs().amax((1, 3))
     scales = largest / torch.full_like(largest, _MAX_CODE)
     return scales.masked_fill(scales == 0, 1.0)
+
+
+def _short_block_scales(weight_NK: Tensor) -> Tensor:
+    bits = _block_scales(weight_NK).view(torch.int32)
+    return (bits + (_UNIT - 1)).bitwise_and_(-_UNIT).view(torch.float32)
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:

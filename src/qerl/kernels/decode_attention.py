@@ -8,13 +8,13 @@ Layout of a layer's cache, slot = page * page_tokens + place in it:
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
     scales    fp32 [num_pages, page_tokens, K]: a token's head is codes * scale, scale = absmax / 448
 
-Each CHUNK of positions is one unit of work, whatever B is; a row of several chunks has their results (largest
-score, sum, o, in fp32) added in the order of the chunks by whoever of its CTAs comes last. So a row's bits
-depend on that row alone. Chunks that lie wholly in a shared prompt are read once, by the leader's units, for
-all rows with that leader: the same products in the same order, so the same bits as alone.
-
-A row in use has positions_B[b] >= shared_B[b]. Rows whose position is -1 get zeros. Letters besides types.py:
-B rows, X pages of a table or columns of qkv.
+Each CHUNK of positions is one unit of work, a warp's, whatever B is; the unit of a row's last chunk waits for
+what the others found (largest score, sum, o, in fp32) and adds it in the order of chunks. So a row's bits
+depend on that row alone (tests/kernels/test_decode_attention.py). Units go chunk by chunk over the rows:
+neighbouring rows with the same pages, as the samples of a group have, read them from memory once, then from
+L2. Rows whose position is -1 get zeros. Letters besides types.py: B rows, X pages of a table or columns of
+qkv. Positions, tables and pages are read before the kernel ahead has ended: nothing may write them with an
+early launch of what follows.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ CHUNK = 128  # positions
 Norms = tuple[Tensor, Tensor, float]  # q_norm_H, k_norm_H in fp32, eps
 
 _E4M3_LARGEST = 448.0
-_THREADS = 128
-_MULTIPROCESSOR_BYTES, _CTA_BYTES = (
-    228 * 1024,
-    1024,
-)  # shared memory of one, and what each CTA costs besides its own
+_THREADS = 32
+_MULTIPROCESSOR_BYTES, _CTA_BYTES = 228 * 1024, 1024  # shared memory; what a CTA takes besides its own
+_TILE = 32  # positions
+_CTAS_PER_SM = 6  # of one warp each; fewer, with more tiles under way in each, if there are few units
+_FEW_CTAS_PER_SM = 3
 _LOG2_E = 1.4426950408889634
 
 
@@ -138,7 +138,10 @@ def supports(num_heads: int, num_kv_heads: int, head_size: int, page_tokens: int
 
 
 class DecodeAttention:
-    """The kernel for one shape, compiled when made, and its workspace: one object for one stream."""
+    """The kernel for one shape, compiled when made, and its workspace: one object for one stream.
+
+    The workspace has 4 (H + 2) bytes for each of max_rows x max_chunks x N, N / K rounded up to 8 or 16.
+    """
 
     def __init__(
         self,
@@ -164,55 +167,41 @@ class DecodeAttention:
         self.workspace = torch.full((results * (head_size + 2),), -1, dtype=torch.int32, device=device)
         self._partials, self._maxima = self.workspace.split((results * head_size, results * 2))
         gpu = torch.cuda.get_device_properties(device)
-        # a fourth CTA on a multiprocessor would leave a thread fewer registers than it uses
-        self._ctas_per_sm = min(3, gpu.shared_memory_per_multiprocessor // (self._shared_bytes + _CTA_BYTES))
-        is_hopper = torch.cuda.get_device_capability(device)[0] >= 9
-        self._has_tma = is_hopper and head_size * kv_dtype.itemsize >= 128  # a copy's rows have 128 bytes
-        self._kernel, self._tensor_map = self._compile(cache_folder)
-        driver = self._kernel.driver
-        carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        driver.cuFuncSetAttribute(self._kernel.function, carveout, 100)  # or fewer CTAs may find room
+        shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
+        self._many, self._few = (
+            self._compile(ctas, shared_bytes, cache_folder) for ctas in (_CTAS_PER_SM, _FEW_CTAS_PER_SM)
+        )
         # CTAs wait for others, so there are only as many as run at once
-        occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-        status, resident = occupancy(self._kernel.function, _THREADS, self._shared_bytes)
-        assert int(status) == 0 and resident > 0
-        self._ctas = gpu.multi_processor_count * resident
-
-    @property
-    def _shared_bytes(self) -> int:
-        """Of struct Shared in the source."""
-        is_fp8, rows = self._kv_dtype != torch.bfloat16, -(-self._max_rows // 2) * 2
-        columns = 8 * (self._columns // 8) * (4 // (self._columns // 8))
-        copies = 2 * CHUNK * self._head_size * (1 if is_fp8 else 2) + (2 * CHUNK * 4 if is_fp8 else 0)
-        queries = columns * 2 * max(self._head_size, CHUNK)
-        return (
-            copies
-            + queries
-            + 2 * 4 * columns * 4
-            + rows * 6
-            + 4 * (CHUNK // 16 + 7) * 4
-            + 8 * 6
-            + 4 * 16
-            + 16
+        self._num_many, self._num_few = (
+            gpu.multi_processor_count * self._resident(kernel) for kernel in (self._many, self._few)
         )
 
-    def _compile(self, cache_folder: Path):
+    def _resident(self, kernel) -> int:
+        status, resident = kernel.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            kernel.function, _THREADS, kernel.shared_bytes
+        )
+        assert int(status) == 0 and resident > 0
+        return resident
+
+    def _compile(self, ctas: int, shared_bytes: int, cache_folder: Path):
         from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
 
+        is_fp8 = self._kv_dtype != torch.bfloat16
+        stage_bytes = 2 * _TILE * (self._head_size * self._kv_dtype.itemsize + (4 if is_fp8 else 0))
+        most = shared_bytes // ctas - _CTA_BYTES - 4 * self._max_rows
+        stages = max(min(most // stage_bytes, CHUNK // _TILE), 2)
         defines = {
             "H": self._head_size,
             "GROUP": self._heads // self._kv_heads,
             "KV_HEADS": self._kv_heads,
             "PAGE": self._page_tokens,
             "CHUNK": CHUNK,
-            "FP8": int(self._kv_dtype != torch.bfloat16),
-            "MAX_ROWS": self._max_rows,
-            "CTAS": self._ctas_per_sm,
-            "TMA": int(self._has_tma),
-            "SHARED_BYTES": self._shared_bytes,
+            "FP8": int(is_fp8),
+            "STAGES": stages,
+            "CTAS": ctas,
         }
         module = cuda_module.CudaModule(source(), defines, self._device, cache_folder)
-        return module.kernel("decode_attention", self._shared_bytes), cuda_module.tensor_map
+        return module.kernel("decode_attention", stages * stage_bytes + 4 * self._max_rows)
 
     def attend(
         self,
@@ -233,7 +222,7 @@ class DecodeAttention:
             assert half.dtype == torch.bfloat16 and half.is_contiguous() and half.data_ptr() % 16 == 0
         tables = state.tables_BX
         assert tables.shape[0] >= B and tables.shape[1] <= self._max_pages and tables.stride(1) == 1
-        for ints in (state.positions_B, state.leaders_B, state.shared_B, tables):
+        for ints in (state.positions_B, tables):
             assert ints.dtype == torch.int32 and len(ints) >= B and ints.stride(-1) == 1
         q_norm_H, k_norm_H, eps = norms or (None, None, 0.0)
         for norm_H in (q_norm_H, k_norm_H):
@@ -243,25 +232,21 @@ class DecodeAttention:
             qkv_BX,
             angles,
             *(cache.k, cache.v, cache.k_scales, cache.v_scales),
-            *(state.positions_B, state.leaders_B, state.shared_B, tables),
+            *(state.positions_B, tables),
             *(q_norm_H, k_norm_H, out_BNH, self._partials, self._maxima),
         )
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in pointers)
         numbers = (eps, H**-0.5 * _LOG2_E, B, tables.stride(0), self._max_chunks)
         chunks = -(-tables.shape[1] * self._page_tokens // CHUNK)
-        self._kernel.launch(
-            grid=min(self._ctas, B * K * chunks),
+        kernel, resident = self._many, self._num_many
+        if B * K * chunks <= self._num_few:
+            kernel, resident = self._few, self._num_few
+        kernel.launch(
+            grid=min(resident, B * K * chunks),
             block_threads=_THREADS,
-            parameters=(struct.pack("15Q2f3i4x", *addresses, *numbers), *map(self._map, (cache.k, cache.v))),
+            parameters=(struct.pack("13Q2f3i4x", *addresses, *numbers),),
         )
         return out_BNH.view(B, N * H)
-
-    def _map(self, pages: Tensor) -> bytes:
-        """Of boxes of 16 positions of one head."""
-        if not self._has_tma:
-            return bytes(128)
-        halves = pages.view(torch.bfloat16).flatten(0, 1).flatten(1)
-        return self._tensor_map(halves, 16, pages.shape[3] * pages.itemsize // 2)
 
     def _check(self, cache: LayerCache) -> None:
         shape = (cache.k.shape[0], self._page_tokens, self._kv_heads, self._head_size)

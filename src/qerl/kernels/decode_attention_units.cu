@@ -3,25 +3,23 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 
-#define THREADS 128
-#define NT ((GROUP + 7) / 8)  // column tiles of a row
-#define MEMBERS (4 / NT)      // rows that a shared unit serves at once
-#define COLUMNS (8 * NT * MEMBERS)
+#define NT ((GROUP + 7) / 8)           // column tiles of 8 query heads
+#define KT (H / 16)                    // tiles of H
 #define ROW_BYTES (H * (FP8 ? 1 : 2))  // of a key
-#define PT (CHUNK / 64)                // position tiles of a warp
-#define OT (H / 64)                    // tiles of H of a warp
-#define Q_BYTES (COLUMNS * 2 * (H > CHUNK ? H : CHUNK))
+#define TILE 32                        // positions that are scored at once
+#define SLOTS (CHUNK / 16)
 #define FULL 0xFFFFFFFFu
 #define EMPTY 0xFFFFFFFFu  // a word of the workspace that nobody has written yet
 #define Q_FACTOR (FP8 ? 1.2676506002282294e30f : 1.f)  // 2^100
 #define SUM_FACTOR (FP8 ? 1048576.f : 1.f)             // 2^20
+#define WIDTH ((GROUP + 2) * KV_HEADS * H)
 
 struct Parameters {
   const u16* qkv;       // [rows, (GROUP + 2) KV_HEADS, H]
   const float* angles;  // [positions, H]: cosines, sines
   u8 *k, *v;            // [pages, PAGE, KV_HEADS, H]
   float *k_scales, *v_scales;
-  const int *positions, *leaders, *shared, *tables;
+  const int *positions, *tables;
   const float *q_norm, *k_norm;
   u16* out;         // [rows, GROUP KV_HEADS, H]
   u32* partials;    // [rows, KV_HEADS, max_chunks, 8 NT H] fp32, EMPTY before and after
@@ -30,52 +28,24 @@ struct Parameters {
   int rows, table_width, max_chunks;
 };
 
-struct __align__(64) TensorMap {
-  u8 bytes[128];
-};
-
-struct Unit {
-  int row, chunk, head, position;
-  int tokens;  // that earlier steps put into the chunk
-  int fresh;   // the place in the chunk of this step's token, or -1
-  int shared;
-  int slots[CHUNK / 16];  // where in the cache the chunk's positions 16 i to 16 i + 15 begin
-  __device__ __forceinline__ int padded() const { return (tokens + (fresh >= 0) + 15) / 16 * 16; }
-};
-
-struct Shared {
-  u8 k[CHUNK * ROW_BYTES], v[CHUNK * ROW_BYTES];  // from a multiple of 1024, as the swizzle wants
-  u8 qp[Q_BYTES];                                 // q, and once it is used p
+struct Stage {
+  u8 k[TILE * ROW_BYTES], v[TILE * ROW_BYTES];
 #if FP8
-  float k_scales[CHUNK], v_scales[CHUNK];
+  float k_scales[TILE], v_scales[TILE];
 #endif
-  float maxima[4][COLUMNS], sums[4][COLUMNS];
-  unsigned long long k_full, v_full;
-  Unit units[4];
-  int ends[MAX_ROWS];  // units of the rows up to this one, K/V heads not counted
-  u16 members[MAX_ROWS];
-  int num_members, warp_units[4];
 };
 
 __device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
-__device__ __forceinline__ void wait(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred p;\nL_%=: mbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@p bra D_%=;\nbra L_%=;\nD_%=:\n}" ::"r"(bar), "r"(parity) : "memory");
+// A cache is read once a step: it shall not push the workspace out of L2.
+__device__ __forceinline__ void copy16(u32 dst, const void* src, unsigned long long policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy) : "memory");
 }
-#if TMA
-__device__ __forceinline__ void expect(u32 bar, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory"); }
-__device__ __forceinline__ void copy_box(u32 dst, const TensorMap* map, int slot, int column64, u32 bar) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(dst), "l"(map), "r"(0), "r"(slot), "r"(column64), "r"(bar) : "memory");
-}
-#else
-__device__ __forceinline__ void copy16(u32 dst, const void* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
-__device__ __forceinline__ void arrive_when_copied(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
-#endif
+__device__ __forceinline__ void copy4(u32 dst, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory"); }
 __device__ __forceinline__ void load4(u32 (&d)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");
 }
 __device__ __forceinline__ void load4_transposed(u32 (&d)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");
 }
 __device__ __forceinline__ u32 transpose8x8(u32 a) {
   u32 d;
@@ -116,12 +86,9 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
 __device__ __forceinline__ u32 even_pair(u32 w) { return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07F007F0u); }
 __device__ __forceinline__ u32 odd_pair(u32 w) { return (w & 0x80008000u) | ((w >> 4) & 0x07F007F0u); }
 
-// Where a 16-byte piece lies: 8 rows' pieces of one column are in 8 different groups of banks. The same as TMA's
-// swizzle of 128 bytes; rows of 256 bytes are two such halves, 16 rows each.
-template <int BYTES>
+// Where a 16-byte piece of a tile's row lies: 8 rows' pieces of one column are in 8 different groups of banks.
 __device__ __forceinline__ int place(int row, int piece) {
-  if (BYTES == 256) return row / 16 * 4096 + piece / 8 * 2048 + row % 16 * 128 + ((piece ^ row) % 8 << 4);
-  return row * BYTES + ((piece ^ (BYTES == 64 ? row >> 1 & 3 : row & 7)) << 4);
+  return row * ROW_BYTES + ((piece ^ (ROW_BYTES == 64 ? row >> 1 & 3 : row & 7)) << 4);
 }
 
 __device__ __forceinline__ u32 e4m3(float x) {  // rounded to nearest even, saturating
@@ -143,89 +110,67 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// A row's units: all its chunks if it is its own leader, which also reads the shared ones when its sample has ended.
-__device__ __forceinline__ int count_units(const Parameters& p, int row) {
-  const int position = p.positions[row], shared = p.shared[row] / CHUNK;
-  const int first = p.leaders[row] == row ? 0 : shared;
-  return max(position < 0 ? shared : position / CHUNK + 1, shared) - first;
+// A row's chunk and K/V head; lane i knows where in the cache the chunk's positions 16 i to 16 i + 15 begin.
+struct Unit {
+  int index, row, chunk, head, position, tiles, slot;
+  __device__ __forceinline__ int length() const { return min(CHUNK, position + 1 - chunk * CHUNK); }
+  __device__ __forceinline__ bool is_last() const { return position - chunk * CHUNK < CHUNK; }
+};
+
+// The first unit from this index on, by steps of the grid, that has positions; chunk by chunk, so that a row's last is its highest.
+__device__ __forceinline__ Unit find_unit(const Parameters& p, const int* positions, int index, int units) {
+  Unit u;
+  u.tiles = u.slot = 0;
+  for (; index < units; index += gridDim.x) {
+    const int n = index / KV_HEADS;
+    u.chunk = n / p.rows, u.row = n - u.chunk * p.rows, u.head = index - n * KV_HEADS, u.position = positions[u.row];
+    if (u.chunk * CHUNK > u.position) continue;
+    u.tiles = (u.length() + TILE - 1) / TILE;
+    const int at = u.chunk * CHUNK + (threadIdx.x % SLOTS) * 16;
+    if (threadIdx.x < SLOTS && at <= u.position) u.slot = p.tables[(size_t)u.row * p.table_width + at / PAGE] * PAGE + at % PAGE;
+    break;
+  }
+  u.index = index;
+  return u;
 }
 
-__device__ __forceinline__ void list_units(const Parameters& p, Shared& s) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int before = 0;
-  for (int row0 = 0; row0 < p.rows; row0 += THREADS) {
-    const int row = row0 + threadIdx.x;
-    int units = row < p.rows ? count_units(p, row) : 0;
+// Starts copying a tile's keys and values, whole groups of 16 positions.
+__device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int tile, Stage& to, unsigned long long policy) {
+  constexpr int PIECES = ROW_BYTES / 16, ROWS = 32 / PIECES;
+  const int lane = threadIdx.x, piece = lane % PIECES;
 #pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-      const int other = __shfl_up_sync(FULL, units, i);
-      if (lane >= i) units += other;
-    }
-    if (lane == 31) s.warp_units[warp] = units;
-    __syncthreads();
-    for (int w = 0; w < 4; w++) {
-      if (w < warp) units += s.warp_units[w];
-    }
-    if (row < p.rows) s.ends[row] = before + units;
-    for (int w = 0; w < 4; w++) before += s.warp_units[w];
-    __syncthreads();
-  }
-}
-
-// A warp finds a unit for all.
-__device__ __forceinline__ void find_unit(const Parameters& p, Shared& s, int turn) {
-  Unit& u = s.units[turn % 4];
-  const int index = blockIdx.x + turn * gridDim.x, n = index / KV_HEADS, lane = threadIdx.x % 32;
-  if (n >= s.ends[p.rows - 1]) return;
-  int row = 0, end = p.rows - 1;
-  while (row < end) {
-    const int middle = (row + end) / 2;
-    if (s.ends[middle] > n) end = middle;
-    else row = middle + 1;
-  }
-  const int shared = p.shared[row] / CHUNK, position = p.positions[row];
-  const bool leads = p.leaders[row] == row;
-  const int chunk = n - (row ? s.ends[row - 1] : 0) + (leads ? 0 : shared), older = position - chunk * CHUNK;
-  const bool is_shared = leads && chunk < shared;
-  const int length = is_shared ? CHUNK : min(CHUNK, older + 1), at = chunk * CHUNK + lane * 16;
-  if (lane * 16 < length) u.slots[lane] = p.tables[(size_t)row * p.table_width + at / PAGE] * PAGE + at % PAGE;
-  if (lane == 0) {
-    u.row = row, u.chunk = chunk, u.head = index - n * KV_HEADS, u.position = position;
-    u.tokens = is_shared ? CHUNK : min(CHUNK, older), u.fresh = !is_shared && older < CHUNK ? older : -1;
-    u.shared = is_shared;
-  }
-}
-
-// Starts copying the chunk's keys or values, whole groups of 16 positions.
-__device__ __forceinline__ void fetch(const Unit& u, u8* to, const u8* from, const TensorMap* map, u32 full) {
-  const int padded = u.padded();
-#if TMA
-  // a warp's lanes start their copies one after the other, so every warp starts some
-  const int lane = threadIdx.x % 32, box = threadIdx.x / 32 + 4 * lane;
-  if (threadIdx.x == 0) expect(full, padded * ROW_BYTES);
-  if (lane < CHUNK / 64 && box * 16 < padded) copy_box(smem_u32(to) + box * 16 * ROW_BYTES, map, u.slots[box], u.head * (ROW_BYTES / 128), full);
-#else
-  constexpr int PIECES = ROW_BYTES / 16, ROWS = THREADS / PIECES;
-  const int piece = threadIdx.x % PIECES;
-  from += u.head * ROW_BYTES + piece * 16;
+  for (int half = 0; half < TILE / 16; half++) {
+    const int slot = __shfl_sync(FULL, u.slot, tile * (TILE / 16) + half);
+    if (tile * TILE + half * 16 >= u.length()) break;
+    const size_t from = ((size_t)slot * KV_HEADS + u.head) * ROW_BYTES + piece * 16;
 #pragma unroll
-  for (int row0 = 0; row0 < CHUNK; row0 += ROWS) {
-    const int row = row0 + threadIdx.x / PIECES;
-    if (row < padded) copy16(smem_u32(to) + place<ROW_BYTES>(row, piece), from + (size_t)(u.slots[row / 16] + row % 16) * (KV_HEADS * ROW_BYTES));
-  }
-  arrive_when_copied(full);
+    for (int row0 = 0; row0 < 16; row0 += ROWS) {
+      const int row = row0 + lane / PIECES, to_row = half * 16 + row;
+      const size_t at = from + (size_t)row * (KV_HEADS * ROW_BYTES);
+      copy16(smem_u32(to.k) + place(to_row, piece), p.k + at, policy);
+      copy16(smem_u32(to.v) + place(to_row, piece), p.v + at, policy);
+    }
+#if FP8
+    const size_t at = (size_t)(slot + lane % 16) * KV_HEADS + u.head;
+    copy4(smem_u32((lane < 16 ? to.k_scales : to.v_scales) + half * 16 + lane % 16), (lane < 16 ? p.k_scales : p.v_scales) + at);
 #endif
+  }
 }
 
-// A warp's head: lane l has elements 2 l, 2 l + 1 (first) and those H / 2 further (second).
+// A head over the warp: lane l has elements 2 l, 2 l + 1 (first) and those H / 2 further (second).
 struct Head {
   u32 first, second;
 };
 
 __device__ __forceinline__ Head load_head(const u16* from) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x;
   if (lane >= H / 4) return {0, 0};
   return {*(const u32*)(from + 2 * lane), *(const u32*)(from + H / 2 + 2 * lane)};
+}
+
+__device__ __forceinline__ void turn(float& x, float& y, float cosine, float sine) {
+  const float x0 = x;
+  x = fmaf(y, -sine, __fmul_rn(x, cosine)), y = fmaf(x0, sine, __fmul_rn(y, cosine));
 }
 
 __device__ __forceinline__ Head normed(Head x, const float* weight, float eps) {
@@ -236,142 +181,56 @@ __device__ __forceinline__ Head normed(Head x, const float* weight, float eps) {
   return {pack2(a * inverse * w0.x, b * inverse * w0.y), pack2(c * inverse * w1.x, d * inverse * w1.y)};
 }
 
-struct Angle {
-  float2 cosine, sine;
+__device__ __forceinline__ Head rotated(const Parameters& p, Head x, int position) {
+  const float* angle = p.angles + (size_t)position * H + 2 * (threadIdx.x % (H / 4));
+  const float2 c = *(const float2*)angle, s = *(const float2*)(angle + H / 2);
+  float x0 = low(x.first), x1 = high(x.first), y0 = low(x.second), y1 = high(x.second);
+  turn(x0, y0, c.x, s.x), turn(x1, y1, c.y, s.y);
+  return {pack2(x0, x1), pack2(y0, y1)};
+}
+
+// The step's own key or value as it is stored.
+struct Stored {
+  u32 first, second;
+  float scale;
 };
 
-__device__ __forceinline__ Angle load_angle(const Parameters& p, int position) {
-  const float* from = p.angles + (size_t)max(position, 0) * H + 2 * (threadIdx.x % (H / 4));
-  return {*(const float2*)from, *(const float2*)(from + H / 2)};
-}
-
-__device__ __forceinline__ Head rotated(Head x, const Angle& angle) {
-  const float2 c = angle.cosine, s = angle.sine;
-  const float x0 = low(x.first), x1 = high(x.first), y0 = low(x.second), y1 = high(x.second);
-  return {pack2(fmaf(y0, -s.x, __fmul_rn(x0, c.x)), fmaf(y1, -s.y, __fmul_rn(x1, c.y))),
-          pack2(fmaf(x0, s.x, __fmul_rn(y0, c.x)), fmaf(x1, s.y, __fmul_rn(y1, c.y)))};
-}
-
-__device__ __forceinline__ void put_query(Shared& s, int column, Head q) {
-  const int lane = threadIdx.x % 32;
-  if (lane >= H / 4) return;
-#if FP8  // a word of four keys is read as bytes 0, 2, then 1, 3: k of mma is 2 t, 2 t + 1, then 8 more
-  const int k = lane / 2 % 4 * 2 + lane % 2, piece = lane / 8 * 2;
-  const u32 words[2] = {q.first, q.second};
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const u32 even = __float_as_uint(low(words[i]) * Q_FACTOR), odd = __float_as_uint(high(words[i]) * Q_FACTOR);
-    *(u16*)(s.qp + place<2 * H>(column, piece + i * (H / 16)) + 2 * k) = even >> 16;
-    *(u16*)(s.qp + place<2 * H>(column, piece + i * (H / 16) + 1) + 2 * k) = odd >> 16;
-  }
-#else
-  *(u32*)(s.qp + place<2 * H>(column, lane / 4) + lane % 4 * 4) = q.first;
-  *(u32*)(s.qp + place<2 * H>(column, H / 16 + lane / 4) + lane % 4 * 4) = q.second;
-#endif
-}
-
-// The step's own key or value, into the cache and into the copy of the chunk.
-__device__ __forceinline__ void put_fresh(Head x, const Unit& u, int slot, u8* copy, u8* cache, float* copy_scales, float* scales) {
-  const int lane = threadIdx.x % 32;
-  cache += ((size_t)slot * KV_HEADS + u.head) * ROW_BYTES;
+__device__ __forceinline__ Stored stored(Head x) {
 #if FP8
   const float a = low(x.first), b = high(x.first), c = low(x.second), d = high(x.second);
   const float largest = warp_max(fmaxf(fmaxf(fabsf(a), fabsf(b)), fmaxf(fabsf(c), fabsf(d))));
   const float scale = largest > 0.f ? __fdiv_rn(largest, 448.f) : 1.f;
-  if (lane == 0) *copy_scales = scale, scales[(size_t)slot * KV_HEADS + u.head] = scale;
-  const u16 first = e4m3(__fdiv_rn(a, scale)) | e4m3(__fdiv_rn(b, scale)) << 8;
-  const u16 second = e4m3(__fdiv_rn(c, scale)) | e4m3(__fdiv_rn(d, scale)) << 8;
-  typedef u16 Word;
+  return {e4m3(__fdiv_rn(a, scale)) | e4m3(__fdiv_rn(b, scale)) << 8, e4m3(__fdiv_rn(c, scale)) | e4m3(__fdiv_rn(d, scale)) << 8, scale};
 #else
-  const u32 first = x.first, second = x.second;
-  typedef u32 Word;
+  return {x.first, x.second, 1.f};
 #endif
-  if (lane >= H / 4) return;
-  const int at = lane * sizeof(Word), half = ROW_BYTES / 2;
-  *(Word*)(copy + place<ROW_BYTES>(u.fresh, at / 16) + at % 16) = first;
-  *(Word*)(copy + place<ROW_BYTES>(u.fresh, (at + half) / 16) + at % 16) = second;
-  *(Word*)(cache + at) = first, *(Word*)(cache + at + half) = second;
 }
 
-// A unit's own row, loaded while the unit before is computed: the warp's query heads, the new value or key, and
-// the scales of one position.
-#define ROUNDS ((GROUP + 3) / 4)
-#define WIDTH ((GROUP + 2) * KV_HEADS * H)
-struct Own {
-  Head q[ROUNDS], fresh;
-  Angle angle;
-  float k_scale, v_scale;
-};
-
-__device__ __forceinline__ Own load_own(const Parameters& p, const Unit& u) {
-  Own own;
-  const int warp = threadIdx.x / 32;
-  const u16* from = p.qkv + (size_t)u.row * WIDTH;
-#pragma unroll
-  for (int i = 0; i < ROUNDS; i++) own.q[i] = load_head(from + (u.head * GROUP + min(i * 4 + warp, GROUP - 1)) * H);
-  own.fresh = load_head(from + (GROUP * KV_HEADS + u.head + (warp == 2 ? KV_HEADS : 0)) * H);
-  own.angle = load_angle(p, u.position);
+__device__ __forceinline__ void put(const Stored& x, u8* first, u8* second) {
 #if FP8
-  own.k_scale = own.v_scale = 0.f;
-  if (threadIdx.x < u.tokens) {
-    const size_t at = (size_t)(u.slots[threadIdx.x / 16] + threadIdx.x % 16) * KV_HEADS + u.head;
-    own.k_scale = p.k_scales[at], own.v_scale = p.v_scales[at];
-  }
+  *(u16*)first = x.first, *(u16*)second = x.second;
+#else
+  *(u32*)first = x.first, *(u32*)second = x.second;
 #endif
-  return own;
 }
 
-__device__ __forceinline__ void put_own(const Parameters& p, Shared& s, const Unit& u, const Own& own) {
-  const int warp = threadIdx.x / 32;
+// The step's own token into the cache, and into the tile, which has arrived; zeros for the values after it.
+__device__ __forceinline__ void put_fresh(const Parameters& p, const Unit& u, Stage& s, const Stored& k, const Stored& v, int slot) {
+  const int lane = threadIdx.x, fresh = u.position % TILE, at = lane * 2 * ROW_BYTES / H, half = ROW_BYTES / 2;
+  const size_t to = ((size_t)slot * KV_HEADS + u.head) * ROW_BYTES;
+  if (lane < H / 4) {
+    put(k, p.k + to + at, p.k + to + at + half);
+    put(v, p.v + to + at, p.v + to + at + half);
+    put(k, s.k + place(fresh, at / 16) + at % 16, s.k + place(fresh, (at + half) / 16) + at % 16);
+    put(v, s.v + place(fresh, at / 16) + at % 16, s.v + place(fresh, (at + half) / 16) + at % 16);
+  }
 #if FP8
-  if (threadIdx.x != u.fresh) s.k_scales[threadIdx.x] = own.k_scale, s.v_scales[threadIdx.x] = own.v_scale;
+  if (lane == 0) {
+    p.k_scales[(size_t)slot * KV_HEADS + u.head] = k.scale, p.v_scales[(size_t)slot * KV_HEADS + u.head] = v.scale;
+    s.k_scales[fresh] = k.scale, s.v_scales[fresh] = v.scale;
+  }
+  if (lane > fresh) s.k_scales[lane] = s.v_scales[lane] = 0.f;
 #endif
-  if (u.shared) return;
-#pragma unroll
-  for (int i = 0; i < ROUNDS; i++) {
-    const Head q = p.q_norm ? normed(own.q[i], p.q_norm, p.eps) : own.q[i];
-    put_query(s, min(i * 4 + warp, GROUP - 1), rotated(q, own.angle));
-  }
+  constexpr int PIECES = ROW_BYTES / 16;
+  for (int i = lane; i < (TILE - 1 - fresh) * PIECES; i += 32) *(uint4*)(s.v + place(fresh + 1 + i / PIECES, i % PIECES)) = make_uint4(0, 0, 0, 0);
 }
-
-// The step's own token into the chunk, which has arrived, and into the cache; zeros for the values after it.
-__device__ __forceinline__ void put_fresh_token(const Parameters& p, Shared& s, const Unit& u, const Own& own) {
-  const int warp = threadIdx.x / 32, slot = u.slots[u.fresh / 16] + u.fresh % 16;
-  float *k_copy = nullptr, *v_copy = nullptr;
-#if FP8
-  k_copy = s.k_scales + u.fresh, v_copy = s.v_scales + u.fresh;
-#endif
-  if (warp == 2) {
-    put_fresh(own.fresh, u, slot, s.v, p.v, v_copy, p.v_scales);
-  } else if (warp == 3) {
-    const Head k = p.k_norm ? normed(own.fresh, p.k_norm, p.eps) : own.fresh;
-    put_fresh(rotated(k, own.angle), u, slot, s.k, p.k, k_copy, p.k_scales);
-  } else {
-    constexpr int PIECES = ROW_BYTES / 16;
-    const int pieces = (u.padded() - u.fresh - 1) * PIECES;
-    for (int i = threadIdx.x; i < pieces; i += 64) *(uint4*)(s.v + place<ROW_BYTES>(u.fresh + 1 + i / PIECES, i % PIECES)) = make_uint4(0, 0, 0, 0);
-  }
-#if TMA  // the next copy to these places must come after
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
-// The queries of `count` members of a shared unit.
-__device__ __forceinline__ void put_members(const Parameters& p, Shared& s, const Unit& u, int begin, int count) {
-  const int warp = threadIdx.x / 32, last = max(count * GROUP - 1, 0);
-  Head q[MEMBERS * ROUNDS];
-  Angle angle[MEMBERS * ROUNDS];
-#pragma unroll
-  for (int i = 0; i < MEMBERS * ROUNDS; i++) {
-    const int at = min(i * 4 + warp, last), row = count ? s.members[begin + at / GROUP] : u.row;
-    q[i] = load_head(p.qkv + (size_t)row * WIDTH + (u.head * GROUP + at % GROUP) * H);
-    angle[i] = load_angle(p, p.positions[row]);
-  }
-#pragma unroll
-  for (int i = 0; i < MEMBERS * ROUNDS; i++) {
-    const int at = min(i * 4 + warp, last);
-    if (p.q_norm) q[i] = normed(q[i], p.q_norm, p.eps);
-    put_query(s, at / GROUP * (NT * 8) + at % GROUP, rotated(q[i], angle[i]));
-  }
-}
-

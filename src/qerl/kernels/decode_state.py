@@ -3,17 +3,14 @@
     tokens_B     the newest token, whose key and value are not cached yet
     positions_B  its position in the sequence; -1: the row is empty, or its sample has ended
     ends_B       the position at which a sample has all the tokens it may have: a draw that would move a row
-                 to it ends the sample
+                 to it, or beyond, ends the sample
     keys_B       names the sample's randomness; a draw is a function of (key, position, vocabulary index)
     tables_BX    the sequence's pages in order
-    leaders_B    the row that reads the shared pages on this row's behalf; its own index if it shares none
-    nexts_B      the next row with the same leader, ascending, -1 at the end of the chain
-    shared_B     how many leading positions it shares with its leader: a multiple of page_tokens
 
     drawn_tokens_WB, drawn_logprobs_WB    what the last W steps drew; place_1 says where the next draw goes
 
-A row's chain starts at its leader, which may itself have ended: the others still need it to read the shared
-pages. B rows, X pages of the longest sequence, W steps of a burst.
+Samples of one prompt are best neighbours: they then read the pages that they share at about the same time.
+B rows, X pages of the longest sequence, W steps of a burst.
 """
 
 import dataclasses
@@ -29,9 +26,6 @@ class DecodeState:
     ends_B: Tensor  # int32
     keys_B: Tensor  # int64, not negative
     tables_BX: Tensor  # int32
-    leaders_B: Tensor  # int32
-    nexts_B: Tensor  # int32
-    shared_B: Tensor  # int32
     drawn_tokens_WB: Tensor  # int32
     drawn_logprobs_WB: Tensor  # fp32
     place_1: Tensor  # int32 [1]
@@ -49,9 +43,6 @@ class DecodeState:
             ends_B=ints(rows),
             keys_B=torch.zeros(rows, dtype=torch.int64, device=device),
             tables_BX=ints(rows, pages),
-            leaders_B=torch.arange(rows, dtype=torch.int32, device=device),
-            nexts_B=ints(rows, fill=-1),
-            shared_B=ints(rows),
             drawn_tokens_WB=ints(steps, rows),
             drawn_logprobs_WB=torch.zeros(steps, rows, device=device),
             place_1=ints(1),

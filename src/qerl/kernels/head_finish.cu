@@ -56,7 +56,7 @@ __device__ __forceinline__ void store(const Finish& e, int m, const Row& row) {
   e.drawn_tokens[(size_t)place * e.token_stride + m] = is_live ? row.v : 0;
   e.drawn_logprobs[(size_t)place * e.logprob_stride + m] = is_live ? logprob : 0.f;
   if (is_live) {
-    bool has_ended = position + 1 == e.ends[m] || !(fabsf(logprob) < INFINITE);
+    bool has_ended = position + 1 >= e.ends[m] || !(fabsf(logprob) < INFINITE);
     for (int i = 0; i < e.num_stops; i++) has_ended |= e.stops[i] == row.v;
     e.tokens[m] = row.v, e.positions[m] = has_ended ? -1 : position + 1;
   }
@@ -72,7 +72,6 @@ __device__ __forceinline__ void store(const Finish& e, int m, const Row& row) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) head_finish(const __grid_constant__ Finish e) {
   __shared__ Row rows[WARPS];
-  asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int m = blockIdx.x, lane = threadIdx.x % 32;
   const float4* partials = e.partials + (size_t)m * e.tiles;

@@ -141,7 +141,7 @@ class PortableHeadSample:
         state.drawn_tokens_WB[:, :m].index_copy_(0, place, torch.where(is_live_M, tokens_M, 0)[None])
         state.drawn_logprobs_WB[:, :m].index_copy_(0, place, torch.where(is_live_M, logprobs_M, 0.0)[None])
         has_ended_M = (tokens_M[:, None] == stop_tokens).any(1) | ~logprobs_M.isfinite()
-        has_ended_M |= positions_M + 1 == state.ends_B[:m]
+        has_ended_M |= positions_M + 1 >= state.ends_B[:m]
         state.tokens_B[:m].copy_(torch.where(is_live_M, tokens_M, state.tokens_B[:m]))
         positions_M.copy_(torch.where(is_live_M & ~has_ended_M, positions_M + 1, -1))
         state.place_1.add_(1)

@@ -47,6 +47,8 @@ class Part:
     alpha: float
     bias_N: Tensor | None
     adapter: Adapter | None
+    is_read: bool = True
+    """False where nobody reads y, only gradients are wanted: `linear_onto` then leaves y out."""
 
 
 Unpack = Callable[[torch.dtype, Tensor | None], Tensor]  # the joined operand [N, K], into the tensor if given
@@ -96,8 +98,11 @@ class _Joined(torch.autograd.Function):
         x_TC = _with_room(x_TK, rank, gaps_are_free)
         if rank:
             _shrink(x_TC, x_TK.shape[1], parts)
-        w_NC = _widened(unpack, x_TK, rank, parts)
         ctx.save_for_backward(x_TC)
+        if sum_TN is not None and not parts[0].is_read:
+            ctx.mark_dirty(sum_TN)
+            return (sum_TN,)
+        w_NC = _widened(unpack, x_TK, rank, parts)
         if sum_TN is not None:
             ctx.mark_dirty(sum_TN)
             return (_add_product(sum_TN, x_TC, w_NC, parts[0]),)

@@ -1,25 +1,32 @@
 """Log-probabilities of given tokens and entropies of their distributions, a chunk of logits at a time.
 
-    l_TV = hidden_TD @ head_VD.T / temperature        p_TV = softmax(l_TV)
-    logprob_T = l_T[target] - logsumexp(l_TV)         entropy_T = logsumexp(l_TV) - sum_v p_TV * l_TV
-    d logprob_T / d hidden_TD = (onehot(target) - p_TV) @ head_VD / temperature
+    l_CV = hidden_TD[rows_C] @ head_VD.T / temperature        p_CV = softmax(l_CV)
+    logprob_C = l_C[target] - logsumexp(l_CV)         entropy_C = logsumexp(l_CV) - sum_v p_CV * l_CV
+    d logprob_C / d hidden_TD[rows_C] = (onehot(target) - p_CV) @ head_VD / temperature
 
-    hidden_TD   any float    the rows that predict      head_VD   fp32 or 16 bits: the products' operands
-    targets_T   int64        what they are asked for    logits, probabilities, gradient rows: fp32
+    hidden_TD   any float    its rows predict           head_VD   fp32 or 16 bits: the products' operands
+    rows_C      int64        the row of each target     logits, probabilities, gradients' sums: fp32
+    targets_C   int64        what is asked for
 
 What arrives in the backward pass at a token's logprob is one number, so the row that it scales is made in
-the forward pass, while the logits are there, and [T, D] is kept: two products with the head. Computing the
-logits again in the backward pass would be a third. No tensor is larger than [chunk_tokens, V].
+the forward pass, while the logits are there, and fp32 [C, D] is kept: two products with the head. Computing
+the logits again in the backward pass would be a third. No tensor is larger than [chunk_tokens, V].
+
+On a GPU in bfloat16 one kernel reads a chunk's logits twice and writes onehot - p: 14 bytes a logit with the
+product's own. torch's operations move some 75, as long again as the products take.
 """
 
+import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl.kernels import vectors
 from qerl.kernels.product import product
 
 CASES = ((1, 8, 32, 4), (7, 16, 50, 3), (24, 32, 1000, 8), (33, 64, 4099, 64))  # T, D, V, chunk_tokens
+_THREADS = 1024
 
 
 def reference(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, temperature: float):
@@ -30,66 +37,114 @@ def reference(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, temperat
 
 
 def _chunk(
-    hidden_TD: Tensor, head_VD: Tensor, targets_T1: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob_T, entropy_T, p_TV) of one chunk."""
-    logits_TV = product(hidden_TD, head_VD.T).div_(temperature)
-    logits_TV.sub_(logits_TV.amax(1, keepdim=True))
-    p_TV = logits_TV.exp()
-    total_T1 = p_TV.sum(1, keepdim=True)
-    p_TV.div_(total_T1)
-    log_total_T = total_T1.squeeze(1).log()
-    logprob_T = logits_TV.gather(1, targets_T1).squeeze(1) - log_total_T
-    return logprob_T, log_total_T - logits_TV.mul_(p_TV).sum(1), p_TV
+    hidden_CD: Tensor, head_VD: Tensor, targets_C1: Tensor, temperature: float, has_slope: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(logprob_C, entropy_C, onehot - p in the head's dtype) of one chunk."""
+    logits_CV = product(hidden_CD, head_VD.T)
+    if vectors.are_vectors(head_VD) and logits_CV.shape[1] % 8 == 0:
+        return _launch(logits_CV, targets_C1, temperature, has_slope)
+    logits_CV.div_(temperature).sub_(logits_CV.amax(1, keepdim=True))
+    p_CV = logits_CV.exp()
+    total_C1 = p_CV.sum(1, keepdim=True)
+    p_CV.div_(total_C1)
+    log_total_C = total_C1.squeeze(1).log()
+    logprob_C = logits_CV.gather(1, targets_C1).squeeze(1) - log_total_C
+    entropy_C = log_total_C - logits_CV.mul_(p_CV).sum(1)
+    if not has_slope:
+        return logprob_C, entropy_C, None
+    # onehot - p before it is rounded: near p = 1 it would be the difference of rounded terms.
+    p_CV.neg_().scatter_add_(1, targets_C1, torch.ones_like(targets_C1, dtype=torch.float32))
+    return logprob_C, entropy_C, p_CV.to(head_VD.dtype)
+
+
+def _launch(
+    logits_CV: Tensor, targets_C1: Tensor, temperature: float, has_slope: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    C, V = logits_CV.shape
+    device = logits_CV.device
+    logprob_C, entropy_C = (torch.empty(C, dtype=torch.float32, device=device) for _ in range(2))
+    slope_CV = torch.empty(C, V, dtype=torch.bfloat16, device=device) if has_slope else None
+    vectors.kernel("logprob.cu", "logprob", device, THREADS=_THREADS).launch(
+        grid=C,
+        block_threads=_THREADS,
+        parameters=(
+            logits_CV,
+            targets_C1.contiguous(),
+            logprob_C,
+            entropy_C,
+            slope_CV,
+            V,
+            struct.pack("f", 1 / temperature),
+        ),
+    )
+    return logprob_C, entropy_C, slope_CV
 
 
 def _walk(
     hidden_TD: Tensor,
+    rows_C: Tensor,
     head_VD: Tensor,
-    targets_T: Tensor,
+    targets_C: Tensor,
     temperature: float,
     chunk_tokens: int,
-    slope_TD: Tensor | None,
+    slope_CD: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk; fills slope_TD, fp32, with d logprob / d hidden if it is given."""
-    logprob_T = torch.empty(len(hidden_TD), dtype=torch.float32, device=hidden_TD.device)
-    entropy_T = torch.empty_like(logprob_T)
-    for start in range(0, len(hidden_TD), chunk_tokens):
-        rows = slice(start, start + chunk_tokens)
-        targets_T1 = targets_T[rows, None]
-        chunk_TD = hidden_TD[rows].to(head_VD.dtype)
-        logprob_T[rows], entropy_T[rows], p_TV = _chunk(chunk_TD, head_VD, targets_T1, temperature)
-        if slope_TD is not None:
-            # onehot - p before it is rounded: near p = 1 it would be the difference of rounded terms.
-            p_TV.neg_().scatter_add_(1, targets_T1, torch.ones_like(targets_T1, dtype=torch.float32))
-            slope_TD[rows] = product(p_TV.to(head_VD.dtype), head_VD).div_(temperature)
-        del p_TV  # or the next chunk's logits would be a third buffer
-    return logprob_T, entropy_T
+    """Chunk by chunk; fills slope_CD, fp32, with d logprob / d hidden if it is given."""
+    logprob_C = torch.empty(len(rows_C), dtype=torch.float32, device=hidden_TD.device)
+    entropy_C = torch.empty_like(logprob_C)
+    for start in range(0, len(rows_C), chunk_tokens):
+        some = slice(start, start + chunk_tokens)
+        hidden_CD = hidden_TD.index_select(0, rows_C[some]).to(head_VD.dtype)
+        logprob_C[some], entropy_C[some], slope_CV = _chunk(
+            hidden_CD, head_VD, targets_C[some, None], temperature, slope_CD is not None
+        )
+        if slope_CD is not None and slope_CV is not None:
+            slope_CD[some] = product(slope_CV, head_VD).div_(temperature)
+        del slope_CV  # or the next chunk's logits would be one more buffer
+    return logprob_C, entropy_C
 
 
 class _Logprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD, head_VD, targets_T, temperature, chunk_tokens):
-        slope_TD = torch.empty(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
-        logprob_T, entropy_T = _walk(hidden_TD, head_VD, targets_T, temperature, chunk_tokens, slope_TD)
-        ctx.save_for_backward(slope_TD)
-        ctx.dtype = hidden_TD.dtype
-        ctx.mark_non_differentiable(entropy_T)
-        return logprob_T, entropy_T
+    def forward(ctx: Any, hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens):
+        slope_CD = torch.empty(len(rows_C), hidden_TD.shape[1], dtype=torch.float32, device=hidden_TD.device)
+        logprob_C, entropy_C = _walk(
+            hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, slope_CD
+        )
+        ctx.save_for_backward(slope_CD, rows_C)
+        ctx.shape, ctx.dtype, ctx.chunk_tokens = hidden_TD.shape, hidden_TD.dtype, chunk_tokens
+        ctx.mark_non_differentiable(entropy_C)
+        return logprob_C, entropy_C
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        (slope_TD,) = ctx.saved_tensors
-        return (slope_TD * grads[0][:, None]).to(ctx.dtype), None, None, None, None
+        """A prompt's last row sums one gradient for each of its samples, in fp32 and in their order."""
+        slope_CD, rows_C = ctx.saved_tensors
+        d_TD = torch.zeros(ctx.shape, dtype=torch.float32, device=slope_CD.device)
+        for start in range(0, len(rows_C), ctx.chunk_tokens):
+            some = slice(start, start + ctx.chunk_tokens)
+            d_TD.index_put_((rows_C[some],), slope_CD[some] * grads[0][some, None], accumulate=True)
+        return d_TD.to(ctx.dtype), None, None, None, None, None
 
 
 def chunked_logprob(
-    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, temperature: float, chunk_tokens: int
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    targets_C: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    rows_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """fp32 (logprob_T, entropy_T). logprob is differentiable in hidden_TD alone; entropy has no gradient."""
-    assert hidden_TD.ndim == 2 and targets_T.shape == hidden_TD.shape[:1] and targets_T.dtype == torch.int64
+    """fp32 (logprob_C, entropy_C). logprob is differentiable in hidden_TD alone; entropy has no gradient.
+
+    rows_C: None asks each row for one target.
+    """
+    if rows_C is None:
+        rows_C = torch.arange(len(hidden_TD), device=hidden_TD.device)
+    assert hidden_TD.ndim == 2 and targets_C.shape == rows_C.shape and targets_C.dtype == torch.int64
     assert head_VD.ndim == 2 and head_VD.shape[1] == hidden_TD.shape[1] and head_VD.is_contiguous()
     assert temperature > 0 and chunk_tokens > 0
     if hidden_TD.requires_grad and torch.is_grad_enabled():
-        return _Logprob.apply(hidden_TD, head_VD, targets_T, temperature, chunk_tokens)
-    return _walk(hidden_TD.detach(), head_VD, targets_T, temperature, chunk_tokens, None)
+        return _Logprob.apply(hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens)
+    return _walk(hidden_TD.detach(), rows_C, head_VD, targets_C, temperature, chunk_tokens, None)

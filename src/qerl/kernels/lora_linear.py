@@ -57,11 +57,13 @@ def lora_linear(
     b_work_NR: Tensor,
     scaling: float,
     bias_N: Tensor | None,
+    *,
+    is_read: bool = True,
 ) -> Tensor:
-    """y_TN; differentiable in x, a and b."""
+    """y_TN; differentiable in x, a and b. Where nobody reads y, only gradients are wanted, it is zeros."""
     assert x_TK.dim() == 2 and a_RK.dtype == b_NR.dtype == torch.float32
     assert x_TK.dtype == a_work_RK.dtype == b_work_NR.dtype
-    return _LoraLinear.apply(x_TK, operand, alpha, a_RK, b_NR, a_work_RK, b_work_NR, scaling, bias_N)
+    return _LoraLinear.apply(x_TK, operand, alpha, a_RK, b_NR, a_work_RK, b_work_NR, scaling, bias_N, is_read)
 
 
 class _Linear(torch.autograd.Function):
@@ -78,11 +80,13 @@ class _Linear(torch.autograd.Function):
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, operand, alpha, a_RK, b_NR, a_work_RK, b_work_NR, scaling, bias_N):
+    def forward(ctx, x_TK, operand, alpha, a_RK, b_NR, a_work_RK, b_work_NR, scaling, bias_N, is_read):
         u_TR = x_TK @ a_work_RK.T
-        y_TN = _scaled_product(x_TK, operand().T, alpha, plus=u_TR @ b_work_NR.T, scaling=scaling)
         ctx.save_for_backward(x_TK, u_TR, a_work_RK, b_work_NR)
         ctx.operand, ctx.alpha, ctx.scaling = operand, alpha, scaling
+        if not is_read:
+            return x_TK.new_zeros(len(x_TK), len(b_work_NR))
+        y_TN = _scaled_product(x_TK, operand().T, alpha, plus=u_TR @ b_work_NR.T, scaling=scaling)
         return y_TN if bias_N is None else y_TN.add_(bias_N)
 
     @staticmethod
@@ -96,7 +100,7 @@ class _LoraLinear(torch.autograd.Function):
             dx_TK = _input_gradient(
                 dy_TN, ctx.operand(), ctx.alpha, plus=du_TR @ a_work_RK, scaling=ctx.scaling
             )
-        return dx_TK, None, None, da_RK, db_NR, None, None, None, None
+        return dx_TK, None, None, da_RK, db_NR, None, None, None, None, None
 
 
 def _scaled_product(

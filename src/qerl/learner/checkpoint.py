@@ -4,7 +4,7 @@
         adapter_model.safetensors            fp32 masters under PEFT's names: this folder is a PEFT adapter
         adapter_config.json                  PEFT's description of it
         optimizer.safetensors                AdamW's moments, <adapter tensor>.<moment>
-        state.json                           next_step, version, and what the loop adds
+        state.json                           next_step, version, micro_tokens, and what the loop adds
         manifest.json                        SHA-256 of each of the others, written last
 
 A checkpoint is written under a name that no reader takes for one, flushed to the disk, and renamed into
@@ -74,7 +74,8 @@ def load_latest(folder: Path, learner: Learner) -> Resumed | None:
     if path is None:
         return None
     state = json.loads((path / STATE).read_bytes())
-    learner.load(_unpacked(path / ADAPTER), _unpacked(path / OPTIMIZER), state["version"])
+    adapter, optimizer = _unpacked(path / ADAPTER), _unpacked(path / OPTIMIZER)
+    learner.load(adapter, optimizer, state["version"], state.get("micro_tokens"))
     return Resumed(state["next_step"], state["extra"], notices)
 
 
@@ -149,7 +150,12 @@ def peft_config(config: RunConfig) -> dict[str, Any]:
 
 
 def _contents(learner: Learner, next_step: int, extra: dict[str, Any]) -> dict[str, bytes]:
-    state = {"next_step": next_step, "version": learner.version, "extra": extra}
+    state = {
+        "next_step": next_step,
+        "version": learner.version,
+        "micro_tokens": learner.micro_tokens,
+        "extra": extra,
+    }
     return {
         ADAPTER: _packed(learner.adapter_state()),
         ADAPTER_CONFIG: _json(peft_config(learner.config)),

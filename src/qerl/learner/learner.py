@@ -9,6 +9,8 @@ and the mismatch with the sampler are read from too; with more, a pass before th
 learner's old logprobs. A group without any advantage has no gradient and gets no backward.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,23 +18,27 @@ from qerl.algo.importance import IMPORTANCE
 from qerl.algo.kl import k3
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
-from qerl.kernels.attention import packed_attention
 from qerl.kernels.logprob import chunked_logprob
+from qerl.kernels.tree_attention import tree_attention
+from qerl.learner.fit import Fit
+from qerl.learner.optimizer import load_state, new_optimizer, state_of
 from qerl.learner.pack import PackedBatch
 from qerl.learner.rate import learning_rate
-from qerl.learner.reading import Lesson, Reading, Update, sampling_metrics, update_metrics
+from qerl.learner.reading import Lesson, Reading, Update, regrouped, sampling_metrics, update_metrics
+from qerl.learner.recompute import RECOMPUTE
 from qerl.learner.share import Share, split
 from qerl.model.adapter import adapter_off, adapter_tensors, load_adapter, publish
 from qerl.model.decoder import Decoder
 from qerl.types import Group
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's own names
-
 
 class Learner:
     """Owns the optimizer; the decoder and its adapter are the engine's too."""
 
-    def __init__(self, decoder: Decoder, config: RunConfig):
+    def __init__(
+        self, decoder: Decoder, config: RunConfig, *, notice: Callable[[str], None] = lambda line: None
+    ):
+        """notice: told, in a line, what was done about a lack of memory."""
         self.config = config
         self.version = 0
         """Updates planned so far, those skipped included: schedules and resumption count by it."""
@@ -41,21 +47,17 @@ class Learner:
         assert self._masters, "the decoder has no adapter"
         self._loss = LOSSES[config.algo.loss]
         self._importance = IMPORTANCE[config.algo.importance]
-        self._optimizer = torch.optim.AdamW(
-            self._masters.values(),
-            lr=config.learn.learning_rate,
-            betas=config.learn.betas,
-            weight_decay=config.learn.weight_decay,
-            fused=True,
-        )
+        self._optimizer = new_optimizer(self._masters, config.learn)
+        self._run_layer = RECOMPUTE[config.learn.recompute](decoder.device)
+        self._fit = Fit(config.learn.micro_tokens, decoder.device, notice)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
         """Learns from samples that have a reward; the advantages are set. A step with nothing to learn
         changes no weight, and counts its updates all the same."""
         shares = split(groups, self.config, device=self.decoder.device)
         reads_ahead = len(shares) * self.config.learn.passes_per_step > 1
-        silent = [self._read(batch) for share in shares for batch in share.silent]
-        before = [[self._read(b) if reads_ahead else None for b in share.teaching] for share in shares]
+        silent = [reading for share in shares for reading in self._fit.run(share.silent, self._read_all)]
+        before = [self._fit.run(share.teaching, self._read_all) if reads_ahead else None for share in shares]
         updates = [
             self._update(share, old)
             for _ in range(self.config.learn.passes_per_step)
@@ -64,16 +66,28 @@ class Learner:
         taught = [lesson.before for update in updates[: len(shares)] for lesson in update.lessons]
         return {
             "trained_samples": sum(share.num_samples for share in shares),
+            "micro_tokens": self.micro_tokens,
             **sampling_metrics(silent + taught),
             **update_metrics(updates),
         }
 
-    def _update(self, share: Share, before: list[Reading | None]) -> Update:
+    @property
+    def micro_tokens(self) -> int:
+        """config.learn.micro_tokens, or what the memory sufficed for."""
+        return self._fit.micro_tokens
+
+    def _update(self, share: Share, before: list[Reading] | None) -> Update:
         rate = learning_rate(self.version, num_updates=self.config.num_updates, learn=self.config.learn)
         self.version += 1
-        lessons = [self._learn(batch, old) for batch, old in zip(share.teaching, before, strict=True)]
+        lessons = self._fit.run(share.teaching, lambda batches: self._learn_all(batches, before))
         grad_norm = self._apply(rate) if lessons else None
         return Update(lessons=lessons, grad_norm=grad_norm, learning_rate=rate)
+
+    def _learn_all(self, batches: list[PackedBatch], before: list[Reading] | None) -> list[Lesson]:
+        """Leaves the gradient of all batches in the masters, whatever was there."""
+        self._optimizer.zero_grad(set_to_none=True)
+        known = [None] * len(batches) if before is None else regrouped(before, batches)
+        return [self._learn(batch, old) for batch, old in zip(batches, known, strict=True)]
 
     def _learn(self, batch: PackedBatch, before: Reading | None) -> Lesson:
         """Adds the batch's gradient to the masters'. Without `before`, this very pass is the first."""
@@ -121,21 +135,22 @@ class Learner:
         """(logprob_C, entropy_C) of the sampled tokens under the model as it now is."""
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-            return packed_attention(q_TNH, k_TKH, v_TKH, batch.layout)
+            return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout)
 
-        hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend)
-        # fp32 before the gather: a prompt's last row sums one gradient for each of its samples.
+        hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend, self._run_layer())
+        head = self.decoder.lm_head  # its alpha goes into the temperature
         return chunked_logprob(
-            hidden_TD.float()[batch.source_rows_C],
-            self.decoder.lm_head.weight,
+            hidden_TD,
+            head.operand(),
             batch.targets_C,
-            temperature=self.config.sample.temperature,
+            rows_C=batch.source_rows_C,
+            temperature=self.config.sample.temperature / head.alpha,
             chunk_tokens=self.config.learn.logprob_chunk_tokens,
         )
 
     @torch.no_grad()
-    def _read(self, batch: PackedBatch) -> Reading:
-        return self._reading(batch, *self._forward(batch))
+    def _read_all(self, batches: list[PackedBatch]) -> list[Reading]:
+        return [self._reading(batch, *self._forward(batch)) for batch in batches]
 
     @torch.no_grad()
     def _reading(self, batch: PackedBatch, logprob_C: Tensor, entropy_C: Tensor) -> Reading:
@@ -151,20 +166,18 @@ class Learner:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """AdamW's moments, as `<adapter tensor>.<moment>`; empty before the first update."""
-        return {
-            f"{name}.{moment}": self._optimizer.state[master][moment]
-            for name, master in self._masters.items()
-            for moment in _MOMENTS
-            if master in self._optimizer.state
-        }
+        return state_of(self._optimizer, self._masters)
 
-    def load(self, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], version: int) -> None:
+    def load(
+        self,
+        adapter: dict[str, Tensor],
+        optimizer: dict[str, Tensor],
+        version: int,
+        micro_tokens: int | None = None,
+    ) -> None:
         """Takes the place of the learner whose states these were, bit for bit."""
         load_adapter(self.decoder, adapter)
-        self._optimizer.state.clear()
-        for name, master in self._masters.items():
-            if f"{name}.step" in optimizer:
-                self._optimizer.state[master] = {
-                    moment: optimizer[f"{name}.{moment}"].to(master.device, copy=True) for moment in _MOMENTS
-                }
+        load_state(self._optimizer, self._masters, optimizer)
         self.version = version
+        if micro_tokens is not None:
+            self._fit.micro_tokens = micro_tokens

@@ -18,7 +18,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from qerl.kernels.attention import PackedLayout
+from qerl.kernels.tree_attention import TreeLayout
 from qerl.types import Group, Prompt, Sample, Tree
 
 
@@ -29,7 +29,7 @@ class PackedBatch:
     tokens_T: Tensor
     positions_T: Tensor
     trees: list[Tree]
-    layout: PackedLayout
+    layout: TreeLayout
     """The trees as attention wants them, the same for every layer and pass."""
     source_rows_C: Tensor
     targets_C: Tensor
@@ -37,6 +37,10 @@ class PackedBatch:
     advantages_C: Tensor
     weights_C: Tensor
     """What each token's loss is multiplied by before it is summed."""
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(tree.branch_tokens) for tree in self.trees)
 
 
 @dataclasses.dataclass(slots=True)
@@ -106,7 +110,7 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         tokens_T=torch.tensor(tokens_T, device=device),
         positions_T=torch.tensor(positions_T, device=device),
         trees=trees,
-        layout=PackedLayout.of(trees, device),
+        layout=TreeLayout.of(trees, device),
         source_rows_C=torch.tensor(source_rows_C, device=device),
         targets_C=torch.tensor([t for sample, _ in samples for t in sample.tokens_T], device=device),
         sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),

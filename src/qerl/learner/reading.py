@@ -8,6 +8,7 @@ A metric of no tokens is left out, never NaN.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +26,28 @@ class Reading:
     entropy_C: Tensor
     reference_C: Tensor | None
     """Logprobs of the model without its adapter; None where no KL is taken."""
+
+
+def regrouped(readings: list[Reading], batches: list[PackedBatch]) -> list[Reading]:
+    """The same readings for the same sampled tokens, packed in another way."""
+    lengths = [len(batch.targets_C) for batch in batches]
+    if [len(reading.logprob_C) for reading in readings] == lengths:
+        return readings
+
+    def split(parts_C: list[Tensor | None]) -> Sequence[Tensor | None]:
+        found_C = [part_C for part_C in parts_C if part_C is not None]
+        return torch.cat(found_C).split(lengths) if found_C else [None] * len(batches)
+
+    logprobs = split([r.logprob_C for r in readings])
+    entropies = split([r.entropy_C for r in readings])
+    references = split([r.reference_C for r in readings])
+    return [
+        Reading(batch=batch, logprob_C=logprob_C, entropy_C=entropy_C, reference_C=reference_C)
+        for batch, logprob_C, entropy_C, reference_C in zip(
+            batches, logprobs, entropies, references, strict=True
+        )
+        if logprob_C is not None and entropy_C is not None
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

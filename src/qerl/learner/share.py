@@ -1,7 +1,7 @@
-"""Divides a step's groups among its updates, weighs their tokens, and packs them.
+"""Divides a step's groups among its updates, weighs their tokens, and packs them as small as need be.
 
     weight of a token    over all samples of the update, before it is known how they are packed
-    teaching             packed batches that a gradient comes from
+    teaching             groups that a gradient comes from
     silent               groups without any advantage, where no KL is taken: their gradient is exactly zero
 
 A silent group still counts in the weights of the others (tests/learn/test_equivalence.py).
@@ -18,12 +18,28 @@ from qerl.learner.pack import PackedBatch, pack
 from qerl.types import Group
 
 
+class Portion:
+    """Groups with the weights of their samples' tokens, packed for as long as the packing is asked for."""
+
+    def __init__(self, weighted_P: list[tuple[Group, list[float]]], device: torch.device):
+        self._weighted_P, self._device = weighted_P, device
+        self._max_tokens: int | None = None
+        self._batches: list[PackedBatch] = []
+
+    def batches(self, max_tokens: int) -> list[PackedBatch]:
+        """The sampled tokens stand in the same order however they are packed."""
+        if max_tokens != self._max_tokens:
+            self._batches = pack(self._weighted_P, max_tokens=max_tokens, device=self._device)
+            self._max_tokens = max_tokens
+        return self._batches
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one update learns from: Share(teaching=[batch, batch], silent=[batch], num_samples=64)."""
+    """What one update learns from."""
 
-    teaching: list[PackedBatch]
-    silent: list[PackedBatch]
+    teaching: Portion
+    silent: Portion
     num_samples: int
     """How many samples are in them, of both kinds."""
 
@@ -42,8 +58,8 @@ def _share(groups_P: list[Group], config: RunConfig, device: torch.device) -> Sh
     for pair in zip(known_P, weights_P_G, strict=True):
         (teaching if _teaches(pair[0], config) else silent).append(pair)
     return Share(
-        teaching=pack(teaching, max_tokens=config.learn.micro_tokens, device=device),
-        silent=pack(silent, max_tokens=config.learn.micro_tokens, device=device),
+        teaching=Portion(teaching, device),
+        silent=Portion(silent, device),
         num_samples=sum(len(group.samples_G) for group in known_P),
     )
 

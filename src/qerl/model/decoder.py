@@ -3,7 +3,7 @@
     h = embed(tokens)
     h = h + o_proj(attend(rotate(q), rotate(k), v))      q, k, v of input_layernorm(h); L times
     h = h + down_proj(silu(gate) * up)                   gate, up of post_attention_layernorm(h)
-    hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32
+    hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32 (head.py)
 
 What the passes do not share is a value: attend(layer_index, q_TNH, k_TKH, v_TKH) -> o_TNH. A learner's
 attends within packed rows; an engine's writes k and v to its cache and attends to that. Submodules have
@@ -17,20 +17,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qerl.kernels.nvfp4_unpack import Rows
-from qerl.kernels.product import product
 from qerl.kernels.rotate import rotate
 from qerl.kernels.swiglu import swiglu
 from qerl.model.architecture import Architecture
+from qerl.model.head import Head
 from qerl.model.linear import QuantLinear
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
 from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
 from qerl.model.tiled import project, project_onto, room, tile_linears
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Angles = tuple[Tensor, Tensor]
+RunLayer = Callable[["Layer", Tensor, Angles, int, Attend], Tensor]
 
 
 class Table(nn.Module):
-    """One vector for each token: the embedding, and the head."""
+    """One vector for each token: the embedding, and a head of its own."""
 
     def __init__(self, vocab_size: int, width: int, compute: torch.dtype, device: torch.device):
         super().__init__()
@@ -120,6 +122,11 @@ class Layer(nn.Module):
         tile_linears((self.mlp.down_proj,), Rows.ALL)
 
 
+def run_layer(layer: Layer, h_TD: Tensor, angles: Angles, layer_index: int, attend: Attend) -> Tensor:
+    """Plainly."""
+    return layer(h_TD, angles, layer_index, attend)
+
+
 class Decoder(nn.Module):
     """Made with unset weights. Everything but the adapter is a buffer: its parameters are what learns."""
 
@@ -130,23 +137,25 @@ class Decoder(nn.Module):
         self.embed_tokens = Table(arch.vocab_size, arch.width, compute, device)
         self.layers = nn.ModuleList(Layer(arch, compute, device) for _ in range(arch.num_layers))
         self.norm = RMSNorm(arch.width, arch.norm_eps, device)
-        self.lm_head = (
-            self.embed_tokens if arch.tied_head else Table(arch.vocab_size, arch.width, compute, device)
-        )
+        table = self.embed_tokens if arch.tied_head else Table(arch.vocab_size, arch.width, compute, device)
+        self.lm_head = Head(table.weight)
         self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
         self._magnitude = magnitude(arch.rope)
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """hidden_TD after the final norm, in the compute dtype."""
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, run_layer: RunLayer = run_layer
+    ) -> Tensor:
+        """hidden_TD after the final norm, in the compute dtype. run_layer: how a layer is called."""
         angles = cosine_sine(positions_T, self._frequencies, self._magnitude)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight)
         for layer_index, layer in enumerate(self.layers):
-            h_TD = layer(h_TD, angles, layer_index, attend)
+            assert isinstance(layer, Layer)
+            h_TD = run_layer(layer, h_TD, angles, layer_index, attend)
         return self.norm(h_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 [T, V], without a gradient."""
-        return product(hidden_TD, self.lm_head.weight.T)
+        return self.lm_head.logits(hidden_TD)
 
     def linears(self) -> Iterator[tuple[str, QuantLinear]]:
         """Every packed linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
@@ -157,7 +166,8 @@ class Decoder(nn.Module):
         return [m for m in self.modules() if isinstance(m, NoisedRMSNorm)]
 
     def make_resident(self) -> None:
-        """Keep every linear's unpacked operand; call it after all weights are loaded."""
+        """Keep every linear's unpacked operand, and the head's; call it after all weights are loaded."""
+        self.lm_head.make_resident()
         for _, linear in self.linears():
             linear.make_resident()
 
@@ -170,5 +180,9 @@ class Decoder(nn.Module):
     @property
     def num_bytes(self) -> int:
         """Of all frozen weights as they are held, the adapter not counted."""
-        held = [*self.buffers(), *(t for _, linear in self.linears() for t in linear.tensors)]
+        held = [
+            *self.buffers(),
+            *self.lm_head.tensors,
+            *(t for _, linear in self.linears() for t in linear.tensors),
+        ]
         return sum({id(t): t.nbytes for t in held}.values())

@@ -7,11 +7,28 @@ compute dtype (`a_work`, `b_work`), which are multiplied. `publish`, and only it
 first.
 """
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
 import torch
 from torch import Tensor, nn
 
 from qerl.formats import PackedWeight
 from qerl.kernels.lora_linear import linear, lora_linear
+
+
+class Unpacked:
+    """Operands that serve two products each: the first leaves one here, the second takes it away."""
+
+    def __init__(self):
+        self._operands: dict[int, Tensor] = {}
+
+    def of(self, owner: object, unpack: Callable[[], Tensor]) -> Tensor:
+        operand = self._operands.pop(id(owner), None)
+        if operand is None:
+            self._operands[id(owner)] = operand = unpack()
+        return operand
 
 
 class QuantLinear(nn.Module):
@@ -31,6 +48,10 @@ class QuantLinear(nn.Module):
         self.a_work: Tensor | None = None
         self.b_work: Tensor | None = None
         self._operand: Tensor | None = None
+        self.unpacked: Unpacked | None = None
+        """Where its operand is left for the next product, inside `repeating`."""
+        self.is_read = True
+        """Whether its result matters, or gradients alone."""
         self.alpha: float | Tensor = 1.0
         """What the operand leaves out."""
 
@@ -47,7 +68,10 @@ class QuantLinear(nn.Module):
     def operand(self) -> Tensor:
         """What is multiplied, [N, K] in the compute dtype, without the factor alpha."""
         assert self.weight is not None, "no weight was loaded"
-        return self.weight.operand(self.compute) if self._operand is None else self._operand
+        if self._operand is not None:
+            return self._operand
+        unpack = functools.partial(self.weight.operand, self.compute)
+        return unpack() if self.unpacked is None else self.unpacked.of(self, unpack)
 
     @property
     def is_resident(self) -> bool:
@@ -95,4 +119,21 @@ class QuantLinear(nn.Module):
             self.b_work,
             self.scaling,
             self.bias,
+            is_read=self.is_read,
         )
+
+
+@contextlib.contextmanager
+def repeating(linears: Iterable[QuantLinear], unread: QuantLinear) -> Iterator[None]:
+    """Inside, a forward pass is repeated for its gradients and followed by them: each operand unpacked for
+    one product is kept for the next, and the result of `unread`, which is the last, may be left out."""
+    linears, unpacked = list(linears), Unpacked()
+    try:
+        unread.is_read = False
+        for linear in linears:
+            linear.unpacked = unpacked
+        yield
+    finally:
+        unread.is_read = True
+        for linear in linears:
+            linear.unpacked = None

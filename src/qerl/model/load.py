@@ -14,8 +14,10 @@ import torch
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
 from qerl.kernels.nvfp4_unpack import Rows
+from qerl.model.architecture import Architecture
 from qerl.model.decoder import Decoder
 from qerl.model.device import has_tile_kernels
+from qerl.model.head import Head, check_head
 from qerl.model.names import HEAD, architecture_of, check_tensors, linear_groups, read_float
 from qerl.model.quantized import Layout, encoded, packed_layout, packed_shapes, read_packed
 from qerl.model.source import Checkpoint, locate
@@ -23,9 +25,19 @@ from qerl.model.tiled import tile_linears
 
 
 def load_decoder(
-    path: str, *, format: str, compute: torch.dtype, device: torch.device, resident: bool
+    path: str,
+    *,
+    format: str,
+    compute: torch.dtype,
+    device: torch.device,
+    resident: bool,
+    head: str = "bf16",
 ) -> Decoder:
-    """Linears in `format`, the rest in `compute`; a packed checkpoint must be in that format already."""
+    """Linears in `format`, the head in `head` (bf16: in `compute`), the rest in `compute`.
+
+    A packed checkpoint must be in that format already. Its packed head is taken as it is where `head` is its
+    format, and unpacked first where it is not.
+    """
     checkpoint = locate(path).open()
     layout = packed_layout(checkpoint)
     if layout is not None and layout.format != format:
@@ -33,7 +45,13 @@ def load_decoder(
     architecture = architecture_of(checkpoint)
     shapes = packed_shapes(checkpoint, architecture, layout)
     check_tensors(checkpoint, shapes)
+    _check_head(path, head, architecture)
     decoder = Decoder(architecture, compute=compute, device=device)
+    for name, buffer in decoder.named_buffers():
+        hf_name = name if name == HEAD else f"model.{name}"
+        if hf_name in shapes:
+            buffer.copy_(read_float(checkpoint, hf_name))
+    _load_head(decoder.lm_head, checkpoint, layout if f"{HEAD}_packed" in shapes else None, head)
     tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
     linears = {f"model.{name}": linear for name, linear in decoder.linears()}
     for group in linear_groups(architecture):
@@ -42,15 +60,28 @@ def load_decoder(
         if tiled:
             together = [linears[name] for name in group]
             tile_linears(together, Rows.GATE_UP if group[0].endswith("gate_proj") else Rows.ALL)
-    for name, buffer in decoder.named_buffers():
-        hf_name = name if name == HEAD else f"model.{name}"
-        if hf_name in shapes:
-            buffer.copy_(read_float(checkpoint, hf_name))
-    if layout is not None and f"{HEAD}_packed" in shapes:
-        decoder.lm_head.weight.copy_(read_packed(checkpoint, layout, HEAD.removesuffix(".weight")).decode())
     if resident:
         decoder.make_resident()
     return decoder
+
+
+def _check_head(path: str, format: str, architecture: Architecture) -> None:
+    try:
+        check_head(format, architecture.vocab_size, architecture.width)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _load_head(head: Head, checkpoint: Checkpoint, layout: Layout | None, format: str) -> None:
+    """Before the linears, so that there is room for the full weight; a layout is that of a packed head."""
+    if layout is not None:
+        assert head.weight is not None
+        packed = read_packed(checkpoint, layout, HEAD.removesuffix(".weight"))
+        if layout.format == format:
+            head.load_packed(packed.to(head.weight.device))
+            return
+        head.weight.copy_(packed.decode())
+    head.pack(format)
 
 
 def _weights(

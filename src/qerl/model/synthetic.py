@@ -4,8 +4,9 @@
     embedding, head, bias ~ N(0, 0.02^2),     norms 1,     A_RK uniform in +-1 / sqrt(K),  B_NR ~ N(0, 0.02^2)
 
 For speed and memory where no checkpoint is at hand: shapes, formats and passes are a real model's, what it
-says is noise. There is never a copy in full precision, and layer after layer goes into tiles where the decode
-kernels run (tiled.py), so a 72B shape is made in NVFP4 on one GPU of 80 GB.
+says is noise. There is never a copy in full precision, but of a head that is about to be packed; layer after
+layer goes into tiles where the decode kernels run (tiled.py), so a 72B shape is made in NVFP4 on one GPU of
+80 GB.
 SHAPES are those of the instruction models' config.json.
 """
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.formats import BF16, NVFP4, PackedWeight
 from qerl.model.architecture import Architecture, Rope
-from qerl.model.decoder import Decoder, Layer, Table
+from qerl.model.decoder import Decoder, Layer
 from qerl.model.device import has_tile_kernels
+from qerl.model.head import check_head
 from qerl.model.linear import QuantLinear
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
 
@@ -102,18 +104,22 @@ def random_decoder(
     device: torch.device,
     seed: int,
     compute: torch.dtype = torch.bfloat16,
+    head: str = "bf16",
 ) -> Decoder:
     """Linears in nvfp4 or bf16, with an adapter of this rank whose B is not zero; None makes none."""
     if format not in _WEIGHTS:
         raise UserError(f"random weights are made in {' or '.join(_WEIGHTS)}, not in {format}")
+    check_head(head, architecture.vocab_size, architecture.width)
     rng = torch.Generator(device).manual_seed(seed)
     decoder = Decoder(architecture, compute=compute, device=device)
     is_tiled = compute == torch.bfloat16 and has_tile_kernels(device)
     for module in decoder.modules():
         if isinstance(module, RMSNorm | NoisedRMSNorm):
             module.weight.fill_(1)
-        elif isinstance(module, Table):
-            module.weight.normal_(0, _STD, generator=rng)
+    decoder.embed_tokens.weight.normal_(0, _STD, generator=rng)
+    if not architecture.tied_head:
+        decoder.lm_head.operand().normal_(0, _STD, generator=rng)
+    decoder.lm_head.pack(head)
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
         for linear in layer.modules():

@@ -12,6 +12,7 @@ bitwise the same before and after on a CPU: tests/model/test_tiled.py.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from qerl.formats import NVFP4, PackedWeight
 from qerl.kernels import nvfp4_decode, nvfp4_unpack
-from qerl.kernels.joined_linear import Adapter, Part, joined_linear, linear_onto
+from qerl.kernels.joined_linear import Adapter, Part, Unpack, joined_linear, linear_onto
 from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.nvfp4_unpack import Rows
 from qerl.model.linear import QuantLinear
@@ -190,7 +191,7 @@ def project(
     if group is None:
         return tuple(linear(x_TK) for linear in linears)
     return joined_linear(
-        x_TK, group.operand, [_part(linear) for linear in linears], gaps_are_free=gaps_are_free
+        x_TK, _unpack(group, linears), [_part(linear) for linear in linears], gaps_are_free=gaps_are_free
     )
 
 
@@ -199,13 +200,20 @@ def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_fr
     group = _product_group(x_TK, (linear,))
     if group is None:
         return h_TN + linear(x_TK)
-    return linear_onto(h_TN, x_TK, group.operand, _part(linear), gaps_are_free=gaps_are_free)
+    return linear_onto(h_TN, x_TK, _unpack(group, (linear,)), _part(linear), gaps_are_free=gaps_are_free)
 
 
 def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> TileGroup | None:
     """None where each linear is to multiply for itself."""
     is_apart = not x_TK.is_cuda or any(linear.is_resident for linear in linears)
     return None if is_apart else tiles_of(linears)
+
+
+def _unpack(group: TileGroup, linears: Sequence[QuantLinear]) -> Unpack:
+    unpacked = linears[0].unpacked
+    if unpacked is None:
+        return group.operand
+    return lambda dtype, out: unpacked.of(group, functools.partial(group.operand, dtype, out))
 
 
 def room(linears: Sequence[QuantLinear]) -> int:
@@ -218,4 +226,4 @@ def _part(linear: QuantLinear) -> Part:
     adapter = None
     if linear.a_work is not None and linear.b_work is not None and linear.adapter_enabled:
         adapter = Adapter(linear.lora_A, linear.lora_B, linear.a_work, linear.b_work, linear.scaling)
-    return Part(linear.out_width, linear.alpha, linear.bias, adapter)
+    return Part(linear.out_width, linear.alpha, linear.bias, adapter, linear.is_read)

@@ -1,0 +1,155 @@
+"""`qerl bench parity`: how far the learner's logprobs of the engine's samples are from the engine's own.
+
+    d_t       learner_t - engine_t             of every sampled token, noise off, no update between
+    abs_diff  mean |d|       max_diff  max |d|       kl  mean(exp(d) - 1 - d), k3 of KL(engine || learner)
+    entropy   the learner's mean over the tokens, in nats
+
+A random head gives distributions that are all but flat, which a model's are not, and differences grow with
+the logits: the head's rows are drawn for a mean entropy. Logits are then normal, of a deviation s, since the
+final norm gives hidden states of length sqrt(D); s is found by bisection over draws of them, and
+W ~ N(0, s^2 / D). The learner reads through its own step: samples without an advantage teach nothing.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl.bench.decode import FORMATS, Wordless, random_prompts
+from qerl.bench.measure import Meter, attempt, cuda_device
+from qerl.bench.record import Rows, default_file, origin
+from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
+from qerl.engine import Engine
+from qerl.learner import Learner
+from qerl.loop import sampling_of
+from qerl.model.architecture import Architecture
+from qerl.model.decoder import Decoder
+from qerl.model.head import Head, check_head
+from qerl.model.synthetic import random_decoder, shape
+from qerl.options import BenchParityOptions
+from qerl.types import Group
+
+_HALVINGS, _DRAWS = 20, 1 << 21
+_MOST_SPREAD = 32.0  # of logits: at 152,064 tokens an entropy of 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What tells a row from others; its fields are the row's."""
+
+    shape: str
+    provider: str
+    lora_rank: int
+    kv: str
+    head: str
+    target_entropy: float
+    batch: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+def bench_parity(options: BenchParityOptions) -> None:
+    """Appends a row for each provider, entropy, head and cache, and prints it."""
+    architecture, device = shape(options.shape), cuda_device()
+    made_of = origin(allow_dirty=options.allow_dirty)
+    measure(options, architecture, device, Rows(options.out or default_file(made_of.gpu), made_of))
+
+
+def measure(
+    options: BenchParityOptions, architecture: Architecture, device: torch.device, rows: Rows
+) -> None:
+    for head in options.heads:
+        check_head(head, architecture.vocab_size, architecture.width)
+    for provider in options.providers:
+        decoder, error = attempt(
+            partial(
+                random_decoder,
+                architecture,
+                format=FORMATS[provider],
+                rank=options.lora_rank,
+                device=device,
+                seed=0,
+            ),
+            device,
+        )
+        for entropy, head, kv in product(options.entropies, options.heads, options.kvs):
+            case = Case(
+                shape=options.shape,
+                provider=provider,
+                lora_rank=options.lora_rank,
+                kv=kv,
+                head=head,
+                target_entropy=entropy,
+                batch=options.batch,
+                prompt_tokens=options.prompt_tokens,
+                max_tokens=options.max_tokens,
+            )
+            figures = None
+            if decoder is not None:
+                figures, error = attempt(partial(measured, case, decoder), device)
+            rows.add({"bench": "parity"} | dataclasses.asdict(case) | (figures or {"error": error}))
+        del decoder
+        Meter(device).clear()
+
+
+def measured(case: Case, decoder: Decoder) -> dict[str, Any]:
+    """The decoder gets a new head."""
+    Meter(decoder.device).clear()
+    vocab_size = decoder.architecture.vocab_size
+    decoder.lm_head = Head(random_head(decoder, spread_for(case.target_entropy, vocab_size)))
+    decoder.lm_head.pack(case.head)
+    config = config_of(case)
+    tokenizer: Any = Wordless(vocab_size)
+    engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
+    prompts_P = random_prompts(case.batch, case.prompt_tokens, vocab_size)
+    groups = engine.generate(prompts_P, num_samples=1, sampling=sampling_of(config), seed=0, step=0)
+    metrics = Learner(decoder, config).step([_untaught(group) for group in groups])
+    return {
+        "abs_diff": metrics["mismatch_abs"],
+        "kl": metrics["mismatch_kl"],
+        "max_diff": metrics["mismatch_max"],
+        "entropy": round(metrics["entropy"], 4),
+        "exact": metrics["mismatch_max"] == 0,
+        "sampled_tokens": sum(len(s.tokens_T) for group in groups for s in group.samples_G),
+    }
+
+
+def spread_for(entropy: float, vocab_size: int) -> float:
+    """The deviation of normal logits whose softmax has this mean entropy."""
+    if entropy >= math.log(vocab_size):
+        return 0.0
+    shape_TV = max(_DRAWS // vocab_size, 1), vocab_size
+    logits_TV = torch.randn(shape_TV, generator=torch.Generator().manual_seed(0))
+    low, high = 0.0, _MOST_SPREAD
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        mean = torch.distributions.Categorical(logits=middle * logits_TV).entropy().mean().item()
+        low, high = (middle, high) if mean > entropy else (low, middle)
+    return low
+
+
+def random_head(decoder: Decoder, spread: float) -> Tensor:
+    a, device = decoder.architecture, decoder.device
+    weight_VD = torch.empty(a.vocab_size, a.width, dtype=decoder.compute, device=device)
+    rng = torch.Generator(device).manual_seed(0)
+    return weight_VD.normal_(0, spread / math.sqrt(a.width), generator=rng)
+
+
+def _untaught(group: Group) -> Group:
+    """A reward, so that the samples count; no advantage, so that they are only read."""
+    samples_G = [dataclasses.replace(s, reward=0.0, advantage=0.0) for s in group.samples_G]
+    return dataclasses.replace(group, samples_G=samples_G)
+
+
+def config_of(case: Case) -> RunConfig:
+    return RunConfig(
+        num_prompts=case.batch,
+        num_samples=2,  # of which one is there: nothing is learned from it
+        adapter=AdapterConfig(rank=case.lora_rank),
+        sample=SampleConfig(max_tokens=case.max_tokens),
+        engine=EngineConfig(max_running=case.batch, kv="fp8" if case.kv == "fp8" else "compute"),
+    )

@@ -1,0 +1,53 @@
+"""How many packed tokens one forward and backward takes: halved whenever the memory does not suffice.
+
+    out of memory -> half the rows of the largest batch, never more than half of before -> all over again
+
+What was begun is dropped, so nothing of it may have taken effect; the split does not change what is learned
+(tests/learn/test_equivalence.py). The smaller size stays for the steps that follow.
+"""
+
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from qerl.errors import UserError
+from qerl.learner.pack import PackedBatch
+from qerl.learner.share import Portion
+
+R = TypeVar("R")
+
+
+class Fit:
+    def __init__(self, micro_tokens: int, device: torch.device, notice: Callable[[str], None]):
+        self.micro_tokens = micro_tokens
+        self._device, self._notice = device, notice
+
+    def run(self, portion: Portion, work: Callable[[list[PackedBatch]], R]) -> R:
+        """What `work` returns for the portion's batches."""
+        while True:
+            batches = portion.batches(self.micro_tokens)
+            try:
+                return work(batches)
+            except torch.OutOfMemoryError:
+                pass  # not halved here: what the error refers to is freed first
+            self._halve(batches)
+
+    def _halve(self, batches: list[PackedBatch]) -> None:
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.synchronize(self._device)  # copies may still be writing to what was dropped
+            torch.cuda.empty_cache()
+        largest = max(len(batch.tokens_T) for batch in batches)
+        if all(batch.num_samples == 1 for batch in batches):
+            raise UserError(
+                f"learning from one sample of {largest} tokens takes more memory than there is:"
+                " set learn.recompute to layer or offload, or lower sample.max_tokens, adapter.rank,"
+                " learn.logprob_chunk_tokens or engine.kv_gb"
+            )
+        before, self.micro_tokens = self.micro_tokens, max(min(self.micro_tokens, largest) // 2, 1)
+        self._notice(
+            f"out of memory in learning: learn.micro_tokens is {self.micro_tokens} from here on"
+            f" ({before} before); the update is begun again"
+        )

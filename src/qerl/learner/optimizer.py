@@ -1,0 +1,65 @@
+"""AdamW over the masters, with moments in fp32 or in 8 bits, and its state as tensors by name.
+
+    adamw        torch's, fused:   step, exp_avg, exp_avg_sq                          8 bytes a weight
+    adamw8bit    bitsandbytes':    step, state1, state2, absmax1, absmax2, qmap1, qmap2   2 bytes and 1/32
+
+bitsandbytes keeps the moments of tensors under 4,096 elements in fp32; it counts steps in a plain int.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qerl.config import LearnConfig
+from qerl.errors import UserError
+
+
+def new_optimizer(masters: Mapping[str, nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
+    return _MAKERS[learn.optimizer](list(masters.values()), learn)
+
+
+def _adamw(masters: list[nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        masters, lr=learn.learning_rate, betas=learn.betas, weight_decay=learn.weight_decay, fused=True
+    )
+
+
+def _adamw8bit(masters: list[nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes.optim.adamw import AdamW8bit
+    except ImportError:
+        raise UserError("learn.optimizer = adamw8bit needs bitsandbytes: pip install bitsandbytes") from None
+    return AdamW8bit(masters, lr=learn.learning_rate, betas=learn.betas, weight_decay=learn.weight_decay)
+
+
+_MAKERS = {"adamw": _adamw, "adamw8bit": _adamw8bit}
+
+
+def state_of(optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """`<master>.<moment>` for all that the optimizer keeps; empty before the first update."""
+    return {
+        f"{name}.{moment}": _tensor(moment, value)
+        for name, master in masters.items()
+        if master in optimizer.state
+        for moment, value in optimizer.state[master].items()
+    }
+
+
+def _tensor(moment: str, value: Tensor | int) -> Tensor:
+    """bitsandbytes has one qmap for all masters; safetensors takes no tensor twice."""
+    if isinstance(value, int):
+        return torch.tensor(value)
+    return value.clone() if moment.startswith("qmap") else value
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """What `state_of` gave takes the place of what there is; an int64 without dimensions is a plain int."""
+    optimizer.state.clear()
+    for full_name, tensor in tensors.items():
+        name, _, moment = full_name.rpartition(".")
+        is_int = tensor.dim() == 0 and tensor.dtype == torch.int64
+        value = int(tensor) if is_int else tensor.to(masters[name].device, copy=True)
+        optimizer.state[masters[name]][moment] = value

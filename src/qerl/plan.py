@@ -1,0 +1,288 @@
+"""How much memory a step takes on a GPU, part by part, from the model's shape and the run's config alone.
+
+    total = what is always there + the larger of what sampling and what learning need beside it
+
+For bf16 on a GPU, weights packed. T rows are learned from at once, of which each is asked for one token at
+most; n weights has the adapter, W weights a layer, D F N K H V as in types.py. Bytes:
+
+    weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
+    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n
+    gradients        4 n                                            moments           8 n, or 2 n + n / 32
+    KV cache         all samples at once, up to engine.max_running or engine.kv_gb
+    activations      of the layers, by learn.recompute (`activations`)   unpacked  operands of a layer
+    head             logits and slopes of a chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
+
+A head in bf16 that is tied to the embedding takes nothing; a packed one V D of its format, tied or not.
+
+tests/test_plan.py has it by hand. Learning from 8,192 rows at the 7B shape on an H200, with the model, took
+45.95, 11.14 and 9.91 GB with recompute none, layer and offload; planned 46.6, 11.5 and 10.1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from qerl.config import RunConfig
+from qerl.engine.cache import FP8, page_bytes
+from qerl.engine.scheduler import num_pages, own_pages
+from qerl.errors import UserError
+from qerl.formats import FORMATS
+from qerl.model.architecture import Architecture
+from qerl.model.synthetic import SHAPES
+
+CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
+_ROW = 64  # elements to which rows with room for an adapter are rounded up
+_MOST_SAMPLES, _MOST_RANK = 4096, 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    name: str
+    num_bytes: float
+    when: Literal["always", "sampling", "learning"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linear:
+    name: str
+    out_width: int
+    in_width: int
+    has_bias: bool
+
+
+def architecture(model: str) -> Architecture:
+    """Of a shape's name, or of a checkpoint, whose config alone is read."""
+    if model in SHAPES:
+        return SHAPES[model]
+    from qerl.model.names import architecture_of  # a shape's plan needs no reader of files
+    from qerl.model.source import locate
+
+    return architecture_of(locate(model).open())
+
+
+def groups(a: Architecture) -> tuple[tuple[Linear, ...], ...]:
+    """A layer's linears, those together that read the same input: q|k|v, o, gate|up, down."""
+    queries, keys = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
+    return (
+        (
+            Linear("q_proj", queries, a.width, a.qkv_bias),
+            Linear("k_proj", keys, a.width, a.qkv_bias),
+            Linear("v_proj", keys, a.width, a.qkv_bias),
+        ),
+        (Linear("o_proj", a.width, queries, a.output_bias),),
+        (
+            Linear("gate_proj", a.ff_width, a.width, a.mlp_bias),
+            Linear("up_proj", a.ff_width, a.width, a.mlp_bias),
+        ),
+        (Linear("down_proj", a.width, a.ff_width, a.mlp_bias),),
+    )
+
+
+def weights(a: Architecture, format: str) -> float:
+    """The packed linears, their biases, and a factor for each output."""
+    linears = [linear for group in groups(a) for linear in group]
+    packed = sum(linear.out_width * linear.in_width for linear in linears) * FORMATS[format].bytes_per_weight
+    factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
+    biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
+    return a.num_layers * (packed + factors + biases)
+
+
+def tables(a: Architecture, head_format: str = "bf16") -> float:
+    """Embedding, head, norms and their noise."""
+    norms = 4 * a.width * (4 * a.num_layers + 1) + a.qk_norm * 8 * a.head_size * a.num_layers
+    own_head = 0 if head_format == "bf16" and a.tied_head else FORMATS[head_format].bytes_per_weight
+    return a.vocab_size * a.width * (2 + own_head) + norms
+
+
+def adapter_weights(a: Architecture, config: RunConfig) -> int:
+    linears = [linear for group in groups(a) for linear in group if linear.name in config.adapter.targets]
+    return a.num_layers * config.adapter.rank * sum(x.out_width + x.in_width for x in linears)
+
+
+def moments(num_weights: int, optimizer: str) -> float:
+    """8 bits: and a factor in fp32 for each block of 256."""
+    return num_weights * (8 if optimizer == "adamw" else 2 * (1 + 4 / 256))
+
+
+def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
+    import torch
+
+    engine, max_tokens = config.engine, config.sample.max_tokens
+    dtype = FP8 if engine.kv == "fp8" else torch.bfloat16
+    running = min(config.num_prompts * config.num_samples, engine.max_running)
+    prompts = min(config.num_prompts, engine.max_running)
+    pages = prompts * num_pages(prompt_tokens, engine.page_tokens)
+    pages += running * own_pages(prompt_tokens, max_tokens, engine.page_tokens)
+    wanted = (pages + 1) * page_bytes(a, engine.page_tokens, dtype)
+    return wanted if engine.kv_gb is None else min(wanted, engine.kv_gb * 1e9)
+
+
+def prefill(a: Architecture, config: RunConfig) -> float:
+    """A layer's activations, no more; its largest operand."""
+    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_size
+    row = 2 * (3 * a.width + 2 * heads + 3 * a.ff_width)
+    return config.engine.prefill_tokens * row + max(operands(a, config))
+
+
+def operands(a: Architecture, config: RunConfig) -> list[float]:
+    """A layer's four unpacked operands, with room for the adapter's part behind each row; BF16 has none."""
+    if config.model.format == "bf16":
+        return [0.0]
+    return [
+        2 * sum(linear.out_width for linear in group) * _with_room(group[0].in_width, group, config)
+        for group in groups(a)
+    ]
+
+
+def layer_row(a: Architecture, config: RunConfig) -> float:
+    """What a layer's forward pass leaves for its backward pass, for each row: inputs of norms, products and
+    swiglu, q, the branches' k and v, o; 16 bits each, and fp32 sums of the softmax."""
+    inputs = sum(_with_room(group[0].in_width, group, config) for group in groups(a))
+    queries, keys = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
+    return 2 * (2 * a.width + inputs + 2 * a.ff_width + 2 * queries + 2 * keys) + 4 * a.num_heads
+
+
+def gradient_row(a: Architecture) -> float:
+    """At most at once in a layer's backward pass beside what is left of its row: of gate, up, h twice."""
+    return 2 * (2 * a.ff_width + 2 * a.width)
+
+
+def activations(a: Architecture, config: RunConfig, rows: int) -> float:
+    """none: all layers' rows. layer: each one's input and one layer's rows; offload: four inputs."""
+    one, inputs = layer_row(a, config), 2 * a.width
+    kept = {
+        "none": a.num_layers * one,
+        "layer": a.num_layers * inputs + one,
+        "offload": min(4, a.num_layers) * inputs + one,
+    }
+    return rows * (kept[config.learn.recompute] + gradient_row(a))
+
+
+def unpacked(a: Architecture, config: RunConfig) -> float:
+    """One at a time; a layer's, where it is computed again."""
+    each = operands(a, config)
+    return max(each) if config.learn.recompute == "none" else sum(each)
+
+
+def head(a: Architecture, config: RunConfig, rows: int) -> float:
+    """Beside the layers' inputs: logits and 16-bit slopes of a chunk, [T, D] in fp32 and twice in 16 bits."""
+    chunk = min(config.learn.logprob_chunk_tokens, rows)
+    operand = 0 if config.model.head == "bf16" else 2 * a.vocab_size * a.width
+    return chunk * a.vocab_size * 6 + rows * a.width * (4 + 2 * 2) + operand
+
+
+def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:
+    """Of the largest micro-batch: no less than one prompt and sample, no more than there are."""
+    one, max_tokens = prompt_tokens + config.sample.max_tokens - 1, config.sample.max_tokens
+    everything = config.num_prompts * (prompt_tokens + config.num_samples * (max_tokens - 1))
+    return min(max(config.learn.micro_tokens, one), everything)
+
+
+def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
+    n, rows = adapter_weights(a, config), rows_at_once(config, prompt_tokens)
+    # The head's rows are gone when the layers' backward passes begin; the kept inputs are there all along.
+    kept = activations(a, config, rows) - rows * gradient_row(a)
+    if config.learn.recompute != "none":
+        kept -= rows * layer_row(a, config)
+    layers = activations(a, config, rows) - kept + unpacked(a, config)
+    return [
+        Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
+        Part(name="embedding, head, norms", num_bytes=tables(a, config.model.head), when="always"),
+        Part(name="adapter's masters", num_bytes=4 * n, when="always"),
+        Part(name="adapter's 16-bit copies", num_bytes=4 * n, when="always"),
+        Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
+        Part(name="KV cache", num_bytes=kv_cache(a, config, prompt_tokens), when="always"),
+        Part(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
+        Part(name="prefill", num_bytes=prefill(a, config), when="sampling"),
+        Part(name="adapter's gradients", num_bytes=4 * n, when="learning"),
+        Part(name=f"activations kept for {rows} rows", num_bytes=kept, when="learning"),
+        Part(
+            name="a layer's backward pass" if layers > head(a, config, rows) else "the head's passes",
+            num_bytes=max(layers, head(a, config, rows)),
+            when="learning",
+        ),
+    ]
+
+
+def total(found: list[Part]) -> float:
+    always, *phases = (
+        sum(part.num_bytes for part in found if part.when == when)
+        for when in ("always", "sampling", "learning")
+    )
+    return always + max(phases)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Largest:
+    """The largest of each that fits while all else stays; 0 where not even the least does."""
+
+    num_prompts: int
+    max_tokens: int
+    rank: int
+
+
+def largest(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> Largest:
+    def fits(changed: RunConfig) -> bool:
+        return total(parts(a, changed, prompt_tokens)) <= gpu_bytes
+
+    def prompts(count: int) -> RunConfig:
+        """All of their samples at once."""
+        running = max(config.engine.max_running, count * config.num_samples)
+        engine = dataclasses.replace(config.engine, max_running=running)
+        return dataclasses.replace(config, num_prompts=count, engine=engine)
+
+    def tokens(count: int) -> RunConfig:
+        return dataclasses.replace(config, sample=dataclasses.replace(config.sample, max_tokens=count))
+
+    def rank(count: int) -> RunConfig:
+        return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, rank=16 * count))
+
+    most_tokens = max(a.max_positions - prompt_tokens, 1)
+    return Largest(
+        num_prompts=_last(max(_MOST_SAMPLES // config.num_samples, 1), lambda n: fits(prompts(n))),
+        max_tokens=_last(most_tokens, lambda n: fits(tokens(n))),
+        rank=16 * _last(_MOST_RANK // 16, lambda n: fits(rank(n))),
+    )
+
+
+def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) -> str:
+    """A table of the parts, the total, and what fits."""
+    a = architecture(model)
+    if prompt_tokens + config.sample.max_tokens > a.max_positions:
+        raise UserError(
+            f"{model} has {a.max_positions} positions, prompt_tokens and sample.max_tokens ask for"
+            f" {prompt_tokens + config.sample.max_tokens}"
+        )
+    found = parts(a, config, prompt_tokens)
+    need, most = total(found), largest(a, config, prompt_tokens, gpu_gb * 1e9)
+    lines = [f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in found]
+    verdict = "fits" if need <= gpu_gb * 1e9 else "does not fit"
+    samples = most.num_prompts * config.num_samples
+    return "\n".join(
+        [
+            f"{model} in {config.model.format}, {config.num_prompts * config.num_samples} samples of up to"
+            f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, rank {config.adapter.rank}",
+            "",
+            *lines,
+            f"{'most at once':36}{need / 1e9:8.2f} GB   {verdict} into {gpu_gb:g} GB",
+            "",
+            f"largest batch {samples} samples at once, or samples of {most.max_tokens} tokens,"
+            f" or rank {most.rank}, all else as it is",
+        ]
+    )
+
+
+def _with_room(width: int, group: tuple[Linear, ...], config: RunConfig) -> int:
+    """Of a row and the adapters' parts behind it."""
+    rank = config.adapter.rank * sum(linear.name in config.adapter.targets for linear in group)
+    return math.ceil((width + rank) / _ROW) * _ROW if rank else width
+
+
+def _last(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest of 1..most for which it holds, if it holds of all smaller ones; 0 if of none."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,42 @@
+"""One decoder at a time, as a GPU would hold no two of the largest."""
+
+import dataclasses
+import gc
+import weakref
+from functools import partial
+
+import pytest
+
+from bench import test_learn, test_parity, test_step
+from bench.rows import CPU, rows_of
+from qerl.bench import learn, parity, step
+
+
+@pytest.mark.parametrize(
+    ("module", "measure", "options"),
+    [
+        (learn, learn.measure, test_learn.OPTIONS),
+        (step, partial(step.measure, "step"), test_step.OPTIONS),
+        (parity, parity.measure, dataclasses.replace(test_parity.OPTIONS, heads=("bf16",))),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_decoder_is_gone_before_the_next_is_made(tmp_path, monkeypatch, module, measure, options, fails):
+    made, make, work = [], module.random_decoder, module.measured
+
+    def one(*arguments, **settings):
+        gc.collect()
+        assert [decoder() for decoder in made] == [None] * len(made)
+        decoder = make(*arguments, **settings)
+        made.append(weakref.ref(decoder))
+        return decoder
+
+    def breaks(case, decoder, *more):
+        if fails:
+            raise RuntimeError(f"lacks memory beside {decoder.num_bytes}")
+        return work(case, decoder, *more)
+
+    monkeypatch.setattr(module, "random_decoder", one)
+    monkeypatch.setattr(module, "measured", breaks)
+    rows = rows_of(tmp_path, lambda rows: measure(options, test_parity.SHAPE, CPU, rows))
+    assert len(made) == 2 and all(("error" in row) == fails for row in rows)

@@ -1,0 +1,71 @@
+import sys
+
+import pytest
+import torch
+
+from learner.samples import random_groups
+from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
+from qerl.config import AdapterConfig
+from qerl.errors import UserError
+from qerl.learner import Learner, checkpoint
+
+EIGHT_BIT = {"optimizer": "adamw8bit", "weight_decay": 0.1, "warmup_fraction": 0.2}
+
+
+@pytest.fixture
+def steps(rng):
+    return [random_groups(4, 3, vocab=VOCAB, rng=rng) for _ in range(4)]
+
+
+def eight_bit_learner():
+    """Of rank 128: A of 128 x 32 has the 4,096 elements from which on moments take 8 bits."""
+    pytest.importorskip("bitsandbytes")
+    decoder = tiny_decoder(adapter=AdapterConfig(rank=128))
+    return Learner(decoder, run_config(learn=EIGHT_BIT))
+
+
+def test_moments_take_8_bits(steps):
+    learner = eight_bit_learner()
+    learner.step(steps[0])
+    moments = learner.optimizer_state()
+    a = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    k = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
+    assert moments[f"{a}.state1"].dtype == moments[f"{a}.state2"].dtype == torch.uint8
+    assert moments[f"{a}.state1"].shape == (128, 32)
+    assert moments[f"{k}.state1"].dtype == torch.float32  # 16 x 128 elements
+
+
+def test_it_moves_the_weights_as_adamw_does(steps):
+    exact = Learner(
+        tiny_decoder(adapter=AdapterConfig(rank=128)), run_config(learn=EIGHT_BIT | {"optimizer": "adamw"})
+    )
+    rough = eight_bit_learner()
+    start = torch.cat([m.flatten().clone() for m in exact.adapter_state().values()])
+    for groups in steps[:2]:
+        exact.step(groups)
+        rough.step(groups)
+    moved = [torch.cat([m.flatten() for m in x.adapter_state().values()]) - start for x in (exact, rough)]
+    assert torch.cosine_similarity(*moved, dim=0) > 0.98
+    assert (moved[1].norm() / moved[0].norm()).item() == pytest.approx(1, abs=0.03)
+
+
+def test_8_bit_moments_are_resumed_bit_for_bit(steps, tmp_path):
+    through, before, after = (eight_bit_learner() for _ in range(3))
+    want = [through.step(groups) for groups in steps]
+    for groups in steps[:2]:
+        before.step(groups)
+    checkpoint.save(tmp_path, before, next_step=2, keep=1)
+    checkpoint.load_latest(tmp_path, after)
+    assert [after.step(groups) for groups in steps[2:]] == want[2:]
+    for a, b in (
+        (after.adapter_state(), through.adapter_state()),
+        (after.optimizer_state(), through.optimizer_state()),
+    ):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_without_bitsandbytes_a_line_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
+    with pytest.raises(UserError, match="needs bitsandbytes"):
+        tiny_learner(learn={"optimizer": "adamw8bit"})

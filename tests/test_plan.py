@@ -1,0 +1,196 @@
+"""The parts by hand, for a shape small enough to count: sums are written out, not computed the same way."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from qerl import plan as op
+from qerl.cli import command
+from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
+from qerl.errors import UserError
+from qerl.model.adapter import adapter_tensors
+from qerl.model.architecture import Architecture, Rope
+from qerl.model.synthetic import random_decoder, shape
+
+SMALL = Architecture(
+    family="Qwen2ForCausalLM",
+    num_layers=3,
+    width=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    ff_width=320,
+    vocab_size=1000,
+    norm_eps=1e-6,
+    rope=Rope(kind="default", theta=1e6),
+    max_positions=512,
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied_head=False,
+)
+CONFIG = RunConfig(
+    num_prompts=4,
+    num_samples=2,
+    adapter=AdapterConfig(rank=16),
+    sample=SampleConfig(max_tokens=100),
+    engine=EngineConfig(page_tokens=16, prefill_tokens=64),
+    learn=LearnConfig(micro_tokens=200, logprob_chunk_tokens=50),
+)
+PROMPT = 40
+# q, k, v, o, gate, up, down
+WEIGHTS = 128 * 128 + 64 * 128 + 64 * 128 + 128 * 128 + 320 * 128 + 320 * 128 + 128 * 320
+IN_AND_OUT = 256 + 192 + 192 + 256 + 448 + 448 + 448
+
+
+def with_learn(**changes):
+    return dataclasses.replace(CONFIG, learn=dataclasses.replace(CONFIG.learn, **changes))
+
+
+def test_weights_are_packed_and_have_a_factor_and_perhaps_a_bias_for_each_output():
+    outputs, biased = 128 + 64 + 64 + 128 + 320 + 320 + 128, 128 + 64 + 64
+    assert op.weights(SMALL, "nvfp4") == 3 * (WEIGHTS * 0.5625 + 4 * outputs + 2 * biased)
+    assert op.weights(SMALL, "bf16") == 3 * (WEIGHTS * 2 + 2 * biased)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+def test_the_frozen_model_is_as_large_as_planned(format):
+    """A decoder that is made, in the plain layout: that of tiles has the factors too."""
+    arch = dataclasses.replace(shape("smollm2-135m"), num_layers=2)
+    decoder = random_decoder(arch, format=format, rank=32, device=torch.device("cpu"), seed=0)
+    assert op.weights(arch, format) + op.tables(arch) == pytest.approx(decoder.num_bytes, rel=1e-3)
+    config = RunConfig(adapter=AdapterConfig(rank=32))
+    assert op.adapter_weights(arch, config) == sum(m.numel() for m in adapter_tensors(decoder).values())
+
+
+def test_the_tables_are_the_embedding_the_head_and_the_norms_with_their_noise():
+    norms = 4 * 128 * (3 * 2 * 2 + 1)
+    assert op.tables(SMALL) == 2 * 2 * 1000 * 128 + norms
+    assert op.tables(dataclasses.replace(SMALL, tied_head=True)) == 2 * 1000 * 128 + norms
+
+
+@pytest.mark.parametrize(("head", "each"), [("fp8", 1 + 4 / 128**2), ("nvfp4", 0.5625)])
+def test_a_packed_head_is_a_copy_in_its_format_tied_or_not_and_is_unpacked_to_learn(head, each):
+    norms = 4 * 128 * (3 * 2 * 2 + 1)
+    for arch in (SMALL, dataclasses.replace(SMALL, tied_head=True)):
+        assert op.tables(arch, head) == 1000 * 128 * (2 + each) + norms
+    packed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, head=head))
+    assert op.head(SMALL, packed, 200) - op.head(SMALL, CONFIG, 200) == 2 * 1000 * 128
+
+
+def test_the_adapter_is_of_the_targets_alone():
+    assert op.adapter_weights(SMALL, CONFIG) == 3 * 16 * IN_AND_OUT
+    one = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4, targets=("k_proj",)))
+    assert op.adapter_weights(SMALL, one) == 3 * 4 * 192
+
+
+def test_moments_take_8_bytes_a_weight_or_a_little_over_2():
+    assert op.moments(1000, "adamw") == 8000
+    assert op.moments(1024, "adamw8bit") == 2 * (1024 + 4 * 4)
+
+
+def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
+    """A prompt of 40 has 3 pages, 2 of them full; a sample of 100 goes on to position 138: 9 - 2 pages."""
+    page = 16 * 2 * 3 * 2 * 32 * 2
+    assert op.kv_cache(SMALL, CONFIG, PROMPT) == (4 * 3 + 8 * 7 + 1) * page
+    few = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, max_running=3))
+    assert op.kv_cache(SMALL, few, PROMPT) == (3 * 3 + 3 * 7 + 1) * page
+    little = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_gb=1e-4))
+    assert op.kv_cache(SMALL, little, PROMPT) == 1e5
+    fp8 = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv="fp8"))
+    assert op.kv_cache(SMALL, fp8, PROMPT) == 69 * 16 * 2 * 3 * 2 * (32 + 4)
+
+
+def test_a_row_of_a_layer():
+    """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
+    inputs, gate_up, attention = 192 + 192 + 192 + 384, 640, 128 + 64 + 64 + 128
+    row = 2 * (2 * 128 + inputs + gate_up + attention) + 4 * 4
+    assert op.layer_row(SMALL, CONFIG) == row
+    backward = 2 * (2 * 320 + 2 * 128)
+    assert op.activations(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
+    assert op.activations(SMALL, with_learn(recompute="layer"), 10) == 10 * (3 * 256 + row + backward)
+    deep = dataclasses.replace(SMALL, num_layers=9)
+    assert op.activations(deep, with_learn(recompute="offload"), 10) == 10 * (4 * 256 + row + backward)
+
+
+def test_operands_are_unpacked_one_at_a_time_or_a_layers():
+    each = [2 * 256 * 192, 2 * 128 * 192, 2 * 640 * 192, 2 * 128 * 384]
+    assert op.unpacked(SMALL, CONFIG) == each[2]
+    assert op.unpacked(SMALL, with_learn(recompute="layer")) == sum(each)
+    assert op.unpacked(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
+
+
+def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
+    assert op.head(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 8
+    assert op.head(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 8
+
+
+@pytest.mark.parametrize(("micro_tokens", "rows"), [(200, 200), (10, 139), (100_000, 4 * (40 + 2 * 99))])
+def test_a_micro_batch_is_no_less_than_a_sample_and_no_more_than_all(micro_tokens, rows):
+    assert op.rows_at_once(with_learn(micro_tokens=micro_tokens), PROMPT) == rows
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
+def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
+    config = with_learn(recompute=recompute)
+    found = op.parts(SMALL, config, PROMPT)
+    phases = {
+        when: sum(p.num_bytes for p in found if p.when == when) for when in ("always", "sampling", "learning")
+    }
+    assert op.total(found) == phases["always"] + max(phases["sampling"], phases["learning"])
+    layers = op.activations(SMALL, config, 200) + op.unpacked(SMALL, config)
+    kept = 3 * op.layer_row(SMALL, config) if recompute == "none" else 3 * 256
+    gradients = 4 * op.adapter_weights(SMALL, config)
+    assert phases["learning"] == gradients + max(layers, 200 * kept + op.head(SMALL, config, 200))
+
+
+def test_the_largest_fits_and_one_more_does_not():
+    limit = 0.611e9
+    most = op.largest(SMALL, CONFIG, PROMPT, limit)
+    assert 0 < most.num_prompts < 2048 and 100 < most.max_tokens < 472 and 16 < most.rank < 1024
+
+    def need(count, tokens, rank):
+        running = max(count * 2, CONFIG.engine.max_running)
+        config = dataclasses.replace(
+            CONFIG,
+            num_prompts=count,
+            sample=SampleConfig(max_tokens=tokens),
+            adapter=AdapterConfig(rank=rank),
+            engine=dataclasses.replace(CONFIG.engine, max_running=running),
+        )
+        return op.total(op.parts(SMALL, config, PROMPT))
+
+    for just, over in (
+        ((most.num_prompts, 100, 16), (most.num_prompts + 1, 100, 16)),
+        ((4, most.max_tokens, 16), (4, most.max_tokens + 1, 16)),
+        ((4, 100, most.rank), (4, 100, most.rank + 16)),
+    ):
+        assert need(*just) <= limit < need(*over)
+    assert op.largest(SMALL, CONFIG, PROMPT, 1e6) == op.Largest(num_prompts=0, max_tokens=0, rank=0)
+
+
+def test_the_command_prints_parts_that_add_up(capsys):
+    options = ["--num-prompts", "8", "--sample.max-tokens", "2048", "--learn.recompute", "layer"]
+    command(["plan", "qwen2.5-7b", "--gpu-gb", "80", *options])
+    text = capsys.readouterr().out
+    rows = re.findall(r"([\d.]+) GB   (always|sampling|learning|fits)", text)
+    sums = {when: sum(float(gb) for gb, name in rows if name == when) for _, when in rows}
+    assert sums["fits"] == pytest.approx(sums["always"] + max(sums["sampling"], sums["learning"]), abs=0.06)
+    assert "64 samples of up to 2048 tokens" in text and "fits into 80 GB" in text
+    assert "  3.68 GB" in text  # 6.53e9 weights of 4.5 bits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "plan needs a model"),
+        (["qwen2.5-7b", "--gpu-gb", "-1"], "gpu_gb must be positive"),
+        (["smollm2-135m", "--gpu-gb", "8", "--sample.max-tokens", "9000"], "8192 positions"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message):
+    with pytest.raises(UserError, match=message):
+        command(["plan", *arguments])
