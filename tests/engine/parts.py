@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from model.tiny import logits_of
 from qerl.config import EngineConfig
 from qerl.engine import Engine
+from qerl.model.decoder import Decoder
 from qerl.types import Prompt, Sampling
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -71,3 +72,30 @@ def packed_logprobs(decoder, prompt, sample, temperature=1.0):
     with torch.no_grad():
         logits_TV = logits_of(decoder, torch.tensor(prompt.tokens_T + sample.tokens_T[:-1]))
     return (logits_TV[len(prompt.tokens_T) - 1 :] / temperature).log_softmax(-1)
+
+
+def exact_twin(decoder):
+    """The same weights, adapter and noise in float32."""
+    twin = Decoder(decoder.architecture, compute=torch.float32, device=decoder.device)
+    for (_, theirs), (_, ours) in zip(decoder.linears(), twin.linears(), strict=True):
+        ours.load_weight(theirs.weight)
+        if theirs.rank:  # what is multiplied, not the masters
+            ours.add_adapter(theirs.a_work.float(), theirs.b_work.float(), theirs.scaling)
+    if decoder.lm_head.packed is not None:
+        twin.lm_head.load_packed(decoder.lm_head.packed)
+    buffers = dict(decoder.named_buffers())
+    for name, buffer in twin.named_buffers():
+        buffer.copy_(buffers[name])
+    return twin
+
+
+def compared(decoder, prompts_P, samples, num_samples=1, temperature=1.0):
+    """The sampled tokens' logprobs by the engine, the packed forward, and the packed forward in fp32."""
+    twin, found = exact_twin(decoder), ([], [], [])
+    for i, sample in enumerate(samples):
+        prompt = prompts_P[i // num_samples]
+        found[0].append(torch.tensor(sample.logprobs_T))
+        for logprobs, each in zip(found[1:], (decoder, twin), strict=True):
+            logprobs_TV = packed_logprobs(each, prompt, sample, temperature).cpu()
+            logprobs.append(logprobs_TV[torch.arange(len(sample.tokens_T)), torch.tensor(sample.tokens_T)])
+    return tuple(torch.cat(logprobs) for logprobs in found)

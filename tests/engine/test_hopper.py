@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import rms_error
-from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
+from engine.parts import compared, drawn, engine_of, packed_logprobs, prompts_of
 from qerl.engine.cache import Cache, page_bytes
 from qerl.engine.hopper import HopperForward
 from qerl.engine.runner import Runner
@@ -37,7 +37,7 @@ SMALL = replace(
 )
 LENGTHS = (9, 31, 1, 16, 17, 15, 40, 130)
 NEVER = frozenset()
-MEAN = 0.02  # of |difference| of logprobs: bf16 hidden states and logits of standard deviation 3
+FACTOR = 1.3  # an engine's mean error over the packed bf16 forward's, both against fp32: they round elsewhere
 
 
 def decoder_of(format="nvfp4", *, rank=16, architecture=SMALL, compute=torch.bfloat16, head="bf16"):
@@ -61,15 +61,11 @@ def small_prompts(*lengths):
     return [replace(p, tokens_T=[17 * t % 1024 for t in p.tokens_T]) for p in prompts_of(*lengths)]
 
 
-def logprob_errors(decoder, prompts_P, samples, num_samples=1, temperature=1.0):
-    """|engine - packed forward| of every sampled token."""
-    errors = []
-    for i, sample in enumerate(samples):
-        truth_TV = packed_logprobs(decoder, prompts_P[i // num_samples], sample, temperature)
-        tokens = torch.tensor(sample.tokens_T, device=truth_TV.device)
-        truth_T = truth_TV[torch.arange(len(tokens), device=truth_TV.device), tokens]
-        errors.append((truth_T - torch.tensor(sample.logprobs_T, device=truth_TV.device)).abs())
-    return torch.cat(errors)
+def error_ratio(decoder, prompts_P, samples, num_samples=1, temperature=1.0):
+    """Mean |engine - exact| of the sampled tokens' logprobs over mean |packed bf16 forward - exact|."""
+    engine, packed, exact = compared(decoder, prompts_P, samples, num_samples, temperature)
+    assert (engine - exact).abs().max() < 1
+    return ((engine - exact).abs().mean() / (packed - exact).abs().mean()).item()
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
@@ -78,8 +74,7 @@ def test_logprobs_are_the_packed_forwards(format, rank):
     decoder, prompts_P = decoder_of(format, rank=rank), small_prompts(*LENGTHS)
     assert HopperForward.supports(decoder, 16)
     samples = drawn(engine_of(decoder, stop_token_ids=NEVER), prompts_P, num_samples=4, max_tokens=40)
-    errors = logprob_errors(decoder, prompts_P, samples, 4)
-    assert errors.mean() < MEAN and errors.max() < 10 * MEAN
+    assert error_ratio(decoder, prompts_P, samples, 4) < FACTOR
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -92,9 +87,8 @@ def test_a_quantized_head_is_the_learners_too(head, kind, tied):
     engine = engine_of(decoder, stop_token_ids=NEVER)
     for sampling in ({}, {"top_k": SMALL.vocab_size}):
         samples = drawn(engine, prompts_P, num_samples=4, temperature=0.7, max_tokens=40, **sampling)
-        errors = logprob_errors(decoder, prompts_P, samples, 4, 0.7)
-        assert errors.mean() < MEAN and errors.max() < 10 * MEAN
-        assert logprob_errors(full, prompts_P, samples, 4, 0.7).mean() > 1.5 * errors.mean()
+        assert error_ratio(decoder, prompts_P, samples, 4, 0.7) < FACTOR
+        assert error_ratio(full, prompts_P, samples, 4, 0.7) > 1.5 * FACTOR
     assert isinstance(engine._runners._head.head, kind)
     operand_VD, alpha = decoder.lm_head.operand(), decoder.lm_head.alpha
     hidden_MD = torch.randn(40, SMALL.width, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
@@ -119,7 +113,7 @@ def test_qwen3s_head_norms_are_applied():
         layer.self_attn.k_norm.weight.uniform_(0.5, 2.0)
     prompts_P = small_prompts(*LENGTHS)
     samples = drawn(engine_of(decoder, stop_token_ids=NEVER), prompts_P, num_samples=1, max_tokens=40)
-    assert logprob_errors(decoder, prompts_P, samples).mean() < MEAN
+    assert error_ratio(decoder, prompts_P, samples) < FACTOR
 
 
 def test_greedy_tokens_are_the_packed_forwards_arg_max(decoder):
@@ -139,8 +133,8 @@ def test_the_logprob_is_that_of_the_temperature_it_was_drawn_at(decoder, tempera
     prompts_P = small_prompts(*LENGTHS)
     engine = engine_of(decoder, kv=kv, stop_token_ids=NEVER)
     samples = drawn(engine, prompts_P, num_samples=2, temperature=temperature, max_tokens=30)
-    limit = MEAN if kv == "compute" else 2 * MEAN
-    assert logprob_errors(decoder, prompts_P, samples, 2, temperature).mean() < limit
+    limit = FACTOR if kv == "compute" else 6  # what FP8 keys and values lose, the learner does not see
+    assert error_ratio(decoder, prompts_P, samples, 2, temperature) < limit
 
 
 def test_a_replayed_graph_is_the_eager_step_bit_for_bit(decoder):
@@ -227,7 +221,7 @@ def test_samples_are_paused_and_resumed_when_pages_run_out(decoder):
     tight = engine_of(decoder, kv_gb=kv_gb, stop_token_ids=NEVER)
     samples = drawn(tight, prompts_P, max_tokens=70)
     assert tight.stats.pauses > 0 and {len(s.tokens_T) for s in samples} == {70}
-    assert logprob_errors(decoder, prompts_P, samples, 3).mean() < MEAN
+    assert error_ratio(decoder, prompts_P, samples, 3) < FACTOR
 
 
 def test_a_shared_prompt_gives_the_bits_that_separate_prompts_give(decoder):
@@ -254,7 +248,7 @@ def test_recorded_graphs_follow_noise_and_adapter():
     quiet = drawn(engine, prompts_P, max_tokens=20)
     with noised(decoder, sigma=0.1, unit="absolute", seed=0, step=1):
         noisy = drawn(engine, prompts_P, max_tokens=20)
-        assert logprob_errors(decoder, prompts_P, noisy, 3).mean() < MEAN
+        assert error_ratio(decoder, prompts_P, noisy, 3) < FACTOR
     assert noisy != quiet and drawn(engine, prompts_P, max_tokens=20) == quiet
     with torch.no_grad():
         for master in adapter_tensors(decoder).values():
@@ -262,7 +256,7 @@ def test_recorded_graphs_follow_noise_and_adapter():
     assert drawn(engine, prompts_P, max_tokens=20) == quiet
     engine.publish(1)
     after = drawn(engine, prompts_P, max_tokens=20)
-    assert logprob_errors(decoder, prompts_P, after, 3).mean() < MEAN
+    assert error_ratio(decoder, prompts_P, after, 3) < FACTOR
     assert [s.tokens_T for s in after] != [s.tokens_T for s in quiet]
 
 
@@ -297,4 +291,5 @@ def test_the_torch_path_draws_from_the_same_policy(decoder):
     assert not HopperForward.supports(plain, 16)
     prompts_P = small_prompts(*LENGTHS)
     samples = drawn(engine_of(plain, stop_token_ids=NEVER), prompts_P, num_samples=2, max_tokens=20)
-    assert logprob_errors(plain, prompts_P, samples, 2).max() < 1e-3
+    engine, packed, _ = compared(plain, prompts_P, samples, 2)
+    assert (engine - packed).abs().max() < 1e-3
