@@ -147,6 +147,30 @@ def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsy
     assert json.loads((tmp_path / head / "run.json").read_text())["config"]["model"]["head"] == head
 
 
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [(format, "lora") for format in ("nvfp4", "mxfp4", "nf4", "fp8", "int8", "bf16")] + [("bf16", "full")],
+)
+def test_every_base_runs_the_same_loop(monkeypatch, capsys, tmp_path, format, kind):
+    tiny_run.write_model(tmp_path, ff_width=128)  # a multiple of NF4's blocks
+    tiny_run.write_task(tmp_path)
+    out, chosen = tmp_path / "run", ["--model.format", format, "--adapter.kind", kind]
+    given = [*tiny_run.options(tmp_path, out), "--num-steps", "3", *chosen]
+    assert qerl(monkeypatch, "train", "demo", *given) == 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and all(row["mismatch_abs"] < 1e-5 for row in rows if row["sigma"] == 0)
+    capsys.readouterr()
+    assert qerl(monkeypatch, "eval", out, "--num-prompts", "4", "--num-samples", "2") == 0
+    assert 0 <= json.loads(capsys.readouterr().out.splitlines()[-1])["pass@1"] <= 1
+
+
+def test_full_fine_tuning_of_a_packed_model_is_one_line(monkeypatch, capsys, files, tmp_path):
+    given = [*tiny_run.options(files, tmp_path / "run"), "--adapter.kind", "full"]
+    assert_one_line(
+        capsys, qerl(monkeypatch, "train", "demo", *given), "adapter.kind", "model.format", "bf16"
+    )
+
+
 def test_a_head_that_the_model_cannot_have_is_one_line(monkeypatch, capsys, files, tmp_path):
     given = [*tiny_run.options(files, tmp_path / "run"), "--model.head", "nvfp4"]
     code = qerl(monkeypatch, "train", "demo", *given)

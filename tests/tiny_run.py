@@ -17,12 +17,12 @@ def even(prompts, completions, completion_ids, **columns):
 """
 
 
-def write_model(folder: Path, *, width: int = 64, vocab_size: int = 272) -> Path:
+def write_model(folder: Path, *, width: int = 64, ff_width: int = 96, vocab_size: int = 272) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
-        intermediate_size=96,
+        intermediate_size=ff_width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -42,6 +42,10 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
+    kind: Literal["lora", "full"] = "lora"
+    """lora: low-rank adapters beside frozen weights. full: the targets' weights learn themselves, from fp32
+    masters; for model.format bf16. rank and alpha then mean nothing."""
+
     rank: int = 32
     """LoRA rank R."""
 

@@ -96,7 +96,10 @@ def tables(a: Architecture, head_format: str = "bf16") -> float:
 
 
 def adapter_weights(a: Architecture, config: RunConfig) -> int:
+    """What learns: of the adapters, or the targets themselves."""
     linears = [linear for group in groups(a) for linear in group if linear.name in config.adapter.targets]
+    if config.adapter.kind == "full":
+        return a.num_layers * sum(x.out_width * x.in_width for x in linears)
     return a.num_layers * config.adapter.rank * sum(x.out_width + x.in_width for x in linears)
 
 
@@ -186,11 +189,12 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     if config.learn.recompute != "none":
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
+    copies = 4 * n if config.adapter.kind == "lora" else 0
     return [
         Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
         Part(name="embedding, head, norms", num_bytes=tables(a, config.model.head), when="always"),
         Part(name="adapter's masters", num_bytes=4 * n, when="always"),
-        Part(name="adapter's 16-bit copies", num_bytes=4 * n, when="always"),
+        Part(name="adapter's 16-bit copies", num_bytes=copies, when="always"),
         Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
         Part(name="KV cache", num_bytes=kv_cache(a, config, prompt_tokens), when="always"),
         Part(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
@@ -262,20 +266,25 @@ def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) ->
     return "\n".join(
         [
             f"{model} in {config.model.format}, {config.num_prompts * config.num_samples} samples of up to"
-            f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, rank {config.adapter.rank}",
+            f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_learns(config)}",
             "",
             *lines,
             f"{'most at once':36}{need / 1e9:8.2f} GB   {verdict} into {gpu_gb:g} GB",
             "",
             f"largest batch {samples} samples at once, or samples of {most.max_tokens} tokens,"
-            f" or rank {most.rank}, all else as it is",
+            f"{f' or rank {most.rank},' if config.adapter.kind == 'lora' else ''} all else as it is",
         ]
     )
 
 
+def _learns(config: RunConfig) -> str:
+    return f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "weights that learn themselves"
+
+
 def _with_room(width: int, group: tuple[Linear, ...], config: RunConfig) -> int:
     """Of a row and the adapters' parts behind it."""
-    rank = config.adapter.rank * sum(linear.name in config.adapter.targets for linear in group)
+    adapter = config.adapter
+    rank = adapter.rank * sum(linear.name in adapter.targets for linear in group) * (adapter.kind == "lora")
     return math.ceil((width + rank) / _ROW) * _ROW if rank else width
 
 

@@ -11,6 +11,7 @@ from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.algo.importance import IMPORTANCE
 from qerl.algo.loss import LOSSES
+from qerl.errors import UserError
 from qerl.learner import Learner
 from qerl.model.adapter import adapter_tensors
 
@@ -20,6 +21,7 @@ MODES = pytest.mark.parametrize(
     + [(loss, "truncated", 0.3) for loss in LOSSES],
 )
 UNCLIPPED = {"max_grad_norm": 1e9}
+TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
 
 
 @pytest.fixture
@@ -99,3 +101,39 @@ def test_two_updates_over_halves_are_not_one_over_both(groups):
     two.step(groups)
     assert (one.version, two.version) == (1, 2)
     assert rms_error(flat(two.adapter_state()), flat(one.adapter_state())) > 1e-3
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_a_weights_own_gradient_is_what_its_adapters_follows_from(loss, groups):
+    """With B = 0 both have one policy, and dB = scaling * dW @ A^T."""
+    algo, adapter = {"loss": loss}, replace(run_config().adapter, targets=TARGETS)
+    moments, masters = [], []
+    for kind in ("lora", "full"):
+        config = run_config(algo, UNCLIPPED, adapter=replace(adapter, kind=kind))
+        learner = Learner(tiny_decoder(adapter=config.adapter, fresh=True), config)
+        masters.append({name: t.clone() for name, t in learner.adapter_state().items()})
+        learner.step(groups)
+        moments.append(learner.optimizer_state())
+    scaling = adapter.alpha / adapter.rank
+    assert len(masters[1]) == 2 * len(TARGETS)
+    for name in masters[1]:
+        peft = f"base_model.model.{name.removesuffix('.weight')}"
+        dw_NK, db_NR = moments[1][f"{name}.exp_avg"], moments[0][f"{peft}.lora_B.weight.exp_avg"]
+        assert rms_error(db_NR, scaling * dw_NK @ masters[0][f"{peft}.lora_A.weight"].T) < 1e-5
+
+
+def test_full_fine_tuning_learns_the_same_however_it_is_computed(groups):
+    states = []
+    for learn in ({}, {"micro_tokens": 21}, {"recompute": "layer"}, {"recompute": "offload"}):
+        config = run_config({}, learn, adapter=replace(run_config().adapter, kind="full"))
+        learner = Learner(tiny_decoder(adapter=config.adapter), config)
+        learner.step(groups)
+        states.append(flat(learner.adapter_state()))
+    assert rms_error(states[1], states[0]) < 1e-4
+    assert torch.equal(states[2], states[0]) and torch.equal(states[3], states[0])
+
+
+def test_full_fine_tuning_has_no_frozen_policy_to_stay_near():
+    config = run_config({"kl_coefficient": 0.1}, adapter=replace(run_config().adapter, kind="full"))
+    with pytest.raises(UserError, match=r"algo\.kl_coefficient needs the frozen policy"):
+        Learner(tiny_decoder(adapter=config.adapter), config)

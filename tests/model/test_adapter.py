@@ -6,6 +6,7 @@ import torch
 from model.tiny import logits_of, tiny
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
+from qerl.formats import NVFP4
 from qerl.model.adapter import adapter_off, adapter_tensors, add_adapter, load_adapter, publish
 
 TOKENS_T = torch.arange(30) * 11 % 61
@@ -132,3 +133,28 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing():
 def test_a_target_that_binds_nothing_is_refused():
     with pytest.raises(UserError, match="names no linear of the model: 'qkv_proj'"):
         _adapted(AdapterConfig(targets=("q_proj", "qkv_proj")))
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_weights_that_learn_change_no_bit_until_they_are_published(compute):
+    decoder = tiny(compute=compute)
+    tokens_T = torch.arange(9)
+    before = logits_of(decoder, tokens_T)
+    add_adapter(decoder, AdapterConfig(kind="full"), seed=1)
+    masters = adapter_tensors(decoder)
+    assert "model.layers.0.self_attn.q_proj.weight" in masters and len(masters) == 7 * 3
+    assert all(master.dtype == torch.float32 for master in masters.values())
+    assert torch.equal(logits_of(decoder, tokens_T), before)
+    with torch.no_grad():
+        masters["model.layers.1.mlp.up_proj.weight"].mul_(1.5)
+    assert torch.equal(logits_of(decoder, tokens_T), before)
+    publish(decoder)
+    assert not torch.equal(logits_of(decoder, tokens_T), before)
+
+
+def test_weights_that_learn_must_be_held_as_they_are_multiplied():
+    decoder = tiny()
+    linear = dict(decoder.linears())["layers.0.mlp.up_proj"]
+    linear.load_weight(NVFP4.encode(linear.weight.decode()))
+    with pytest.raises(UserError, match=r"set model\.format to bf16"):
+        add_adapter(decoder, AdapterConfig(kind="full"), seed=1)

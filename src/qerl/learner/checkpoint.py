@@ -2,6 +2,7 @@
 
     <folder>/step-000010/                    the state after 10 steps
         adapter_model.safetensors            fp32 masters under PEFT's names: this folder is a PEFT adapter
+                                             (adapter.kind full: weights, under Hugging Face's names)
         adapter_config.json                  PEFT's description of it
         optimizer.safetensors                AdamW's moments, <adapter tensor>.<moment>
         state.json                           next_step, version, micro_tokens, and what the loop adds
@@ -149,6 +150,13 @@ def peft_config(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def described(config: RunConfig) -> dict[str, Any]:
+    """What the tensors beside it are."""
+    if config.adapter.kind == "lora":
+        return peft_config(config)
+    return {"kind": "full", "base_model_name_or_path": config.model.path, "targets": config.adapter.targets}
+
+
 def _contents(learner: Learner, next_step: int, extra: dict[str, Any]) -> dict[str, bytes]:
     state = {
         "next_step": next_step,
@@ -158,7 +166,7 @@ def _contents(learner: Learner, next_step: int, extra: dict[str, Any]) -> dict[s
     }
     return {
         ADAPTER: _packed(learner.adapter_state()),
-        ADAPTER_CONFIG: _json(peft_config(learner.config)),
+        ADAPTER_CONFIG: _json(described(learner.config)),
         OPTIMIZER: _packed(learner.optimizer_state()),
         STATE: _json(state),
     }

@@ -18,6 +18,7 @@ from qerl.algo.importance import IMPORTANCE
 from qerl.algo.kl import k3
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
+from qerl.errors import UserError
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.fit import Fit
@@ -45,6 +46,11 @@ class Learner:
         self.decoder = decoder
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
+        if config.adapter.kind == "full" and config.algo.kl_coefficient > 0:
+            raise UserError(
+                "algo.kl_coefficient needs the frozen policy, which adapter.kind full does not keep:"
+                " set it to 0"
+            )
         self._loss = LOSSES[config.algo.loss]
         self._importance = IMPORTANCE[config.algo.importance]
         self._optimizer = new_optimizer(self._masters, config.learn)

@@ -3,6 +3,7 @@
     W + scaling * B @ A,   scaling = alpha / rank,   A_RK uniform in +-1 / sqrt(K),   B_NR zero
 
 A decoder with a new adapter computes bit for bit what it did without: `tests/model/test_adapter.py`.
+Where weights learn themselves (kind "full"), their masters take its place, under Hugging Face's names.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
+from qerl.formats import BF16
 from qerl.model.decoder import Decoder
 from qerl.model.linear import QuantLinear
 from qerl.seeds import mix
@@ -22,14 +24,19 @@ PREFIX = "base_model.model.model."
 
 
 def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
-    """Give every linear named in config.targets an adapter; A depends on the seed and the linear alone."""
+    """Give every linear named in config.targets an adapter, whose A depends on the seed and the linear alone;
+    or, if the config says full, let its weight learn."""
     names = {name.rpartition(".")[2] for name, _ in decoder.linears()}
     if unbound := [target for target in config.targets if target not in names]:
         raise UserError(
             f"adapter.targets names no linear of the model: {unbound[0]!r}; it has {sorted(names)}"
         )
     for index, (name, linear) in enumerate(decoder.linears()):
-        if name.rpartition(".")[2] in config.targets:
+        if name.rpartition(".")[2] in config.targets and config.kind == "full":
+            if not isinstance(linear.weight, BF16):
+                raise UserError("adapter.kind full needs weights that can learn: set model.format to bf16")
+            linear.learn_weight()
+        elif name.rpartition(".")[2] in config.targets:
             bound = 1 / math.sqrt(linear.in_width)
             rng = torch.Generator().manual_seed(mix(seed, index))
             a_RK = torch.rand(config.rank, linear.in_width, generator=rng).mul_(2 * bound).sub_(bound)
@@ -59,15 +66,19 @@ def adapter_off(decoder: Decoder) -> Iterator[None]:
 def adapter_tensors(decoder: Decoder) -> dict[str, nn.Parameter]:
     """The masters themselves, by the names PEFT gives them in a checkpoint."""
     return {
-        f"{PREFIX}{name}.{part}.weight": master
+        master_name: master
         for name, linear in decoder.linears()
-        for part, master in _masters(linear)
+        for master_name, master in _masters(name, linear)
+        if master is not None
     }
 
 
-def _masters(linear: QuantLinear) -> list[tuple[str, nn.Parameter]]:
-    pairs = (("lora_A", linear.lora_A), ("lora_B", linear.lora_B))
-    return [(part, master) for part, master in pairs if master is not None]
+def _masters(name: str, linear: QuantLinear) -> list[tuple[str, nn.Parameter | None]]:
+    return [
+        (f"{PREFIX}{name}.lora_A.weight", linear.lora_A),
+        (f"{PREFIX}{name}.lora_B.weight", linear.lora_B),
+        (f"model.{name}.weight", linear.full),
+    ]
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""A frozen linear in a packed format, with an adapter that learns beside it.
+"""A frozen linear in a packed format, with an adapter that learns beside it; or one that learns itself.
 
     y = x @ decode(weight)^T + bias + scaling * (x @ A^T) @ B^T
 
 A and B exist twice: fp32 masters (`lora_A`, `lora_B`), which the optimizer moves, and working copies in the
 compute dtype (`a_work`, `b_work`), which are multiplied. `publish`, and only it, brings the second up to the
-first.
+first. After `learn_weight` the weight has such a master too, `full`, and is its own working copy.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from qerl.formats import PackedWeight
+from qerl.formats import BF16, PackedWeight
+from qerl.kernels.full_linear import full_linear
 from qerl.kernels.lora_linear import linear, lora_linear
 
 
@@ -45,6 +46,7 @@ class QuantLinear(nn.Module):
         self.register_buffer("bias", bias)
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
+        self.register_parameter("full", None)
         self.a_work: Tensor | None = None
         self.b_work: Tensor | None = None
         self._operand: Tensor | None = None
@@ -89,8 +91,17 @@ class QuantLinear(nn.Module):
         self.a_work, self.b_work = a_RK.to(self.compute, copy=True), b_NR.to(self.compute, copy=True)
         self.scaling = scaling
 
+    def learn_weight(self) -> None:
+        """A new master of the weight, which must be in BF16."""
+        assert isinstance(self.weight, BF16), self.weight
+        if self.compute != torch.bfloat16:
+            self.make_resident()  # in bf16 the operand is the weight itself
+        self.full = nn.Parameter(self.operand().detach().float().clone())
+
     def publish(self) -> None:
         """Copy the masters into the working copies, in place."""
+        if self.full is not None:
+            self.operand().copy_(self.full.detach())
         if self.a_work is not None and self.b_work is not None:
             self.a_work.copy_(self.lora_A.detach())
             self.b_work.copy_(self.lora_B.detach())
@@ -107,6 +118,8 @@ class QuantLinear(nn.Module):
         return sum({id(t): t.nbytes for t in self.tensors}.values())
 
     def forward(self, x_TK: Tensor) -> Tensor:
+        if self.full is not None:
+            return full_linear(x_TK, self.operand(), self.full, self.bias)
         if self.a_work is None or self.b_work is None or not self.adapter_enabled:
             return linear(x_TK, self.operand, self.alpha, self.bias)
         return lora_linear(
