@@ -113,7 +113,7 @@ class _Session:
         """The step to go on with, after taking back the newest checkpoint that is whole."""
         found = checkpoint.load_latest(self.folder / "checkpoints", self.learner)
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
-        for notice in notices:
+        for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
         self.engine.publish(self.learner.version)

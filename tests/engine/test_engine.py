@@ -9,6 +9,7 @@ from learner.tiny import VOCAB, tiny_decoder
 from model.tiny import FAMILIES, forest, packed, tiny
 from qerl.config import AdapterConfig
 from qerl.engine.cache import page_bytes
+from qerl.engine.hopper import HopperForward
 from qerl.errors import UserError
 from qerl.model.adapter import adapter_tensors, add_adapter
 from qerl.model.noise import noised
@@ -339,6 +340,11 @@ def test_the_decoder_still_learns_after_sampling():
     positions_T, attend = packed(forest((6, ())))
     decoder(torch.tensor(prompts_P[0].tokens_T), positions_T, attend).square().sum().backward()
     assert all(master.grad is not None for master in adapter_tensors(decoder).values())
+
+
+def test_a_cpu_has_nothing_to_say_of_its_kernels(decoder):
+    engine = engine_of(decoder)
+    assert engine.notices == [] and HopperForward.obstacle(decoder, 16) == "they are for Hopper GPUs"
 
 
 def test_no_prompts_give_no_groups(decoder):

@@ -285,6 +285,16 @@ def test_too_little_memory_says_how_much_is_needed_and_what_lowers_it(decoder):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def test_who_decodes_is_said(decoder):
+    assert engine_of(decoder).notices == []
+    (pages,) = engine_of(decoder, page_tokens=8).notices
+    assert "without the decode kernels" in pages and "pages of 8" in pages
+    (rank,) = engine_of(decoder_of(rank=8)).notices
+    assert "ranks of 16, 32, ... 128, here 8" in rank
+    (rows,) = engine_of(decoder, max_running=300).notices
+    assert "256 samples are decoded at once" in rows
+
+
 def test_the_torch_path_draws_from_the_same_policy(decoder):
     """What other GPUs run."""
     plain = decoder_of(compute=torch.float32)

@@ -54,6 +54,19 @@ class Engine:
         """Of the KV cache: none before the first call, then what the largest call so far could use."""
         return 0 if self._cache is None else self._cache.num_bytes
 
+    @property
+    def notices(self) -> list[str]:
+        """What its user should know before it samples."""
+        found, obstacle = [], self._runners.obstacle
+        if self._decoder.device.type == "cuda" and obstacle is not None:
+            found.append(f"sampling is done by torch, without the decode kernels: {obstacle}")
+        if self._runners.max_rows < self._config.max_running:
+            found.append(
+                f"{self._runners.max_rows} samples are decoded at once, not engine.max_running ="
+                f" {self._config.max_running}: the kernels take no more"
+            )
+        return found
+
     def publish(self, version: int) -> None:
         """Sample from the learner's weights as they now are, under this version number."""
         publish(self._decoder)

@@ -51,19 +51,30 @@ class HopperForward:
 
     @staticmethod
     def supports(decoder: Decoder, page_tokens: int) -> bool:
-        """On a Hopper GPU, in bf16, with widths, heads and ranks that the kernels take."""
+        return HopperForward.obstacle(decoder, page_tokens) is None
+
+    @staticmethod
+    def obstacle(decoder: Decoder, page_tokens: int) -> str | None:
+        """Why the kernels cannot run this decoder; None if they can."""
         a, device = decoder.architecture, decoder.device
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-            return False
-        ranks = {linear.rank for _, linear in decoder.linears()}
+            return "they are for Hopper GPUs"
+        if decoder.compute != torch.bfloat16:
+            return "they compute in bf16"
+        if a.mlp_bias:
+            return "they take no biases in the MLP"
+        if not supports_attention(a.num_heads, a.num_kv_heads, a.head_size, page_tokens):
+            return (
+                "attention takes heads of 64 or 128, up to 16 to a key, and pages of a multiple of 16 tokens;"
+                f" here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, pages of {page_tokens}"
+            )
         widths = (a.width, a.ff_width, a.num_heads * a.head_size, a.num_kv_heads * a.head_size)
-        return (
-            decoder.compute == torch.bfloat16
-            and not a.mlp_bias
-            and supports_attention(a.num_heads, a.num_kv_heads, a.head_size, page_tokens)
-            and all(width % 64 == 0 for width in widths)
-            and all(rank % 16 == 0 and rank <= 128 for rank in ranks)
-        )
+        if odd := [width for width in widths if width % 64]:
+            return f"they take widths that are multiples of 64, here {odd[0]}"
+        ranks = {linear.rank for _, linear in decoder.linears()}
+        if odd := [rank for rank in ranks if rank % 16 or rank > 128]:
+            return f"they take ranks of 16, 32, ... 128, here {odd[0]}"
+        return None
 
     def publish(self) -> None:
         for layer in self._layers:

@@ -30,7 +30,9 @@ _PAGES_AT_ONCE = 16  # a table is made a little wider than asked, for the call a
 class Runners:
     def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
         self._decoder, self._config = decoder, config
-        self._is_fast = HopperForward.supports(decoder, config.page_tokens)
+        self.obstacle = HopperForward.obstacle(decoder, config.page_tokens)
+        """Why decode steps are torch's operations; None if they are the kernels'."""
+        self._is_fast = self.obstacle is None
         self.max_rows = min(config.max_running, MAX_ROWS) if self._is_fast else config.max_running
         self._rows = bucket_of(self.max_rows, self.max_rows)
         self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(decoder.device)
