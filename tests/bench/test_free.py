@@ -9,7 +9,7 @@ import pytest
 
 from bench import test_learn, test_parity, test_step
 from bench.rows import CPU, rows_of
-from qerl.bench import learn, parity, step
+from qerl.bench import case, learn, parity, step
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from qerl.bench import learn, parity, step
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_decoder_is_gone_before_the_next_is_made(tmp_path, monkeypatch, module, measure, options, fails):
-    made, make, work = [], module.random_decoder, module.measured
+    made, make, work = [], case.random_decoder, module.measured
 
     def one(*arguments, **settings):
         gc.collect()
@@ -31,12 +31,12 @@ def test_a_decoder_is_gone_before_the_next_is_made(tmp_path, monkeypatch, module
         made.append(weakref.ref(decoder))
         return decoder
 
-    def breaks(case, decoder, *more):
+    def breaks(_, decoder, *more):
         if fails:
             raise RuntimeError(f"lacks memory beside {decoder.num_bytes}")
-        return work(case, decoder, *more)
+        return work(_, decoder, *more)
 
-    monkeypatch.setattr(module, "random_decoder", one)
+    monkeypatch.setattr(case, "random_decoder", one)
     monkeypatch.setattr(module, "measured", breaks)
     rows = rows_of(tmp_path, lambda rows: measure(options, test_parity.SHAPE, CPU, rows))
     assert len(made) == 2 and all(("error" in row) == fails for row in rows)

@@ -1,8 +1,32 @@
-"""The products of a decode step that a shape makes."""
+"""What benchmarks measure: the products of a decode step that a shape makes, cases of options, decoders."""
 
 import dataclasses
+from functools import partial
+from typing import Any, TypeVar
 
+import torch
+
+from qerl.bench.measure import attempt
 from qerl.model.architecture import Architecture
+from qerl.model.decoder import Decoder
+from qerl.model.synthetic import random_decoder
+
+C = TypeVar("C")
+FORMATS = {"qerl-nvfp4": "nvfp4", "qerl-bf16": "bf16"}
+
+
+def case_of(kind: type[C], options: Any, **own: Any) -> C:
+    """The case with these fields, and with the options' for those of the same name that are not given."""
+    names: list[str] = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: own[name] if name in own else getattr(options, name) for name in names})
+
+
+def random_policy(
+    architecture: Architecture, provider: str, rank: int, device: torch.device, head: str = "bf16"
+) -> tuple[Decoder | None, str]:
+    """(a decoder with random weights, ""), or (None, what it lacked)."""
+    make = partial(random_decoder, architecture, format=FORMATS[provider], rank=rank, device=device, seed=0)
+    return attempt(partial(make, head=head), device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from qerl.bench.case import FORMATS, case_of
 from qerl.bench.floor import LIMITS, step_floor_ms
 from qerl.bench.measure import cuda_device
 from qerl.bench.record import Origin, append, default_file, origin
@@ -36,7 +37,6 @@ from qerl.options import BenchDecodeOptions
 from qerl.seeds import mix
 from qerl.types import Prompt, Sampling
 
-FORMATS = {"qerl-nvfp4": "nvfp4", "qerl-bf16": "bf16"}
 _FIRST_TOKENS = 4
 
 
@@ -146,18 +146,7 @@ def step_ms(stats: Stats) -> float:
 def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[Case]:
     for batch in options.batches:
         for sigma in options.noise_sigmas:
-            yield Case(
-                shape=options.shape,
-                batch=batch,
-                provider=provider,
-                lora_rank=rank,
-                noise_sigma=sigma,
-                group_size=options.group_size,
-                kv=options.kv,
-                head=options.head,
-                prompt_tokens=options.prompt_tokens,
-                max_tokens=options.max_tokens,
-            )
+            yield case_of(Case, options, provider=provider, lora_rank=rank, batch=batch, noise_sigma=sigma)
 
 
 @contextlib.contextmanager

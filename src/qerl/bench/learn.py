@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from qerl.bench.case import gemms
-from qerl.bench.decode import FORMATS, random_prompts
+from qerl.bench.case import case_of, gemms, random_policy
+from qerl.bench.decode import random_prompts
 from qerl.bench.floor import LIMITS
 from qerl.bench.measure import Meter, attempt, cuda_device
 from qerl.bench.record import Origin, Rows, default_file, origin
@@ -27,7 +27,7 @@ from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.learner import Learner
 from qerl.model.architecture import Architecture
 from qerl.model.decoder import Decoder
-from qerl.model.synthetic import random_decoder, shape
+from qerl.model.synthetic import shape
 from qerl.options import BenchLearnOptions
 from qerl.types import Group, Sample
 
@@ -58,17 +58,7 @@ def bench_learn(options: BenchLearnOptions) -> None:
 def measure(options: BenchLearnOptions, architecture: Architecture, device: torch.device, rows: Rows) -> None:
     for provider in options.providers:
         meter = Meter(device)
-        decoder, error = attempt(
-            partial(
-                random_decoder,
-                architecture,
-                format=FORMATS[provider],
-                rank=options.lora_rank,
-                device=device,
-                seed=0,
-            ),
-            device,
-        )
+        decoder, error = random_policy(architecture, provider, options.lora_rank, device)
         for case in _cases(options, provider):
             figures = None
             if decoder is not None:
@@ -155,12 +145,5 @@ def num_weights(a: Architecture) -> int:
 def _cases(options: BenchLearnOptions, provider: str) -> Iterator[Case]:
     for recompute in options.recomputes:
         for count in options.micro_batches:
-            yield Case(
-                shape=options.shape,
-                provider=provider,
-                lora_rank=options.lora_rank,
-                recompute=recompute,
-                tokens=options.tokens,
-                sequence_tokens=options.sequence_tokens,
-                micro_tokens=options.tokens // count,
-            )
+            micro_tokens = options.tokens // count
+            yield case_of(Case, options, provider=provider, recompute=recompute, micro_tokens=micro_tokens)

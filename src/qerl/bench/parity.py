@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.bench.decode import FORMATS, Wordless, random_prompts
+from qerl.bench.case import case_of, random_policy
+from qerl.bench.decode import Wordless, random_prompts
 from qerl.bench.measure import Meter, attempt, cuda_device
 from qerl.bench.record import Rows, default_file, origin
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
@@ -29,7 +30,7 @@ from qerl.loop import sampling_of
 from qerl.model.architecture import Architecture
 from qerl.model.decoder import Decoder
 from qerl.model.head import Head, check_head
-from qerl.model.synthetic import random_decoder, shape
+from qerl.model.synthetic import shape
 from qerl.options import BenchParityOptions
 from qerl.types import Group
 
@@ -65,29 +66,9 @@ def measure(
     for head in options.heads:
         check_head(head, architecture.vocab_size, architecture.width)
     for provider in options.providers:
-        decoder, error = attempt(
-            partial(
-                random_decoder,
-                architecture,
-                format=FORMATS[provider],
-                rank=options.lora_rank,
-                device=device,
-                seed=0,
-            ),
-            device,
-        )
+        decoder, error = random_policy(architecture, provider, options.lora_rank, device)
         for entropy, head, kv in product(options.entropies, options.heads, options.kvs):
-            case = Case(
-                shape=options.shape,
-                provider=provider,
-                lora_rank=options.lora_rank,
-                kv=kv,
-                head=head,
-                target_entropy=entropy,
-                batch=options.batch,
-                prompt_tokens=options.prompt_tokens,
-                max_tokens=options.max_tokens,
-            )
+            case = case_of(Case, options, provider=provider, kv=kv, head=head, target_entropy=entropy)
             figures = None
             if decoder is not None:
                 figures, error = attempt(partial(measured, case, decoder), device)

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from qerl.bench.decode import FORMATS, Wordless, random_prompts
+from qerl.bench.case import FORMATS, case_of, random_policy
+from qerl.bench.decode import Wordless, random_prompts
 from qerl.bench.measure import Meter, attempt, cuda_device
 from qerl.bench.record import Rows, default_file, origin
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
@@ -28,7 +29,7 @@ from qerl.learner import Learner
 from qerl.loop import learnable, marked, sampling_of
 from qerl.model.architecture import Architecture
 from qerl.model.decoder import Decoder
-from qerl.model.synthetic import random_decoder, shape
+from qerl.model.synthetic import shape
 from qerl.options import BenchStepOptions
 from qerl.types import Prompt
 
@@ -91,18 +92,7 @@ def measure(
     meter.cap(options.cap_gb)
     try:
         for provider in options.providers:
-            decoder, error = attempt(
-                partial(
-                    random_decoder,
-                    architecture,
-                    format=FORMATS[provider],
-                    rank=options.lora_rank,
-                    device=device,
-                    seed=0,
-                    head=options.head,
-                ),
-                device,
-            )
+            decoder, error = random_policy(architecture, provider, options.lora_rank, device, options.head)
             for case in cases(bench, options, provider):
                 figures = None
                 if decoder is not None:
@@ -193,20 +183,4 @@ def config_of(case: Case) -> RunConfig:
 
 def cases(bench: str, options: BenchStepOptions, provider: str) -> Iterator[Case]:
     for batch in options.batches:
-        yield Case(
-            bench=bench,
-            shape=options.shape,
-            provider=provider,
-            batch=batch,
-            group_size=options.group_size,
-            prompt_tokens=options.prompt_tokens,
-            max_tokens=options.max_tokens,
-            lora_rank=options.lora_rank,
-            recompute=options.recompute,
-            micro_tokens=options.micro_tokens,
-            optimizer=options.optimizer,
-            kv=options.kv,
-            kv_gb=options.kv_gb,
-            head=options.head,
-            cap_gb=options.cap_gb,
-        )
+        yield case_of(Case, options, bench=bench, provider=provider, batch=batch)
