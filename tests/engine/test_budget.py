@@ -6,6 +6,7 @@ import torch
 from engine.parts import compared, drawn, engine_of, prompts_of
 from model.tiny import tiny
 from qerl.config import EngineConfig
+from qerl.engine import budget
 from qerl.engine.budget import kv_bytes, working_bytes
 from qerl.engine.cache import FP8, Cache, page_bytes
 from qerl.errors import UserError
@@ -13,8 +14,21 @@ from qerl.errors import UserError
 
 def test_a_cpu_has_a_gigabyte_unless_told_otherwise():
     decoder = tiny()
-    assert kv_bytes(EngineConfig(), decoder) == 1e9
-    assert kv_bytes(EngineConfig(kv_gb=0.25), decoder) == 0.25e9
+    for held_bytes in (0, 700_000_000):
+        assert kv_bytes(EngineConfig(), decoder, held_bytes) == 1e9
+        assert kv_bytes(EngineConfig(kv_gb=0.25), decoder, held_bytes) == 0.25e9
+
+
+def test_the_cache_that_is_there_does_not_raise_its_own_limit(monkeypatch):
+    """On a device with 1,000 bytes free before the first cache: 60 % of what a prefill leaves, ever after."""
+    decoder, config = tiny(), EngineConfig(prefill_tokens=1)
+    decoder.device = torch.device("cuda")
+    working = working_bytes(config, decoder)
+    held = 0.0
+    for _ in range(5):
+        monkeypatch.setattr(budget, "free_bytes", lambda device, held=held: working + 1000 - held)
+        held = kv_bytes(config, decoder, int(held))
+        assert held == pytest.approx(600)
 
 
 def test_working_memory_grows_with_the_rows_of_a_prefill():

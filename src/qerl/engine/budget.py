@@ -15,13 +15,14 @@ from qerl.model.decoder import Decoder
 _CPU_BYTES, _SHARE = 1e9, 0.6
 
 
-def kv_bytes(config: EngineConfig, decoder: Decoder) -> float:
-    """Beside what is allocated now, if the config does not say."""
+def kv_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
+    """What the whole cache may take, the held_bytes of the one there is now included."""
     if config.kv_gb is not None:
         return config.kv_gb * 1e9
     if decoder.device.type == "cpu":
         return _CPU_BYTES
-    return max(_SHARE * (free_bytes(decoder.device) - working_bytes(config, decoder)), 0.0)
+    free = free_bytes(decoder.device) + held_bytes
+    return max(_SHARE * (free - working_bytes(config, decoder)), 0.0)
 
 
 def free_bytes(device: torch.device) -> float:

@@ -143,8 +143,7 @@ class Engine:
         """As many pages as the memory allows, but no more than these groups can hold at once."""
         config, page_tokens, max_running = self._config, self._config.page_tokens, self._runners.max_rows
         bytes_a_page = page_bytes(self._decoder.architecture, page_tokens, self._kv_dtype)
-        allowed_bytes = kv_bytes(config, self._decoder) + self.num_bytes * (config.kv_gb is None)
-        affordable = int(allowed_bytes / bytes_a_page)
+        affordable = int(kv_bytes(config, self._decoder, self.num_bytes) / bytes_a_page)
         for group in groups:
             needed = group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
             if needed > affordable:
