@@ -72,7 +72,7 @@ def error_ratio(decoder, prompts_P, samples, num_samples=1, temperature=1.0):
 @pytest.mark.parametrize("rank", [None, 16])
 def test_logprobs_are_the_packed_forwards(format, rank):
     decoder, prompts_P = decoder_of(format, rank=rank), small_prompts(*LENGTHS)
-    assert HopperForward.supports(decoder, 16)
+    assert HopperForward.obstacle(decoder, 16) is None
     samples = drawn(engine_of(decoder, stop_token_ids=NEVER), prompts_P, num_samples=4, max_tokens=40)
     assert error_ratio(decoder, prompts_P, samples, 4) < FACTOR
 
@@ -298,7 +298,7 @@ def test_who_decodes_is_said(decoder):
 def test_the_torch_path_draws_from_the_same_policy(decoder):
     """What other GPUs run."""
     plain = decoder_of(compute=torch.float32)
-    assert not HopperForward.supports(plain, 16)
+    assert HopperForward.obstacle(plain, 16) is not None
     prompts_P = small_prompts(*LENGTHS)
     samples = drawn(engine_of(plain, stop_token_ids=NEVER), prompts_P, num_samples=2, max_tokens=20)
     engine, packed, _ = compared(plain, prompts_P, samples, 2)

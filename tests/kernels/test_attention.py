@@ -184,7 +184,7 @@ WHOLE = tuple((b, 0, n) for b, n in enumerate(LENGTHS))
 
 
 def _prefill(chunks, dtype, device, rng):
-    """(ours, the definition) of these chunks; the pages of fresh ones hold nothing."""
+    """(ours, the definition) of these chunks; only those that are not fresh read the pages."""
     q, k, v, truth = _sequences(device, dtype, rng)
     pages_k, pages_v, tables = _cache(k, v, 4, device)
     spans, rows = [], []
@@ -197,10 +197,9 @@ def _prefill(chunks, dtype, device, rng):
     )
     layout = op.PagedLayout.of(spans, 4, device)
     assert layout.is_fresh == all(first == 0 for _, first, _ in chunks)
-    if layout.is_fresh:
-        pages_k.fill_(float("nan"))
-        pages_v.fill_(float("nan"))
-    return op.paged_prefill(q, k, v, pages_k, pages_v, layout), truth
+    if not layout.is_fresh:
+        k, v = (pages.flatten(0, 1)[layout.key_slots] for pages in (pages_k, pages_v))
+    return op.span_attention(q, k, v, layout), truth
 
 
 @pytest.mark.parametrize("chunks", (CHUNKS, WHOLE), ids=("chunks", "whole"))

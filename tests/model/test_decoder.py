@@ -4,7 +4,7 @@ import torch
 from conftest import rms_error
 from model.tiny import FAMILIES, forest, logits_of, oracle, packed, ported, tiny
 from qerl.config import AdapterConfig
-from qerl.kernels.attention import PagedLayout, Span, paged_decode, paged_prefill
+from qerl.kernels.attention import PagedLayout, Span, paged_decode, span_attention
 from qerl.model.adapter import adapter_tensors, add_adapter, publish
 
 ROPES = {
@@ -105,8 +105,10 @@ class _Cache:
                 own = slice(s.start_row, s.start_row + s.num_rows)
                 positions = torch.arange(s.first_position, s.first_position + s.num_rows)
                 self.write(layer_index, self.rows(s.table, positions), k_TKH[own], v_TKH[own])
-            pages = self.k[layer_index], self.v[layer_index]
-            return paged_prefill(q_TNH, k_TKH, v_TKH, *pages, layout)
+            if not layout.is_fresh:
+                pages = self.k[layer_index], self.v[layer_index]
+                k_TKH, v_TKH = (each.flatten(0, 1)[layout.key_slots] for each in pages)
+            return span_attention(q_TNH, k_TKH, v_TKH, layout)
 
         return attend
 

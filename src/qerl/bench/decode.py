@@ -14,7 +14,6 @@ early, and a run in which one did is an error.
 import contextlib
 import dataclasses
 import gc
-import json
 import random
 import statistics
 import time
@@ -26,7 +25,7 @@ import torch
 from qerl.bench.case import FORMATS, case_of
 from qerl.bench.floor import LIMITS, step_floor_ms
 from qerl.bench.measure import cuda_device
-from qerl.bench.record import Origin, append, default_file, origin
+from qerl.bench.record import Origin, rows_for
 from qerl.config import EngineConfig
 from qerl.engine import Engine, Stats
 from qerl.errors import RunError
@@ -76,8 +75,7 @@ def bench_decode(options: BenchDecodeOptions) -> None:
     """Appends a row for each provider, rank, batch and noise, and prints it."""
     architecture = shape(options.shape)
     device = cuda_device()
-    made_of = origin(allow_dirty=options.allow_dirty)
-    file = options.out or default_file(made_of.gpu)
+    rows = rows_for(options)
     for provider in options.providers:
         for rank in options.lora_ranks:
             start_s = time.perf_counter()
@@ -92,8 +90,7 @@ def bench_decode(options: BenchDecodeOptions) -> None:
             torch.cuda.synchronize()
             made_s = time.perf_counter() - start_s
             for case in _cases(options, provider, rank):
-                row = row_of(case, measured(case, decoder, made_s, options.runs), made_of)
-                print(json.dumps(append(file, row, made_of)), flush=True)
+                rows.add(row_of(case, measured(case, decoder, made_s, options.runs), rows.made_of))
             del decoder
             gc.collect()
             torch.cuda.empty_cache()

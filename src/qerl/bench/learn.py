@@ -22,7 +22,7 @@ from qerl.bench.case import case_of, gemms, random_policy
 from qerl.bench.decode import random_prompts
 from qerl.bench.floor import LIMITS
 from qerl.bench.measure import Meter, attempt, cuda_device
-from qerl.bench.record import Origin, Rows, default_file, origin
+from qerl.bench.record import Origin, Rows, rows_for
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.learner import Learner
 from qerl.model.architecture import Architecture
@@ -50,9 +50,7 @@ class Case:
 def bench_learn(options: BenchLearnOptions) -> None:
     """Appends a row for each provider, recompute and split, and prints it."""
     architecture, device = shape(options.shape), cuda_device()
-    made_of = origin(allow_dirty=options.allow_dirty)
-    file = options.out or default_file(made_of.gpu)
-    measure(options, architecture, device, Rows(file, made_of))
+    measure(options, architecture, device, rows_for(options))
 
 
 def measure(options: BenchLearnOptions, architecture: Architecture, device: torch.device, rows: Rows) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from qerl.bench.floor import LIMITS, linear_floor_ms
 from qerl.bench.measure import Times, cuda_device, graph_times
 from qerl.bench.provider import PROVIDERS, Products, Provider
-from qerl.bench.record import Origin, append, default_file, origin
+from qerl.bench.record import Origin, rows_for
 from qerl.errors import RunError, UserError
 from qerl.kernels.nvfp4_decode import MAX_TOKENS
 from qerl.model.architecture import Architecture
@@ -30,16 +29,14 @@ def bench_linear(options: BenchLinearOptions) -> None:
         check_installed(name, PROVIDERS[name])
     if "qerl-nvfp4" in options.providers:
         check_takes(device, options.batches)
-    made_of = origin(allow_dirty=options.allow_dirty)
-    file = options.out or default_file(made_of.gpu)
+    rows = rows_for(options)
     for name in options.providers:
         products = PROVIDERS[name].make(architecture, device)
         for batch in options.batches:
             check_products(name, products, batch)
             for rank in options.lora_ranks:
                 times = graph_times(products.work(batch, rank), options.runs)
-                row = _row(options.shape, architecture, name, batch, rank, times, made_of)
-                print(json.dumps(append(file, row, made_of)), flush=True)
+                rows.add(_row(options.shape, architecture, name, batch, rank, times, rows.made_of))
         del products
         torch.cuda.empty_cache()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from qerl.bench.case import case_of, random_policy
 from qerl.bench.decode import Wordless, random_prompts
 from qerl.bench.measure import Meter, attempt, cuda_device
-from qerl.bench.record import Rows, default_file, origin
+from qerl.bench.record import Rows, rows_for
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
 from qerl.learner import Learner
@@ -56,8 +56,7 @@ class Case:
 def bench_parity(options: BenchParityOptions) -> None:
     """Appends a row for each provider, entropy, head and cache, and prints it."""
     architecture, device = shape(options.shape), cuda_device()
-    made_of = origin(allow_dirty=options.allow_dirty)
-    measure(options, architecture, device, Rows(options.out or default_file(made_of.gpu), made_of))
+    measure(options, architecture, device, rows_for(options))
 
 
 def measure(

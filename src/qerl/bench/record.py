@@ -106,6 +106,12 @@ class Rows:
         print(json.dumps(append(self.file, row, self.made_of)), flush=True)
 
 
+def rows_for(options: Any) -> Rows:
+    """Of a benchmark with these options: where they say, else beside the other rows of this GPU."""
+    made_of = origin(allow_dirty=options.allow_dirty)
+    return Rows(options.out or default_file(made_of.gpu), made_of)
+
+
 def read(folder: Path) -> list[dict[str, Any]]:
     """Every row, file by file in the order of their names, oldest first within each."""
     files = sorted(folder.glob("*.jsonl"))

@@ -22,7 +22,7 @@ import torch
 from qerl.bench.case import FORMATS, case_of, random_policy
 from qerl.bench.decode import Wordless, random_prompts
 from qerl.bench.measure import Meter, attempt, cuda_device
-from qerl.bench.record import Rows, default_file, origin
+from qerl.bench.record import Rows, rows_for
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
 from qerl.learner import Learner
@@ -79,9 +79,7 @@ def bench_memory(options: BenchStepOptions) -> None:
 
 def _bench(bench: str, options: BenchStepOptions) -> None:
     architecture, device = shape(options.shape), cuda_device()
-    made_of = origin(allow_dirty=options.allow_dirty)
-    rows = Rows(options.out or default_file(made_of.gpu), made_of)
-    measure(bench, options, architecture, device, rows)
+    measure(bench, options, architecture, device, rows_for(options))
 
 
 def measure(

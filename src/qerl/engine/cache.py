@@ -24,6 +24,11 @@ def page_bytes(architecture: Architecture, page_tokens: int, dtype: torch.dtype)
     return 2 * a.num_layers * page_tokens * a.num_kv_heads * head_bytes
 
 
+def slots_of(pages_T: Tensor, positions_T: Tensor, page_tokens: int) -> Tensor:
+    """Of positions that lie in these pages."""
+    return pages_T * page_tokens + positions_T % page_tokens
+
+
 class Cache:
     def __init__(
         self,
@@ -79,9 +84,8 @@ class Cache:
         if self.k_scales is None or self.v_scales is None:
             return k, v, tables_BX
         pages = tables_BX.flatten()
-        slots = (
-            pages[:, None] * self.page_tokens + torch.arange(self.page_tokens, device=pages.device)
-        ).flatten()
+        places = torch.arange(self.page_tokens, device=pages.device)
+        slots = slots_of(pages[:, None], places, self.page_tokens).flatten()
         k, v = (x.view(-1, *k.shape[1:]) for x in self.rows(layer_index, slots, dtype))
         return k, v, torch.arange(len(pages), device=pages.device).view(tables_BX.shape)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from qerl.engine.cache import Cache
+from qerl.engine.cache import Cache, slots_of
 from qerl.kernels.attention import paged_decode
 from qerl.kernels.decode_state import DecodeState
 from qerl.model.decoder import Decoder
@@ -40,8 +40,7 @@ class PlainForward:
         is_live_B = positions_B >= 0
         positions_B = positions_B.clamp(min=0)
         pages_B = tables_BX.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
-        slots_B = pages_B * cache.page_tokens + positions_B % cache.page_tokens
-        slots_B = slots_B.where(is_live_B, cache.unused_slot)
+        slots_B = slots_of(pages_B, positions_B, cache.page_tokens).where(is_live_B, cache.unused_slot)
         lengths_B = positions_B + 1
 
         def attend(layer_index: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from qerl.kernels.decode_attention import supports as supports_attention
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.shrink import Shrink
 from qerl.model.decoder import Decoder, Layer
+from qerl.model.device import has_tile_kernels
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
 from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
 
@@ -50,14 +51,10 @@ class HopperForward:
         )
 
     @staticmethod
-    def supports(decoder: Decoder, page_tokens: int) -> bool:
-        return HopperForward.obstacle(decoder, page_tokens) is None
-
-    @staticmethod
     def obstacle(decoder: Decoder, page_tokens: int) -> str | None:
         """Why the kernels cannot run this decoder; None if they can."""
-        a, device = decoder.architecture, decoder.device
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        a = decoder.architecture
+        if not has_tile_kernels(decoder.device):
             return "they are for Hopper GPUs"
         if decoder.compute != torch.bfloat16:
             return "they compute in bf16"
@@ -82,7 +79,7 @@ class HopperForward:
                 group.publish()
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
-        decoder, h_BD = self._decoder, None
+        decoder = self._decoder
         h_BD = self._shrink.embed(state.tokens_B[:num_rows], decoder.embed_tokens.weight)
         for index, layer in enumerate(self._layers):
             h_BD = self._layer(index, layer, h_BD, state)

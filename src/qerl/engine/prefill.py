@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qerl.engine.cache import Cache
+from qerl.engine.cache import Cache, slots_of
 from qerl.engine.scheduler import num_pages
 from qerl.kernels.attention import PagedLayout, Span, span_attention
 from qerl.model.decoder import Decoder
@@ -51,8 +51,7 @@ class Prefill:
             end = run.first_position + len(run.tokens_T)
             table = torch.tensor(run.pages[: num_pages(end, cache.page_tokens)])
             positions_T = torch.arange(run.first_position, end)
-            slots.append(table[positions_T // cache.page_tokens] * cache.page_tokens)
-            slots[-1] += positions_T % cache.page_tokens
+            slots.append(slots_of(table[positions_T // cache.page_tokens], positions_T, cache.page_tokens))
             positions.append(positions_T)
             spans.append(
                 Span(

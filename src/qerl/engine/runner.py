@@ -128,9 +128,6 @@ class Runner:
         """Drops what is unread."""
         self._unread.clear()
 
-    def publish(self) -> None:
-        self._forward.publish()
-
     def _rows(self, num_samples: int) -> int:
         if self._fixed_rows:
             return self._max_rows

@@ -203,20 +203,6 @@ def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: Packed
     return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, layout)
 
 
-def paged_prefill(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    pages_k: Tensor,
-    pages_v: Tensor,
-    layout: PagedLayout,
-) -> Tensor:
-    """o_TNH; k and v are the rows' own, which must be in the pages too unless every span is fresh."""
-    if not layout.is_fresh:
-        k_TKH, v_TKH = (pages.flatten(0, 1)[layout.key_slots] for pages in (pages_k, pages_v))
-    return span_attention(q_TNH, k_TKH, v_TKH, layout)
-
-
 def span_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PagedLayout) -> Tensor:
     """o_TNH over key rows read from the cache already; without a gradient."""
     assert len(k_RKH) == len(v_RKH) == len(layout.key_slots) and k_RKH.dtype == q_TNH.dtype
