@@ -107,13 +107,13 @@ def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
 def test_a_row_of_a_layer():
     """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
     inputs, gate_up, attention = 192 + 192 + 192 + 384, 640, 128 + 64 + 64 + 128
-    row = 2 * (2 * 128 + inputs + gate_up + attention) + 4 * 4
+    row = 2 * (inputs + gate_up + attention) + 4 * (2 * 128 + 4)
     assert op.layer_row(SMALL, CONFIG) == row
-    backward = 2 * (2 * 320 + 2 * 128)
+    backward = 2 * (2 * 320 + 128) + 4 * 2 * 128
     assert op.activations(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
-    assert op.activations(SMALL, with_learn(recompute="layer"), 10) == 10 * (3 * 256 + row + backward)
+    assert op.activations(SMALL, with_learn(recompute="layer"), 10) == 10 * (3 * 512 + row + backward)
     deep = dataclasses.replace(SMALL, num_layers=9)
-    assert op.activations(deep, with_learn(recompute="offload"), 10) == 10 * (4 * 256 + row + backward)
+    assert op.activations(deep, with_learn(recompute="offload"), 10) == 10 * (4 * 512 + row + backward)
 
 
 def test_operands_are_unpacked_one_at_a_time_or_a_layers():
@@ -124,8 +124,8 @@ def test_operands_are_unpacked_one_at_a_time_or_a_layers():
 
 
 def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
-    assert op.head(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 8
-    assert op.head(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 8
+    assert op.head(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 10
+    assert op.head(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 10
 
 
 @pytest.mark.parametrize(("micro_tokens", "rows"), [(200, 200), (10, 139), (100_000, 4 * (40 + 2 * 99))])
@@ -142,7 +142,7 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
     }
     assert op.total(found) == phases["always"] + max(phases["sampling"], phases["learning"])
     layers = op.activations(SMALL, config, 200) + op.unpacked(SMALL, config)
-    kept = 3 * op.layer_row(SMALL, config) if recompute == "none" else 3 * 256
+    kept = 3 * op.layer_row(SMALL, config) if recompute == "none" else 3 * 512
     gradients = 4 * op.adapter_weights(SMALL, config)
     assert phases["learning"] == gradients + max(layers, 200 * kept + op.head(SMALL, config, 200))
 

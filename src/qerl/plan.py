@@ -124,7 +124,7 @@ def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
 def prefill(a: Architecture, config: RunConfig) -> float:
     """A layer's activations, no more; its largest operand."""
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_size
-    row = 2 * (3 * a.width + 2 * heads + 3 * a.ff_width)
+    row = 2 * (4 * a.width + 2 * heads + 3 * a.ff_width)
     return config.engine.prefill_tokens * row + max(operands(a, config))
 
 
@@ -140,20 +140,21 @@ def operands(a: Architecture, config: RunConfig) -> list[float]:
 
 def layer_row(a: Architecture, config: RunConfig) -> float:
     """What a layer's forward pass leaves for its backward pass, for each row: inputs of norms, products and
-    swiglu, q, the branches' k and v, o; 16 bits each, and fp32 sums of the softmax."""
+    swiglu, q, the branches' k and v, o; 16 bits each, but the norms' inputs and sums of the softmax fp32."""
     inputs = sum(_with_room(group[0].in_width, group, config) for group in groups(a))
     queries, keys = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
-    return 2 * (2 * a.width + inputs + 2 * a.ff_width + 2 * queries + 2 * keys) + 4 * a.num_heads
+    return 2 * (inputs + 2 * a.ff_width + 2 * queries + 2 * keys) + 4 * (2 * a.width + a.num_heads)
 
 
 def gradient_row(a: Architecture) -> float:
-    """At most at once in a layer's backward pass beside what is left of its row: of gate, up, h twice."""
-    return 2 * (2 * a.ff_width + 2 * a.width)
+    """At most at once in a layer's backward pass beside what is left of its row: of gate, up, h in 16
+    bits and twice in fp32."""
+    return 2 * (2 * a.ff_width + a.width) + 4 * 2 * a.width
 
 
 def activations(a: Architecture, config: RunConfig, rows: int) -> float:
     """none: all layers' rows. layer: each one's input and one layer's rows; offload: four inputs."""
-    one, inputs = layer_row(a, config), 2 * a.width
+    one, inputs = layer_row(a, config), 4 * a.width
     kept = {
         "none": a.num_layers * one,
         "layer": a.num_layers * inputs + one,
@@ -169,10 +170,10 @@ def unpacked(a: Architecture, config: RunConfig) -> float:
 
 
 def head(a: Architecture, config: RunConfig, rows: int) -> float:
-    """Beside the layers' inputs: logits and 16-bit slopes of a chunk, [T, D] in fp32 and twice in 16 bits."""
+    """Beside the layers' inputs: logits and 16-bit slopes of a chunk, [T, D] twice in fp32 and in 16 bits."""
     chunk = min(config.learn.logprob_chunk_tokens, rows)
     operand = 0 if config.model.head == "bf16" else 2 * a.vocab_size * a.width
-    return chunk * a.vocab_size * 6 + rows * a.width * (4 + 2 * 2) + operand
+    return chunk * a.vocab_size * 6 + rows * a.width * (2 * 4 + 2) + operand
 
 
 def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:

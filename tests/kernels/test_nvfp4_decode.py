@@ -123,12 +123,13 @@ def torch_path(codes, scales, x, alpha, h=None, b=None, bias=None, residual=None
 )
 def test_no_less_exact_than_torch(M, N, K, R, kernels, rng):
     codes, scales, x, alpha, h, b = case(M, N, K, R, rng)
-    bias, residual = torch.randn(N).cuda(), torch.randn(M, N).bfloat16().cuda()
+    bias, residual = torch.randn(N).cuda(), torch.randn(M, N).cuda() * 8
     adapter = op.Adapter(h, b) if R else None
     low_rank = (h, b) if R else (None, None)
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
     for extra in ((None, None), (bias, None), (bias, residual)):
         got = kernels.linear(x, tiles, factors, adapter=adapter, bias_N=extra[0], residual_MN=extra[1])
+        assert got.dtype == (torch.bfloat16 if extra[1] is None else torch.float32)
         truth = op.reference(x, codes, scales, alpha, *low_rank, *extra)
         plain = torch_path(codes, scales, x, alpha, *low_rank, *extra)
         assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
@@ -141,7 +142,7 @@ def test_a_tile_shared_by_many_is_right_and_bitwise_repeatable(M, N, K, kernels,
     """From 4 to 20 CTAs add up a tile together; 832 rows end in half a tile."""
     assert op.choose_tile(M, N, K).splits_sums(M, N, K, num_sms=132)
     codes, scales, x, alpha, h, b = case(M, N, K, 32, rng)
-    residual = torch.randn(M, N).bfloat16().cuda()
+    residual = torch.randn(M, N).cuda()
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
     got = kernels.linear(x, tiles, factors, adapter=op.Adapter(h, b), residual_MN=residual)
     truth = op.reference(x, codes, scales, alpha, h, b, None, residual)

@@ -6,8 +6,8 @@ from conftest import rms_error
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
 
 
-def _norm(rng, width=96, cls=RMSNorm):
-    norm = cls(width, 1e-3)
+def _norm(rng, width=96, cls=RMSNorm, compute=torch.float32):
+    norm = cls(width, 1e-3, compute=compute, device=torch.device("cpu"))
     norm.weight.copy_(torch.randn(width, generator=rng))
     return norm
 
@@ -29,14 +29,19 @@ def test_fp32_value_and_gradient_are_the_definitions(shape, rng):
     assert rms_error(x.grad, x64.grad) < 1e-6
 
 
-def test_bf16_is_rounded_once_in_value_and_gradient(rng):
-    norm, x, dy = _norm(rng), *(torch.randn(7, 96, generator=rng).bfloat16() for _ in range(2))
+def test_the_value_is_rounded_once_to_the_compute_dtype_and_the_gradient_to_the_inputs(rng):
+    norm, dy = _norm(rng, compute=torch.bfloat16), torch.randn(7, 96, generator=rng).bfloat16()
+    x = torch.randn(7, 96, generator=rng).bfloat16()
     leaves = [x.clone().requires_grad_(), x.float().requires_grad_()]
     values = [norm(leaf) for leaf in leaves]
-    assert torch.equal(values[0], values[1].bfloat16())
-    values[0].backward(dy)
-    values[1].backward(dy.float())
-    assert torch.equal(leaves[0].grad, leaves[1].grad.bfloat16())
+    norm.compute = torch.float32
+    exact = x.float().requires_grad_()
+    value = norm(exact)
+    assert all(v.dtype == torch.bfloat16 and torch.equal(v, value.bfloat16()) for v in values)
+    for v in values:
+        v.backward(dy)
+    value.backward(dy.float())
+    assert torch.equal(leaves[0].grad, exact.grad.bfloat16()) and torch.equal(leaves[1].grad, exact.grad)
 
 
 def test_noise_adds_to_the_weight_in_fp32(rng):

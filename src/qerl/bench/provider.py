@@ -57,7 +57,7 @@ class QerlNVFP4:
     def work(self, batch: int, rank: int) -> Callable[[], None]:
         qkv, o = self._gemms[_QKV], self._gemms[_O]
         x_G = _random_inputs(self._gemms, batch, self._device)
-        residual_MD = torch.randn(batch, o.out_width, device=self._device).bfloat16()
+        residual_MD = torch.randn(batch, o.out_width, device=self._device)
         bias_N = torch.randn(qkv.out_width, device=self._device)
         a_LG, b_LG = _adapters(self._gemms, self._num_layers, rank, self._device)
         starts = (qkv.out_widths[0], sum(qkv.out_widths[:2]))

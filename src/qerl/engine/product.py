@@ -3,6 +3,8 @@
 linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T comes ready
 swiglu   y = silu(gate) * up                         gate|up
 
+A residual is in fp32, and so is what is added to it; any other y is in x's dtype.
+
 PackedProducts   kernels/nvfp4_decode.py over the model's tiles
 PlainProducts    torch, linear by linear, over whatever format the linears are in
 """
@@ -18,6 +20,7 @@ from torch import Tensor
 from qerl.kernels.lora_linear import linear
 from qerl.kernels.nvfp4_decode import Adapter, NVFP4Decode, swiglu_order
 from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.product import add_product
 from qerl.kernels.swiglu import swiglu
 from qerl.model.joined import joined
 from qerl.model.linear import QuantLinear
@@ -79,9 +82,9 @@ def _joined_bias(linears: Sequence[QuantLinear]) -> Tensor | None:
 
 
 class Products(Protocol):
-    def linear(
-        self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None
-    ) -> Tensor: ...
+    def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
+        """y_BN; it may take the residual's place."""
+        ...
 
     def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor: ...
 
@@ -110,22 +113,27 @@ class PackedProducts:
 
 class PlainProducts:
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
-        y_BN = self._product(x_BK, group, residual_BN)
-        if u_BR is not None and group.b is not None:
-            y_BN = torch.addmm(y_BN, u_BR, group.b.T)
-        return y_BN
+        if residual_BN is not None:
+            return self._onto(residual_BN, x_BK, group, u_BR)
+        y_BN = self._product(x_BK, group)
+        return y_BN if u_BR is None or group.b is None else torch.addmm(y_BN, u_BR, group.b.T)
 
     def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
         gate_BF, up_BF = self.linear(x_BK, group, u_BR, None).chunk(2, dim=-1)
         return swiglu(gate_BF, up_BF)
 
-    def _product(self, x_BK: Tensor, group: Group, residual_BN: Tensor | None) -> Tensor:
+    def _onto(self, sum_BN: Tensor, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
+        if group.joined_NK is None:
+            sum_BN.add_(self._product(x_BK, group))
+        else:
+            add_product(sum_BN, x_BK, group.joined_NK.T)
+            if group.bias_N is not None:
+                sum_BN.add_(group.bias_N)
+        return sum_BN if u_BR is None or group.b is None else add_product(sum_BN, u_BR, group.b.T)
+
+    def _product(self, x_BK: Tensor, group: Group) -> Tensor:
         if group.joined_NK is not None:
             bias = None if group.bias_N is None else group.bias_N.to(x_BK.dtype)
-            if residual_BN is not None and bias is None:
-                return torch.addmm(residual_BN, x_BK, group.joined_NK.T)
-            y_BN = F.linear(x_BK, group.joined_NK, bias)
-        else:
-            parts = (linear(x_BK, each.operand, each.alpha, each.bias) for each in group.linears)
-            y_BN = torch.cat(list(parts), dim=-1)
-        return y_BN if residual_BN is None else y_BN + residual_BN
+            return F.linear(x_BK, group.joined_NK, bias)
+        parts = (linear(x_BK, each.operand, each.alpha, each.bias) for each in group.linears)
+        return torch.cat(list(parts), dim=-1)

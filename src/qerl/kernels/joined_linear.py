@@ -9,7 +9,8 @@
 The adapters ride in the frozen product. That makes cuBLAS 1.7 % slower (the four products of a 7B layer at
 4,096 tokens, R = 32: 2.85 ms, now 2.90; H200); products of their own would write all of y and read it again,
 0.8 GB a layer and 0.19 ms. u goes where `vectors.rows` left room behind each row of x; without room x is
-copied. `linear_onto` adds a residual in the same product, as the decode kernel does.
+copied. `linear_onto` adds to the residual stream, which is fp32, in the same product, as the decode kernel
+does: nothing is rounded to x's dtype on the way.
 
 dx = alpha * dy @ W + scaling (dy @ b) @ a;  da = scaling * (dy @ b)^T @ x;  db = alpha * dy^T @ u
 """
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import vectors
-from qerl.kernels.product import product
+from qerl.kernels.product import add_product, product
 
 CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
 
@@ -80,8 +81,8 @@ def joined_linear(
 def linear_onto(
     h_TN: Tensor, x_TK: Tensor, unpack: Unpack, part: Part, *, gaps_are_free: bool = False
 ) -> Tensor:
-    """h + y, rounded once; differentiable in h too. Where no gradient is wanted it takes h's place."""
-    assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == x_TK.dtype
+    """h + y, both in fp32; differentiable in h too. Where no gradient is wanted it takes h's place."""
+    assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
     sum_TN = h_TN.clone() if torch.is_grad_enabled() else h_TN
     return _Joined.apply(x_TK, sum_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
 
@@ -112,7 +113,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dy):
         (x_TC,), parts = ctx.saved_tensors, ctx.parts
-        dy_TN = side_by_side(dy)
+        dy_TN = side_by_side(dy).to(x_TC.dtype)
         columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
         x_TK = x_TC[:, :columns]
         for part in parts:
@@ -238,7 +239,7 @@ def _product(x_TC: Tensor, w_NC: Tensor, parts: Sequence[Part]) -> Tensor:
 
 
 def _add_product(sum_TN: Tensor, x_TC: Tensor, w_NC: Tensor, part: Part) -> Tensor:
-    sum_TN.addmm_(x_TC, w_NC.T, alpha=part.alpha)
+    add_product(sum_TN, x_TC, w_NC.T, part.alpha)
     return sum_TN if part.bias_N is None else sum_TN.add_(part.bias_N)
 
 

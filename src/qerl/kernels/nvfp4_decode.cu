@@ -55,8 +55,8 @@ struct Epilogue {
   const float* bias;
   const u16* h;
   const u16* lora_b;
-  const u16* residual;
-  u16* y;
+  const float* residual;
+  void* y;  // in fp32 with a residual, else in bfloat16
   int M, N, group1, group2;
 };
 
@@ -101,6 +101,29 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 }
 #endif
 
+#if !SWIGLU
+// y = the sums + residual, both in fp32: a lane's own numbers, those of the eight g side by side in a sector.
+template <int COUNT>
+__device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
+  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // whose loads are under way together
+#pragma unroll
+  for (int n0 = 0; n0 < COUNT; n0 += STEP) {
+    float r[STEP][4];
+    const int first = m0 + n0 * 8 + 2 * t;
+    const size_t at = (size_t)first * e.N + row0 + g;
+#pragma unroll
+    for (int n = 0; n < STEP; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) r[n][i] = first + n * 8 + i % 2 < e.M ? e.residual[at + (n * 8 + i % 2) * e.N + i / 2 * 8] : 0.f;
+#pragma unroll
+    for (int n = 0; n < STEP; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (first + n * 8 + i % 2 < e.M) ((float*)e.y)[at + (n * 8 + i % 2) * e.N + i / 2 * 8] = acc[n0 + n][i] + r[n][i];
+  }
+}
+#endif
+
 template <int COUNT>
 __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, float alpha0, float alpha1, int row0, int m0, int g, int t) {
   const float bias0 = e.bias ? e.bias[row0 + g] : 0.f, bias1 = e.bias ? e.bias[row0 + g + 8] : 0.f;
@@ -114,24 +137,23 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 #if RANK > 0
   add_low_rank(acc, e, row0, m0, g, t);
 #endif
+#if !SWIGLU
+  if (e.residual) {
+    add_residual(acc, e, row0, m0, g, t);
+    return;
+  }
+#endif
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
     const int m = m0 + n * 8 + g;
 #if SWIGLU
     const float v0 = silu(acc[n][0]) * acc[n][2], v1 = silu(acc[n][1]) * acc[n][3];
     const u32 o = transpose8x8(pack2(v0, v1));
-    if (m < e.M) *(u32*)(e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
+    if (m < e.M) *(u32*)((u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
 #else
-    const size_t at = (size_t)m * e.N + row0 + 2 * t;
-    if (e.residual) {
-      u32 r0 = 0, r1 = 0;
-      if (m < e.M) r0 = *(const u32*)(e.residual + at), r1 = *(const u32*)(e.residual + at + 8);
-      r0 = transpose8x8(r0), r1 = transpose8x8(r1);
-      acc[n][0] += __uint_as_float(r0 << 16), acc[n][1] += __uint_as_float(r0 & 0xFFFF0000u);
-      acc[n][2] += __uint_as_float(r1 << 16), acc[n][3] += __uint_as_float(r1 & 0xFFFF0000u);
-    }
+    u16* y = (u16*)e.y + (size_t)m * e.N + row0 + 2 * t;
     const u32 o0 = transpose8x8(pack2(acc[n][0], acc[n][1])), o1 = transpose8x8(pack2(acc[n][2], acc[n][3]));
-    if (m < e.M) *(u32*)(e.y + at) = o0, *(u32*)(e.y + at + 8) = o1;
+    if (m < e.M) *(u32*)y = o0, *(u32*)(y + 8) = o1;
 #endif
   }
 }

@@ -4,7 +4,8 @@
     y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F
 
 M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank. h = scaling *
-x @ a^T comes rounded to bfloat16; alpha is fp32, one number for a row.
+x @ a^T comes rounded to bfloat16; alpha is fp32, one number for a row. y is rounded to bfloat16, but not
+where a residual is added: that is fp32, and so is the sum.
 
 Layout, an exactly invertible permutation of codes and scales, one for every M:
 
@@ -207,9 +208,10 @@ class NVFP4Decode:
         bias_N: Tensor | None = None,
         residual_MN: Tensor | None = None,
     ) -> Tensor:
-        """y_MN in bfloat16; tiles of `pack`, factors of `row_factors`, bias in fp32, residual in bfloat16."""
-        n = TILE_ROWS * tiles.shape[0]
-        y_MN = torch.empty(x_MK.shape[0], n, dtype=torch.bfloat16, device=x_MK.device)
+        """y_MN in bfloat16, or with a residual, which is fp32, in fp32; tiles of `pack`, factors of
+        `row_factors`, bias in fp32."""
+        n, dtype = TILE_ROWS * tiles.shape[0], torch.bfloat16 if residual_MN is None else torch.float32
+        y_MN = torch.empty(x_MK.shape[0], n, dtype=dtype, device=x_MK.device)
         if residual_MN is not None:
             assert residual_MN.shape == y_MN.shape and residual_MN.dtype == y_MN.dtype
             assert residual_MN.is_contiguous()

@@ -1,4 +1,30 @@
 // y = x / sqrt(mean(x^2) + eps) * (weight + noise), and its gradient in x: a CTA for some rows of WIDTH, each held in registers.
+// x and its gradient in fp32 or, with X_BYTES 2, in bfloat16; y and dy in bfloat16.
+#if X_BYTES == 4
+typedef float X;
+#else
+typedef u16 X;
+#endif
+
+struct Eight {  // numbers of x
+  uint4 v[X_BYTES / 2];
+};
+
+__device__ __forceinline__ void unpack(const Eight& x, float* f) {
+#if X_BYTES == 4
+  *(uint4*)f = x.v[0], *(uint4*)(f + 4) = x.v[1];
+#else
+  unpack(x.v[0], f);
+#endif
+}
+__device__ __forceinline__ void store(X* x, const float* f) {
+#if X_BYTES == 4
+  *(float4*)x = *(const float4*)f, *(float4*)(x + 4) = *(const float4*)(f + 4);
+#else
+  *(uint4*)x = pack(f);
+#endif
+}
+
 #define VECTORS ((WIDTH / 8 + THREADS - 1) / THREADS)
 
 __device__ __forceinline__ float block_sum(float v) {
@@ -25,18 +51,18 @@ __device__ __forceinline__ void load_weight(const float* weight, const float* no
 }
 
 // The next row is loaded before this one is finished; weight and noise are read once for all rows of a CTA.
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const u16* x, const float* weight, const float* noise, u16* y,
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const float* weight, const float* noise, u16* y,
                                                                float* inverse, int rows, int x_stride, int y_stride, float eps) {
   begin();
   float w[VECTORS][8];
-  uint4 next[VECTORS];
+  Eight next[VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) {
     const int at = (v * THREADS + threadIdx.x) * 8;
-    next[v] = make_uint4(0, 0, 0, 0);
+    next[v] = Eight{};
     if (at < WIDTH) {
       load_weight(weight, noise, at, w[v]);
-      next[v] = *(const uint4*)(x + (size_t)blockIdx.x * x_stride + at);
+      next[v] = *(const Eight*)(x + (size_t)blockIdx.x * x_stride + at);
     }
   }
   for (int row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -45,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const u16* x, con
     for (int v = 0; v < VECTORS; v++) {
       const int at = (v * THREADS + threadIdx.x) * 8;
       unpack(next[v], f[v]);
-      if (at < WIDTH && row + gridDim.x < rows) next[v] = *(const uint4*)(x + (size_t)(row + gridDim.x) * x_stride + at);
+      if (at < WIDTH && row + gridDim.x < rows) next[v] = *(const Eight*)(x + (size_t)(row + gridDim.x) * x_stride + at);
 #pragma unroll
       for (int i = 0; i < 8; i++) sum += f[v][i] * f[v][i];
     }
@@ -63,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const u16* x, con
 }
 
 // dx = (dy w - x_hat mean(dy w x_hat)) / rms
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u16* dy, const u16* x, const float* weight,
-                                                                        const float* noise, const float* inverse, u16* dx, int rows,
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u16* dy, const X* x, const float* weight,
+                                                                        const float* noise, const float* inverse, X* dx, int rows,
                                                                         int dy_stride, int x_stride) {
   begin();
   float w[VECTORS][8];
@@ -80,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u1
     for (int v = 0; v < VECTORS; v++) {
       const int at = (v * THREADS + threadIdx.x) * 8;
       if (at >= WIDTH) break;
-      unpack(*(const uint4*)(x + (size_t)row * x_stride + at), f[v]);
+      unpack(*(const Eight*)(x + (size_t)row * x_stride + at), f[v]);
       unpack(*(const uint4*)(dy + (size_t)row * dy_stride + at), d[v]);
 #pragma unroll
       for (int i = 0; i < 8; i++) d[v][i] *= w[v][i], f[v][i] *= scale, sum += d[v][i] * f[v][i];
@@ -92,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u1
       if (at >= WIDTH) break;
 #pragma unroll
       for (int i = 0; i < 8; i++) d[v][i] = (d[v][i] - f[v][i] * along) * scale;
-      *(uint4*)(dx + (size_t)row * WIDTH + at) = pack(d[v]);
+      store(dx + (size_t)row * WIDTH + at, d[v]);
     }
   }
 }

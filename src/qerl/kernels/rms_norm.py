@@ -3,7 +3,8 @@
     y = x_hat * (weight + noise)                          x_hat = x / sqrt(mean(x^2) + eps)
     dx = (dy * w - x_hat * mean(dy * w * x_hat)) / sqrt(mean(x^2) + eps)        w = weight + noise
 
-fp32 inside, y in x's dtype, rounded once. Weight and noise are fp32 and frozen.
+fp32 inside, y rounded once, to the dtype that is asked for; dx has x's. The residual stream is normed from
+fp32 to the compute dtype, heads from the compute dtype to itself. Weight and noise are fp32 and frozen.
 """
 
 import struct
@@ -25,35 +26,46 @@ def reference(x: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float) -
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float, *, room: int = 0) -> Tensor:
+def rms_norm(
+    x: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float, *, dtype: torch.dtype, room: int = 0
+) -> Tensor:
     """y in x's shape; on a GPU with room for so many columns behind each row, if x has two dimensions."""
     x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if vectors.are_vectors(x_TD) and x_TD.shape[1] <= _MAX_WIDTH:
+    if _has_kernel(x_TD, dtype):
         return _CudaNorm.apply(x_TD, weight_D, noise_D, eps, room if x.dim() == 2 else 0).view(x.shape)
-    return _Norm.apply(x, weight_D if noise_D is None else weight_D + noise_D, eps)
+    return _Norm.apply(x, weight_D if noise_D is None else weight_D + noise_D, eps, dtype)
+
+
+def _has_kernel(x_TD: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        dtype == torch.bfloat16
+        and x_TD.dtype in (torch.float32, torch.bfloat16)
+        and vectors.are_vectors(x_TD, dtype=x_TD.dtype)
+        and x_TD.shape[1] <= _MAX_WIDTH
+    )
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_D, eps):
+    def forward(ctx, x, weight_D, eps, dtype):
         wide = x.float()
         inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight_D, inverse)
-        return (wide * inverse).mul_(weight_D).to(x.dtype)
+        return (wide * inverse).mul_(weight_D).to(dtype)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
         x, weight_D, inverse = ctx.saved_tensors
         scaled, x_hat = dy * weight_D, x * inverse
         along = (scaled * x_hat).mean(-1, keepdim=True)
-        return scaled.sub_(x_hat.mul_(along)).mul_(inverse).to(x.dtype), None, None
+        return scaled.sub_(x_hat.mul_(along)).mul_(inverse).to(x.dtype), None, None, None
 
 
 class _CudaNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, weight_D, noise_D, eps, room):
         T, D = x_TD.shape
-        y_TD = vectors.rows(T, D, room, x_TD)
+        y_TD = vectors.rows(T, D, room, x_TD, torch.bfloat16)
         assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()
         assert noise_D is None or (noise_D.shape == (D,) and noise_D.dtype == torch.float32)
         inverse_T = torch.empty(T, dtype=torch.float32, device=x_TD.device)
@@ -92,5 +104,6 @@ def _launch(name: str, x_TD: Tensor, parameters: tuple) -> None:
     if T == 0:
         return
     threads = min(-(-D // 8 // 32) * 32, 512)
-    kernel = vectors.kernel("rms_norm.cu", name, x_TD.device, WIDTH=D, THREADS=threads)
+    defines = {"WIDTH": D, "THREADS": threads, "X_BYTES": x_TD.element_size()}
+    kernel = vectors.kernel("rms_norm.cu", name, x_TD.device, **defines)
     kernel.launch(grid=min(T, _CTAS), block_threads=threads, parameters=parameters)

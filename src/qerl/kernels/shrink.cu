@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 #define AT_ONCE (TOKEN_TILES == 1 && UNITS * (1 + NORM) <= 5 ? 4 : 1)
 
 struct Operands {
-  const u16* h;         // [M, K]
+  const void* h;        // [M, K], in fp32 with NORM
   const float* weight;  // [K]
   const float* noise;   // [K] or null
   const u16* a;         // [rows, K]
@@ -111,7 +111,7 @@ struct Squares {
 };
 
 // 1 / sqrt(mean(h^2) + eps) of this lane's tokens; every CTA of the cluster gets every CTA's sums.
-__device__ __forceinline__ void inverse_norms(float (&inverse)[TOKEN_TILES], const uint4 (&h)[UNITS][TOKEN_TILES], Squares& s, u32 bar, u32 rank,
+__device__ __forceinline__ void inverse_norms(float (&inverse)[TOKEN_TILES], const uint4 (&h)[UNITS][TOKEN_TILES][2], Squares& s, u32 bar, u32 rank,
                                               const Operands& o) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -119,9 +119,11 @@ __device__ __forceinline__ void inverse_norms(float (&inverse)[TOKEN_TILES], con
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
-      const u32 v[4] = {h[i][n].x, h[i][n].y, h[i][n].z, h[i][n].w};
 #pragma unroll
-      for (int j = 0; j < 4; j++) sum = fmaf(low(v[j]), low(v[j]), sum), sum = fmaf(high(v[j]), high(v[j]), sum);
+      for (int j = 0; j < 2; j++) {
+        const float4 v = as_float4(h[i][n][j]);
+        sum = fmaf(v.x, v.x, sum), sum = fmaf(v.y, v.y, sum), sum = fmaf(v.z, v.z, sum), sum = fmaf(v.w, v.w, sum);
+      }
     }
     sum = sum4(sum);
     if (t == 0) s.of_warp[warp][n * 8 + g] = sum;
@@ -216,16 +218,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
-  uint4 h[UNITS][TOKEN_TILES];
+  uint4 h[UNITS][TOKEN_TILES][1 + NORM];  // eight k; with NORM in fp32, until x takes the first half of the place
 #pragma unroll
   for (int i = 0; i < UNITS; i++)
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) h[i][n] = load_written(o.h + (size_t)min(m0 + n * 8 + g, o.M - 1) * o.K + k[i]);
+    for (int n = 0; n < TOKEN_TILES; n++)
+#pragma unroll
+      for (int j = 0; j < 1 + NORM; j++)
+        h[i][n][j] = load_written((const uint4*)o.h + ((size_t)min(m0 + n * 8 + g, o.M - 1) * o.K + k[i]) / 8 * (1 + NORM) + j);
 #pragma unroll
   for (int i = 0; i < UNITS; i++)
     if (first + i * WARPS + warp >= end)
 #pragma unroll
-      for (int n = 0; n < TOKEN_TILES; n++) h[i][n] = make_uint4(0, 0, 0, 0);
+      for (int n = 0; n < TOKEN_TILES; n++)
+#pragma unroll
+        for (int j = 0; j < 1 + NORM; j++) h[i][n][j] = make_uint4(0, 0, 0, 0);
 #if NORM
   __shared__ __align__(16) Weights weights;
   __shared__ __align__(16) Squares squares;
@@ -239,12 +246,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
     for (int j = 0; j < 8; j += 4) *(float4*)&w[j] = *(const float4*)&weights.sum[(i * WARPS + warp) * 32 + t * 8 + j];
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++) {
-      u32 v[4] = {h[i][n].x, h[i][n].y, h[i][n].z, h[i][n].w};
-#pragma unroll
-      for (int j = 0; j < 4; j++) v[j] = pack2(low(v[j]) * inverse[n] * w[2 * j], high(v[j]) * inverse[n] * w[2 * j + 1]);
-      h[i][n] = make_uint4(v[0], v[1], v[2], v[3]);
+      const float4 a = as_float4(h[i][n][0]), b = as_float4(h[i][n][1]);
+      h[i][n][0] = make_uint4(pack2(a.x * inverse[n] * w[0], a.y * inverse[n] * w[1]), pack2(a.z * inverse[n] * w[2], a.w * inverse[n] * w[3]),
+                              pack2(b.x * inverse[n] * w[4], b.y * inverse[n] * w[5]), pack2(b.z * inverse[n] * w[6], b.w * inverse[n] * w[7]));
       const int unit = first + i * WARPS + warp, m = m0 + n * 8 + g;
-      if (unit % row_tiles == row_tile && unit < end && m < o.M) *(uint4*)(o.x + (size_t)m * o.K + k[i]) = h[i][n];
+      if (unit % row_tiles == row_tile && unit < end && m < o.M) *(uint4*)(o.x + (size_t)m * o.K + k[i]) = h[i][n][0];
     }
   }
 #endif
@@ -258,17 +264,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++) {
         const uint4 top = a[i][r][0], bottom = a[i][r][1];
-        mma(acc[n][r], top.x, bottom.x, top.y, bottom.y, h[i][n].x, h[i][n].y);
-        mma(acc[n][r], top.z, bottom.z, top.w, bottom.w, h[i][n].z, h[i][n].w);
+        const uint4 x = h[i][n][0];
+        mma(acc[n][r], top.x, bottom.x, top.y, bottom.y, x.x, x.y);
+        mma(acc[n][r], top.z, bottom.z, top.w, bottom.w, x.z, x.w);
       }
   reduce(acc, products, product_bar, rank, m0, row0, o);
 #endif
 }
 
-// h[m] = table[tokens[m]], the token brought into [0, vocabulary): rows that are not in use hold anything.
-extern "C" __global__ void __launch_bounds__(256) embed(const int* tokens, const uint4* table, uint4* h, int vocabulary, int pieces) {
+// h[m] = table[tokens[m]] in fp32, the token brought into [0, vocabulary): rows that are not in use hold anything.
+extern "C" __global__ void __launch_bounds__(256) embed(const int* tokens, const uint2* table, float4* h, int vocabulary, int pieces) {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const size_t token = min(max(((const volatile int*)tokens)[blockIdx.x], 0), vocabulary - 1);
-  for (int i = threadIdx.x; i < pieces; i += 256) h[(size_t)blockIdx.x * pieces + i] = table[token * pieces + i];
+  for (int i = threadIdx.x; i < pieces; i += 256) {
+    const uint2 v = table[token * pieces + i];
+    h[(size_t)blockIdx.x * pieces + i] = make_float4(low(v.x), high(v.x), low(v.y), high(v.y));
+  }
 }

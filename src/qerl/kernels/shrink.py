@@ -4,7 +4,7 @@
     u_MR = bf16(scaling * x_MK @ a_RK^T)
 
 M tokens (1 to 256), K input features (a multiple of 64), R rows of all adapters that read x, stacked (a
-multiple of 16, up to 384). h, x, a, u in bfloat16, weight and noise in fp32; sums in fp32, of the rounded x.
+multiple of 16, up to 384). h, weight and noise in fp32, x, a, u in bfloat16; sums in fp32, of the rounded x.
 
 A cluster of CTAs shares K and adds its sums through distributed shared memory. The split of K depends on K
 alone and a token's sums meet no other token's: its row is bitwise the same at any M (tests/kernels/
@@ -93,13 +93,13 @@ class Shrink:
         self._kernel = functools.lru_cache(maxsize=None)(self._compile)
 
     def embed(self, tokens_B: Tensor, table_VD: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Rows of the table [B, D]; tokens outside it, which empty rows may hold, are clamped."""
+        """Rows of the table [B, D] in fp32; tokens outside it, which empty rows may hold, are clamped."""
         (b,), (v, d) = tokens_B.shape, table_VD.shape
         assert tokens_B.dtype == torch.int32 and tokens_B.is_contiguous() and d % 8 == 0
         _check(table_VD, (v, d), torch.bfloat16)
-        h_BD = _output((b, d), tokens_B.device, out)
+        h_BD = _output((b, d), tokens_B.device, out, torch.float32)
         embed = self._kernel("embed", 0, Tile(8, 0), Split(1, 1))
-        embed.launch(grid=b, block_threads=256, parameters=(tokens_B, table_VD, h_BD, v, d // 8))
+        embed.launch(grid=b, block_threads=256, parameters=(tokens_B, table_VD, h_BD, v, d // 4))
         return h_BD
 
     def norm(
@@ -135,7 +135,7 @@ class Shrink:
 
     def _launch(self, h_MK, weight_K, noise_K, eps, a_RK, scaling, x_MK, u_MR) -> None:
         m, k = h_MK.shape
-        _check(h_MK, (m, k), torch.bfloat16)
+        _check(h_MK, (m, k), torch.bfloat16 if weight_K is None else torch.float32)
         for vector in (weight_K, noise_K):
             if vector is not None:
                 _check(vector, (k,), torch.float32)
@@ -177,8 +177,10 @@ def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
-def _output(shape: tuple[int, ...], device: torch.device, out: Tensor | None) -> Tensor:
+def _output(
+    shape: tuple[int, ...], device: torch.device, out: Tensor | None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     if out is None:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
-    _check(out, shape, torch.bfloat16)
+        return torch.empty(shape, dtype=dtype, device=device)
+    _check(out, shape, dtype)
     return out

@@ -1,4 +1,4 @@
-"""CUDA kernels over rows of bfloat16, eight numbers a load: how they are built, kept and given their rows.
+"""CUDA kernels over rows of bfloat16, eight numbers at a time: how they are built, kept and given their rows.
 
 A row may be longer than what is used of it: `rows` makes tensors with room behind each row, where the linear
 that reads them puts its adapter's part (lora_linear.py).
@@ -25,11 +25,11 @@ def kernel(file: str, name: str, device: torch.device, **defines: int) -> "CudaK
     return cuda_module.CudaModule(source, defines, device, cuda_module.cache_folder()).kernel(name, 0)
 
 
-def are_vectors(*tensors: Tensor) -> bool:
-    """Whether the kernels can take them: bfloat16 on a GPU, every row at a multiple of 16 bytes."""
+def are_vectors(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether the kernels can take them: of this dtype on a GPU, every row at a multiple of 16 bytes."""
     return all(
         x.is_cuda
-        and x.dtype == torch.bfloat16
+        and x.dtype == dtype
         and x.stride(-1) == 1
         and x.shape[-1] % 8 == 0
         and x.data_ptr() % 16 == 0
@@ -38,7 +38,8 @@ def are_vectors(*tensors: Tensor) -> bool:
     )
 
 
-def rows(num_rows: int, width: int, room: int, like: Tensor) -> Tensor:
-    """Unset [num_rows, width]; `room` or more columns lie behind each row, out of sight."""
+def rows(num_rows: int, width: int, room: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Unset [num_rows, width], in like's dtype unless another is given; `room` or more columns lie behind
+    each row, out of sight."""
     apart = -(-(width + room) // 8) * 8 if room else width
-    return torch.empty(num_rows, apart, dtype=like.dtype, device=like.device)[:, :width]
+    return torch.empty(num_rows, apart, dtype=dtype or like.dtype, device=like.device)[:, :width]

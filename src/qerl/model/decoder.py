@@ -5,6 +5,9 @@
     h = h + down_proj(silu(gate) * up)                   gate, up of post_attention_layernorm(h)
     hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32 (head.py)
 
+h is fp32, what is between two sums is in the compute dtype: were h rounded to bf16 at each of a 7B model's 56
+sums, that would be most of what its engine and its learner differ in.
+
 What the passes do not share is a value: attend(layer_index, q_TNH, k_TKH, v_TKH) -> o_TNH. A learner's
 attends within packed rows; an engine's writes k and v to its cache and attends to that. Submodules have
 Hugging Face's names without the leading "model.".
@@ -54,8 +57,8 @@ class Attention(nn.Module):
         self.v_proj = linear(arch.width, keys, arch.qkv_bias)
         self.o_proj = linear(queries, arch.width, arch.output_bias)
         if arch.qk_norm:
-            self.q_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, device)
-            self.k_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, device)
+            self.q_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, compute=compute, device=device)
+            self.k_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, compute=compute, device=device)
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
@@ -103,8 +106,10 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(arch, compute, device)
         self.mlp = MLP(arch, compute, device)
-        self.input_layernorm = NoisedRMSNorm(arch.width, arch.norm_eps, device)
-        self.post_attention_layernorm = NoisedRMSNorm(arch.width, arch.norm_eps, device)
+        self.input_layernorm = NoisedRMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
+        self.post_attention_layernorm = NoisedRMSNorm(
+            arch.width, arch.norm_eps, compute=compute, device=device
+        )
 
     def forward(
         self, h_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
@@ -136,7 +141,7 @@ class Decoder(nn.Module):
         self.compute, self.device = compute, device
         self.embed_tokens = Table(arch.vocab_size, arch.width, compute, device)
         self.layers = nn.ModuleList(Layer(arch, compute, device) for _ in range(arch.num_layers))
-        self.norm = RMSNorm(arch.width, arch.norm_eps, device)
+        self.norm = RMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
         table = self.embed_tokens if arch.tied_head else Table(arch.vocab_size, arch.width, compute, device)
         self.lm_head = Head(table.weight)
         self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
@@ -147,7 +152,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """hidden_TD after the final norm, in the compute dtype. run_layer: how a layer is called."""
         angles = cosine_sine(positions_T, self._frequencies, self._magnitude)
-        h_TD = F.embedding(tokens_T, self.embed_tokens.weight)
+        h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         for layer_index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             h_TD = run_layer(layer, h_TD, angles, layer_index, attend)

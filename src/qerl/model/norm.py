@@ -1,6 +1,6 @@
 """Root-mean-square norms, the noised one included.
 
-    y = x / sqrt(mean(x^2) + eps) * (weight + noise)        fp32 inside, y in x's dtype
+    y = x / sqrt(mean(x^2) + eps) * (weight + noise)        fp32 inside, y in the compute dtype
 
 The noise is a tensor of its own, fp32 and zero when off (`noise.py` fills it): added to the weight it would
 stay there, and in bf16 a sigma below 2e-3 is rounded away where the weight is near 1. Weights are frozen:
@@ -14,20 +14,20 @@ from qerl.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float, device: torch.device | str = "cpu"):
+    def __init__(self, width: int, eps: float, *, compute: torch.dtype, device: torch.device):
         super().__init__()
-        self.eps = eps
+        self.eps, self.compute = eps, compute
         self.weight: Tensor
         self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, None, self.eps)
+        return rms_norm(x, self.weight, None, self.eps, dtype=self.compute)
 
 
 class NoisedRMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float, device: torch.device | str = "cpu"):
+    def __init__(self, width: int, eps: float, *, compute: torch.dtype, device: torch.device):
         super().__init__()
-        self.eps = eps
+        self.eps, self.compute = eps, compute
         self.weight: Tensor
         self.noise: Tensor
         self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
@@ -35,4 +35,4 @@ class NoisedRMSNorm(nn.Module):
 
     def forward(self, x_TD: Tensor, *, room: int = 0) -> Tensor:
         """With room for so many columns behind each row, where the kernel can leave it."""
-        return rms_norm(x_TD, self.weight, self.noise, self.eps, room=room)
+        return rms_norm(x_TD, self.weight, self.noise, self.eps, dtype=self.compute, room=room)

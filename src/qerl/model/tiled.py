@@ -196,7 +196,7 @@ def project(
 
 
 def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_free: bool = False) -> Tensor:
-    """h + y. It may take h's place where no gradient is wanted."""
+    """h + y in fp32, as h is. It may take h's place where no gradient is wanted."""
     group = _product_group(x_TK, (linear,))
     if group is None:
         return h_TN + linear(x_TK)
