@@ -74,3 +74,19 @@ def test_heads_are_normed_one_by_one(device, rng):
         op.rms_norm(heads, weight, None, EPS, dtype=torch.bfloat16),
         op.rms_norm(x, weight, None, EPS, dtype=torch.bfloat16).view(4, 3, 64),
     )
+
+
+@pytest.mark.parametrize(("rows", "width"), op.CASES)
+def test_a_fork_is_the_norm_and_a_copy_and_both_gradients_reach_h(rows, width, device, rng):
+    h, dy, weight, noise = _case(rows, width, torch.float32, device, rng)
+    dy, dh = dy.bfloat16(), torch.randn(rows, width, generator=rng).to(device)
+    h.requires_grad_()
+    y = op.rms_norm(h, weight, noise, EPS, dtype=torch.bfloat16)
+    (alone,) = torch.autograd.grad(y, h, dy)
+    x, copy = op.fork(h, weight, noise, EPS, dtype=torch.bfloat16, room=24)
+    assert torch.equal(x, y) and torch.equal(copy, h)
+    own = copy.add_(1.0)  # saved nowhere
+    (both,) = torch.autograd.grad([x, own], h, [dy, dh])
+    assert rms_error(both, alone + dh) < 1e-6
+    with torch.no_grad():
+        assert op.fork(h, weight, noise, EPS, dtype=torch.bfloat16)[1] is h

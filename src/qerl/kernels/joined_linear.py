@@ -81,10 +81,9 @@ def joined_linear(
 def linear_onto(
     h_TN: Tensor, x_TK: Tensor, unpack: Unpack, part: Part, *, gaps_are_free: bool = False
 ) -> Tensor:
-    """h + y, both in fp32; differentiable in h too. Where no gradient is wanted it takes h's place."""
+    """h + y, both in fp32, in the place of h; differentiable in h too."""
     assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
-    sum_TN = h_TN.clone() if torch.is_grad_enabled() else h_TN
-    return _Joined.apply(x_TK, sum_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
+    return _Joined.apply(x_TK, h_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
 
 
 def _masters(parts: Sequence[Part]) -> list[Tensor]:

@@ -102,30 +102,47 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 #endif
 
 #if !SWIGLU
-// y = the sums + residual, both in fp32: a lane's own numbers, those of the eight g side by side in a sector.
+// y = the sums + residual, both in fp32. A lane loads and stores what it has the sums of; those of the eight g lie side by side in a sector.
 template <int COUNT>
-__device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
-  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // whose loads are under way together
-#pragma unroll
-  for (int n0 = 0; n0 < COUNT; n0 += STEP) {
-    float r[STEP][4];
-    const int first = m0 + n0 * 8 + 2 * t;
-    const size_t at = (size_t)first * e.N + row0 + g;
-#pragma unroll
-    for (int n = 0; n < STEP; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) r[n][i] = first + n * 8 + i % 2 < e.M ? e.residual[at + (n * 8 + i % 2) * e.N + i / 2 * 8] : 0.f;
+struct Residual {
+  static constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // whose loads are under way together
+  static constexpr bool EARLY = NT <= 4;  // for more tokens registers are short
+  const Epilogue& e;
+  int m0;
+  size_t at;
+  float r[STEP][4];
+  __device__ __forceinline__ Residual(const Epilogue& e, int row0, int m0, int g, int t)
+      : e(e), m0(m0 + 2 * t), at((size_t)this->m0 * e.N + row0 + g) {
+    if (EARLY && e.residual) load(0);
+  }
+  __device__ __forceinline__ void load(int n0) {
 #pragma unroll
     for (int n = 0; n < STEP; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        if (first + n * 8 + i % 2 < e.M) ((float*)e.y)[at + (n * 8 + i % 2) * e.N + i / 2 * 8] = acc[n0 + n][i] + r[n][i];
+        if (holds(n0 + n, i)) r[n][i] = e.residual[offset(n0 + n, i)];
   }
-}
+  __device__ __forceinline__ void add(const float (&acc)[COUNT][4]) {
+#pragma unroll
+    for (int n0 = 0; n0 < COUNT; n0 += STEP) {
+      if (n0 || !EARLY) load(n0);
+#pragma unroll
+      for (int n = 0; n < STEP; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (holds(n0 + n, i)) ((float*)e.y)[offset(n0 + n, i)] = acc[n0 + n][i] + r[n][i];
+    }
+  }
+  __device__ __forceinline__ bool holds(int n, int i) const { return m0 + n * 8 + i % 2 < e.M; }
+  __device__ __forceinline__ size_t offset(int n, int i) const { return at + (size_t)(n * 8 + i % 2) * e.N + i / 2 * 8; }
+};
 #endif
 
 template <int COUNT>
 __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, float alpha0, float alpha1, int row0, int m0, int g, int t) {
+#if !SWIGLU
+  Residual<COUNT> residual(e, row0, m0, g, t);  // its loads go ahead of the adapter's
+#endif
   const float bias0 = e.bias ? e.bias[row0 + g] : 0.f, bias1 = e.bias ? e.bias[row0 + g + 8] : 0.f;
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
@@ -139,7 +156,7 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 #endif
 #if !SWIGLU
   if (e.residual) {
-    add_residual(acc, e, row0, m0, g, t);
+    residual.add(acc);
     return;
   }
 #endif

@@ -1,5 +1,6 @@
 // y = x / sqrt(mean(x^2) + eps) * (weight + noise), and its gradient in x: a CTA for some rows of WIDTH, each held in registers.
-// x and its gradient in fp32 or, with X_BYTES 2, in bfloat16; y and dy in bfloat16.
+// x and its gradient in fp32 or, with X_BYTES 2, in bfloat16; y and dy in bfloat16. Where x is copied too, the copy's gradient
+// is added to x's.
 #if X_BYTES == 4
 typedef float X;
 #else
@@ -51,7 +52,7 @@ __device__ __forceinline__ void load_weight(const float* weight, const float* no
 }
 
 // The next row is loaded before this one is finished; weight and noise are read once for all rows of a CTA.
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const float* weight, const float* noise, u16* y,
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const float* weight, const float* noise, u16* y, X* copy,
                                                                float* inverse, int rows, int x_stride, int y_stride, float eps) {
   begin();
   float w[VECTORS][8];
@@ -71,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const
     for (int v = 0; v < VECTORS; v++) {
       const int at = (v * THREADS + threadIdx.x) * 8;
       unpack(next[v], f[v]);
+      if (at < WIDTH && copy) store(copy + (size_t)row * WIDTH + at, f[v]);
       if (at < WIDTH && row + gridDim.x < rows) next[v] = *(const Eight*)(x + (size_t)(row + gridDim.x) * x_stride + at);
 #pragma unroll
       for (int i = 0; i < 8; i++) sum += f[v][i] * f[v][i];
@@ -88,9 +90,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const
   }
 }
 
-// dx = (dy w - x_hat mean(dy w x_hat)) / rms
+// dx = (dy w - x_hat mean(dy w x_hat)) / rms + dcopy
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u16* dy, const X* x, const float* weight,
-                                                                        const float* noise, const float* inverse, X* dx, int rows,
+                                                                        const float* noise, const float* inverse, const X* dcopy, X* dx, int rows,
                                                                         int dy_stride, int x_stride) {
   begin();
   float w[VECTORS][8];
@@ -118,6 +120,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u1
       if (at >= WIDTH) break;
 #pragma unroll
       for (int i = 0; i < 8; i++) d[v][i] = (d[v][i] - f[v][i] * along) * scale;
+      if (dcopy) {
+        unpack(*(const Eight*)(dcopy + (size_t)row * WIDTH + at), f[v]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) d[v][i] += f[v][i];
+      }
       store(dx + (size_t)row * WIDTH + at, d[v]);
     }
   }

@@ -36,6 +36,18 @@ def rms_norm(
     return _Norm.apply(x, weight_D if noise_D is None else weight_D + noise_D, eps, dtype)
 
 
+def fork(
+    h_TD: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float, *, dtype: torch.dtype, room: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(norm of h, h to be added to in its place): itself where no gradient is wanted, else a copy, whose
+    gradient joins the norm's. On a GPU each of the two passes is one kernel."""
+    if not torch.is_grad_enabled():
+        return rms_norm(h_TD, weight_D, noise_D, eps, dtype=dtype, room=room), h_TD
+    if _has_kernel(h_TD, dtype):
+        return _CudaFork.apply(h_TD, weight_D, noise_D, eps, room)
+    return rms_norm(h_TD, weight_D, noise_D, eps, dtype=dtype), h_TD.clone()
+
+
 def _has_kernel(x_TD: Tensor, dtype: torch.dtype) -> bool:
     return (
         dtype == torch.bfloat16
@@ -64,39 +76,44 @@ class _Norm(torch.autograd.Function):
 class _CudaNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, weight_D, noise_D, eps, room):
-        T, D = x_TD.shape
-        y_TD = vectors.rows(T, D, room, x_TD, torch.bfloat16)
-        assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()
-        assert noise_D is None or (noise_D.shape == (D,) and noise_D.dtype == torch.float32)
-        inverse_T = torch.empty(T, dtype=torch.float32, device=x_TD.device)
-        _launch(
-            "rms_norm",
-            x_TD,
-            (
-                x_TD,
-                weight_D,
-                noise_D,
-                y_TD,
-                inverse_T,
-                T,
-                x_TD.stride(0),
-                y_TD.stride(0),
-                struct.pack("f", eps),
-            ),
-        )
-        ctx.save_for_backward(x_TD, weight_D, noise_D, inverse_T)
-        return y_TD
+        return _normed(ctx, x_TD, weight_D, noise_D, eps, room, None)
 
     @staticmethod
     def backward(ctx, dy_TD):  # type: ignore[override]
-        x_TD, weight_D, noise_D, inverse_T = ctx.saved_tensors
-        dy_TD = dy_TD if vectors.are_vectors(dy_TD) else dy_TD.contiguous()
-        dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-        strides = dy_TD.stride(0), x_TD.stride(0)
-        _launch(
-            "rms_norm_backward", x_TD, (dy_TD, x_TD, weight_D, noise_D, inverse_T, dx_TD, len(x_TD), *strides)
-        )
-        return dx_TD, None, None, None, None
+        return _gradient(ctx, dy_TD, None), None, None, None, None
+
+
+class _CudaFork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h_TD, weight_D, noise_D, eps, room):
+        copy_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, device=h_TD.device)
+        return _normed(ctx, h_TD, weight_D, noise_D, eps, room, copy_TD), copy_TD
+
+    @staticmethod
+    def backward(ctx, dy_TD, dh_TD):  # type: ignore[override]
+        return _gradient(ctx, dy_TD, dh_TD.contiguous()), None, None, None, None
+
+
+def _normed(ctx, x_TD, weight_D, noise_D, eps, room, copy_TD: Tensor | None) -> Tensor:
+    """Fills in the copy."""
+    T, D = x_TD.shape
+    y_TD = vectors.rows(T, D, room, x_TD, torch.bfloat16)
+    assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()
+    assert noise_D is None or (noise_D.shape == (D,) and noise_D.dtype == torch.float32)
+    inverse_T = torch.empty(T, dtype=torch.float32, device=x_TD.device)
+    tensors = x_TD, weight_D, noise_D, y_TD, copy_TD, inverse_T
+    _launch("rms_norm", x_TD, (*tensors, T, x_TD.stride(0), y_TD.stride(0), struct.pack("f", eps)))
+    ctx.save_for_backward(x_TD, weight_D, noise_D, inverse_T)
+    return y_TD
+
+
+def _gradient(ctx, dy_TD: Tensor, dcopy_TD: Tensor | None) -> Tensor:
+    x_TD, weight_D, noise_D, inverse_T = ctx.saved_tensors
+    dy_TD = dy_TD if vectors.are_vectors(dy_TD) else dy_TD.contiguous()
+    dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    tensors = dy_TD, x_TD, weight_D, noise_D, inverse_T, dcopy_TD, dx_TD
+    _launch("rms_norm_backward", x_TD, (*tensors, len(x_TD), dy_TD.stride(0), x_TD.stride(0)))
+    return dx_TD
 
 
 def _launch(name: str, x_TD: Tensor, parameters: tuple) -> None:

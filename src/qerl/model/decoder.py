@@ -65,7 +65,7 @@ class Attention(nn.Module):
     def forward(
         self, h_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
     ) -> Tensor:
-        """h and the layer's attention over x; where no gradient is wanted it may take h's place."""
+        """h and the layer's attention over x, in the place of h."""
         q_TNH, k_TKH, v_TKH = (
             y_TN.unflatten(1, (-1, self.head_size))
             for y_TN in project(x_TD, self.qkv_projs, gaps_are_free=True)
@@ -91,7 +91,7 @@ class MLP(nn.Module):
         self.down_proj = linear(arch.ff_width, arch.width)
 
     def forward(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """h and what the layer makes of x; where no gradient is wanted it may take h's place."""
+        """h and what the layer makes of x, in the place of h."""
         gate_TF, up_TF = project(x_TD, self.gate_up_projs, gaps_are_free=True)
         act_TF = swiglu(gate_TF, up_TF, room=room((self.down_proj,)))
         return project_onto(h_TD, act_TF, self.down_proj, gaps_are_free=True)
@@ -114,9 +114,9 @@ class Layer(nn.Module):
     def forward(
         self, h_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
     ) -> Tensor:
-        x_TD = self.input_layernorm(h_TD, room=room(self.self_attn.qkv_projs))
+        x_TD, h_TD = self.input_layernorm(h_TD, room=room(self.self_attn.qkv_projs))
         h_TD = self.self_attn(h_TD, x_TD, angles, layer_index, attend)
-        x_TD = self.post_attention_layernorm(h_TD, room=room(self.mlp.gate_up_projs))
+        x_TD, h_TD = self.post_attention_layernorm(h_TD, room=room(self.mlp.gate_up_projs))
         return self.mlp(h_TD, x_TD)
 
     def tile(self) -> None:

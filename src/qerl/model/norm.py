@@ -10,7 +10,7 @@ only x gets a gradient.
 import torch
 from torch import Tensor, nn
 
-from qerl.kernels.rms_norm import rms_norm
+from qerl.kernels.rms_norm import fork, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -33,6 +33,7 @@ class NoisedRMSNorm(nn.Module):
         self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
         self.register_buffer("noise", torch.zeros(width, dtype=torch.float32, device=device))
 
-    def forward(self, x_TD: Tensor, *, room: int = 0) -> Tensor:
-        """With room for so many columns behind each row, where the kernel can leave it."""
-        return rms_norm(x_TD, self.weight, self.noise, self.eps, dtype=self.compute, room=room)
+    def forward(self, h_TD: Tensor, *, room: int = 0) -> tuple[Tensor, Tensor]:
+        """(x, h): x with room for so many columns behind each row, where the kernel can leave it; h to be
+        added to in its place."""
+        return fork(h_TD, self.weight, self.noise, self.eps, dtype=self.compute, room=room)

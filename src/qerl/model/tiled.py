@@ -196,10 +196,10 @@ def project(
 
 
 def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_free: bool = False) -> Tensor:
-    """h + y in fp32, as h is. It may take h's place where no gradient is wanted."""
+    """h + y in fp32, in the place of h."""
     group = _product_group(x_TK, (linear,))
     if group is None:
-        return h_TN + linear(x_TK)
+        return h_TN.add_(linear(x_TK))
     return linear_onto(h_TN, x_TK, _unpack(group, (linear,)), _part(linear), gaps_are_free=gaps_are_free)
 
 
