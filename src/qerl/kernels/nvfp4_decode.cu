@@ -48,6 +48,8 @@ __device__ __forceinline__ void hold(float (&acc)[NT][4]) {
 #pragma unroll
   for (int n = 0; n < NT; n++) asm volatile("" : "+f"(acc[n][0]), "+f"(acc[n][1]), "+f"(acc[n][2]), "+f"(acc[n][3])::"memory");
 }
+__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
 
 struct Epilogue {
@@ -102,47 +104,30 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 #endif
 
 #if !SWIGLU
-// y = the sums + residual, both in fp32. A lane loads and stores what it has the sums of; those of the eight g lie side by side in a sector.
+// y = the sums + residual, both in fp32. A lane has four numbers of eight tokens; those of the eight g make a sector.
 template <int COUNT>
-struct Residual {
-  static constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // whose loads are under way together
-  static constexpr bool EARLY = NT <= 4;  // for more tokens registers are short
-  const Epilogue& e;
-  int m0;
-  size_t at;
-  float r[STEP][4];
-  __device__ __forceinline__ Residual(const Epilogue& e, int row0, int m0, int g, int t)
-      : e(e), m0(m0 + 2 * t), at((size_t)this->m0 * e.N + row0 + g) {
-    if (EARLY && e.residual) load(0);
-  }
-  __device__ __forceinline__ void load(int n0) {
+__device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
+  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // whose loads are under way together
+#pragma unroll
+  for (int n0 = 0; n0 < COUNT; n0 += STEP) {
+    float r[STEP][4];
+    const int first = m0 + n0 * 8 + 2 * t;
+    const size_t at = (size_t)first * e.N + row0 + g;
+#pragma unroll
+    for (int n = 0; n < STEP; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) r[n][i] = first + n * 8 + i % 2 < e.M ? e.residual[at + (n * 8 + i % 2) * e.N + i / 2 * 8] : 0.f;
 #pragma unroll
     for (int n = 0; n < STEP; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        if (holds(n0 + n, i)) r[n][i] = e.residual[offset(n0 + n, i)];
+        if (first + n * 8 + i % 2 < e.M) ((float*)e.y)[at + (n * 8 + i % 2) * e.N + i / 2 * 8] = acc[n0 + n][i] + r[n][i];
   }
-  __device__ __forceinline__ void add(const float (&acc)[COUNT][4]) {
-#pragma unroll
-    for (int n0 = 0; n0 < COUNT; n0 += STEP) {
-      if (n0 || !EARLY) load(n0);
-#pragma unroll
-      for (int n = 0; n < STEP; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          if (holds(n0 + n, i)) ((float*)e.y)[offset(n0 + n, i)] = acc[n0 + n][i] + r[n][i];
-    }
-  }
-  __device__ __forceinline__ bool holds(int n, int i) const { return m0 + n * 8 + i % 2 < e.M; }
-  __device__ __forceinline__ size_t offset(int n, int i) const { return at + (size_t)(n * 8 + i % 2) * e.N + i / 2 * 8; }
-};
+}
 #endif
 
 template <int COUNT>
 __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, float alpha0, float alpha1, int row0, int m0, int g, int t) {
-#if !SWIGLU
-  Residual<COUNT> residual(e, row0, m0, g, t);  // its loads go ahead of the adapter's
-#endif
   const float bias0 = e.bias ? e.bias[row0 + g] : 0.f, bias1 = e.bias ? e.bias[row0 + g + 8] : 0.f;
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
@@ -156,7 +141,7 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
 #endif
 #if !SWIGLU
   if (e.residual) {
-    residual.add(acc);
+    add_residual(acc, e, row0, m0, g, t);
     return;
   }
 #endif
@@ -164,8 +149,8 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
   for (int n = 0; n < COUNT; n++) {
     const int m = m0 + n * 8 + g;
 #if SWIGLU
-    const float v0 = silu(acc[n][0]) * acc[n][2], v1 = silu(acc[n][1]) * acc[n][3];
-    const u32 o = transpose8x8(pack2(v0, v1));
+    const u32 gate = pack2(acc[n][0], acc[n][1]), up = pack2(acc[n][2], acc[n][3]);  // rounded, as every other pass has them
+    const u32 o = transpose8x8(pack2(silu(low(gate)) * low(up), silu(high(gate)) * high(up)));
     if (m < e.M) *(u32*)((u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
 #else
     u16* y = (u16*)e.y + (size_t)m * e.N + row0 + 2 * t;

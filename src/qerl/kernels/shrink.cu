@@ -5,8 +5,9 @@
 // Everything a thread needs is asked for at once and stays in its registers: a and the norm's weight before
 // griddepcontrol.wait (no kernel of a step writes them), h after it. Sums of squares and of products cross the cluster by
 // stores that count themselves in at the receiver's mbarrier, and are added in the order of k: no result depends on timing,
-// nor on how many tokens there are. With 8 tokens a tile, 3584 k and 32 rows a CTA has 64 registers a thread and 13 KB of
-// shared memory: it may start, and fetch a, beside the GEMM ahead of it, and the GEMM behind it starts beside this kernel.
+// nor on how many tokens there are. With 8 tokens a tile, 3584 k and 32 rows a CTA has 80 registers a thread, 64 without
+// the norm, and 13 KB of shared memory: it may start, and fetch a, beside the GEMM ahead of it, and the GEMM behind it starts
+// beside this kernel.
 //
 // Compile-time: NORM, TOKEN_TILES, ROW_TILES (0: the norm alone), UNITS of 32 k a warp, WARPS, CLUSTER.
 typedef unsigned short u16;
@@ -16,8 +17,8 @@ typedef unsigned long long u64;
 #define TOKENS (TOKEN_TILES * 8)
 #define ROWS (ROW_TILES * 16)
 #define THREADS (WARPS * 32)
-// Held to 64 registers a thread where that spills next to none, it starts beside a GEMM.
-#define AT_ONCE (TOKEN_TILES == 1 && UNITS * (1 + NORM) <= 5 ? 4 : 1)
+// Held to 64 registers a thread, or 80 with the norm, where that spills next to none, it starts beside a GEMM.
+#define AT_ONCE (TOKEN_TILES == 1 && UNITS * (1 + NORM) <= 5 ? 4 - NORM : 1)
 
 struct Operands {
   const void* h;        // [M, K], in fp32 with NORM
