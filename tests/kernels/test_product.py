@@ -25,3 +25,14 @@ def test_a_product_of_bf16_is_not_rounded_to_bf16(M, K, N, batch, device, rng):
 def test_a_product_of_fp32_is_torchs_own(batch, device, rng):
     a, b = (x.float() for x in _operands(5, 64, 33, batch, device, rng))
     assert torch.equal(op.product(a, b), a @ b)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("M", "K", "N"), [case for case in op.CASES if case[2] < 1000])
+def test_a_product_is_added_to_a_sum_unrounded_and_in_its_place(M, K, N, dtype, device, rng):
+    a, b = (x.to(dtype) for x in _operands(M, K, N, (), device, rng))
+    total = torch.randn(M, N, generator=rng).to(device) * 1e3
+    truth = total.double() + 0.5 * op.reference(a, b)
+    got = op.add_product(total, a, b, 0.5)
+    assert got is total and got.dtype == torch.float32
+    assert rms_error(got, truth) < 1e-6

@@ -69,6 +69,21 @@ def test_bf16_loses_no_more_than_transformers_in_bf16():
     assert rms_error(ours_TV, truth_TV) <= 1.1 * rms_error(theirs_TV, truth_TV)
 
 
+def test_in_bf16_the_residual_stream_is_fp32_and_is_not_rounded():
+    decoder, streams = tiny(compute=torch.bfloat16), []
+
+    def watched(layer, h_TD, angles, layer_index, attend):
+        streams.append(layer(h_TD, angles, layer_index, attend).clone())
+        return streams[-1].clone()
+
+    with torch.no_grad():
+        hidden_TD = decoder(TOKENS_T, torch.arange(len(TOKENS_T)), lambda layer, q, k, v: q, watched)
+    assert hidden_TD.dtype == torch.bfloat16
+    for h_TD in streams:
+        assert h_TD.dtype == torch.float32
+        assert (h_TD != h_TD.bfloat16()).float().mean() > 0.3  # a sum may happen to have eight bits
+
+
 def test_bf16_logits_are_not_rounded_to_bf16():
     decoder = tiny(compute=torch.bfloat16)
     hidden_TD = torch.randn(9, 48).bfloat16()

@@ -5,7 +5,7 @@
     u = scaling * o @ A^T                   h += o W^T + u B^T
     x, u = norm(h), ...                     y = silu(gate) * up of x W^T + u B^T
     u = scaling * y @ A^T                   h += y W^T + u B^T                  L times
-    hidden = norm(h)
+    hidden = norm(h)                        h in fp32, all else in bf16
 
 The modules' own weights, norms and noise are read: no copy of them is kept. The adapter's working copies are
 stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshed in place by `publish`.

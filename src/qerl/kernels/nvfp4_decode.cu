@@ -48,8 +48,6 @@ __device__ __forceinline__ void hold(float (&acc)[NT][4]) {
 #pragma unroll
   for (int n = 0; n < NT; n++) asm volatile("" : "+f"(acc[n][0]), "+f"(acc[n][1]), "+f"(acc[n][2]), "+f"(acc[n][3])::"memory");
 }
-__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
 
 struct Epilogue {
@@ -104,7 +102,7 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 #endif
 
 #if !SWIGLU
-// y = the sums + residual, both in fp32. A lane has four numbers of eight tokens; those of the eight g make a sector.
+// y = the sums + residual, both in fp32: a lane's own numbers, those of the eight g side by side in a sector.
 template <int COUNT>
 __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
   constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // whose loads are under way together
@@ -149,8 +147,8 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
   for (int n = 0; n < COUNT; n++) {
     const int m = m0 + n * 8 + g;
 #if SWIGLU
-    const u32 gate = pack2(acc[n][0], acc[n][1]), up = pack2(acc[n][2], acc[n][3]);  // rounded, as every other pass has them
-    const u32 o = transpose8x8(pack2(silu(low(gate)) * low(up), silu(high(gate)) * high(up)));
+    const float v0 = silu(acc[n][0]) * acc[n][2], v1 = silu(acc[n][1]) * acc[n][3];
+    const u32 o = transpose8x8(pack2(v0, v1));
     if (m < e.M) *(u32*)((u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
 #else
     u16* y = (u16*)e.y + (size_t)m * e.N + row0 + 2 * t;

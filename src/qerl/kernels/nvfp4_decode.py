@@ -1,7 +1,7 @@
 """y = x @ W^T for few tokens and a weight in NVFP4; adapter, bias and what follows ride in its epilogue.
 
     y_MN = alpha_N * (x_MK @ (codes * scales)_NK^T) + h_MR @ b_NR^T + bias_N + residual_MN
-    y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F, rounded as the learner's
+    y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F
 
 M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank. h = scaling *
 x @ a^T comes rounded to bfloat16; alpha is fp32, one number for a row. y is rounded to bfloat16, but not
