@@ -1,28 +1,32 @@
 """How much memory the KV cache may take.
 
-    on a GPU     60 % of (free - working)     free: what this process may still allocate
+    on a GPU     90 % of (free - working)     free: what this process may still allocate
     on a CPU     1e9 bytes
 
 working is what a prefill needs beside the model: its activations, an unpacked weight and some logits. The
-other 40 % is what learning starts with: the cache stays where it is between two calls.
+other 10 % is for recorded graphs and for what torch cannot give back. Learning needs no share of it: it has
+the pages' memory in its turn. On a GPU without virtual memory management, where they stay where they are
+between two calls, they get 60 % and leave the rest to learning.
 """
 
 import torch
 
 from qerl.config import EngineConfig
+from qerl.kernels.address_range import can_give_back
 from qerl.model.decoder import Decoder
 
-_CPU_BYTES, _SHARE = 1e9, 0.6
+_CPU_BYTES, _SHARE, _SHARE_IF_KEPT = 1e9, 0.9, 0.6
 
 
 def kv_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
-    """What the whole cache may take, the held_bytes of the one there is now included."""
+    """What a new cache may take in place of the one that holds held_bytes now."""
     if config.kv_gb is not None:
         return config.kv_gb * 1e9
     if decoder.device.type == "cpu":
         return _CPU_BYTES
     free = free_bytes(decoder.device) + held_bytes
-    return max(_SHARE * (free - working_bytes(config, decoder)), 0.0)
+    share = _SHARE if can_give_back(decoder.device) else _SHARE_IF_KEPT
+    return max(share * (free - working_bytes(config, decoder)), 0.0)
 
 
 def free_bytes(device: torch.device) -> float:
