@@ -37,14 +37,15 @@ def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_gra
     decoder = tiny()
     engine, prompts_P = engine_of(decoder, page_tokens=4, stop_token_ids=frozenset()), prompts_of(*[9] * 8)
     sizes = []
-    for affordable in (40, 39, 44, 45):
-        limit = (affordable + 0.5) * engine._page_bytes
-        monkeypatch.setattr("qerl.engine.engine.kv_bytes", lambda *_, limit=limit: limit)
+    for affordable, room in ((40, 45), (39, 40), (44, 49), (45, 50), (36, 44), (36, 45)):
+        for name, pages in (("kv_bytes", affordable), ("room_bytes", room)):
+            limit = (pages + 0.5) * engine._page_bytes
+            monkeypatch.setattr(f"qerl.engine.engine.{name}", lambda *_, limit=limit: limit)
         drawn(engine, prompts_P, max_tokens=9)
         sizes.append(engine._cache.num_pages)
-    assert sizes == [40, 40, 40, 45]
-    drawn(engine, prompts_P[:1], max_tokens=28 * 4)  # what this one needs is more than nine tenths
-    assert engine._cache.num_pages == 45
+    assert sizes == [40, 40, 40, 45, 36, 36]
+    drawn(engine, prompts_P[:1], num_samples=1, max_tokens=9)
+    assert engine._cache.num_pages == 36
 
 
 def test_working_memory_grows_with_the_rows_of_a_prefill():

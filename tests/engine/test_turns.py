@@ -89,12 +89,13 @@ def test_what_ends_a_call_gives_its_pages_back(decoder, error):
 
 def test_a_cache_made_when_there_was_more_room_is_made_anew(decoder, limited):
     engine, prompts_P = engine_of(decoder, stop_token_ids=NEVER), small_prompts(*LENGTHS)
-    plain = drawn(engine, prompts_P, num_samples=30, max_tokens=2000)
+    plain = drawn(engine, prompts_P, num_samples=30, max_tokens=4000)
     large = engine.num_bytes
+    assert large > 512 * MIB
     limited(large // 2)
-    tight = drawn(engine, prompts_P, num_samples=30, max_tokens=2000)
+    tight = drawn(engine, prompts_P, num_samples=30, max_tokens=4000)
     assert 0 < engine.num_bytes < large / 2 and engine.stats.pauses > 0
     assert [len(s.tokens_T) for s in tight] == [len(s.tokens_T) for s in plain]
     limited(MIB)
     with pytest.raises(UserError, match=r"pages of KV cache"):
-        drawn(engine, prompts_P, num_samples=30, max_tokens=2000)
+        drawn(engine, prompts_P, num_samples=30, max_tokens=4000)

@@ -1,10 +1,10 @@
-"""What a step leaves behind on the GPU: nothing, however many there are."""
+"""What a step leaves behind on the GPU: nothing, however many there are. All samples are of one length."""
 
 import pytest
 import torch
 
 from engine.parts import engine_of
-from engine.test_hopper import decoder_of, small_prompts
+from engine.test_hopper import NEVER, decoder_of, small_prompts
 from qerl import memory
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.learner import Learner
@@ -26,7 +26,7 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
         sample=SampleConfig(max_tokens=300),
         learn=LearnConfig(recompute=recompute),
     )
-    engine, learner = engine_of(decoder, stop_token_ids=frozenset(range(3))), Learner(decoder, config)
+    engine, learner = engine_of(decoder, stop_token_ids=NEVER), Learner(decoder, config)
     device, peaks, left, free = decoder.device, [], [], []
     for step in range(22):
         memory.reset_peaks(device)
@@ -38,7 +38,6 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
         peaks.append(memory.peak_bytes(device))
         left.append(torch.cuda.memory_allocated())
         free.append(torch.cuda.mem_get_info()[0])
-    assert engine.num_bytes > 50e6
-    assert len(set(left[2:])) == 1, left
-    assert max(peaks[2:]) <= 1.02 * max(peaks[:2]), peaks  # samples end where they like
-    assert free[-1] >= min(free[2:4]) - (32 << 20), free
+    assert engine.num_bytes > 10e6
+    for values in (peaks, left, free):
+        assert len(set(values[2:])) == 1, values

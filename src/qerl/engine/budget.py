@@ -20,23 +20,31 @@ _CPU_BYTES, _SHARE, _SHARE_IF_KEPT = 1e9, 0.9, 0.6
 
 def kv_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
     """What a new cache may take in place of the one that holds held_bytes now."""
+    if config.kv_gb is not None or decoder.device.type == "cpu":
+        return room_bytes(config, decoder, held_bytes)
+    share = _SHARE if can_give_back(decoder.device) else _SHARE_IF_KEPT
+    return share * room_bytes(config, decoder, held_bytes)
+
+
+def room_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
+    """What a cache that was made before may take: more is there no longer once, say, the moments are."""
     if config.kv_gb is not None:
         return config.kv_gb * 1e9
     if decoder.device.type == "cpu":
         return _CPU_BYTES
     free = free_bytes(decoder.device) + held_bytes
-    share = _SHARE if can_give_back(decoder.device) else _SHARE_IF_KEPT
-    return max(share * (free - working_bytes(config, decoder)), 0.0)
+    return max(free - working_bytes(config, decoder), 0.0)
 
 
 def free_bytes(device: torch.device) -> float:
-    """Of the device, what torch holds without using it included; a limit set for this process counts."""
+    """Of the device, what torch holds without using it included, but for gaps in blocks that are in use; a
+    limit set for this process counts."""
     free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
-    index = torch.cuda.current_device() if device.index is None else device.index
-    limit = torch.cuda.get_per_process_memory_fraction(index) * total
-    return min(free + unused, limit - allocated)
+    gaps = torch.cuda.memory_stats(device)["inactive_split_bytes.all.current"]
+    kept = torch.cuda.memory_allocated(device) + gaps
+    unused = torch.cuda.memory_reserved(device) - kept
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(free + unused, limit - kept)
 
 
 def working_bytes(config: EngineConfig, decoder: Decoder) -> float:

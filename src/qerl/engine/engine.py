@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
-from qerl.engine.budget import free_bytes, kv_bytes
+from qerl.engine.budget import free_bytes, kv_bytes, room_bytes
 from qerl.engine.cache import FP8, Cache, page_bytes
 from qerl.engine.generation import Generation, Stats
 from qerl.engine.pages import Pages
@@ -149,24 +149,22 @@ class Engine:
     @contextlib.contextmanager
     def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[Cache]:
         """The cache of earlier calls if it serves this one and there is room for it, else a new one."""
-        affordable = self._affordable_pages()
+        held_bytes = 0 if self._cache is None else self._cache.held_bytes
+        affordable = int(kv_bytes(self._config, self._decoder, held_bytes) / self._page_bytes)
+        room = int(room_bytes(self._config, self._decoder, held_bytes) / self._page_bytes)
         least, useful = self._needed_pages(groups, prompts_P, affordable)
         serving = useful if useful <= affordable else max(least, _WORTH_KEEPING * affordable)
-        if self._cache is not None and self._cache.num_pages < serving:
-            self._drop_cache()  # freed before the larger one is made
+        if self._cache is not None and not serving <= self._cache.num_pages <= room:
+            self._drop_cache()  # freed before another is made
         with contextlib.ExitStack() as stack:
             if self._cache is not None:
                 try:
                     stack.enter_context(self._cache.present())
-                except torch.OutOfMemoryError:  # there was more room when it was made
+                except torch.OutOfMemoryError:  # engine.kv_gb, or another process
                     self._drop_cache()
             if self._cache is None:
                 self._cache = self._new_cache(min(affordable, useful), stack)
             yield self._cache
-
-    def _affordable_pages(self) -> int:
-        held_bytes = 0 if self._cache is None else self._cache.held_bytes
-        return int(kv_bytes(self._config, self._decoder, held_bytes) / self._page_bytes)
 
     def _needed_pages(
         self, groups: list[LiveGroup], prompts_P: list[Prompt], affordable: int
