@@ -43,7 +43,8 @@ def free_bytes(device: torch.device) -> float:
     gaps = torch.cuda.memory_stats(device)["inactive_split_bytes.all.current"]
     kept = torch.cuda.memory_allocated(device) + gaps
     unused = torch.cuda.memory_reserved(device) - kept
-    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    index = torch.cuda.current_device() if device.index is None else device.index
+    limit = torch.cuda.get_per_process_memory_fraction(index) * total
     return min(free + unused, limit - kept)
 
 
