@@ -1,12 +1,16 @@
 """The parts by hand, for a shape small enough to count: sums are written out, not computed the same way."""
 
 import dataclasses
+import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from qerl import plan as op
+from qerl.bench.record import RESULTS, read
+from qerl.bench.step import cases, config_of
 from qerl.cli import command
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.errors import UserError
@@ -14,7 +18,10 @@ from qerl.learner.pack import pack
 from qerl.model.adapter import adapter_tensors
 from qerl.model.architecture import Architecture, Rope
 from qerl.model.synthetic import random_decoder, shape
+from qerl.options import BenchStepOptions
 from qerl.types import Group, Prompt, Sample
+
+ROOT = Path(__file__).parents[1]
 
 SMALL = Architecture(
     family="Qwen2ForCausalLM",
@@ -168,6 +175,28 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
     kept = 3 * op.layer_row(SMALL, config) if recompute == "none" else 3 * 256
     gradients = 4 * op.adapter_weights(SMALL, config)
     assert phases["learning"] == gradients + max(layers, 139 * kept + op.head(SMALL, config, 139))
+
+
+MEASURED = [  # H200, 2026-11-21: the most at once in a step of 64 samples of 2,048 tokens, recompute layer
+    {"shape": "qwen2.5-7b", "kv": "bf16", "kv_gb": 7.2, "micro_tokens": 8192, "peak_gb": 15.19},
+    {"shape": "qwen2.5-32b", "kv": "fp8", "kv_gb": 10.76, "micro_tokens": 4350, "peak_gb": 37.0},
+]
+ROWS = [row for row in read(ROOT / RESULTS) if row["bench"] == "memory" and "error" not in row]
+
+
+@pytest.mark.parametrize("row", [*MEASURED, *ROWS], ids=lambda row: f"{row['shape']} {row['peak_gb']} GB")
+def test_what_was_measured_is_within_a_tenth_of_the_plan(row):
+    """Peaks lack what CUDA itself takes. Under a cap a cache of no given size is fitted to it."""
+    names = {field.name for field in dataclasses.fields(BenchStepOptions)} & row.keys()
+    options = dataclasses.replace(
+        BenchStepOptions(batches=(64,), max_tokens=2048, recompute="layer"),
+        **{name: row[name] for name in names - {"steps"}},
+        **({"batches": (row["batch"],)} if "batch" in row else {}),
+    )
+    config = config_of(next(cases("memory", options, row.get("provider", "qerl-nvfp4"))))
+    planned_gb = op.total(op.parts(shape(options.shape), config, options.prompt_tokens)) / 1e9
+    planned_gb = min(planned_gb - op.CONTEXT_BYTES / 1e9, row.get("cap_gb") or math.inf)
+    assert abs(planned_gb - row["peak_gb"]) < 0.1 * row["peak_gb"]
 
 
 def test_the_largest_fits_and_one_more_does_not():

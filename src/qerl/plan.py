@@ -16,8 +16,9 @@ a layer, D F N K H V as in types.py. Bytes:
 
 A head in bf16 that is tied to the embedding takes nothing; a packed one V D of its format, tied or not.
 
-tests/test_plan.py has it by hand. Learning from 8,192 rows at the 7B shape on an H200, with the model, took
-45.95, 11.14 and 9.91 GB with recompute none, layer and offload; planned 46.6, 11.5 and 10.1.
+tests/test_plan.py has it by hand, and beside what benchmarks measured. Learning from 8,192 rows at the 7B
+shape on an H200, with the model, took 45.95, 11.14 and 9.91 GB with recompute none, layer and offload;
+planned 46.6, 11.5 and 10.1.
 """
 
 import dataclasses
