@@ -48,6 +48,19 @@ def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_gra
     assert engine._cache.num_pages == 36
 
 
+def test_a_cache_that_stays_is_memory_that_its_successor_may_have(monkeypatch):
+    engine, held = engine_of(tiny()), []
+
+    def kv_bytes(config, decoder, held_bytes):
+        held.append(held_bytes)
+        return 1e9
+
+    monkeypatch.setattr("qerl.engine.engine.kv_bytes", kv_bytes)
+    for _ in range(2):
+        drawn(engine, prompts_of(9))
+    assert held == [0, engine.num_bytes] and engine.num_bytes > 0
+
+
 def test_working_memory_grows_with_the_rows_of_a_prefill():
     decoder = tiny()
     a, row = decoder.architecture, 2 * (4 * 80 + 8 * 48 + 2 * (6 + 2 * 2) * 16)
