@@ -1,18 +1,27 @@
 """The parts by hand, for a shape small enough to count: sums are written out, not computed the same way."""
 
 import dataclasses
+import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from qerl import plan as op
+from qerl.bench.record import RESULTS, read
+from qerl.bench.step import cases, config_of
 from qerl.cli import command
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.errors import UserError
+from qerl.learner.pack import pack
 from qerl.model.adapter import adapter_tensors
 from qerl.model.architecture import Architecture, Rope
 from qerl.model.synthetic import random_decoder, shape
+from qerl.options import BenchStepOptions
+from qerl.types import Group, Prompt, Sample
+
+ROOT = Path(__file__).parents[1]
 
 SMALL = Architecture(
     family="Qwen2ForCausalLM",
@@ -128,9 +137,29 @@ def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
     assert op.head(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 10
 
 
-@pytest.mark.parametrize(("micro_tokens", "rows"), [(200, 200), (10, 139), (100_000, 4 * (40 + 2 * 99))])
-def test_a_micro_batch_is_no_less_than_a_sample_and_no_more_than_all(micro_tokens, rows):
-    assert op.rows_at_once(with_learn(micro_tokens=micro_tokens), PROMPT) == rows
+@pytest.mark.parametrize(
+    ("micro_tokens", "updates", "rows"),
+    [
+        (200, 1, 139),  # two samples of 99 rows do not fit behind a prompt of 40
+        (10, 1, 139),
+        (237, 1, 139),
+        (238, 1, 238),  # a group
+        (475, 1, 238),
+        (476, 1, 2 * 238),
+        (100_000, 1, 4 * 238),
+        (100_000, 3, 2 * 238),
+    ],
+)
+def test_a_micro_batch_is_as_pack_makes_it(micro_tokens, updates, rows):
+    config = with_learn(micro_tokens=micro_tokens, updates_per_step=updates)
+    assert op.rows_at_once(config, PROMPT) == rows
+    prompt = Prompt(index=0, text="", tokens_T=[1] * PROMPT, messages=None, columns={})
+    one = Sample(
+        tokens_T=[1] * 100, logprobs_T=[0.0] * 100, text="", finish="length", version=0, advantage=1.0
+    )
+    groups = [Group(prompt=prompt, samples_G=[one] * 2)] * -(-4 // updates)
+    batches = pack([(g, [1.0] * 2) for g in groups], max_tokens=micro_tokens, device=torch.device("cpu"))
+    assert max(len(batch.tokens_T) for batch in batches) == rows
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
@@ -141,10 +170,33 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
         when: sum(p.num_bytes for p in found if p.when == when) for when in ("always", "sampling", "learning")
     }
     assert op.total(found) == phases["always"] + max(phases["sampling"], phases["learning"])
-    layers = op.activations(SMALL, config, 200) + op.unpacked(SMALL, config)
+    assert phases["sampling"] == op.kv_cache(SMALL, config, PROMPT) + op.prefill(SMALL, config)
+    layers = op.activations(SMALL, config, 139) + op.unpacked(SMALL, config)
     kept = 3 * op.layer_row(SMALL, config) if recompute == "none" else 3 * 512
     gradients = 4 * op.adapter_weights(SMALL, config)
-    assert phases["learning"] == gradients + max(layers, 200 * kept + op.head(SMALL, config, 200))
+    assert phases["learning"] == gradients + max(layers, 139 * kept + op.head(SMALL, config, 139))
+
+
+MEASURED = [  # H200, 2026-11-21: the most at once in a step of 64 samples of 2,048 tokens, recompute layer
+    {"shape": "qwen2.5-7b", "kv": "bf16", "kv_gb": 7.2, "micro_tokens": 8192, "peak_gb": 15.19},
+    {"shape": "qwen2.5-32b", "kv": "fp8", "kv_gb": 10.76, "micro_tokens": 4350, "peak_gb": 37.0},
+]
+ROWS = [row for row in read(ROOT / RESULTS) if row["bench"] == "memory" and "error" not in row]
+
+
+@pytest.mark.parametrize("row", [*MEASURED, *ROWS], ids=lambda row: f"{row['shape']} {row['peak_gb']} GB")
+def test_what_was_measured_is_within_a_tenth_of_the_plan(row):
+    """Peaks lack what CUDA itself takes. Under a cap a cache of no given size is fitted to it."""
+    names = {field.name for field in dataclasses.fields(BenchStepOptions)} & row.keys()
+    options = dataclasses.replace(
+        BenchStepOptions(batches=(64,), max_tokens=2048, recompute="layer"),
+        **{name: row[name] for name in names - {"steps"}},
+        **({"batches": (row["batch"],)} if "batch" in row else {}),
+    )
+    config = config_of(next(cases("memory", options, row.get("provider", "qerl-nvfp4"))))
+    planned_gb = op.total(op.parts(shape(options.shape), config, options.prompt_tokens)) / 1e9
+    planned_gb = min(planned_gb - op.CONTEXT_BYTES / 1e9, row.get("cap_gb") or math.inf)
+    assert abs(planned_gb - row["peak_gb"]) < 0.1 * row["peak_gb"]
 
 
 def test_the_largest_fits_and_one_more_does_not():

@@ -155,8 +155,8 @@ class EngineConfig:
     """Tokens a KV page holds."""
 
     kv_gb: float | None = None
-    """Most memory for KV pages, in 1e9 bytes. None: 1 on a CPU; on a GPU 60 % of what is free once the model
-    is loaded and a prefill's working memory set aside, which leaves the rest to learning."""
+    """Most memory for KV pages, in 1e9 bytes. None: 1 on a CPU; on a GPU 90 % of what is free once the model
+    is loaded and a prefill's working memory set aside: learning has the same memory in its turn."""
 
     kv: Literal["compute", "fp8"] = "compute"
     """What keys and values are kept in: model.compute, or FP8 with a scale for each token and head."""

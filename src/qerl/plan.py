@@ -2,8 +2,10 @@
 
     total = what is always there + the larger of what sampling and what learning need beside it
 
-For bf16 on a GPU, weights packed. T rows are learned from at once, of which each is asked for one token at
-most; n weights has the adapter, W weights a layer, D F N K H V as in types.py. Bytes:
+For bf16 on a GPU whose memory the KV cache and learning have in turns (kernels/address_range.py), weights
+packed, and all samples as long as they may be; of other lengths they fill learn.micro_tokens better. T rows
+are learned from at once, of which each is asked for one token at most; n weights has the adapter, W weights
+a layer, D F N K H V as in types.py. Bytes:
 
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
     adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n
@@ -14,8 +16,9 @@ most; n weights has the adapter, W weights a layer, D F N K H V as in types.py. 
 
 A head in bf16 that is tied to the embedding takes nothing; a packed one V D of its format, tied or not.
 
-tests/test_plan.py has it by hand. Learning from 8,192 rows at the 7B shape on an H200, with the model, took
-49.25 and 13.09 GB with recompute none and layer; planned 50.2 and 13.6.
+tests/test_plan.py has it by hand, and beside what benchmarks measured. Learning from 8,192 rows at the 7B
+shape on an H200, with the model, took 49.25 and 13.09 GB with recompute none and layer; planned 50.2 and
+13.6.
 """
 
 import dataclasses
@@ -177,10 +180,13 @@ def head(a: Architecture, config: RunConfig, rows: int) -> float:
 
 
 def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:
-    """Of the largest micro-batch: no less than one prompt and sample, no more than there are."""
-    one, max_tokens = prompt_tokens + config.sample.max_tokens - 1, config.sample.max_tokens
-    everything = config.num_prompts * (prompt_tokens + config.num_samples * (max_tokens - 1))
-    return min(max(config.learn.micro_tokens, one), everything)
+    """Of the largest micro-batch if all samples are as long as may be: whole groups, or a part of one with as
+    many samples as fit, at least one."""
+    limit, branch = config.learn.micro_tokens, config.sample.max_tokens - 1
+    group = prompt_tokens + config.num_samples * branch
+    if group > limit:
+        return prompt_tokens + max((limit - prompt_tokens) // max(branch, 1), 1) * branch
+    return group * min(limit // group, -(-config.num_prompts // config.learn.updates_per_step))
 
 
 def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
@@ -197,7 +203,7 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
         Part(name="adapter's masters", num_bytes=4 * n, when="always"),
         Part(name="adapter's 16-bit copies", num_bytes=copies, when="always"),
         Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
-        Part(name="KV cache", num_bytes=kv_cache(a, config, prompt_tokens), when="always"),
+        Part(name="KV cache", num_bytes=kv_cache(a, config, prompt_tokens), when="sampling"),
         Part(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
         Part(name="prefill", num_bytes=prefill(a, config), when="sampling"),
         Part(name="adapter's gradients", num_bytes=4 * n, when="learning"),

@@ -19,16 +19,46 @@ def test_a_cpu_has_a_gigabyte_unless_told_otherwise():
         assert kv_bytes(EngineConfig(kv_gb=0.25), decoder, held_bytes) == 0.25e9
 
 
-def test_the_cache_that_is_there_does_not_raise_its_own_limit(monkeypatch):
-    """On a device with 1,000 bytes free before the first cache: 60 % of what a prefill leaves, ever after."""
+@pytest.mark.parametrize(("gives_back", "limit"), [(True, 900), (False, 600)])
+def test_a_gpus_cache_leaves_the_rest_to_learning_only_if_it_stays(monkeypatch, gives_back, limit):
+    """On a device with 1,000 bytes free beside a prefill's. One that stays must not raise its own limit."""
     decoder, config = tiny(), EngineConfig(prefill_tokens=1)
     decoder.device = torch.device("cuda")
-    working = working_bytes(config, decoder)
-    held = 0.0
+    monkeypatch.setattr(budget, "can_give_back", lambda device: gives_back)
+    free, held = working_bytes(config, decoder) + 1000, 0.0
     for _ in range(5):
-        monkeypatch.setattr(budget, "free_bytes", lambda device, held=held: working + 1000 - held)
-        held = kv_bytes(config, decoder, int(held))
-        assert held == pytest.approx(600)
+        monkeypatch.setattr(budget, "free_bytes", lambda device, held=held: free - held)
+        size = kv_bytes(config, decoder, int(held))
+        assert size == pytest.approx(limit)
+        held = 0.0 if gives_back else size
+
+
+def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_graphs(monkeypatch):
+    decoder = tiny()
+    engine, prompts_P = engine_of(decoder, page_tokens=4, stop_token_ids=frozenset()), prompts_of(*[9] * 8)
+    sizes = []
+    for affordable, room in ((40, 45), (39, 40), (44, 49), (45, 50), (36, 44), (36, 45)):
+        for name, pages in (("kv_bytes", affordable), ("room_bytes", room)):
+            limit = (pages + 0.5) * engine._page_bytes
+            monkeypatch.setattr(f"qerl.engine.engine.{name}", lambda *_, limit=limit: limit)
+        drawn(engine, prompts_P, max_tokens=9)
+        sizes.append(engine._cache.num_pages)
+    assert sizes == [40, 40, 40, 45, 36, 36]
+    drawn(engine, prompts_P[:1], num_samples=1, max_tokens=9)
+    assert engine._cache.num_pages == 36
+
+
+def test_a_cache_that_stays_is_memory_that_its_successor_may_have(monkeypatch):
+    engine, held = engine_of(tiny()), []
+
+    def kv_bytes(config, decoder, held_bytes):
+        held.append(held_bytes)
+        return 1e9
+
+    monkeypatch.setattr("qerl.engine.engine.kv_bytes", kv_bytes)
+    for _ in range(2):
+        drawn(engine, prompts_of(9))
+    assert held == [0, engine.num_bytes] and engine.num_bytes > 0
 
 
 def test_working_memory_grows_with_the_rows_of_a_prefill():

@@ -146,19 +146,24 @@ def test_a_replayed_graph_is_the_eager_step_bit_for_bit(decoder):
     for records in (True, False):
         runner, cache = _runner(decoder, max_rows=8)
         runner._records = records
-        torch.manual_seed(0)
-        cache.k.copy_(torch.randn_like(cache.k.float()))
-        cache.v.copy_(torch.randn_like(cache.v.float()))
-        _fill(runner._state, rows=8)
-        runner._samples_B = [None] * 8
-        drawn_tokens = []
-        for _ in range(12):
-            runner._state.place_1.zero_()
-            _step(runner)
-            drawn_tokens.append(runner._state.drawn_tokens_WB[0].clone())
-            drawn_tokens.append(runner._state.drawn_logprobs_WB[0].clone())
-        bursts.append(drawn_tokens)
+        with cache.present():
+            bursts.append(_twelve_steps(runner, cache))
     assert all(torch.equal(a, b) for a, b in zip(*bursts, strict=True))
+
+
+def _twelve_steps(runner, cache):
+    torch.manual_seed(0)
+    cache.k.copy_(torch.randn_like(cache.k.float()))
+    cache.v.copy_(torch.randn_like(cache.v.float()))
+    _fill(runner._state, rows=8)
+    runner._samples_B = [None] * 8
+    found = []
+    for _ in range(12):
+        runner._state.place_1.zero_()
+        _step(runner)
+        found.append(runner._state.drawn_tokens_WB[0].clone())
+        found.append(runner._state.drawn_logprobs_WB[0].clone())
+    return found
 
 
 def _step(runner):
@@ -241,9 +246,20 @@ def test_what_unused_pages_hold_never_matters(decoder):
     engine = engine_of(decoder, stop_token_ids=NEVER)
     prompts_P = small_prompts(*LENGTHS)
     before = drawn(engine, prompts_P, max_tokens=30)
-    engine._cache.k.fill_(torch.nan)
-    engine._cache.v.fill_(torch.nan)
-    assert drawn(engine, prompts_P, max_tokens=30) == before
+    forwards = []
+
+    def poison(*_):
+        """Once, ahead of the first prefill."""
+        if not forwards:
+            engine._cache.k.fill_(torch.nan)
+            engine._cache.v.fill_(torch.nan)
+        forwards.append(1)
+
+    handle = decoder.register_forward_pre_hook(poison)
+    try:
+        assert drawn(engine, prompts_P, max_tokens=30) == before and forwards
+    finally:
+        handle.remove()
 
 
 def test_recorded_graphs_follow_noise_and_adapter():

@@ -24,7 +24,7 @@ import torch
 
 from qerl.bench.case import FORMATS, case_of
 from qerl.bench.floor import LIMITS, step_floor_ms
-from qerl.bench.measure import cuda_device
+from qerl.bench.measure import Meter, cuda_device
 from qerl.bench.record import Origin, rows_for
 from qerl.config import EngineConfig
 from qerl.engine import Engine, Stats
@@ -98,9 +98,9 @@ def bench_decode(options: BenchDecodeOptions) -> None:
 
 def measured(case: Case, decoder: Decoder, ready_s: float, runs: int) -> dict[str, Any]:
     """A fresh engine's first call, then the medians of `runs` calls; the decoder took ready_s to make."""
-    gc.collect()  # an earlier case's engine, with its cache
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    meter = Meter(decoder.device)
+    meter.clear()  # an earlier case's engine
+    meter.start()
     start_s = time.perf_counter()
     vocab_size = decoder.architecture.vocab_size
     tokenizer: Any = Wordless(vocab_size)
@@ -118,7 +118,7 @@ def measured(case: Case, decoder: Decoder, ready_s: float, runs: int) -> dict[st
         "step_ms": round(statistics.median(step_ms(stats) for stats in each), 4),
         "prefill_s": round(statistics.median(stats.prefill_s for stats in each), 4),
         "start_s": round(ready_s, 2),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "peak_gb": meter.peak_gb(),
         "runs": runs,
     }
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from qerl.errors import UserError
+from qerl.memory import peak_bytes, peak_reserved_bytes, reset_peaks
 
 R = TypeVar("R")
 _WARM_UP_RUNS = 3
@@ -66,7 +67,7 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 
 class Meter:
-    """Of a GPU's memory as torch allots it; on a CPU there is nothing to read, and all is 0."""
+    """Of a GPU's memory as qerl/memory.py counts it; on a CPU there is nothing to read, and all is 0."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -81,7 +82,7 @@ class Meter:
         """Peaks count from here."""
         self.wait()
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+            reset_peaks(self._device)
 
     def wait(self) -> None:
         if self._device.type == "cuda":
@@ -96,12 +97,12 @@ class Meter:
 
     def peak_gb(self) -> float:
         is_gpu = self._device.type == "cuda"
-        return round(torch.cuda.max_memory_allocated(self._device) / 1e9, 2) if is_gpu else 0.0
+        return round(peak_bytes(self._device) / 1e9, 2) if is_gpu else 0.0
 
     def reserved_gb(self) -> float:
-        """The most that torch held, what lay unused in it included: what a cap is held against."""
+        """The most that was held, what lay unused in torch's blocks included: what a cap is held against."""
         is_gpu = self._device.type == "cuda"
-        return round(torch.cuda.max_memory_reserved(self._device) / 1e9, 2) if is_gpu else 0.0
+        return round(peak_reserved_bytes(self._device) / 1e9, 2) if is_gpu else 0.0
 
     def say(self, line: str) -> None:
         """Not among the rows."""

@@ -6,8 +6,8 @@
 
 The model is a real shape with random weights, the reward is made up: half of each prompt's samples are
 right. Samples never stop early. The step that warms up also makes the KV cache and the optimizer's moments,
-records the graphs and compiles what there is to compile. Peaks are what torch allots, reserved_gb what it
-holds for it; cap_gb limits the latter.
+records the graphs and compiles what there is to compile. Peaks are of what torch
+allots and the cache's pages together, reserved_gb with what torch holds unused; cap_gb limits the latter.
 """
 
 import dataclasses

@@ -1,38 +1,51 @@
 """How much memory the KV cache may take.
 
-    on a GPU     60 % of (free - working)     free: what this process may still allocate
+    on a GPU     90 % of (free - working)     free: what this process may still allocate
     on a CPU     1e9 bytes
 
 working is what a prefill needs beside the model: its activations, an unpacked weight and some logits. The
-other 40 % is what learning starts with: the cache stays where it is between two calls.
+other 10 % is for recorded graphs and for what torch cannot give back. Learning needs no share of it: it has
+the pages' memory in its turn. On a GPU without virtual memory management, where they stay where they are
+between two calls, they get 60 % and leave the rest to learning.
 """
 
 import torch
 
 from qerl.config import EngineConfig
+from qerl.kernels.address_range import can_give_back
 from qerl.model.decoder import Decoder
 
-_CPU_BYTES, _SHARE = 1e9, 0.6
+_CPU_BYTES, _SHARE, _SHARE_IF_KEPT = 1e9, 0.9, 0.6
 
 
 def kv_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
-    """What the whole cache may take, the held_bytes of the one there is now included."""
+    """What a new cache may take in place of the one that holds held_bytes now."""
+    if config.kv_gb is not None or decoder.device.type == "cpu":
+        return room_bytes(config, decoder, held_bytes)
+    share = _SHARE if can_give_back(decoder.device) else _SHARE_IF_KEPT
+    return share * room_bytes(config, decoder, held_bytes)
+
+
+def room_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
+    """What a cache that was made before may take: more is there no longer once, say, the moments are."""
     if config.kv_gb is not None:
         return config.kv_gb * 1e9
     if decoder.device.type == "cpu":
         return _CPU_BYTES
     free = free_bytes(decoder.device) + held_bytes
-    return max(_SHARE * (free - working_bytes(config, decoder)), 0.0)
+    return max(free - working_bytes(config, decoder), 0.0)
 
 
 def free_bytes(device: torch.device) -> float:
-    """Of the device, what torch holds without using it included; a limit set for this process counts."""
+    """Of the device, what torch holds without using it included, but for gaps in blocks that are in use; a
+    limit set for this process counts."""
     free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
+    gaps = torch.cuda.memory_stats(device)["inactive_split_bytes.all.current"]
+    kept = torch.cuda.memory_allocated(device) + gaps
+    unused = torch.cuda.memory_reserved(device) - kept
     index = torch.cuda.current_device() if device.index is None else device.index
     limit = torch.cuda.get_per_process_memory_fraction(index) * total
-    return min(free + unused, limit - allocated)
+    return min(free + unused, limit - kept)
 
 
 def working_bytes(config: EngineConfig, decoder: Decoder) -> float:

@@ -6,15 +6,23 @@
 In the compute dtype, or in FP8 (E4M3 with those scales). Zeros at first, for attention reads unused slots and
 weighs them with zero, which a NaN would survive. One page more than anyone may take is where rows that are
 not in use write. Letters: L layers, K key/value heads, H head size, T tokens.
+
+On a GPU the memory is there inside `present` alone, and zero each time; outside it learning has it
+(kernels/address_range.py). All tensors lie in one range of addresses.
 """
+
+import math
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from qerl.kernels.address_range import memory_on
 from qerl.kernels.decode_attention import LayerCache, from_fp8, to_fp8
 from qerl.model.architecture import Architecture
 
 FP8 = torch.float8_e4m3fn
+_ALIGNMENT = 256  # bytes, as of torch's own tensors
 
 
 def page_bytes(architecture: Architecture, page_tokens: int, dtype: torch.dtype) -> int:
@@ -42,14 +50,34 @@ class Cache:
         shape = (a.num_layers, num_pages + 1, page_tokens, a.num_kv_heads)
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self.unused_slot = num_pages * page_tokens
-        self.k = torch.zeros(*shape, a.head_size, dtype=dtype, device=device)
-        self.v = torch.zeros(*shape, a.head_size, dtype=dtype, device=device)
-        self.k_scales = torch.zeros(shape, device=device) if dtype == FP8 else None
-        self.v_scales = torch.zeros(shape, device=device) if dtype == FP8 else None
+        wanted = [((*shape, a.head_size), dtype)] * 2 + [(shape, torch.float32)] * (2 * (dtype == FP8))
+        places, end = [], 0
+        for each, each_dtype in wanted:
+            places.append((end, each, each_dtype))
+            end += -(-math.prod(each) * each_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._memory = memory_on(device, end)
+        with self.present():
+            bytes_N = self._memory.tensor()
+            tensors = [
+                bytes_N[start : start + math.prod(each) * each_dtype.itemsize].view(each_dtype).view(each)
+                for start, each, each_dtype in places
+            ]
+        self.k, self.v = tensors[:2]
+        self.k_scales, self.v_scales = tensors[2:] or (None, None)
+
+    def present(self) -> AbstractContextManager[None]:
+        """Inside, the pages may be used. torch.OutOfMemoryError if there is no room for them."""
+        return self._memory.present()
 
     @property
     def num_bytes(self) -> int:
+        """While it is present."""
         return sum(tensor.nbytes for tensor in self._tensors())
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the device's memory while it is not present."""
+        return self.num_bytes if self._memory.is_kept else 0
 
     def layer(self, layer_index: int) -> LayerCache:
         return LayerCache(

@@ -10,14 +10,16 @@
 It holds no weights. Noise is whatever the decoder's norms hold during a call.
 """
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
-from qerl.engine.budget import free_bytes, kv_bytes
+from qerl.engine.budget import free_bytes, kv_bytes, room_bytes
 from qerl.engine.cache import FP8, Cache, page_bytes
 from qerl.engine.generation import Generation, Stats
 from qerl.engine.pages import Pages
@@ -29,6 +31,9 @@ from qerl.errors import UserError
 from qerl.model.adapter import publish
 from qerl.model.decoder import Decoder
 from qerl.types import Group, Prompt, Sample, Sampling
+
+# A cache as large as the memory allows stays if a new one would be little larger: its graphs go with it.
+_WORTH_KEEPING = 0.9
 
 
 class Engine:
@@ -47,11 +52,12 @@ class Engine:
         self._stop_token_ids = stop_token_ids
         self._cache: Cache | None = None
         self._kv_dtype = FP8 if config.kv == "fp8" else decoder.compute
+        self._page_bytes = page_bytes(decoder.architecture, config.page_tokens, self._kv_dtype)
         self._runners = Runners(decoder, config, stop_token_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Of the KV cache: none before the first call, then what the largest call so far could use."""
+        """Of the KV cache during a call: none before the first, then what the largest so far could use."""
         return 0 if self._cache is None else self._cache.num_bytes
 
     @property
@@ -86,13 +92,14 @@ class Engine:
         if not groups:
             self.stats = Stats()
             return []
-        generation = self._generation(groups, prompts_P, text, sampling, seed, step)
-        self.stats = generation.stats
-        try:
-            generation.run()
-        except BaseException:
-            self._drop_cache()  # it may hold NaNs
-            raise
+        with self._present_cache(groups, prompts_P) as cache:
+            generation = self._generation(cache, groups, prompts_P, text, sampling, seed, step)
+            self.stats = generation.stats
+            try:
+                generation.run()
+            except BaseException:
+                self._drop_cache()  # it may hold NaNs
+                raise
         self.stats.generate_s = time.perf_counter() - start_s
         return [self._finished(prompts_P[group.index], group, text) for group in groups]
 
@@ -110,6 +117,7 @@ class Engine:
 
     def _generation(
         self,
+        cache: Cache,
         groups: list[LiveGroup],
         prompts_P: list[Prompt],
         text: Text,
@@ -118,7 +126,6 @@ class Engine:
         step: int,
     ) -> Generation:
         config = self._config
-        cache = self._grown_cache(self._useful_pages(groups, prompts_P))
         longest = max(group.prompt_tokens + group.max_tokens for group in groups)
         runner = self._runners.of(cache, sampling, num_pages(longest, config.page_tokens))
         return Generation(
@@ -139,42 +146,60 @@ class Engine:
             step=step,
         )
 
-    def _useful_pages(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> int:
-        """As many pages as the memory allows, but no more than these groups can hold at once."""
-        config, page_tokens, max_running = self._config, self._config.page_tokens, self._runners.max_rows
-        bytes_a_page = page_bytes(self._decoder.architecture, page_tokens, self._kv_dtype)
-        affordable = int(kv_bytes(config, self._decoder, self.num_bytes) / bytes_a_page)
+    @contextlib.contextmanager
+    def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[Cache]:
+        """The cache of earlier calls if it serves this one and there is room for it, else a new one."""
+        held_bytes = 0 if self._cache is None else self._cache.held_bytes
+        affordable = int(kv_bytes(self._config, self._decoder, held_bytes) / self._page_bytes)
+        room = int(room_bytes(self._config, self._decoder, held_bytes) / self._page_bytes)
+        least, useful = self._needed_pages(groups, prompts_P, affordable)
+        serving = useful if useful <= affordable else max(least, _WORTH_KEEPING * affordable)
+        if self._cache is not None and not serving <= self._cache.num_pages <= room:
+            self._drop_cache()  # freed before another is made
+        with contextlib.ExitStack() as stack:
+            if self._cache is not None:
+                try:
+                    stack.enter_context(self._cache.present())
+                except torch.OutOfMemoryError:  # engine.kv_gb, or another process
+                    self._drop_cache()
+            if self._cache is None:
+                self._cache = self._new_cache(min(affordable, useful), stack)
+            yield self._cache
+
+    def _needed_pages(
+        self, groups: list[LiveGroup], prompts_P: list[Prompt], affordable: int
+    ) -> tuple[int, int]:
+        """(what the largest group needs to run at all, what all can hold at once)."""
+        page_tokens, max_running = self._config.page_tokens, self._runners.max_rows
+        least = 0
         for group in groups:
             needed = group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
             if needed > affordable:
                 raise UserError(
                     f"prompt {prompts_P[group.index].index} needs {needed} pages of KV cache"
-                    f" ({_rounded_up_gb(needed * bytes_a_page)} GB)"
+                    f" ({_rounded_up_gb(needed * self._page_bytes)} GB)"
                     f" for its {group.prompt_tokens} tokens and a sample of {group.max_tokens};"
-                    + _too_little(config, affordable, needed * bytes_a_page)
+                    + _too_little(self._config, affordable, needed * self._page_bytes)
                 )
+            least = max(least, needed)
         prompts = sorted((num_pages(group.prompt_tokens, page_tokens) for group in groups), reverse=True)
         most_running = min(max_running, sum(len(group.samples_G) for group in groups))
         largest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
-        return min(affordable, sum(prompts[:max_running]) + most_running * largest)
+        return least, sum(prompts[:max_running]) + most_running * largest
 
-    def _grown_cache(self, wanted_pages: int) -> Cache:
-        """The cache of earlier calls if it has so many pages, else a new one in its place."""
-        if self._cache is None or self._cache.num_pages < wanted_pages:
-            self._drop_cache()  # freed before the larger one is made
-            decoder, page_tokens = self._decoder, self._config.page_tokens
-            try:
-                self._cache = Cache(
-                    decoder.architecture, wanted_pages, page_tokens, self._kv_dtype, decoder.device
-                )
-            except torch.OutOfMemoryError:
-                wanted_bytes = wanted_pages * page_bytes(decoder.architecture, page_tokens, self._kv_dtype)
-                raise UserError(
-                    f"the KV cache needs {_rounded_up_gb(wanted_bytes)} GB, and the device has"
-                    f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_gb or"
-                    " engine.max_running, or set engine.kv to fp8"
-                ) from None
-        return self._cache
+    def _new_cache(self, num_pages: int, stack: contextlib.ExitStack) -> Cache:
+        """Present until the stack is closed."""
+        decoder, page_tokens = self._decoder, self._config.page_tokens
+        try:
+            cache = Cache(decoder.architecture, num_pages, page_tokens, self._kv_dtype, decoder.device)
+            stack.enter_context(cache.present())
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"the KV cache needs {_rounded_up_gb(num_pages * self._page_bytes)} GB, and the device has"
+                f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_gb or"
+                " engine.max_running, or set engine.kv to fp8"
+            ) from None
+        return cache
 
     def _drop_cache(self) -> None:
         self._cache = None

@@ -31,6 +31,7 @@ from qerl.journal.display import PanelDisplay, PlainDisplay
 from qerl.journal.metric import is_timing
 from qerl.journal.provenance import changes, check_same_run, run_facts
 from qerl.journal.record import Lines, Lock, encode, finite, replace
+from qerl.memory import peak_bytes
 from qerl.types import Group
 
 
@@ -237,7 +238,7 @@ class Journal:
 def memory_gb() -> float:
     """The most this process has held so far: of the GPU's memory if it uses one, else of main memory."""
     if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 1e9
+        return peak_bytes(torch.device("cuda")) / 1e9
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -41,18 +41,18 @@ class CudaModule:
         options += tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
         cubin = _cubin(source, options, folder, self._driver)
         with torch.cuda.device(device):
-            self._module = _checked(self._driver.cuModuleLoadData(cubin))
+            self._module = checked(self._driver.cuModuleLoadData(cubin))
 
     def kernel(self, name: str, shared_bytes: int, cluster: int = 1) -> "CudaKernel":
         """cluster: CTAs that share their shared memory; above 8 a device need not be able to."""
         driver = self._driver
-        function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
         attributes = driver.CUfunction_attribute
         wanted = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)]
         if cluster > 8:
             wanted.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
         for attribute, value in wanted:
-            _checked(driver.cuFuncSetAttribute(function, attribute, value))
+            checked(driver.cuFuncSetAttribute(function, attribute, value))
         return CudaKernel(driver, self, function, shared_bytes, cluster, self._device)
 
 
@@ -78,7 +78,7 @@ class CudaKernel:
         config.numAttrs = len(attributes)
         values = [_c_value(parameter) for parameter in parameters]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        _checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+        checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
 
     def _attributes(self) -> list:
         driver, ids = self.driver, self.driver.CUlaunchAttributeID
@@ -115,7 +115,7 @@ def tensor_map(x_MK: Tensor, rows: int, columns: int) -> bytes:
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return ctypes.string_at(_checked(encoded).getPtr(), 128)
+    return ctypes.string_at(checked(encoded).getPtr(), 128)
 
 
 def _c_value(parameter: Parameter) -> ctypes.Array | ctypes.c_void_p | ctypes.c_int:
@@ -128,7 +128,7 @@ def _c_value(parameter: Parameter) -> ctypes.Array | ctypes.c_void_p | ctypes.c_
 
 def _cubin(source: str, options: Sequence[str], folder: Path, driver: Any) -> bytes:
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    versions = (*_checked(nvrtc.nvrtcVersion()), _checked(driver.cuDriverGetVersion()))
+    versions = (*checked(nvrtc.nvrtcVersion()), checked(driver.cuDriverGetVersion()))
     key = hashlib.sha256(repr((source, tuple(options), versions)).encode()).hexdigest()
     path = folder / f"{key}.cubin"
     if path.exists():
@@ -142,20 +142,22 @@ def _cubin(source: str, options: Sequence[str], folder: Path, driver: Any) -> by
 
 
 def _compiled(source: str, options: Sequence[str], nvrtc: Any) -> bytes:
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"source.cu", 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"source.cu", 0, [], []))
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(result) != 0:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+        checked(nvrtc.nvrtcGetProgramLog(program, log))
         raise RuntimeError(f"NVRTC {result}: {log.decode()}")
-    cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
 
 
-def _checked(returned: tuple) -> Any:
+def checked(returned: tuple) -> Any:
     """What a driver or NVRTC call gives besides its status: nothing, one value or several."""
     status, *values = returned
+    if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
+        raise torch.OutOfMemoryError(f"CUDA: {status}")
     if int(status) != 0:
         raise RuntimeError(f"CUDA: {status}")
     return values[0] if len(values) == 1 else values

@@ -43,8 +43,8 @@ class Fit:
         if all(batch.num_samples == 1 for batch in batches):
             raise UserError(
                 f"learning from one sample of {largest} tokens takes more memory than there is:"
-                " set learn.recompute to layer or offload, or lower sample.max_tokens, adapter.rank,"
-                " learn.logprob_chunk_tokens or engine.kv_gb"
+                " set learn.recompute to layer or offload, or lower sample.max_tokens, adapter.rank or"
+                " learn.logprob_chunk_tokens"
             )
         before, self.micro_tokens = self.micro_tokens, max(min(self.micro_tokens, largest) // 2, 1)
         self._notice(

@@ -1,0 +1,43 @@
+"""What a step leaves behind on the GPU: nothing, however many there are. All samples are of one length."""
+
+import pytest
+import torch
+
+from engine.parts import engine_of
+from engine.test_hopper import NEVER, decoder_of, small_prompts
+from qerl import memory
+from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
+from qerl.learner import Learner
+from qerl.loop import learnable, marked, sampling_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("recompute", ["none", "offload"])
+def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
+    decoder, prompts_P = decoder_of(), small_prompts(*[64] * 8)
+    config = RunConfig(
+        num_prompts=8,
+        num_samples=4,
+        adapter=AdapterConfig(rank=16),
+        sample=SampleConfig(max_tokens=300),
+        learn=LearnConfig(recompute=recompute),
+    )
+    engine, learner = engine_of(decoder, stop_token_ids=NEVER), Learner(decoder, config)
+    device, peaks, left, free = decoder.device, [], [], []
+    for step in range(22):
+        memory.reset_peaks(device)
+        groups = engine.generate(prompts_P, num_samples=4, sampling=sampling_of(config), seed=0, step=step)
+        groups = [learnable(config, marked(config, group, [0.0, 1.0, 0.0, 1.0])) for group in groups]
+        assert memory.peak_bytes(device) > engine.num_bytes
+        learner.step(groups)
+        engine.publish(learner.version)
+        peaks.append(memory.peak_bytes(device))
+        left.append(torch.cuda.memory_allocated())
+        free.append(torch.cuda.mem_get_info()[0])
+    assert engine.num_bytes > 10e6
+    for values in (peaks, left, free):
+        assert len(set(values[2:])) == 1, values
