@@ -11,6 +11,8 @@ The modules' own weights, norms and noise are read: no copy of them is kept. The
 stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshed in place by `publish`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from qerl.model.norm import NoisedRMSNorm, RMSNorm
 from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
 
 MAX_ROWS = 256
+ONE_ORDER_ROWS = 32  # up to so many the packed products add in one order: tests/kernels/test_nvfp4_decode.py
 
 
 class HopperForward:
@@ -79,19 +82,30 @@ class HopperForward:
                 group.publish()
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
+        return self._run(state, num_rows, self._attention.attend)
+
+    def together(self, state: DecodeState, num_rows: int) -> Tensor:
+        return self._run(state, num_rows, self._attention.attend_together)
+
+    def _run(self, state: DecodeState, num_rows: int, attend: Callable[..., Tensor]) -> Tensor:
         decoder = self._decoder
         h_BD = self._shrink.embed(state.tokens_B[:num_rows], decoder.embed_tokens.weight)
         for index, layer in enumerate(self._layers):
-            h_BD = self._layer(index, layer, h_BD, state)
+            h_BD = self._layer(index, layer, h_BD, state, attend)
         return self._shrink.norm(h_BD, decoder.norm.weight, None, decoder.norm.eps)
 
-    def _layer(self, index: int, layer: "_LayerGroups", h_BD: Tensor, state: DecodeState) -> Tensor:
+    def _layer(
+        self,
+        index: int,
+        layer: "_LayerGroups",
+        h_BD: Tensor,
+        state: DecodeState,
+        attend: Callable[..., Tensor],
+    ) -> Tensor:
         module = layer.module
         x_BD, u = self._normed(h_BD, module.input_layernorm, layer.qkv)
         qkv_BX = layer.products.linear(x_BD, layer.qkv, u, None)
-        o_BX = self._attention.attend(
-            qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms
-        )
+        o_BX = attend(qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms)
         h_BD = layer.products.linear(o_BX, layer.o, self._shrunk(o_BX, layer.o), h_BD)
         x_BD, u = self._normed(h_BD, module.post_attention_layernorm, layer.gate_up)
         y_BF = layer.products.swiglu(x_BD, layer.gate_up, u)
