@@ -271,7 +271,10 @@ def test_a_long_context_is_right_and_an_empty_batch_gives_zeros(made, rng):
 def test_rows_of_one_sequence_together_are_the_rows_one_by_one(kv_dtype, has_norms, made, rng):
     N, K, H, T = 28, 4, 128, 300
     case = step((T,) * T, N, K, H, rng, kv_dtype=kv_dtype).moved("cuda")
-    norms = tuple(n.cuda() for n in random_norms(H, rng)[:2]) + (1e-6,) if has_norms else None
+    norms = None
+    if has_norms:
+        q_norm, k_norm, eps = random_norms(H, rng)
+        norms = q_norm.cuda(), k_norm.cuda(), eps
     state = case.state
     state.tables_BX[:] = state.tables_BX[0]
     state.positions_B[:] = torch.arange(T)

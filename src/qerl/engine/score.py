@@ -9,9 +9,9 @@ sampling recorded, if the weights and the noise are those of then: tests/parity/
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.engine.cache import Cache
@@ -75,33 +75,31 @@ def _scored(lot: _Lot, cache: Cache, replay: Replay, draw: Draw) -> Tensor:
         sources = [lot.prompts[s.prompt_index].pages[-1] for s in partial]
         cache.copy_pages(sources, [s.pages[place] for s, place in zip(partial, places, strict=True)])
     prompt_S = torch.tensor([s.prompt_index for s in seats], device=device)
-    first_S = _logprobs(draw, hidden_PD[prompt_S], [s.sample.tokens_T[0] for s in seats], replay.rows)
+    hidden_BD = _padded(hidden_PD[prompt_S], replay.rows).split(replay.rows)
+    first_S = _logprobs(draw, hidden_BD, [s.sample.tokens_T[0] for s in seats], replay.rows, device)
     lengths = torch.tensor([len(s.sample.tokens_T) for s in seats])
-    logprobs_T = torch.empty(int(lengths.sum()), device=device)
-    is_first_T = torch.zeros(len(logprobs_T), dtype=torch.bool)
+    is_first_T = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     is_first_T[lengths.cumsum(0) - lengths] = True
-    logprobs_T[is_first_T.nonzero()[:, 0].to(device)] = first_S
+    logprobs_T = torch.empty(len(is_first_T), device=device)
+    logprobs_T[is_first_T.to(device)] = first_S
     rest = [s for s in seats if len(s.sample.tokens_T) > 1]
     if rest:
         runs = [Run(s.sample.tokens_T[:-1], len(s.prompt.tokens_T), s.pages) for s in rest]
-        targets = [token for s in rest for token in s.sample.tokens_T[1:]]
-        parts = [
-            _logprobs(draw, hidden_BD, targets[i * replay.rows : (i + 1) * replay.rows], replay.rows)
-            for i, hidden_BD in enumerate(replay.chunks(runs))
-        ]
-        logprobs_T[(~is_first_T).nonzero()[:, 0].to(device)] = torch.cat(parts)
+        tokens = [token for s in rest for token in s.sample.tokens_T[1:]]
+        logprobs_T[~is_first_T.to(device)] = _logprobs(draw, replay.chunks(runs), tokens, replay.rows, device)
     return logprobs_T
 
 
-def _logprobs(draw: Draw, hidden_MD: Tensor, tokens: list[int], rows: int) -> Tensor:
-    """Of tokens after the first hidden states, `rows` at a time; rows beyond the tokens mean nothing."""
-    parts, device = [], hidden_MD.device
-    for start in range(0, len(tokens), rows):
-        some_B = torch.tensor(tokens[start : start + rows], device=device)
-        hidden_BD = hidden_MD[start : start + rows]
-        some_B, hidden_BD = (
-            F.pad(some_B, (0, rows - len(some_B))),
-            F.pad(hidden_BD, (0, 0, 0, rows - len(hidden_BD))),
-        )
-        parts.append(draw.score(hidden_BD, some_B)[: len(tokens) - start])
-    return torch.cat(parts)
+def _logprobs(
+    draw: Draw, hidden: Iterable[Tensor], tokens: list[int], rows: int, device: torch.device
+) -> Tensor:
+    """Of the token after each hidden state, which come [rows, D] at a time, the last ones padded."""
+    parts, tokens_CB = [], _padded(torch.tensor(tokens), rows).to(device).view(-1, rows)
+    for hidden_BD in hidden:
+        parts.append(draw.score(hidden_BD, tokens_CB[len(parts)]))
+    return torch.cat(parts)[: len(tokens)]
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """With zeros behind, so that its rows are a multiple."""
+    return torch.cat((x, x.new_zeros(-len(x) % rows, *x.shape[1:])))
