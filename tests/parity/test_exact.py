@@ -103,12 +103,13 @@ def test_pauses_and_scores_in_many_lots_change_no_bit():
 
 @pytest.mark.parametrize("broken", ["rows", "attention", "prefill"])
 def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
-    decoder = policy()
+    """Of the rows in fp32: on this project's CPUs bf16's products are the same at every number of rows."""
+    decoder = policy(torch.float32 if broken == "rows" else torch.bfloat16)
     if broken == "rows":
         monkeypatch.setattr(Runners, "_exact_rows", lambda self: (1, 6))
     elif broken == "attention":
         monkeypatch.setattr("qerl.engine.runners.chunked_decode", paged_decode)
-    engine = engine_of(decoder, exact=True, max_running=6)
+    engine = engine_of(decoder, exact=True, max_running=6 if broken == "rows" else 20)
     if broken == "prefill":
         with monkeypatch.context() as wide:
             wide.setattr(Runners, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))

@@ -12,9 +12,11 @@ from learner.tiny import run_config
 from qerl.config import SampleConfig
 from qerl.engine.hopper import HopperForward
 from qerl.engine.prefill import Prefill, Run
+from qerl.engine.product import PackedProducts
 from qerl.engine.runners import Runners
 from qerl.learner import Learner
 from qerl.model.noise import noised
+from qerl.model.synthetic import SHAPES
 from qerl.types import Sampling
 
 __all__ = ["pytestmark"]
@@ -62,6 +64,23 @@ def test_scores_are_what_was_recorded_to_the_bit(name, max_running):
     assert gap(engine, groups[3:]) == 0
 
 
+WIDE = replace(SHAPES["qwen2.5-7b"], num_layers=2, vocab_size=1024)
+
+
+@pytest.mark.parametrize(("format", "max_running"), [("nvfp4", 64), ("nvfp4", 200), ("bf16", 64)])
+def test_a_models_widths_split_their_sums_and_change_no_bit(format, max_running):
+    engine = engine_of(
+        decoder_of(format, architecture=WIDE), exact=True, max_running=max_running, stop_token_ids=NEVER
+    )
+    assert gap(engine, groups_of(engine, 24)) == 0
+
+
+def test_more_rows_at_once_would_change_bits(monkeypatch):
+    monkeypatch.setattr("qerl.engine.runners.SlicedProducts", PackedProducts)
+    engine = engine_of(decoder_of(architecture=WIDE), exact=True, max_running=64, stop_token_ids=NEVER)
+    assert gap(engine, groups_of(engine, 24)) > 0
+
+
 @pytest.mark.parametrize("settings", [{"kv": "fp8"}, {"kv_gb": 2e-3}, {"burst_steps": 1}], ids=str)
 def test_whatever_the_cache_and_the_bursts(settings):
     engine = engine_of(decoder_of(), exact=True, max_running=48, stop_token_ids=NEVER, **settings)
@@ -70,11 +89,9 @@ def test_whatever_the_cache_and_the_bursts(settings):
     assert gap(engine, groups) == 0
 
 
-@pytest.mark.parametrize("broken", ["rows", "prefill", "race"])
+@pytest.mark.parametrize("broken", ["prefill", "race"])
 def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     decoder = decoder_of()
-    if broken == "rows":
-        monkeypatch.setattr(Runners, "_exact_rows", lambda runners: (1, 112))
     if broken == "race":
         monkeypatch.setattr(HopperForward, "together", HopperForward.__call__)
     engine = engine_of(decoder, exact=True, max_running=100, stop_token_ids=NEVER)

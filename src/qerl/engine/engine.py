@@ -5,8 +5,9 @@
     prefill.py     prompts -> keys, values, hidden states   budget.py     how much memory they may take
     replay.py      known tokens by decode's own forward     score.py      exact logprobs of samples, by that
     runner.py      bursts of decode steps, CUDA graphs      runners.py    which forward and draw a call gets
-    forward.py     one step's forward; hopper.py: fast      draw.py       hidden states -> tokens
-    sampling.py    logits -> token and its logprob          text.py       tokens -> text, stop strings
+    forward.py     one step's forward; hopper.py: fast      sliced.py     products whose bits are a row's own
+    draw.py        hidden states -> tokens                  sampling.py   logits -> token and its logprob
+    text.py        tokens -> text, stop strings
 
 It holds no weights. Noise is whatever the decoder's norms hold during a call.
 """

@@ -12,6 +12,7 @@ stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshe
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,15 +30,22 @@ from qerl.model.norm import NoisedRMSNorm, RMSNorm
 from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
 
 MAX_ROWS = 256
-ONE_ORDER_ROWS = 32  # up to so many the packed products add in one order: tests/kernels/test_nvfp4_decode.py
 
 
 class HopperForward:
-    def __init__(self, decoder: Decoder, cache: Cache, max_rows: int, max_pages: int):
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        max_rows: int,
+        max_pages: int,
+        products: Callable[[torch.device, Path], Products] = PackedProducts,
+    ):
+        """products: what multiplies the linears that are packed."""
         a, device, folder = decoder.architecture, decoder.device, cache_folder()
         self._decoder, self._cache = decoder, cache
         self._shrink = Shrink(device, folder)
-        packed = PackedProducts(device, folder)
+        packed = products(device, folder)
         self._layers = [_LayerGroups(layer, packed) for layer in decoder.layers if isinstance(layer, Layer)]
         positions_T = torch.arange(max_pages * cache.page_tokens, device=device)
         self._angles = _angles(decoder, positions_T)
@@ -123,7 +131,7 @@ class HopperForward:
 class _LayerGroups:
     """A layer's linears as they are launched."""
 
-    def __init__(self, layer: Layer, packed: PackedProducts):
+    def __init__(self, layer: Layer, packed: Products):
         attention, mlp = layer.self_attn, layer.mlp
         self.module = layer
         self.qkv, self.o = Group(attention.qkv_projs), Group((attention.o_proj,))

@@ -17,9 +17,10 @@ from qerl.config import EngineConfig
 from qerl.engine.cache import Cache
 from qerl.engine.draw import Draw, FusedDraw, HeadDraw, PlainDraw
 from qerl.engine.forward import Forward, PlainForward
-from qerl.engine.hopper import MAX_ROWS, ONE_ORDER_ROWS, HopperForward
+from qerl.engine.hopper import MAX_ROWS, HopperForward
 from qerl.engine.replay import Replay
 from qerl.engine.runner import Runner, bucket_of
+from qerl.engine.sliced import ONE_ORDER_ROWS, SlicedProducts
 from qerl.formats import FP8
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.head_sample import BF16Head, FP8Head, Head, NVFP4Head, head_sampler
@@ -104,16 +105,17 @@ class Runners:
         )
 
     def _make_forward(self):
-        if self._is_fast:
-            return HopperForward
-        return functools.partial(PlainForward, decode=chunked_decode) if self._config.exact else PlainForward
+        if self._config.exact:
+            by_torch = functools.partial(PlainForward, decode=chunked_decode)
+            return functools.partial(HopperForward, products=SlicedProducts) if self._is_fast else by_torch
+        return HopperForward if self._is_fast else PlainForward
 
     def _exact_rows(self) -> tuple[int, int]:
-        """(fewest of a step, those of a replay). torch's products on a CPU give the last rows other bits
-        where their number is no multiple of 16."""
+        """(fewest of a step, those of a replay). The packed kernels take any number; torch's products give a
+        row other bits at other numbers, and on a CPU in other places too, unless 16 divides the number."""
         is_packed = all(isinstance(linear.weight, Tiled) for _, linear in self._decoder.linears())
-        if self._is_fast and is_packed and self.max_rows <= ONE_ORDER_ROWS and _kernel_head(self._decoder):
-            return 1, ONE_ORDER_ROWS
+        if self._is_fast and is_packed and _kernel_head(self._decoder) is not None:
+            return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
 
