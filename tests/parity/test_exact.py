@@ -13,14 +13,14 @@ import torch
 
 from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
 from learner.tiny import run_config
-from model.tiny import tiny
+from model.tiny import oracle, ported, tiny
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.engine.cache import page_bytes
 from qerl.engine.prefill import Prefill, Run
 from qerl.engine.replay import Replay
 from qerl.engine.runners import Runners
 from qerl.errors import UserError
-from qerl.kernels.attention import paged_decode
+from qerl.formats import FORMATS
 from qerl.learner import Learner
 from qerl.model.adapter import adapter_tensors, add_adapter, publish
 from qerl.model.noise import noised
@@ -101,14 +101,12 @@ def test_pauses_and_scores_in_many_lots_change_no_bit():
     assert gap(tight, groups) == 0
 
 
-@pytest.mark.parametrize("broken", ["rows", "attention", "prefill"])
+@pytest.mark.parametrize("broken", ["rows", "prefill"])
 def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     """Of the rows in fp32: on this project's CPUs bf16's products are the same at every number of rows."""
     decoder = policy(torch.float32 if broken == "rows" else torch.bfloat16)
     if broken == "rows":
         monkeypatch.setattr(Runners, "_exact_rows", lambda self: (1, 6))
-    elif broken == "attention":
-        monkeypatch.setattr("qerl.engine.runners.chunked_decode", paged_decode)
     engine = engine_of(decoder, exact=True, max_running=6 if broken == "rows" else 20)
     if broken == "prefill":
         with monkeypatch.context() as wide:
@@ -166,6 +164,23 @@ def test_the_learners_logprobs_are_the_engines_to_the_bit(compute, learn):
     assert metrics["mismatch_max"] == metrics["mismatch_abs"] == metrics["mismatch_kl"] == 0
     assert metrics["importance_weight_mean"] == 1 and metrics["own_mismatch_max"] > 0
     assert (metrics["ratio_mean"] == 1) == (not learn.get("updates_per_step"))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "fp8", "int8", "full"])
+def test_every_format_and_full_fine_tuning_are_exact(format):
+    adapter = AdapterConfig(rank=4, kind="full" if format == "full" else "lora")
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
+    weight_format = FORMATS["bf16" if format == "full" else format]
+    decoder = ported(oracle(**shape), compute=torch.bfloat16, weight_format=weight_format)
+    add_adapter(decoder, adapter, seed=1)
+    engine = engine_of(decoder, exact=True, max_running=16)
+    sample = SampleConfig(max_tokens=40, temperature=0.7)
+    config = replace(run_config(), adapter=adapter, sample=sample)
+    learner = Learner(decoder, config, score=partial(engine.score, sampling=SAMPLING))
+    for _ in range(2):
+        metrics = learner.step(taught(groups_of(engine)))
+        assert metrics["mismatch_max"] == 0 < metrics["own_mismatch_max"]
+        engine.publish(learner.version)
 
 
 def test_the_gradient_is_that_of_the_learners_own_kernels():

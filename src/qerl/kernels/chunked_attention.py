@@ -4,9 +4,9 @@
     p = exp(s - m'), sum = sum * exp(m - m') + sum p, o = o * exp(m - m') + p v; m = m'     at last o / sum
 
 A chunk beyond a row's length adds nothing and scales by one, so neither the table's width nor the other rows'
-lengths change a row's bits, as they do where all positions are one product (`attention.paged_decode`, which
-is faster). Its place changes none either if the number of rows is a multiple of 16:
-tests/kernels/test_chunked_attention.py. fp32 inside; p is rounded to the operands' dtype for its product.
+lengths decide its bits, nor are they a dimension of a product, as in `attention.paged_decode`, which is
+faster. Its place decides none either if 16 divides the number of rows (tests/kernels/
+test_chunked_attention.py). fp32 inside; p is rounded to the operands' dtype for its product.
 """
 
 import torch
