@@ -170,3 +170,14 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
     assert "Traceback" not in done.stderr
     assert "step-000001" in [path.name for path in (out / "checkpoints").iterdir()]
     finish(files, out, "--checkpoint.every", "1")
+
+
+def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(files, tmp_path):
+    exact = ("--engine.exact", "--engine.max-running", "16")
+    finish(files, tmp_path / "both", *exact, "--noise.noise-in", "both")
+    finish(files, tmp_path / "sampler", *exact)
+    both, sampler = metrics(tmp_path / "both"), metrics(tmp_path / "sampler")
+    for step in both:
+        assert step["mismatch_max"] == 0 < step["own_mismatch_max"] and step["ratio_mean"] == 1
+    assert [step["mismatch_max"] > 0 for step in sampler] == [step["sigma"] > 0 for step in sampler]
+    assert {step["sigma"] > 0 for step in sampler} == {True, False}

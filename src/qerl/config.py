@@ -170,9 +170,9 @@ class EngineConfig:
     burst_steps: int | None = None
     """Decode steps between two looks of the host at what was drawn. None: 16 on a GPU, 1 on a CPU."""
 
-    fixed_rows: bool = False
-    """Decode every batch as max_running rows: a sample's bits then depend on no other sample. Without it the
-    sums of a packed linear are taken in another order above 32 rows, and above 64."""
+    exact: bool = False
+    """Compute prompts, samples and the learner's logprobs by one forward of max_running rows, however few
+    run, whose bits depend on no other row: the two policies then differ by nothing but noise."""
 
     def __post_init__(self):
         for name in ("page_tokens", "kv_gb", "max_running", "prefill_tokens", "burst_steps"):
@@ -376,6 +376,8 @@ class RunConfig:
             _require(value > 0, f"{name} must be positive, got {value}")
         group = self.num_samples
         _require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
+        cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
+        _require(not (self.engine.exact and cuts), f"engine.exact needs every token: unset {', '.join(cuts)}")
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         _require(
             noise.schedule == "none" or noise.num_stages <= self.num_steps,

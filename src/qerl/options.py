@@ -243,6 +243,9 @@ class BenchStepOptions:
     head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """What the LM head is held in."""
 
+    exact: bool = False
+    """As engine.exact."""
+
     lora_rank: int = 32
     """The adapter's rank."""
 
@@ -299,6 +302,9 @@ class BenchParityOptions:
 
     entropies: tuple[float, ...] = (2.0,)
     """Mean entropy of a token, in nats, that the random head is scaled for."""
+
+    exacts: tuple[bool, ...] = (False, True)
+    """Without and with engine.exact."""
 
     batch: int = 8
     """Prompts, with one sample each."""

@@ -12,6 +12,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class _Session:
     def __init__(self, config: RunConfig, folder: Path, journal: Journal, pool: RewardPool, stop: Stop):
         self.config, self.folder, self.journal, self.pool, self.stop = config, folder, journal, pool, stop
         self.decoder, self.engine, self.task = policy_of(config)
-        self.learner = Learner(self.decoder, config, notice=journal.notice)
+        score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
+        self.learner = Learner(self.decoder, config, notice=journal.notice, score=score)
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         self.evaluations = _read_json(folder / "evaluations.json")
 

@@ -25,15 +25,23 @@ OPTIONS = BenchParityOptions(
 
 def test_each_case_is_a_row(tmp_path):
     rows = rows_of(tmp_path, lambda rows: parity.measure(OPTIONS, SHAPE, CPU, rows))
-    assert len(rows) == 8 and not any("error" in r for r in rows)
-    assert all(r["sampled_tokens"] == 72 for r in rows)
-    assert all(0 < r["abs_diff"] <= r["max_diff"] and r["kl"] > 0 and not r["exact"] for r in rows)
+    assert len(rows) == 16 and not any("error" in r for r in rows)
+    assert all(r["sampled_tokens"] == 72 and r["rollout_tok_per_s"] > 0 and r["read_s"] > 0 for r in rows)
+    plain, exact = ([r for r in rows if r["exact_mode"] == mode] for mode in (False, True))
+    assert all(0 < r["abs_diff"] <= r["max_diff"] and r["kl"] > 0 and not r["exact"] for r in plain)
+    assert all(r["abs_diff"] == r["max_diff"] == r["kl"] == 0 and r["exact"] is True for r in exact)
+    assert len(plain) == len(exact)
     assert all(r["entropy"] == pytest.approx(r["target_entropy"], abs=0.6) for r in rows)
 
 
 def test_a_cache_in_fp8_is_further_off(tmp_path):
     options = dataclasses.replace(
-        OPTIONS, kvs=("bf16", "fp8"), heads=("bf16",), entropies=(2.0,), providers=("qerl-bf16",)
+        OPTIONS,
+        kvs=("bf16", "fp8"),
+        heads=("bf16",),
+        entropies=(2.0,),
+        providers=("qerl-bf16",),
+        exacts=(False,),
     )
     plain, packed = rows_of(tmp_path, lambda rows: parity.measure(options, SHAPE, CPU, rows))
     assert (plain["kv"], packed["kv"]) == ("bf16", "fp8")
@@ -49,6 +57,7 @@ def test_in_fp32_the_difference_is_rounding():
         kv="bf16",
         head="bf16",
         target_entropy=2.0,
+        exact_mode=False,
         batch=3,
         prompt_tokens=5,
         max_tokens=20,

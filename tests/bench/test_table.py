@@ -86,8 +86,8 @@ TAKEN = {"step_s": 3.214, "rollout_s": 2.5, "learn_s": 0.7, "peak_gb": 15.04}
 
 def test_a_step_is_a_line_and_one_that_failed_says_why():
     text = markdown([step(**TAKEN), step(batch=64, error="OutOfMemoryError: CUDA out of memory.")])
-    assert "| qwen2.5-7b | qerl-nvfp4 | 8 x 1,024 | none | bf16 | 3.21 | 2.50 | 0.70 | 15.0 |" in text
-    assert "| qwen2.5-7b | qerl-nvfp4 | 64 x 1,024 | none | bf16 |  |  |  | OutOfMemoryError |" in text
+    assert "| qwen2.5-7b | qerl-nvfp4 | 8 x 1,024 | none | bf16 |  | 3.21 | 2.50 | 0.70 | 15.0 |" in text
+    assert "| qwen2.5-7b | qerl-nvfp4 | 64 x 1,024 | none | bf16 |  |  |  |  | OutOfMemoryError |" in text
 
 
 def test_memory_is_shown_step_by_step():
@@ -111,9 +111,13 @@ def test_parity_is_a_line():
     row |= {"head": "bf16", "target_entropy": 2.0, "batch": 8, "prompt_tokens": 256, "max_tokens": 1024}
     figures = {"abs_diff": 0.00712, "kl": 8.4e-5, "max_diff": 0.31, "entropy": 2.12, "exact": False}
     text = markdown([row | figures | ORIGIN])
-    assert "| fp8 | bf16 | 8 x 1,024 | 2.12 | 7.12e-03 | 8.4e-05 | 0.31 |" in text
+    assert "| fp8 | bf16 | 8 x 1,024 |  | 2.12 | 7.12e-03 | 8.4e-05 | 0.31 |" in text
+    exact = row | figures | {"abs_diff": 0.0, "kl": 0.0, "max_diff": 0.0, "exact": True, "exact_mode": True}
+    text = markdown([row | figures | ORIGIN, exact | ORIGIN])
+    assert "| 8 x 1,024 | yes | 2.12 | 0.00e+00 | 0.0e+00 | 0 |" in text and "| 7.12e-03 |" in text
 
 
 def test_settings_make_cases_of_their_own():
     rows = [step(**TAKEN), step(cap_gb=80, **TAKEN), step(recompute="layer", **TAKEN), step(**TAKEN)]
     assert len(latest(rows)) == 3
+    assert len(latest([step(**TAKEN), step(exact_mode=False, **TAKEN), step(exact_mode=True, **TAKEN)])) == 2

@@ -85,8 +85,8 @@ def test_the_noise_in_the_norms_is_the_sampling_policys(decoder, plain):
         {"burst_steps": 2},
         {"burst_steps": 5, "max_running": 4},
         {"burst_steps": 16, "page_tokens": 4, "max_running": 3},
-        {"fixed_rows": True, "burst_steps": 3, "max_running": 6},
-        {"fixed_rows": True},
+        {"exact": True, "burst_steps": 3, "max_running": 6},
+        {"exact": True},
     ],
     ids=str,
 )

@@ -199,7 +199,6 @@ def _fill(state: DecodeState, rows: int) -> None:
         {"max_running": 3, "burst_steps": 7},
         {"page_tokens": 32},
         {"prefill_tokens": 50},
-        {"fixed_rows": True, "max_running": 32},
     ],
     ids=str,
 )
@@ -216,9 +215,9 @@ def test_a_sample_does_not_depend_on_the_engines_settings(decoder, settings):
     assert len({len(s.tokens_T) for s in plain}) > 4
 
 
-def test_with_fixed_rows_a_sample_does_not_depend_on_its_batch(decoder):
-    engine = engine_of(decoder, fixed_rows=True, max_running=80, stop_token_ids=NEVER, prefill_tokens=16)
-    prompts_P = small_prompts(*[16] * 70)
+def test_in_exact_mode_a_sample_does_not_depend_on_its_batch(decoder):
+    engine = engine_of(decoder, exact=True, max_running=80, stop_token_ids=NEVER)
+    prompts_P = small_prompts(*range(3, 73))
     together = drawn(engine, prompts_P, num_samples=1, max_tokens=20)
     alone = [drawn(engine, [p], num_samples=1, max_tokens=20)[0] for p in prompts_P[::9]]
     assert alone == together[::9]

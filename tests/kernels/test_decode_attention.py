@@ -263,3 +263,41 @@ def test_a_long_context_is_right_and_an_empty_batch_gives_zeros(made, rng):
     case = case.moved("cuda")
     case.state.positions_B.fill_(-1)
     assert not kernel.attend(case.qkv, case.angles, case.cache, case.state).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rows_of_one_sequence_together_are_the_rows_one_by_one(kv_dtype, has_norms, made, rng):
+    N, K, H, T = 28, 4, 128, 300
+    case = step((T,) * T, N, K, H, rng, kv_dtype=kv_dtype).moved("cuda")
+    norms = None
+    if has_norms:
+        q_norm, k_norm, eps = random_norms(H, rng)
+        norms = q_norm.cuda(), k_norm.cuda(), eps
+    state = case.state
+    state.tables_BX[:] = state.tables_BX[0]
+    state.positions_B[:] = torch.arange(T)
+    kernel = made(N, K, H, kv_dtype=kv_dtype, rows=128)
+    one, together = case.copy(), case.copy()
+    expected = []
+    for t in range(T):
+        row = dataclasses.replace(
+            state, positions_B=state.positions_B[t : t + 1], tables_BX=state.tables_BX[t : t + 1]
+        )
+        expected.append(kernel.attend(one.qkv[t : t + 1], one.angles, one.cache, row, norms=norms))
+    got = [
+        kernel.attend_together(
+            case.qkv[start : start + 128],
+            case.angles,
+            together.cache,
+            dataclasses.replace(
+                state, positions_B=state.positions_B[start:], tables_BX=state.tables_BX[start:]
+            ),
+            norms=norms,
+        )
+        for start in range(0, T, 128)
+    ]
+    assert torch.equal(torch.cat(got), torch.cat(expected))
+    for a, b in zip(dataclasses.astuple(one.cache), dataclasses.astuple(together.cache), strict=True):
+        assert a is None or torch.equal(bits(a), bits(b))

@@ -372,3 +372,31 @@ def test_the_portable_step_moves_the_state_on_as_the_other(portable, folder, rng
         assert torch.equal(first, second), name
     logprobs = [state.drawn_logprobs_WB for state in states]
     assert torch.allclose(*logprobs, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("M", [1, 8, 33, 128, 256])
+def test_the_score_of_a_drawn_token_is_its_logprob_to_the_bit(name, M, folder, rng):
+    V, D = 9024, 3584
+    head, _ = make_head(name, V, D, rng)
+    hidden, keys, positions = rows(M, D, rng)
+    kernel = op.HeadSample(head, 300, hidden.device, cache_folder=folder)
+    tokens, logprobs = kernel.draw(hidden, keys, positions, heat(0.7))
+    assert torch.equal(kernel.score(hidden, tokens.long(), heat(0.7)), logprobs)
+    others = torch.randint(0, V, (M,), generator=rng).cuda()
+    truth = (kernel.logits(hidden).double() / 0.7).log_softmax(1).gather(1, others[:, None])[:, 0]
+    assert (kernel.score(hidden, others, heat(0.7)) - truth).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_the_portable_score_of_a_drawn_token_is_its_logprob_to_the_bit(name, portable, rng):
+    head, _ = make_head(name, 2064, 384, rng)
+    hidden, keys, positions = rows(65, 384, rng)
+    kernel = portable(head, 300, hidden.device)
+    tokens, logprobs = kernel.draw(hidden, keys, positions, heat(0.7))
+    assert torch.equal(kernel.score(hidden, tokens.long(), heat(0.7)), logprobs)
+    others = torch.randint(0, 2064, (65,), generator=rng).cuda()
+    truth = (kernel.logits(hidden).double() / 0.7).log_softmax(1).gather(1, others[:, None])[:, 0]
+    assert (kernel.score(hidden, others, heat(0.7)) - truth).abs().max() < 1e-4

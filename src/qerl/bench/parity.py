@@ -3,6 +3,9 @@
     d_t       learner_t - engine_t             of every sampled token, noise off, no update between
     abs_diff  mean |d|       max_diff  max |d|       kl  mean(exp(d) - 1 - d), k3 of KL(engine || learner)
     entropy   the learner's mean over the tokens, in nats
+    exact     whether every d_t is 0; exact_mode: whether engine.exact is on
+    rollout_tok_per_s, read_s    of a second run: sampling, and the learner's pass over all samples (with
+              exact_mode it has the engine score them too); `qerl bench step --exact` has whole steps
 
 A random head gives distributions that are all but flat, which a model's are not, and differences grow with
 the logits: the head's rows are drawn for a mean entropy. Logits are then normal, of a deviation s, since the
@@ -12,6 +15,7 @@ W ~ N(0, s^2 / D). The learner reads through its own step: samples without an ad
 
 import dataclasses
 import math
+import time
 from functools import partial
 from itertools import product
 from typing import Any
@@ -48,6 +52,7 @@ class Case:
     kv: str
     head: str
     target_entropy: float
+    exact_mode: bool
     batch: int
     prompt_tokens: int
     max_tokens: int
@@ -66,8 +71,10 @@ def measure(
         check_head(head, architecture.vocab_size, architecture.width)
     for provider in options.providers:
         decoder, error = random_policy(architecture, provider, options.lora_rank, device)
-        for entropy, head, kv in product(options.entropies, options.heads, options.kvs):
-            case = case_of(Case, options, provider=provider, kv=kv, head=head, target_entropy=entropy)
+        varied = product(options.entropies, options.heads, options.kvs, options.exacts)
+        for entropy, head, kv, exact in varied:
+            own = {"kv": kv, "head": head, "target_entropy": entropy, "exact_mode": exact}
+            case = case_of(Case, options, provider=provider, **own)
             figures = None
             if decoder is not None:
                 figures, error = attempt(partial(measured, case, decoder), device)
@@ -86,14 +93,26 @@ def measured(case: Case, decoder: Decoder) -> dict[str, Any]:
     tokenizer: Any = Wordless(vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     prompts_P = random_prompts(case.batch, case.prompt_tokens, vocab_size)
-    groups = engine.generate(prompts_P, num_samples=1, sampling=sampling_of(config), seed=0, step=0)
-    metrics = Learner(decoder, config).step([_untaught(group) for group in groups])
+    sampling = sampling_of(config)
+    score = partial(engine.score, sampling=sampling) if case.exact_mode else None
+    learner = Learner(decoder, config, score=score)
+
+    def run() -> tuple[list[Group], dict[str, float], float]:
+        groups = engine.generate(prompts_P, num_samples=1, sampling=sampling, seed=0, step=0)
+        start_s = time.perf_counter()
+        metrics = learner.step([_untaught(group) for group in groups])
+        return groups, metrics, time.perf_counter() - start_s
+
+    run()  # records graphs and compiles
+    groups, metrics, read_s = run()
     return {
         "abs_diff": metrics["mismatch_abs"],
         "kl": metrics["mismatch_kl"],
         "max_diff": metrics["mismatch_max"],
         "entropy": round(metrics["entropy"], 4),
         "exact": metrics["mismatch_max"] == 0,
+        "rollout_tok_per_s": round(engine.stats.tokens_per_s, 1),
+        "read_s": round(read_s, 4),
         "sampled_tokens": sum(len(s.tokens_T) for group in groups for s in group.samples_G),
     }
 
@@ -131,5 +150,7 @@ def config_of(case: Case) -> RunConfig:
         num_samples=2,  # of which one is there: nothing is learned from it
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.max_tokens),
-        engine=EngineConfig(max_running=case.batch, kv="fp8" if case.kv == "fp8" else "compute"),
+        engine=EngineConfig(
+            max_running=case.batch, kv="fp8" if case.kv == "fp8" else "compute", exact=case.exact_mode
+        ),
     )

@@ -52,6 +52,7 @@ class Case:
     kv: str
     kv_gb: float | None
     head: str
+    exact_mode: bool
     cap_gb: float | None
 
 
@@ -110,7 +111,8 @@ def measured(case: Case, decoder: Decoder, steps: int) -> dict[str, Any]:
     config = config_of(case)
     tokenizer: Any = Wordless(decoder.architecture.vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
-    learner = Learner(decoder, config, notice=meter.say)
+    score = partial(engine.score, sampling=sampling_of(config)) if case.exact_mode else None
+    learner = Learner(decoder, config, notice=meter.say, score=score)
     prompts_P = random_prompts(config.num_prompts, case.prompt_tokens, decoder.architecture.vocab_size)
     each = []
     for step in range(1 + steps):
@@ -169,7 +171,10 @@ def config_of(case: Case) -> RunConfig:
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.max_tokens),
         engine=EngineConfig(
-            max_running=case.batch, kv="fp8" if case.kv == "fp8" else "compute", kv_gb=case.kv_gb
+            max_running=case.batch,
+            kv="fp8" if case.kv == "fp8" else "compute",
+            kv_gb=case.kv_gb,
+            exact=case.exact_mode,
         ),
         learn=LearnConfig(
             recompute=case.recompute,  # type: ignore[arg-type]
@@ -181,4 +186,5 @@ def config_of(case: Case) -> RunConfig:
 
 def cases(bench: str, options: BenchStepOptions, provider: str) -> Iterator[Case]:
     for batch in options.batches:
-        yield case_of(Case, options, bench=bench, provider=provider, batch=batch)
+        own = {"provider": provider, "batch": batch, "exact_mode": options.exact}
+        yield case_of(Case, options, bench=bench, **own)

@@ -12,7 +12,7 @@ Columns = dict[str, Callable[[Row], str]]
 
 _KEY = ("bench", "gpu", "shape", "provider", "lora_rank", "kv", "head", "group_size", "noise_sigma", "batch")
 _KEY += ("prompt_tokens", "max_tokens", "recompute", "tokens", "sequence_tokens", "micro_tokens")
-_KEY += ("optimizer", "kv_gb", "cap_gb", "target_entropy")
+_KEY += ("optimizer", "kv_gb", "cap_gb", "target_entropy", "exact_mode")
 _FAMILIES = {"8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper"}
 _NEWER = {"10": "Blackwell", "12": "Blackwell"}
 _ALL_FAMILIES = ("Hopper", "Ampere", "Ada", "Blackwell")
@@ -44,7 +44,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """One row of each case, in the order in which the cases first came."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        found[tuple(row.get(name) for name in _KEY)] = row
+        found[tuple(row.get(name) or None for name in _KEY)] = row  # what is off may have no field yet
     return list(found.values())
 
 
@@ -142,6 +142,7 @@ def parity_table(rows: list[Row]) -> str:
         "KV": lambda row: row["kv"],
         "head": lambda row: row["head"],
         "samples": lambda row: f"{row['batch']} x {row['max_tokens']:,}",
+        "exact mode": lambda row: "yes" if row.get("exact_mode") else "",
         "entropy": lambda row: f"{row['entropy']:.2f}",
         "mean difference": lambda row: f"{row['abs_diff']:.2e}",
         "KL (k3)": lambda row: f"{row['kl']:.1e}",
@@ -156,6 +157,7 @@ _STEP: Columns = {
     "samples": lambda row: f"{row['batch']} x {row['max_tokens']:,}",
     "recompute": lambda row: row["recompute"],
     "KV": lambda row: row["kv"],
+    "exact mode": lambda row: "yes" if row.get("exact_mode") else "",
     "step s": lambda row: f"{row['step_s']:.2f}",
     "rollout s": lambda row: f"{row['rollout_s']:.2f}",
     "learn s": lambda row: f"{row['learn_s']:.2f}",

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qerl.engine.sampling import sample
+from qerl.engine.sampling import sample, score
 from qerl.kernels.decode_state import DecodeState
 from qerl.model.decoder import Decoder
 from qerl.seeds import last_round, mix, rounds
@@ -36,6 +36,10 @@ class Draw(Protocol):
         """Draws for the first B rows and moves them on; see kernels/decode_state.py."""
         ...
 
+    def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
+        """logprobs_M of these tokens, int64: the bits that a draw of them from as many rows gives."""
+        ...
+
 
 class HeadDraw(Protocol):
     """What kernels/head_sample.py makes for a device."""
@@ -47,6 +51,8 @@ class HeadDraw(Protocol):
     def step(
         self, hidden_MD: Tensor, state: DecodeState, stop_tokens: Tensor, temperature: Tensor
     ) -> None: ...
+
+    def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor: ...
 
 
 class PlainDraw:
@@ -66,6 +72,9 @@ class PlainDraw:
         drawn = self.first(hidden_BD, state.keys_B[:B], state.positions_B[:B])
         move_on(state, *drawn, self._stop_tokens)
 
+    def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
+        return score(self._decoder.logits(hidden_MD), self._sampling, tokens_M)
+
 
 class FusedDraw:
     is_recordable = True
@@ -82,6 +91,9 @@ class FusedDraw:
 
     def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
         self._kernel.step(hidden_BD, state, self._stop_tokens, self._temperature)
+
+    def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
+        return self._kernel.score(hidden_MD, tokens_M, self._temperature)
 
 
 def move_on(state: DecodeState, tokens_B: Tensor, logprobs_B: Tensor, stop_tokens: Tensor) -> None:

@@ -3,19 +3,23 @@
     scheduler.py   who runs, who waits, who is paused       pages.py      which page belongs to whom
     generation.py  one call: rearrange, decode, read        cache.py      the pages' memory
     prefill.py     prompts -> keys, values, hidden states   budget.py     how much memory they may take
+    replay.py      known tokens by decode's own forward     score.py      exact logprobs of samples, by that
     runner.py      bursts of decode steps, CUDA graphs      runners.py    which forward and draw a call gets
-    forward.py     one step's forward; hopper.py: fast      draw.py       hidden states -> tokens
-    sampling.py    logits -> token and its logprob          text.py       tokens -> text, stop strings
+    forward.py     one step's forward; hopper.py: fast      sliced.py     products whose bits are a row's own
+    draw.py        hidden states -> tokens                  sampling.py   logits -> token and its logprob
+    text.py        tokens -> text, stop strings
 
 It holds no weights. Noise is whatever the decoder's norms hold during a call.
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
@@ -26,6 +30,7 @@ from qerl.engine.pages import Pages
 from qerl.engine.prefill import Prefill
 from qerl.engine.runners import Runners
 from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, group_pages, num_pages, own_pages
+from qerl.engine.score import score
 from qerl.engine.text import Text
 from qerl.errors import UserError
 from qerl.model.adapter import publish
@@ -95,13 +100,25 @@ class Engine:
         with self._present_cache(groups, prompts_P) as cache:
             generation = self._generation(cache, groups, prompts_P, text, sampling, seed, step)
             self.stats = generation.stats
-            try:
-                generation.run()
-            except BaseException:
-                self._drop_cache()  # it may hold NaNs
-                raise
+            generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
         return [self._finished(prompts_P[group.index], group, text) for group in groups]
+
+    @torch.no_grad()
+    def score(self, groups: list[Group], *, sampling: Sampling) -> Tensor:
+        """fp32 [tokens], group by group: each sampled token's logprob under the weights and the noise as they
+        now are. Bit for bit what `generate` recorded, if it was under the same: for engine.exact alone."""
+        assert self._config.exact and any(group.samples_G for group in groups)
+        groups = [group for group in groups if group.samples_G]
+        prompts_P, live = [group.prompt for group in groups], []
+        for index, group in enumerate(groups):
+            longest = max(len(sample.tokens_T) for sample in group.samples_G)
+            each = dataclasses.replace(sampling, max_tokens=longest)
+            live.append(self._group(index, group.prompt, len(group.samples_G), each))
+        with self._present_cache(live, prompts_P) as cache:
+            runner = self._runners.of(cache, sampling, self._most_pages(live))
+            self._runners.publish()
+            return score(groups, cache, self._runners.replay(), runner.draw)
 
     def _group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
         prompt_tokens, max_positions = len(prompt.tokens_T), self._decoder.architecture.max_positions
@@ -126,8 +143,7 @@ class Engine:
         step: int,
     ) -> Generation:
         config = self._config
-        longest = max(group.prompt_tokens + group.max_tokens for group in groups)
-        runner = self._runners.of(cache, sampling, num_pages(longest, config.page_tokens))
+        runner = self._runners.of(cache, sampling, self._most_pages(groups))
         return Generation(
             cache,
             Scheduler(
@@ -136,7 +152,7 @@ class Engine:
                 page_tokens=config.page_tokens,
                 max_running=self._runners.max_rows,
             ),
-            Prefill(self._decoder, cache, config.prefill_tokens),
+            self._runners.replay() if config.exact else Prefill(self._decoder, cache, config.prefill_tokens),
             runner,
             prompts_P,
             text,
@@ -145,6 +161,11 @@ class Engine:
             seed=seed,
             step=step,
         )
+
+    def _most_pages(self, groups: list[LiveGroup]) -> int:
+        """Of a prompt and its longest sample."""
+        longest = max(group.prompt_tokens + group.max_tokens for group in groups)
+        return num_pages(longest, self._config.page_tokens)
 
     @contextlib.contextmanager
     def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[Cache]:
@@ -164,7 +185,11 @@ class Engine:
                     self._drop_cache()
             if self._cache is None:
                 self._cache = self._new_cache(min(affordable, useful), stack)
-            yield self._cache
+            try:
+                yield self._cache
+            except BaseException:
+                self._drop_cache()  # it may hold NaNs
+                raise
 
     def _needed_pages(
         self, groups: list[LiveGroup], prompts_P: list[Prompt], affordable: int

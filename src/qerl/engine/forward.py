@@ -1,11 +1,12 @@
 """The forward of one decode step: the newest token of each of the first B rows, to its final hidden state.
 
-    PlainForward    the decoder's own modules over torch's paged attention: any device, format and dtype
+    PlainForward    the decoder's own modules over a paged attention of torch's: any device, format and dtype
     HopperForward   hopper.py: the project's kernels, for a packed decoder on a Hopper GPU
 
 Rows that are not in use (position -1) write to the cache's unused slot and give numbers that nobody reads.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -18,7 +19,11 @@ from qerl.model.decoder import Decoder
 
 class Forward(Protocol):
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
-        """hidden_BD; writes the keys and values of the rows' positions."""
+        """hidden_BD; writes the keys and values of the rows' positions, each of a sequence of its own."""
+        ...
+
+    def together(self, state: DecodeState, num_rows: int) -> Tensor:
+        """The same bits for rows that may be of one sequence, and then attend to each other."""
         ...
 
     def publish(self) -> None:
@@ -27,8 +32,16 @@ class Forward(Protocol):
 
 
 class PlainForward:
-    def __init__(self, decoder: Decoder, cache: Cache, max_rows: int, max_pages: int):
-        self._decoder, self._cache = decoder, cache
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        max_rows: int,
+        max_pages: int,
+        decode: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = paged_decode,
+    ):
+        """decode: paged_decode, or what takes and gives the same."""
+        self._decoder, self._cache, self._decode = decoder, cache, decode
 
     def publish(self) -> None:
         """Nothing: the decoder's modules read the working copies themselves."""
@@ -46,7 +59,9 @@ class PlainForward:
         def attend(layer_index: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor) -> Tensor:
             cache.write(layer_index, slots_B, k_BKH, v_BKH)
             k, v, tables = cache.readable(layer_index, tables_BX, q_BNH.dtype)
-            return paged_decode(q_BNH, k, v, tables, lengths_B)
+            return self._decode(q_BNH, k, v, tables, lengths_B)
 
         tokens_B = state.tokens_B[:num_rows].long()
         return self._decoder(tokens_B, positions_B, attend)
+
+    together = __call__

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qerl.engine.cache import Cache
 from qerl.engine.prefill import Prefill, Run
+from qerl.engine.replay import Replay
 from qerl.engine.runner import Burst, Runner
 from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler
 from qerl.engine.text import Text
@@ -55,7 +56,7 @@ class Generation:
         self,
         cache: Cache,
         scheduler: Scheduler,
-        prefill: Prefill,
+        prefill: Prefill | Replay,
         runner: Runner,
         prompts_P: list[Prompt],
         text: Text,
@@ -122,8 +123,9 @@ class Generation:
         """Computes the prompts, and draws the first token of all their samples."""
         hidden_PD = self._prefill([Run(self._prompts_P[g.index].tokens_T, 0, g.pages) for g in groups])
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G]
-        for first in range(0, len(pairs), _FIRST_DRAWS):
-            rows, samples = zip(*pairs[first : first + _FIRST_DRAWS], strict=True)
+        size = min(_FIRST_DRAWS, self._runner.max_rows)
+        for first in range(0, len(pairs), size):
+            rows, samples = zip(*pairs[first : first + size], strict=True)
             self._draw(hidden_PD[torch.tensor(rows, device=hidden_PD.device)], list(samples))
 
     def _draw(self, hidden_MD: Tensor, samples: list[LiveSample]) -> None:
@@ -132,7 +134,7 @@ class Generation:
         keys_M = torch.tensor([self._key(s) for s in samples], device=device)
         positions = [s.group.prompt_tokens - 1 for s in samples]
         positions_M = torch.tensor(positions, dtype=torch.int32, device=device)
-        drawn = self._runner.draw.first(hidden_MD, keys_M, positions_M)
+        drawn = self._runner.first(hidden_MD, keys_M, positions_M)
         for s, token, logprob in zip(samples, *(values.tolist() for values in drawn), strict=True):
             self._append(s, token, logprob)
         self._scheduler.finish([s for s in samples if s.finish is not None])

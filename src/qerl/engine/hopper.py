@@ -11,6 +11,9 @@ The modules' own weights, norms and noise are read: no copy of them is kept. The
 stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshed in place by `publish`.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -30,11 +33,19 @@ MAX_ROWS = 256
 
 
 class HopperForward:
-    def __init__(self, decoder: Decoder, cache: Cache, max_rows: int, max_pages: int):
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        max_rows: int,
+        max_pages: int,
+        products: Callable[[torch.device, Path], Products] = PackedProducts,
+    ):
+        """products: what multiplies the linears that are packed."""
         a, device, folder = decoder.architecture, decoder.device, cache_folder()
         self._decoder, self._cache = decoder, cache
         self._shrink = Shrink(device, folder)
-        packed = PackedProducts(device, folder)
+        packed = products(device, folder)
         self._layers = [_LayerGroups(layer, packed) for layer in decoder.layers if isinstance(layer, Layer)]
         positions_T = torch.arange(max_pages * cache.page_tokens, device=device)
         self._angles = _angles(decoder, positions_T)
@@ -79,19 +90,30 @@ class HopperForward:
                 group.publish()
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
+        return self._run(state, num_rows, self._attention.attend)
+
+    def together(self, state: DecodeState, num_rows: int) -> Tensor:
+        return self._run(state, num_rows, self._attention.attend_together)
+
+    def _run(self, state: DecodeState, num_rows: int, attend: Callable[..., Tensor]) -> Tensor:
         decoder = self._decoder
         h_BD = self._shrink.embed(state.tokens_B[:num_rows], decoder.embed_tokens.weight)
         for index, layer in enumerate(self._layers):
-            h_BD = self._layer(index, layer, h_BD, state)
+            h_BD = self._layer(index, layer, h_BD, state, attend)
         return self._shrink.norm(h_BD, decoder.norm.weight, None, decoder.norm.eps)
 
-    def _layer(self, index: int, layer: "_LayerGroups", h_BD: Tensor, state: DecodeState) -> Tensor:
+    def _layer(
+        self,
+        index: int,
+        layer: "_LayerGroups",
+        h_BD: Tensor,
+        state: DecodeState,
+        attend: Callable[..., Tensor],
+    ) -> Tensor:
         module = layer.module
         x_BD, u = self._normed(h_BD, module.input_layernorm, layer.qkv)
         qkv_BX = layer.products.linear(x_BD, layer.qkv, u, None)
-        o_BX = self._attention.attend(
-            qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms
-        )
+        o_BX = attend(qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms)
         h_BD = layer.products.linear(o_BX, layer.o, self._shrunk(o_BX, layer.o), h_BD)
         x_BD, u = self._normed(h_BD, module.post_attention_layernorm, layer.gate_up)
         y_BF = layer.products.swiglu(x_BD, layer.gate_up, u)
@@ -109,7 +131,7 @@ class HopperForward:
 class _LayerGroups:
     """A layer's linears as they are launched."""
 
-    def __init__(self, layer: Layer, packed: PackedProducts):
+    def __init__(self, layer: Layer, packed: Products):
         attention, mlp = layer.self_attn, layer.mlp
         self.module = layer
         self.qkv, self.o = Group(attention.qkv_projs), Group((attention.o_proj,))

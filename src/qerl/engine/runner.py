@@ -14,6 +14,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.engine.draw import Draw
@@ -49,20 +50,20 @@ class Runner:
         max_pages: int,
         page_tokens: int,
         max_steps: int,
-        fixed_rows: bool,
+        least_rows: int,
         device: torch.device,
         pool: Any,
     ):
+        """least_rows: fewest rows of a step, whoever runs."""
         self.draw = draw
         self.num_steps = 0
         """Launched since this was last set to 0."""
         self._forward, self._page_tokens, self._pool = forward, page_tokens, pool
         self._records = device.type == "cuda" and draw.is_recordable
         self.max_steps = max_steps if self._records or device.type == "cpu" else 1
-        self._fixed_rows, self._device = fixed_rows, device
-        self._max_rows = bucket_of(max_rows, max_rows) if self._records else max_rows
-        self._host = DecodeState.empty(self._max_rows, max_pages, 1, "cpu")
-        self._state = DecodeState.empty(self._max_rows, max_pages, self.max_steps, device)
+        self.max_rows, self._least_rows, self._device = max_rows, least_rows, device
+        self._host = DecodeState.empty(self.max_rows, max_pages, 1, "cpu")
+        self._state = DecodeState.empty(self.max_rows, max_pages, self.max_steps, device)
         self._samples_B: list[LiveSample] = []
         self._unread: collections.deque[Burst] = collections.deque()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -81,9 +82,21 @@ class Runner:
         """Whether so few samples would run as fewer rows."""
         return num_samples > 0 and self._rows(num_samples) < self._rows(len(self._samples_B))
 
+    def first(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+        """draw.first, of as many rows as a step has at least."""
+        M = len(keys_M)
+        more = (0, max(self._least_rows - M, 0))
+        hidden_BD, keys_B, positions_B = (
+            F.pad(hidden_MD, (0, 0, *more)),
+            F.pad(keys_M, more),
+            F.pad(positions_M, more),
+        )
+        tokens_B, logprobs_B = self.draw.first(hidden_BD, keys_B, positions_B)
+        return tokens_B[:M], logprobs_B[:M]
+
     def arrange(self, samples_B: list[LiveSample], keys_B: list[int]) -> None:
         """These samples are the rows now; every burst has been read."""
-        assert not self._unread and len(samples_B) <= self._max_rows
+        assert not self._unread and len(samples_B) <= self.max_rows
         host, self._samples_B = self._host, list(samples_B)
         host.positions_B.fill_(-1)
         B = len(samples_B)
@@ -129,9 +142,8 @@ class Runner:
         self._unread.clear()
 
     def _rows(self, num_samples: int) -> int:
-        if self._fixed_rows:
-            return self._max_rows
-        return bucket_of(num_samples, num_samples) if self._records else num_samples
+        num_rows = bucket_of(num_samples, num_samples) if self._records else num_samples
+        return min(max(num_rows, self._least_rows), self.max_rows)
 
     def _step(self, num_rows: int) -> None:
         if num_rows in self._graphs:
@@ -148,7 +160,7 @@ class Runner:
         if not self._records:  # a graph must serve every length; a call needs the longest only
             longest = max(s.num_positions for s in self._samples_B) + self.num_ahead + self.max_steps
             width = num_pages(longest, self._page_tokens)
-            state = dataclasses.replace(state, tables_BX=state.tables_BX[:, :width])
+            state = state.of_width(width)
         self.draw.step(self._forward(state, num_rows), state)
 
     def _burst(self, num_steps: int) -> Burst:

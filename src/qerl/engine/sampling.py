@@ -30,11 +30,21 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> tuple[T
     assert logits_BV.dtype == torch.float32 and uniforms_B.dtype == torch.float64
     if sampling.temperature == 0:
         return _greedy(logits_BV)
+    return _draw(_probabilities(logits_BV, sampling), uniforms_B)
+
+
+def score(logits_BV: Tensor, sampling: Sampling, tokens_B: Tensor) -> Tensor:
+    """logprobs_B of given tokens, by the operations that `sample` draws with; -inf where it would not."""
+    assert logits_BV.dtype == torch.float32 and sampling.temperature > 0
+    return _probabilities(logits_BV, sampling).gather(1, tokens_B[:, None])[:, 0].log()
+
+
+def _probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     scaled_BV = logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature
     threshold_B1 = _threshold(scaled_BV, sampling)
     if threshold_B1 is not None:
         scaled_BV = scaled_BV.masked_fill(scaled_BV < threshold_B1, -torch.inf)
-    return _draw(scaled_BV.softmax(-1), uniforms_B)
+    return scaled_BV.softmax(-1)
 
 
 def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ early launch of what follows.
 """
 
 import dataclasses
+import functools
 import struct
 from importlib import resources
 from pathlib import Path
@@ -159,7 +160,8 @@ class DecodeAttention:
         assert kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
         self._heads, self._kv_heads, self._head_size = num_heads, num_kv_heads, head_size
         self._page_tokens, self._kv_dtype, self._max_rows = page_tokens, kv_dtype, max_rows
-        self._max_pages, self._device = max_pages, device
+        self._max_pages, self._device, self._cache_folder = max_pages, device, cache_folder
+        self._fence = torch.zeros(1, device=device)
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
         self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma for a K/V head's query heads
         results = max_rows * num_kv_heads * self._max_chunks * self._columns
@@ -203,6 +205,32 @@ class DecodeAttention:
         module = cuda_module.CudaModule(source(), defines, self._device, cache_folder)
         return module.kernel("decode_attention", stages * stage_bytes + 4 * self._max_rows)
 
+    @functools.cached_property
+    def _put(self):
+        from qerl.kernels import cuda_module
+
+        shape = {"H": self._head_size, "GROUP": self._heads // self._kv_heads, "KV_HEADS": self._kv_heads}
+        others = {"PAGE": self._page_tokens, "CHUNK": CHUNK, "FP8": int(self._kv_dtype != torch.bfloat16)}
+        text = _text("_units") + _text("_put")
+        module = cuda_module.CudaModule(text, shape | others, self._device, self._cache_folder)
+        return module.kernel("decode_attention_put", 0)
+
+    def attend_together(
+        self,
+        qkv_BX: Tensor,
+        angles: Tensor,
+        cache: LayerCache,
+        state: DecodeState,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """`attend` for rows that may be of one sequence: all keys and values are written first."""
+        parameters = self._parameters(qkv_BX, angles, cache, state, qkv_BX, norms)
+        self._put.launch(grid=len(qkv_BX) * self._kv_heads, block_threads=32, parameters=(parameters,))
+        # A launch of torch's begins when the one before has ended; attention, which reads pages before it
+        # waits, begins when torch's has.
+        self._fence.zero_()
+        return self.attend(qkv_BX, angles, cache, state, norms=norms)
+
     def attend(
         self,
         qkv_BX: Tensor,
@@ -216,8 +244,27 @@ class DecodeAttention:
         B, N, K, H = len(qkv_BX), self._heads, self._kv_heads, self._head_size
         if out_BNH is None:
             out_BNH = torch.empty(B, N * H, dtype=torch.bfloat16, device=qkv_BX.device)
+        assert out_BNH.numel() == B * N * H
+        parameters = self._parameters(qkv_BX, angles, cache, state, out_BNH, norms)
+        chunks = -(-state.tables_BX.shape[1] * self._page_tokens // CHUNK)
+        kernel, resident = self._many, self._num_many
+        if B * K * chunks <= self._num_few:
+            kernel, resident = self._few, self._num_few
+        kernel.launch(grid=min(resident, B * K * chunks), block_threads=_THREADS, parameters=(parameters,))
+        return out_BNH.view(B, N * H)
+
+    def _parameters(
+        self,
+        qkv_BX: Tensor,
+        angles: Tensor,
+        cache: LayerCache,
+        state: DecodeState,
+        out_BNH: Tensor,
+        norms: Norms | None,
+    ) -> bytes:
+        B, N, K, H = len(qkv_BX), self._heads, self._kv_heads, self._head_size
         assert 1 <= B <= self._max_rows and qkv_BX.shape == (B, (N + 2 * K) * H)
-        assert out_BNH.numel() == B * N * H and angles.shape[1:] == (H,) and angles.dtype == torch.float32
+        assert angles.shape[1:] == (H,) and angles.dtype == torch.float32
         for half in (qkv_BX, out_BNH):
             assert half.dtype == torch.bfloat16 and half.is_contiguous() and half.data_ptr() % 16 == 0
         tables = state.tables_BX
@@ -237,16 +284,7 @@ class DecodeAttention:
         )
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in pointers)
         numbers = (eps, H**-0.5 * _LOG2_E, B, tables.stride(0), self._max_chunks)
-        chunks = -(-tables.shape[1] * self._page_tokens // CHUNK)
-        kernel, resident = self._many, self._num_many
-        if B * K * chunks <= self._num_few:
-            kernel, resident = self._few, self._num_few
-        kernel.launch(
-            grid=min(resident, B * K * chunks),
-            block_threads=_THREADS,
-            parameters=(struct.pack("13Q2f3i4x", *addresses, *numbers),),
-        )
-        return out_BNH.view(B, N * H)
+        return struct.pack("13Q2f3i4x", *addresses, *numbers)
 
     def _check(self, cache: LayerCache) -> None:
         shape = (cache.k.shape[0], self._page_tokens, self._kv_heads, self._head_size)
@@ -261,6 +299,8 @@ class DecodeAttention:
 
 def source() -> str:
     """The kernel's CUDA C++."""
-    folder = resources.files("qerl.kernels")
-    first, second = (folder.joinpath(f"decode_attention{part}.cu") for part in ("_units", ""))
-    return first.read_text() + second.read_text()
+    return _text("_units") + _text("")
+
+
+def _text(part: str) -> str:
+    return resources.files("qerl.kernels").joinpath(f"decode_attention{part}.cu").read_text()

@@ -30,6 +30,10 @@ class DecodeState:
     drawn_logprobs_WB: Tensor  # fp32
     place_1: Tensor  # int32 [1]
 
+    def of_width(self, pages: int) -> "DecodeState":
+        """A view of it whose tables are of so many pages."""
+        return dataclasses.replace(self, tables_BX=self.tables_BX[:, :pages])
+
     @classmethod
     def empty(cls, rows: int, pages: int, steps: int, device: torch.device | str) -> "DecodeState":
         """No row in use."""

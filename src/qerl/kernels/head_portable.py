@@ -41,7 +41,7 @@ def _bits(keys, positions, v):
     return tl.where(v % 4 < 2, low, tl.where(v % 2 == 0, words[2], words[3]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_given"])
 def _chunk(
     hidden,  # bfloat16 [M, D]
     weight,  # bfloat16 [V, D], or E4M3 codes as uint8
@@ -57,6 +57,7 @@ def _chunk(
     M,
     V,
     D: tl.constexpr,
+    is_given,  # 1: a row's key is the token that it draws
     IS_FP8: tl.constexpr,
     DRAWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -86,6 +87,8 @@ def _chunk(
         position = tl.load(positions + m, mask=m < M, other=0)[None, :]
         noise = tl.log(_exponential(_bits(key, position, v[:, None])))
         score = tl.where(is_v, y - tl.where(t > 0, noise, 0.0), -float("inf"))
+        # One compiled kernel for both: two would differ in rounding.
+        score = tl.where(is_given > 0, tl.where(v[:, None] == key, 0.0, -float("inf")), score)
         best = tl.max(score, 0)
         token = tl.min(tl.where((score == best[None, :]) & is_v, v[:, None], 2147483647), 0)
         most = tl.max(tl.where(is_v, y, -float("inf")), 0)
@@ -114,16 +117,25 @@ class PortableHeadSample:
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
         logits_MV = torch.empty(len(hidden_MD), self._v, device=hidden_MD.device)
-        self._multiply(hidden_MD, None, None, None, logits_MV)
+        self._multiply(hidden_MD, None, None, None, logits_MV, 0)
         return logits_MV
+
+    def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor:
+        _, logprobs_M = self._chosen(hidden_MD, targets_M, targets_M.int(), temperature, is_given=1)
+        return logprobs_M
 
     def draw(
         self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
+        return self._chosen(hidden_MD, keys_M, positions_M, temperature, is_given=0)
+
+    def _chosen(
+        self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor, *, is_given: int
+    ) -> tuple[Tensor, Tensor]:
         m = len(hidden_MD)
         assert m <= len(self._tokens) and keys_M.dtype == torch.int64 and positions_M.dtype == torch.int32
         assert keys_M.is_contiguous() and positions_M.is_contiguous() and temperature.shape == (1,)
-        scores, ys, totals = self._multiply(hidden_MD, keys_M, positions_M, temperature, None)
+        scores, ys, totals = self._multiply(hidden_MD, keys_M, positions_M, temperature, None, is_given)
         tokens = self._tokens.view(-1)[: scores.numel()].view(scores.shape)
         best_M1 = scores.amax(1, keepdim=True)
         tokens_M = tokens.masked_fill(scores != best_M1, _LAST_V).amin(1)
@@ -146,7 +158,7 @@ class PortableHeadSample:
         positions_M.copy_(torch.where(is_live_M & ~has_ended_M, positions_M + 1, -1))
         state.place_1.add_(1)
 
-    def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV) -> Tensor:
+    def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV, is_given: int) -> Tensor:
         m, tiles = len(hidden_MD), self._tokens.shape[1]
         assert hidden_MD.shape == (m, self._d) and hidden_MD.is_contiguous()
         partials = self._floats.view(3, -1)[:, : m * tiles].view(3, m, tiles)
@@ -163,6 +175,7 @@ class PortableHeadSample:
             m,
             self._v,
             self._d,
+            is_given,
             IS_FP8=self._scales is not None,
             DRAWS=logits_MV is None,
             BLOCK_V=CHUNK,

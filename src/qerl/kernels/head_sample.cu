@@ -13,8 +13,9 @@
 // time to wait for Philox. With many tokens shared memory has no room for that.
 //
 // Compile-time: FORMAT (0 BF16, 1 FP8, 2 NVFP4), MT tokens of a tile, WG warpgroups, KB k of a stage, STAGES, CTAS on a
-// multiprocessor, DUMP tokens that are reduced together, SPLIT, LOGITS 1 to write the logits instead, REGISTERS that a
-// multiplying thread takes from the copying warps, which are 4 then, or 0.
+// multiprocessor, DUMP tokens that are reduced together, SPLIT, GIVES what is written (0 a draw's partials, 1 the logits, 2 the
+// partials of a draw of the v that the row's key is), REGISTERS that a multiplying thread takes from the copying warps, which
+// are 4 then, or 0.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -137,11 +138,17 @@ __device__ __forceinline__ void reduce_rows(const float (&l)[ROWS], int v, u64 k
   best.score = -INFINITE, best.y = y[0], best.v = v;
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
+#if GIVES == 0
     u32 words[4];
     philox((v + i) / 4, position, (u32)key, (u32)(key >> 32), words);
+#endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
+#if GIVES == 0
       const float score = fmaf(log2_exponential(words[j]), -0.693147181f * noise, y[i + j]);
+#else
+      const float score = v + i + j == (int)key ? 0.f : -INFINITE;
+#endif
       if (score > best.score) best.score = score, best.y = y[i + j], best.v = v + i + j;
     }
   }
@@ -197,7 +204,7 @@ struct Reducer {
         float l[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = sums[(part * ROWS + i) * STRIDE + column];
-#if LOGITS
+#if GIVES == 1
         if (is_used) {
           float4* to = (float4*)(e.logits + (size_t)m * e.V + v);
 #pragma unroll
@@ -214,7 +221,7 @@ struct Reducer {
 #endif
       }
     }
-#if !LOGITS
+#if GIVES != 1
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
     if (warp == turn % 4 && lane < DUMP && m0 + lane < e.M) join_warps(lane, row64, m0 + lane);
     turn++;
@@ -304,7 +311,7 @@ head_sample(const __grid_constant__ TensorMap w_map, const __grid_constant__ Ten
 #endif
     asm volatile("griddepcontrol.wait;" ::: "memory");
     Reducer reducer = {e, scratch, SPLIT ? 0 : warp / 4, warp % 4, lane, 0, 1.f, 0.f};
-#if !LOGITS
+#if GIVES != 1
     const float temperature = *e.temperature;
     if (temperature > 0.f) reducer.inverse = 1.f / temperature, reducer.noise = 1.f;
 #endif

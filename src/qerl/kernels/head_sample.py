@@ -40,6 +40,7 @@ WEIGHT_TILE_BYTES = 2304  # 64 x 64 of NVFP4
 FP8_BLOCK = 128
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _MASK = 2**32 - 1
+_DRAWS, _LOGITS, _SCORES = 0, 1, 2  # what the product leaves
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -256,8 +257,18 @@ class HeadSample:
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """fp32 [M, V], not divided by a temperature: the very numbers that the draws use."""
         logits_MV = torch.empty(len(hidden_MD), self._v, device=self._device)
-        self._multiply(hidden_MD, None, None, None, logits_MV)
+        self._multiply(hidden_MD, None, None, None, logits_MV, gives=_LOGITS)
         return logits_MV
+
+    def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor:
+        """logprobs_M of these tokens, int64: bit for bit what a draw of them gives."""
+        m = len(hidden_MD)
+        tokens_M = targets_M.int()
+        logprobs_M = torch.empty(m, device=self._device)
+        self._multiply(hidden_MD, targets_M, tokens_M, temperature, None, gives=_SCORES)
+        pointers = (self._partials, None, None, None, tokens_M, logprobs_M, None, None, None, None)
+        self._finish(m, pointers, (0, 0, 0), step=0)
+        return logprobs_M
 
     def draw(
         self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
@@ -266,7 +277,7 @@ class HeadSample:
         m = len(hidden_MD)
         tokens_M = torch.empty(m, dtype=torch.int32, device=self._device)
         logprobs_M = torch.empty(m, device=self._device)
-        self._multiply(hidden_MD, keys_M, positions_M, temperature, None)
+        self._multiply(hidden_MD, keys_M, positions_M, temperature, None, gives=_DRAWS)
         pointers = (self._partials, None, None, None, tokens_M, logprobs_M, None, None, None, None)
         self._finish(m, pointers, (0, 0, 0), step=0)
         return tokens_M, logprobs_M
@@ -282,12 +293,12 @@ class HeadSample:
             assert ring.dtype == dtype and ring.shape[1] >= m and ring.stride(1) == 1
         assert stop_tokens.dtype == torch.int32 and stop_tokens.is_contiguous()
         assert state.place_1.dtype == torch.int32
-        self._multiply(hidden_MD, state.keys_B, state.positions_B, temperature, None)
+        self._multiply(hidden_MD, state.keys_B, state.positions_B, temperature, None, gives=_DRAWS)
         pointers = (self._partials, stop_tokens, *rows, None, *rings, state.place_1, self._arrived)
         sizes = (stop_tokens.numel(), rings[0].stride(0), rings[1].stride(0))
         self._finish(m, pointers, sizes, step=1)
 
-    def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV) -> None:
+    def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV, *, gives: int) -> None:
         m = len(hidden_MD)
         assert hidden_MD.shape == (m, self._d) and hidden_MD.dtype == torch.bfloat16
         assert hidden_MD.is_contiguous() and hidden_MD.data_ptr() % 16 == 0
@@ -306,7 +317,7 @@ class HeadSample:
         else:
             tiles, factors = self.head.tiles, self.head.factors_V
         pointers = (keys, positions, temperature, factors, self._partials, logits_MV)
-        self._kernel(tile, int(logits_MV is not None)).launch(
+        self._kernel(tile, gives).launch(
             grid=min(self._num_sms * tile.ctas_per_sm, -(-self._v // CHUNK)),
             block_threads=tile.threads,
             parameters=(
@@ -328,8 +339,8 @@ class HeadSample:
         finish = struct.pack("10Q4i", *map(_address, pointers), -(-self._v // CHUNK), *sizes)
         self._finish_kernel(step).launch(grid=m, block_threads=512, parameters=(finish,))
 
-    def _compile(self, tile: Tile, logits: int):
-        defines = {**tile.defines, "LOGITS": logits}
+    def _compile(self, tile: Tile, gives: int):
+        defines = {**tile.defines, "GIVES": gives}
         return self._module(source(tile), defines).kernel("head_sample", tile.shared_bytes)
 
     def _compile_finish(self, step: int):

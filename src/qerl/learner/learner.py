@@ -7,6 +7,9 @@ its split into micro-batches, the sharing of prompts and the order of samples le
 (tests/learn/test_equivalence.py). With one update a step there is one forward and backward, which the entropy
 and the mismatch with the sampler are read from too; with more, a pass before the first update fixes the
 learner's old logprobs. A group without any advantage has no gradient and gets no backward.
+
+In exact mode the logprobs' values are the sampler's forward's, `score`, before every update anew; their
+gradient, the entropy and the KL to the reference are by the learner's own kernels.
 """
 
 from collections.abc import Callable
@@ -25,9 +28,17 @@ from qerl.learner.fit import Fit
 from qerl.learner.optimizer import load_state, new_optimizer, state_of
 from qerl.learner.pack import PackedBatch
 from qerl.learner.rate import learning_rate
-from qerl.learner.reading import Lesson, Reading, Update, regrouped, sampling_metrics, update_metrics
+from qerl.learner.reading import (
+    Lesson,
+    Reading,
+    Update,
+    divided,
+    regrouped,
+    sampling_metrics,
+    update_metrics,
+)
 from qerl.learner.recompute import RECOMPUTE
-from qerl.learner.share import Share, split
+from qerl.learner.share import Portion, Share, split
 from qerl.model.adapter import adapter_off, adapter_tensors, load_adapter, publish
 from qerl.model.decoder import Decoder
 from qerl.types import Group
@@ -37,13 +48,20 @@ class Learner:
     """Owns the optimizer; the decoder and its adapter are the engine's too."""
 
     def __init__(
-        self, decoder: Decoder, config: RunConfig, *, notice: Callable[[str], None] = lambda line: None
+        self,
+        decoder: Decoder,
+        config: RunConfig,
+        *,
+        notice: Callable[[str], None] = lambda line: None,
+        score: Callable[[list[Group]], Tensor] | None = None,
     ):
-        """notice: told, in a line, what was done about a lack of memory."""
+        """notice: told, in a line, what was done about a lack of memory. score: fp32 logprobs of the groups'
+        sampled tokens, one after the other, by the sampler's forward; None but in exact mode."""
         self.config = config
         self.version = 0
         """Updates planned so far, those skipped included: schedules and resumption count by it."""
         self.decoder = decoder
+        self._score = score
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
         if config.adapter.kind == "full" and config.algo.kl_coefficient > 0:
@@ -62,8 +80,8 @@ class Learner:
         changes no weight, and counts its updates all the same."""
         shares = split(groups, self.config, device=self.decoder.device)
         reads_ahead = len(shares) * self.config.learn.passes_per_step > 1
-        silent = [reading for share in shares for reading in self._fit.run(share.silent, self._read_all)]
-        before = [self._fit.run(share.teaching, self._read_all) if reads_ahead else None for share in shares]
+        silent = [reading for share in shares for reading in self._read(share.silent)]
+        before = [self._read(share.teaching) if reads_ahead else None for share in shares]
         updates = [
             self._update(share, old)
             for _ in range(self.config.learn.passes_per_step)
@@ -85,21 +103,33 @@ class Learner:
     def _update(self, share: Share, before: list[Reading] | None) -> Update:
         rate = learning_rate(self.version, num_updates=self.config.num_updates, learn=self.config.learn)
         self.version += 1
-        lessons = self._fit.run(share.teaching, lambda batches: self._learn_all(batches, before))
+        exact_C = self._exact(share.teaching)
+        lessons = self._fit.run(share.teaching, lambda batches: self._learn_all(batches, exact_C, before))
         grad_norm = self._apply(rate) if lessons else None
         return Update(lessons=lessons, grad_norm=grad_norm, learning_rate=rate)
 
-    def _learn_all(self, batches: list[PackedBatch], before: list[Reading] | None) -> list[Lesson]:
+    def _exact(self, portion: Portion) -> Tensor | None:
+        """By the sampler's forward, of the portion's tokens; None where the learner's own count."""
+        if self._score is None or not any(group.samples_G for group in portion.groups):
+            return None
+        return self._score(portion.groups)
+
+    def _learn_all(
+        self, batches: list[PackedBatch], exact_C: Tensor | None, before: list[Reading] | None
+    ) -> list[Lesson]:
         """Leaves the gradient of all batches in the masters, whatever was there."""
         self._optimizer.zero_grad(set_to_none=True)
         known = [None] * len(batches) if before is None else regrouped(before, batches)
-        return [self._learn(batch, old) for batch, old in zip(batches, known, strict=True)]
+        exact = divided(exact_C, batches)
+        return [self._learn(*each) for each in zip(batches, exact, known, strict=True)]
 
-    def _learn(self, batch: PackedBatch, before: Reading | None) -> Lesson:
+    def _learn(self, batch: PackedBatch, exact_C: Tensor | None, before: Reading | None) -> Lesson:
         """Adds the batch's gradient to the masters'. Without `before`, this very pass is the first."""
         algo = self.config.algo
-        logprob_C, entropy_C = self._forward(batch)
-        before = before or self._reading(batch, logprob_C.detach(), entropy_C)
+        own_C, entropy_C = self._forward(batch)
+        # the difference of equals is 0, so that the value is exact_C to the bit
+        logprob_C = own_C if exact_C is None else exact_C + (own_C - own_C.detach())
+        before = before or self._reading(batch, exact_C, own_C.detach(), entropy_C)
         sampler_C = batch.sampler_logprobs_C
         old_C, importance_C = self._importance(before.logprob_C, sampler_C, algo.importance_cap)
         uncapped_C = self._importance(before.logprob_C, sampler_C, float("inf"))[1]
@@ -107,7 +137,7 @@ class Learner:
             logprob_C, old_C, batch.advantages_C, algo.clip_low, algo.clip_high
         )
         loss_C = importance_C * clipped_C
-        kl_C = None if before.reference_C is None else k3(logprob_C, before.reference_C)
+        kl_C = None if before.reference_C is None else k3(own_C, before.reference_C)
         if kl_C is not None:
             loss_C = loss_C + algo.kl_coefficient * kl_C
         loss = (batch.weights_C * loss_C).sum()
@@ -155,16 +185,30 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _read_all(self, batches: list[PackedBatch]) -> list[Reading]:
-        return [self._reading(batch, *self._forward(batch)) for batch in batches]
+    def _read(self, portion: Portion) -> list[Reading]:
+        exact_C = self._exact(portion)
+
+        def read_all(batches: list[PackedBatch]) -> list[Reading]:
+            pairs = zip(batches, divided(exact_C, batches), strict=True)
+            return [self._reading(batch, exact_C, *self._forward(batch)) for batch, exact_C in pairs]
+
+        return self._fit.run(portion, read_all)
 
     @torch.no_grad()
-    def _reading(self, batch: PackedBatch, logprob_C: Tensor, entropy_C: Tensor) -> Reading:
+    def _reading(
+        self, batch: PackedBatch, exact_C: Tensor | None, own_C: Tensor, entropy_C: Tensor
+    ) -> Reading:
         reference_C = None
         if self.config.algo.kl_coefficient > 0:
             with adapter_off(self.decoder):
                 reference_C = self._forward(batch)[0]
-        return Reading(batch=batch, logprob_C=logprob_C, entropy_C=entropy_C, reference_C=reference_C)
+        return Reading(
+            batch=batch,
+            logprob_C=own_C if exact_C is None else exact_C,
+            entropy_C=entropy_C,
+            reference_C=reference_C,
+            own_C=None if exact_C is None else own_C,
+        )
 
     def adapter_state(self) -> dict[str, Tensor]:
         """The masters themselves, by PEFT's names."""

@@ -4,7 +4,8 @@
     mismatch_abs = mean |d|                 mismatch_max = max |d|
     mismatch_kl  = mean(exp(d) - 1 - d)     k3 of KL(sampler || learner)
 
-A metric of no tokens is left out, never NaN.
+In exact mode learner_t is by the sampler's own forward; own_mismatch_abs and so on then say the same of the
+learner's kernels, which the gradient is from. A metric of no tokens is left out, never NaN.
 """
 
 import dataclasses
@@ -26,6 +27,15 @@ class Reading:
     entropy_C: Tensor
     reference_C: Tensor | None
     """Logprobs of the model without its adapter; None where no KL is taken."""
+    own_C: Tensor | None = None
+    """By the learner's own kernels, where logprob_C is by the sampler's; else None."""
+
+
+def divided(values_C: Tensor | None, batches: list[PackedBatch]) -> Sequence[Tensor | None]:
+    """Each batch's own of what is known of all their tokens."""
+    if values_C is None:
+        return [None] * len(batches)
+    return values_C.split([len(batch.targets_C) for batch in batches])
 
 
 def regrouped(readings: list[Reading], batches: list[PackedBatch]) -> list[Reading]:
@@ -36,15 +46,16 @@ def regrouped(readings: list[Reading], batches: list[PackedBatch]) -> list[Readi
 
     def split(parts_C: list[Tensor | None]) -> Sequence[Tensor | None]:
         found_C = [part_C for part_C in parts_C if part_C is not None]
-        return torch.cat(found_C).split(lengths) if found_C else [None] * len(batches)
+        return divided(torch.cat(found_C) if found_C else None, batches)
 
     logprobs = split([r.logprob_C for r in readings])
     entropies = split([r.entropy_C for r in readings])
     references = split([r.reference_C for r in readings])
+    owns = split([r.own_C for r in readings])
     return [
-        Reading(batch=batch, logprob_C=logprob_C, entropy_C=entropy_C, reference_C=reference_C)
-        for batch, logprob_C, entropy_C, reference_C in zip(
-            batches, logprobs, entropies, references, strict=True
+        Reading(batch=batch, logprob_C=logprob_C, entropy_C=entropy_C, reference_C=reference_C, own_C=own_C)
+        for batch, logprob_C, entropy_C, reference_C, own_C in zip(
+            batches, logprobs, entropies, references, owns, strict=True
         )
         if logprob_C is not None and entropy_C is not None
     ]
@@ -79,14 +90,20 @@ def sampling_metrics(first: list[Reading]) -> dict[str, float]:
     metrics: dict[str, float] = {"learn_tokens": sum(len(reading.batch.tokens_T) for reading in first)}
     if not first:
         return metrics
-    learner_C = torch.cat([reading.logprob_C for reading in first])
     sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])
+    metrics |= {"entropy": _mean([reading.entropy_C for reading in first])}
+    metrics |= _mismatch("mismatch", sampler_C, [reading.logprob_C for reading in first])
+    owns = [reading.own_C for reading in first if reading.own_C is not None]
+    return metrics | (_mismatch("own_mismatch", sampler_C, owns) if owns else {})
+
+
+def _mismatch(name: str, sampler_C: Tensor, learner: list[Tensor]) -> dict[str, float]:
+    learner_C = torch.cat(learner)
     distance_C = (learner_C - sampler_C).abs()
-    return metrics | {
-        "entropy": _mean([reading.entropy_C for reading in first]),
-        "mismatch_abs": distance_C.mean().item(),
-        "mismatch_max": distance_C.max().item(),
-        "mismatch_kl": k3(sampler_C, learner_C).mean().item(),
+    return {
+        f"{name}_abs": distance_C.mean().item(),
+        f"{name}_max": distance_C.max().item(),
+        f"{name}_kl": k3(sampler_C, learner_C).mean().item(),
     }
 
 

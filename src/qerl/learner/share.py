@@ -26,6 +26,16 @@ class Portion:
         self._max_tokens: int | None = None
         self._batches: list[PackedBatch] = []
 
+    @property
+    def groups(self) -> list[Group]:
+        """What is packed: the samples of some weight, in the order of their tokens in the batches."""
+        return [
+            dataclasses.replace(
+                group, samples_G=[s for s, w in zip(group.samples_G, weights_G, strict=True) if w]
+            )
+            for group, weights_G in self._weighted_P
+        ]
+
     def batches(self, max_tokens: int) -> list[PackedBatch]:
         """The sampled tokens stand in the same order however they are packed."""
         if max_tokens != self._max_tokens:

@@ -1,0 +1,226 @@
+"""The parity chain, link by link: equal to rounding as a rule, equal to the bit in exact mode.
+
+    prefill in one piece = in chunks      prefill = decode      engine = learner      one batch = another
+
+Graph = eager stands in tests/engine/test_hopper.py; with its kernels: tests/parity/test_exact_hopper.py.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
+from learner.tiny import run_config
+from model.tiny import oracle, ported, tiny
+from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
+from qerl.engine.cache import page_bytes
+from qerl.engine.prefill import Prefill, Run
+from qerl.engine.replay import Replay
+from qerl.engine.runners import Runners
+from qerl.errors import UserError
+from qerl.formats import FORMATS
+from qerl.learner import Learner
+from qerl.model.adapter import adapter_tensors, add_adapter, publish
+from qerl.model.noise import noised
+from qerl.types import Sampling
+
+LENGTHS = (9, 31, 1, 16, 17, 15, 40)
+SAMPLING = Sampling(max_tokens=40, temperature=0.7)
+COMPUTES = pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def policy(compute=torch.float32, family="Llama"):
+    decoder = tiny(family, compute=compute)
+    add_adapter(decoder, AdapterConfig(rank=4), seed=1)
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, master in adapter_tensors(decoder).items():
+            if "lora_B" in name:
+                master.normal_(0, 0.1, generator=rng)
+    publish(decoder)
+    return decoder
+
+
+def groups_of(engine, lengths=LENGTHS, sampling=SAMPLING):
+    return engine.generate(prompts_of(*lengths), num_samples=5, sampling=sampling, seed=5, step=2)
+
+
+def recorded(groups):
+    return torch.tensor([x for group in groups for s in group.samples_G for x in s.logprobs_T])
+
+
+def gap(engine, groups):
+    return (engine.score(groups, sampling=SAMPLING) - recorded(groups)).abs().max().item()
+
+
+def taught(groups):
+    return [
+        replace(
+            g, samples_G=[replace(s, reward=float(i), advantage=i - 2.0) for i, s in enumerate(g.samples_G)]
+        )
+        for g in groups
+    ]
+
+
+@COMPUTES
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"page_tokens": 4, "max_running": 6},
+        {"page_tokens": 5, "max_running": 33},
+        {"kv": "fp8", "max_running": 20},
+        {"burst_steps": 5, "max_running": 3},
+    ],
+    ids=str,
+)
+def test_scores_are_what_was_recorded_to_the_bit(compute, family, settings):
+    engine = engine_of(policy(compute, family), exact=True, **settings)
+    assert gap(engine, groups_of(engine)) == 0
+
+
+@COMPUTES
+def test_samples_of_a_step_and_what_their_neighbours_are_change_no_bit(compute):
+    engine = engine_of(policy(compute), exact=True, max_running=20)
+    together = groups_of(engine)
+    for group in together[::2]:
+        (alone,) = engine.generate([group.prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
+        assert alone == group
+        assert gap(engine, [group]) == 0
+
+
+def test_pauses_and_scores_in_many_lots_change_no_bit():
+    decoder = policy()
+    roomy = engine_of(decoder, exact=True, page_tokens=4)
+    kv_gb = 27.5 * page_bytes(decoder.architecture, 4, torch.float32) / 1e9
+    tight = engine_of(decoder, exact=True, page_tokens=4, kv_gb=kv_gb)
+    groups = groups_of(tight)
+    assert tight.stats.pauses > 0 and groups == groups_of(roomy)
+    assert gap(tight, groups) == 0
+
+
+@pytest.mark.parametrize("broken", ["rows", "prefill"])
+def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
+    """Of the rows in fp32: on this project's CPUs bf16's products are the same at every number of rows."""
+    decoder = policy(torch.float32 if broken == "rows" else torch.bfloat16)
+    if broken == "rows":
+        monkeypatch.setattr(Runners, "_exact_rows", lambda self: (1, 6))
+    engine = engine_of(decoder, exact=True, max_running=6 if broken == "rows" else 20)
+    if broken == "prefill":
+        with monkeypatch.context() as wide:
+            wide.setattr(Runners, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
+            groups = groups_of(engine)
+    else:
+        groups = groups_of(engine)
+    assert 0 < gap(engine, groups) < 1
+
+
+def _replay(decoder, rows):
+    engine = engine_of(decoder, exact=True, max_running=rows, page_tokens=4)
+    groups_of(engine, (60,))
+    return engine._runners.replay()
+
+
+@COMPUTES
+def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
+    """Of a run cut in two, and of one computed token by token, in chunks of the same rows."""
+    replay: Replay = _replay(policy(compute), rows=16)
+    tokens_T, pages = prompts_of(60)[0].tokens_T, list(range(15))
+    whole = torch.cat([hidden.clone() for hidden in replay.chunks([Run(tokens_T, 0, pages)])])[:60]
+    pieces = [Run(tokens_T[:23], 0, pages), Run(tokens_T[23:], 23, pages)]
+    cut = torch.cat([next(replay.chunks([run])).clone() for run in pieces[:1]])
+    assert torch.equal(cut[:16], whole[:16])
+    assert torch.equal(replay(pieces), whole[[22, 59]])
+    steps = torch.cat([replay([Run([token], i, pages)]) for i, token in enumerate(tokens_T)])
+    assert torch.equal(steps, whole)
+
+
+@COMPUTES
+def test_as_a_rule_the_links_agree_to_rounding(compute):
+    decoder = policy(compute)
+    spread = []
+    for settings in ({}, {"prefill_tokens": 7}, {"exact": True}):
+        engine = engine_of(decoder, **settings)
+        samples = drawn(engine, prompts_of(*LENGTHS), num_samples=1, max_tokens=12)
+        for prompt, sample in zip(prompts_of(*LENGTHS), samples, strict=True):
+            truth_TV = packed_logprobs(decoder, prompt, sample)
+            truth_T = truth_TV[torch.arange(len(sample.tokens_T)), torch.tensor(sample.tokens_T)]
+            spread.append((torch.tensor(sample.logprobs_T) - truth_T).abs().max())
+    limit = 1e-5 if compute == torch.float32 else 0.3
+    assert 0 < max(spread) < limit
+
+
+@COMPUTES
+@pytest.mark.parametrize("learn", [{}, {"micro_tokens": 60}, {"updates_per_step": 2, "passes_per_step": 2}])
+def test_the_learners_logprobs_are_the_engines_to_the_bit(compute, learn):
+    decoder = policy(compute)
+    engine = engine_of(decoder, exact=True, max_running=16)
+    groups = taught(groups_of(engine))
+    groups[2] = replace(groups[2], samples_G=[replace(s, advantage=0.0) for s in groups[2].samples_G])
+    config = replace(run_config(learn=learn), sample=SampleConfig(max_tokens=40, temperature=0.7))
+    metrics = Learner(decoder, config, score=partial(engine.score, sampling=SAMPLING)).step(groups)
+    assert metrics["mismatch_max"] == metrics["mismatch_abs"] == metrics["mismatch_kl"] == 0
+    assert metrics["importance_weight_mean"] == 1 and metrics["own_mismatch_max"] > 0
+    assert (metrics["ratio_mean"] == 1) == (not learn.get("updates_per_step"))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "fp8", "int8", "full"])
+def test_every_format_and_full_fine_tuning_are_exact(format):
+    adapter = AdapterConfig(rank=4, kind="full" if format == "full" else "lora")
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
+    weight_format = FORMATS["bf16" if format == "full" else format]
+    decoder = ported(oracle(**shape), compute=torch.bfloat16, weight_format=weight_format)
+    add_adapter(decoder, adapter, seed=1)
+    engine = engine_of(decoder, exact=True, max_running=16)
+    sample = SampleConfig(max_tokens=40, temperature=0.7)
+    config = replace(run_config(), adapter=adapter, sample=sample)
+    learner = Learner(decoder, config, score=partial(engine.score, sampling=SAMPLING))
+    for _ in range(2):
+        metrics = learner.step(taught(groups_of(engine)))
+        assert metrics["mismatch_max"] == 0 < metrics["own_mismatch_max"]
+        engine.publish(learner.version)
+
+
+def test_the_gradient_is_that_of_the_learners_own_kernels():
+    grads = []
+    for is_exact in (False, True):
+        decoder = policy()
+        engine = engine_of(decoder, exact=True, max_running=16)
+        config = replace(run_config(), sample=SampleConfig(max_tokens=40, temperature=0.7))
+        score = partial(engine.score, sampling=SAMPLING) if is_exact else None
+        learner = Learner(decoder, config, score=score)
+        found = {}
+        learner._apply = lambda rate, decoder=decoder, found=found: found.update(
+            {name: master.grad.clone() for name, master in adapter_tensors(decoder).items()}
+        )
+        learner.step(taught(groups_of(engine)))
+        grads.append(found)
+    for name, grad in grads[0].items():
+        assert torch.allclose(grads[1][name], grad, rtol=1e-3, atol=1e-6 * grad.abs().max().item()), name
+        assert grad.abs().max() > 0
+
+
+def test_scores_follow_the_weights_and_noise_alone_makes_a_difference():
+    decoder = policy()
+    engine = engine_of(decoder, exact=True, max_running=16)
+    groups = groups_of(engine)
+    with noised(decoder, sigma=0.05, unit="absolute", seed=0, step=1):
+        noisy = groups_of(engine)
+        assert gap(engine, noisy) == 0
+    assert gap(engine, noisy) > 1e-3
+    assert gap(engine, groups) == 0
+    with torch.no_grad():
+        for master in adapter_tensors(decoder).values():
+            master.mul_(1.5)
+    publish(decoder)
+    assert gap(engine, groups) > 1e-3
+    again = groups_of(engine)
+    assert gap(engine, again) == 0 and again != groups
+
+
+def test_a_policy_that_was_cut_is_refused():
+    for cut in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+        with pytest.raises(UserError, match=rf"engine\.exact .*sample\.{next(iter(cut))}"):
+            RunConfig(engine=EngineConfig(exact=True), sample=SampleConfig(**cut))

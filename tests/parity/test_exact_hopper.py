@@ -1,0 +1,141 @@
+"""Exact mode on a Hopper GPU, with the kernels: 4-bit base and adapter."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from engine.parts import engine_of
+from engine.test_hopper import LENGTHS, NEVER, SMALL, decoder_of, pytestmark, small_prompts
+from learner.tiny import run_config
+from qerl.config import SampleConfig
+from qerl.engine.hopper import HopperForward
+from qerl.engine.prefill import Prefill, Run
+from qerl.engine.product import PackedProducts
+from qerl.engine.runners import Runners
+from qerl.learner import Learner
+from qerl.model.noise import noised
+from qerl.model.synthetic import SHAPES
+from qerl.types import Sampling
+
+__all__ = ["pytestmark"]
+SAMPLING = Sampling(max_tokens=60, temperature=0.8)
+
+
+def groups_of(engine, num_samples=6):
+    prompts_P = small_prompts(*LENGTHS)
+    return engine.generate(prompts_P, num_samples=num_samples, sampling=SAMPLING, seed=5, step=2)
+
+
+def gap(engine, groups):
+    recorded = [x for group in groups for s in group.samples_G for x in s.logprobs_T]
+    scored = engine.score(groups, sampling=SAMPLING).cpu()
+    assert len(scored) == len(recorded)
+    return (scored - torch.tensor(recorded)).abs().max().item()
+
+
+def made(name):
+    if name == "qk_norm":
+        return decoder_of(architecture=replace(SMALL, qk_norm=True, qkv_bias=False))
+    if name in ("fp8", "nvfp4"):
+        return decoder_of(head=name)
+    return {
+        "nvfp4 linears": decoder_of,
+        "no adapter": partial(decoder_of, rank=None),
+        "bf16 linears": partial(decoder_of, "bf16"),
+        "torch's path": partial(decoder_of, rank=8),
+        "fp32": partial(decoder_of, compute=torch.float32),
+    }[name]()
+
+
+DECODERS = ("nvfp4 linears", "no adapter", "bf16 linears", "qk_norm", "fp8", "nvfp4", "torch's path", "fp32")
+
+
+@pytest.mark.parametrize("max_running", [8, 32, 48, 100])
+@pytest.mark.parametrize("name", DECODERS)
+def test_scores_are_what_was_recorded_to_the_bit(name, max_running):
+    decoder = made(name)
+    assert (HopperForward.obstacle(decoder, 16) is None) == (name not in ("torch's path", "fp32"))
+    engine = engine_of(decoder, exact=True, max_running=max_running, stop_token_ids=frozenset(range(9)))
+    groups = groups_of(engine)
+    assert len({len(s.tokens_T) for group in groups for s in group.samples_G}) > 4
+    assert gap(engine, groups) == 0
+    assert gap(engine, groups[3:]) == 0
+
+
+WIDE = replace(SHAPES["qwen2.5-7b"], num_layers=2, vocab_size=1024)
+
+
+@pytest.mark.parametrize(("format", "max_running"), [("nvfp4", 64), ("nvfp4", 200), ("bf16", 64)])
+def test_a_models_widths_split_their_sums_and_change_no_bit(format, max_running):
+    engine = engine_of(
+        decoder_of(format, architecture=WIDE), exact=True, max_running=max_running, stop_token_ids=NEVER
+    )
+    assert gap(engine, groups_of(engine, 24)) == 0
+
+
+def test_more_rows_at_once_would_change_bits(monkeypatch):
+    monkeypatch.setattr("qerl.engine.runners.SlicedProducts", PackedProducts)
+    engine = engine_of(decoder_of(architecture=WIDE), exact=True, max_running=64, stop_token_ids=NEVER)
+    assert gap(engine, groups_of(engine, 24)) > 0
+
+
+@pytest.mark.parametrize("settings", [{"kv": "fp8"}, {"kv_gb": 2e-3}, {"burst_steps": 1}], ids=str)
+def test_whatever_the_cache_and_the_bursts(settings):
+    engine = engine_of(decoder_of(), exact=True, max_running=48, stop_token_ids=NEVER, **settings)
+    groups = groups_of(engine, 12)
+    assert (engine.stats.pauses > 0) == ("kv_gb" in settings)
+    assert gap(engine, groups) == 0
+
+
+@pytest.mark.parametrize("broken", ["prefill", "race"])
+def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
+    decoder = decoder_of()
+    if broken == "race":
+        monkeypatch.setattr(HopperForward, "together", HopperForward.__call__)
+    engine = engine_of(decoder, exact=True, max_running=100, stop_token_ids=NEVER)
+    with monkeypatch.context() as wide:
+        if broken == "prefill":
+            wide.setattr(Runners, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
+        groups = groups_of(engine)
+    assert gap(engine, groups) > 0
+
+
+def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode():
+    engine = engine_of(decoder_of(), exact=True, max_running=16, stop_token_ids=NEVER)
+    groups_of(engine)
+    replay, pages = engine._runners.replay(), list(range(9))
+    (prompt,) = small_prompts(130)
+    whole = torch.cat([hidden.clone() for hidden in replay.chunks([Run(prompt.tokens_T, 0, pages)])])[:130]
+    pieces = [Run(prompt.tokens_T[:53], 0, pages), Run(prompt.tokens_T[53:], 53, pages)]
+    assert torch.equal(replay(pieces), whole[[52, 129]])
+    steps = [replay([Run([token], i, pages)]) for i, token in enumerate(prompt.tokens_T)]
+    assert torch.equal(torch.cat(steps), whole)
+
+
+@pytest.mark.parametrize("learn", [{}, {"updates_per_step": 2, "passes_per_step": 2}], ids=str)
+def test_the_learners_logprobs_are_the_engines_to_the_bit(learn):
+    decoder = decoder_of()
+    engine = engine_of(decoder, exact=True, max_running=48, stop_token_ids=NEVER)
+    groups = [
+        replace(g, samples_G=[replace(s, reward=1.0, advantage=i - 2.5) for i, s in enumerate(g.samples_G)])
+        for g in groups_of(engine)
+    ]
+    config = replace(run_config(learn=learn), sample=SampleConfig(max_tokens=60, temperature=0.8))
+    learner = Learner(decoder, config, score=partial(engine.score, sampling=SAMPLING))
+    metrics = learner.step(groups)
+    assert metrics["mismatch_max"] == metrics["mismatch_kl"] == 0 < metrics["own_mismatch_max"]
+    assert metrics["importance_weight_mean"] == 1 and (metrics["ratio_mean"] == 1) == (not learn)
+    engine.publish(learner.version)
+    again = groups_of(engine)
+    assert gap(engine, again) == 0 and again != groups
+
+
+def test_noise_alone_makes_a_difference():
+    decoder = decoder_of()
+    engine = engine_of(decoder, exact=True, max_running=8, stop_token_ids=NEVER)
+    with noised(decoder, sigma=0.05, unit="absolute", seed=0, step=1):
+        groups = groups_of(engine)
+        assert gap(engine, groups) == 0
+    assert gap(engine, groups) > 1e-3
