@@ -1,10 +1,10 @@
 """The products of a decode step: linears that read the same x, in one call, with their adapters.
 
-linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T comes ready
+linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T
 swiglu   y = silu(gate) * up                         gate|up
 
-PackedProducts   kernels/nvfp4_decode.py over the model's tiles
-PlainProducts    torch, linear by linear, over whatever format the linears are in
+PackedProducts   kernels/nvfp4_decode.py over the model's tiles, u made in the same launch
+PlainProducts    torch, linear by linear, over whatever format the linears are in; u comes ready
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,11 @@ class Group:
             self.a.copy_(a)
             self.b.copy_(b)
 
-    def adapter(self, u_BR: Tensor | None) -> Adapter | None:
-        if u_BR is None or self.b is None:
+    def adapter(self) -> Adapter | None:
+        if self.a is None or self.b is None:
             return None
-        return Adapter(u_BR, self.b, () if self._is_interleaved else tuple(self.ends[:-1]))
+        starts = () if self._is_interleaved else tuple(self.ends[:-1])
+        return Adapter(self.a, self.b, self.scaling, starts)
 
     @property
     def _is_interleaved(self) -> bool:
@@ -79,6 +80,9 @@ def _joined_bias(linears: Sequence[QuantLinear]) -> Tensor | None:
 
 
 class Products(Protocol):
+    makes_u: bool
+    """Whether u is made here; else it is given, where the group has an adapter."""
+
     def linear(
         self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None
     ) -> Tensor: ...
@@ -87,28 +91,30 @@ class Products(Protocol):
 
 
 class PackedProducts:
+    makes_u = True
+
     def __init__(self, device: torch.device, cache_folder: Path):
         self._kernel = NVFP4Decode(device, cache_folder)
 
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
-        assert group.tiles is not None
+        assert group.tiles is not None and u_BR is None
         return self._kernel.linear(
             x_BK,
             group.tiles.tiles,
             group.tiles.factors_N,
-            adapter=group.adapter(u_BR),
+            adapter=group.adapter(),
             bias_N=group.bias_N,
             residual_MN=residual_BN,
         )
 
     def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
-        assert group.tiles is not None and group.bias_N is None
-        return self._kernel.swiglu(
-            x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=group.adapter(u_BR)
-        )
+        assert group.tiles is not None and group.bias_N is None and u_BR is None
+        return self._kernel.swiglu(x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=group.adapter())
 
 
 class PlainProducts:
+    makes_u = False
+
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
         y_BN = self._product(x_BK, group, residual_BN)
         if u_BR is not None and group.b is not None:

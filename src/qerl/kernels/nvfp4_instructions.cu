@@ -1,9 +1,14 @@
-// What nvfp4_decode.cu, which is compiled behind this, is made of: Hopper's instructions, one function each, and the words of the
-// workspace by which CTAs hand sums to one another.
+// What nvfp4_decode.cu, which is compiled behind this, is made of: Hopper's instructions, one function each, where a unit of work
+// lies, and the words of the workspace by which CTAs hand sums to one another.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+#define TILE_BYTES 2304
+#define W_SEG (KB / 64 * TILE_BYTES)
+#define X_STAGE (MT * KB * 2)
+#define STAGE_BYTES ((X_STAGE + WG * W_SEG + 1023) / 1024 * 1024)  // the swizzle repeats every 1024
 
 struct __align__(64) TensorMap { u8 bytes[128]; };
 
@@ -61,6 +66,21 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Which row tile, token tile and k block a unit is.
+struct Position {
+  int rt, mt, kb;
+  __device__ __forceinline__ Position(int unit, int kblocks, int token_tiles) {
+    const int tile = unit / kblocks;
+    kb = unit - tile * kblocks, rt = tile / token_tiles, mt = tile - rt * token_tiles;
+  }
+  __device__ __forceinline__ void next(int kblocks, int token_tiles) {
+    if (++kb == kblocks) {
+      kb = 0;
+      if (++mt == token_tiles) mt = 0, rt++;
+    }
+  }
+};
+
 #define EMPTY 0xFFFFFFFFu  // a word of the workspace that nobody has written yet
 
 __device__ __forceinline__ void load_partial(const u32* p, u32 (&v)[4]) {
@@ -74,9 +94,12 @@ __device__ __forceinline__ void store_partial(u32* p, u32 a, u32 b, u32 c, u32 d
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Adds four sums that were loaded once, waiting until they are there, and empties their place.
-__device__ __forceinline__ void take_partial(u32* from, u32 (&v)[4], float (&sum)[4]) {
-  while (v[0] == EMPTY || v[1] == EMPTY || v[2] == EMPTY || v[3] == EMPTY) load_partial(from, v);
+// Who finds one of many words missing loads all of them again: one by one, each costs a trip to L2 of its own.
+__device__ __forceinline__ bool is_missing(const u32 (&v)[4]) { return v[0] == EMPTY || v[1] == EMPTY || v[2] == EMPTY || v[3] == EMPTY; }
+__device__ __forceinline__ bool is_missing(const u32 (&v)[2]) { return v[0] == EMPTY || v[1] == EMPTY; }
+
+// Adds four sums that are there and empties their place.
+__device__ __forceinline__ void take_partial(u32* from, const u32 (&v)[4], float (&sum)[4]) {
   store_partial(from, EMPTY, EMPTY, EMPTY, EMPTY);
 #pragma unroll
   for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(v[i]);
