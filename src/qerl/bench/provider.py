@@ -22,6 +22,7 @@ from qerl.bench.case import Gemm, gemms
 from qerl.formats import BF16, NVFP4
 from qerl.kernels import nvfp4_decode
 from qerl.kernels.cuda_module import cache_folder
+from qerl.kernels.shrink import Shrink
 from qerl.model.architecture import Architecture
 from qerl.model.synthetic import random_bf16, random_nvfp4
 
@@ -43,6 +44,7 @@ class QerlNVFP4:
     def __init__(self, architecture: Architecture, device: torch.device):
         self._gemms, self._num_layers, self._device = gemms(architecture), architecture.num_layers, device
         self._decode = nvfp4_decode.NVFP4Decode(device, cache_folder())
+        self._shrink = Shrink(device, cache_folder())
         weights = [random_nvfp4(g.out_width, g.in_width, _rng(device)) for g in self._gemms]
         self._o_weight_NK = weights[_O].decode()
         self._factors = [nvfp4_decode.row_factors(w.alpha, w.shape[0]) for w in weights]
@@ -63,7 +65,11 @@ class QerlNVFP4:
         def adapter(layer: int, i: int) -> nvfp4_decode.Adapter | None:
             if rank == 0:
                 return None
-            return nvfp4_decode.Adapter(a_LG[layer][i], b_LG[layer][i], 1.0, starts if i == _QKV else ())
+            a_RK, b_NR, is_qkv = a_LG[layer][i], b_LG[layer][i], i == _QKV
+            u_MR = None
+            if not nvfp4_decode.pays_to_make_u(batch):
+                u_MR = self._shrink.shrink(x_G[i], a_RK, 1.0)
+            return nvfp4_decode.Adapter(a_RK, b_NR, 1.0, starts if is_qkv else (), u_MR)
 
         def linear(layer: int, i: int, **epilogue: Tensor) -> Tensor:
             tiles, factors_N = self._tiles_LG[layer][i], self._factors[i]

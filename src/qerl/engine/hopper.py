@@ -1,4 +1,4 @@
-"""The decode step on a Hopper GPU: seven launches a layer, each linear with its adapter in one.
+"""The decode step on a Hopper GPU: seven launches a layer, or nine, each linear with its adapter in one.
 
     h = embed(token)
     x = norm(h)         q|k|v = x W^T + u B^T + bias                    o = attention(rope(q|k|v))
@@ -7,8 +7,8 @@
                         h += y W^T + u B^T                              L times
     hidden = norm(h)
 
-u = scaling * x @ A^T of what the product reads; where linears are not packed it is made before each product,
-in the norm's launch where there is one.
+u = scaling * x @ A^T of what the product reads; where linears are not packed, and with many rows, it is made
+before each product, in the norm's launch where there is one.
 
 The modules' own weights, norms and noise are read: no copy of them is kept. The adapter's working copies are
 stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshed in place by `publish`.
@@ -103,12 +103,12 @@ class HopperForward:
     def _normed(
         self, h_BD: Tensor, norm: NoisedRMSNorm, layer: "_LayerGroups", group: Group
     ) -> tuple[Tensor, Tensor | None]:
-        if group.a is None or layer.products.makes_u:
+        if group.a is None or layer.products.makes_u(len(h_BD)):
             return self._shrink.norm(h_BD, norm.weight, norm.noise, norm.eps), None
         return self._shrink.norm_shrink(h_BD, norm.weight, norm.noise, norm.eps, group.a, group.scaling)
 
     def _shrunk(self, x_BK: Tensor, layer: "_LayerGroups", group: Group) -> Tensor | None:
-        if group.a is None or layer.products.makes_u:
+        if group.a is None or layer.products.makes_u(len(x_BK)):
             return None
         return self._shrink.shrink(x_BK, group.a, group.scaling)
 

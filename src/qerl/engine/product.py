@@ -3,7 +3,7 @@
 linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T
 swiglu   y = silu(gate) * up                         gate|up
 
-PackedProducts   kernels/nvfp4_decode.py over the model's tiles, u made in the same launch
+PackedProducts   kernels/nvfp4_decode.py over the model's tiles, u made in the same launch where that pays
 PlainProducts    torch, linear by linear, over whatever format the linears are in; u comes ready
 """
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.lora_linear import linear
-from qerl.kernels.nvfp4_decode import Adapter, NVFP4Decode, swiglu_order
+from qerl.kernels.nvfp4_decode import Adapter, NVFP4Decode, pays_to_make_u, swiglu_order
 from qerl.kernels.nvfp4_unpack import Rows
 from qerl.kernels.swiglu import swiglu
 from qerl.model.joined import joined
@@ -45,11 +45,11 @@ class Group:
             self.a.copy_(a)
             self.b.copy_(b)
 
-    def adapter(self) -> Adapter | None:
+    def adapter(self, u_BR: Tensor | None) -> Adapter | None:
         if self.a is None or self.b is None:
             return None
         starts = () if self._is_interleaved else tuple(self.ends[:-1])
-        return Adapter(self.a, self.b, self.scaling, starts)
+        return Adapter(self.a, self.b, self.scaling, starts, u_BR)
 
     @property
     def _is_interleaved(self) -> bool:
@@ -80,8 +80,9 @@ def _joined_bias(linears: Sequence[QuantLinear]) -> Tensor | None:
 
 
 class Products(Protocol):
-    makes_u: bool
-    """Whether u is made here; else it is given, where the group has an adapter."""
+    def makes_u(self, rows: int) -> bool:
+        """Whether u of so many rows is made here; else it is given, where the group has an adapter."""
+        ...
 
     def linear(
         self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None
@@ -91,29 +92,32 @@ class Products(Protocol):
 
 
 class PackedProducts:
-    makes_u = True
-
     def __init__(self, device: torch.device, cache_folder: Path):
         self._kernel = NVFP4Decode(device, cache_folder)
 
+    def makes_u(self, rows: int) -> bool:
+        return pays_to_make_u(rows)
+
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
-        assert group.tiles is not None and u_BR is None
+        assert group.tiles is not None
         return self._kernel.linear(
             x_BK,
             group.tiles.tiles,
             group.tiles.factors_N,
-            adapter=group.adapter(),
+            adapter=group.adapter(u_BR),
             bias_N=group.bias_N,
             residual_MN=residual_BN,
         )
 
     def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
-        assert group.tiles is not None and group.bias_N is None and u_BR is None
-        return self._kernel.swiglu(x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=group.adapter())
+        assert group.tiles is not None and group.bias_N is None
+        adapter = group.adapter(u_BR)
+        return self._kernel.swiglu(x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=adapter)
 
 
 class PlainProducts:
-    makes_u = False
+    def makes_u(self, rows: int) -> bool:
+        return False
 
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
         y_BN = self._product(x_BK, group, residual_BN)

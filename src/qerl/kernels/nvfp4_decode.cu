@@ -262,7 +262,7 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbar_init(full0 + i * 8, 1);
-      mbar_init(empty0 + i * 8, WG * 4 + (RANK > 0));
+      mbar_init(empty0 + i * 8, WG * 4 + (SHRINK_WARPS > 0));
     }
     mbar_init(ready, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -270,7 +270,7 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;");
 
-#if RANK > 0
+#if SHRINK_WARPS
   if (warp == WG * 4 + 1) return put_slices(l, part, u0, u1, token_tiles, smem0, full0, M, K);
   if (warp == WG * 4 + 2) return put_u(l, part, parts, told, ready, M, K);
 #endif

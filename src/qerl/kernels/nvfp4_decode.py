@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import e2m1
+from qerl.kernels.low_rank_plan import low_rank_plan
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
 MAX_TOKENS, MAX_LOW_RANK_ROWS = 256, 384  # of tokens, and of all a that read one x
@@ -139,9 +140,9 @@ class Tile:
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + 16 + 1024
 
-    def threads(self, rank: int) -> int:
+    def threads(self, makes_u: bool) -> int:
         """Warps that multiply, one that copies, and two for the adapter's first half."""
-        return 32 * (4 * self.warpgroups + 1 + (2 if rank else 0))
+        return 32 * (4 * self.warpgroups + 1 + (2 if makes_u else 0))
 
     @property
     def slice_k(self) -> int:
@@ -189,37 +190,20 @@ class Adapter:
     """a bfloat16 [G R, K], b bfloat16 [N, R]. Rows from starts[i] on use a's group i + 1, others 0.
 
     One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
-    starts=(), G = 2 (gate, up), b in the packed order of rows.
+    starts=(), G = 2 (gate, up), b in the packed order of rows. u bfloat16 [M, G R], where it is ready.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
     starts: tuple[int, ...] = ()
+    u: Tensor | None = None
 
 
-def low_rank_plan(tile: Tile, M: int, N: int, K: int, rows: int, num_sms: int) -> list[int]:
-    """Which CTA multiplies which x by which 16 of a's rows, in early units and evenly shared.
-
-    An item is 256 * the CTA's unit + 32 * the slice of its stage + rows / 16. For each CTA its first item or
-    -1, where its others begin and end, 0; then those others.
-    """
-    period = -(-M // tile.tokens) * (K // tile.k_block)  # units until the same x comes again
-    units, parts = tile.units(M, N, K), tile.grid(M, N, K, num_sms)
-    items_P: list[list[int]] = [[] for _ in range(parts)]
-    for x_piece in range(period):
-        owners = ((unit, ((unit + 1) * parts - 1) // units) for unit in range(x_piece, units, period))
-        early = sorted((unit - units * owner // parts, owner) for unit, owner in owners)[:64]
-        for item in range(tile.k_block // tile.slice_k * (rows // 16)):
-            piece, row_group = divmod(item, rows // 16)
-            place, owner = min(early, key=lambda each: each[0] + 2 * len(items_P[each[1]]))
-            items_P[owner].append(256 * place + 32 * piece + row_group)
-    plan, others = [], []
-    for items in map(sorted, items_P):
-        begin = 4 * parts + len(others)
-        others += items[1:]
-        plan += [items[0] if items else -1, begin, 4 * parts + len(others), 0]
-    return plan + others
+def pays_to_make_u(M: int) -> bool:
+    """Whether u costs less made here than by kernels/shrink.py: a step of a 7B model at 32 rows 2.82 ms, not
+    3.10, but at 128 rows 6.61, not 6.45 (H200)."""
+    return M <= 64
 
 
 class NVFP4Decode:
@@ -283,6 +267,9 @@ class NVFP4Decode:
         if adapter is not None:
             rank, starts = adapter.b.shape[1], adapter.starts
             assert adapter.b.shape == (n, rank) and adapter.a.shape == (groups * rank, k) and rank % 16 == 0
+            u_MR = adapter.u
+            assert u_MR is None or (u_MR.shape == (m, groups * rank) and u_MR.dtype == torch.bfloat16)
+            assert u_MR is None or (u_MR.is_contiguous() and u_MR.data_ptr() % 16 == 0)
             assert adapter.b.dtype == adapter.a.dtype == torch.bfloat16 and len(starts) <= 2
             assert (
                 adapter.b.is_contiguous() and adapter.a.is_contiguous() and all(s % 16 == 0 for s in starts)
@@ -292,10 +279,11 @@ class NVFP4Decode:
         epilogue = struct.pack("5Q4i", *addresses, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
         grid, split = tile.grid(m, n, k, self._num_sms), int(tile.splits_sums(m, n, k, self._num_sms))
         assert tile.units(m, n, k) * grid < 2**32  # the kernel divides 32-bit numbers
-        kernel, tensor_map = self._kernel(tile, rank, swiglu, split)
+        makes_u = adapter is not None and adapter.u is None
+        kernel, tensor_map = self._kernel(tile, rank, swiglu, split, int(rank > 0 and not makes_u))
         kernel.launch(
             grid=grid,
-            block_threads=tile.threads(rank),
+            block_threads=tile.threads(makes_u),
             parameters=(
                 tiles,
                 tensor_map(x_MK, tile.tokens, tile.k_block),
@@ -311,6 +299,8 @@ class NVFP4Decode:
     def _low_rank(self, tile: Tile, M: int, N: int, K: int, adapter: Adapter | None) -> bytes:
         if adapter is None:
             return bytes(48)
+        if adapter.u is not None:
+            return struct.pack("5Qfi", 0, 0, 0, adapter.u.data_ptr(), 0, 0.0, 0)
         rows = len(adapter.a)
         assert rows <= MAX_LOW_RANK_ROWS and adapter.a.data_ptr() % 16 == 0
         assert K // tile.slice_k * M * rows <= len(self.partials)
@@ -318,10 +308,13 @@ class NVFP4Decode:
         return struct.pack("5Qfi", *(t.data_ptr() for t in pointers), adapter.scaling, rows)
 
     def _planned(self, tile: Tile, M: int, N: int, K: int, rows: int) -> Tensor:
-        plan = low_rank_plan(tile, M, N, K, rows, self._num_sms)
+        period = -(-M // tile.tokens) * (K // tile.k_block)  # units until the same x comes again
+        pieces = tile.k_block // tile.slice_k
+        units, parts = tile.units(M, N, K), tile.grid(M, N, K, self._num_sms)
+        plan = low_rank_plan(units, parts, period, pieces, rows // 16)
         return torch.tensor(plan, dtype=torch.int32, device=self._device)
 
-    def _compile(self, tile: Tile, rank: int, swiglu: int, split: int):
+    def _compile(self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int):
         from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
 
         defines = {
@@ -335,6 +328,7 @@ class NVFP4Decode:
             "SWIGLU": swiglu,
             "SPLIT": split,
             "U_WORDS": _U_WORDS,
+            "GIVEN_U": given_u,
         }
         module = cuda_module.CudaModule(source(tile.tokens), defines, self._device, self._cache_folder)
         return module.kernel("nvfp4_decode", tile.shared_bytes), cuda_module.tensor_map

@@ -2,14 +2,14 @@
 //
 // nvfp4_decode.cu, which is compiled behind this, gives it two warps of each CTA. The first looks at the stages as they fill: where
 // its plan says so, it multiplies a stage's x, SLICE_K of k at a time, by 16 rows of a and leaves the sums in `partials`. The plan
-// (nvfp4_decode.py) finds each piece of x and each 16 rows one CTA that has that piece early. The second warps add up the slices
+// (low_rank_plan.py) finds each piece of x and each 16 rows one CTA that has that piece early. The second warps add up the slices
 // of each pair of rows in the order of k and leave two bf16 of u in a word. All words are their own flags, EMPTY until they are
 // written, so all CTAs must be on the device at once. Whoever adds up a partial sum empties its word; u is read by many, so there
 // are two, taken in turns: a launch empties the other one, which the launch before used up.
 //
 // Who may touch what: x, u, partials and turns only behind griddepcontrol.wait (a stage that is full lies behind the producer's);
 // a and the plan before it, for no kernel of a step writes them.
-#define SHRINK_WARPS (RANK ? 2 : 0)
+#define SHRINK_WARPS (RANK && !GIVEN_U ? 2 : 0)  // GIVEN_U: u is complete before the launch, [M, rows] bf16
 #define SLICE_K (KB < 256 ? KB : 256)
 
 struct LowRank {
@@ -161,9 +161,11 @@ __device__ __forceinline__ void put_u(const LowRank& l, int part, int parts, u32
 
 // The u of this launch, once a warp of the CTA has told whose turn it is.
 __device__ __forceinline__ const u32* find_u(const LowRank& l, u32 told, u32 ready) {
-  u32 turn;
+  u32 turn = 0;
+#if !GIVEN_U
   mbar_wait(ready, 0);
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(turn) : "r"(told) : "memory");
+#endif
   return l.u + turn * U_WORDS;
 }
 // A first look may find words in L1, which other warps brought there; a later look goes past it.
@@ -190,7 +192,7 @@ __device__ __forceinline__ void await_u(const u32* from, int stride, int left, W
     if (n * 8 < left) look(from + n * stride, u[n].at);
     missing |= is_missing(u[n].at);
   }
-  while (missing) {
+  while (!GIVEN_U && missing) {
     missing = false;
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
