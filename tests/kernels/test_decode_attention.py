@@ -183,6 +183,14 @@ def test_pages_may_be_of_any_16_tokens(page_tokens, kv_dtype, made, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_many_rows_have_longer_chunks(kv_dtype, made, rng):
+    long = op.LONG_CHUNK
+    lengths = RAGGED * 4 + (long - 1, long, long + 1, 2 * long, 2 * long + 1, 3 * long, 0, 1023)
+    check(made(28, 4, 128, 16, kv_dtype, rows=72), step(lengths, 28, 4, 128, rng, kv_dtype=kv_dtype))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("H", [64, 128])
 def test_heads_may_be_normed(H, made, rng):
     """In bfloat16 only: the norm's sum may round differently, which a cast to FP8 would show."""
@@ -214,14 +222,16 @@ def test_rows_may_share_pages(N, K, H, shared, kv_dtype, made, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_a_row_depends_on_that_row_alone(kv_dtype, made, rng):
+@pytest.mark.parametrize(("most", "batches"), [(32, (1, 3, 10)), (64, (33, 50))])
+def test_a_row_depends_on_that_row_alone(most, batches, kv_dtype, made, rng):
+    """Up to 32 rows, and above."""
     kernel = made(28, 4, 128, 16, kv_dtype)
-    case = step(RAGGED * 4, 28, 4, 128, rng, kv_dtype=kv_dtype).moved("cuda")
+    case = step(RAGGED * (most // 16), 28, 4, 128, rng, kv_dtype=kv_dtype).moved("cuda")
     whole = kernel.attend(case.qkv, case.angles, case.cache, case.state)
-    for B in (1, 3, 10, 33):
+    for B in batches:
         part = kernel.attend(case.qkv[:B].contiguous(), case.angles, case.cache, case.state)
         assert torch.equal(part, whole[:B])
-    order = torch.randperm(64, generator=rng).cuda()
+    order = torch.randperm(most, generator=rng).cuda()
     state = dataclasses.replace(
         case.state, tables_BX=case.state.tables_BX[order], positions_B=case.state.positions_B[order]
     )

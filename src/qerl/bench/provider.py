@@ -65,8 +65,11 @@ class QerlNVFP4:
         def adapter(layer: int, i: int) -> nvfp4_decode.Adapter | None:
             if rank == 0:
                 return None
-            u_MR = self._shrink.shrink(x_G[i], a_LG[layer][i], 1.0)
-            return nvfp4_decode.Adapter(u_MR, b_LG[layer][i], starts if i == _QKV else ())
+            a_RK, b_NR, is_qkv = a_LG[layer][i], b_LG[layer][i], i == _QKV
+            u_MR = None
+            if not nvfp4_decode.pays_to_make_u(batch):
+                u_MR = self._shrink.shrink(x_G[i], a_RK, 1.0)
+            return nvfp4_decode.Adapter(a_RK, b_NR, 1.0, starts if is_qkv else (), u_MR)
 
         def linear(layer: int, i: int, **epilogue: Tensor) -> Tensor:
             tiles, factors_N = self._tiles_LG[layer][i], self._factors[i]

@@ -1,11 +1,14 @@
-"""The decode step on a Hopper GPU: nine launches a layer, each linear with its adapter in one.
+"""The decode step on a Hopper GPU: seven launches a layer, or nine, each linear with its adapter in one.
 
     h = embed(token)
-    x, u = norm(h), scaling * x @ A^T       q|k|v = x W^T + u B^T + bias        o = attention(rope(q|k|v))
-    u = scaling * o @ A^T                   h += o W^T + u B^T
-    x, u = norm(h), ...                     y = silu(gate) * up of x W^T + u B^T
-    u = scaling * y @ A^T                   h += y W^T + u B^T                  L times
-    hidden = norm(h)                        h in fp32, all else in bf16
+    x = norm(h)         q|k|v = x W^T + u B^T + bias                    o = attention(rope(q|k|v))
+                        h += o W^T + u B^T
+    x = norm(h)         y = silu(gate) * up of x W^T + u B^T
+                        h += y W^T + u B^T                              L times
+    hidden = norm(h)                                                    h in fp32, all else in bf16
+
+u = scaling * x @ A^T of what the product reads; where linears are not packed, and with many rows, it is made
+before each product, in the norm's launch where there is one.
 
 The modules' own weights, norms and noise are read: no copy of them is kept. The adapter's working copies are
 stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshed in place by `publish`.
@@ -111,21 +114,25 @@ class HopperForward:
         attend: Callable[..., Tensor],
     ) -> Tensor:
         module = layer.module
-        x_BD, u = self._normed(h_BD, module.input_layernorm, layer.qkv)
+        x_BD, u = self._normed(h_BD, module.input_layernorm, layer, layer.qkv)
         qkv_BX = layer.products.linear(x_BD, layer.qkv, u, None)
         o_BX = attend(qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms)
-        h_BD = layer.products.linear(o_BX, layer.o, self._shrunk(o_BX, layer.o), h_BD)
-        x_BD, u = self._normed(h_BD, module.post_attention_layernorm, layer.gate_up)
+        h_BD = layer.products.linear(o_BX, layer.o, self._shrunk(o_BX, layer, layer.o), h_BD)
+        x_BD, u = self._normed(h_BD, module.post_attention_layernorm, layer, layer.gate_up)
         y_BF = layer.products.swiglu(x_BD, layer.gate_up, u)
-        return layer.products.linear(y_BF, layer.down, self._shrunk(y_BF, layer.down), h_BD)
+        return layer.products.linear(y_BF, layer.down, self._shrunk(y_BF, layer, layer.down), h_BD)
 
-    def _normed(self, h_BD: Tensor, norm: NoisedRMSNorm, group: Group) -> tuple[Tensor, Tensor | None]:
-        if group.a is None:
+    def _normed(
+        self, h_BD: Tensor, norm: NoisedRMSNorm, layer: "_LayerGroups", group: Group
+    ) -> tuple[Tensor, Tensor | None]:
+        if group.a is None or layer.products.makes_u(len(h_BD)):
             return self._shrink.norm(h_BD, norm.weight, norm.noise, norm.eps), None
         return self._shrink.norm_shrink(h_BD, norm.weight, norm.noise, norm.eps, group.a, group.scaling)
 
-    def _shrunk(self, x_BK: Tensor, group: Group) -> Tensor | None:
-        return None if group.a is None else self._shrink.shrink(x_BK, group.a, group.scaling)
+    def _shrunk(self, x_BK: Tensor, layer: "_LayerGroups", group: Group) -> Tensor | None:
+        if group.a is None or layer.products.makes_u(len(x_BK)):
+            return None
+        return self._shrink.shrink(x_BK, group.a, group.scaling)
 
 
 class _LayerGroups:

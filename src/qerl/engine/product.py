@@ -1,12 +1,12 @@
 """The products of a decode step: linears that read the same x, in one call, with their adapters.
 
-linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T comes ready
+linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T
 swiglu   y = silu(gate) * up                         gate|up
 
 A residual is in fp32, and so is what is added to it; any other y is in x's dtype.
 
-PackedProducts   kernels/nvfp4_decode.py over the model's tiles
-PlainProducts    torch, linear by linear, over whatever format the linears are in
+PackedProducts   kernels/nvfp4_decode.py over the model's tiles, u made in the same launch where that pays
+PlainProducts    torch, linear by linear, over whatever format the linears are in; u comes ready
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.lora_linear import linear
-from qerl.kernels.nvfp4_decode import Adapter, NVFP4Decode, swiglu_order
+from qerl.kernels.nvfp4_decode import Adapter, NVFP4Decode, pays_to_make_u, swiglu_order
 from qerl.kernels.nvfp4_unpack import Rows
 from qerl.kernels.product import add_product
 from qerl.kernels.swiglu import swiglu
@@ -49,9 +49,10 @@ class Group:
             self.b.copy_(b)
 
     def adapter(self, u_BR: Tensor | None) -> Adapter | None:
-        if u_BR is None or self.b is None:
+        if self.a is None or self.b is None:
             return None
-        return Adapter(u_BR, self.b, () if self._is_interleaved else tuple(self.ends[:-1]))
+        starts = () if self._is_interleaved else tuple(self.ends[:-1])
+        return Adapter(self.a, self.b, self.scaling, starts, u_BR)
 
     @property
     def _is_interleaved(self) -> bool:
@@ -82,6 +83,10 @@ def _joined_bias(linears: Sequence[QuantLinear]) -> Tensor | None:
 
 
 class Products(Protocol):
+    def makes_u(self, rows: int) -> bool:
+        """Whether u of so many rows is made here; else it is given, where the group has an adapter."""
+        ...
+
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
         """y_BN; it may take the residual's place."""
         ...
@@ -92,6 +97,9 @@ class Products(Protocol):
 class PackedProducts:
     def __init__(self, device: torch.device, cache_folder: Path):
         self._kernel = NVFP4Decode(device, cache_folder)
+
+    def makes_u(self, rows: int) -> bool:
+        return pays_to_make_u(rows)
 
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
         assert group.tiles is not None
@@ -106,12 +114,14 @@ class PackedProducts:
 
     def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
         assert group.tiles is not None and group.bias_N is None
-        return self._kernel.swiglu(
-            x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=group.adapter(u_BR)
-        )
+        adapter = group.adapter(u_BR)
+        return self._kernel.swiglu(x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=adapter)
 
 
 class PlainProducts:
+    def makes_u(self, rows: int) -> bool:
+        return False
+
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
         if residual_BN is not None:
             return self._onto(residual_BN, x_BK, group, u_BR)

@@ -225,11 +225,16 @@ __device__ __forceinline__ void add_chunks(const Parameters& p, const Unit& u, F
     float2 m = f.largest[n];
     for (int c0 = 0; c0 < others; c0 += 8) {
       u32 x[8][4];
+      bool missing;
+      do {  // all again if one is missing: one by one, each costs a trip to L2 of its own
+        missing = false;
 #pragma unroll
-      for (int j = 0; j < 8; j++) load_partial(maxima + min(c0 + j, others - 1) * (16 * NT), x[j]);
+        for (int j = 0; j < 8; j++) load_partial(maxima + min(c0 + j, others - 1) * (16 * NT), x[j]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) missing |= is_missing(x[j]);
+      } while (missing);
 #pragma unroll
       for (int j = 0; j < 8; j++) {
-        await_partial(maxima + min(c0 + j, others - 1) * (16 * NT), x[j]);
         m.x = fmaxf(m.x, __uint_as_float(x[j][0])), m.y = fmaxf(m.y, __uint_as_float(x[j][2]));
       }
     }

@@ -8,9 +8,10 @@ Layout of a layer's cache, slot = page * page_tokens + place in it:
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
     scales    fp32 [num_pages, page_tokens, K]: a token's head is codes * scale, scale = absmax / 448
 
-Each CHUNK of positions is one unit of work, a warp's, whatever B is; the unit of a row's last chunk waits for
-what the others found (largest score, sum, o, in fp32) and adds it in the order of chunks. So a row's bits
-depend on that row alone (tests/kernels/test_decode_attention.py). Units go chunk by chunk over the rows:
+Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work, a warp's; the unit of a row's
+last chunk waits for what the others found (largest score, sum, o, in fp32) and adds it in the order of
+chunks. So a row's bits depend on that row alone and on whether there are more than 32 rows (tests/kernels/
+test_decode_attention.py). Units go chunk by chunk over the rows:
 neighbouring rows with the same pages, as the samples of a group have, read them from memory once, then from
 L2. Rows whose position is -1 get zeros. Letters besides types.py: B rows, X pages of a table or columns of
 qkv. Positions, tables and pages are read before the kernel ahead has ended: nothing may write them with an
@@ -38,15 +39,15 @@ CASES = (  # N, K, H
     (32, 2, 128),
     (16, 1, 64),
 )
-CHUNK = 128  # positions
+CHUNK, LONG_CHUNK = 128, 256  # positions; the long one, half as much to add up, once there are units enough
 Norms = tuple[Tensor, Tensor, float]  # q_norm_H, k_norm_H in fp32, eps
 
 _E4M3_LARGEST = 448.0
 _THREADS = 32
 _MULTIPROCESSOR_BYTES, _CTA_BYTES = 228 * 1024, 1024  # shared memory; what a CTA takes besides its own
 _TILE = 32  # positions
-_CTAS_PER_SM = 6  # of one warp each; fewer, with more tiles under way in each, if there are few units
-_FEW_CTAS_PER_SM = 3
+_FEW_ROWS = 32
+_MANY_FP8_HEADS = 256  # rows x K/V heads from which on 8 one-warp CTAs beat 6: FP8 is bound by issue (H200)
 _LOG2_E = 1.4426950408889634
 
 
@@ -138,6 +139,22 @@ def supports(num_heads: int, num_kv_heads: int, head_size: int, page_tokens: int
     return rest == 0 and 1 <= group <= 16 and head_size in (64, 128) and page_tokens % 16 == 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape(chunk=128, ctas_per_sm=6): each CTA is one warp."""
+
+    chunk: int
+    ctas_per_sm: int
+
+
+def choose_shape(B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int) -> Shape:
+    """Few CTAs, with more tiles under way in each, if there are few units."""
+    chunk = CHUNK if B <= _FEW_ROWS else LONG_CHUNK
+    if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
+        return Shape(chunk, 3)
+    return Shape(chunk, 8 if is_fp8 and B * num_kv_heads > _MANY_FP8_HEADS else 6)
+
+
 class DecodeAttention:
     """The kernel for one shape, compiled when made, and its workspace: one object for one stream.
 
@@ -169,41 +186,35 @@ class DecodeAttention:
         self.workspace = torch.full((results * (head_size + 2),), -1, dtype=torch.int32, device=device)
         self._partials, self._maxima = self.workspace.split((results * head_size, results * 2))
         gpu = torch.cuda.get_device_properties(device)
-        shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
-        self._many, self._few = (
-            self._compile(ctas, shared_bytes, cache_folder) for ctas in (_CTAS_PER_SM, _FEW_CTAS_PER_SM)
-        )
-        # CTAs wait for others, so there are only as many as run at once
-        self._num_many, self._num_few = (
-            gpu.multi_processor_count * self._resident(kernel) for kernel in (self._many, self._few)
-        )
+        self._num_sms = gpu.multi_processor_count
+        self._shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
+        self._kernel = functools.lru_cache(maxsize=None)(self._compile)
 
-    def _resident(self, kernel) -> int:
-        status, resident = kernel.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            kernel.function, _THREADS, kernel.shared_bytes
-        )
-        assert int(status) == 0 and resident > 0
-        return resident
-
-    def _compile(self, ctas: int, shared_bytes: int, cache_folder: Path):
+    def _compile(self, shape: Shape):
+        """The kernel, and how many CTAs run at once: they wait for one another, so there are no more."""
         from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
 
         is_fp8 = self._kv_dtype != torch.bfloat16
         stage_bytes = 2 * _TILE * (self._head_size * self._kv_dtype.itemsize + (4 if is_fp8 else 0))
-        most = shared_bytes // ctas - _CTA_BYTES - 4 * self._max_rows
+        most = self._shared_bytes // shape.ctas_per_sm - _CTA_BYTES - 4 * self._max_rows
         stages = max(min(most // stage_bytes, CHUNK // _TILE), 2)
         defines = {
             "H": self._head_size,
             "GROUP": self._heads // self._kv_heads,
             "KV_HEADS": self._kv_heads,
             "PAGE": self._page_tokens,
-            "CHUNK": CHUNK,
+            "CHUNK": shape.chunk,
             "FP8": int(is_fp8),
             "STAGES": stages,
-            "CTAS": ctas,
+            "CTAS": shape.ctas_per_sm,
         }
-        module = cuda_module.CudaModule(source(), defines, self._device, cache_folder)
-        return module.kernel("decode_attention", stages * stage_bytes + 4 * self._max_rows)
+        module = cuda_module.CudaModule(source(), defines, self._device, self._cache_folder)
+        kernel = module.kernel("decode_attention", stages * stage_bytes + 4 * self._max_rows)
+        status, resident = kernel.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            kernel.function, _THREADS, kernel.shared_bytes
+        )
+        assert int(status) == 0 and resident > 0
+        return kernel, self._num_sms * resident
 
     @functools.cached_property
     def _put(self):
@@ -246,11 +257,11 @@ class DecodeAttention:
             out_BNH = torch.empty(B, N * H, dtype=torch.bfloat16, device=qkv_BX.device)
         assert out_BNH.numel() == B * N * H
         parameters = self._parameters(qkv_BX, angles, cache, state, out_BNH, norms)
-        chunks = -(-state.tables_BX.shape[1] * self._page_tokens // CHUNK)
-        kernel, resident = self._many, self._num_many
-        if B * K * chunks <= self._num_few:
-            kernel, resident = self._few, self._num_few
-        kernel.launch(grid=min(resident, B * K * chunks), block_threads=_THREADS, parameters=(parameters,))
+        positions, is_fp8 = state.tables_BX.shape[1] * self._page_tokens, self._kv_dtype != torch.bfloat16
+        shape = choose_shape(B, K, positions, is_fp8, self._num_sms)
+        kernel, resident = self._kernel(shape)
+        grid = min(resident, B * K * -(-positions // shape.chunk))
+        kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
         return out_BNH.view(B, N * H)
 
     def _parameters(

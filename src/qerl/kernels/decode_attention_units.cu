@@ -67,8 +67,9 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ void load_partial(const u32* p, u32 (&v)[4]) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
 }
+__device__ __forceinline__ bool is_missing(const u32 (&v)[4]) { return v[0] == EMPTY || v[1] == EMPTY || v[2] == EMPTY || v[3] == EMPTY; }
 __device__ __forceinline__ void await_partial(const u32* p, u32 (&v)[4]) {
-  while (v[0] == EMPTY || v[1] == EMPTY || v[2] == EMPTY || v[3] == EMPTY) load_partial(p, v);
+  while (is_missing(v)) load_partial(p, v);
 }
 __device__ __forceinline__ void store_partial(u32* p, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");

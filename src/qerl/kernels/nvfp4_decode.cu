@@ -1,4 +1,4 @@
-// y[m, n] = alpha[n] * sum_k x[m, k] W[n, k] + sum_r h[m, r] B[n, r] + bias[n] + residual[m, n], or silu(gate) * up of it.
+// y[m, n] = alpha[n] * sum_k x[m, k] W[n, k] + sum_r u[m, r] B[n, r] + bias[n] + residual[m, n], or silu(gate) * up of it.
 //
 // W lies in tiles of 64 rows x 64 k (nvfp4_decode.py has the layout). A warp decodes 16 rows of a tile straight into the
 // registers of wgmma's first operand; x is the second, in shared memory. One warp keeps a ring of stages filled by bulk
@@ -13,10 +13,6 @@
 // Compile-time: MT tokens of a tile, WG groups of 4 warps (64 rows each), KB k of a stage, STAGES, CTAS on a
 // multiprocessor, GROUP k16 steps issued together, RANK of the adapter or 0, SWIGLU, SPLIT.
 #define NT (MT / 8)
-#define TILE_BYTES 2304
-#define W_SEG (KB / 64 * TILE_BYTES)
-#define X_STAGE (MT * KB * 2)
-#define STAGE_BYTES ((X_STAGE + WG * W_SEG + 1023) / 1024 * 1024)  // the swizzle repeats every 1024
 #define RT (WG * 64)
 #define SLOT (WG * 4 * NT * 128)  // words of a tile's sums; a CTA has two slots, for the later k of one tile and the first k of another
 #define ITEM (NT % 4 == 0 ? 4 : 3)
@@ -24,26 +20,7 @@
 
 // WGMMA
 
-// A word holds 4 codes in each half. Pairs 0 and 2 belong to row g, 1 and 3 to row g + 8.
-__device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
-  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u;
-  a[0] = mul_lo(w & (sign | magnitude), s);
-  a[1] = mul_hi((w * 8u) & (sign | magnitude), s);
-  a[2] = mul_lo(((w * 64u) & magnitude) | ((w * 2u) & sign), s);
-  a[3] = mul_hi(((w >> 3) & magnitude) | ((w * 4u) & sign), s);
-}
-
-__device__ __forceinline__ void decode64(uint4 q, uint2 sc, u32 top, int first, u32 (*a)[4]) {
-  const u32 words[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-  for (int j = first; j < first + GROUP; j++) {
-    u32 v = j < 2 ? sc.x : sc.y;
-    if (j & 1) v = __funnelshift_l(v, v, 8);
-    decode(words[j], (v & 0x0FF00FF0u) | top, a[j - first]);
-  }
-}
-
-// Keeps the compiler from moving what it does with the sums across the asynchronous products.
+// Keeps what is done with the sums from moving across the asynchronous products.
 __device__ __forceinline__ void hold(float (&acc)[NT][4]) {
 #pragma unroll
   for (int n = 0; n < NT; n++) asm volatile("" : "+f"(acc[n][0]), "+f"(acc[n][1]), "+f"(acc[n][2]), "+f"(acc[n][3])::"memory");
@@ -53,7 +30,6 @@ __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __ex
 struct Epilogue {
   const float* alpha;
   const float* bias;
-  const u16* h;
   const u16* lora_b;
   const float* residual;
   void* y;  // in fp32 with a residual, else in bfloat16
@@ -61,13 +37,9 @@ struct Epilogue {
 };
 
 #if RANK > 0
-struct __align__(RANK % 32 == 0 ? 16 : 8) Words {
-  u32 at[RANK % 32 == 0 ? 4 : 2];
-};
-
-// A thread takes neighbouring k of both operands, in one load: which k meets which step is the same for both.
+// Waits for u. A thread takes neighbouring k of both operands, in one load: which k meets which step is the same for both.
 template <int COUNT>
-__device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
+__device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
   constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 ? (COUNT > 8 ? 6 : COUNT) : 8;
 #if SWIGLU
   const int width = 2 * RANK, offset = 0;
@@ -75,7 +47,7 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
   const int width = RANK * (1 + (e.group1 < e.N) + (e.group2 < e.N)), offset = RANK * ((row0 >= e.group1) + (row0 >= e.group2));
 #endif
   const u16* b = e.lora_b + (size_t)(row0 + g) * RANK + 2 * WORDS * t;
-  const u16* h = e.h + (size_t)(m0 + g) * width + offset + 2 * WORDS * t;
+  const u32* from = u + ((m0 + g) * width + offset) / 2 + WORDS * t;
 #pragma unroll
   for (int k = 0; k < RANK; k += 8 * WORDS) {
     const Words low = *(const Words*)(b + k), high = *(const Words*)(b + 8 * RANK + k);
@@ -83,18 +55,14 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
     for (int part = 0; part < 1 + SWIGLU; part++) {  // gate and its rows g, then up and its rows g + 8
 #pragma unroll
       for (int n0 = 0; n0 < COUNT; n0 += TOKENS) {
-        Words hm[TOKENS];
-#pragma unroll
-        for (int n = 0; n < TOKENS; n++) {
-          hm[n] = Words{};
-          if (m0 + (n0 + n) * 8 + g < e.M) hm[n] = *(const Words*)(h + (n0 + n) * 8 * width + part * RANK + k);
-        }
+        Words um[TOKENS];
+        await_u(from + (n0 * 8 * width + part * RANK + k) / 2, 4 * width, e.M - m0 - n0 * 8 - g, um);
 #pragma unroll
         for (int n = 0; n < TOKENS; n++)
 #pragma unroll
           for (int i = 0; i < WORDS; i += 2)
             mma(acc[n0 + n], SWIGLU && part ? 0 : low.at[i], SWIGLU && !part ? 0 : high.at[i], SWIGLU && part ? 0 : low.at[i + 1],
-                SWIGLU && !part ? 0 : high.at[i + 1], hm[n].at[i], hm[n].at[i + 1]);
+                SWIGLU && !part ? 0 : high.at[i + 1], um[n].at[i], um[n].at[i + 1]);
       }
     }
   }
@@ -125,7 +93,7 @@ __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const
 #endif
 
 template <int COUNT>
-__device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, float alpha0, float alpha1, int row0, int m0, int g, int t) {
+__device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, float alpha0, float alpha1, int row0, int m0, int g, int t) {
   const float bias0 = e.bias ? e.bias[row0 + g] : 0.f, bias1 = e.bias ? e.bias[row0 + g + 8] : 0.f;
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
@@ -135,7 +103,7 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
     acc[n][3] = fmaf(acc[n][3], alpha1, bias1);
   }
 #if RANK > 0
-  add_low_rank(acc, e, row0, m0, g, t);
+  add_low_rank(acc, e, u, row0, m0, g, t);
 #endif
 #if !SWIGLU
   if (e.residual) {
@@ -166,10 +134,16 @@ __device__ __forceinline__ void add_partials(float (&acc)[NT][4], u32* slot, u32
 #pragma unroll
     for (int n0 = 0; n0 < NT; n0 += CHUNK) {
       u32 v[BATCH][CHUNK][4];
+      bool missing;
+      do {
+        missing = false;
 #pragma unroll
-      for (int p = 0; p < BATCH; p++)
+        for (int p = 0; p < BATCH; p++)
 #pragma unroll
-        for (int n = 0; n < CHUNK; n++) load_partial(slot + min(p0 + p, count - 1) * stride + (n0 + n) * 128, v[p][n]);
+          for (int n = 0; n < CHUNK; n++) load_partial(slot + min(p0 + p, count - 1) * stride + (n0 + n) * 128, v[p][n]);
+#pragma unroll
+        for (int i = 0; i < BATCH * CHUNK; i++) missing |= is_missing(v[i / CHUNK][i % CHUNK]);
+      } while (missing);
 #pragma unroll
       for (int p = 0; p < BATCH; p++) {
         if (p0 + p < count) {
@@ -225,9 +199,16 @@ struct Item {
     for (int n = 0; n < ITEM; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = -0.f;  // adds nothing, not even a sign
 #pragma unroll 1
     for (int p0 = 0; p0 < count; p0 += BATCH) {
+      for (bool missing = p0 > 0, first = true; missing || first; first = false) {
+        if (missing) {
 #pragma unroll
-      for (int p = 0; p < BATCH; p++)
-        if (p0 > 0 && p0 + p < count) load(p0, p);
+          for (int p = 0; p < BATCH; p++)
+            if (p0 + p < count) load(p0, p);
+        }
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < BATCH * ITEM; i++) missing |= p0 + i / ITEM < count && is_missing(v[i / ITEM][i % ITEM]);
+      }
 #pragma unroll
       for (int p = 0; p < BATCH; p++) {
         if (p0 + p < count) {
@@ -241,7 +222,7 @@ struct Item {
 };
 
 // What the CTA has to finish of its first and its last tile; a warp takes every so manyth item.
-__device__ __forceinline__ void finish_shared(const Shared& a, const Shared& b, u32* workspace, const Epilogue& e, int warp, int g, int t, int token_tiles) {
+__device__ __forceinline__ void finish_shared(const Shared& a, const Shared& b, u32* workspace, const Epilogue& e, const u32* u, int warp, int g, int t, int token_tiles) {
   Item item;
   int i = warp;
   if (i < a.items + b.items) item.begin(a, b, i, workspace, e, token_tiles);
@@ -253,25 +234,10 @@ __device__ __forceinline__ void finish_shared(const Shared& a, const Shared& b, 
     if (row0 < e.N) item.end(sum);
     i += WG * 4;
     if (i < a.items + b.items) item.begin(a, b, i, workspace, e, token_tiles);
-    if (row0 < e.N) finish<ITEM>(sum, e, alpha0, alpha1, row0, m0, g, t);
+    if (row0 < e.N) finish<ITEM>(sum, e, u, alpha0, alpha1, row0, m0, g, t);
   }
 }
 #endif
-
-// Which row tile, token tile and k block a unit is.
-struct Position {
-  int rt, mt, kb;
-  __device__ __forceinline__ Position(int unit, int kblocks, int token_tiles) {
-    const int tile = unit / kblocks;
-    kb = unit - tile * kblocks, rt = tile / token_tiles, mt = tile - rt * token_tiles;
-  }
-  __device__ __forceinline__ void next(int kblocks, int token_tiles) {
-    if (++kb == kblocks) {
-      kb = 0;
-      if (++mt == token_tiles) mt = 0, rt++;
-    }
-  }
-};
 
 __device__ __forceinline__ void load_weights(const u8* w, const Position& at, int N, int K, u32 base, u32 bar, u64 policy) {
   const int valid = min(WG, N / 64 - at.rt * WG);
@@ -283,11 +249,13 @@ __device__ __forceinline__ void load_weights(const u8* w, const Position& at, in
     if (s < valid) load_weight(base + X_STAGE + s * W_SEG, from + s * row, W_SEG, bar, policy);
 }
 
-extern "C" __global__ void __launch_bounds__((WG * 4 + 1) * 32, CTAS)
-nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, const __grid_constant__ Epilogue e, u32* workspace, int M, int N, int K) {
+// Each scheduler has WG warps of a CTA and up to one more: the bound counts that one four times.
+extern "C" __global__ void __launch_bounds__((WG * 4 + 4) * 32, CTAS)
+nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, const __grid_constant__ Epilogue e, const __grid_constant__ LowRank l,
+             u32* workspace, int M, int N, int K) {
   extern __shared__ u8 raw[];
   const u32 smem0 = (smem_u32(raw) + 1023) & ~1023u;
-  const u32 full0 = smem0 + STAGES * STAGE_BYTES, empty0 = full0 + STAGES * 8;
+  const u32 full0 = smem0 + STAGES * STAGE_BYTES, empty0 = full0 + STAGES * 8, ready = empty0 + STAGES * 8, told = ready + 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int kblocks = K / KB, token_tiles = (M + MT - 1) / MT;
   const int units = ((N + RT - 1) / RT) * token_tiles * kblocks;
@@ -297,14 +265,19 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbar_init(full0 + i * 8, 1);
-      mbar_init(empty0 + i * 8, WG * 4);
+      mbar_init(empty0 + i * 8, WG * 4 + (SHRINK_WARPS > 0));
     }
+    mbar_init(ready, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;");
 
-  if (warp >= WG * 4) {  // producer
+#if SHRINK_WARPS
+  if (warp == WG * 4 + 1) return put_slices(l, part, u0, u1, token_tiles, smem0, full0, M, K);
+  if (warp == WG * 4 + 2) return put_u(l, part, parts, told, ready, M, K);
+#endif
+  if (warp == WG * 4) {  // producer
     if (threadIdx.x != WG * 128) return;
     u64 stream, keep;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
@@ -406,10 +379,10 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
         const int last_part = ((u32)(first_u + kblocks) * parts - 1) / (u32)units;
         add_partials(acc, slot + 2 * SLOT, 2 * SLOT, last_part - part);
       }
-      if (row0 < N) finish<NT>(acc, e, alpha0, alpha1, row0, tile % token_tiles * MT, g, t);
+      if (row0 < N) finish<NT>(acc, e, find_u(l, told, ready), alpha0, alpha1, row0, tile % token_tiles * MT, g, t);
     }
   }
 #if SPLIT
-  finish_shared(first, last, workspace, e, warp, g, t, token_tiles);
+  finish_shared(first, last, workspace, e, find_u(l, told, ready), warp, g, t, token_tiles);
 #endif
 }

@@ -1,11 +1,12 @@
 """y = x @ W^T for few tokens and a weight in NVFP4; adapter, bias and what follows ride in its epilogue.
 
-    y_MN = alpha_N * (x_MK @ (codes * scales)_NK^T) + h_MR @ b_NR^T + bias_N + residual_MN
+    u_MR = scaling * x_MK @ a_RK^T                                      rounded to bfloat16
+    y_MN = alpha_N * (x_MK @ (codes * scales)_NK^T) + u_MR @ b_NR^T + bias_N + residual_MN
     y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F
 
-M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank. h = scaling *
-x @ a^T comes rounded to bfloat16; alpha is fp32, one number for a row. y is rounded to bfloat16, but not
-where a residual is added: that is fp32, and so is the sum.
+M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank; alpha is fp32, one
+number for a row. u is made by warps beside those that multiply (nvfp4_shrink.cu) and waited for only where it
+is added. y is rounded to bfloat16, but not where a residual is added: that is fp32, and so is the sum.
 
 Layout, an exactly invertible permutation of codes and scales, one for every M:
 
@@ -34,9 +35,10 @@ import torch
 from torch import Tensor
 
 from qerl.formats import e2m1
+from qerl.kernels.low_rank_plan import low_rank_plan
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
-MAX_TOKENS = 256
+MAX_TOKENS, MAX_LOW_RANK_ROWS = 256, 384  # of tokens, and of all a that read one x
 TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
 ALPHA_FACTOR = 2.0**19
 
@@ -47,7 +49,11 @@ _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of i
 # 128 tokens and 3584 x 3584 14.6 us against 20.0, although each weight is decoded twice (H200).
 _SMALL_WEIGHT = 2**25
 _TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
+_PARTS = ("nvfp4_instructions", "nvfp4_shrink", "nvfp4_decode")
 _NO_GROUP = 2**31 - 1
+_SLICE_K = 256  # of the sums that u is added up from, or a stage's k where that is less
+_PARTIAL_WORDS = 2**23  # those sums: 231 slices of 256 tokens at rank 128 (72B, down)
+_U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
 
 
 def reference(
@@ -55,7 +61,7 @@ def reference(
     codes: Tensor,
     scales: Tensor,
     alpha_N: Tensor,
-    h_MR: Tensor | None = None,
+    u_MR: Tensor | None = None,
     b_NR: Tensor | None = None,
     bias_N: Tensor | None = None,
     residual_MN: Tensor | None = None,
@@ -63,8 +69,8 @@ def reference(
     """The first definition above in float64, of plain codes and scales; one adapter for all rows."""
     weight_NK = e2m1.decode(codes, torch.float32).double() * scales.double().repeat_interleave(16, dim=1)
     y_MN = (x_MK.double() @ weight_NK.T) * alpha_N.double()
-    if h_MR is not None and b_NR is not None:
-        y_MN = y_MN + h_MR.double() @ b_NR.double().T
+    if u_MR is not None and b_NR is not None:
+        y_MN = y_MN + u_MR.double() @ b_NR.double().T
     for term in (bias_N, residual_MN):
         y_MN = y_MN if term is None else y_MN + term.double()
     return y_MN
@@ -132,7 +138,16 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16) + 1024
+        return self.stages * (self.stage_bytes + 16) + 16 + 1024
+
+    def threads(self, makes_u: bool) -> int:
+        """Warps that multiply, one that copies, and two for the adapter's first half."""
+        return 32 * (4 * self.warpgroups + 1 + (2 if makes_u else 0))
+
+    @property
+    def slice_k(self) -> int:
+        """How many k are one sum of u's."""
+        return min(self.k_block, _SLICE_K)
 
     def units(self, M: int, N: int, K: int) -> int:
         return -(-N // self.rows) * -(-M // self.tokens) * (K // self.k_block)
@@ -172,15 +187,23 @@ def choose_tile(M: int, N: int, K: int) -> Tile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
-    """h bfloat16 [M, G R] (scaled), b bfloat16 [N, R]. Rows from starts[i] on use h's group i + 1, others 0.
+    """a bfloat16 [G R, K], b bfloat16 [N, R]. Rows from starts[i] on use a's group i + 1, others 0.
 
     One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
-    starts=(), G = 2 (gate, up), b in the packed order of rows.
+    starts=(), G = 2 (gate, up), b in the packed order of rows. u bfloat16 [M, G R], where it is ready.
     """
 
-    h: Tensor
+    a: Tensor
     b: Tensor
+    scaling: float
     starts: tuple[int, ...] = ()
+    u: Tensor | None = None
+
+
+def pays_to_make_u(M: int) -> bool:
+    """Whether u costs less made here than by kernels/shrink.py: a step of a 7B model at 32 rows 2.82 ms, not
+    3.10, but at 128 rows 6.61, not 6.45 (H200)."""
+    return M <= 64
 
 
 class NVFP4Decode:
@@ -196,7 +219,11 @@ class NVFP4Decode:
         words = max(choose_tile(m, 64, 512).workspace_words(self._num_sms) for m in range(1, MAX_TOKENS + 1))
         # -1 marks a word that nobody has written; every launch leaves it so
         self.workspace = torch.full((words,), -1, dtype=torch.int32, device=device)
+        self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
+        self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
+        self._turns = torch.zeros(2, dtype=torch.int32, device=device)
         self._kernel = functools.lru_cache(maxsize=None)(self._compile)
+        self._plan = functools.lru_cache(maxsize=None)(self._planned)
 
     def linear(
         self,
@@ -240,24 +267,29 @@ class NVFP4Decode:
         tile, rank, starts = choose_tile(m, n, k), 0, ()
         if adapter is not None:
             rank, starts = adapter.b.shape[1], adapter.starts
-            assert adapter.b.shape == (n, rank) and adapter.h.shape == (m, groups * rank) and rank % 16 == 0
-            assert adapter.b.dtype == adapter.h.dtype == torch.bfloat16 and len(starts) <= 2
+            assert adapter.b.shape == (n, rank) and adapter.a.shape == (groups * rank, k) and rank % 16 == 0
+            u_MR = adapter.u
+            assert u_MR is None or (u_MR.shape == (m, groups * rank) and u_MR.dtype == torch.bfloat16)
+            assert u_MR is None or (u_MR.is_contiguous() and u_MR.data_ptr() % 16 == 0)
+            assert adapter.b.dtype == adapter.a.dtype == torch.bfloat16 and len(starts) <= 2
             assert (
-                adapter.b.is_contiguous() and adapter.h.is_contiguous() and all(s % 16 == 0 for s in starts)
+                adapter.b.is_contiguous() and adapter.a.is_contiguous() and all(s % 16 == 0 for s in starts)
             )
-        pointers = (factors_N, bias_N, adapter and adapter.h, adapter and adapter.b, residual_MN, y)
+        pointers = (factors_N, bias_N, adapter and adapter.b, residual_MN, y)
         addresses = (0 if t is None else t.data_ptr() for t in pointers)
-        epilogue = struct.pack("6Q4i", *addresses, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
+        epilogue = struct.pack("5Q4i", *addresses, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
         grid, split = tile.grid(m, n, k, self._num_sms), int(tile.splits_sums(m, n, k, self._num_sms))
         assert tile.units(m, n, k) * grid < 2**32  # the kernel divides 32-bit numbers
-        kernel, tensor_map = self._kernel(tile, rank, swiglu, split)
+        makes_u = adapter is not None and adapter.u is None
+        kernel, tensor_map = self._kernel(tile, rank, swiglu, split, int(rank > 0 and not makes_u))
         kernel.launch(
             grid=grid,
-            block_threads=32 * (4 * tile.warpgroups + 1),
+            block_threads=tile.threads(makes_u),
             parameters=(
                 tiles,
                 tensor_map(x_MK, tile.tokens, tile.k_block),
                 epilogue,
+                self._low_rank(tile, m, n, k, adapter),
                 self.workspace,
                 m,
                 n,
@@ -265,7 +297,25 @@ class NVFP4Decode:
             ),
         )
 
-    def _compile(self, tile: Tile, rank: int, swiglu: int, split: int):
+    def _low_rank(self, tile: Tile, M: int, N: int, K: int, adapter: Adapter | None) -> bytes:
+        if adapter is None:
+            return bytes(48)
+        if adapter.u is not None:
+            return struct.pack("5Qfi", 0, 0, 0, adapter.u.data_ptr(), 0, 0.0, 0)
+        rows = len(adapter.a)
+        assert rows <= MAX_LOW_RANK_ROWS and adapter.a.data_ptr() % 16 == 0
+        assert K // tile.slice_k * M * rows <= len(self.partials)
+        pointers = (adapter.a, self._plan(tile, M, N, K, rows), self.partials, self._u, self._turns)
+        return struct.pack("5Qfi", *(t.data_ptr() for t in pointers), adapter.scaling, rows)
+
+    def _planned(self, tile: Tile, M: int, N: int, K: int, rows: int) -> Tensor:
+        period = -(-M // tile.tokens) * (K // tile.k_block)  # units until the same x comes again
+        pieces = tile.k_block // tile.slice_k
+        units, parts = tile.units(M, N, K), tile.grid(M, N, K, self._num_sms)
+        plan = low_rank_plan(units, parts, period, pieces, rows // 16)
+        return torch.tensor(plan, dtype=torch.int32, device=self._device)
+
+    def _compile(self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int):
         from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
 
         defines = {
@@ -278,6 +328,8 @@ class NVFP4Decode:
             "RANK": rank,
             "SWIGLU": swiglu,
             "SPLIT": split,
+            "U_WORDS": _U_WORDS,
+            "GIVEN_U": given_u,
         }
         module = cuda_module.CudaModule(source(tile.tokens), defines, self._device, self._cache_folder)
         return module.kernel("nvfp4_decode", tile.shared_bytes), cuda_module.tensor_map
@@ -286,7 +338,7 @@ class NVFP4Decode:
 def source(tokens: int) -> str:
     """The kernel's CUDA C++ with the product instruction of this width put in."""
     folder = resources.files("qerl.kernels")
-    parts = [folder.joinpath(f"{name}.cu").read_text() for name in ("nvfp4_instructions", "nvfp4_decode")]
+    parts = [folder.joinpath(f"{name}.cu").read_text() for name in _PARTS]
     return "".join(parts).replace("// WGMMA\n", _product(tokens))
 
 

@@ -1,9 +1,14 @@
-// What nvfp4_decode.cu, which is compiled behind this, is made of: Hopper's instructions, one function each, and the words of the
-// workspace by which CTAs hand sums to one another.
+// What nvfp4_decode.cu, which is compiled behind this, is made of: Hopper's instructions, one function each, where a unit of work
+// lies, and the words of the workspace by which CTAs hand sums to one another.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+#define TILE_BYTES 2304
+#define W_SEG (KB / 64 * TILE_BYTES)
+#define X_STAGE (MT * KB * 2)
+#define STAGE_BYTES ((X_STAGE + WG * W_SEG + 1023) / 1024 * 1024)  // the swizzle repeats every 1024
 
 struct __align__(64) TensorMap { u8 bytes[128]; };
 
@@ -61,6 +66,21 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Which row tile, token tile and k block a unit is.
+struct Position {
+  int rt, mt, kb;
+  __device__ __forceinline__ Position(int unit, int kblocks, int token_tiles) {
+    const int tile = unit / kblocks;
+    kb = unit - tile * kblocks, rt = tile / token_tiles, mt = tile - rt * token_tiles;
+  }
+  __device__ __forceinline__ void next(int kblocks, int token_tiles) {
+    if (++kb == kblocks) {
+      kb = 0;
+      if (++mt == token_tiles) mt = 0, rt++;
+    }
+  }
+};
+
 #define EMPTY 0xFFFFFFFFu  // a word of the workspace that nobody has written yet
 
 __device__ __forceinline__ void load_partial(const u32* p, u32 (&v)[4]) {
@@ -74,10 +94,32 @@ __device__ __forceinline__ void store_partial(u32* p, u32 a, u32 b, u32 c, u32 d
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Adds four sums that were loaded once, waiting until they are there, and empties their place.
-__device__ __forceinline__ void take_partial(u32* from, u32 (&v)[4], float (&sum)[4]) {
-  while (v[0] == EMPTY || v[1] == EMPTY || v[2] == EMPTY || v[3] == EMPTY) load_partial(from, v);
+// Who finds one of many words missing loads all of them again: one by one, each costs a trip to L2 of its own.
+__device__ __forceinline__ bool is_missing(const u32 (&v)[4]) { return v[0] == EMPTY || v[1] == EMPTY || v[2] == EMPTY || v[3] == EMPTY; }
+__device__ __forceinline__ bool is_missing(const u32 (&v)[2]) { return v[0] == EMPTY || v[1] == EMPTY; }
+
+// Adds four sums that are there and empties their place.
+__device__ __forceinline__ void take_partial(u32* from, const u32 (&v)[4], float (&sum)[4]) {
   store_partial(from, EMPTY, EMPTY, EMPTY, EMPTY);
 #pragma unroll
   for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(v[i]);
+}
+
+// A word holds 4 codes in each half. Pairs 0 and 2 belong to row g, 1 and 3 to row g + 8.
+__device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
+  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u;
+  a[0] = mul_lo(w & (sign | magnitude), s);
+  a[1] = mul_hi((w * 8u) & (sign | magnitude), s);
+  a[2] = mul_lo(((w * 64u) & magnitude) | ((w * 2u) & sign), s);
+  a[3] = mul_hi(((w >> 3) & magnitude) | ((w * 4u) & sign), s);
+}
+
+__device__ __forceinline__ void decode64(uint4 q, uint2 sc, u32 top, int first, u32 (*a)[4]) {
+  const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+  for (int j = first; j < first + GROUP; j++) {
+    u32 v = j < 2 ? sc.x : sc.y;
+    if (j & 1) v = __funnelshift_l(v, v, 8);
+    decode(words[j], (v & 0x0FF00FF0u) | top, a[j - first]);
+  }
 }
