@@ -63,9 +63,9 @@ def test_a_cache_that_stays_is_memory_that_its_successor_may_have(monkeypatch):
 
 def test_working_memory_grows_with_the_rows_of_a_prefill():
     decoder = tiny()
-    a, row = decoder.architecture, 2 * (4 * 80 + 8 * 48 + 2 * (6 + 2 * 2) * 16)
+    a, row = decoder.architecture, 2 * (4 * 80 + 10 * 48 + 2 * (6 + 2 * 2) * 16)
     few, many = (working_bytes(EngineConfig(prefill_tokens=n), decoder) for n in (10, 1010))
-    assert many - few == 1000 * row and few == 10 * row + 4 * 80 * 48 + 64 * 4 * a.vocab_size
+    assert many - few == 1000 * row and few == 10 * row + 4 * 80 * 48 + 64 * 4 * a.vocab_size + (20 << 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])

@@ -291,11 +291,14 @@ def test_rows_of_one_sequence_together_are_the_rows_one_by_one(kv_dtype, has_nor
     kernel = made(N, K, H, kv_dtype=kv_dtype, rows=128)
     one, together = case.copy(), case.copy()
     expected = []
-    for t in range(T):
-        row = dataclasses.replace(
-            state, positions_B=state.positions_B[t : t + 1], tables_BX=state.tables_BX[t : t + 1]
+    for t in range(T):  # alone in a launch of as many rows
+        start, alone = t // 128 * 128, torch.full_like(state.positions_B, -1)
+        alone[t] = t
+        row = dataclasses.replace(state, positions_B=alone[start:], tables_BX=state.tables_BX[start:])
+        rows = one.qkv[start : start + 128]
+        expected.append(
+            kernel.attend(rows, one.angles, one.cache, row, norms=norms)[t - start : t - start + 1]
         )
-        expected.append(kernel.attend(one.qkv[t : t + 1], one.angles, one.cache, row, norms=norms))
     got = [
         kernel.attend_together(
             case.qkv[start : start + 128],

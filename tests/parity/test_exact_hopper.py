@@ -105,13 +105,16 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
 def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode():
     engine = engine_of(decoder_of(), exact=True, max_running=16, stop_token_ids=NEVER)
     groups_of(engine)
+    assert engine._cache is not None
     replay, pages = engine._runners.replay(), list(range(9))
     (prompt,) = small_prompts(130)
-    whole = torch.cat([hidden.clone() for hidden in replay.chunks([Run(prompt.tokens_T, 0, pages)])])[:130]
-    pieces = [Run(prompt.tokens_T[:53], 0, pages), Run(prompt.tokens_T[53:], 53, pages)]
-    assert torch.equal(replay(pieces), whole[[52, 129]])
-    steps = [replay([Run([token], i, pages)]) for i, token in enumerate(prompt.tokens_T)]
-    assert torch.equal(torch.cat(steps), whole)
+    with engine._cache.present():
+        chunks = replay.chunks([Run(prompt.tokens_T, 0, pages)])
+        whole = torch.cat([hidden.clone() for hidden in chunks])[:130]
+        pieces = [Run(prompt.tokens_T[:53], 0, pages), Run(prompt.tokens_T[53:], 53, pages)]
+        assert torch.equal(replay(pieces), whole[[52, 129]])
+        steps = [replay([Run([token], i, pages)]) for i, token in enumerate(prompt.tokens_T)]
+        assert torch.equal(torch.cat(steps), whole)
 
 
 @pytest.mark.parametrize("learn", [{}, {"updates_per_step": 2, "passes_per_step": 2}], ids=str)

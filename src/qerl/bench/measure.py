@@ -46,6 +46,7 @@ def cuda_device() -> torch.device:
 def graph_times(work: Callable[[], object], runs: int) -> Times:
     """Of `work`, whose launches all go to the current stream. It runs a few times before it is recorded."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which makes what the work reads
     with torch.cuda.stream(stream):
         work()
         torch.cuda.synchronize()

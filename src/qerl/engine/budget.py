@@ -16,6 +16,7 @@ from qerl.kernels.address_range import can_give_back
 from qerl.model.decoder import Decoder
 
 _CPU_BYTES, _SHARE, _SHARE_IF_KEPT = 1e9, 0.9, 0.6
+_BLOCK_BYTES = 20 << 20  # torch takes no less of the device for a tensor over 1 MiB
 
 
 def kv_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
@@ -49,7 +50,8 @@ def free_bytes(device: torch.device) -> float:
 
 
 def working_bytes(config: EngineConfig, decoder: Decoder) -> float:
-    """Of a prefill, roughly: a layer's 16-bit activations, its largest unpacked weight, 64 rows of logits."""
+    """Of a prefill, roughly: a layer's activations, its largest unpacked weight, 64 rows of logits, and what
+    of torch's latest block is not used."""
     a = decoder.architecture
-    row = 2 * (4 * a.ff_width + 8 * a.width + 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_size)
-    return config.prefill_tokens * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size
+    row = 2 * (4 * a.ff_width + 10 * a.width + 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_size)
+    return config.prefill_tokens * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES

@@ -43,8 +43,9 @@ class HopperForward:
         max_rows: int,
         max_pages: int,
         products: Callable[[torch.device, Path], Products] = PackedProducts,
+        chunk: int | None = None,
     ):
-        """products: what multiplies the linears that are packed."""
+        """products: what multiplies the linears that are packed; chunk: of attention, as it takes it."""
         a, device, folder = decoder.architecture, decoder.device, cache_folder()
         self._decoder, self._cache = decoder, cache
         self._shrink = Shrink(device, folder)
@@ -62,6 +63,7 @@ class HopperForward:
             max_pages=max_pages,
             device=device,
             cache_folder=folder,
+            chunk=chunk,
         )
 
     @staticmethod

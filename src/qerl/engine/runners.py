@@ -23,6 +23,7 @@ from qerl.engine.runner import Runner, bucket_of
 from qerl.engine.sliced import ONE_ORDER_ROWS, SlicedProducts
 from qerl.formats import FP8
 from qerl.kernels.chunked_attention import chunked_decode
+from qerl.kernels.decode_attention import CHUNK
 from qerl.kernels.head_sample import BF16Head, FP8Head, Head, NVFP4Head, head_sampler
 from qerl.model.decoder import Decoder
 from qerl.model.tiled import Tiled
@@ -107,7 +108,8 @@ class Runners:
     def _make_forward(self):
         if self._config.exact:
             by_torch = functools.partial(PlainForward, decode=chunked_decode)
-            return functools.partial(HopperForward, products=SlicedProducts) if self._is_fast else by_torch
+            one_order = functools.partial(HopperForward, products=SlicedProducts, chunk=CHUNK)
+            return one_order if self._is_fast else by_torch
         return HopperForward if self._is_fast else PlainForward
 
     def _exact_rows(self) -> tuple[int, int]:

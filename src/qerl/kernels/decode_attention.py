@@ -147,9 +147,11 @@ class Shape:
     ctas_per_sm: int
 
 
-def choose_shape(B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int) -> Shape:
-    """Few CTAs, with more tiles under way in each, if there are few units."""
-    chunk = CHUNK if B <= _FEW_ROWS else LONG_CHUNK
+def choose_shape(
+    B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int, chunk: int | None = None
+) -> Shape:
+    """Few CTAs, with more tiles under way in each, if there are few units. chunk: None takes it by B."""
+    chunk = chunk or (CHUNK if B <= _FEW_ROWS else LONG_CHUNK)
     if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
         return Shape(chunk, 3)
     return Shape(chunk, 8 if is_fp8 and B * num_kv_heads > _MANY_FP8_HEADS else 6)
@@ -172,12 +174,15 @@ class DecodeAttention:
         max_pages: int,
         device: torch.device,
         cache_folder: Path,
+        chunk: int | None = None,
     ):
+        """chunk: for any number of rows, so that a row has one order of sums; None takes it by the rows."""
         assert supports(num_heads, num_kv_heads, head_size, page_tokens) and max_rows <= 2**16
         assert kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
         self._heads, self._kv_heads, self._head_size = num_heads, num_kv_heads, head_size
         self._page_tokens, self._kv_dtype, self._max_rows = page_tokens, kv_dtype, max_rows
         self._max_pages, self._device, self._cache_folder = max_pages, device, cache_folder
+        self._chunk = chunk
         self._fence = torch.zeros(1, device=device)
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
         self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma for a K/V head's query heads
@@ -258,7 +263,7 @@ class DecodeAttention:
         assert out_BNH.numel() == B * N * H
         parameters = self._parameters(qkv_BX, angles, cache, state, out_BNH, norms)
         positions, is_fp8 = state.tables_BX.shape[1] * self._page_tokens, self._kv_dtype != torch.bfloat16
-        shape = choose_shape(B, K, positions, is_fp8, self._num_sms)
+        shape = choose_shape(B, K, positions, is_fp8, self._num_sms, self._chunk)
         kernel, resident = self._kernel(shape)
         grid = min(resident, B * K * -(-positions // shape.chunk))
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
