@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 
 import tiny_run
 from qerl import train
-from qerl.config import AlgoConfig, RunConfig
+from qerl.config import AlgoConfig, NoiseConfig, RunConfig
 from qerl.recipes import METHODS, RECIPES, dapo_math, demo, gsm8k
 
 
@@ -128,6 +129,15 @@ def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
     saved = sorted((tmp_path / "run" / "checkpoints").glob("*/adapter_model.safetensors"))
     first, last = load_file(saved[0]), load_file(saved[-1])
     assert any(not first[name].equal(last[name]) for name in first)
+
+
+def test_the_page_of_methods_tells_of_every_value_and_recipe():
+    page = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
+    algo, noise = get_type_hints(AlgoConfig), get_type_hints(NoiseConfig)
+    values = [v for field in ("loss", "advantage", "importance") for v in get_args(algo[field])]
+    values += get_args(noise["schedule"])
+    missing = [v for v in [*values, "geometric", "veto"] if f"`{v}`" not in page]
+    assert not missing and not [name for name in METHODS if f"`{name}`" not in page]
 
 
 def test_a_recipe_gives_a_new_equal_config_that_can_be_derived_from():

@@ -19,8 +19,8 @@ learner_old are the learner's logprobs before the update, sampler those of the p
 (quantized kernels, noise and all). The weights scale the policy loss only, not the KL term, and have no
 gradient. What has weight 0 still counts in the loss's denominators: the sum is the estimate with the weights
 as they are, and it does not depend on how samples are packed. TIS: Yao et al., "Your efficient RL framework
-secretly brings you off-policy RL training", 2025. MIS, geometric rejection and veto: Liu et al., "When speed
-kills stability", 2025. IcePop: Ling team, arXiv 2510.18855.
+secretly brings you off-policy RL training", 2025. MIS and geometric rejection: Liu et al., "When speed kills
+stability", 2025. Veto: verl's rollout correction. IcePop: Ling team, arXiv 2510.18855.
 """
 
 import dataclasses

@@ -4,10 +4,10 @@
                                                        s_i = the geometric mean of a sample's ratio_t
     objective_t
     clipped     -min(ratio_t A, clip(ratio_t, 1 - clip_low, 1 + clip_high) A)     PPO, arXiv 1707.06347, 3
-    sequence    the same with s_i for ratio_t                                     GSPO, arXiv 2507.18071, 4.2
+    sequence    the same with s_i for ratio_t                                     GSPO, arXiv 2507.18071
     sequence_   the same with sg(s_i) ratio_t / sg(ratio_t), for advantages
-    token       that differ within a sample                                       GSPO-token, 4.3
-    weighted    -sg(clip(ratio_t, 1 - clip_low, 1 + clip_high)) A logprob_t       CISPO, arXiv 2506.13585, 3.1
+    token       that differ within a sample                                       GSPO-token, the same
+    weighted    -sg(clip(ratio_t, 1 - clip_low, 1 + clip_high)) A logprob_t       CISPO, arXiv 2506.13585
     gated       -4 / tau sigmoid(tau (ratio_t - 1)) A, tau by the sign of A       SAPO, arXiv 2511.20347
     soft        -sg(exp(-(ratio_t - 1)^2 / (2 w_t^2))) ratio_t A where A pushes
                 ratio_t farther from 1, else -ratio_t A                           MASPO, arXiv 2602.17550

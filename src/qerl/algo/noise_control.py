@@ -3,7 +3,7 @@
     x = measure - floor        the KL of sampler to learner, less its mean over the steps without noise;
                                or the sampling policy's entropy, whose floor is 0
     adaptive    log sigma += gain clip(log(target / x), -1, 1)            a proposal of ours
-    plappert    sigma *= factor if x < target, else sigma /= factor       Plappert et al., arXiv 1706.01905, 3
+    plappert    sigma *= factor if x < target, else sigma /= factor       Plappert et al., arXiv 1706.01905
     a schedule of noise_schedule.py: sigma depends on the step alone
 
 then sigma is clipped to [sigma_min, sigma_max]. KL grows with the square of sigma, so the error of log sigma

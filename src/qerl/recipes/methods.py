@@ -100,13 +100,13 @@ def icepop() -> RunConfig:
 
 
 def geometric() -> RunConfig:
-    """Geometric rejection: samples that the learner finds unlike its own are left out; TIS for the others."""
+    """Geometric rejection: samples unlike the learner's own are left out; TIS for the others."""
     algo = replace(GRPO, reject=("geometric",), geometric_low=0.9, geometric_high=1.1)
     return _correction("geometric", algo)
 
 
 def veto() -> RunConfig:
-    """Veto: one token far too unlikely for the learner leaves out its sample; TIS for the others."""
+    """Veto: one token too unlikely for the learner leaves out its sample; TIS for the others."""
     return _correction("veto", replace(GRPO, reject=("veto",), veto_ratio=1e-4))
 
 
@@ -133,7 +133,7 @@ def aqn_entropy() -> RunConfig:
 
 
 def aqn_plappert() -> RunConfig:
-    """AQN with Plappert's rule: sigma times or through a factor a step, by the KL's side of the target."""
+    """AQN with Plappert's rule: a factor up or down a step, by the KL's side of the target."""
     control = ControlConfig(measure="kl", target=TARGET_KL, factor=1.1, sigma_max=0.3)
     return _steered("aqn_plappert", "plappert", control)
 
