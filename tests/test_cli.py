@@ -9,6 +9,7 @@ import pytest
 import tiny_run
 from qerl import cli
 from qerl.errors import UserError
+from qerl.recipes import RECIPES
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,14 @@ def test_help_names_the_commands_and_recipes(monkeypatch, capsys):
     shown = capsys.readouterr().out
     for word in ("train", "eval", "quantize", "report", "demo", "gsm8k", "dapo_math"):
         assert word in shown
+
+
+def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
+    assert qerl(monkeypatch, "train", "--help") == 0
+    shown = capsys.readouterr().out.splitlines()
+    for name, recipe in RECIPES.items():
+        (line,) = [line for line in shown if line.split()[:1] == [name]]
+        assert line.split(maxsplit=1)[1] == recipe.__doc__ and len(line) <= 110
 
 
 @pytest.mark.parametrize(

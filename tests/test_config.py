@@ -5,8 +5,18 @@ import json
 
 import pytest
 
-from qerl import config, options
-from qerl.config import AlgoConfig, LearnConfig, RunConfig, TaskConfig
+from qerl import options
+from qerl.config import (
+    AlgoConfig,
+    ControlConfig,
+    LearnConfig,
+    NoiseConfig,
+    RunConfig,
+    TaskConfig,
+    algo,
+    noise,
+    run,
+)
 from qerl.errors import UserError
 from qerl.recipes import RECIPES
 from qerl.stored import run_config
@@ -29,6 +39,13 @@ def test_an_unknown_key_is_refused_by_name():
     [
         (lambda: LearnConfig(learning_rate=0.0), "learn.learning_rate"),
         (lambda: AlgoConfig(importance_cap=0.0), "algo.importance_cap"),
+        (lambda: AlgoConfig(importance="icepop", importance_floor=2.0), "algo.importance_floor"),
+        (lambda: AlgoConfig(geometric_low=1.1), "algo.geometric_low"),
+        (lambda: ControlConfig(factor=1.0), "noise.control.factor"),
+        (lambda: ControlConfig(sigma_max=1e-5), "noise.control.sigma_max"),
+        (lambda: NoiseConfig(schedule="adaptive", sigma_start=0.5), "noise.sigma_start"),
+        (lambda: NoiseConfig(schedule="plappert", noise_in="both"), "noise.control.measure"),
+        (lambda: RunConfig(num_steps=5, noise=NoiseConfig(schedule="adaptive")), "noise.control.quiet_steps"),
         (lambda: TaskConfig(rewards=("exact",), reward_weights=(1.0, 2.0)), "task.reward_weights"),
         (lambda: RunConfig(num_samples=1), "num_samples"),
         (lambda: RunConfig(num_steps=5), "noise.num_stages"),
@@ -39,7 +56,7 @@ def test_a_wrong_value_is_refused_with_its_field(make, field):
         make()
 
 
-@pytest.mark.parametrize("module", [config, options])
+@pytest.mark.parametrize("module", [run, algo, noise, options])
 def test_every_field_is_documented(module):
     """tyro shows the string under a field as its help; nested configs are documented by their own fields."""
     undocumented = []

@@ -88,6 +88,10 @@ class Noise:
         self.events.append(("learning", step))
         yield
 
+    def observe(self, step, metrics):
+        self.events.append(("observed", step))
+        return {"observed_version": metrics["mismatch_abs"] * 1000}
+
 
 def bandit_run(config, *, rewards=None, stop_after=None, first_step=0):
     bandit, journal, noise, task = Bandit(), Journal(), Noise(), Task()
@@ -123,8 +127,26 @@ def test_reward_rises():
 
 def test_noise_is_on_while_sampling_and_gone_before_learning():
     _, journal, noise, _ = bandit_run(dataclasses.replace(CONFIG, num_steps=2))
-    assert noise.events == [(name, step) for step in (0, 1) for name in ("sampling", "quiet", "learning")]
+    names = ("sampling", "quiet", "learning", "observed")
+    assert noise.events == [(name, step) for step in (0, 1) for name in names]
     assert journal.steps[0]["sigma"] == 0.5
+    assert [metrics["observed_version"] for metrics in journal.steps] == pytest.approx([1, 2])
+
+
+def test_pass_at_k_and_informative_groups_are_of_all_that_was_drawn():
+    class Fixed(Rewards):
+        def score(self, groups):
+            # one right of eight, all right, none right, one right of the six that are known
+            rewards = ([1.0] + [0.0] * 7, [1.0] * 8, [0.0] * 8, [None, None, 1.0] + [0.0] * 5)
+            return [rewards[g.prompt.index % 4] for g in groups]
+
+    _, journal, _, _ = bandit_run(dataclasses.replace(CONFIG, num_steps=1), rewards=Fixed())
+    metrics = journal.steps[0]
+    assert metrics["informative"] == 1 / 2
+    assert metrics["pass_at_1"] == pytest.approx((1 / 8 + 1 + 0 + 1 / 6) / 4)
+    assert metrics["pass_at_2"] == pytest.approx((1 / 4 + 1 + 0 + 1 / 3) / 4)
+    assert metrics["pass_at_4"] == pytest.approx((1 / 2 + 1 + 0 + 2 / 3) / 4)
+    assert metrics["pass_at_8"] == pytest.approx((1 + 1 + 0) / 3)
 
 
 def test_a_run_stops_where_saving_says_so():

@@ -1,9 +1,22 @@
 import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+import tyro
+from safetensors.torch import load_file
 
-from qerl.config import RunConfig
-from qerl.recipes import RECIPES, dapo_math, demo, gsm8k
+import tiny_run
+from qerl import train
+from qerl.config import AlgoConfig, NoiseConfig, RunConfig
+from qerl.recipes import METHODS, RECIPES, dapo_math, demo, gsm8k
+
+
+@pytest.fixture(scope="module")
+def tiny_files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -70,6 +83,61 @@ def test_the_demos_problems_are_sums_of_two_numbers_up_to_a_hundred():
         assert min(int(left), int(right)) >= 0 and max(int(left), int(right)) <= 100
         prompt = task.template.format_map(problem)
         assert prompt == f"What is {left} + {right}? Answer with just the number."
+
+
+def test_every_value_of_a_method_has_a_recipe():
+    """A loss, an advantage, a correction or a rule that no recipe takes is one that nobody runs."""
+    algos = [recipe().algo for recipe in METHODS.values()]
+    hints = get_type_hints(AlgoConfig)
+    for field in ("loss", "advantage", "importance"):
+        assert {getattr(algo, field) for algo in algos} >= set(get_args(hints[field])) - {
+            "leave_one_out",
+            "ratio",
+        }
+    assert {name for algo in algos for name in algo.reject} == {"geometric", "veto"}
+    noises = [recipe().noise for recipe in METHODS.values()]
+    assert {noise.schedule for noise in noises} == {"exponential", "adaptive", "plappert"}
+    assert {noise.control.measure for noise in noises if noise.is_steered} == {"kl", "entropy"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_differs_from_the_demo_by_itself_alone(name):
+    config = METHODS[name]()
+    assert config != demo() and config.out == f"runs/{name}"
+    same = dataclasses.replace(
+        config,
+        out=demo().out,
+        algo=demo().algo,
+        noise=demo().noise,
+        learn=dataclasses.replace(config.learn, updates_per_step=1),
+    )
+    assert same == demo()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
+    """Six steps of the tiny model: every step's numbers are finite, and the weights change."""
+    given = tiny_run.options(tiny_files, tmp_path / "run")
+    if METHODS[name]().noise.is_steered:
+        given += ["--noise.control.quiet-steps", "2"]
+    config = tyro.cli(RunConfig, default=METHODS[name](), args=[*given, "--evaluate.num-prompts", "0"])
+    train(config)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 6
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+    assert sum(step.get("grad_norm", 0) > 0 for step in steps) >= 3
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("*/adapter_model.safetensors"))
+    first, last = load_file(saved[0]), load_file(saved[-1])
+    assert any(not first[name].equal(last[name]) for name in first)
+
+
+def test_the_page_of_methods_tells_of_every_value_and_recipe():
+    page = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
+    algo, noise = get_type_hints(AlgoConfig), get_type_hints(NoiseConfig)
+    values = [v for field in ("loss", "advantage", "importance") for v in get_args(algo[field])]
+    values += get_args(noise["schedule"])
+    missing = [v for v in [*values, "geometric", "veto"] if f"`{v}`" not in page]
+    assert not missing and not [name for name in METHODS if f"`{name}`" not in page]
 
 
 def test_a_recipe_gives_a_new_equal_config_that_can_be_derived_from():

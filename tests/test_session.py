@@ -19,8 +19,8 @@ def files(tmp_path_factory):
     return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
-def start(files, out, *more):
-    command = [sys.executable, "-c", "from qerl.cli import main; main()", "train", "demo"]
+def start(files, out, *more, recipe="demo"):
+    command = [sys.executable, "-c", "from qerl.cli import main; main()", "train", recipe]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [*command, *tiny_run.options(files, out), *more],
@@ -31,8 +31,8 @@ def start(files, out, *more):
     )
 
 
-def finish(files, out, *more):
-    process = start(files, out, *more)
+def finish(files, out, *more, recipe="demo"):
+    process = start(files, out, *more, recipe=recipe)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     return stdout
@@ -112,6 +112,22 @@ def test_killed_and_started_again_a_run_is_the_unbroken_one(files, unbroken, tmp
     process.communicate()
     finish(files, tmp_path / "run")
     assert_same_run(tmp_path / "run", unbroken[0])
+
+
+def test_a_steered_sigma_goes_on_where_it_was(files, tmp_path):
+    """Killed after the third step, one checkpoint behind it: floor and sigma are the unbroken run's."""
+    recipe = "aqn_kl"
+    given = ("--noise.control.quiet-steps", "1", "--noise.control.target", "1e-6")
+    finish(files, tmp_path / "whole", *given, recipe=recipe)
+    process = start(files, tmp_path / "broken", *given, recipe=recipe)
+    wait_for_steps(process, tmp_path / "broken", 3)
+    process.kill()
+    process.communicate()
+    finish(files, tmp_path / "broken", *given, recipe=recipe)
+    assert_same_run(tmp_path / "broken", tmp_path / "whole")
+    steps = metrics(tmp_path / "whole")
+    assert steps[0]["sigma"] == 0.0 and len({step["sigma"] for step in steps[1:]}) == 5
+    assert {step["noise_floor"] for step in steps} == {steps[0]["mismatch_kl"]} != {0.0}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

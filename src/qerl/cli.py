@@ -5,9 +5,11 @@ A mistake of the user's is one line and exit code 2; a run that cannot go on is 
 """
 
 import difflib
+import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,14 @@ from qerl.options import (
     ReportOptions,
     memory_options,
 )
-from qerl.recipes import RECIPES
+from qerl.recipes import METHODS, PAPER, RECIPES
 from qerl.stored import run_config
 
 USAGE = """\
 usage: qerl COMMAND ...
 
-  qerl train RECIPE [--FIELD VALUE ...]   teach a model; recipes: {recipes}
+  qerl train RECIPE [--FIELD VALUE ...]   teach a model; recipes: {recipes},
+                                          and one for each method (qerl train --help)
   qerl eval MODEL_OR_RUN [...]            pass@1, pass@k and greedy accuracy on a task
   qerl plan MODEL --gpu-gb GB [...]       the memory of each part of a step, and what fits
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
@@ -42,6 +45,16 @@ usage: qerl COMMAND ...
                                           how fast this GPU does it, beside others and beside its limit
 
 Each command takes --help, and --debug to see a traceback."""
+TRAIN_USAGE = """\
+usage: qerl train RECIPE [--FIELD VALUE ...]
+
+{paper}
+
+The demo's task with one method each (docs/methods.md):
+
+{methods}
+
+qerl train RECIPE --help lists the fields with the recipe's values."""
 
 
 def main() -> None:
@@ -63,12 +76,15 @@ def main() -> None:
 def command(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(RECIPES)))
+        print(USAGE.format(recipes=", ".join(PAPER)))
     else:
         COMMANDS[_near(name, COMMANDS, "command")](rest)
 
 
 def train(arguments: list[str]) -> None:
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(TRAIN_USAGE.format(paper=_listed(PAPER), methods=_listed(METHODS)))
+        return
     if not arguments or arguments[0].startswith("-"):
         raise UserError(f"train needs a recipe: qerl train RECIPE, one of {', '.join(RECIPES)}")
     name = _near(arguments[0], RECIPES, "recipe")
@@ -201,6 +217,12 @@ def _near(name: str, known: dict[str, Any], kind: str) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
     raise UserError(f"no {kind} {name}{hint}")
+
+
+def _listed(recipes: dict[str, Callable[[], RunConfig]]) -> str:
+    """A line for each: its name, and the first line that it says of itself."""
+    width = max(map(len, recipes)) + 2
+    return "\n".join(f"  {name:{width}}{inspect.cleandoc(f.__doc__ or '')}" for name, f in recipes.items())
 
 
 def _recorded(path: Path) -> RunConfig:

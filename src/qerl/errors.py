@@ -10,3 +10,9 @@ class UserError(Exception):
 
 class RunError(RuntimeError):
     """The run cannot go on through no mistake in the command, such as a full disk; exit code 1."""
+
+
+def require(holds: bool, message: str) -> None:
+    """The user's mistake, in the message's words, unless it holds."""
+    if not holds:
+        raise UserError(message)

@@ -11,7 +11,7 @@ import dataclasses
 from statistics import fmean
 from typing import Protocol
 
-from qerl.algo.estimate import clustered_mean, pass_at_k
+from qerl.algo.estimate import clustered_mean, pass_at_powers
 from qerl.errors import UserError
 from qerl.types import Engine, Group, Prompt, Sampling
 
@@ -64,7 +64,7 @@ def evaluate(
     return Evaluation(
         accuracy=accuracy,
         accuracy_error=accuracy_error,
-        pass_at_k=_pass_at_powers(correct_P_G, num_samples),
+        pass_at_k=pass_at_powers(correct_P_G),
         mean_tokens=fmean(len(sample.tokens_T) for group in groups for sample in group.samples_G),
         num_prompts=len(prompts),
         num_failed=sum(rewards_G.count(None) for rewards_G in rewards_P_G),
@@ -74,8 +74,3 @@ def evaluate(
 def greedy(sampling: Sampling) -> Sampling:
     """The same with the most likely token at each place."""
     return dataclasses.replace(sampling, temperature=0.0, top_k=None, top_p=None, min_p=None)
-
-
-def _pass_at_powers(correct_P_G: list[list[bool]], num_samples: int) -> dict[int, float]:
-    powers = [1 << i for i in range(num_samples.bit_length())]
-    return {k: fmean(pass_at_k(num_samples, sum(correct_G), k) for correct_G in correct_P_G) for k in powers}

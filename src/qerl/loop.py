@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from qerl.algo.advantage import ADVANTAGES, is_informative
+from qerl.algo.estimate import pass_at_powers
 from qerl.algo.filter import fill
 from qerl.algo.overlong import OVERLONG
 from qerl.config import RunConfig
@@ -32,6 +33,10 @@ class Noise(Protocol):
 
     def learning(self, step: int) -> AbstractContextManager[Any]:
         """Inside, the learner's forward is as noisy as the config says."""
+        ...
+
+    def observe(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Steers the noise of the steps to come; what there is to log of it."""
         ...
 
 
@@ -59,7 +64,7 @@ def run(config: RunConfig, parts: Parts, *, first_step: int) -> None:
             log.samples(groups)
             with parts.noise.learning(step), log.span("learn"):
                 metrics = parts.learner.step([learnable(config, group) for group in groups])
-            log.add(sigma=sigma, **metrics)
+            log.add(sigma=sigma, **metrics, **parts.noise.observe(step, metrics))
             with log.span("publish"):
                 parts.engine.publish(parts.learner.version)
             parts.observe(step, log)
@@ -80,7 +85,7 @@ def draw(config: RunConfig, parts: Parts, step: int, log: Any) -> list[Group]:
             )
         with log.span("reward"):
             rewards_P_G = parts.rewards.score(sampled_P)
-        scored_P = [marked(config, *pair) for pair in zip(sampled_P, rewards_P_G, strict=True)]
+        scored_P = marked(config, sampled_P, rewards_P_G)
         drawn_P += scored_P
         kept_P = fill(kept_P, scored_P, config.num_prompts) if config.algo.dynamic_sampling else scored_P
         if len(kept_P) == config.num_prompts:
@@ -93,18 +98,25 @@ def sampling_of(config: RunConfig) -> Sampling:
     return Sampling(**dataclasses.asdict(config.sample))
 
 
-def marked(config: RunConfig, group: Group, rewards_G: list[float | None]) -> Group:
-    """The group with each sample's reward, and its advantage over its siblings."""
-    overlong, algo = OVERLONG[config.algo.overlong], config.algo
-    penalised_G = [
-        None
-        if r is None
-        else r + overlong.penalty(len(s.tokens_T), config.sample.max_tokens, algo.overlong_buffer)
+def marked(config: RunConfig, groups: list[Group], rewards_P_G: list[list[float | None]]) -> list[Group]:
+    """The groups with each sample's reward, and its advantage over its siblings."""
+    penalised_P_G = [penalised(config, *pair) for pair in zip(groups, rewards_P_G, strict=True)]
+    advantages_P_G = ADVANTAGES[config.algo.advantage](penalised_P_G)
+    marked_P = []
+    for group, rewards_G, advantages_G in zip(groups, rewards_P_G, advantages_P_G, strict=True):
+        marks = zip(group.samples_G, rewards_G, advantages_G, strict=True)
+        samples_G = [dataclasses.replace(s, reward=r, advantage=a) for s, r, a in marks]
+        marked_P.append(dataclasses.replace(group, samples_G=samples_G))
+    return marked_P
+
+
+def penalised(config: RunConfig, group: Group, rewards_G: list[float | None]) -> list[float | None]:
+    """The rewards with what a sample's length takes off them."""
+    penalty, max_tokens = OVERLONG[config.algo.overlong].penalty, config.sample.max_tokens
+    return [
+        None if r is None else r + penalty(len(s.tokens_T), max_tokens, config.algo.overlong_buffer)
         for r, s in zip(rewards_G, group.samples_G, strict=True)
     ]
-    marks = zip(group.samples_G, rewards_G, ADVANTAGES[algo.advantage](penalised_G), strict=True)
-    samples_G = [dataclasses.replace(s, reward=r, advantage=a) for s, r, a in marks]
-    return dataclasses.replace(group, samples_G=samples_G)
 
 
 def learnable(config: RunConfig, group: Group) -> Group:
@@ -119,6 +131,10 @@ def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
     samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample.tokens_T) for sample in samples]
+    right_P_G = [
+        [s.reward >= config.evaluate.right_from for s in group.samples_G if s.reward is not None]
+        for group in groups
+    ]
     return {
         "reward": fmean(rewards),
         "accuracy": fmean(reward >= config.evaluate.right_from for reward in rewards),
@@ -128,6 +144,7 @@ def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
         "sampled_tokens": sum(lengths),
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
         "num_failed_rewards": len(samples) - len(rewards),
+        **{f"pass_at_{k}": value for k, value in pass_at_powers(right_P_G).items()},
     }
 
 

@@ -10,54 +10,24 @@ The run's folder:
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qerl.algo.noise_schedule import sigma as sigma_at
 from qerl.config import RunConfig
-from qerl.errors import UserError
 from qerl.evaluate import evaluate, greedy
+from qerl.exploration import Exploration
 from qerl.journal import Journal, StepLog
 from qerl.journal.record import encode, replace
 from qerl.learner import Learner, checkpoint
 from qerl.loop import Parts, run, sampling_of
-from qerl.model.decoder import Decoder
 from qerl.model.device import resolved
-from qerl.model.noise import noised
 from qerl.policy import policy_of
 from qerl.report import write_report
 from qerl.stop import Stop
 from qerl.tasks import RewardPool
 from qerl.types import Sampling
-
-
-class ScheduledNoise:
-    """AQN: the norms of one or both policies carry sigma(step) * Z, Z drawn from (seed, step, layer)."""
-
-    def __init__(self, decoder: Decoder, config: RunConfig):
-        if config.noise.schedule != "none" and not decoder.noised_norms():
-            raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
-        self._decoder, self._config = decoder, config
-
-    @contextmanager
-    def sampling(self, step: int) -> Iterator[float]:
-        noise, config = self._config.noise, self._config
-        sigma = sigma_at(
-            step,
-            num_steps=config.num_steps,
-            schedule=noise.schedule,
-            sigma_start=noise.sigma_start,
-            sigma_end=noise.sigma_end,
-            num_stages=noise.num_stages,
-        )
-        with noised(self._decoder, sigma=sigma, unit=noise.unit, seed=config.seed, step=step):
-            yield sigma
-
-    def learning(self, step: int) -> AbstractContextManager[Any]:
-        return self.sampling(step) if self._config.noise.noise_in == "both" else nullcontext()
 
 
 def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
@@ -86,6 +56,7 @@ class _Session:
         self.decoder, self.engine, self.task = policy_of(config)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
         self.learner = Learner(self.decoder, config, notice=journal.notice, score=score)
+        self.noise = Exploration(self.decoder, config)
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         self.evaluations = _read_json(folder / "evaluations.json")
 
@@ -96,7 +67,7 @@ class _Session:
             rewards=self.pool,
             engine=self.engine,
             learner=self.learner,
-            noise=ScheduledNoise(self.decoder, config),
+            noise=self.noise,
             journal=self.journal,
             observe=self.observe,
             save=self.save,
@@ -115,6 +86,8 @@ class _Session:
         """The step to go on with, after taking back the newest checkpoint that is whole."""
         found = checkpoint.load_latest(self.folder / "checkpoints", self.learner)
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
+        if found is not None and "noise" in found.extra:
+            self.noise.load(found.extra["noise"])
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
@@ -132,6 +105,7 @@ class _Session:
                     self.learner,
                     next_step=next_step,
                     keep=self.config.checkpoint.keep,
+                    extra={"noise": self.noise.state()},
                 )
         return is_stopping
 

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from qerl.algo.estimate import clustered_mean, majority, pass_at_k
+from qerl.algo.estimate import clustered_mean, majority, pass_at_k, pass_at_powers
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,14 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample():
     for k in range(1, 7):
         subsets = list(itertools.combinations(correct_G, k))
         assert pass_at_k(6, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), rel=1e-12)
+
+
+def test_pass_at_powers_takes_the_groups_that_have_as_many_samples():
+    # pass@1: (1/4 + 1/2 + 0) / 3; pass@2: 1 - 3/6, 1 - 0/1 and 0; pass@4: the first alone
+    right_P_G = [[False, True, False, False], [True, False], [False, False]]
+    assert pass_at_powers(right_P_G) == pytest.approx({1: 1 / 4, 2: 1 / 2, 4: 1.0}, rel=1e-12)
+    assert pass_at_powers([[True] * 6]) == {1: 1.0, 2: 1.0, 4: 1.0}
+    assert pass_at_powers([[], []]) == pass_at_powers([]) == {}
 
 
 def test_the_error_counts_prompts_not_samples():

@@ -15,7 +15,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("model",),
     ("engine", "learner"),
     ("loop", "evaluate", "report"),
-    ("policy",),
+    ("policy", "exploration"),
     ("session", "measure", "plan", "bench"),
     ("cli",),
 )

@@ -16,9 +16,20 @@ from qerl.learner import Learner
 from qerl.model.adapter import adapter_tensors
 
 MODES = pytest.mark.parametrize(
-    ("loss", "importance", "kl"),
-    [(loss, importance, 0.0) for loss in LOSSES for importance in IMPORTANCE]
-    + [(loss, "truncated", 0.3) for loss in LOSSES],
+    "algo",
+    [
+        *({"loss": loss} for loss in LOSSES),
+        *({"importance": importance} for importance in IMPORTANCE),
+        *({"loss": loss, "kl_coefficient": 0.3} for loss in ("grpo", "gspo", "cispo")),
+        {"loss": "sapo", "importance": "truncated_sequence", "importance_cap": 1.1},
+        {"loss": "gspo", "importance": "ratio"},
+        {"loss": "maspo", "importance": "icepop", "importance_floor": 0.1, "importance_cap": 0.5},
+        {"importance": "masked", "importance_cap": 0.3},
+        {"importance": "masked_sequence", "importance_cap": 0.05},
+        {"reject": ("geometric",), "geometric_low": 0.2, "geometric_high": 0.33},
+        {"reject": ("veto", "geometric"), "veto_ratio": 0.06, "geometric_low": 0.2, "geometric_high": 4.0},
+    ],
+    ids=lambda algo: "-".join(map(str, algo.values())),
 )
 UNCLIPPED = {"max_grad_norm": 1e9}
 TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
@@ -49,16 +60,14 @@ def flat(gradients):
 
 
 @MODES
-def test_the_gradient_is_that_of_the_plain_formulas(loss, importance, kl, groups):
-    algo = {"loss": loss, "importance": importance, "kl_coefficient": kl}
+def test_the_gradient_is_that_of_the_plain_formulas(algo, groups):
     truth = flat(plain.gradient(run_config(algo, UNCLIPPED), tiny_decoder(), groups))
     assert rms_error(gradient(groups, algo), truth) < 1e-5
 
 
 @MODES
-def test_no_split_changes_the_gradient(loss, importance, kl, groups):
+def test_no_split_changes_the_gradient(algo, groups):
     """A budget of one token makes each sample a batch and a tree of its own."""
-    algo = {"loss": loss, "importance": importance, "kl_coefficient": kl}
     whole = gradient(groups, algo)
     for micro_tokens in (1, 13, 21):
         assert rms_error(gradient(groups, algo, micro_tokens=micro_tokens), whole) < 1e-5
@@ -66,18 +75,25 @@ def test_no_split_changes_the_gradient(loss, importance, kl, groups):
 
 
 @MODES
-def test_no_order_changes_the_gradient(loss, importance, kl, groups):
-    algo = {"loss": loss, "importance": importance, "kl_coefficient": kl}
+def test_no_order_changes_the_gradient(algo, groups):
     turned = [replace(g, samples_G=g.samples_G[::-1]) for g in groups[2:] + groups[:2]]
     whole = gradient(groups, algo)
     assert rms_error(gradient(turned, algo, micro_tokens=21), whole) < 1e-5
 
 
-@pytest.mark.parametrize("importance", list(IMPORTANCE))
-@pytest.mark.parametrize("kl", [0.0, 0.3])
-def test_several_updates_and_passes_learn_what_the_plain_loop_learns(importance, kl, rng):
+@pytest.mark.parametrize(
+    "algo",
+    [
+        *({"importance": importance, "importance_floor": 0.1} for importance in IMPORTANCE),
+        {"importance": "ratio", "kl_coefficient": 0.3},
+        {"loss": "gspo"},
+        {"loss": "gspo_token"},
+        *({"loss": loss} for loss in ("cispo", "sapo", "maspo")),
+    ],
+    ids=lambda algo: "-".join(map(str, algo.values())),
+)
+def test_several_updates_and_passes_learn_what_the_plain_loop_learns(algo, rng):
     """Old logprobs from before the first update, the schedule, the clipping and AdamW, over two steps."""
-    algo = {"importance": importance, "kl_coefficient": kl}
     learn = {"updates_per_step": 2, "passes_per_step": 2, "weight_decay": 0.1, "max_grad_norm": 0.4}
     config = replace(run_config(algo, learn), sample=replace(run_config().sample, temperature=0.8))
     steps = [random_groups(4, 3, vocab=VOCAB, rng=rng) for _ in range(2)]

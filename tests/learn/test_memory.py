@@ -31,7 +31,8 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
     for step in range(22):
         memory.reset_peaks(device)
         groups = engine.generate(prompts_P, num_samples=4, sampling=sampling_of(config), seed=0, step=step)
-        groups = [learnable(config, marked(config, group, [0.0, 1.0, 0.0, 1.0])) for group in groups]
+        rewards_P_G = [[0.0, 1.0, 0.0, 1.0]] * len(groups)
+        groups = [learnable(config, group) for group in marked(config, groups, rewards_P_G)]
         assert memory.peak_bytes(device) > engine.num_bytes
         learner.step(groups)
         engine.publish(learner.version)

@@ -8,7 +8,7 @@ import torch
 from learner import plain
 from learner.samples import prompt, sample
 from learner.tiny import run_config, tiny_decoder
-from qerl.algo.advantage import ADVANTAGES
+from qerl.algo.advantage import group_normalised
 from qerl.learner import Learner
 from qerl.types import Group
 
@@ -32,7 +32,7 @@ def group(decoder, index, rng):
     """Reward: the share of lucky tokens."""
     drawn = [draw(decoder, PROMPTS[index], 2, rng) for _ in range(8)]
     rewards_G = [sum(token in LUCKY[index] for token in tokens_T) / 2 for tokens_T, _ in drawn]
-    advantages_G = ADVANTAGES["group"](rewards_G)
+    advantages_G = group_normalised(rewards_G)
     samples_G = [
         sample(tokens_T, logprobs_T=logprobs_T, reward=reward, advantage=advantage)
         for (tokens_T, logprobs_T), reward, advantage in zip(drawn, rewards_G, advantages_G, strict=True)
@@ -52,6 +52,10 @@ def lucky_probability(decoder, index):
         (torch.bfloat16, "dapo", "truncated", 1),
         (torch.float32, "grpo", "ratio", 3),
         (torch.float32, "dr_grpo", "none", 1),
+        (torch.float32, "gspo_token", "masked_sequence", 3),
+        (torch.float32, "cispo", "icepop", 3),
+        (torch.float32, "sapo", "truncated_sequence", 3),
+        (torch.float32, "maspo", "masked", 3),
     ],
 )
 def test_rewarded_tokens_come_to_be_drawn(compute, loss, importance, updates, rng):

@@ -39,15 +39,55 @@ def pairs(groups):
     return [(group, s) for group in groups for s in group.samples_G if s.reward is not None]
 
 
+def policy_loss(algo, logprob_T, old_T, a):
+    ratio_T = (logprob_T - old_T).exp()
+    if algo.loss == "gspo":
+        ratio_T = (logprob_T - old_T).mean().exp().expand_as(ratio_T)
+    if algo.loss == "gspo_token":
+        ratio_T = (logprob_T - old_T).mean().exp().detach() * logprob_T.exp() / logprob_T.exp().detach()
+    bounded_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    if algo.loss == "cispo":
+        return -bounded_T.detach() * a * logprob_T
+    if algo.loss == "sapo":
+        tau = algo.sapo.temperature_positive if a > 0 else algo.sapo.temperature_negative
+        return -a * torch.sigmoid(tau * (ratio_T - 1)) * 4 / tau
+    if algo.loss == "maspo":
+        return -a * maspo_weight(algo.maspo, ratio_T.detach(), old_T, a) * ratio_T
+    return -torch.minimum(ratio_T * a, bounded_T * a)
+
+
+def maspo_weight(maspo, ratio_T, old_T, a):
+    base_T = (maspo.width / old_T.exp() ** maspo.alpha).clamp(maspo.width, 10)
+    factor = 1 + maspo.beta_high * a if a > 0 else 1 / (1 - maspo.beta_low * a)
+    gauss_T = torch.exp(-((ratio_T - 1) ** 2) / (2 * (base_T * min(max(factor, 0.1), 10)) ** 2))
+    is_leaving_T = ratio_T > 1 if a > 0 else ratio_T < 1
+    return torch.where(is_leaving_T, gauss_T, torch.ones_like(gauss_T))
+
+
+def importance_weight(algo, rho_T):
+    """One value for each token of one sample."""
+    low, cap, product = algo.importance_floor, algo.importance_cap, rho_T.prod()
+    weight_T = {
+        "truncated": rho_T.clamp(max=cap),
+        "truncated_sequence": product.clamp(max=cap).expand_as(rho_T),
+        "masked": torch.where(rho_T > cap, 0.0, rho_T),
+        "masked_sequence": torch.where(product > cap, 0.0, product).expand_as(rho_T),
+        "icepop": torch.where((rho_T > cap) | (rho_T < low), 0.0, rho_T),
+        "ratio": torch.ones_like(rho_T),
+        "none": torch.ones_like(rho_T),
+    }[algo.importance]
+    mean = product ** (1 / len(rho_T))
+    if "geometric" in algo.reject and not algo.geometric_low <= mean <= algo.geometric_high:
+        return torch.zeros_like(rho_T)
+    if "veto" in algo.reject and rho_T.min() < algo.veto_ratio:
+        return torch.zeros_like(rho_T)
+    return weight_T
+
+
 def token_loss(config, logprob_T, before_T, reference_T, sample):
     algo, sampler_T, a = config.algo, torch.tensor(sample.logprobs_T), sample.advantage
     old_T = sampler_T if algo.importance == "ratio" else before_T
-    weight_T = (before_T - sampler_T).exp().clamp(max=algo.importance_cap)
-    ratio_T = (logprob_T - old_T).exp()
-    bounded_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high)
-    loss_T = -torch.minimum(ratio_T * a, bounded_T * a)
-    if algo.importance == "truncated":
-        loss_T = weight_T * loss_T
+    loss_T = importance_weight(algo, (before_T - sampler_T).exp()) * policy_loss(algo, logprob_T, old_T, a)
     if reference_T is not None:
         x_T = reference_T - logprob_T
         loss_T = loss_T + algo.kl_coefficient * (x_T.exp() - x_T - 1)
@@ -62,14 +102,15 @@ def whole_loss(config, decoder, groups, before, reference):
     for group, s in pairs(groups):
         logprob_T, _ = read(decoder, group, s, config.sample.temperature)
         loss_T = token_loss(config, logprob_T, before[id(s)], reference.get(id(s)), s)
-        total = (
-            total
-            + {
-                "grpo": loss_T.mean() / samples,
-                "dapo": loss_T.sum() / tokens,
-                "dr_grpo": loss_T.sum() / (samples * config.sample.max_tokens),
-            }[config.algo.loss]
-        )
+        if config.algo.loss in ("grpo", "gspo", "gspo_token", "sapo"):
+            total = total + loss_T.mean() / samples
+        elif config.algo.loss in ("dapo", "cispo", "maspo"):
+            total = total + loss_T.sum() / tokens
+        elif config.algo.loss == "dr_grpo":
+            total = total + loss_T.sum() / (samples * config.sample.max_tokens)
+        elif config.algo.loss == "bnpo":
+            siblings = sum(len(x.tokens_T) for x in group.samples_G if x.reward is not None)
+            total = total + loss_T.sum() / siblings / len(groups)
     return total
 
 

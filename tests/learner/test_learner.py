@@ -52,6 +52,7 @@ def test_entropy_and_mismatch_are_of_the_learner_before_its_first_update(groups)
     for learn in ({}, {"updates_per_step": 2, "passes_per_step": 3}):
         got = tiny_learner(learn=learn).step(groups)
         assert got["entropy"] == pytest.approx(torch.cat([e for _, e in read]).mean().item(), rel=1e-5)
+        assert got["sampler_entropy"] == pytest.approx(-sampler_C.mean().item(), rel=1e-5)
         assert got["mismatch_abs"] == pytest.approx(d_C.abs().mean().item(), rel=1e-5)
         assert got["mismatch_max"] == pytest.approx(d_C.abs().max().item(), rel=1e-5)
         assert got["mismatch_kl"] == pytest.approx((d_C.exp() - 1 - d_C).mean().item(), rel=1e-4)
@@ -86,6 +87,28 @@ def test_importance_weights_and_the_share_that_was_capped_are_seen(groups):
     assert got["importance_weight_mean"] == pytest.approx(weights_C.clamp(max=0.9).mean().item(), rel=1e-5)
     uncorrected = tiny_learner({"importance": "none", "importance_cap": 0.9}).step(groups)
     assert (uncorrected["capped_fraction"], uncorrected["importance_weight_mean"]) == (0.0, 1.0)
+
+
+def test_what_the_correction_left_out_is_seen(groups):
+    """Masked tokens, rejected samples, and how many tokens the weights are worth."""
+    config = run_config()
+    before = plain.logprobs(config, tiny_decoder(), groups)
+    rho_S = [(before[id(s)] - torch.tensor(s.logprobs_T)).exp() for _, s in plain.pairs(groups)]
+    cap = torch.cat(rho_S).median().item() * 1.001
+    masked_C = torch.cat(rho_S) * (torch.cat(rho_S) <= cap)
+    got = tiny_learner({"importance": "masked", "importance_cap": cap}).step(groups)
+    assert got["masked_fraction"] == pytest.approx((masked_C == 0).float().mean().item())
+    assert got["capped_fraction"] == got["rejected_fraction"] == 0.0
+    effective = masked_C.sum() ** 2 / (len(masked_C) * masked_C.square().sum())
+    assert got["effective_fraction"] == pytest.approx(effective.item(), rel=1e-5)
+    lows = sorted(rho_T.min().item() for rho_T in rho_S)
+    veto = (lows[4] + lows[5]) / 2
+    got = tiny_learner({"importance": "none", "reject": ("veto",), "veto_ratio": veto}).step(groups)
+    assert (got["rejected_fraction"], got["masked_fraction"]) == (pytest.approx(5 / 12), 0.0)
+    kept = sum(len(rho_T) for rho_T in rho_S if rho_T.min() >= veto)
+    assert got["effective_fraction"] == pytest.approx(kept / sum(map(len, rho_S)))
+    got = tiny_learner({"reject": ("veto",), "veto_ratio": 1e9}).step(groups)
+    assert got["rejected_fraction"] == 1.0 and "effective_fraction" not in got
 
 
 def test_the_ratio_is_one_on_policy_and_leaves_the_clip_idle(groups):

@@ -194,6 +194,23 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
     assert [run["name"] for run in page.data["runs"]] == [str(folder) for folder in folders]
 
 
+def test_what_tells_of_exploration_has_charts_of_its_own(tmp_path):
+    names = ("informative", "distinct", "sampler_entropy", "effective_fraction", "pass_at_1", "pass_at_16")
+    folder = make_run(tmp_path / "run")
+    lines(folder / "metrics.jsonl", [{"step": i} | dict.fromkeys(names, i / 4) for i in range(3)])
+    text = page_of([folder], tmp_path).text
+    head, others = text.split("pass_at_1", 1)
+    for title in (
+        "Informative groups",
+        "Distinct answers",
+        "Sampler's entropy",
+        "Effective samples",
+        "Pass@16",
+    ):
+        assert title in head
+    assert not [name for name in names if name in others] and "Pass@1 " not in text
+
+
 def test_settings_in_which_runs_differ_are_marked(tmp_path):
     runs = [{"config": {"seed": seed, "num_steps": 4}} for seed in (0, 1)]
     folders = [make_run(tmp_path / f"{i}", run=run) for i, run in enumerate(runs)]

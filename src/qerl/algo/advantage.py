@@ -3,6 +3,11 @@
     group_normalised   A_i = (r_i - mean) / (std + 1e-4)           GRPO, arXiv 2402.03300, 4.1.2
     mean_only          A_i = r_i - mean                            Dr. GRPO, arXiv 2503.20783, 3.2
     leave_one_out      A_i = r_i - mean of the others              RLOO, arXiv 2402.14740, 3.2
+    beta               A_i = (r_i - p) / f(p; 1 + a/3, 1 + b/3)    BNPO, arXiv 2506.02864
+
+p is the group's mean, f the density of a Beta distribution; a and b are those of the Beta distribution that
+has the mean and the unbiased variance of all groups' p. Rewards are from 0 to 1. A density of 1, which leaves
+r - mean, takes its place where no Beta distribution has these moments.
 
 The std is the unbiased one (divided by n - 1): the paper does not say which, and this is what most
 implementations compute. A reward that is None failed: it enters no statistic, and its advantage is 0.
@@ -10,9 +15,14 @@ implementations compute. A reward that is None failed: it enters no statistic, a
 
 import math
 from collections.abc import Callable
-from statistics import fmean, stdev
+from functools import partial
+from statistics import fmean, stdev, variance
+
+from qerl.errors import require
 
 STD_EPSILON = 1e-4
+Advantages = Callable[[list[list[float | None]]], list[list[float]]]
+"""Of all the groups that are compared: rewards_P_G -> advantages_P_G."""
 
 
 def is_informative(rewards_G: list[float | None]) -> bool:
@@ -45,14 +55,55 @@ def leave_one_out(rewards_G: list[float | None]) -> list[float]:
     return [advantage * num_known / (num_known - 1) for advantage in mean_only(rewards_G)]
 
 
+def beta_normalised(rewards_P_G: list[list[float | None]]) -> list[list[float]]:
+    """The reward minus its group's mean, in units of the density of such means among the groups."""
+    known_P_G = [known for rewards_G in rewards_P_G if (known := _known(rewards_G))]
+    for reward in (reward for known in known_P_G for reward in known):
+        require(0 <= reward <= 1, f"algo.advantage beta needs rewards from 0 to 1, got {reward}")
+    means_P = [fmean(known) for known in known_P_G]
+    shape = beta_of_moments(means_P)
+    if shape is None:
+        return [mean_only(rewards_G) for rewards_G in rewards_P_G]
+    density = partial(beta_density, a=1.0 + shape[0] / 3.0, b=1.0 + shape[1] / 3.0)
+    return [
+        [advantage / density(fmean(_known(rewards_G))) for advantage in mean_only(rewards_G)]
+        if is_informative(rewards_G)
+        else [0.0] * len(rewards_G)
+        for rewards_G in rewards_P_G
+    ]
+
+
+def beta_of_moments(values: list[float]) -> tuple[float, float] | None:
+    """(a, b) of the Beta distribution with the values' mean and unbiased variance; None if there is none."""
+    if len(values) < 2:
+        return None
+    mean, spread = fmean(values), variance(values)
+    if not 0 < spread < mean * (1.0 - mean):
+        return None
+    size = mean * (1.0 - mean) / spread - 1.0
+    return mean * size, (1.0 - mean) * size
+
+
+def beta_density(x: float, a: float, b: float) -> float:
+    """x^(a - 1) (1 - x)^(b - 1) / B(a, b), for x strictly between 0 and 1."""
+    log_norm = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    return math.exp((a - 1.0) * math.log(x) + (b - 1.0) * math.log1p(-x) - log_norm)
+
+
 def _known(rewards_G: list[float | None]) -> list[float]:
     known = [reward for reward in rewards_G if reward is not None]
     assert all(math.isfinite(reward) for reward in known), rewards_G
     return known
 
 
-ADVANTAGES: dict[str, Callable[[list[float | None]], list[float]]] = {
-    "group": group_normalised,
-    "mean": mean_only,
-    "leave_one_out": leave_one_out,
+def _alone(advantages: Callable[[list[float | None]], list[float]]) -> Advantages:
+    """For each group without regard to the others."""
+    return lambda rewards_P_G: [advantages(rewards_G) for rewards_G in rewards_P_G]
+
+
+ADVANTAGES: dict[str, Advantages] = {
+    "group": _alone(group_normalised),
+    "mean": _alone(mean_only),
+    "leave_one_out": _alone(leave_one_out),
+    "beta": beta_normalised,
 }

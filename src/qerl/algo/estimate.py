@@ -20,6 +20,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
+def pass_at_powers(correct_P_G: Sequence[Sequence[bool]]) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4 and so on up to the largest group, over the groups that have k samples."""
+    largest = max(map(len, correct_P_G), default=0)
+    return {
+        k: fmean(pass_at_k(len(c_G), sum(c_G), k) for c_G in correct_P_G if len(c_G) >= k)
+        for k in (1 << i for i in range(largest.bit_length()))
+    }
+
+
 def clustered_mean(values_P_G: Sequence[Sequence[float]]) -> tuple[float, float | None]:
     """The mean over prompts and its standard error, which one prompt alone does not tell (None)."""
     means_P = [fmean(values_G) for values_G in values_P_G]

@@ -1,44 +1,146 @@
-"""What PPO's ratio is taken against, and the weight that corrects for who really drew the sample.
+"""What PPO's ratio is taken against, and the weights that correct for who really drew the samples.
 
-    loss_t = weight_t * clipped loss of exp(logprob_t - denominator_t)
+    loss_t = weight_t * policy loss of exp(logprob_t - old_t)
+    rho_t  = exp(learner_old_t - sampler_t)            rho_i = the product of a sample's rho_t
 
-                  denominator     weight
-    truncated     learner_old     min(exp(learner_old - sampler), cap)     truncated importance sampling
-    ratio         sampler         1
-    none          learner_old     1                                        the mismatch is ignored
+                          old            weight_t
+    truncated             learner_old    min(rho_t, cap)                     TIS by token
+    truncated_sequence    learner_old    min(rho_i, cap)                     TIS by sequence
+    masked                learner_old    rho_t where rho_t <= cap, else 0    MIS by token
+    masked_sequence       learner_old    rho_i where rho_i <= cap, else 0    MIS by sequence
+    icepop                learner_old    rho_t where floor <= rho_t <= cap, else 0
+    ratio                 sampler        1
+    none                  learner_old    1                                   the mismatch is ignored
+
+    geometric   keeps a sample whose rho_i^(1 / |o_i|) lies from geometric_low to geometric_high
+    veto        keeps a sample of which no rho_t is under veto_ratio
 
 learner_old are the learner's logprobs before the update, sampler those of the policy that drew the tokens
-(quantized kernels, noise and all). Truncated: Yao et al., "Your efficient RL framework secretly brings you
-off-policy RL training", 2025. The weight scales the policy loss only, not the KL term, and has no gradient.
+(quantized kernels, noise and all). The weights scale the policy loss only, not the KL term, and have no
+gradient. What has weight 0 still counts in the loss's denominators: the sum is the estimate with the weights
+as they are, and it does not depend on how samples are packed. TIS: Yao et al., "Your efficient RL framework
+secretly brings you off-policy RL training", 2025. MIS and geometric rejection: Liu et al., "When speed kills
+stability", 2025. Veto: verl's rollout correction. IcePop: Ling team, arXiv 2510.18855.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from qerl.algo.span import Spans
+from qerl.config import AlgoConfig
+
 MAX_LOG_RATIO = 20.0
 
 
-def truncated(learner_old_T: Tensor, sampler_T: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """PPO against the learner, each token weighted by how much likelier the learner finds it, up to cap."""
-    learner_old_T, sampler_T = learner_old_T.detach(), sampler_T.detach()
-    weight_T = (learner_old_T - sampler_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
-    return learner_old_T, weight_T
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Importance:
+    """IMPORTANCE["icepop"] is Importance(name="icepop", old=of_learner, rho=by_token, bound=windowed)."""
+
+    name: str
+    old: Callable[[Tensor, Tensor], Tensor]
+    """(learner_old_T, sampler_T) -> what PPO's ratio is divided by."""
+    rho: Callable[[Tensor, Spans], Tensor]
+    """(log_ratio_T, spans) -> the weight of each token before it is bounded."""
+    bound: Callable[[Tensor, AlgoConfig], Tensor]
 
 
-def ratio(learner_old_T: Tensor, sampler_T: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """PPO against the sampler itself: its clip bounds the mismatch and the update together."""
-    return sampler_T.detach(), torch.ones_like(sampler_T)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Correction:
+    """No gradient in any of it."""
+
+    old_T: Tensor
+    weight_T: Tensor
+    was_capped_T: Tensor
+    """Where the weight is smaller than rho, but not 0."""
+    was_masked_T: Tensor
+    """Where the token's own bound made the weight 0."""
+    was_rejected_S: Tensor
+    """Samples of which every weight was made 0."""
 
 
-def none(learner_old_T: Tensor, sampler_T: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """PPO against the learner as if it had drawn the samples."""
-    return learner_old_T.detach(), torch.ones_like(learner_old_T)
+def of_learner(learner_old_T: Tensor, sampler_T: Tensor) -> Tensor:
+    return learner_old_T
 
 
-IMPORTANCE: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] = {
-    "truncated": truncated,
-    "ratio": ratio,
-    "none": none,
+def of_sampler(learner_old_T: Tensor, sampler_T: Tensor) -> Tensor:
+    return sampler_T
+
+
+def by_token(log_ratio_T: Tensor, spans: Spans) -> Tensor:
+    return log_ratio_T.exp()
+
+
+def by_sequence(log_ratio_T: Tensor, spans: Spans) -> Tensor:
+    return spans.per_token(spans.total(log_ratio_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+
+
+def uniform(log_ratio_T: Tensor, spans: Spans) -> Tensor:
+    return torch.ones_like(log_ratio_T)
+
+
+def capped(rho_T: Tensor, algo: AlgoConfig) -> Tensor:
+    return rho_T.clamp(max=algo.importance_cap)
+
+
+def dropped(rho_T: Tensor, algo: AlgoConfig) -> Tensor:
+    return rho_T * (rho_T <= algo.importance_cap)
+
+
+def windowed(rho_T: Tensor, algo: AlgoConfig) -> Tensor:
+    return rho_T * ((rho_T >= algo.importance_floor) & (rho_T <= algo.importance_cap))
+
+
+def unbounded(rho_T: Tensor, algo: AlgoConfig) -> Tensor:
+    return rho_T
+
+
+def geometric(log_ratio_T: Tensor, spans: Spans, algo: AlgoConfig) -> Tensor:
+    mean_S = spans.mean(log_ratio_T).exp()
+    return (mean_S >= algo.geometric_low) & (mean_S <= algo.geometric_high)
+
+
+def veto(log_ratio_T: Tensor, spans: Spans, algo: AlgoConfig) -> Tensor:
+    return spans.least(log_ratio_T).exp() >= algo.veto_ratio
+
+
+IMPORTANCE: dict[str, Importance] = {
+    "truncated": Importance(name="truncated", old=of_learner, rho=by_token, bound=capped),
+    "truncated_sequence": Importance(
+        name="truncated_sequence", old=of_learner, rho=by_sequence, bound=capped
+    ),
+    "masked": Importance(name="masked", old=of_learner, rho=by_token, bound=dropped),
+    "masked_sequence": Importance(name="masked_sequence", old=of_learner, rho=by_sequence, bound=dropped),
+    "icepop": Importance(name="icepop", old=of_learner, rho=by_token, bound=windowed),
+    "ratio": Importance(name="ratio", old=of_sampler, rho=uniform, bound=unbounded),
+    "none": Importance(name="none", old=of_learner, rho=uniform, bound=unbounded),
 }
+REJECTIONS: dict[str, Callable[[Tensor, Spans, AlgoConfig], Tensor]] = {"geometric": geometric, "veto": veto}
+"""(log_ratio_T, spans, algo) -> which samples are kept."""
+
+
+def correct(learner_old_T: Tensor, sampler_T: Tensor, spans: Spans, algo: AlgoConfig) -> Correction:
+    learner_old_T, sampler_T = learner_old_T.detach(), sampler_T.detach()
+    importance = IMPORTANCE[algo.importance]
+    log_ratio_T = (learner_old_T - sampler_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rho_T = importance.rho(log_ratio_T, spans)
+    bounded_T = importance.bound(rho_T, algo)
+    is_kept_S = torch.ones_like(spans.lengths_S, dtype=torch.bool)
+    for name in algo.reject:
+        is_kept_S = is_kept_S & REJECTIONS[name](log_ratio_T, spans, algo)
+    return Correction(
+        old_T=importance.old(learner_old_T, sampler_T),
+        weight_T=bounded_T * spans.per_token(is_kept_S),
+        was_capped_T=(bounded_T > 0) & (bounded_T < rho_T),
+        was_masked_T=(bounded_T == 0) & (rho_T > 0),
+        was_rejected_S=~is_kept_S,
+    )
+
+
+def effective_fraction(weight_T: Tensor) -> Tensor:
+    """(sum w)^2 / (T sum w^2): the share of the tokens that an unweighted mean as exact as the weighted one
+    would need; 1 for equal weights, NaN where all are 0. Kong, 1992."""
+    weight_T = weight_T.double()
+    return weight_T.sum().square() / (len(weight_T) * weight_T.square().sum())

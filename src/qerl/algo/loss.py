@@ -1,15 +1,29 @@
 """The policy losses: one objective a token, and one weight for every token of a sample.
 
-    loss = sum_i sum_t weight_i * -min(ratio_t A_i, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_i)
-    ratio_t = exp(logprob_t - old_t)                                  PPO, arXiv 1707.06347, 3
+    loss = sum_i sum_t weight_i * objective_t          ratio_t = exp(logprob_t - old_t)
+                                                       s_i = the geometric mean of a sample's ratio_t
+    objective_t
+    clipped     -min(ratio_t A, clip(ratio_t, 1 - clip_low, 1 + clip_high) A)     PPO, arXiv 1707.06347, 3
+    sequence    the same with s_i for ratio_t                                     GSPO, arXiv 2507.18071
+    sequence_   the same with sg(s_i) ratio_t / sg(ratio_t), for advantages
+    token       that differ within a sample                                       GSPO-token, the same
+    weighted    -sg(clip(ratio_t, 1 - clip_low, 1 + clip_high)) A logprob_t       CISPO, arXiv 2506.13585
+    gated       -4 / tau sigmoid(tau (ratio_t - 1)) A, tau by the sign of A       SAPO, arXiv 2511.20347
+    soft        -sg(exp(-(ratio_t - 1)^2 / (2 w_t^2))) ratio_t A where A pushes
+                ratio_t farther from 1, else -ratio_t A                           MASPO, arXiv 2602.17550
+                w_t = width / exp(old_t)^alpha * (1 + beta_high A | 1 / (1 - beta_low A))
 
-    grpo      weight_i = 1 / (S |o_i|)          each sample counts the same       arXiv 2402.03300, 4.1.1
-    dapo      weight_i = 1 / sum_j |o_j|        each token counts the same        arXiv 2503.14476, 3.3
-    dr_grpo   weight_i = 1 / (S max_tokens)     a constant: no bias by length     arXiv 2503.20783, 3.2
+                weight_i
+    grpo        1 / (S |o_i|)             clipped      each sample counts the same     arXiv 2402.03300, 4.1.1
+    dapo        1 / sum_j |o_j|           clipped      each token counts the same      arXiv 2503.14476, 3.3
+    dr_grpo     1 / (S max_tokens)        clipped      a constant: no bias by length   arXiv 2503.20783, 3.2
+    bnpo        1 / (P sum_group |o_j|)   clipped      each group counts the same: TRL's bnpo where a group is
+                                                       a micro-batch, as QeRL ran it
+    gspo, gspo_token, sapo                as grpo      cispo, maspo                    as dapo
 
-|o_i| is the number of tokens of sample i, S the number of samples. The weights are those of the WHOLE update,
-so however it is split into micro-batches, the sum over them is the same loss. Gradients of different
-micro-batches are added, never averaged.
+|o_i| is the number of tokens of sample i, S the number of samples, P of groups, sg stops the gradient. The
+weights are those of the WHOLE update, so however it is split into micro-batches, the sum over them is the
+same loss. Gradients of different micro-batches are added, never averaged.
 """
 
 import dataclasses
@@ -19,13 +33,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qerl.algo.span import Spans
+from qerl.config import AlgoConfig
+
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 is still finite when squared in fp32
+MASPO_MAX_WIDTH, MASPO_MIN_FACTOR, MASPO_MAX_FACTOR = 10.0, 0.1, 10.0  # of the authors' code
 
 
 class Weights(Protocol):
-    def __call__(self, lengths_S: list[int], *, num_samples: int, max_tokens: int) -> list[float]:
-        """The weight of each token of each sample. num_samples may exceed len(lengths_S): a sample that was
-        left out of the loss then still counts in a mean over samples."""
+    def __call__(
+        self, lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int
+    ) -> list[list[float]]:
+        """The weight of each token of each sample. num_samples may exceed the lengths there are: a sample
+        that was left out of the loss then still counts in a mean over samples."""
         ...
 
 
@@ -34,39 +54,110 @@ class Loss:
     """LOSSES["dapo"] is Loss(name="dapo", objective=clipped, weights=token_mean)."""
 
     name: str
-    objective: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
-    """(logprob_T, old_T, advantage_T, clip_low, clip_high) -> (loss_T, was_clipped_T)."""
+    objective: Callable[[Tensor, Tensor, Tensor, Spans, AlgoConfig], tuple[Tensor, Tensor]]
+    """(logprob_T, old_T, advantage_T, spans, algo) -> (loss_T, held_T), held_T being the share of the
+    gradient of -ratio A that was held back: 1 where a clip took it away, 0 where nothing was done."""
     weights: Weights
 
 
 def clipped(
-    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped loss of each token, and where the clip took the gradient away."""
-    ratio_T = (logprob_T - old_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return _clipped(_log_ratio(logprob_T, old_T).exp(), advantage_T, algo)
+
+
+def sequence_clipped(
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    mean_S = spans.mean(_log_ratio(logprob_T, old_T))
+    return _clipped(spans.per_token(mean_S).exp(), advantage_T, algo)
+
+
+def sequence_token_clipped(
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    mean_T = spans.per_token(spans.mean(_log_ratio(logprob_T, old_T))).detach()
+    return _clipped((mean_T + logprob_T - logprob_T.detach()).exp(), advantage_T, algo)
+
+
+def weighted(
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    ratio_T = _log_ratio(logprob_T, old_T).exp().detach()
+    weight_T = ratio_T.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high)
+    return -weight_T * advantage_T * logprob_T, (1.0 - weight_T / ratio_T).clamp(min=0.0)
+
+
+def gated(
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    positive, negative = algo.sapo.temperature_positive, algo.sapo.temperature_negative
+    tau_T = torch.where(advantage_T > 0, torch.full_like(advantage_T, positive), negative)
+    gate_T = (tau_T * (_log_ratio(logprob_T, old_T).exp() - 1.0)).sigmoid()
+    held_T = 1.0 - 4.0 * (gate_T * (1.0 - gate_T)).detach()
+    return -4.0 / tau_T * gate_T * advantage_T, held_T
+
+
+def soft(
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    maspo, ratio_T = algo.maspo, _log_ratio(logprob_T, old_T).exp()
+    mass_T = maspo.width * (-maspo.alpha * old_T).exp()
+    factor_T = torch.where(
+        advantage_T > 0, 1.0 + maspo.beta_high * advantage_T, 1.0 / (1.0 - maspo.beta_low * advantage_T)
+    )
+    width_T = mass_T.clamp(maspo.width, MASPO_MAX_WIDTH) * factor_T.clamp(MASPO_MIN_FACTOR, MASPO_MAX_FACTOR)
+    distance_T = (ratio_T.detach() - 1.0) / width_T
+    leaves_T = distance_T * advantage_T > 0
+    weight_T = torch.where(leaves_T, (-0.5 * distance_T.square()).exp(), 1.0)
+    return -weight_T * ratio_T * advantage_T, 1.0 - weight_T
+
+
+def _log_ratio(logprob_T: Tensor, old_T: Tensor) -> Tensor:
+    return (logprob_T - old_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _clipped(ratio_T: Tensor, advantage_T: Tensor, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     plain_T = ratio_T * advantage_T
-    bound_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage_T
-    return -torch.minimum(plain_T, bound_T), bound_T < plain_T
+    bound_T = ratio_T.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high) * advantage_T
+    return -torch.minimum(plain_T, bound_T), (bound_T < plain_T).to(plain_T.dtype)
 
 
-def sample_mean(lengths_S: list[int], *, num_samples: int, max_tokens: int) -> list[float]:
+def sample_mean(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int) -> list[list[float]]:
     """The mean within each sample, then over samples; a sample without tokens weighs nothing."""
-    return [1.0 / (num_samples * length) if length else 0.0 for length in lengths_S]
+    return [
+        [1.0 / (num_samples * length) if length else 0.0 for length in lengths_G] for lengths_G in lengths_P_G
+    ]
 
 
-def token_mean(lengths_S: list[int], *, num_samples: int, max_tokens: int) -> list[float]:
+def token_mean(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int) -> list[list[float]]:
     """The mean over all tokens of the update."""
-    num_tokens = sum(lengths_S)
-    return [1.0 / num_tokens if length else 0.0 for length in lengths_S]
+    num_tokens = sum(map(sum, lengths_P_G))
+    return [[1.0 / num_tokens if length else 0.0 for length in lengths_G] for lengths_G in lengths_P_G]
 
 
-def constant(lengths_S: list[int], *, num_samples: int, max_tokens: int) -> list[float]:
+def group_mean(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int) -> list[list[float]]:
+    """The mean over the tokens of each group, then over groups."""
+    num_groups = len(lengths_P_G)
+    return [
+        [1.0 / (num_groups * sum(lengths_G)) if length else 0.0 for length in lengths_G]
+        for lengths_G in lengths_P_G
+    ]
+
+
+def constant(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int) -> list[list[float]]:
     """The sum over tokens divided by what the update could hold at most."""
-    return [1.0 / (num_samples * max_tokens)] * len(lengths_S)
+    return [[1.0 / (num_samples * max_tokens)] * len(lengths_G) for lengths_G in lengths_P_G]
 
 
 LOSSES: dict[str, Loss] = {
     "grpo": Loss(name="grpo", objective=clipped, weights=sample_mean),
     "dapo": Loss(name="dapo", objective=clipped, weights=token_mean),
     "dr_grpo": Loss(name="dr_grpo", objective=clipped, weights=constant),
+    "bnpo": Loss(name="bnpo", objective=clipped, weights=group_mean),
+    "gspo": Loss(name="gspo", objective=sequence_clipped, weights=sample_mean),
+    "gspo_token": Loss(name="gspo_token", objective=sequence_token_clipped, weights=sample_mean),
+    "cispo": Loss(name="cispo", objective=weighted, weights=token_mean),
+    "sapo": Loss(name="sapo", objective=gated, weights=sample_mean),
+    "maspo": Loss(name="maspo", objective=soft, weights=token_mean),
 }

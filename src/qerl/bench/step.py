@@ -146,7 +146,7 @@ def _step(
     meter.wait()
     sampled_s = time.perf_counter()
     rewards_G: list[float | None] = [float(g % 2) for g in range(config.num_samples)]
-    groups = [learnable(config, marked(config, group, rewards_G)) for group in groups]
+    groups = [learnable(config, group) for group in marked(config, groups, [rewards_G] * len(groups))]
     learn_from_s = time.perf_counter()
     metrics = learner.step(groups)
     meter.wait()

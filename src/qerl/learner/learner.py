@@ -1,6 +1,6 @@
 """The learner: updates the adapter from samples and their advantages.
 
-    loss = sum_t weight_t * (importance_t * clipped_t + kl_coefficient * k3_t)
+    loss = sum_t weight_t * (importance_t * policy_t + kl_coefficient * k3_t)
 
 over the sampled tokens t of one update. The weights are made for the whole update before it is packed, so
 its split into micro-batches, the sharing of prompts and the order of samples leave the gradient as it is
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qerl.algo.importance import IMPORTANCE
+from qerl.algo.importance import correct
 from qerl.algo.kl import k3
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
@@ -70,7 +70,6 @@ class Learner:
                 " set it to 0"
             )
         self._loss = LOSSES[config.algo.loss]
-        self._importance = IMPORTANCE[config.algo.importance]
         self._optimizer = new_optimizer(self._masters, config.learn)
         self._run_layer = RECOMPUTE[config.learn.recompute](decoder.device)
         self._fit = Fit(config.learn.micro_tokens, decoder.device, notice)
@@ -130,13 +129,11 @@ class Learner:
         # the difference of equals is 0, so that the value is exact_C to the bit
         logprob_C = own_C if exact_C is None else exact_C + (own_C - own_C.detach())
         before = before or self._reading(batch, exact_C, own_C.detach(), entropy_C)
-        sampler_C = batch.sampler_logprobs_C
-        old_C, importance_C = self._importance(before.logprob_C, sampler_C, algo.importance_cap)
-        uncapped_C = self._importance(before.logprob_C, sampler_C, float("inf"))[1]
-        clipped_C, was_clipped_C = self._loss.objective(
-            logprob_C, old_C, batch.advantages_C, algo.clip_low, algo.clip_high
+        correction = correct(before.logprob_C, batch.sampler_logprobs_C, batch.spans, algo)
+        policy_C, held_C = self._loss.objective(
+            logprob_C, correction.old_T, batch.advantages_C, batch.spans, algo
         )
-        loss_C = importance_C * clipped_C
+        loss_C = correction.weight_T * policy_C
         kl_C = None if before.reference_C is None else k3(own_C, before.reference_C)
         if kl_C is not None:
             loss_C = loss_C + algo.kl_coefficient * kl_C
@@ -145,10 +142,9 @@ class Learner:
         return Lesson(
             before=before,
             loss=loss.detach(),
-            ratio_C=(logprob_C.detach() - old_C).exp(),
-            was_clipped_C=was_clipped_C,
-            importance_C=importance_C,
-            was_capped_C=importance_C < uncapped_C,
+            ratio_C=(logprob_C.detach() - correction.old_T).exp(),
+            held_C=held_C.detach(),
+            correction=correction,
             kl_C=None if kl_C is None else kl_C.detach(),
         )
 

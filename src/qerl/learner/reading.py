@@ -3,17 +3,23 @@
     d_t = learner_t - sampler_t             of every sampled token, before the step's first update
     mismatch_abs = mean |d|                 mismatch_max = max |d|
     mismatch_kl  = mean(exp(d) - 1 - d)     k3 of KL(sampler || learner)
+    entropy = mean of the learner's at every token            sampler_entropy = -mean(sampler_t), an estimate
+
+What the correction for the sampler did, over the tokens of all updates: capped_fraction, masked_fraction,
+effective_fraction, and rejected_fraction of the samples (`algo/importance.py`).
 
 In exact mode learner_t is by the sampler's own forward; own_mismatch_abs and so on then say the same of the
 learner's kernels, which the gradient is from. A metric of no tokens is left out, never NaN.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from qerl.algo.importance import Correction, effective_fraction
 from qerl.algo.kl import k3
 from qerl.learner.pack import PackedBatch
 
@@ -68,9 +74,9 @@ class Lesson:
     before: Reading
     loss: Tensor
     ratio_C: Tensor
-    was_clipped_C: Tensor
-    importance_C: Tensor
-    was_capped_C: Tensor
+    held_C: Tensor
+    """The share of each token's gradient that the policy loss held back."""
+    correction: Correction
     kl_C: Tensor | None
 
 
@@ -92,6 +98,7 @@ def sampling_metrics(first: list[Reading]) -> dict[str, float]:
         return metrics
     sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])
     metrics |= {"entropy": _mean([reading.entropy_C for reading in first])}
+    metrics |= {"sampler_entropy": -sampler_C.mean().item()}
     metrics |= _mismatch("mismatch", sampler_C, [reading.logprob_C for reading in first])
     owns = [reading.own_C for reading in first if reading.own_C is not None]
     return metrics | (_mismatch("own_mismatch", sampler_C, owns) if owns else {})
@@ -122,12 +129,23 @@ def update_metrics(updates: list[Update]) -> dict[str, float]:
         "loss": sum(lesson.loss.item() for lesson in lessons) / len(applied),
         "grad_norm": sum(u.grad_norm for u in applied if u.grad_norm is not None) / len(applied),
         "ratio_mean": _mean([lesson.ratio_C for lesson in lessons]),
-        "clip_fraction": _mean([lesson.was_clipped_C for lesson in lessons]),
-        "importance_weight_mean": _mean([lesson.importance_C for lesson in lessons]),
-        "capped_fraction": _mean([lesson.was_capped_C for lesson in lessons]),
+        "clip_fraction": _mean([lesson.held_C for lesson in lessons]),
+        **_correction_metrics([lesson.correction for lesson in lessons]),
     }
     kl = [lesson.kl_C for lesson in lessons if lesson.kl_C is not None]
     return metrics | ({"kl_reference": _mean(kl)} if kl else {})
+
+
+def _correction_metrics(corrections: list[Correction]) -> dict[str, float]:
+    weight_C = torch.cat([correction.weight_T for correction in corrections])
+    metrics = {
+        "importance_weight_mean": weight_C.mean().item(),
+        "capped_fraction": _mean([correction.was_capped_T for correction in corrections]),
+        "masked_fraction": _mean([correction.was_masked_T for correction in corrections]),
+        "rejected_fraction": _mean([correction.was_rejected_S for correction in corrections]),
+    }
+    effective = effective_fraction(weight_C).item()
+    return metrics | ({"effective_fraction": effective} if math.isfinite(effective) else {})
 
 
 def _mean(parts_C: list[Tensor]) -> float:

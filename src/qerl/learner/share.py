@@ -8,7 +8,7 @@ A silent group still counts in the weights of the others (tests/learn/test_equiv
 """
 
 import dataclasses
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import torch
 
@@ -80,14 +80,11 @@ def _with_rewards(group: Group) -> Group:
 
 def _weights(groups_P: list[Group], config: RunConfig) -> list[list[float]]:
     """A sample that was left out still counts in num_samples: the mean is over what was drawn."""
-    weights_S = iter(
-        LOSSES[config.algo.loss].weights(
-            [len(sample.tokens_T) for group in groups_P for sample in group.samples_G],
-            num_samples=len(groups_P) * config.num_samples,
-            max_tokens=config.sample.max_tokens,
-        )
+    return LOSSES[config.algo.loss].weights(
+        [[len(sample.tokens_T) for sample in group.samples_G] for group in groups_P],
+        num_samples=len(groups_P) * config.num_samples,
+        max_tokens=config.sample.max_tokens,
     )
-    return [list(islice(weights_S, len(group.samples_G))) for group in groups_P]
 
 
 def _teaches(group: Group, config: RunConfig) -> bool:

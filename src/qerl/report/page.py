@@ -38,7 +38,7 @@ def write_report(folders: list[Path], out: Path) -> None:
 def html(runs: Sequence[Run]) -> str:
     template, style, script = (_asset(f"page.{kind}") for kind in ("html", "css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    charts, chart_data = section.charts(runs, section.CHARTS)
+    charts, chart_data = section.charts(runs, [*section.CHARTS, *section.pass_at(runs)])
     phases, phase_data = section.phases(runs)
     others, other_data = section.charts(runs, section.other_metrics(runs))
     data = {

@@ -18,9 +18,13 @@ PHASES = ("rollout", "reward", "learn", "publish", "evaluate", "checkpoint")
 CHARTS = (
     ("reward", "Reward", "mean of the step's samples"),
     ("accuracy", "Accuracy", "share of samples that are right"),
-    ("entropy", "Entropy", "of the policy, nats a token"),
+    ("entropy", "Entropy", "of the learner's policy, nats a token"),
+    ("sampler_entropy", "Sampler's entropy", "of the noisy policy, from its samples, nats a token"),
     ("mismatch_kl", "KL to the sampler", "sampling policy against the learner's, nats a token"),
     ("sigma", "Noise sigma", "standard deviation of the noise in the norms"),
+    ("informative", "Informative groups", "share of groups whose rewards differ"),
+    ("distinct", "Distinct answers", "share of a group's samples that differ in text"),
+    ("effective_fraction", "Effective samples", "share that the importance weights leave of the tokens"),
     ("mean_tokens", "Length", "mean tokens of a sample"),
     ("grad_norm", "Gradient norm", "before it is scaled down"),
     ("tokens_per_s", "Sampling speed", "tokens a second"),
@@ -100,9 +104,22 @@ def evaluated(run: Run, name: str) -> Points:
     return sorted(points)
 
 
+def _keys(runs: Sequence[Run]) -> set[str]:
+    return {key for run in runs for record in run.records for key in record}
+
+
+def pass_at(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """A chart of pass@k for each k that was measured but 1, which is the accuracy."""
+    numbers = {key.removeprefix("pass_at_") for key in _keys(runs) if key.startswith("pass_at_")}
+    powers = sorted(int(number) for number in numbers if number.isdigit() and number != "1")
+    about = "share of prompts of which one of {} samples is right, unbiased"
+    return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
+
+
 def other_metrics(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    shown = {key for key, _, _ in CHARTS} | {"step", "wall_time", "eval_accuracy", "eval_greedy"}
-    keys = {key for run in runs for record in run.records for key in record}
+    shown = {key for key, _, _ in [*CHARTS, *pass_at(runs)]}
+    shown |= {"step", "wall_time", "eval_accuracy", "eval_greedy"}
+    keys = _keys(runs)
     return [(key, key, "") for key in sorted(keys - shown, key=lambda key: (is_timing(key), key))]
 
 

@@ -1,4 +1,4 @@
-"""Complete configs to run as they are or to start from; each is a function that returns one.
+"""The demo, and the runs of QeRL's paper.
 
     demo         sums of two numbers with the built-in model: small enough for a CPU
     gsm8k        QeRL's GSM8K run, arXiv 2510.11696, table 4: Qwen2.5-3B-Instruct, GRPO
@@ -33,7 +33,7 @@ MATH_TEMPLATE = (
 
 
 def demo() -> RunConfig:
-    """SmolLM2-135M in NVFP4 learns to add; its norm weights are about 0.3, so sigma is relative to them."""
+    """SmolLM2-135M in NVFP4 learns to add. Norm weights are about 0.3: sigma is relative to them."""
     return RunConfig(
         out="runs/demo",
         num_steps=60,
@@ -139,4 +139,4 @@ def _paper_learn(updates_per_step: int) -> LearnConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {"demo": demo, "gsm8k": gsm8k, "dapo_math": dapo_math}
+PAPER: dict[str, Callable[[], RunConfig]] = {"demo": demo, "gsm8k": gsm8k, "dapo_math": dapo_math}

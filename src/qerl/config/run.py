@@ -1,18 +1,11 @@
-"""Every knob of a run, as frozen dataclasses: made in Python, checked when made, written whole into the run.
-
-The defaults are the recommended run. A recipe (`recipes.py`) returns a complete RunConfig; the command line
-overrides any field of it. Names such as `loss="dapo"` are looked up once, where the run is assembled.
-"""
+"""A run's config, and its parts but for the algorithm and the noise."""
 
 import dataclasses
 from typing import Literal
 
-from qerl.errors import UserError
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UserError(message)
+from qerl.config.algo import AlgoConfig
+from qerl.config.noise import NoiseConfig
+from qerl.errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +49,8 @@ class AdapterConfig:
     """The linears that learn, by the last part of their name."""
 
     def __post_init__(self):
-        _require(self.rank > 0, f"adapter.rank must be positive, got {self.rank}")
-        _require(len(self.targets) > 0, "adapter.targets must name at least one linear, got none")
+        require(self.rank > 0, f"adapter.rank must be positive, got {self.rank}")
+        require(len(self.targets) > 0, "adapter.targets must name at least one linear, got none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,16 +101,16 @@ class TaskConfig:
     """Processes that run rewards."""
 
     def __post_init__(self):
-        _require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
+        require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
         for name in ("reward_deadline_s", "reward_workers", "num_rows"):
             value = getattr(self, name)
-            _require(value > 0, f"task.{name} must be positive, got {value}")
+            require(value > 0, f"task.{name} must be positive, got {value}")
         weights, rewards = len(self.reward_weights), len(self.rewards)
-        _require(
+        require(
             weights in (0, rewards),
             f"task.reward_weights must be one for each of {rewards} rewards, got {weights}",
         )
-        _require(self.num_held_out >= 0, f"task.num_held_out must not be negative, got {self.num_held_out}")
+        require(self.num_held_out >= 0, f"task.num_held_out must not be negative, got {self.num_held_out}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,12 +134,12 @@ class SampleConfig:
     """Strings that end a sample."""
 
     def __post_init__(self):
-        _require(self.max_tokens > 0, f"sample.max_tokens must be positive, got {self.max_tokens}")
-        _require(self.temperature > 0, f"sample.temperature must be positive, got {self.temperature}")
-        _require(self.top_k is None or self.top_k > 0, f"sample.top_k must be positive, got {self.top_k}")
+        require(self.max_tokens > 0, f"sample.max_tokens must be positive, got {self.max_tokens}")
+        require(self.temperature > 0, f"sample.temperature must be positive, got {self.temperature}")
+        require(self.top_k is None or self.top_k > 0, f"sample.top_k must be positive, got {self.top_k}")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
-            _require(value is None or 0 < value <= 1, f"sample.{name} must be in (0, 1], got {value}")
+            require(value is None or 0 < value <= 1, f"sample.{name} must be in (0, 1], got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,81 +170,7 @@ class EngineConfig:
     def __post_init__(self):
         for name in ("page_tokens", "kv_gb", "max_running", "prefill_tokens", "burst_steps"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"engine.{name} must be positive, got {value}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NoiseConfig:
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic", "constant", "none"] = "exponential"
-    """How sigma moves from sigma_start to sigma_end; none turns the noise off."""
-
-    sigma_start: float = 1e-2
-    """Standard deviation in the first noisy stage."""
-
-    sigma_end: float = 5e-4
-    """Standard deviation in the last stage."""
-
-    num_stages: int = 10
-    """Stages of equal length; the first has no noise but the quantization's own."""
-
-    unit: Literal["absolute", "relative"] = "absolute"
-    """absolute: sigma is in the norm weight's own units (the paper). relative: times each norm's RMS."""
-
-    noise_in: Literal["sampler", "both"] = "sampler"
-    """sampler: only the sampling policy is noisy (the paper). both: the learner's forward too."""
-
-    def __post_init__(self):
-        _require(self.num_stages >= 2, f"noise.num_stages must be at least 2, got {self.num_stages}")
-        for name in ("sigma_start", "sigma_end"):
-            value = getattr(self, name)
-            _require(value > 0, f"noise.{name} must be positive, got {value}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AlgoConfig:
-    advantage: Literal["group", "mean", "leave_one_out"] = "group"
-    """group: (r - mean) / std. mean: r - mean. leave_one_out: r - mean of the siblings."""
-
-    loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
-    """grpo averages within each sample first, dapo over all tokens, dr_grpo divides by the constant
-    max_tokens * samples."""
-
-    clip_low: float = 0.2
-    """The importance ratio is clipped below at 1 - clip_low."""
-
-    clip_high: float = 0.28
-    """The importance ratio is clipped above at 1 + clip_high."""
-
-    kl_coefficient: float = 0.0
-    """Weight of the KL (k3) to the reference policy, the model without its adapter; 0 skips its forward."""
-
-    importance: Literal["truncated", "ratio", "none"] = "truncated"
-    """truncated: PPO's ratio against the learner before the update, each token weighted by
-    min(learner / sampler, cap). ratio: PPO's ratio is learner / sampler itself. none: no correction."""
-
-    importance_cap: float = 2.0
-    """The cap of truncated importance sampling."""
-
-    dynamic_sampling: bool = False
-    """Sample more prompts until num_prompts groups have unequal rewards."""
-
-    max_rounds: int = 10
-    """Most rounds of dynamic sampling in a step; then the step goes on with what it has."""
-
-    overlong: Literal["keep", "mask", "shape"] = "keep"
-    """Samples cut at max_tokens: kept as they are, left out of the loss, or penalised by length (DAPO)."""
-
-    overlong_buffer: int = 64
-    """shape: the penalty grows from 0 to -1 over the last overlong_buffer tokens before max_tokens."""
-
-    def __post_init__(self):
-        for name in ("clip_low", "clip_high", "importance_cap"):
-            value = getattr(self, name)
-            _require(value > 0, f"algo.{name} must be positive, got {value}")
-        _require(
-            self.kl_coefficient >= 0, f"algo.kl_coefficient must not be negative, got {self.kl_coefficient}"
-        )
-        _require(self.max_rounds >= 1, f"algo.max_rounds must be at least 1, got {self.max_rounds}")
+            require(value is None or value > 0, f"engine.{name} must be positive, got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,8 +213,8 @@ class LearnConfig:
     """adamw8bit keeps the moments in 8 bits; it needs the package bitsandbytes."""
 
     def __post_init__(self):
-        _require(self.learning_rate > 0, f"learn.learning_rate must be positive, got {self.learning_rate}")
-        _require(
+        require(self.learning_rate > 0, f"learn.learning_rate must be positive, got {self.learning_rate}")
+        require(
             0 <= self.warmup_fraction <= 1,
             f"learn.warmup_fraction must be in [0, 1], got {self.warmup_fraction}",
         )
@@ -307,7 +226,7 @@ class LearnConfig:
             "max_grad_norm",
         ):
             value = getattr(self, name)
-            _require(value > 0, f"learn.{name} must be positive, got {value}")
+            require(value > 0, f"learn.{name} must be positive, got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,8 +241,8 @@ class EvalConfig:
     """A sample counts as right when its reward is at least this."""
 
     def __post_init__(self):
-        _require(self.num_prompts >= 0, f"evaluate.num_prompts must not be negative, got {self.num_prompts}")
-        _require(self.every is None or self.every > 0, f"evaluate.every must be positive, got {self.every}")
+        require(self.num_prompts >= 0, f"evaluate.num_prompts must not be negative, got {self.num_prompts}")
+        require(self.every is None or self.every > 0, f"evaluate.every must be positive, got {self.every}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,8 +254,8 @@ class CheckpointConfig:
     """How many checkpoints stay on the disk."""
 
     def __post_init__(self):
-        _require(self.every > 0, f"checkpoint.every must be positive, got {self.every}")
-        _require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
+        require(self.every > 0, f"checkpoint.every must be positive, got {self.every}")
+        require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,21 +292,26 @@ class RunConfig:
     def __post_init__(self):
         for name in ("num_steps", "num_prompts"):
             value = getattr(self, name)
-            _require(value > 0, f"{name} must be positive, got {value}")
+            require(value > 0, f"{name} must be positive, got {value}")
         group = self.num_samples
-        _require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
+        require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
-        _require(not (self.engine.exact and cuts), f"engine.exact needs every token: unset {', '.join(cuts)}")
+        require(not (self.engine.exact and cuts), f"engine.exact needs every token: unset {', '.join(cuts)}")
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
-        _require(
-            noise.schedule == "none" or noise.num_stages <= self.num_steps,
+        require(
+            noise.schedule == "none" or noise.is_steered or noise.num_stages <= self.num_steps,
             f"noise.num_stages must not exceed num_steps ({self.num_steps}), got {noise.num_stages}",
         )
-        _require(
+        require(
+            not noise.is_steered or noise.control.quiet_steps < self.num_steps,
+            f"noise.control.quiet_steps must be under num_steps ({self.num_steps}),"
+            f" got {noise.control.quiet_steps}",
+        )
+        require(
             updates <= self.num_prompts,
             f"learn.updates_per_step must not exceed num_prompts ({self.num_prompts}), got {updates}",
         )
-        _require(
+        require(
             self.algo.overlong != "shape" or buffer < self.sample.max_tokens,
             f"algo.overlong_buffer must be under sample.max_tokens ({self.sample.max_tokens}), got {buffer}",
         )

@@ -1,0 +1,36 @@
+"""Every knob of a run, as frozen dataclasses: made in Python, checked when made, written whole into the run.
+
+The defaults are the recommended run. A recipe (`recipes/`) returns a complete RunConfig; the command line
+overrides any field of it. Names such as `loss="dapo"` are looked up once, where the run is assembled.
+"""
+
+from qerl.config.algo import AlgoConfig, MaspoConfig, SapoConfig
+from qerl.config.noise import ControlConfig, NoiseConfig
+from qerl.config.run import (
+    AdapterConfig,
+    CheckpointConfig,
+    EngineConfig,
+    EvalConfig,
+    LearnConfig,
+    ModelConfig,
+    RunConfig,
+    SampleConfig,
+    TaskConfig,
+)
+
+__all__ = [
+    "AdapterConfig",
+    "AlgoConfig",
+    "CheckpointConfig",
+    "ControlConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "LearnConfig",
+    "MaspoConfig",
+    "ModelConfig",
+    "NoiseConfig",
+    "RunConfig",
+    "SampleConfig",
+    "SapoConfig",
+    "TaskConfig",
+]

@@ -1,0 +1,43 @@
+"""The noise of a run's policies: sigma by the config's rule, put into the norms, steered by what it did."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from qerl.algo.noise_control import RULES, restored, started, stored
+from qerl.config import RunConfig
+from qerl.errors import UserError
+from qerl.model.decoder import Decoder
+from qerl.model.noise import noised
+
+
+class Exploration:
+    """AQN: the norms of one or both policies carry sigma * Z, Z drawn from (seed, step, layer)."""
+
+    def __init__(self, decoder: Decoder, config: RunConfig):
+        if config.noise.schedule != "none" and not decoder.noised_norms():
+            raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
+        self._decoder, self._config = decoder, config
+        self._rule, self._state = RULES[config.noise.schedule], started(config.noise)
+
+    @contextmanager
+    def sampling(self, step: int) -> Iterator[float]:
+        noise, config = self._config.noise, self._config
+        sigma = self._rule.sigma(self._state, step, config.num_steps, noise)
+        with noised(self._decoder, sigma=sigma, unit=noise.unit, seed=config.seed, step=step):
+            yield sigma
+
+    def learning(self, step: int) -> AbstractContextManager[Any]:
+        return self.sampling(step) if self._config.noise.noise_in == "both" else nullcontext()
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Takes the step's metrics in; gives what a steered run logs of it."""
+        self._state = self._rule.after(self._state, step, metrics, self._config.noise)
+        return {"noise_floor": self._state.floor} if self._config.noise.is_steered else {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return stored(self._state)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._state = restored(state)

@@ -1,0 +1,15 @@
+"""Complete configs to run as they are or to start from; each is a function that returns one.
+
+paper.py      the demo, and QeRL's own runs
+methods.py    the demo with one method each: losses, advantages, corrections, noise
+"""
+
+from collections.abc import Callable
+
+from qerl.config import RunConfig
+from qerl.recipes.methods import METHODS
+from qerl.recipes.paper import PAPER, dapo_math, demo, gsm8k
+
+__all__ = ["METHODS", "PAPER", "RECIPES", "dapo_math", "demo", "gsm8k"]
+
+RECIPES: dict[str, Callable[[], RunConfig]] = PAPER | METHODS
