@@ -195,4 +195,8 @@ class Folded:
 
     def _of(self, name: str, axis: int) -> Tensor:
         factors = self._factors.get(name, (None, None))[axis]
-        return torch.ones(self.shapes[name][min(axis, len(self.shapes[name]) - 1)]) if factors is None else factors
+        return (
+            torch.ones(self.shapes[name][min(axis, len(self.shapes[name]) - 1)])
+            if factors is None
+            else factors
+        )

@@ -28,7 +28,7 @@ from qerl.journal.provenance import environment
 from qerl.journal.record import Lock
 from qerl.study.page import write_pages
 from qerl.study.results import Line, Results
-from qerl.study.study import Arm, Job, Study, StudyTask
+from qerl.study.study import Job, Study
 
 _WATCH_S = 0.3
 
@@ -44,7 +44,7 @@ def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
         choice, results = (Results(folder / f"{name}.jsonl") for name in ("choice", "results"))
         trials = choice_jobs(study, folder)
         execute(study, trials, choice, workers=workers)
-        jobs = final_jobs(study, folder, best_rates(study, choice.found(trials)))
+        jobs = final_jobs(study, folder, best_rates(study, trials, choice))
         execute(study, jobs, results, workers=workers)
         return write_pages(study, folder, results.found(jobs), choice.found(trials))
     finally:
@@ -63,51 +63,50 @@ def choice_jobs(study: Study, folder: Path) -> list[Job]:
     ]
 
 
-def best_rates(study: Study, lines: list[Line]) -> dict[tuple[str, str], float | None]:
-    """By task and arm: the rate with the best mean, the smaller of equals; None: the config's own."""
-    return {
-        (task.name, arm.name): _best_rate(study, task, arm, lines)
-        for task in study.tasks
-        for arm in study.arms
-    }
+def best_rates(study: Study, trials: list[Job], choice: Results) -> dict[tuple[str, str], float | None]:
+    """By task and arm: the rate with the best mean, the smaller of equals; None: the config's own. Without
+    those that have not been tried to the end."""
+    found: dict[tuple[str, str], float | None] = {}
+    for task in study.tasks:
+        for arm in study.arms:
+            own = [job for job in trials if (job.task, job.arm) == (task.name, arm.name)]
+            lines = choice.found(own)
+            if len(lines) == len(own):
+                rates = study.rates_of(arm)
+                found[task.name, arm.name] = _best(study, lines) if own else next(iter(rates), None)
+    return found
 
 
-def _best_rate(study: Study, task: StudyTask, arm: Arm, lines: list[Line]) -> float | None:
-    rates = study.rates_of(arm)
-    if len(rates) < 2:
-        return rates[0] if rates else None
-
-    def score(rate: float) -> float:
-        return fmean(
-            line["final"][study.choice_metric]
-            for line in lines
-            if (line["task"], line["arm"], line["learning_rate"]) == (task.name, arm.name, rate)
-        )
-
-    return max(sorted(rates), key=score)
+def _best(study: Study, lines: list[Line]) -> float:
+    scores: dict[float, list[float]] = {}
+    for line in lines:
+        scores.setdefault(line["learning_rate"], []).append(line["final"][study.choice_metric])
+    return max(sorted(scores), key=lambda rate: fmean(scores[rate]))
 
 
 def final_jobs(study: Study, folder: Path, rates: dict[tuple[str, str], float | None]) -> list[Job]:
+    """Of the arms whose rate is known."""
     return [
         study.job(task, arm, seed, rates[task.name, arm.name], folder / "runs")
         for task in study.tasks
         for arm in study.arms
+        if (task.name, arm.name) in rates
         for seed in study.seeds
     ]
 
 
 def execute(study: Study, jobs: list[Job], results: Results, *, workers: int) -> None:
-    """Runs the jobs that have no line yet; each line is on the disk before the next is waited for."""
-    missing = [job for job in jobs if results.of(job) is None]
-    for count, (job, line) in enumerate(
-        _outcomes(study, missing, workers), start=len(jobs) - len(missing) + 1
-    ):
+    """Runs what has no line yet and is to be run now; a line is on the disk before the next is waited for."""
+    missing = [job for job in jobs if results.of(job) is None and study.is_run(job.task, job.arm)]
+    for count, (job, line) in enumerate(_outcomes(study, missing, workers), start=1):
         results.add(job, line, jobs)
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         name = study.metrics[0].key
         shown = f"{name} {line['final'][name]:.4g}" if name in line["final"] else "done"
         where = f"{job.task}, {job.arm}, rate {job.rate:g}, seed {job.seed}"
-        print(f"{count}/{len(jobs)} {where}: {shown} ({line['seconds']:.0f} s)", file=sys.stderr, flush=True)
+        print(
+            f"{count}/{len(missing)} {where}: {shown} ({line['seconds']:.0f} s)", file=sys.stderr, flush=True
+        )
 
 
 def _outcomes(study: Study, jobs: list[Job], workers: int) -> Iterator[tuple[Job, Line]]:

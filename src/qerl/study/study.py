@@ -17,6 +17,7 @@ from typing import Any
 from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.journal.provenance import flatten
+from qerl.options import StudyOptions
 
 Fields = Mapping[str, Any]
 """{"model.format": "bf16", "noise.schedule": "none"}: values by the dotted names of RunConfig's fields."""
@@ -116,6 +117,9 @@ class Study:
     choice_metric: str = "accuracy_after"
     remarks: tuple[str, ...] = ()
     """What the page says of the study's limits."""
+    run_arms: tuple[str, ...] = ()
+    """Those to run now, empty for all: the page shows whatever has been run."""
+    run_tasks: tuple[str, ...] = ()
 
     def __post_init__(self):
         names = [arm.name for arm in self.arms]
@@ -129,8 +133,8 @@ class Study:
         if set(self.seeds) & set(self.choice_seeds):
             raise UserError(f"study {self.name}: seeds {self.choice_seeds} choose the learning rate")
 
-    def arm(self, name: str) -> Arm:
-        return next(arm for arm in self.arms if arm.name == name)
+    def is_run(self, task: str, arm: str) -> bool:
+        return arm in (self.run_arms or [arm]) and task in (self.run_tasks or [task])
 
     def rates_of(self, arm: Arm) -> tuple[float, ...]:
         return self.rates if arm.rates is None else arm.rates
@@ -150,6 +154,22 @@ class Study:
             weights=arm.weights,
             folder=place,
         )
+
+
+def chosen(study: Study, options: StudyOptions) -> Study:
+    """The study with the seeds, arms and tasks of the options."""
+    tasks = [task.name for task in study.tasks]
+    arms = [arm.name for arm in study.arms]
+    for kind, known, names in (("task", tasks, options.tasks), ("arm", arms, options.arms)):
+        for name in names:
+            if name not in known:
+                raise UserError(f"study {study.name} has no {kind} {name}; there are {', '.join(known)}")
+    return dataclasses.replace(
+        study,
+        seeds=tuple(range(options.seeds)),
+        run_arms=(study.baseline, *options.arms) if options.arms else (),
+        run_tasks=options.tasks,
+    )
 
 
 def with_fields(config: RunConfig, fields: Fields) -> RunConfig:
