@@ -64,6 +64,12 @@ def test_help_names_the_commands_and_recipes(monkeypatch, capsys):
         (["eval"], ["eval needs a model"]),
         (["report", "/no/run"], ["/no/run"]),
         (["quantize", "/no/model", "out"], ["/no/model"]),
+        (["quantize", "m", "out", "--calibrate", "awq"], ["--calibrate awq and --data TEXT need each other"]),
+        (["quantize", "m", "out", "--data", "t"], ["--calibrate awq and --data TEXT need each other"]),
+        (["study"], ["study needs its name", "entropy", "growth"]),
+        (["study", "grwth"], ["no study grwth", "did you mean growth"]),
+        (["study", "growth", "--arms", "nvfp5"], ["study growth has no arm nvfp5", "nvfp4"]),
+        (["study", "growth", "--seeds", "0"], ["seeds"]),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, parts):

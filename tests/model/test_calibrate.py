@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_tiny
+from transformers import AutoModelForCausalLM
 
+import tiny_run
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
 from qerl.model.architecture import from_hf_config
-from qerl.model.calibrate import Folded, awq, factors_of, inputs_of, run_sequence
+from qerl.model.calibrate import Folded, awq, best_factors, factors_of, inputs_of, run_sequence
 from qerl.model.load import decoder_of
 from qerl.model.names import linear_groups
+from qerl.model.quantize import quantize
 from qerl.model.quantized import (
     LAYOUTS,
     encoded_together,
@@ -23,6 +26,8 @@ from qerl.model.quantized import (
 )
 from qerl.model.safetensors_file import SafetensorsFolder
 from qerl.model.source import locate
+from qerl.model.tokenizer import load_tokenizer
+from qerl.options import QuantizeOptions
 
 FAMILIES = {
     "llama": {},
@@ -96,8 +101,6 @@ def test_a_folded_norm_is_stored_in_bfloat16_without_rounding(checkpoint):
 @pytest.mark.parametrize("scales", [plain_scales, least_squares])
 def test_each_group_errs_no_more_than_with_plain_rounding(checkpoint, format, scales):
     """By the sum that is searched; before o's and down's factors rescale rows of v and up."""
-    from qerl.model.calibrate import best_factors
-
     inputs = inputs_of(exact_decoder(checkpoint), TEXT)
     encode = lambda weights: encoded_together(weights, FORMATS[format], scales)  # noqa: E731
     better = 0
@@ -173,8 +176,6 @@ def test_what_is_written_is_what_a_folded_checkpoint_decodes_to(checkpoint, tmp_
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_transformers_decompresses_calibrated_weights_to_the_same(tmp_path, format):
-    from transformers import AutoModelForCausalLM
-
     save_tiny(tmp_path / "float", "llama")
     write_quantized(
         str(tmp_path / "float"),
@@ -193,6 +194,47 @@ def test_transformers_decompresses_calibrated_weights_to_the_same(tmp_path, form
             torch.testing.assert_close(theirs, ours, rtol=2**-7, atol=0)
 
 
+def test_the_command_writes_what_its_options_say(tmp_path):
+    tiny_run.write_model(tmp_path / "float")
+    (tmp_path / "text.txt").write_text("What is 4 + 9? It is 13. " * 20)
+    written = {}
+    for scales, calibrate in (("plain", "none"), ("mse", "none"), ("plain", "awq"), ("mse", "awq")):
+        out = tmp_path / f"{scales}-{calibrate}"
+        data = tmp_path / "text.txt" if calibrate == "awq" else None
+        quantize(
+            QuantizeOptions(
+                model=str(tmp_path / "float"),
+                out=out,
+                scales=scales,
+                calibrate=calibrate,
+                data=data,
+                sequences=3,
+                sequence_tokens=100,
+            )
+        )
+        written[out.name] = SafetensorsFolder(out)
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    scales = [found.read(name).view(torch.uint8) for found in written.values()]
+    assert all(not torch.equal(a, b) for i, a in enumerate(scales) for b in scales[:i])
+    norms = [found.read("model.layers.0.input_layernorm.weight").float() for found in written.values()]
+    assert torch.equal(norms[0], norms[1]) and not torch.equal(norms[0], norms[2])
+
+
+def test_a_text_that_is_none_is_refused(tmp_path):
+    tiny_run.write_model(tmp_path / "float")
+    for content, says in ((b"", "holds no text"), (b"\xff\xfe", "cannot be read as text")):
+        (tmp_path / "text.txt").write_bytes(content)
+        options = QuantizeOptions(
+            model=str(tmp_path / "float"),
+            out=tmp_path / "out",
+            calibrate="awq",
+            data=tmp_path / "text.txt",
+        )
+        with pytest.raises(UserError, match=says):
+            quantize(options)
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_on_real_layers_the_output_errs_less_than_with_plain_rounding(format):
@@ -206,15 +248,11 @@ def test_on_real_layers_the_output_errs_less_than_with_plain_rounding(format):
 
 
 def real_errors(checkpoint, format, num_layers):
-    import json
-
-    checkpoint.config = json.loads(json.dumps(checkpoint.config)) | {"num_hidden_layers": num_layers}
+    checkpoint.config = checkpoint.config | {"num_hidden_layers": num_layers}
     shapes = checkpoint.shapes
     checkpoint.shapes = {
         n: s for n, s in shapes.items() if ".layers." not in n or int(n.split(".")[2]) < num_layers
     }
-    from qerl.model.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(str(checkpoint.path))
     words = "The quick brown fox counts 17 + 25 sheep while the old king reads a letter about 3 ships. "
     tokens = tokenizer(words * 12 + "What is 4 + 9? Answer with just the number. 13")["input_ids"]

@@ -1,8 +1,9 @@
 """What the lines of a study say: an estimate for each arm, paired differences, and a verdict on each claim.
 
     difference   arm - other, seed by seed; over all tasks the pairs are (task, seed)
-    p            exact sign-flip test over all pairs, corrected by Holm over what is tested together:
-                 the claims of a study, or the arms of all tables of one metric
+    p            of a claim: exact sign-flip test over all pairs, corrected by Holm over the study's claims;
+                 in a table, where a task's few pairs leave an exact test without power: Student's paired t,
+                 corrected over all rows of the metric
     interval     over all tasks: of each seed's mean over the tasks, Student's t
 
     held       p < 0.05, and the difference has the claimed sign in every task
@@ -56,7 +57,7 @@ class Row:
     estimate: Estimate
     compared: Paired | None
     p: float | None
-    """Corrected over all rows of the metric."""
+    """Of Student's paired t, corrected over all rows of the metric; None without spread."""
 
 
 def values_of(study: Study, lines: Sequence[Line], metric: str) -> Values:
@@ -112,14 +113,15 @@ def table(study: Study, lines: Sequence[Line], metric: str) -> list[Row]:
                 pairs = differences(values, task.name, arm.name, study.baseline)
                 is_compared = arm.name != study.baseline and bool(pairs)
                 rows.append((task.name, arm.name, paired(list(pairs.values())) if is_compared else None))
-    corrected = iter(holm([found.p_exact for _, _, found in rows if found is not None]))
+    p_values = [found.p_t for _, _, found in rows if found is not None and found.p_t is not None]
+    corrected = iter(holm(p_values))
     return [
         Row(
             task=task,
             arm=arm,
             estimate=estimate(list(values[task, arm].values())),
             compared=found,
-            p=None if found is None else next(corrected),
+            p=None if found is None or found.p_t is None else next(corrected),
         )
         for task, arm, found in rows
     ]

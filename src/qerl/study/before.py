@@ -6,8 +6,9 @@
     weight_error   mean over the linears of |W' - W| / |W|          W' as it acts: factors that AWQ folded
     output_error   mean over the linears of |(W' - W) x| / |W x|    into a neighbour are taken out again
 
-x are the linears' inputs on the held-out prompts, in the checkpoint's own model in bf16. AWQ is calibrated on
-other text: questions and answers of reasoning-gym tasks that no study has.
+x are the linears' inputs on the prompts, in the checkpoint's own model in bf16. Prompts are those of a seed's
+first training step, so that seeds vary the problems too. AWQ is calibrated on other text: questions and
+answers of reasoning-gym tasks that no study has.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ from qerl.types import Group, Prompt
 _CALIBRATION_GYMS = ("gsm_symbolic", "syllogism", "letter_jumble", "time_intervals", "family_relationships")
 _CALIBRATION_ROWS = 24
 _MOST_PROMPTS = 64
-"""Held-out prompts that errors and KL are taken on."""
+"""Prompts that errors and KL are taken on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,13 +114,13 @@ def calibration_text(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 def measure_before(job: Job) -> dict[str, Any]:
-    """One policy; the seed names the samples' random numbers and the Gaussian noise."""
+    """One policy; the seed names the problems, the samples' random numbers and the Gaussian noise."""
     config = dataclasses.replace(job.config, model=resolved(job.config.model))
     source = locate(config.model.path)
     checkpoint, tokenizer = source.open(), load_tokenizer(config.model.path)
     max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
-    prompts = task.held_out(config.evaluate.num_prompts)
+    prompts = task.train_prompts(0, config.evaluate.num_prompts)
     with RewardPool(config.task) as pool:
         made = WEIGHTS[job.weights](checkpoint, config, tokenizer)
         decoder = _decoder(made, config, config.model.format)

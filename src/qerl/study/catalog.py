@@ -23,6 +23,18 @@ _FULL_RATES = (1e-5, 3e-5, 1e-4)
 """Weights themselves learn at a tenth of an adapter's rate."""
 
 
+_ENTROPY_METRICS = (
+    Metric(key="entropy", title="Entropy", about="of the sampled tokens, nats"),
+    Metric(key="first_entropy", title="First token's entropy", about="the same states for all, nats"),
+    Metric(key="pass@1", title="pass@1"),
+    Metric(key="pass@16", title="pass@16"),
+    Metric(key="kl", title="KL from BF16", about="over prompts and answers, nats a token"),
+    Metric(key="weight_error", title="Weight error", about="relative, mean over the linears"),
+    Metric(key="output_error", title="Output error", about="relative, mean over the linears"),
+    Metric(key="mean_tokens", title="Length", about="tokens of a sample, at most 16"),
+)
+
+
 def entropy() -> Study:
     base = dataclasses.replace(BASE, num_samples=16, evaluate=EvalConfig(num_prompts=256))
     formats = ("nvfp4", "mxfp4", "nf4", "fp8", "int8")
@@ -60,16 +72,7 @@ def entropy() -> Study:
         ),
         baseline="bf16",
         measure=measure_before,
-        metrics=(
-            Metric(key="entropy", title="Entropy", about="of the sampled tokens, nats"),
-            Metric(key="first_entropy", title="First token's entropy", about="the same states for all, nats"),
-            Metric(key="pass@1", title="pass@1"),
-            Metric(key="pass@16", title="pass@16"),
-            Metric(key="kl", title="KL from BF16", about="over prompts and answers, nats a token"),
-            Metric(key="weight_error", title="Weight error", about="relative, mean over the linears"),
-            Metric(key="output_error", title="Output error", about="relative, mean over the linears"),
-            Metric(key="mean_tokens", title="Length", about="tokens of a sample, at most 16"),
-        ),
+        metrics=_ENTROPY_METRICS,
         curves=(Curve(x="k", y="pass", title="pass@k", about="by k"),),
         claims=(
             *(claim(f"{f.upper()} {higher}", f, "bf16", "entropy") for f in formats),
@@ -83,8 +86,8 @@ def entropy() -> Study:
         ),
         remarks=(
             ONE_MODEL,
-            "Seeds vary the samples, and the Gaussian noise. Every other arm's weights are the same for all"
-            " seeds: intervals say how well this model was measured, not how models differ.",
+            "Seeds vary the problems, the samples, and the Gaussian noise. Every other arm's weights are the"
+            " same for all seeds: intervals say how well this model was measured, not how models differ.",
         ),
     )
 

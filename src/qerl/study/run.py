@@ -14,8 +14,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from multiprocessing import get_context
@@ -31,6 +31,8 @@ from qerl.study.results import Line, Results
 from qerl.study.study import Job, Study
 
 _WATCH_S = 0.3
+Outcomes = Callable[[list[Job]], Iterator[tuple[Job, Line]]]
+"""Runs jobs and gives each with its line, as they end."""
 
 
 def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
@@ -43,12 +45,19 @@ def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
     try:
         choice, results = (Results(folder / f"{name}.jsonl") for name in ("choice", "results"))
         trials = choice_jobs(study, folder)
-        execute(study, trials, choice, workers=workers)
-        jobs = final_jobs(study, folder, best_rates(study, trials, choice))
-        execute(study, jobs, results, workers=workers)
+        with _pool(workers) as pool:
+            execute(study, trials, choice, partial(_outcomes, pool, study, workers))
+            jobs = final_jobs(study, folder, best_rates(study, trials, choice))
+            execute(study, jobs, results, partial(_outcomes, pool, study, workers))
         return write_pages(study, folder, results.found(jobs), choice.found(trials))
     finally:
         lock.close()
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    """Its processes start with the first run and serve for all: what they compile, they compile once."""
+    context = get_context("spawn")
+    return ProcessPoolExecutor(workers, context, initializer=_end_with_parent, initargs=(os.getpid(),))
 
 
 def choice_jobs(study: Study, folder: Path) -> list[Job]:
@@ -95,10 +104,10 @@ def final_jobs(study: Study, folder: Path, rates: dict[tuple[str, str], float | 
     ]
 
 
-def execute(study: Study, jobs: list[Job], results: Results, *, workers: int) -> None:
+def execute(study: Study, jobs: list[Job], results: Results, outcomes: Outcomes) -> None:
     """Runs what has no line yet and is to be run now; a line is on the disk before the next is waited for."""
     missing = [job for job in jobs if results.of(job) is None and study.is_run(job.task, job.arm)]
-    for count, (job, line) in enumerate(_outcomes(study, missing, workers), start=1):
+    for count, (job, line) in enumerate(outcomes(missing), start=1):
         results.add(job, line, jobs)
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         name = study.metrics[0].key
@@ -109,26 +118,17 @@ def execute(study: Study, jobs: list[Job], results: Results, *, workers: int) ->
         )
 
 
-def _outcomes(study: Study, jobs: list[Job], workers: int) -> Iterator[tuple[Job, Line]]:
+def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> Iterator[tuple[Job, Line]]:
     """As they end."""
-    if not jobs:
-        return
-    pool = ProcessPoolExecutor(
-        min(workers, len(jobs)),
-        mp_context=get_context("spawn"),
-        initializer=_end_with_parent,
-        initargs=(os.getpid(),),
-    )
-    with pool:
-        try:
-            futures = {pool.submit(partial(_work, study.measure, workers), job): job for job in jobs}
-            pending = set(futures)
-            while pending:
-                done, pending = wait(pending, return_when="FIRST_COMPLETED")
-                yield from ((futures[future], _line_of(futures[future], future)) for future in done)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    futures = {pool.submit(_work, study.measure, workers, job): job for job in jobs}
+    pending = set(futures)
+    try:
+        while pending:
+            done, pending = wait(pending, return_when="FIRST_COMPLETED")
+            yield from ((futures[future], _line_of(futures[future], future)) for future in done)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def _line_of(job: Job, future: Future[Line]) -> Line:

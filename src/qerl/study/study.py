@@ -185,7 +185,7 @@ def with_fields(config: RunConfig, fields: Fields) -> RunConfig:
 
 
 def _replaced(value: Any, changes: dict[str, Any], where: str) -> Any:
-    known = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+    known = getattr(value, "__dataclass_fields__", {})
     for name in changes:
         if name not in known:
             raise UserError(f"there is no field {where}{name} in a config")
