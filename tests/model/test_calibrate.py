@@ -13,7 +13,7 @@ from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
 from qerl.model.architecture import from_hf_config
-from qerl.model.calibrate import Folded, awq, best_factors, factors_of, inputs_of, run_sequence
+from qerl.model.calibrate import Folded, awq, best_factors, factors_of, inputs_of, run_sequences
 from qerl.model.load import decoder_of
 from qerl.model.names import linear_groups
 from qerl.model.quantize import quantize
@@ -82,7 +82,7 @@ def checkpoint(request, tmp_path_factory):
 
 def test_a_folded_model_computes_the_same_before_it_is_quantized(checkpoint):
     folded = fold(checkpoint)
-    a, b = (run_sequence(exact_decoder(one), TEXT[0]) for one in (checkpoint, folded))
+    a, b = (run_sequences(exact_decoder(one), TEXT) for one in (checkpoint, folded))
     torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
     changed = [name for name in checkpoint.shapes if not folded.read(name).equal(checkpoint.read(name))]
     assert {name.split(".")[-2] for name in changed} >= {"input_layernorm", "q_proj", "v_proj", "o_proj"}
@@ -127,7 +127,7 @@ def test_the_inputs_are_those_of_the_linears(checkpoint):
     model, seen = exact_decoder(checkpoint), []
     hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda m, a: seen.append(a[0]))
     for tokens in TEXT:
-        run_sequence(model, tokens)
+        run_sequences(model, [tokens])
     hook.remove()
     ours = found["model.layers.1.mlp.down_proj"]
     torch.testing.assert_close(ours.mean_K, torch.cat(seen).abs().mean(0))

@@ -18,8 +18,9 @@ A folded checkpoint is a Checkpoint: it is read, quantized and written like any 
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from qerl.types import Tree
 NUM_ALPHAS = 20
 KEPT_ROWS = 512
 """Inputs of each group that errors are measured on; the means are over all."""
+_BATCH_TOKENS = 4096
 
 Encode = Callable[[list[Tensor]], list[PackedWeight]]
 """The weights of linears that multiply the same input, encoded together."""
@@ -78,25 +80,44 @@ def inputs_of(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str,
         if name.endswith(firsts)
     ]
     try:
-        for tokens in sequences:
-            run_sequence(decoder, tokens)
-            seen += len(tokens)
+        for batch in packed_batches(sequences):
+            run_sequences(decoder, batch)
+            seen += sum(map(len, batch))
     finally:
         for hook in hooks:
             hook.remove()
     return {name: Inputs(sums[name] / num_tokens, torch.cat(rows[name])[:KEPT_ROWS]) for name in sums}
 
 
-def run_sequence(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """hidden_TD of one sequence."""
+def packed_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Neighbouring sequences for one forward pass each."""
+    batch, num_tokens = [], 0
+    for tokens in sequences:
+        if batch and num_tokens + len(tokens) > _BATCH_TOKENS:
+            yield batch
+            batch, num_tokens = [], 0
+        batch.append(tokens)
+        num_tokens += len(tokens)
+    if batch:
+        yield batch
+
+
+def run_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """hidden_TD of the sequences, one after the other."""
     device = decoder.device
-    layout = TreeLayout.of([Tree(start=0, prompt_tokens=len(tokens), branch_tokens=())], device)
+    starts = itertools.accumulate(map(len, sequences), initial=0)
+    trees = [
+        Tree(start=start, prompt_tokens=len(tokens), branch_tokens=())
+        for start, tokens in zip(starts, sequences, strict=False)
+    ]
+    layout = TreeLayout.of(trees, device)
 
     def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         return tree_attention(q_TNH, k_TKH, v_TKH, layout)
 
-    positions_T = torch.arange(len(tokens), device=device)
-    return decoder(torch.tensor(list(tokens), device=device), positions_T, attend)
+    tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
+    positions_T = torch.cat([torch.arange(len(tokens), device=device) for tokens in sequences])
+    return decoder(tokens_T, positions_T, attend)
 
 
 def awq(

@@ -31,7 +31,7 @@ from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.pack import PackedBatch, pack
 from qerl.loop import sampling_of
-from qerl.model.calibrate import Folded, awq, inputs_of, run_sequence
+from qerl.model.calibrate import Folded, awq, inputs_of, packed_batches, run_sequences
 from qerl.model.decoder import Decoder
 from qerl.model.device import COMPUTE, resolved
 from qerl.model.load import decoder_of
@@ -214,10 +214,13 @@ def distances(
     ]
     reference = _decoder(Source(checkpoint=original), config, "bf16")
     kl, num_tokens = 0.0, 0
-    for tokens in texts:
-        ours, theirs = (one.logits(run_sequence(one, tokens)).log_softmax(-1) for one in (decoder, reference))
-        kl += (theirs.exp() * (theirs - ours)).sum().item()
-        num_tokens += len(tokens)
+    for batch in packed_batches(texts):
+        ours_TD, theirs_TD = (run_sequences(one, batch) for one in (decoder, reference))
+        for rows in torch.arange(len(ours_TD)).split(config.learn.logprob_chunk_tokens):
+            ours = decoder.logits(ours_TD[rows]).log_softmax(-1)
+            theirs = reference.logits(theirs_TD[rows]).log_softmax(-1)
+            kl += (theirs.exp() * (theirs - ours)).sum().item()
+        num_tokens += len(ours_TD)
     inputs = inputs_of(reference, texts)
     linears = {f"model.{name}": linear for name, linear in decoder.linears()}
     weight_errors, output_errors = [], []
