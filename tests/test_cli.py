@@ -77,6 +77,21 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, parts):
     assert_one_line(capsys, qerl(monkeypatch, *arguments), *parts)
 
 
+def test_a_study_is_run_in_part_where_that_is_asked_for(monkeypatch, capsys, tmp_path):
+    from qerl.study import run
+
+    asked = []
+    monkeypatch.setattr(run, "run_study", lambda *a, **k: asked.append((a, k)) or tmp_path / "index.html")
+    options = ["--seeds", "7", "--arms", "nf4", "--tasks", "add", "--workers", "3", "--out", tmp_path]
+    assert qerl(monkeypatch, "study", "growth", *options) == 0
+    ((study, folder), settings) = asked[0]
+    assert (folder, settings) == (tmp_path / "growth", {"workers": 3})
+    assert len(study.seeds) == 7 and len(study.arms) == 9
+    runs = [(t.name, a.name) for t in study.tasks for a in study.arms if study.is_run(t.name, a.name)]
+    assert runs == [("add", "bf16"), ("add", "nf4")]
+    assert capsys.readouterr().out.endswith("index.html\n")
+
+
 def test_an_unknown_option_suggests_the_near_one(monkeypatch, capsys):
     assert qerl(monkeypatch, "train", "demo", "--learn.learning-rat", "1e-4") == 2
     assert "--learn.learning-rate" in capsys.readouterr().err
