@@ -16,7 +16,7 @@ BASE = with_fields(
         "model.format": "nvfp4",
         "learn.warmup_fraction": 0.0,
         "learn.schedule": "constant",
-        "checkpoint.every": 20,
+        "checkpoint.every": 40,
         "checkpoint.keep": 1,
     },
 )
