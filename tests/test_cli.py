@@ -73,11 +73,32 @@ def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
         (["eval"], ["eval needs a model"]),
         (["report", "/no/run"], ["/no/run"]),
         (["quantize", "/no/model", "out"], ["/no/model"]),
+        (["quantize", "m", "out", "--calibrate", "awq"], ["--calibrate awq and --data TEXT need each other"]),
+        (["quantize", "m", "out", "--data", "t"], ["--calibrate awq and --data TEXT need each other"]),
+        (["study"], ["study needs its name", "entropy", "growth"]),
+        (["study", "grwth"], ["no study grwth", "did you mean growth"]),
+        (["study", "growth", "--arms", "nvfp5"], ["study growth has no arm nvfp5", "nvfp4"]),
+        (["study", "growth", "--seeds", "0"], ["seeds"]),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, parts):
     monkeypatch.chdir(tmp_path)
     assert_one_line(capsys, qerl(monkeypatch, *arguments), *parts)
+
+
+def test_a_study_is_run_in_part_where_that_is_asked_for(monkeypatch, capsys, tmp_path):
+    from qerl.study import run
+
+    asked = []
+    monkeypatch.setattr(run, "run_study", lambda *a, **k: asked.append((a, k)) or tmp_path / "index.html")
+    options = ["--seeds", "7", "--arms", "nf4", "--tasks", "add", "--workers", "3", "--out", tmp_path]
+    assert qerl(monkeypatch, "study", "growth", *options) == 0
+    ((study, folder), settings) = asked[0]
+    assert (folder, settings) == (tmp_path / "growth", {"workers": 3})
+    assert len(study.seeds) == 7 and len(study.arms) == 9
+    runs = [(t.name, a.name) for t in study.tasks for a in study.arms if study.is_run(t.name, a.name)]
+    assert runs == [("add", "bf16"), ("add", "nf4")]
+    assert capsys.readouterr().out.endswith("index.html\n")
 
 
 def test_an_unknown_option_suggests_the_near_one(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The command line: qerl train | eval | plan | quantize | report | bench.
+"""The command line: qerl train | eval | plan | quantize | report | study | bench.
 
 A mistake of the user's is one line and exit code 2; a run that cannot go on is one line and exit code 1.
 `--debug` anywhere shows the traceback.
@@ -18,6 +18,7 @@ import tyro
 from qerl.config import ModelConfig, RunConfig
 from qerl.errors import RunError, UserError
 from qerl.options import (
+    STUDY_NAMES,
     BenchDecodeOptions,
     BenchLearnOptions,
     BenchLinearOptions,
@@ -27,6 +28,7 @@ from qerl.options import (
     PlanOptions,
     QuantizeOptions,
     ReportOptions,
+    StudyOptions,
     memory_options,
 )
 from qerl.recipes import METHODS, PAPER, RECIPES
@@ -41,6 +43,7 @@ usage: qerl COMMAND ...
   qerl plan MODEL --gpu-gb GB [...]       the memory of each part of a step, and what fits
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
   qerl report RUN [RUN ...]               one HTML page with curves and samples
+  qerl study NAME [...]                   arms and seeds of a question; studies: {studies}
   qerl bench linear|decode|learn|step|memory|parity [...]
                                           how fast this GPU does it, beside others and beside its limit
 
@@ -76,7 +79,7 @@ def main() -> None:
 def command(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(PAPER)))
+        print(USAGE.format(recipes=", ".join(PAPER), studies=", ".join(STUDY_NAMES)))
     else:
         COMMANDS[_near(name, COMMANDS, "command")](rest)
 
@@ -127,9 +130,9 @@ def plan(arguments: list[str]) -> None:
 
 def quantize(arguments: list[str]) -> None:
     options = tyro.cli(QuantizeOptions, args=arguments, prog="qerl quantize")
-    from qerl.model.quantized import write_quantized
+    from qerl.model.quantize import quantize as write
 
-    write_quantized(options.model, options.out, format=options.format)
+    write(options)
     print(options.out)
 
 
@@ -142,6 +145,19 @@ def report(arguments: list[str]) -> None:
     out = options.out or options.runs[0] / "report.html"
     write_report(list(options.runs), out)
     print(out)
+
+
+def study(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"study needs its name: qerl study NAME, one of {', '.join(STUDY_NAMES)}")
+    name = _near(arguments[0], dict.fromkeys(STUDY_NAMES), "study")
+    options = tyro.cli(StudyOptions, args=arguments[1:], prog=f"qerl study {name}")
+    from qerl.study.catalog import STUDIES
+    from qerl.study.run import run_study
+    from qerl.study.study import chosen
+
+    made = chosen(STUDIES[name](), options)
+    print(run_study(made, options.out / name, workers=options.workers))
 
 
 def bench(arguments: list[str]) -> None:
@@ -207,6 +223,7 @@ COMMANDS = {
     "plan": plan,
     "quantize": quantize,
     "report": report,
+    "study": study,
     "bench": bench,
 }
 

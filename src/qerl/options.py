@@ -65,8 +65,30 @@ class QuantizeOptions:
     out: tyro.conf.Positional[Path]
     """The folder to write."""
 
-    format: Literal["nvfp4"] = "nvfp4"
+    format: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """The weights' format."""
+
+    scales: Literal["plain", "mse"] = "plain"
+    """Block scales. plain: the largest weight of a block on the largest code. mse: those of a few with the
+    least squared error."""
+
+    calibrate: Literal["none", "awq"] = "none"
+    """awq: before that, channels with large inputs are scaled up, and the norm or the linear before them
+    down; needs --data."""
+
+    data: Path | None = None
+    """The text that inputs are measured on: a UTF-8 file."""
+
+    sequences: int = 256
+    """Most sequences of it."""
+
+    sequence_tokens: int = 2048
+    """Tokens of each."""
+
+    def __post_init__(self):
+        _check_counts(sequences=(self.sequences,), sequence_tokens=(self.sequence_tokens,))
+        if (self.calibrate == "none") != (self.data is None):
+            raise UserError("quantize: --calibrate awq and --data TEXT need each other")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +98,31 @@ class ReportOptions:
 
     out: Path | None = None
     """The page; by default report.html in the first run's folder."""
+
+
+STUDY_NAMES = ("entropy", "growth", "noise", "rank", "methods")
+"""Of study/catalog.py, which takes seconds to import."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StudyOptions:
+    out: Path = Path("studies")
+    """Results and page go to OUT/NAME; what is there already is not run again."""
+
+    seeds: int = 5
+    """Seeds of each arm, from 0 on."""
+
+    workers: int = 1
+    """Runs side by side, each in a process of its own; on a GPU each takes its share of the memory."""
+
+    arms: tuple[str, ...] = ()
+    """These only, and the baseline; empty: all. A later call runs the rest."""
+
+    tasks: tuple[str, ...] = ()
+    """These only; empty: all."""
+
+    def __post_init__(self):
+        _check_counts(seeds=(self.seeds,), workers=(self.workers,))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,15 @@ from qerl.model.decoder import Decoder
 from qerl.model.device import has_tile_kernels
 from qerl.model.head import Head, check_head
 from qerl.model.names import HEAD, architecture_of, check_tensors, linear_groups, read_float
-from qerl.model.quantized import Layout, encoded, packed_layout, packed_shapes, read_packed
+from qerl.model.quantized import (
+    Layout,
+    Scales,
+    encoded,
+    packed_layout,
+    packed_shapes,
+    plain_scales,
+    read_packed,
+)
 from qerl.model.source import Checkpoint, locate
 from qerl.model.tiled import tile_linears
 
@@ -33,13 +41,27 @@ def load_decoder(
     resident: bool,
     head: str = "bf16",
 ) -> Decoder:
+    """The decoder of a model wherever it lies; see `decoder_of`."""
+    checkpoint = locate(path).open()
+    return decoder_of(checkpoint, format=format, compute=compute, device=device, resident=resident, head=head)
+
+
+def decoder_of(
+    checkpoint: Checkpoint,
+    *,
+    format: str,
+    compute: torch.dtype,
+    device: torch.device,
+    resident: bool,
+    head: str = "bf16",
+    scales: Scales = plain_scales,
+) -> Decoder:
     """Linears in `format`, the head in `head` (bf16: in `compute`), the rest in `compute`.
 
     A packed checkpoint must be in that format already. Its packed head is taken as it is where `head` is its
     format, and unpacked first where it is not.
     """
-    checkpoint = locate(path).open()
-    layout = packed_layout(checkpoint)
+    path, layout = str(checkpoint.path), packed_layout(checkpoint)
     if layout is not None and layout.format != format:
         raise UserError(f"{path}: holds {layout.format}, which is taken as it is; model.format says {format}")
     architecture = architecture_of(checkpoint)
@@ -55,7 +77,7 @@ def load_decoder(
     tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
     linears = {f"model.{name}": linear for name, linear in decoder.linears()}
     for group in linear_groups(architecture):
-        for name, weight in _weights(checkpoint, layout, group, format, device):
+        for name, weight in _weights(checkpoint, layout, group, format, device, scales):
             linears[name].load_weight(weight)
         if tiled:
             together = [linears[name] for name in group]
@@ -85,10 +107,15 @@ def _load_head(head: Head, checkpoint: Checkpoint, layout: Layout | None, format
 
 
 def _weights(
-    checkpoint: Checkpoint, layout: Layout | None, group: tuple[str, ...], format: str, device: torch.device
+    checkpoint: Checkpoint,
+    layout: Layout | None,
+    group: tuple[str, ...],
+    format: str,
+    device: torch.device,
+    scales: Scales,
 ) -> Iterator[tuple[str, PackedWeight]]:
     if layout is None:
-        yield from encoded(checkpoint, group, FORMATS[format], device)
+        yield from encoded(checkpoint, group, FORMATS[format], device, scales)
         return
     for linear in group:
         if f"{linear}.weight_packed" in checkpoint.shapes:

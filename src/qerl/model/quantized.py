@@ -16,7 +16,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ class Layout:
     def dtypes(self) -> dict[str, torch.dtype]:
         return {"codes": torch.uint8, "scales": self.scale_dtype, "global_scale": torch.float32}
 
+
+Scales = Callable[[PackedWeight, Tensor], PackedWeight]
+"""(a weight's plain encoding, the weight) -> its encoding with the block scales that it is to have."""
 
 _CHUNK_WEIGHTS = 1 << 20
 _FIELDS = {"codes": "weight_packed", "scales": "weight_scale"}
@@ -127,10 +130,22 @@ def _check_values(checkpoint: Checkpoint, name: str, tensor: Tensor, field: str)
         raise UserError(f"{checkpoint.path}: {name} must be positive, is {tensor.item()}")
 
 
+def plain_scales(packed: PackedWeight, weight_NK: Tensor) -> PackedWeight:
+    """Each block's largest weight on the largest code, as `encode` has it."""
+    return packed
+
+
 def write_quantized(
-    path: str, out_folder: str | Path, *, format: str = "nvfp4", shard_bytes: int = 5_000_000_000
+    path: str,
+    out_folder: str | Path,
+    *,
+    format: str = "nvfp4",
+    scales: Scales = plain_scales,
+    fold: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
+    shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Quantize a checkpoint into a new folder, which appears only when it is whole."""
+    """Quantize a checkpoint into a new folder, which appears only when it is whole. `fold` gives what is
+    quantized in its place, and computes the same (calibrate.py)."""
     out = Path(out_folder)
     if format not in LAYOUTS:
         raise UserError(f"{format} has no checkpoint layout to write; {' and '.join(LAYOUTS)} have one")
@@ -141,8 +156,10 @@ def write_quantized(
     if packed_layout(checkpoint) is not None:
         raise UserError(f"{path}: is quantized already")
     architecture = architecture_of(checkpoint)
+    check_tensors(checkpoint, tensor_shapes(architecture))
+    folded = fold(checkpoint)
     with _appearing(out) as folder:
-        _write_shards(folder, _quantized(checkpoint, architecture, LAYOUTS[format]), shard_bytes)
+        _write_shards(folder, _quantized(folded, architecture, LAYOUTS[format], scales), shard_bytes)
         _write_config(folder, checkpoint, LAYOUTS[format])
         _write_tokenizer(folder, source)
 
@@ -183,24 +200,52 @@ def packed_shapes(
 
 
 def encoded(
-    checkpoint: Checkpoint, group: tuple[str, ...], kind: type[PackedWeight], device: torch.device
+    checkpoint: Checkpoint,
+    group: tuple[str, ...],
+    kind: type[PackedWeight],
+    device: torch.device,
+    scales: Scales = plain_scales,
 ) -> Iterator[tuple[str, PackedWeight]]:
     """A group's linears and their weights, one float weight in memory at a time, encoded on the device."""
-    largest = None
-    if kind is NVFP4 and len(group) > 1:
-        largest = max(_largest(read_float(checkpoint, f"{linear}.weight")) for linear in group)
+    weights = (read_float(checkpoint, f"{linear}.weight") for linear in group)
+    largest = _shared_largest(weights, kind, len(group))
     for linear in group:
-        yield linear, _encoded_one(checkpoint, f"{linear}.weight", kind, largest, device)
+        yield linear, _read_encoded(checkpoint, f"{linear}.weight", kind, largest, device, scales)
 
 
-def _encoded_one(
-    checkpoint: Checkpoint, name: str, kind: type[PackedWeight], largest: float | None, device: torch.device
+def _read_encoded(
+    checkpoint: Checkpoint,
+    name: str,
+    kind: type[PackedWeight],
+    largest: float | None,
+    device: torch.device,
+    scales: Scales,
 ) -> PackedWeight:
     weight_NK = read_float(checkpoint, name).to(device)
     try:
-        return kind.encode(weight_NK) if largest is None else _encoded_under(weight_NK, largest)
+        return _encoded_one(weight_NK, kind, largest, scales)
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {name}: {error}") from error
+
+
+def encoded_together(
+    weights: list[Tensor], kind: type[PackedWeight], scales: Scales = plain_scales
+) -> list[PackedWeight]:
+    """The same of a group's weights that are in memory."""
+    largest = _shared_largest(iter(weights), kind, len(weights))
+    return [_encoded_one(weight_NK, kind, largest, scales) for weight_NK in weights]
+
+
+def _shared_largest(weights: Iterator[Tensor], kind: type[PackedWeight], num: int) -> float | None:
+    """What a group's global scale is made from; None where each has its own."""
+    return max(map(_largest, weights)) if kind is NVFP4 and num > 1 else None
+
+
+def _encoded_one(
+    weight_NK: Tensor, kind: type[PackedWeight], largest: float | None, scales: Scales
+) -> PackedWeight:
+    packed = kind.encode(weight_NK) if largest is None else _encoded_under(weight_NK, largest)
+    return scales(packed, weight_NK)
 
 
 def _largest(weight_NK: Tensor) -> float:
@@ -220,18 +265,18 @@ def _encoded_under(weight_NK: Tensor, largest: float) -> NVFP4:
 
 
 def _quantized(
-    checkpoint: Checkpoint, architecture: Architecture, layout: Layout
+    checkpoint: Checkpoint, architecture: Architecture, layout: Layout, scales: Scales
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the new checkpoint."""
     shapes = tensor_shapes(architecture)
-    check_tensors(checkpoint, shapes)
     groups = linear_groups(architecture)
     weights = {f"{linear}.weight" for group in groups for linear in group}
     for name in shapes:
         if name not in weights:
             yield name, _as_config_says(checkpoint, read_float(checkpoint, name))
     for group in groups:
-        for linear, weight in encoded(checkpoint, group, FORMATS[layout.format], torch.device("cpu")):
+        device = torch.device("cpu")
+        for linear, weight in encoded(checkpoint, group, FORMATS[layout.format], device, scales):
             tensors = weight.tensors()
             yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
 

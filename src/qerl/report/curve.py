@@ -31,6 +31,8 @@ class Series:
     points: Points
     mark: str = "line"
     """line, exact (a line that is not smoothed), dot or ring."""
+    band: Sequence[tuple[float, float, float]] = ()
+    """(x, low, high): a shade behind the curve."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,7 @@ def curves_svg(title: str, series: Sequence[Series]) -> str:
     """The curves on common axes; `series` holds at least one point."""
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
+    ys += [y for one in series for _, *ends in one.band for y in ends]
     x_scale = _horizontal(min(xs), max(xs))
     is_wide = min(ys) > 0 and max(ys) > _LOG_FROM * median(ys)
     y_scale, ticks = _log_vertical(ys) if is_wide else _linear_vertical(ys)
@@ -172,7 +175,11 @@ def _curve(one: Series, x_scale: Scale, y_scale: Scale) -> str:
     else:
         bold = [(x_scale(x), y_scale(y)) for x, y in thinned(smoothed(one.points))]
         drawn = _line("curve raw", points) + _line("curve", bold)
-    return f'<g class="run s{one.run_index % 8}" data-run="{one.run_index}">{drawn}</g>'
+    edge = [(x, low) for x, low, _ in one.band] + [(x, high) for x, _, high in reversed(one.band)]
+    outline = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in edge)
+    shade = f'<polygon class="band" points="{outline}"/>' if edge else ""
+    kind = f"run s{one.run_index % 8}" + (" again" if one.run_index >= 8 else "")
+    return f'<g class="{kind}" data-run="{one.run_index}">{shade}{drawn}</g>'
 
 
 def _line(name: str, points: Points) -> str:

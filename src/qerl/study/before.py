@@ -1,0 +1,248 @@
+"""An untrained policy: its entropy, pass@k, and how far its weights are from the checkpoint's.
+
+    entropy        mean over the tokens it samples, in nats: of states that the policy itself gets into
+    first_entropy  of the first token after each prompt: the same states for every arm
+    kl             mean KL(checkpoint || policy) over the tokens of prompts and answers, in nats
+    weight_error   mean over the linears of |W' - W| / |W|          W' as it acts: factors that AWQ folded
+    output_error   mean over the linears of |(W' - W) x| / |W x|    into a neighbour are taken out again
+
+x are the linears' inputs on the prompts, in the checkpoint's own model in bf16. Prompts are those of a seed's
+first training step, so that seeds vary the problems too. AWQ is calibrated on other text: questions and
+answers of reasoning-gym tasks that no study has.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qerl.algo.estimate import pass_at_k
+from qerl.config import RunConfig, TaskConfig
+from qerl.engine import Engine
+from qerl.evaluate import EVALUATION_STEP
+from qerl.formats import FORMATS, NVFP4
+from qerl.formats.block_scale import least_squares
+from qerl.kernels.logprob import chunked_logprob
+from qerl.kernels.tree_attention import tree_attention
+from qerl.learner.pack import PackedBatch, pack
+from qerl.loop import sampling_of
+from qerl.model.calibrate import Folded, awq, inputs_of, packed_batches, run_sequences
+from qerl.model.decoder import Decoder
+from qerl.model.device import COMPUTE, resolved
+from qerl.model.load import decoder_of
+from qerl.model.names import architecture_of, linear_groups, read_float
+from qerl.model.perturb import Perturbed
+from qerl.model.quantized import Scales, encoded_together, plain_scales
+from qerl.model.source import Checkpoint, locate
+from qerl.model.tokenizer import load_tokenizer, stop_token_ids
+from qerl.study.study import Job
+from qerl.tasks import RewardPool, build_task
+from qerl.tasks.rows import gym_rows
+from qerl.types import Group, Prompt
+
+_CALIBRATION_GYMS = ("gsm_symbolic", "syllogism", "letter_jumble", "time_intervals", "family_relationships")
+_CALIBRATION_ROWS = 24
+_MOST_PROMPTS = 64
+"""Prompts that errors and KL are taken on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What frozen weights are made from."""
+
+    checkpoint: Checkpoint
+    scales: Scales = plain_scales
+
+
+def _plain(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
+    return Source(checkpoint=checkpoint)
+
+
+def _mse(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
+    return Source(checkpoint=checkpoint, scales=least_squares)
+
+
+def _gaussian(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
+    noised = Perturbed(checkpoint, architecture_of(checkpoint), NVFP4, config.seed)
+    return Source(checkpoint=noised)
+
+
+def _awq(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
+    return _folded(checkpoint, config, tokenizer, plain_scales)
+
+
+def _awq_mse(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
+    return _folded(checkpoint, config, tokenizer, least_squares)
+
+
+def _folded(
+    checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase, scales: Scales
+) -> Source:
+    kind = FORMATS[config.model.format]
+    inputs = inputs_of(_decoder(Source(checkpoint=checkpoint), config, "bf16"), calibration_text(tokenizer))
+    folded = awq(
+        checkpoint,
+        architecture_of(checkpoint),
+        inputs,
+        lambda weights: encoded_together(weights, kind, scales),
+    )
+    return Source(checkpoint=folded, scales=scales)
+
+
+WEIGHTS: dict[str, Callable[[Checkpoint, RunConfig, PreTrainedTokenizerBase], Source]] = {
+    "plain": _plain,
+    "mse": _mse,
+    "awq": _awq,
+    "awq+mse": _awq_mse,
+    "gaussian": _gaussian,
+}
+"""How an arm's frozen weights come from the checkpoint; gaussian: noise of the energy of NVFP4's error."""
+
+
+def calibration_text(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """A sequence of tokens for each row."""
+    texts = []
+    for gym in _CALIBRATION_GYMS:
+        rows = gym_rows(TaskConfig(gym=gym, num_rows=_CALIBRATION_ROWS))
+        texts += [f"{row['question']}\n{row['answer']}" for row in map(rows.get, range(rows.num_rows))]
+    return [list(tokenizer(text)["input_ids"])[:512] for text in texts]
+
+
+def measure_before(job: Job) -> dict[str, Any]:
+    """One policy; the seed names the problems, the samples' random numbers and the Gaussian noise."""
+    config = dataclasses.replace(job.config, model=resolved(job.config.model))
+    source = locate(config.model.path)
+    checkpoint, tokenizer = source.open(), load_tokenizer(config.model.path)
+    max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
+    task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+    prompts = task.train_prompts(0, config.evaluate.num_prompts)
+    with RewardPool(config.task) as pool:
+        made = WEIGHTS[job.weights](checkpoint, config, tokenizer)
+        decoder = _decoder(made, config, config.model.format)
+        engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_token_ids(tokenizer, source))
+        groups = engine.generate(
+            prompts,
+            num_samples=config.num_samples,
+            sampling=sampling_of(config),
+            seed=config.seed,
+            step=EVALUATION_STEP,
+        )
+        rewards_P_G = pool.score(groups)
+    threshold = config.evaluate.right_from
+    correct_P = [sum(r is not None and r >= threshold for r in rewards_G) for rewards_G in rewards_P_G]
+    found = pass_curve(correct_P, config.num_samples)
+    entropy, first_entropy = entropies(decoder, groups, config)
+    lengths = [len(sample.tokens_T) for group in groups for sample in group.samples_G]
+    errors = distances(checkpoint, made.checkpoint, decoder, prompts[:_MOST_PROMPTS], config, tokenizer)
+    return {
+        "final": {
+            "entropy": entropy,
+            "first_entropy": first_entropy,
+            **{f"pass@{k}": value for k, value in found.items()},
+            **errors,
+            "mean_tokens": fmean(lengths),
+        },
+        "curve": [{"k": k, "pass": value} for k, value in found.items()],
+    }
+
+
+def _decoder(made: Source, config: RunConfig, format: str) -> Decoder:
+    model = config.model
+    return decoder_of(
+        made.checkpoint,
+        format=format,
+        compute=COMPUTE[model.compute],
+        device=torch.device(model.device),
+        resident=model.operand == "resident",
+        head=model.head,
+        scales=made.scales if format == model.format else plain_scales,
+    )
+
+
+def pass_curve(correct_P: Sequence[int], num_samples: int) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4 and so on."""
+    powers = [1 << i for i in range(num_samples.bit_length())]
+    return {k: fmean(pass_at_k(num_samples, correct, k) for correct in correct_P) for k in powers}
+
+
+@torch.no_grad()
+def entropies(decoder: Decoder, groups: list[Group], config: RunConfig) -> tuple[float, float]:
+    """Over all sampled tokens, and over the first ones: the samples of a prompt share theirs."""
+    weighted = [(group, [1.0] * len(group.samples_G)) for group in groups]
+    batches = pack(weighted, max_tokens=config.learn.micro_tokens, device=decoder.device)
+    entropy_C = torch.cat([_entropy_of(decoder, batch, config) for batch in batches]).cpu()
+    lengths = [[len(sample.tokens_T) for sample in group.samples_G] for group in groups]
+    starts = itertools.accumulate((sum(lengths_G) for lengths_G in lengths), initial=0)
+    firsts = list(starts)[:-1]
+    return entropy_C.mean().item(), entropy_C[firsts].mean().item()
+
+
+def _entropy_of(decoder: Decoder, batch: PackedBatch, config: RunConfig) -> Tensor:
+    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout)
+
+    head = decoder.lm_head
+    return chunked_logprob(
+        decoder(batch.tokens_T, batch.positions_T, attend),
+        head.operand(),
+        batch.targets_C,
+        rows_C=batch.source_rows_C,
+        temperature=config.sample.temperature / head.alpha,
+        chunk_tokens=config.learn.logprob_chunk_tokens,
+    )[1]
+
+
+@torch.no_grad()
+def distances(
+    original: Checkpoint,
+    made: Checkpoint,
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, float]:
+    """kl, weight_error and output_error."""
+    answers = [str(prompt.columns.get(config.task.answer_column, "")) for prompt in prompts]
+    texts = [
+        [*prompt.tokens_T, *tokenizer(answer, add_special_tokens=False)["input_ids"]]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    reference = _decoder(Source(checkpoint=original), config, "bf16")
+    kl, num_tokens = 0.0, 0
+    for batch in packed_batches(texts):
+        ours_TD, theirs_TD = (run_sequences(one, batch) for one in (decoder, reference))
+        for rows in torch.arange(len(ours_TD)).split(config.learn.logprob_chunk_tokens):
+            ours = decoder.logits(ours_TD[rows]).log_softmax(-1)
+            theirs = reference.logits(theirs_TD[rows]).log_softmax(-1)
+            kl += (theirs.exp() * (theirs - ours)).sum().item()
+        num_tokens += len(ours_TD)
+    inputs = inputs_of(reference, texts)
+    linears = {f"model.{name}": linear for name, linear in decoder.linears()}
+    weight_errors, output_errors = [], []
+    for group in linear_groups(decoder.architecture):
+        x_SK = inputs[group[0]].rows_SK
+        for name in group:
+            packed = linears[name].weight
+            assert packed is not None
+            weight_NK = read_float(original, f"{name}.weight").float().to(x_SK.device)
+            error_NK = _acting(packed.decode(), made, f"{name}.weight") - weight_NK
+            weight_errors.append((error_NK.norm() / weight_NK.norm()).item())
+            output_errors.append(((x_SK @ error_NK.T).norm() / (x_SK @ weight_NK.T).norm()).item())
+    return {
+        "kl": kl / num_tokens,
+        "weight_error": fmean(weight_errors),
+        "output_error": fmean(output_errors),
+    }
+
+
+def _acting(weight_NK: Tensor, made: Checkpoint, name: str) -> Tensor:
+    """Without the factors that a neighbour undoes."""
+    if not isinstance(made, Folded):
+        return weight_NK
+    rows_N, columns_K = made.rows(name).to(weight_NK.device), made.columns(name).to(weight_NK.device)
+    return weight_NK / rows_N[:, None] / columns_K

@@ -1,0 +1,252 @@
+"""The studies there are: each claim of QeRL (arXiv 2510.11696) that one small model can test, as a value.
+
+entropy   does quantization raise an untrained policy's entropy, or does any noise of that size?
+growth    does reward grow faster under quantization and AQN?
+noise     which schedule, how much, in which policy, and with which correction?
+rank      LoRA rank and learning rate, BF16 against NVFP4
+methods   losses, corrections and advantages at one budget (methods.py)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from qerl.config import EvalConfig
+from qerl.study.before import measure_before
+from qerl.study.ground import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
+from qerl.study.methods import methods
+from qerl.study.study import Arm, Curve, Fields, Metric, Study, with_fields
+from qerl.study.training import train_job
+
+_RATES = (1e-4, 3e-4, 1e-3)
+_FULL_RATES = (1e-5, 3e-5, 1e-4)
+"""Weights themselves learn at a tenth of an adapter's rate."""
+
+
+_ENTROPY_METRICS = (
+    Metric(key="entropy", title="Entropy", about="of the sampled tokens, nats"),
+    Metric(key="first_entropy", title="First token's entropy", about="the same states for all, nats"),
+    Metric(key="pass@1", title="pass@1"),
+    Metric(key="pass@16", title="pass@16"),
+    Metric(key="kl", title="KL from BF16", about="over prompts and answers, nats a token"),
+    Metric(key="weight_error", title="Weight error", about="relative, mean over the linears"),
+    Metric(key="output_error", title="Output error", about="relative, mean over the linears"),
+    Metric(key="mean_tokens", title="Length", about="tokens of a sample, at most 16"),
+)
+
+
+def entropy() -> Study:
+    base = dataclasses.replace(BASE, num_samples=16, evaluate=EvalConfig(num_prompts=256))
+    formats = ("nvfp4", "mxfp4", "nf4", "fp8", "int8")
+    calibrated = [
+        Arm(
+            name=f"{name}-{weights}",
+            about=f"{name.upper()}, {about}",
+            fields={"model.format": name},
+            weights=weights,
+        )
+        for name in ("nvfp4", "mxfp4")
+        for weights, about in (
+            ("mse", "block scales by least squares"),
+            ("awq", "AWQ"),
+            ("awq+mse", "AWQ and block scales by least squares"),
+        )
+    ]
+    higher = "has a higher entropy than BF16"
+    return Study(
+        name="entropy",
+        question="Does quantization raise the entropy of a policy before training, and if it does: is it the"
+        " quantization, or any noise of the same energy?",
+        base=base,
+        tasks=TASKS,
+        arms=(
+            Arm(name="bf16", about="the checkpoint in BF16", fields={"model.format": "bf16"}),
+            *(Arm(name=f, about=f"{f.upper()}, plain", fields={"model.format": f}) for f in formats),
+            Arm(
+                name="gaussian",
+                about="BF16 and Gaussian noise with the energy of NVFP4's error, matrix by matrix",
+                fields={"model.format": "bf16"},
+                weights="gaussian",
+            ),
+            *calibrated,
+        ),
+        baseline="bf16",
+        measure=measure_before,
+        metrics=_ENTROPY_METRICS,
+        curves=(Curve(x="k", y="pass", title="pass@k", about="by k"),),
+        claims=(
+            *(claim(f"{f.upper()} {higher}", f, "bf16", "entropy") for f in formats),
+            claim(f"Gaussian noise of NVFP4's energy {higher}", "gaussian", "bf16", "entropy"),
+            claim("NVFP4 raises it more than Gaussian noise does", "nvfp4", "gaussian", "entropy"),
+            claim("NVFP4's first token has a higher entropy than BF16's", "nvfp4", "bf16", "first_entropy"),
+            claim("NVFP4 costs pass@1", "nvfp4", "bf16", "pass@1", -1),
+            claim("NVFP4 raises pass@16", "nvfp4", "bf16", "pass@16"),
+            claim("AWQ and least squares bring NVFP4 nearer to BF16", "nvfp4-awq+mse", "nvfp4", "kl", -1),
+            claim("AWQ and least squares win pass@1 back", "nvfp4-awq+mse", "nvfp4", "pass@1"),
+        ),
+        remarks=(
+            ONE_MODEL,
+            "Seeds vary the problems, the samples, and the Gaussian noise. Every other arm's weights are the"
+            " same for all seeds: intervals say how well this model was measured, not how models differ.",
+        ),
+    )
+
+
+def growth() -> Study:
+    def aqn(format: str, about: str) -> Arm:
+        return Arm(name=f"{format}+aqn", about=about, fields={"model.format": format, **AQN})
+
+    def plain(format: str, about: str) -> Arm:
+        return Arm(name=format, about=about, fields={"model.format": format})
+
+    full = {"model.format": "bf16", "adapter.kind": "full"}
+    faster = "learns faster than BF16 LoRA (mean reward)"
+    return Study(
+        name="growth",
+        question="Does reward grow faster, by step and by second, with a quantized base and with AQN than"
+        " with BF16 LoRA, each at its best learning rate?",
+        base=BASE,
+        tasks=TASKS,
+        arms=(
+            plain("bf16", "BF16 LoRA"),
+            aqn("nvfp4", "NVFP4 + AQN: QeRL"),
+            plain("nvfp4", "NVFP4"),
+            plain("mxfp4", "MXFP4"),
+            plain("nf4", "NF4: QLoRA"),
+            plain("int8", "INT8"),
+            plain("fp8", "FP8"),
+            aqn("bf16", "BF16 LoRA + AQN"),
+            Arm(name="full", about="full fine-tuning in BF16", fields=full, rates=_FULL_RATES),
+        ),
+        baseline="bf16",
+        measure=train_job,
+        metrics=TRAINING_METRICS,
+        curves=TRAINING_CURVES,
+        rates=_RATES,
+        claims=(
+            claim(f"NVFP4 {faster}", "nvfp4", "bf16", "reward_mean"),
+            claim(f"NVFP4 + AQN {faster}", "nvfp4+aqn", "bf16", "reward_mean"),
+            claim("AQN makes NVFP4 learn faster", "nvfp4+aqn", "nvfp4", "reward_mean"),
+            claim("AQN makes BF16 LoRA learn faster", "bf16+aqn", "bf16", "reward_mean"),
+            claim(
+                "From equal first rewards, NVFP4 + AQN is ahead of BF16 LoRA", "nvfp4+aqn", "bf16", "matched"
+            ),
+            claim("NVFP4 + AQN ends above BF16 LoRA", "nvfp4+aqn", "bf16", "accuracy_after"),
+            claim("NVFP4 ends above NF4 (QLoRA)", "nvfp4", "nf4", "accuracy_after"),
+            claim("Full fine-tuning ends above NVFP4 + AQN", "full", "nvfp4+aqn", "accuracy_after"),
+        ),
+        remarks=(ONE_MODEL, "Full fine-tuning has a grid of its own, a tenth of the adapters'."),
+    )
+
+
+def noise() -> Study:
+    def arm(name: str, about: str, **changes: Any) -> Arm:
+        fields = {f"noise.{key}": value for key, value in changes.items() if key != "importance"}
+        if "importance" in changes:
+            fields["algo.importance"] = changes["importance"]
+        return Arm(name=name, about=about, fields={**AQN, **fields})
+
+    others = ("linear", "cosine", "logarithmic", "constant")
+    return Study(
+        name="noise",
+        question="Does AQN help NVFP4, and does it matter which schedule, how much noise, in which policy,"
+        " and whether the loss corrects for it?",
+        base=with_fields(BASE, {"learn.learning_rate": 3e-4}),
+        tasks=TASKS,
+        arms=(
+            Arm(name="none", about="no noise"),
+            arm("exponential", "the paper's schedule, sigma from 0.03 of each norm"),
+            *(arm(name, f"{name}, from 0.03", schedule=name) for name in others),
+            arm("sigma-0.01", "exponential, from 0.01", sigma_start=1e-2, sigma_end=5e-4),
+            arm("sigma-0.1", "exponential, from 0.1", sigma_start=1e-1, sigma_end=5e-3),
+            arm("both", "exponential, in the learner's forward too", noise_in="both"),
+            arm("uncorrected", "exponential, no importance correction", importance="none"),
+            arm("ratio", "exponential, the clipped ratio learner / sampler", importance="ratio"),
+            Arm(name="none-uncorrected", about="no noise, no correction", fields={"algo.importance": "none"}),
+        ),
+        baseline="none",
+        measure=train_job,
+        metrics=TRAINING_METRICS,
+        curves=TRAINING_CURVES,
+        claims=(
+            claim("AQN raises the mean reward", "exponential", "none", "reward_mean"),
+            claim("AQN raises the final accuracy", "exponential", "none", "accuracy_after"),
+            *(
+                claim(f"Exponential decay beats {name}", "exponential", name, "accuracy_after")
+                for name in others
+            ),
+            claim("Ten times the noise costs accuracy", "sigma-0.1", "sigma-0.01", "accuracy_after", -1),
+            claim("Noise on both sides beats noise in the sampler", "both", "exponential", "accuracy_after"),
+            claim("The correction helps under noise", "exponential", "uncorrected", "accuracy_after"),
+        ),
+        remarks=(ONE_MODEL, "One learning rate for all arms, 3e-4."),
+    )
+
+
+def rank() -> Study:
+    ranks, rates = (16, 64, 128), (1e-4, 1e-3, 3e-3)
+
+    def fields(format: str, rank: int, rate: float) -> Fields:
+        return {
+            "model.format": format,
+            "adapter.rank": rank,
+            "adapter.alpha": float(rank),
+            "learn.learning_rate": rate,
+        }
+
+    arms = [
+        Arm(
+            name=f"{f}-r{r}-lr{rate:g}",
+            about=f"{f.upper()}, rank {r}, rate {rate:g}",
+            fields=fields(f, r, rate),
+        )
+        for f in ("bf16", "nvfp4")
+        for r, rate in ((32, 3e-4), *((r, 3e-4) for r in ranks), *((32, rate) for rate in rates))
+    ]
+    return Study(
+        name="rank",
+        question="Does LoRA's rank matter, and does BF16 LoRA collapse at learning rates that NVFP4 bears?",
+        base=BASE,
+        tasks=TASKS,
+        arms=tuple(arms),
+        baseline="bf16-r32-lr0.0003",
+        measure=train_job,
+        metrics=TRAINING_METRICS,
+        curves=TRAINING_CURVES,
+        claims=(
+            *(
+                claim(
+                    f"At rate {rate:g} BF16 collapses more than NVFP4",
+                    f"bf16-r32-lr{rate:g}",
+                    f"nvfp4-r32-lr{rate:g}",
+                    "reward_drop",
+                )
+                for rate in rates[1:]
+            ),
+            *(
+                claim(
+                    f"At rate {rate:g} NVFP4 ends above BF16",
+                    f"nvfp4-r32-lr{rate:g}",
+                    f"bf16-r32-lr{rate:g}",
+                    "accuracy_after",
+                )
+                for rate in rates[1:]
+            ),
+            claim(
+                "Rank 16 learns faster than rank 128",
+                "nvfp4-r16-lr0.0003",
+                "nvfp4-r128-lr0.0003",
+                "reward_mean",
+            ),
+        ),
+        remarks=(ONE_MODEL, "alpha is the rank, so that the adapter's factor is 1 at every rank."),
+    )
+
+
+STUDIES: dict[str, Callable[[], Study]] = {
+    "entropy": entropy,
+    "growth": growth,
+    "noise": noise,
+    "rank": rank,
+    "methods": methods,
+}

@@ -1,0 +1,59 @@
+"""A study's lines on the disk: results.jsonl for what counts, choice.jsonl for the choice of learning rates.
+
+    {"study": "growth", "task": "add", "arm": "nvfp4", "seed": 0, "learning_rate": 0.0005,
+     "final": {"accuracy_after": 0.87, ...}, "curve": [{"step": 0, "reward": 0.04, ...}, ...],
+     "digest": "...", "commit": "...", "is_dirty": false, "device": "...", "seconds": 31.2, "workers": 1}
+
+The file is written anew, in the study's own order, whenever a run has ended: which run ends first shows
+nowhere. It is also what a study goes on from; a line whose config is no longer the study's is refused.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.journal.record import encode, replace
+from qerl.study.study import Job
+
+Line = dict[str, Any]
+Key = tuple[str, str, int, float]
+
+
+def key_of(job: Job) -> Key:
+    return job.task, job.arm, job.seed, job.rate
+
+
+class Results:
+    """One of the two files, in memory too."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lines: dict[Key, Line] = {}
+        for number, text in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
+            try:
+                line = json.loads(text)
+                key = (line["task"], line["arm"], line["seed"], line["learning_rate"])
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}: line {number} is damaged") from None
+            self._lines[key] = line
+
+    def of(self, job: Job) -> Line | None:
+        line = self._lines.get(key_of(job))
+        if line is not None and line["digest"] != job.digest:
+            raise UserError(
+                f"{self.path}: {job.task}, {job.arm}, seed {job.seed} was run with another config;"
+                " delete its line, or choose another folder (--out)"
+            )
+        return line
+
+    def found(self, jobs: list[Job]) -> list[Line]:
+        """Those that are there, in the jobs' order."""
+        return [line for job in jobs if (line := self.of(job)) is not None]
+
+    def add(self, job: Job, line: Line, jobs: list[Job]) -> None:
+        """Writes the file anew: the lines of these jobs in their order, then what else was in it."""
+        self._lines[key_of(job)] = line
+        keys = [key for job in jobs if (key := key_of(job)) in self._lines]
+        keys += [key for key in self._lines if key not in set(keys)]
+        replace(self.path, b"".join(encode(self._lines[key]) + b"\n" for key in keys))

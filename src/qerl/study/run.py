@@ -1,0 +1,171 @@
+"""Runs a study: chooses learning rates, runs what is missing in processes side by side, writes the page.
+
+    studies/NAME/results.jsonl   a line for each task, arm and seed
+                 choice.jsonl    the same, of the runs that learning rates are chosen by
+                 index.html      the page                                 summary.md     its verdict, to quote
+                 runs/           each run's own folder; its checkpoints go once its line is written
+
+A study that was killed goes on: runs that have a line are not run again, one that was under way continues
+from its checkpoint (session.py). Workers end with the process that started them, however that ends.
+"""
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qerl.errors import RunError, UserError
+from qerl.journal.provenance import environment
+from qerl.journal.record import Lock
+from qerl.study.page import write_pages
+from qerl.study.results import Line, Results
+from qerl.study.study import Job, Study
+
+_WATCH_S = 0.3
+Outcomes = Callable[[list[Job]], Iterator[tuple[Job, Line]]]
+"""Runs jobs and gives each with its line, as they end."""
+
+
+def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
+    """The page's path."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = Lock(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot hold a study ({error.strerror})") from None
+    try:
+        choice, results = (Results(folder / f"{name}.jsonl") for name in ("choice", "results"))
+        trials = choice_jobs(study, folder)
+        with _pool(workers) as pool:
+            execute(study, trials, choice, partial(_outcomes, pool, study, workers))
+            jobs = final_jobs(study, folder, best_rates(study, trials, choice))
+            execute(study, jobs, results, partial(_outcomes, pool, study, workers))
+        return write_pages(study, folder, results.found(jobs), choice.found(trials))
+    finally:
+        lock.close()
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    """Its processes start with the first run and serve for all: what they compile, they compile once."""
+    context = get_context("spawn")
+    return ProcessPoolExecutor(workers, context, initializer=_end_with_parent, initargs=(os.getpid(),))
+
+
+def choice_jobs(study: Study, folder: Path) -> list[Job]:
+    """Those arms' that have a choice."""
+    return [
+        study.job(task, arm, seed, rate, folder / "runs")
+        for task in study.tasks
+        for arm in study.arms
+        if len(study.rates_of(arm)) > 1
+        for rate in study.rates_of(arm)
+        for seed in study.choice_seeds
+    ]
+
+
+def best_rates(study: Study, trials: list[Job], choice: Results) -> dict[tuple[str, str], float | None]:
+    """By task and arm: the rate with the best mean, the smaller of equals; None: the config's own. Without
+    those that have not been tried to the end."""
+    found: dict[tuple[str, str], float | None] = {}
+    for task in study.tasks:
+        for arm in study.arms:
+            own = [job for job in trials if (job.task, job.arm) == (task.name, arm.name)]
+            lines = choice.found(own)
+            if len(lines) == len(own):
+                rates = study.rates_of(arm)
+                found[task.name, arm.name] = _best(study, lines) if own else next(iter(rates), None)
+    return found
+
+
+def _best(study: Study, lines: list[Line]) -> float:
+    scores: dict[float, list[float]] = {}
+    for line in lines:
+        scores.setdefault(line["learning_rate"], []).append(line["final"][study.choice_metric])
+    return max(sorted(scores), key=lambda rate: fmean(scores[rate]))
+
+
+def final_jobs(study: Study, folder: Path, rates: dict[tuple[str, str], float | None]) -> list[Job]:
+    """Of the arms whose rate is known."""
+    return [
+        study.job(task, arm, seed, rates[task.name, arm.name], folder / "runs")
+        for task in study.tasks
+        for arm in study.arms
+        if (task.name, arm.name) in rates
+        for seed in study.seeds
+    ]
+
+
+def execute(study: Study, jobs: list[Job], results: Results, outcomes: Outcomes) -> None:
+    """Runs what has no line yet and is to be run now; a line is on the disk before the next is waited for."""
+    missing = [job for job in jobs if results.of(job) is None and study.is_run(job.task, job.arm)]
+    for count, (job, line) in enumerate(outcomes(missing), start=1):
+        results.add(job, line, jobs)
+        shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+        name = study.metrics[0].key
+        shown = f"{name} {line['final'][name]:.4g}" if name in line["final"] else "done"
+        where = f"{job.task}, {job.arm}, rate {job.rate:g}, seed {job.seed}"
+        print(
+            f"{count}/{len(missing)} {where}: {shown} ({line['seconds']:.0f} s)", file=sys.stderr, flush=True
+        )
+
+
+def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> Iterator[tuple[Job, Line]]:
+    """As they end."""
+    futures = {pool.submit(_work, study.measure, workers, job): job for job in jobs}
+    pending = set(futures)
+    try:
+        while pending:
+            done, pending = wait(pending, return_when="FIRST_COMPLETED")
+            yield from ((futures[future], _line_of(futures[future], future)) for future in done)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
+def _line_of(job: Job, future: Future[Line]) -> Line:
+    try:
+        return future.result()
+    except (Exception, SystemExit) as error:  # whatever a run can end with
+        where = f"{job.task}, {job.arm}, seed {job.seed}"
+        raise RunError(f"{where}: {type(error).__name__}: {error}; see {job.folder / 'log.txt'}") from error
+
+
+def _end_with_parent(parent: int) -> None:
+    """In a worker: a killed study leaves no run behind that would hold its folder's lock."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _work(measure: Any, workers: int, job: Job) -> Line:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with open(job.folder / "log.txt", "a") as log, redirect_stdout(log), redirect_stderr(log):
+        begin = time.perf_counter()
+        measured = measure(job)
+        seconds = round(time.perf_counter() - begin, 2)
+    facts = environment(job.config.model.device)
+    return {
+        "study": job.study,
+        "task": job.task,
+        "arm": job.arm,
+        "seed": job.seed,
+        "learning_rate": job.rate,
+        **measured,
+        "digest": job.digest,
+        **{name: facts[name] for name in ("commit", "is_dirty", "device")},
+        "seconds": seconds,
+        "workers": workers,
+    }

@@ -1,0 +1,192 @@
+"""A study as a value: a question, arms that differ in named fields of a RunConfig, seeds, and claims to test.
+
+    run = (task, arm, seed, learning rate)          config = base, then the task's fields, then the arm's
+
+Where an arm has several learning rates, each is tried with `choice_seeds`, and the one with the best mean of
+`choice_metric` is run with `seeds`. No seed serves both: a rate that was lucky when it was chosen is not
+lucky again.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qerl.config import RunConfig
+from qerl.errors import UserError
+from qerl.journal.provenance import flatten
+from qerl.options import StudyOptions
+
+Fields = Mapping[str, Any]
+"""{"model.format": "bf16", "noise.schedule": "none"}: values by the dotted names of RunConfig's fields."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    name: str
+    about: str = ""
+    fields: Fields = dataclasses.field(default_factory=dict)
+    weights: str = "plain"
+    """How the frozen weights come from the checkpoint: a name in `before.WEIGHTS`; runs know plain only."""
+    rates: tuple[float, ...] | None = None
+    """Learning rates to choose from; None: the study's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StudyTask:
+    name: str
+    fields: Fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """A key of a line's `final`, or of `analysis.DERIVED`."""
+
+    key: str
+    title: str
+    about: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    x: str
+    y: str
+    title: str
+    about: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """Claim(says="NVFP4 raises the entropy", arm="nvfp4", against="bf16", metric="entropy", sign=1)"""
+
+    says: str
+    arm: str
+    against: str
+    metric: str
+    sign: int
+    """1: arm is above; -1: arm is below."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One run of a study. `folder` is its own."""
+
+    study: str
+    task: str
+    arm: str
+    seed: int
+    config: RunConfig
+    weights: str
+    folder: Path
+
+    @property
+    def rate(self) -> float:
+        return self.config.learn.learning_rate
+
+    @property
+    def digest(self) -> str:
+        """Of what decides the numbers: a line with another digest is not this run's. Fields at their default
+        are left out, so that a field added to RunConfig later changes no digest."""
+        default, own = (flatten(dataclasses.asdict(c)) for c in (RunConfig(), self.config))
+        changed = {name: value for name, value in own.items() if name != "out" and value != default[name]}
+        text = json.dumps([changed, self.weights], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    name: str
+    question: str
+    base: RunConfig
+    tasks: tuple[StudyTask, ...]
+    arms: tuple[Arm, ...]
+    baseline: str
+    """The arm that tables compare the others with."""
+    measure: Callable[[Job], dict[str, Any]]
+    """One run's `final` and `curve`; called in a process of its own, so a module's function."""
+    metrics: tuple[Metric, ...]
+    """The first is the one that the page leads with."""
+    curves: tuple[Curve, ...]
+    claims: tuple[Claim, ...]
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    rates: tuple[float, ...] = ()
+    """Learning rates to choose from; empty: the config's."""
+    choice_seeds: tuple[int, ...] = (1000, 1001)
+    choice_metric: str = "accuracy_after"
+    remarks: tuple[str, ...] = ()
+    """What the page says of the study's limits."""
+    run_arms: tuple[str, ...] = ()
+    """Those to run now, empty for all: the page shows whatever has been run."""
+    run_tasks: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        names = [arm.name for arm in self.arms]
+        used = {self.baseline, *(name for claim in self.claims for name in (claim.arm, claim.against))}
+        metrics = {metric.key for metric in self.metrics}
+        assert len(set(names)) == len(names), f"two arms of {self.name} have the same name"
+        assert used <= set(names), f"{self.name} compares with arms that it has not: {used - set(names)}"
+        assert {claim.metric for claim in self.claims} <= metrics, (
+            f"{self.name}: a claim's metric is not shown"
+        )
+        if set(self.seeds) & set(self.choice_seeds):
+            raise UserError(f"study {self.name}: seeds {self.choice_seeds} choose the learning rate")
+
+    def is_run(self, task: str, arm: str) -> bool:
+        return arm in (self.run_arms or [arm]) and task in (self.run_tasks or [task])
+
+    def rates_of(self, arm: Arm) -> tuple[float, ...]:
+        return self.rates if arm.rates is None else arm.rates
+
+    def job(self, task: StudyTask, arm: Arm, seed: int, rate: float | None, folder: Path) -> Job:
+        """rate: None for the config's own."""
+        config = with_fields(with_fields(self.base, task.fields), arm.fields)
+        if rate is not None:
+            config = with_fields(config, {"learn.learning_rate": rate})
+        place = folder / task.name / arm.name / f"rate-{config.learn.learning_rate:g}" / f"seed-{seed}"
+        return Job(
+            study=self.name,
+            task=task.name,
+            arm=arm.name,
+            seed=seed,
+            config=with_fields(config, {"seed": seed, "out": str(place)}),
+            weights=arm.weights,
+            folder=place,
+        )
+
+
+def chosen(study: Study, options: StudyOptions) -> Study:
+    """The study with the seeds, arms and tasks of the options."""
+    tasks = [task.name for task in study.tasks]
+    arms = [arm.name for arm in study.arms]
+    for kind, known, names in (("task", tasks, options.tasks), ("arm", arms, options.arms)):
+        for name in names:
+            if name not in known:
+                raise UserError(f"study {study.name} has no {kind} {name}; there are {', '.join(known)}")
+    return dataclasses.replace(
+        study,
+        seeds=tuple(range(options.seeds)),
+        run_arms=(study.baseline, *options.arms) if options.arms else (),
+        run_tasks=options.tasks,
+    )
+
+
+def with_fields(config: RunConfig, fields: Fields) -> RunConfig:
+    """The config with these fields changed, all of one part at a time: checks see them together."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in fields.items():
+        part, _, field = name.rpartition(".")
+        parts.setdefault(part, {})[field] = value
+    changes = parts.pop("", {})
+    for part, values in parts.items():
+        changes[part] = _replaced(getattr(config, part, None), values, f"{part}.")
+    return _replaced(config, changes, "")
+
+
+def _replaced(value: Any, changes: dict[str, Any], where: str) -> Any:
+    known = getattr(value, "__dataclass_fields__", {})
+    for name in changes:
+        if name not in known:
+            raise UserError(f"there is no field {where}{name} in a config")
+    return dataclasses.replace(value, **changes)

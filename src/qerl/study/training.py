@@ -1,0 +1,53 @@
+"""What a training run says in a study: held-out accuracy, reward and entropy, and their curves.
+
+reward_first   step 0, before any update          reward_last   mean of the last tenth of the steps
+reward_mean    of all steps: how early it grew    reward_drop   best tenth (a running mean) - reward_last
+elapsed_s      of a step: seconds in steps up to its end; evaluation and loading are not in it
+"""
+
+import itertools
+import json
+from statistics import fmean
+from typing import Any
+
+from qerl.session import train
+from qerl.study.study import Job
+
+_KEPT = ("reward", "accuracy", "entropy", "mismatch_kl", "informative", "distinct", "sigma")
+
+
+def train_job(job: Job) -> dict[str, Any]:
+    """Runs, or goes on with, the job's run."""
+    assert job.weights == "plain", job
+    result = train(job.config)
+    text = (job.folder / "metrics.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines()]
+    curve = curve_of(records)
+    accuracies = {key: value for key, value in result.items() if key.startswith(("accuracy", "greedy"))}
+    return {"final": {**accuracies, **summary(curve), "train_s": result["train_s"]}, "curve": curve}
+
+
+def curve_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    elapsed = itertools.accumulate(record["step_s"] for record in records)
+    return [
+        {
+            "step": record["step"],
+            **{key: float(f"{record[key]:.6g}") for key in _KEPT if record.get(key) is not None},
+            "elapsed_s": round(seconds, 3),
+        }
+        for record, seconds in zip(records, elapsed, strict=True)
+    ]
+
+
+def summary(curve: list[dict[str, Any]]) -> dict[str, float]:
+    rewards = [point["reward"] for point in curve]
+    tenth = max(1, len(rewards) // 10)
+    running = [fmean(rewards[i : i + tenth]) for i in range(len(rewards) - tenth + 1)]
+    entropies = [point["entropy"] for point in curve if "entropy" in point]
+    found = {
+        "reward_first": rewards[0],
+        "reward_mean": fmean(rewards),
+        "reward_last": running[-1],
+        "reward_drop": max(running) - running[-1],
+    }
+    return found | ({"entropy_first": entropies[0], "entropy_last": entropies[-1]} if entropies else {})

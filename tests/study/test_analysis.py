@@ -1,0 +1,121 @@
+"""Verdicts and estimates from lines made by hand."""
+
+import pytest
+
+from qerl.config import RunConfig
+from qerl.study.analysis import bands, differences, judge, matched, matched_mean, table, values_of
+from qerl.study.study import Arm, Claim, Metric, Study, StudyTask
+
+
+def study(*claims, seeds=(0, 1, 2, 3, 4), arms=("base", "a", "b")):
+    return Study(
+        name="made",
+        question="which is higher?",
+        base=RunConfig(),
+        tasks=(StudyTask(name="x", fields={}), StudyTask(name="y", fields={})),
+        arms=tuple(Arm(name=name) for name in arms),
+        baseline="base",
+        measure=lambda job: {},
+        metrics=(Metric(key="score", title="Score"),),
+        curves=(),
+        claims=claims,
+        seeds=seeds,
+    )
+
+
+def claim(arm="a", sign=1):
+    return Claim(says=f"{arm} differs", arm=arm, against="base", metric="score", sign=sign)
+
+
+def line(task, arm, seed, score, curve=()):
+    final = {} if score is None else {"score": score}
+    return {"task": task, "arm": arm, "seed": seed, "final": final, "curve": list(curve)}
+
+
+def lines(arm, gain_x, gain_y, seeds=range(5)):
+    """The arm's and the baseline's: the arm is `gain` above it, give or take a tenth of it by seed."""
+    found = []
+    for task, gain in (("x", gain_x), ("y", gain_y)):
+        for seed in seeds:
+            found.append(line(task, "base", seed, seed / 10))
+            found.append(line(task, arm, seed, seed / 10 + gain * (1 + (seed - 2) / 20)))
+    return found
+
+
+def test_differences_are_taken_seed_by_seed_where_both_have_it():
+    values = values_of(
+        study(), [line("x", "a", 1, 5), line("x", "a", 0, 3), line("x", "base", 1, 1)], "score"
+    )
+    assert differences(values, "x", "a", "base") == {1: 4}
+
+
+@pytest.mark.parametrize(
+    ("gains", "sign", "verdict"),
+    [
+        ((0.3, 0.2), 1, "held"),
+        ((-0.3, -0.2), -1, "held"),
+        ((0.3, 0.2), -1, "opposite"),
+        ((0.3, -0.3), 1, "not shown"),
+    ],
+)
+def test_a_verdict_needs_the_sign_in_every_task(gains, sign, verdict):
+    judged = judge(study(claim(sign=sign)), lines("a", *gains))[0]
+    assert (judged.verdict, judged.num_pairs) == (verdict, 10)
+
+
+def test_a_claim_that_fails_in_a_task_is_mixed_however_sure():
+    judged = judge(study(claim()), lines("a", 0.3, -0.001))[0]
+    assert judged.p == pytest.approx(2 * 32 / 1024) and judged.verdict == "not shown"
+    judged = judge(study(claim()), lines("a", 0.3, -0.001, seeds=range(8)))[0]
+    assert judged.p < 0.05 and judged.verdict == "mixed"
+
+
+def test_p_is_the_exact_one_over_all_pairs_corrected_for_the_claims():
+    judged = judge(study(claim("a"), claim("b")), lines("a", 0.3, 0.2) + lines("b", 0.01, -0.01))
+    assert judged[0].p == pytest.approx(2 * 2 / 1024)
+    assert judged[0].smallest_p == pytest.approx(2 * 2 / 1024)
+    assert judged[0].over_all.difference.mean == pytest.approx(0.25)
+    assert judged[0].over_all.difference.n == 5
+
+
+def test_what_was_not_run_is_not_measured():
+    judged = judge(study(claim("a"), claim("b")), lines("a", 0.3, 0.2))
+    assert [one.verdict for one in judged] == ["held", "not measured"] and judged[1].p is None
+
+
+def test_few_seeds_cannot_show_anything():
+    judged = judge(study(claim()), lines("a", 0.3, 0.3, seeds=range(2)))[0]
+    assert judged.verdict == "not shown" and judged.smallest_p == 0.125
+
+
+def test_the_table_compares_with_the_baseline_and_corrects_over_all_its_rows():
+    rows = table(study(), lines("a", 0.3, 0.2), "score")
+    assert [(row.task, row.arm) for row in rows] == [("x", "base"), ("x", "a"), ("y", "base"), ("y", "a")]
+    assert rows[0].compared is None and rows[0].estimate.mean == pytest.approx(0.2)
+    assert rows[1].compared.difference.mean == pytest.approx(0.3)
+    # t = sqrt(5) * 0.3 / s, s = 0.3 / 20 * sqrt(2.5): far out, so the smaller p of two is doubled
+    assert rows[1].p == pytest.approx(2 * rows[1].compared.p_t) and rows[1].p < 1e-4
+
+
+def test_matched_runs_are_read_from_the_common_level_on():
+    # level 0.2; the means of the last three steps are 0, .1, .2: from step 2 on, for half of 6 steps
+    assert matched_mean([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], 0.2) == pytest.approx((0.4 + 0.6 + 0.8) / 3)
+    assert matched_mean([0.3, 0.4, 0.5, 0.6, 0.7, 0.8], 0.2) == pytest.approx(0.4)
+    assert matched_mean([0.0] * 6, 0.2) == 0
+
+
+def test_the_common_level_is_the_best_arm_s_first_reward():
+    rising = [{"step": i, "reward": 0.1 * i} for i in range(10)]
+    ahead = [{"step": i, "reward": 0.2 + 0.1 * i} for i in range(10)]
+    found = matched([line("x", "base", 0, None, rising), line("x", "a", 0, None, ahead)])
+    # the mean of the last three of `rising` is 0.1 (i - 1): 0.2 at step 3
+    assert found["x", "base"][0] == pytest.approx(0.1 * (3 + 4 + 5 + 6 + 7) / 5)
+    assert found["x", "a"][0] == pytest.approx(0.2 + 0.1 * 2)
+
+
+def test_bands_against_time_are_read_between_the_steps():
+    one = line("x", "a", 0, None, [{"elapsed_s": 0.0, "reward": 0.0}, {"elapsed_s": 4.0, "reward": 4.0}])
+    two = line("x", "a", 1, None, [{"elapsed_s": 1.0, "reward": 1.0}, {"elapsed_s": 2.0, "reward": 4.0}])
+    found = bands([one, two], "elapsed_s", "reward")
+    assert [at for at, _ in found] == [1.0, 2.0]
+    assert [band.mean for _, band in found] == pytest.approx([1.0, 3.0])

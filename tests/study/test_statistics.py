@@ -1,0 +1,57 @@
+"""Against numbers worked by hand or read from printed tables."""
+
+import math
+
+import pytest
+
+from qerl.study.statistics import estimate, exact_p, holm, paired, t_cdf, t_quantile
+
+
+@pytest.mark.parametrize(("freedom", "table"), [(1, 12.706), (2, 4.303), (4, 2.776), (9, 2.262), (30, 2.042)])
+def test_the_quantiles_are_those_of_the_printed_table(freedom, table):
+    assert t_quantile(0.975, freedom) == pytest.approx(table, abs=5e-4)
+
+
+def test_one_and_two_degrees_of_freedom_have_closed_forms():
+    for t in (-3.0, -0.2, 0.0, 0.7, 25.0):
+        assert t_cdf(t, 1) == pytest.approx(0.5 + math.atan(t) / math.pi, abs=1e-12)
+        assert t_cdf(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-12)
+
+
+def test_an_interval_is_the_mean_and_t_standard_errors():
+    # mean 3, s = sqrt(10 / 4), standard error sqrt(0.5)
+    found = estimate([1, 2, 3, 4, 5])
+    assert (found.n, found.mean) == (5, 3)
+    assert found.high == pytest.approx(3 + 2.776445 * math.sqrt(0.5), abs=1e-5)
+    assert found.low == pytest.approx(3 - 2.776445 * math.sqrt(0.5), abs=1e-5)
+
+
+def test_one_value_has_no_interval():
+    assert (estimate([2.0]).low, estimate([2.0]).high) == (None, None)
+
+
+def test_the_exact_p_counts_sign_patterns():
+    # |sum| of +-1 +-2 +-3: 6 4 2 0 and their opposites; 6 is reached by 2 of 8, 4 or more by 4 of 8
+    assert exact_p([1, 2, 3]) == 2 / 8
+    assert exact_p([-1, 2, 3]) == 4 / 8
+    assert exact_p([1, 2, -3]) == 1
+    assert exact_p([0.1] * 5) == 2 / 32 and exact_p([-0.3] * 10) == 2 / 1024
+
+
+def test_the_paired_test_is_worked_by_hand():
+    # d = 1 2 3: mean 2, s 1, t = 2 sqrt(3); with 2 degrees of freedom p = 1 - t / sqrt(2 + t^2)
+    found = paired([1, 2, 3])
+    assert found.effect_size == pytest.approx(2)
+    assert found.p_t == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-12)
+    assert found.p_exact == 0.25
+
+
+def test_equal_differences_have_no_t():
+    found = paired([0.1, 0.1, 0.1])
+    assert (found.effect_size, found.p_t, found.p_exact) == (None, None, 0.25)
+
+
+def test_holm_multiplies_by_what_is_left_and_never_falls():
+    # sorted .01 .02 .03 .04: x4 .04, x3 .06, x2 .06, x1 .04 -> .06
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []

@@ -1,0 +1,50 @@
+"""Two arms, two seeds, two steps, two rates; as a program: FILES OUT [WORKERS]."""
+
+import sys
+from pathlib import Path
+
+from qerl.config import RunConfig
+from qerl.study.ground import TRAINING_CURVES, TRAINING_METRICS
+from qerl.study.run import run_study
+from qerl.study.study import Arm, Claim, Study, StudyTask, with_fields
+from qerl.study.training import train_job
+
+
+def make(files: Path, template="{prompt}") -> Study:
+    fields = {
+        "num_steps": 2,
+        "num_prompts": 4,
+        "num_samples": 4,
+        "model.path": str(files),
+        "model.compute": "fp32",
+        "adapter.rank": 4,
+        "task.name": str(files / "sums.jsonl"),
+        "task.template": template,
+        "task.num_held_out": 8,
+        "task.rewards": (f"{files / 'even.py'}:even",),
+        "task.reward_workers": 1,
+        "sample.max_tokens": 5,
+        "noise.schedule": "none",
+        "evaluate.num_prompts": 8,
+        "checkpoint.every": 1,
+    }
+    claim = Claim(says="NVFP4 ends above BF16", arm="nvfp4", against="bf16", metric="accuracy_after", sign=1)
+    return Study(
+        name="tiny",
+        question="does the machinery run?",
+        base=with_fields(RunConfig(), fields),
+        tasks=(StudyTask(name="sums", fields={}),),
+        arms=tuple(Arm(name=f, fields={"model.format": f}) for f in ("bf16", "nvfp4")),
+        baseline="bf16",
+        measure=train_job,
+        metrics=TRAINING_METRICS,
+        curves=TRAINING_CURVES,
+        claims=(claim,),
+        seeds=(0, 1),
+        rates=(0.001, 0.01),
+        choice_seeds=(100,),
+    )
+
+
+if __name__ == "__main__":
+    run_study(make(Path(sys.argv[1])), Path(sys.argv[2]), workers=int(sys.argv[3]) if sys.argv[3:] else 1)
