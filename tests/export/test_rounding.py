@@ -36,13 +36,13 @@ def test_a_delta_that_nearest_codes_lose_stays_in_the_products():
     assert error(rounded(target_NK, steps_NK, h_KK, sweeps=2) * steps_NK, target_NK, h_KK) < 0.1 * lost
 
 
-def test_each_sweep_lowers_the_error():
+def test_feeding_errors_forward_lowers_them_and_so_does_each_sweep():
     base_NK, delta_NK, steps_NK, h_KK = operands()
     target_NK = base_NK + delta_NK
     errors = [
         error(rounded(target_NK, steps_NK, h_KK, sweeps=n) * steps_NK, target_NK, h_KK) for n in (0, 1, 2)
     ]
-    assert errors[0] > errors[1] > errors[2]
+    assert 0.3 * error(nearest(target_NK, steps_NK), target_NK, h_KK) > errors[0] > errors[1] > errors[2]
 
 
 def test_no_single_code_does_better_than_the_last_sweep_s():
