@@ -1,4 +1,4 @@
-"""The command line: qerl train | eval | plan | quantize | report | study | bench.
+"""The command line: qerl train | eval | plan | quantize | export | report | study | bench.
 
 A mistake of the user's is one line and exit code 2; a run that cannot go on is one line and exit code 1.
 `--debug` anywhere shows the traceback.
@@ -25,6 +25,7 @@ from qerl.options import (
     BenchParityOptions,
     BenchStepOptions,
     EvalOptions,
+    ExportOptions,
     PlanOptions,
     QuantizeOptions,
     ReportOptions,
@@ -42,6 +43,7 @@ usage: qerl COMMAND ...
   qerl eval MODEL_OR_RUN [...]            pass@1, pass@k and greedy accuracy on a task
   qerl plan MODEL --gpu-gb GB [...]       the memory of each part of a step, and what fits
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
+  qerl export RUN OUT --as FORM           what a run learned, for others: peft, merged, nvfp4, gguf-ready
   qerl report RUN [RUN ...]               one HTML page with curves and samples
   qerl study NAME [...]                   arms and seeds of a question; studies: {studies}
   qerl bench linear|decode|learn|step|memory|parity [...]
@@ -136,6 +138,17 @@ def quantize(arguments: list[str]) -> None:
     print(options.out)
 
 
+def export(arguments: list[str]) -> None:
+    options = tyro.cli(ExportOptions, args=arguments, prog="qerl export")
+    run_json = options.run / "run.json"
+    if not run_json.is_file():
+        raise UserError(f"{options.run}: is no run's folder, it has no run.json")
+    from qerl.export import export as write
+
+    write(_recorded(run_json), options)
+    print(options.out)
+
+
 def report(arguments: list[str]) -> None:
     options = tyro.cli(ReportOptions, args=arguments, prog="qerl report")
     if not options.runs:
@@ -222,6 +235,7 @@ COMMANDS = {
     "eval": evaluate,
     "plan": plan,
     "quantize": quantize,
+    "export": export,
     "report": report,
     "study": study,
     "bench": bench,

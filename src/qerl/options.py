@@ -92,6 +92,29 @@ class QuantizeOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    run: tyro.conf.Positional[Path]
+    """A folder that `qerl train` wrote."""
+
+    out: tyro.conf.Positional[Path]
+    """The folder to write."""
+
+    form: Annotated[Literal["peft", "merged", "nvfp4", "gguf-ready"], tyro.conf.arg(name="as")] = "peft"
+    """The adapter, the merged model, or the merged model in 4 bits; gguf-ready is merged."""
+
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """What a merged model is rounded to."""
+
+    calibration_tokens: int = 8192
+    """Tokens of the run's prompts and samples, newest first, that nvfp4 is fitted to."""
+
+    def __post_init__(self):
+        _check_counts(calibration_tokens=(self.calibration_tokens,))
+        if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready"):
+            raise UserError(f"dtype {self.dtype} is for --as merged, not for {self.form}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders that `qerl train` wrote."""

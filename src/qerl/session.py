@@ -22,7 +22,9 @@ from qerl.journal import Journal, StepLog
 from qerl.journal.record import encode, replace
 from qerl.learner import Learner, checkpoint
 from qerl.loop import Parts, run, sampling_of
+from qerl.model.adapter import load_adapter
 from qerl.model.device import resolved
+from qerl.model.peft_folder import read_adapter
 from qerl.policy import policy_of
 from qerl.report import write_report
 from qerl.stop import Stop
@@ -85,6 +87,8 @@ class _Session:
     def resume(self) -> int:
         """The step to go on with, after taking back the newest checkpoint that is whole."""
         found = checkpoint.load_latest(self.folder / "checkpoints", self.learner)
+        if found is None and self.config.adapter.start is not None:
+            load_adapter(self.decoder, read_adapter(self.config.adapter.start, self.config.adapter))
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
         if found is not None and "noise" in found.extra:
             self.noise.load(found.extra["noise"])

@@ -14,7 +14,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("kernels",),
     ("model",),
     ("engine", "learner"),
-    ("loop", "evaluate", "report"),
+    ("loop", "evaluate", "report", "export"),
     ("policy", "exploration"),
     ("session", "measure", "plan", "bench"),
     ("study",),

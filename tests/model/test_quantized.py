@@ -166,7 +166,7 @@ def test_everyone_may_read_what_is_written(tmp_path):
 def test_a_disk_that_refuses_is_the_run_s_error(tmp_path, monkeypatch):
     save_tiny(tmp_path / "float")
     monkeypatch.setattr(
-        "qerl.model.quantized.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("full"))
+        "qerl.model.written.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("full"))
     )
     with pytest.raises(RunError, match="packed: cannot be written: full"):
         write_quantized(str(tmp_path / "float"), tmp_path / "packed")

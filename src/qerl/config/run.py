@@ -48,6 +48,9 @@ class AdapterConfig:
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """The linears that learn, by the last part of their name."""
 
+    start: str | None = None
+    """A PEFT folder to go on from; a KL penalty still measures from the model without an adapter."""
+
     def __post_init__(self):
         require(self.rank > 0, f"adapter.rank must be positive, got {self.rank}")
         require(len(self.targets) > 0, "adapter.targets must name at least one linear, got none")

@@ -11,27 +11,20 @@ global scale: vLLM fuses them and keeps only the largest of their scales, which 
 model that is quantized when it is loaded shares them too: its linears are bit for bit those that are written.
 """
 
-import contextlib
 import dataclasses
-import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl.errors import RunError, UserError
+from qerl.errors import UserError
 from qerl.formats import FORMATS, NVFP4, PackedWeight
 from qerl.model.architecture import Architecture
 from qerl.model.names import HEAD, architecture_of, check_tensors, linear_groups, read_float, tensor_shapes
-from qerl.model.safetensors_file import INDEX_NAME, read_json
-from qerl.model.source import Checkpoint, Source, locate
-from qerl.model.tokenizer import load_tokenizer, stop_token_ids
+from qerl.model.source import Checkpoint, locate
+from qerl.model.written import appearing, check_empty, write_json, write_shards, write_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +52,7 @@ Scales = Callable[[PackedWeight, Tensor], PackedWeight]
 """(a weight's plain encoding, the weight) -> its encoding with the block scales that it is to have."""
 
 _CHUNK_WEIGHTS = 1 << 20
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _FIELDS = {"codes": "weight_packed", "scales": "weight_scale"}
 LAYOUTS = {
     "nvfp4": Layout(
@@ -71,13 +65,11 @@ LAYOUTS = {
     ),
     "mxfp4": Layout("mxfp4", "mxfp4-pack-quantized", 32, "group", torch.uint8, _FIELDS),
 }
-_COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-_COPIED += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
 
 
 def packed_layout(checkpoint: Checkpoint) -> Layout | None:
     """How the checkpoint's linears are packed; None if they are floats; any other quantization is refused."""
-    config = checkpoint.config.get("quantization_config", checkpoint.config.get("compression_config"))
+    config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
     if config is None:
         return None
     if not isinstance(config, dict):
@@ -149,8 +141,7 @@ def write_quantized(
     out = Path(out_folder)
     if format not in LAYOUTS:
         raise UserError(f"{format} has no checkpoint layout to write; {' and '.join(LAYOUTS)} have one")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists already and is not an empty folder")
+    check_empty(out)
     source = locate(path)
     checkpoint = source.open()
     if packed_layout(checkpoint) is not None:
@@ -158,28 +149,10 @@ def write_quantized(
     architecture = architecture_of(checkpoint)
     check_tensors(checkpoint, tensor_shapes(architecture))
     folded = fold(checkpoint)
-    with _appearing(out) as folder:
-        _write_shards(folder, _quantized(folded, architecture, LAYOUTS[format], scales), shard_bytes)
-        _write_config(folder, checkpoint, LAYOUTS[format])
-        _write_tokenizer(folder, source)
-
-
-@contextlib.contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out`, renamed to it at the end, or removed."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror}") from error
-    try:
-        yield folder
-        folder.chmod(0o755)  # mkdtemp keeps everyone else out
-        folder.replace(out)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{out}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with appearing(out) as folder:
+        write_shards(folder, _quantized(folded, architecture, LAYOUTS[format], scales), shard_bytes)
+        write_quantized_config(folder, checkpoint.config, LAYOUTS[format])
+        write_tokenizer(folder, source)
 
 
 def packed_shapes(
@@ -286,42 +259,8 @@ def _as_config_says(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
     return tensor.bfloat16() if checkpoint.path.suffix == ".gguf" else tensor
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """model.safetensors, or as many shards of at most shard_bytes as it takes and their index."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total_bytes = pending_bytes = 0
-    for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > shard_bytes:
-            shards.append(_write_shard(folder, len(shards), pending))
-            pending, pending_bytes = {}, 0
-        pending[name] = tensor
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    shards.append(_write_shard(folder, len(shards), pending))
-    if len(shards) == 1:
-        (folder / _unnamed(0)).rename(folder / "model.safetensors")
-        return
-    weight_map = {}
-    for index, names in enumerate(shards):
-        file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
-        (folder / _unnamed(index)).rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-
-
-def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / _unnamed(index), metadata={"format": "pt"})
-    (folder / _unnamed(index)).chmod(0o644)  # safetensors lets only the owner read
-    return list(tensors)
-
-
-def _unnamed(index: int) -> str:
-    """A shard's name while it is not known how many there will be."""
-    return f"shard-{index}"
-
-
-def _write_config(folder: Path, checkpoint: Checkpoint, layout: Layout) -> None:
+def write_quantized_config(folder: Path, config: dict[str, Any], layout: Layout) -> None:
+    """A model's config.json for the same model in this layout."""
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -340,25 +279,9 @@ def _write_config(folder: Path, checkpoint: Checkpoint, layout: Layout) -> None:
         "ignore": [HEAD.removesuffix(".weight")],
         "kv_cache_scheme": None,
     }
-    _write_json(folder / "config.json", checkpoint.config | {"quantization_config": quantization})
+    write_json(folder / "config.json", unquantized(config) | {"quantization_config": quantization})
 
 
-def _write_tokenizer(folder: Path, source: Source) -> None:
-    """The tokenizer's own files, or those of the tokenizer built from a GGUF."""
-    if not source.is_gguf:
-        for pattern in _COPIED:
-            for file in source.path.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
-        return
-    tokenizer = load_tokenizer(str(source.path))
-    tokenizer.save_pretrained(folder)
-    # transformers 5 names a class here that 4 and vLLM do not know; both know this one.
-    config = read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    _write_json(folder / "tokenizer_config.json", config)
-    _write_json(
-        folder / "generation_config.json", {"eos_token_id": sorted(stop_token_ids(tokenizer, source))}
-    )
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n")
+def unquantized(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what it says of a quantization."""
+    return {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}

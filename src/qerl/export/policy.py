@@ -1,0 +1,35 @@
+"""The policy that a run has come to, in float32, and its weights with the adapter merged in."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.config import RunConfig
+from qerl.learner import checkpoint
+from qerl.model.adapter import add_adapter, load_adapter
+from qerl.model.decoder import Decoder
+from qerl.model.linear import QuantLinear
+from qerl.model.load import load_decoder
+
+
+def policy_in_fp32(run: Path, config: RunConfig, device: torch.device) -> Decoder:
+    """The model as the run holds it, with what its newest checkpoint has learned."""
+    learned = checkpoint.latest_adapter(run / "checkpoints")
+    decoder = load_decoder(
+        config.model.path, format=config.model.format, compute=torch.float32, device=device, resident=False
+    )
+    add_adapter(decoder, config.adapter, seed=config.seed)
+    load_adapter(decoder, learned)
+    return decoder
+
+
+def merged(linear: QuantLinear) -> Tensor:
+    """W + scaling * B @ A of the frozen weight as it is held and the masters, float64 [N, K]."""
+    if linear.full is not None:
+        return linear.full.detach().double()
+    assert linear.weight is not None
+    weight_NK = linear.weight.operand(torch.float32).double() * linear.weight.alpha.double().reshape(-1, 1)
+    if linear.lora_A is not None:
+        weight_NK += linear.scaling * (linear.lora_B.detach().double() @ linear.lora_A.detach().double())
+    return weight_NK

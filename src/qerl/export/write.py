@@ -1,0 +1,111 @@
+"""Writes what others take over from a run into a folder, which appears only when it is whole.
+
+    peft     the adapter: fp32 masters under PEFT's names, and adapter_config.json
+    merged   a plain model: round(W + scaling * B @ A), summed in float64 from the frozen weight as it is held
+             and rounded once. Hugging Face's names, which llama.cpp's convert_hf_to_gguf.py takes as they are
+    nvfp4    the merged model in compressed-tensors' nvfp4-pack-quantized, rounded for its outputs (nvfp4.py)
+
+What is no linear's weight is the checkpoint's, a head that the run held packed too.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qerl.config import RunConfig
+from qerl.errors import UserError
+from qerl.export.calibration import calibration
+from qerl.export.nvfp4 import requantize
+from qerl.export.policy import merged, policy_in_fp32
+from qerl.formats import NVFP4
+from qerl.learner.checkpoint import ADAPTER, ADAPTER_CONFIG, latest_adapter, peft_config
+from qerl.model.decoder import Decoder
+from qerl.model.names import HEAD, tensor_shapes
+from qerl.model.quantized import LAYOUTS, unquantized, write_quantized_config
+from qerl.model.source import locate
+from qerl.model.tokenizer import load_tokenizer
+from qerl.model.written import appearing, check_empty, write_json, write_shards, write_tokenizer
+from qerl.options import ExportOptions
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def export(config: RunConfig, options: ExportOptions) -> None:
+    """`config` is what options.run was made with."""
+    run, out = options.run, options.out
+    check_empty(out)
+    if options.form == "peft":
+        write_peft(run, config, out)
+    elif options.form == "nvfp4":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        write_nvfp4(run, config, out, device=device, calibration_tokens=options.calibration_tokens)
+    else:
+        write_merged(run, config, out, DTYPES[options.dtype])
+
+
+def write_peft(run: Path, config: RunConfig, out: Path) -> None:
+    if config.adapter.kind != "lora":
+        raise UserError(
+            f"{run}: has no adapter, its weights learned themselves; export it as merged or nvfp4"
+        )
+    adapter = latest_adapter(run / "checkpoints")
+    with appearing(out) as folder:
+        save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
+        (folder / ADAPTER).chmod(0o644)  # safetensors lets only the owner read
+        write_json(folder / ADAPTER_CONFIG, peft_config(config))
+
+
+def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
+    decoder, source = policy_in_fp32(run, config, torch.device("cpu")), locate(config.model.path)
+    with appearing(out) as folder:
+        write_shards(folder, _merged_tensors(decoder, dtype))
+        hf_config = unquantized(source.open().config)
+        write_json(folder / "config.json", _with_dtype(hf_config, dtype))
+        write_tokenizer(folder, source)
+
+
+def write_nvfp4(
+    run: Path, config: RunConfig, out: Path, *, device: torch.device, calibration_tokens: int
+) -> None:
+    decoder, source = policy_in_fp32(run, config, device), locate(config.model.path)
+    rows = calibration(run, load_tokenizer(config.model.path), max_tokens=calibration_tokens, device=device)
+    requantize(decoder, rows)
+    with appearing(out) as folder:
+        write_shards(folder, _packed_tensors(decoder))
+        write_quantized_config(folder, _with_dtype(source.open().config, torch.bfloat16), LAYOUTS["nvfp4"])
+        write_tokenizer(folder, source)
+
+
+def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in _others(decoder):
+        yield name, tensor.to(dtype, copy=True)
+    for name, linear in decoder.linears():
+        yield f"model.{name}.weight", merged(linear).to(dtype)
+
+
+def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in _others(decoder):
+        yield name, tensor.to("cpu", torch.bfloat16, copy=True)
+    for name, linear in decoder.linears():
+        assert isinstance(linear.weight, NVFP4)
+        tensors = linear.weight.tensors()
+        for field, suffix in LAYOUTS["nvfp4"].suffixes.items():
+            yield f"model.{name}.{suffix}", tensors[field].to("cpu", copy=True)
+
+
+def _others(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint that is no linear's weight, by Hugging Face's name."""
+    weights = {f"model.{name}.weight" for name, _ in decoder.linears()}
+    for name in tensor_shapes(decoder.architecture):
+        if name not in weights:
+            yield name, decoder.get_buffer(name if name == HEAD else name.removeprefix("model."))
+
+
+def _with_dtype(hf_config: dict, dtype: torch.dtype) -> dict:
+    """torch_dtype is what transformers 4 reads, and 5 does too."""
+    return {k: v for k, v in hf_config.items() if k != "dtype"} | {
+        "torch_dtype": str(dtype).removeprefix("torch.")
+    }
