@@ -116,7 +116,8 @@ def test_debug_shows_the_traceback(monkeypatch):
         qerl(monkeypatch, "train", "dmo", "--debug")
 
 
-def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files):
+def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files, tmp_path):
+    monkeypatch.chdir(tmp_path)
     given = ["--task.name", files / "sums.jsonl", "--task.template", "{prompt}", "--task.num-held-out", 8]
     given += ["--task.rewards", f"{files / 'even.py'}:even", "--max-tokens", 4, "--num-prompts", 6]
     assert qerl(monkeypatch, "eval", files, "--model.compute", "fp32", *given) == 0

@@ -5,6 +5,7 @@ A mistake of the user's is one line and exit code 2; a run that cannot go on is 
 """
 
 import difflib
+import itertools
 import json
 import os
 import sys
@@ -26,15 +27,18 @@ from qerl.options import (
     QuantizeOptions,
     ReportOptions,
     memory_options,
+    paper_sampling,
 )
 from qerl.recipes import RECIPES
+from qerl.sets import SETS, chosen
 from qerl.stored import run_config
 
 USAGE = """\
 usage: qerl COMMAND ...
 
   qerl train RECIPE [--FIELD VALUE ...]   teach a model; recipes: {recipes}
-  qerl eval MODEL_OR_RUN [...]            pass@1, pass@k and greedy accuracy on a task
+  qerl eval MODEL_OR_RUN [SET ...] [...]  pass@1, pass@k, majority and greedy accuracy on a run's own task or
+                                          on sets: {sets}; SET=FILE reads a file
   qerl plan MODEL --gpu-gb GB [...]       the memory of each part of a step, and what fits
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
   qerl report RUN [RUN ...]               one HTML page with curves and samples
@@ -63,7 +67,7 @@ def main() -> None:
 def command(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(RECIPES)))
+        print(USAGE.format(recipes=", ".join(RECIPES), sets=", ".join(SETS)))
     else:
         COMMANDS[_near(name, COMMANDS, "command")](rest)
 
@@ -79,9 +83,11 @@ def train(arguments: list[str]) -> None:
 
 
 def evaluate(arguments: list[str]) -> None:
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN")
-    source, run_json = arguments[0], Path(arguments[0]) / "run.json"
+    named = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    if not named:
+        raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
+    source, sets = named[0], dict(chosen(argument) for argument in named[1:])
+    run_json = Path(source) / "run.json"
     config = _recorded(run_json) if run_json.exists() else None
     default = EvalOptions(model=ModelConfig(path=source))
     if config is not None:
@@ -93,10 +99,15 @@ def evaluate(arguments: list[str]) -> None:
             seed=config.seed,
             task=config.task,
         )
-    options = tyro.cli(EvalOptions, default=default, args=arguments[1:], prog=f"qerl eval {source}")
+    if sets:
+        default = paper_sampling(default)
+    options = tyro.cli(EvalOptions, default=default, args=arguments[len(named) :], prog=f"qerl eval {source}")
+    from rich.console import Console
+
     from qerl.measure import measure
 
-    print(json.dumps(measure(source, config, options)))
+    for result in measure(source, config, options, sets, Console(stderr=True)):
+        print(json.dumps(result))
 
 
 def plan(arguments: list[str]) -> None:

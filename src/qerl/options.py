@@ -15,20 +15,26 @@ class EvalOptions:
     with_adapter: bool = True
     """Of a run: with what it learned (its newest checkpoint), or without."""
 
-    num_prompts: int = 256
-    """Problems to try."""
+    num_prompts: int | None = None
+    """Problems to try, the first ones; None takes all."""
 
     num_samples: int = 4
-    """Samples of each problem at the temperature."""
+    """Samples of each problem at the temperature; of named sets 16."""
 
     temperature: float = 1.0
-    """Divides the logits; the greedy figure is always given too."""
+    """Divides the logits; of named sets 0.6. The greedy figure is always given too."""
 
     top_p: float | None = None
-    """Draw from the smallest set of tokens with this much probability."""
+    """Draw from the smallest set of tokens with this much probability; of named sets 0.95."""
 
     max_tokens: int = 1024
-    """Longest sample."""
+    """Longest sample; of named sets 4096."""
+
+    template: str | None = None
+    """Of named sets: the user message in place of the set's own, as task.template."""
+
+    out: Path | None = None
+    """Folder of the results; by default eval in the run's folder, for a model runs/eval."""
 
     seed: int = 0
     """Names the random numbers of the samples, and the problems of a procedural task."""
@@ -38,6 +44,16 @@ class EvalOptions:
 
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
+
+    def __post_init__(self):
+        prompts = () if self.num_prompts is None else (self.num_prompts,)
+        _check_counts(num_prompts=prompts, num_samples=(self.num_samples,))
+
+
+def paper_sampling(options: EvalOptions) -> EvalOptions:
+    """QeRL's evaluation, arXiv 2510.11696, 4; it does not say how many samples a problem has."""
+    drawn = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 4096, "num_samples": 16, "right_from": 1.0}
+    return dataclasses.replace(options, **drawn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

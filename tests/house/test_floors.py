@@ -14,8 +14,8 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("kernels",),
     ("model",),
     ("engine", "learner"),
-    ("loop", "evaluate", "report"),
-    ("policy",),
+    ("loop", "evaluate", "report", "sets"),
+    ("policy", "exam"),
     ("session", "measure", "plan", "bench"),
     ("cli",),
 )
