@@ -29,7 +29,7 @@ from qerl.options import (
     memory_options,
     paper_sampling,
 )
-from qerl.recipes import RECIPES
+from qerl.recipes import RECIPES, own
 from qerl.sets import SETS, chosen
 from qerl.stored import run_config
 
@@ -37,6 +37,8 @@ USAGE = """\
 usage: qerl COMMAND ...
 
   qerl train RECIPE [--FIELD VALUE ...]   teach a model; recipes: {recipes}
+  qerl train --task FILE --reward FILE.py:FUNCTION [--model MODEL] [...]
+                                          the same with rows and a reward of your own
   qerl eval MODEL_OR_RUN [SET ...] [...]  pass@1, pass@k, majority and greedy accuracy on a run's own task or
                                           on sets: {sets}; SET=FILE reads a file
   qerl plan MODEL --gpu-gb GB [...]       the memory of each part of a step, and what fits
@@ -73,13 +75,25 @@ def command(arguments: list[str]) -> None:
 
 
 def train(arguments: list[str]) -> None:
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError(f"train needs a recipe: qerl train RECIPE, one of {', '.join(RECIPES)}")
-    name = _near(arguments[0], RECIPES, "recipe")
-    config = tyro.cli(RunConfig, default=RECIPES[name](), args=arguments[1:], prog=f"qerl train {name}")
+    arguments = [_LONG.get(argument, argument) for argument in arguments]
+    if not arguments or (arguments[0].startswith("-") and "--task.name" not in arguments):
+        raise UserError(
+            f"train needs a recipe or rows of your own: qerl train RECIPE, one of {', '.join(RECIPES)}, or"
+            " qerl train --task FILE --reward FILE.py:FUNCTION"
+        )
+    if arguments[0].startswith("-"):
+        name, recipe, rest = "--task FILE", own, arguments
+    else:
+        name = _near(arguments[0], RECIPES, "recipe")
+        recipe, rest = RECIPES[name], arguments[1:]
+    config = tyro.cli(RunConfig, default=recipe(), args=rest, prog=f"qerl train {name}")
     from qerl.session import train as run  # torch and transformers take seconds that --help need not wait
 
     print(json.dumps(run(config)))
+
+
+_LONG = {"--model": "--model.path", "--task": "--task.name", "--reward": "--task.rewards"}
+"""Short names of what a run of one's own is made of."""
 
 
 def evaluate(arguments: list[str]) -> None:

@@ -160,10 +160,9 @@ def _read_csv(path: Path, prompt_column: str) -> Rows:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            rows = [dict(row) for row in reader]
+            columns, rows = reader.fieldnames or [], [dict(row) for row in reader]
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable CSV file: {error}") from error
-    columns = reader.fieldnames or []
     for number, row in enumerate(rows, 1):
         if None in row:
             raise UserError(f"{path}: row {number} has more values than the {len(columns)} columns")
