@@ -13,7 +13,9 @@ import re
 
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_SAID = re.compile(r"(?:\banswer\s+is|\banswer\b\s*\**\s*:)\s*:?\s*\**\s*([^\n]*)", re.IGNORECASE)
+_SAID = re.compile(
+    r"(?:\b(?:answer|option|choice)\s+is|\banswer\b\s*\**\s*:)\s*:?\s*\**\s*([^\n]*)", re.IGNORECASE
+)
 _ASIDE = re.compile(r",? (?:not|rather than|instead of|since|because|which)\b.*")
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -55,6 +57,7 @@ _SPELLINGS = [
     (r"(?<!\\)\b(pi|sin|cos|tan|cot|ln|log)\b", r"\\\1"),
     (r"(?i)(?<=\d) ?([ap])\.? ?m\b\.?", r" \1m"),
     (r"(?i)\bsq\.", "sq"),
+    (r"(?i)^(yes|no)\b[,.;].*", r"\1"),
     (r"(?<=\d) thousand\b", r" \\cdot 10^{3}"),
     (r"(?<=\d) million\b", r" \\cdot 10^{6}"),
     (r"(?<=\d) billion\b", r" \\cdot 10^{9}"),
