@@ -218,7 +218,7 @@ def sample(text):
     return Sample(tokens_T=[1] * len(text), logprobs_T=[0.0] * len(text), text=text, finish=finish, version=0)
 
 
-TEXTS = [["7", "8", "7", "6..", "7"], ["1", "2", "2", "3", "1"], ["fail", "5", "4", "4", "5"]]
+TEXTS = [["7", "8", "7", "6..", "7"], ["1", "2", "2", "3", "1"], ["4", "fail", "5", "4", "5"]]
 
 
 def exam(**changes):
