@@ -50,6 +50,12 @@ def test_help_names_the_commands_and_recipes(monkeypatch, capsys):
         assert word in shown
 
 
+def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
+    assert qerl(monkeypatch, "eval", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "MODEL_OR_RUN [SET ...]" in shown and "--num-samples" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

@@ -293,28 +293,12 @@ def test_the_table_has_a_row_a_set_and_a_dash_for_what_means_nothing(tmp_path):
         {"set": "sums", **sit(exam(), lambda: Texts(TEXTS), tmp_path / "a.json", {}, print)},
         {"set": "bare", **sit(exam(ballot=None), lambda: Texts(TEXTS), tmp_path / "b.json", {}, print)},
     ]
-    console = Console(width=120, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(results))
     heading, sums, bare = console.export_text().splitlines()
-    assert heading.split() == [
-        *("set", "problems", "samples", "pass@1", "pass@2", "pass@4"),
-        *("majority", "greedy", "tokens", "cut"),
-    ]
-    assert sums.split() == [
-        "sums",
-        "3",
-        "4",
-        "41.7",
-        "+-",
-        "8.3",
-        "72.2",
-        "100.0",
-        "66.7",
-        "66.7",
-        "1",
-        "8.3",
-    ]
-    assert bare.split()[8] == "-"
+    assert heading.split() == ["set", "samples", "pass@1", "@2", "@4", "majority", "greedy", "tokens", "cut"]
+    assert " ".join(sums.split()) == "sums 3 x 4 41.7 +- 8.3 72.2 100.0 66.7 66.7 1 8.3"
+    assert bare.split()[9] == "-"
 
 
 def test_votes_for_equal_answers_are_for_the_first_of_them():

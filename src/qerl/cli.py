@@ -98,6 +98,8 @@ _LONG = {"--model": "--model.path", "--task": "--task.name", "--reward": "--task
 
 def evaluate(arguments: list[str]) -> None:
     named = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    if not named and arguments[:1] in (["-h"], ["--help"]):
+        tyro.cli(EvalOptions, args=["--help"], prog="qerl eval MODEL_OR_RUN [SET ...]")
     if not named:
         raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
     source, sets = named[0], dict(chosen(argument) for argument in named[1:])

@@ -77,17 +77,17 @@ def table(results: list[dict[str, Any]]) -> Table:
     powers = sorted(
         {int(key[5:]) for each in results for key in each if re.fullmatch(r"pass@\d+", key)} - {1}
     )
-    shown = Table(box=None)
-    for heading in ("set", "problems", "samples", "pass@1", *(f"pass@{k}" for k in powers)):
-        shown.add_column(heading, justify="left" if heading == "set" else "right")
-    for heading in ("majority", "greedy", "tokens", "cut"):
-        shown.add_column(heading, justify="right")
+    shown = Table(box=None, pad_edge=False)
+    headings = ("samples", "pass@1", *(f"@{k}" for k in powers), "majority", "greedy", "tokens", "cut")
+    shown.add_column("set", no_wrap=True)
+    for heading in headings:
+        shown.add_column(heading, justify="right", no_wrap=True)
     for each in results:
         error = "" if each["pass@1_error"] is None else f" +- {100 * each['pass@1_error']:.1f}"
         values = [_percent(each.get(key)) for key in (*(f"pass@{k}" for k in powers), "majority", "greedy")]
-        counts = [str(each["num_prompts"]), str(each["num_samples"])]
         lengths = [f"{each['mean_tokens']:.0f}", _percent(each["cut_fraction"])]
-        shown.add_row(each["set"], *counts, _percent(each["pass@1"]) + error, *values, *lengths)
+        counts = f"{each['num_prompts']} x {each['num_samples']}"
+        shown.add_row(each["set"], counts, _percent(each["pass@1"]) + error, *values, *lengths)
     return shown
 
 
