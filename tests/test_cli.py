@@ -59,11 +59,19 @@ def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
         assert line.split(maxsplit=1)[1] == recipe.__doc__ and len(line) <= 110
 
 
+def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
+    assert qerl(monkeypatch, "eval", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "MODEL_OR_RUN [SET ...]" in shown and "--num-samples" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         (["trane", "demo"], ["no command trane", "did you mean train"]),
         (["train"], ["train needs a recipe", "demo"]),
+        (["train", "--model", "m"], ["train needs a recipe", "--task FILE"]),
+        (["train", "--task", "none.jsonl"], ["none.jsonl", "no such file"]),
         (["train", "dmo"], ["no recipe dmo", "did you mean demo"]),
         (["train", "demo", "--num-samples", "1"], ["num_samples must be at least 2", "got 1"]),
         (["train", "demo", "--model.path", "/no/such/model"], ["/no/such/model", "no such folder or file"]),
@@ -141,12 +149,26 @@ def test_a_missing_column_is_named_with_those_there(monkeypatch, capsys, files, 
     assert_one_line(capsys, qerl(monkeypatch, "train", "demo", *given), "question", "prompt")
 
 
+def test_training_on_rows_and_a_reward_of_ones_own_needs_no_recipe(monkeypatch, capsys, files, tmp_path):
+    given = ["--task", files / "sums.jsonl", "--reward", f"{files / 'even.py'}:even", "--model", files]
+    given += ["--out", tmp_path / "run", "--model.compute", "fp32", "--num-steps", 2, "--noise.num-stages", 2]
+    given += ["--num-prompts", 4, "--num-samples", 4, "--sample.max-tokens", 4, "--evaluate.num-prompts", 4]
+    assert qerl(monkeypatch, "train", *given) == 0
+    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert config["task"]["rewards"] == [f"{files / 'even.py'}:even"] and config["model"]["path"] == str(
+        files
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all(row["num_failed_rewards"] == 0 for row in rows)
+
+
 def test_debug_shows_the_traceback(monkeypatch):
     with pytest.raises(UserError, match="no recipe dmo"):
         qerl(monkeypatch, "train", "dmo", "--debug")
 
 
-def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files):
+def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files, tmp_path):
+    monkeypatch.chdir(tmp_path)
     given = ["--task.name", files / "sums.jsonl", "--task.template", "{prompt}", "--task.num-held-out", 8]
     given += ["--task.rewards", f"{files / 'even.py'}:even", "--max-tokens", 4, "--num-prompts", 6]
     assert qerl(monkeypatch, "eval", files, "--model.compute", "fp32", *given) == 0

@@ -9,9 +9,9 @@ import tyro
 from safetensors.torch import load_file
 
 import tiny_run
-from qerl import train
+from qerl import recipes, train
 from qerl.config import AlgoConfig, NoiseConfig, RunConfig
-from qerl.recipes import METHODS, RECIPES, dapo_math, demo, gsm8k
+from qerl.recipes import METHODS, RECIPES, big_math, dapo_math, demo, gsm8k
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_each_recipe_runs_in_a_folder_of_its_own():
     assert len({recipe().out for recipe in RECIPES.values()}) == len(RECIPES)
 
 
-@pytest.mark.parametrize("recipe", [gsm8k, dapo_math])
+@pytest.mark.parametrize("recipe", [gsm8k, big_math])
 def test_the_papers_settings_for_both_runs(recipe):
     config = recipe()
     noise, algo, learn = config.noise, config.algo, config.learn
@@ -50,14 +50,21 @@ def test_the_papers_settings_for_gsm8k():
 
 
 def test_the_papers_settings_for_big_math():
-    config = dapo_math()
+    config = big_math()
     assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
     assert (config.num_steps, config.num_samples, config.sample.max_tokens) == (1000, 16, 8192)
     assert (config.learn.updates_per_step, config.learn.passes_per_step, config.algo.loss) == (1, 1, "dapo")
 
 
+def test_dapos_own_settings_for_its_own_problems():
+    config = dapo_math()
+    assert (config.algo.loss, config.algo.clip_low, config.algo.clip_high) == ("dapo", 0.2, 0.28)
+    assert (config.algo.dynamic_sampling, config.algo.overlong) == (True, "shape")
+    assert config.model == big_math().model and config.noise == big_math().noise
+
+
 def test_a_right_answer_is_right_with_or_without_its_tags():
-    for recipe in (gsm8k, dapo_math):
+    for recipe in (gsm8k, big_math, dapo_math, recipes.math):
         correct, tagged = recipe().task.reward_weights
         assert tagged < recipe().evaluate.right_from <= correct
 

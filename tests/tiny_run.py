@@ -17,7 +17,9 @@ def even(prompts, completions, completion_ids, **columns):
 """
 
 
-def write_model(folder: Path, *, width: int = 64, ff_width: int = 96, vocab_size: int = 272) -> Path:
+def write_model(
+    folder: Path, *, width: int = 64, ff_width: int = 96, vocab_size: int = 272, max_positions: int = 128
+) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -26,7 +28,7 @@ def write_model(folder: Path, *, width: int = 64, ff_width: int = 96, vocab_size
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=True,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -49,8 +51,8 @@ def write_task(folder: Path) -> Path:
     return path
 
 
-def write_files(folder: Path) -> Path:
-    write_model(folder)
+def write_files(folder: Path, *, max_positions: int = 128) -> Path:
+    write_model(folder, max_positions=max_positions)
     write_task(folder)
     return folder
 

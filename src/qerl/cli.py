@@ -6,6 +6,7 @@ A mistake of the user's is one line and exit code 2; a run that cannot go on is 
 
 import difflib
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -31,8 +32,10 @@ from qerl.options import (
     ReportOptions,
     StudyOptions,
     memory_options,
+    paper_sampling,
 )
-from qerl.recipes import METHODS, PAPER, RECIPES
+from qerl.recipes import METHODS, PAPER, RECIPES, own
+from qerl.sets import SETS, chosen
 from qerl.stored import run_config
 
 USAGE = """\
@@ -40,7 +43,10 @@ usage: qerl COMMAND ...
 
   qerl train RECIPE [--FIELD VALUE ...]   teach a model; recipes: {recipes},
                                           and one for each method (qerl train --help)
-  qerl eval MODEL_OR_RUN [...]            pass@1, pass@k and greedy accuracy on a task
+  qerl train --task FILE --reward FILE.py:FUNCTION [--model MODEL] [...]
+                                          the same with rows and a reward of your own
+  qerl eval MODEL_OR_RUN [SET ...] [...]  pass@1, pass@k, majority and greedy accuracy on a run's own task or
+                                          on sets: {sets}; SET=FILE reads a file
   qerl plan MODEL --gpu-gb GB [...]       the memory of each part of a step, and what fits
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
   qerl export RUN OUT --as FORM           what a run learned, for others: peft, merged, nvfp4, gguf-ready
@@ -81,7 +87,7 @@ def main() -> None:
 def command(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(PAPER), studies=", ".join(STUDY_NAMES)))
+        print(USAGE.format(recipes=", ".join(PAPER), sets=", ".join(SETS), studies=", ".join(STUDY_NAMES)))
     else:
         COMMANDS[_near(name, COMMANDS, "command")](rest)
 
@@ -90,19 +96,35 @@ def train(arguments: list[str]) -> None:
     if arguments and arguments[0] in ("-h", "--help"):
         print(TRAIN_USAGE.format(paper=_listed(PAPER), methods=_listed(METHODS)))
         return
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError(f"train needs a recipe: qerl train RECIPE, one of {', '.join(RECIPES)}")
-    name = _near(arguments[0], RECIPES, "recipe")
-    config = tyro.cli(RunConfig, default=RECIPES[name](), args=arguments[1:], prog=f"qerl train {name}")
+    arguments = [_LONG.get(argument, argument) for argument in arguments]
+    if not arguments or (arguments[0].startswith("-") and "--task.name" not in arguments):
+        raise UserError(
+            f"train needs a recipe or rows of your own: qerl train RECIPE, one of {', '.join(RECIPES)}, or"
+            " qerl train --task FILE --reward FILE.py:FUNCTION"
+        )
+    if arguments[0].startswith("-"):
+        name, recipe, rest = "--task FILE", own, arguments
+    else:
+        name = _near(arguments[0], RECIPES, "recipe")
+        recipe, rest = RECIPES[name], arguments[1:]
+    config = tyro.cli(RunConfig, default=recipe(), args=rest, prog=f"qerl train {name}")
     from qerl.session import train as run  # torch and transformers take seconds that --help need not wait
 
     print(json.dumps(run(config)))
 
 
+_LONG = {"--model": "--model.path", "--task": "--task.name", "--reward": "--task.rewards"}
+"""Short names of what a run of one's own is made of."""
+
+
 def evaluate(arguments: list[str]) -> None:
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN")
-    source, run_json = arguments[0], Path(arguments[0]) / "run.json"
+    named = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    if not named and arguments[:1] in (["-h"], ["--help"]):
+        tyro.cli(EvalOptions, args=["--help"], prog="qerl eval MODEL_OR_RUN [SET ...]")
+    if not named:
+        raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
+    source, sets = named[0], dict(chosen(argument) for argument in named[1:])
+    run_json = Path(source) / "run.json"
     config = _recorded(run_json) if run_json.exists() else None
     default = EvalOptions(model=ModelConfig(path=source))
     if config is not None:
@@ -114,10 +136,15 @@ def evaluate(arguments: list[str]) -> None:
             seed=config.seed,
             task=config.task,
         )
-    options = tyro.cli(EvalOptions, default=default, args=arguments[1:], prog=f"qerl eval {source}")
+    if sets:
+        default = paper_sampling(default)
+    options = tyro.cli(EvalOptions, default=default, args=arguments[len(named) :], prog=f"qerl eval {source}")
+    from rich.console import Console
+
     from qerl.measure import measure
 
-    print(json.dumps(measure(source, config, options)))
+    for result in measure(source, config, options, sets, Console(stderr=True)):
+        print(json.dumps(result))
 
 
 def plan(arguments: list[str]) -> None:

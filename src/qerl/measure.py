@@ -1,42 +1,103 @@
-"""How well a model or a run's policy does on a task: pass@1 with its standard error, pass@k, greedy."""
+"""How well a model or a run's policy does on named sets, or on its own held-out rows: a table and files.
+
+A set's file has a result for each problem (exam.py). It lies in the run's folder under eval/, for a model in
+runs/eval. What it holds already is not done again.
+"""
 
 import dataclasses
+import hashlib
+import re
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from qerl.config import NoiseConfig, RunConfig, SampleConfig
-from qerl.evaluate import Evaluation, evaluate, greedy
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import NoiseConfig, RunConfig, SampleConfig, TaskConfig
+from qerl.errors import UserError
+from qerl.exam import Exam, result_path, settings_of, sit
+from qerl.journal.provenance import environment
 from qerl.learner import checkpoint
 from qerl.loop import sampling_of
 from qerl.model.adapter import load_adapter
 from qerl.model.device import resolved
+from qerl.model.source import locate
 from qerl.options import EvalOptions
-from qerl.policy import policy_of
-from qerl.tasks import RewardPool
+from qerl.policy import reader_of, sampler_of
+from qerl.tasks import RewardPool, Votes, build_task, every_prompt
+from qerl.tasks.grade import BUILT_IN
+from qerl.tasks.vote import voting_grader
+from qerl.types import Engine, Prompt
 
 
-def measure(source: str, run: RunConfig | None, options: EvalOptions) -> dict[str, Any]:
-    """`source` is a model, or the folder of the run that `run` is the config of."""
+def measure(
+    source: str, run: RunConfig | None, options: EvalOptions, sets: dict[str, TaskConfig], console: Console
+) -> list[dict[str, Any]]:
+    """A summary for each set, with the file of its results; no sets: one for options.task's held-out rows.
+
+    `source` is a model, or the folder of the run that `run` is the config of."""
     config = _config(run, options)
-    with RewardPool(config.task) as pool:
-        decoder, engine, task = policy_of(config)
-        if run is not None and options.with_adapter:
-            load_adapter(decoder, checkpoint.latest_adapter(Path(source) / "checkpoints"))
-        prompts = task.held_out(options.num_prompts)
-        drawn = sampling_of(config)
-        sampled, best = (
-            evaluate(
-                engine,
-                pool,
-                prompts,
-                num_samples=num_samples,
-                sampling=sampling,
-                seed=options.seed,
-                threshold=options.right_from,
-            )
-            for num_samples, sampling in ((options.num_samples, drawn), (1, greedy(drawn)))
-        )
-    return _summary(source, sampled, best)
+    adapters = Path(source) / "checkpoints" if run is not None and options.with_adapter else None
+    folder = options.out or (Path("runs/eval") if run is None else Path(source) / "eval")
+    tasks = {name: _asked(task, run, options) for name, task in sets.items()} or {"task": options.task}
+    with ExitStack() as stack:
+        votes = stack.enter_context(Votes())
+        graded = {_grading(task): task for task in tasks.values()}
+        pools = {key: stack.enter_context(RewardPool(task)) for key, task in graded.items()}
+        tokenizer, room = reader_of(config)
+        if room <= 0:
+            positions = room + options.max_tokens
+            raise UserError(f"max_tokens is {options.max_tokens}, and the model has {positions} positions")
+        exams = {}
+        for name, task in tasks.items():
+            prompts = _prompts(task, tokenizer, config, options.num_prompts, room, is_whole=bool(sets))
+            pool = pools[_grading(task)]
+            pool.check(prompts[0])
+            exams[name] = _exam(name, task, prompts, pool, votes, config, options)
+        engine = cache(partial(_engine, config, tokenizer, adapters))
+        facts = {"model": source, **_facts(config, adapters)}
+        results = []
+        for name, exam in exams.items():
+            task = tasks[name]
+            settings = settings_of(exam, {**facts, "data": task.name, "rewards": list(task.rewards)})
+            path = result_path(folder, settings)
+            if not all(reward in BUILT_IN for reward in task.rewards):
+                path.unlink(missing_ok=True)  # the user's function may have changed, which no setting shows
+            summary = sit(exam, engine, path, settings, partial(console.print, markup=False, highlight=False))
+            results.append({"set": name, "model": source, **summary, "file": str(path)})
+    console.print(table(results))
+    return results
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """A row for each set, in percent; the error is that of pass@1, over problems."""
+    powers = sorted(
+        {int(key[5:]) for each in results for key in each if re.fullmatch(r"pass@\d+", key)} - {1}
+    )
+    shown = Table(box=None, pad_edge=False)
+    headings = ("samples", "pass@1", *(f"@{k}" for k in powers), "majority", "greedy", "tokens", "cut")
+    shown.add_column("set", no_wrap=True)
+    for heading in headings:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for each in results:
+        error = "" if each["pass@1_error"] is None else f" +- {100 * each['pass@1_error']:.1f}"
+        values = [_percent(each.get(key)) for key in (*(f"pass@{k}" for k in powers), "majority", "greedy")]
+        lengths = [f"{each['mean_tokens']:.0f}", _percent(each["cut_fraction"])]
+        counts = f"{each['num_prompts']} x {each['num_samples']}"
+        shown.add_row(each["set"], counts, _percent(each["pass@1"]) + error, *values, *lengths)
+    return shown
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def _grading(task: TaskConfig) -> tuple[Any, ...]:
+    """What a pool depends on: sets that are graded alike share their processes."""
+    return task.rewards, task.reward_weights, task.answer_column
 
 
 def _config(run: RunConfig | None, options: EvalOptions) -> RunConfig:
@@ -47,15 +108,74 @@ def _config(run: RunConfig | None, options: EvalOptions) -> RunConfig:
     )
 
 
-def _summary(source: str, sampled: Evaluation, best: Evaluation) -> dict[str, Any]:
+def _asked(task: TaskConfig, run: RunConfig | None, options: EvalOptions) -> TaskConfig:
+    """The set's task with the user's template, if any, and the system message that the run learned with."""
+    system = run.task.system if run is not None else task.system
+    return dataclasses.replace(task, template=options.template or task.template, system=system)
+
+
+def _prompts(
+    task: TaskConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig,
+    num: int | None,
+    room: int,
+    *,
+    is_whole: bool,
+) -> list[Prompt]:
+    """All rows of a set; of a task only those that are held out."""
+    if is_whole:
+        return every_prompt(task, tokenizer, num=num, max_prompt_tokens=room)
+    prompts = build_task(task, tokenizer, seed=config.seed, max_prompt_tokens=room).held_out(num)
+    if not prompts:
+        raise UserError(f"task.num_held_out is {task.num_held_out}: {task.name} holds out no problems to try")
+    return prompts
+
+
+def _exam(
+    name: str,
+    task: TaskConfig,
+    prompts: list[Prompt],
+    pool: RewardPool,
+    votes: Votes,
+    config: RunConfig,
+    options: EvalOptions,
+) -> Exam:
+    grader = voting_grader(task.rewards)
+    return Exam(
+        name=name,
+        prompts=prompts,
+        answer_column=task.answer_column,
+        rewards=pool,
+        ballot=partial(votes.count, grader) if grader else None,
+        num_samples=options.num_samples,
+        sampling=sampling_of(config),
+        seed=options.seed,
+        right_from=options.right_from,
+    )
+
+
+def _engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, adapters: Path | None) -> Engine:
+    decoder, engine = sampler_of(config, tokenizer)
+    if adapters is not None:
+        load_adapter(decoder, checkpoint.latest_adapter(adapters))
+    return engine
+
+
+def _facts(config: RunConfig, adapters: Path | None) -> dict[str, Any]:
+    """What the samples depend on beside the exam: weights, formats, code and device."""
+    newest = None if adapters is None else checkpoint.find_latest(adapters)[0]
     return {
-        "model": source,
-        "pass@1": sampled.accuracy,
-        "pass@1_error": sampled.accuracy_error,
-        **{f"pass@{k}": value for k, value in sampled.pass_at_k.items() if k > 1},
-        "greedy": best.accuracy,
-        "greedy_error": best.accuracy_error,
-        "num_prompts": sampled.num_prompts,
-        "mean_tokens": sampled.mean_tokens,
-        "num_failed_rewards": sampled.num_failed + best.num_failed,
+        "weights": _stamp(locate(config.model.path).path),
+        "checkpoint": None if newest is None else _stamp(newest),
+        **dataclasses.asdict(config.model),
+        "kv": config.engine.kv,
+        **environment(config.model.device),
     }
+
+
+def _stamp(path: Path) -> str:
+    """The files' sizes and times: other weights at the same place are other ones."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files if file.is_file()]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

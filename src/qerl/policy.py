@@ -1,6 +1,7 @@
 """From a config to what samples: the model with its adapter, the engine around it, and the task's prompts."""
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
@@ -16,11 +17,19 @@ from qerl.tasks import Task, build_task
 
 def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
     """config.model has no `auto` left. The task comes first: its mistakes show before weights are read."""
-    model = config.model
-    source = locate(model.path)
-    max_prompt_tokens = architecture_of(source.open()).max_positions - config.sample.max_tokens
-    tokenizer = load_tokenizer(model.path)
+    tokenizer, max_prompt_tokens = reader_of(config)
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+    return *sampler_of(config, tokenizer), task
+
+
+def reader_of(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer, and the most tokens that a prompt may have beside sample.max_tokens."""
+    architecture = architecture_of(locate(config.model.path).open())
+    return load_tokenizer(config.model.path), architecture.max_positions - config.sample.max_tokens
+
+
+def sampler_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Decoder, Engine]:
+    model = config.model
     decoder = load_decoder(
         model.path,
         format=model.format,
@@ -30,5 +39,5 @@ def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
         head=model.head,
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
-    engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_token_ids(tokenizer, source))
-    return decoder, engine, task
+    stops = stop_token_ids(tokenizer, locate(model.path))
+    return decoder, Engine(decoder, tokenizer, config.engine, stop_token_ids=stops)

@@ -2,9 +2,11 @@ import dataclasses
 
 import pytest
 
+from model.published import CONFIGS
 from model.tiny import FAMILIES, oracle
 from qerl.errors import UserError
 from qerl.model.architecture import Rope, from_hf_config
+from qerl.model.synthetic import SHAPES
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,6 +45,19 @@ def test_a_published_config_gives_its_numbers():
         "qk_norm": False,
         "tied_head": True,
     }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_models_config_is_read(name):
+    got, config = from_hf_config(CONFIGS[name]), CONFIGS[name]
+    assert got.family == config["architectures"][0] and got.vocab_size == config["vocab_size"]
+    assert got.head_size in (64, 128) and got.num_layers == config["num_hidden_layers"]
+    assert got.max_positions == config["max_position_embeddings"]  # no window is in use
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_named_shape_is_what_the_published_config_says(name):
+    assert SHAPES[name] == from_hf_config(CONFIGS[name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

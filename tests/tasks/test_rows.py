@@ -173,3 +173,31 @@ def test_a_parquet_file_is_read(tmp_path):
 
 def test_a_file_that_is_not_there_is_refused():
     assert "there is no such file" in refused(name="nowhere/x.jsonl")
+
+
+def test_a_csv_has_its_columns_from_the_first_line_and_strings_for_values(tmp_path):
+    path = tmp_path / "sums.csv"
+    path.write_text('\ufeffprompt,answer\n"1, 2 or\n3?",3\nx,\n', encoding="utf-8")
+    rows = opened(name=str(path))
+    assert rows.columns == ("prompt", "answer") and rows.prompt_column == "prompt"
+    assert [rows.get(i) for i in range(rows.num_rows)] == [
+        {"prompt": "1, 2 or\n3?", "answer": "3"},
+        {"prompt": "x", "answer": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (b"", ["holds no rows"]),
+        (b"prompt,answer\n", ["holds no rows"]),
+        (b"a,b\n1,2,3\n", ["row 1", "more values than the 2 columns"]),
+        (b'a,b\n"1,2\n', ["not a readable CSV"]),
+        (b"a,b\n\xff,2\n", ["not a readable CSV"]),
+    ],
+)
+def test_a_damaged_csv_is_named(tmp_path, text, parts):
+    path = tmp_path / "sums.csv"
+    path.write_bytes(text)
+    message = refused(name=str(path))
+    assert "sums.csv" in message and all(part in message for part in parts)

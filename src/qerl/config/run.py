@@ -59,7 +59,7 @@ class AdapterConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
     name: str = "reasoning-gym"
-    """reasoning-gym, gsm8k, a .jsonl or .parquet file, or a hub data set's id."""
+    """reasoning-gym, gsm8k, a .jsonl, .json, .parquet or .csv file, or a hub data set's id."""
 
     gym: str = "basic_arithmetic"
     """Which of reasoning-gym's tasks."""

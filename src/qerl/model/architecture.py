@@ -11,12 +11,15 @@ Both spellings of the rotary settings are read: `rope_parameters` (transformers 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from qerl.errors import UserError
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_LARGEST, _LARGEST_NUMBER = 1 << 31, 1e12
+_MOST_SHOWN = 80
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,82 +70,145 @@ class Architecture:
 
 
 def from_hf_config(config: dict[str, Any]) -> Architecture:
-    """From the contents of config.json."""
+    """From the contents of config.json, which may be anything; UserError for what it cannot be."""
     family = _family(config)
-    biased = family in ("LlamaForCausalLM", "Qwen3ForCausalLM") and bool(config.get("attention_bias"))
-    width, num_heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or num_heads
+    biased = family in ("LlamaForCausalLM", "Qwen3ForCausalLM") and _flag(config, "attention_bias")
+    width, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+    kv_heads = _count(config, "num_key_value_heads", num_heads)
     if num_heads % kv_heads:
         raise UserError(
             f"num_attention_heads must be a multiple of num_key_value_heads, got {num_heads} and {kv_heads}"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act must be silu, got {config['hidden_act']!r}")
+    head_size = _head_size(config, width, num_heads)
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"hidden_act must be silu, got {_shown(activation)}")
     return Architecture(
         family=family,
-        num_layers=_positive(config, "num_hidden_layers"),
+        num_layers=_count(config, "num_hidden_layers"),
         width=width,
         num_heads=num_heads,
         num_kv_heads=kv_heads,
-        head_size=config.get("head_dim") or width // num_heads,
-        ff_width=_positive(config, "intermediate_size"),
-        vocab_size=_positive(config, "vocab_size"),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        head_size=head_size,
+        ff_width=_count(config, "intermediate_size"),
+        vocab_size=_count(config, "vocab_size"),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=_rope(config),
         max_positions=_max_positions(config, family),
         qkv_bias=biased or family == "Qwen2ForCausalLM",
         output_bias=biased,
-        mlp_bias=family == "LlamaForCausalLM" and bool(config.get("mlp_bias")),
+        mlp_bias=family == "LlamaForCausalLM" and _flag(config, "mlp_bias"),
         qk_norm=family == "Qwen3ForCausalLM",
-        tied_head=bool(config.get("tie_word_embeddings", False)),
+        tied_head=_flag(config, "tie_word_embeddings"),
     )
+
+
+def _head_size(config: dict[str, Any], width: int, num_heads: int) -> int:
+    if config.get("head_dim") is None and width % num_heads:
+        raise UserError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {num_heads}")
+    head_size = _count(config, "head_dim", width // num_heads)
+    if head_size % 2:
+        raise UserError(f"head_dim must be even, since heads are turned in pairs, got {head_size}")
+    return head_size
 
 
 def _family(config: dict[str, Any]) -> str:
     named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"architectures must be a list of names, got {_shown(named)}")
     if len(named) != 1 or named[0] not in FAMILIES:
-        name = ", ".join(named) or "(none named)"
+        name = _shown(", ".join(named), str) or "(none named)"
         raise UserError(f"architecture {name} is not supported; supported: {', '.join(FAMILIES)}")
     return named[0]
 
 
-def _positive(config: dict[str, Any], name: str) -> int:
+def _shown(value: Any, form: Callable[[Any], str] = repr) -> str:
+    """On one line, and no longer than a line."""
+    text = " ".join(form(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _count(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer; null and a missing one mean the default."""
     value = config.get(name)
-    if not isinstance(value, int) or value <= 0:
-        raise UserError(f"{name} must be a positive integer in the model's config, got {value!r}")
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise UserError(f"{name} must be a positive integer in the model's config, got {_shown(value)}")
+    if value > _LARGEST:
+        raise UserError(f"{name} must be at most {_LARGEST:,} in the model's config, got {_shown(value)}")
+    return value
+
+
+def _number(settings: dict[str, Any], name: str, default: float) -> float:
+    """A positive finite number; null and a missing one mean the default."""
+    value = settings.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= _LARGEST_NUMBER:
+        raise UserError(f"{name} must be a positive number in the model's config, got {_shown(value)}")
+    return float(value)
+
+
+def _flag(settings: dict[str, Any], name: str, default: bool = False) -> bool:
+    value = settings.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise UserError(f"{name} must be true or false in the model's config, got {_shown(value)}")
     return value
 
 
 def _max_positions(config: dict[str, Any], family: str) -> int:
-    positions, window = _positive(config, "max_position_embeddings"), config.get("sliding_window")
-    is_windowed = family == "MistralForCausalLM" or config.get("use_sliding_window")
-    return min(positions, window) if window and is_windowed else positions
+    positions = _count(config, "max_position_embeddings")
+    is_windowed = _flag(config, "use_sliding_window") or family == "MistralForCausalLM"
+    return min(positions, _count(config, "sliding_window", positions)) if is_windowed else positions
 
 
 def _rope(config: dict[str, Any]) -> Rope:
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"the rope's settings must be an object in the model's config, got {_shown(settings)}"
+        )
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPE_KINDS:
-        raise UserError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        raise UserError(f"rope type {_shown(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}")
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise UserError(f"partial_rotary_factor must be 1, got {partial}")
-    if kind != "default" and "factor" not in settings:
+    if partial is not None and partial != 1:
+        raise UserError(f"partial_rotary_factor must be 1, got {_shown(partial)}")
+    if kind != "default" and settings.get("factor") is None:
         raise UserError(f"rope type {kind!r} needs a factor in the model's config")
-    original = config.get("original_max_position_embeddings") or settings.get(
-        "original_max_position_embeddings"
-    )
+    _check_order(settings, kind)
+    original = _count(config, "max_position_embeddings")
+    for place in (settings, config):
+        original = _count(place, "original_max_position_embeddings", original)
     return Rope(
         kind=kind,
-        theta=float(settings.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        factor=float(settings.get("factor") or 1.0),
-        original_positions=original or _positive(config, "max_position_embeddings"),
-        low_frequency=float(settings.get("low_freq_factor") or 1.0),
-        high_frequency=float(settings.get("high_freq_factor") or 4.0),
-        beta_fast=float(settings.get("beta_fast") or 32.0),
-        beta_slow=float(settings.get("beta_slow") or 1.0),
-        is_truncated=bool(settings.get("truncate", True)),
-        magnitude=settings.get("attention_factor"),
-        mscale=settings.get("mscale"),
-        mscale_all_dim=settings.get("mscale_all_dim"),
+        theta=_number(settings, "rope_theta", _number(config, "rope_theta", 10_000.0)),
+        factor=_number(settings, "factor", 1.0),
+        original_positions=original,
+        low_frequency=_number(settings, "low_freq_factor", 1.0),
+        high_frequency=_number(settings, "high_freq_factor", 4.0),
+        beta_fast=_number(settings, "beta_fast", 32.0),
+        beta_slow=_number(settings, "beta_slow", 1.0),
+        is_truncated=_flag(settings, "truncate", True),
+        magnitude=_optional(settings, "attention_factor"),
+        mscale=_optional(settings, "mscale"),
+        mscale_all_dim=_optional(settings, "mscale_all_dim"),
     )
+
+
+def _check_order(settings: dict[str, Any], kind: str) -> None:
+    """What lies between two limits is stretched in part: equal ones would divide by zero."""
+    limits = {"llama3": ("low_freq_factor", 1.0, "high_freq_factor", 4.0)}
+    limits["yarn"] = ("beta_slow", 1.0, "beta_fast", 32.0)
+    if kind in limits:
+        low, low_default, high, high_default = limits[kind]
+        if _number(settings, low, low_default) >= _number(settings, high, high_default):
+            raise UserError(f"{low} must be less than {high} in the model's config")
+
+
+def _optional(settings: dict[str, Any], name: str) -> float | None:
+    """None where it is left out, null or 0."""
+    return None if settings.get(name) in (None, 0) else _number(settings, name, 1.0)

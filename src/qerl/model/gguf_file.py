@@ -54,6 +54,7 @@ _SCALARS = {  # struct's letters by gguf.GGUFValueType
     gguf.GGUFValueType.FLOAT64: "d",
 }
 _CHUNK_BYTES = 1 << 20
+_LARGEST = 1e12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,26 +126,24 @@ def _hf_name(file: Path, ggml_name: str) -> str:
         raise UserError(
             f"{file}: rope_freqs (Llama 3's rope scaling) is not supported in GGUF; take the safetensors"
         )
-    raise UserError(f"{file}: unexpected tensor {ggml_name}")
+    raise UserError(f"{file}: unexpected tensor {' '.join(ggml_name.split())}")
 
 
 def _hf_config(file: Path, metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """What the model's config.json would say, as far as `architecture.from_hf_config` asks."""
     family = metadata.get("general.architecture")
-    if family not in _MODELS:
+    if not isinstance(family, str) or family not in _MODELS:
         raise UserError(
             f"{file}: architecture {family!r} is not supported in GGUF; supported: {', '.join(_MODELS)}"
         )
-    if metadata.get("split.count", 0) > 1:
-        raise UserError(
-            f"{file}: is one of {metadata['split.count']} parts; merge them with gguf-split first"
-        )
-    if metadata.get(f"{family}.expert_count", 0) > 0:
+    if (num_parts := metadata.get("split.count", 0)) not in (0, 1):
+        raise UserError(f"{file}: is one of {num_parts} parts; merge them with gguf-split first")
+    if metadata.get(f"{family}.expert_count", 0) != 0:
         raise UserError(f"{file}: a mixture of experts is not supported")
 
     def of(key: str, default: int | float | None = None) -> Any:
         value = metadata.get(f"{family}.{key}", default)
-        if not isinstance(value, int | float) or value <= 0:
+        if not isinstance(value, int | float) or not 0 < value <= _LARGEST:
             raise UserError(f"{file}: {family}.{key} must be one positive number, got {value!r}")
         return value
 
@@ -201,7 +200,8 @@ def _parse(file: Path) -> tuple[dict[str, Any], list[_Entry]]:
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except (_Damaged, ValueError, struct.error) as error:
-        raise UserError(f"{file}: damaged, or not a GGUF file: {error}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file}: damaged, or not a GGUF file: {reason}") from error
 
 
 class _Damaged(Exception):
@@ -271,6 +271,8 @@ def _parse_stream(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Any], lis
 def _entry(
     name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int, file_bytes: int
 ) -> _Entry:
+    if kind not in gguf.GGML_QUANT_SIZES:
+        raise _Damaged(f"{name} is of a type that holds no weights: {kind.name}")
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_size:
         raise _Damaged(f"{name} {list(shape)} does not divide into blocks of {block_size}")

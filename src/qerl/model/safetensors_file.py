@@ -36,6 +36,7 @@ _DTYPES = {
 }
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
+_MOST_SHOWN = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_bytes())
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{file}: must hold a JSON object, holds a {type(value).__name__}")
@@ -134,7 +135,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
         raise UserError(f"{file}: truncated, or not a safetensors file: its header is incomplete")
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: damaged, or not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
         raise UserError(f"{file}: damaged, or not a safetensors file: its header is not a JSON object")
@@ -142,17 +143,21 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _entry(file: Path, name: str, facts: Any, data_begin: int, file_bytes: int) -> _Entry:
+    shown = " ".join(name.split())[:_MOST_SHOWN]
     try:
         dtype_name, shape, (begin, end) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
         dtype = _DTYPES[dtype_name]
-        num_bytes = math.prod(shape) * dtype.itemsize
-        is_sound = begin >= 0 and min(shape, default=0) >= 0 and end - begin == num_bytes
+        if any(type(number) is not int for number in (*shape, begin, end)):
+            raise ValueError("not integers")
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file}: {name}: its header entry cannot be understood: {facts}") from error
-    if not is_sound:
-        raise UserError(f"{file}: {name}: its offsets {begin}..{end} do not fit {dtype_name} {list(shape)}")
+        given = repr(facts)[:_MOST_SHOWN]
+        raise UserError(f"{file}: {shown}: its header entry cannot be understood: {given}") from error
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != num_bytes:
+        offsets = f"{begin}..{end}"[:_MOST_SHOWN]
+        raise UserError(f"{file}: {shown}: its offsets {offsets} do not fit {dtype_name} {list(shape)[:8]}")
     if data_begin + end > file_bytes:
         raise UserError(
-            f"{file}: truncated: {name} ends at byte {data_begin + end}, the file has {file_bytes}"
+            f"{file}: truncated: {shown} ends at byte {data_begin + end}, the file has {file_bytes}"
         )
     return _Entry(file, dtype, shape, data_begin + begin, num_bytes)

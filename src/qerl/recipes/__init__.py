@@ -8,8 +8,19 @@ from collections.abc import Callable
 
 from qerl.config import RunConfig
 from qerl.recipes.methods import METHODS
-from qerl.recipes.paper import PAPER, dapo_math, demo, gsm8k
+from qerl.recipes.paper import PAPER, big_math, dapo_math, demo, gsm8k, math, own
 
-__all__ = ["METHODS", "PAPER", "RECIPES", "dapo_math", "demo", "gsm8k"]
+__all__ = [
+    "MATH_TEMPLATE",
+    "METHODS",
+    "PAPER",
+    "RECIPES",
+    "big_math",
+    "dapo_math",
+    "demo",
+    "gsm8k",
+    "math",
+    "own",
+]
 
 RECIPES: dict[str, Callable[[], RunConfig]] = PAPER | METHODS

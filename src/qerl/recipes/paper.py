@@ -2,7 +2,10 @@
 
     demo         sums of two numbers with the built-in model: small enough for a CPU
     gsm8k        QeRL's GSM8K run, arXiv 2510.11696, table 4: Qwen2.5-3B-Instruct, GRPO
-    dapo_math    QeRL's BigMath run, the same table: Qwen2.5-7B-Instruct, DAPO
+    big_math     QeRL's BigMath run, the same table: Qwen2.5-7B-Instruct, DAPO's loss
+    dapo_math    DAPO, arXiv 2503.14476, on its own 17,000 problems, with QeRL's model, noise and adapter
+    math         MATH's 7,500 training problems with the settings of gsm8k; held out are 500 of its test split
+    own          your rows and your reward: where `qerl train --task FILE --reward FILE.py:FUNCTION` starts
 
 The paper leaves open, and these choose: LoRA alpha (32, as the rank), a batch of 128 being prompts, and the
 four updates of a GSM8K step being one for each quarter of its prompts. Warm-up, weight decay, betas, gradient
@@ -10,6 +13,7 @@ norm and the masking of cut samples are those of the paper's released scripts. U
 are weighted by truncated importance sampling, since the policy that sampled is not the one that learns.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
@@ -88,10 +92,10 @@ def gsm8k() -> RunConfig:
     )
 
 
-def dapo_math() -> RunConfig:
+def big_math() -> RunConfig:
     """Levels 3 to 5 of Big-Math, 122,000 problems; the KV pages are sized for an 80 GB card."""
     return RunConfig(
-        out="runs/dapo-math",
+        out="runs/big-math",
         num_steps=1000,
         num_prompts=128,
         num_samples=16,
@@ -112,6 +116,42 @@ def dapo_math() -> RunConfig:
         evaluate=EvalConfig(num_prompts=512, every=100),
         checkpoint=CheckpointConfig(every=20),
     )
+
+
+def dapo_math() -> RunConfig:
+    """DAPO-Math-17k with dynamic sampling and soft overlong punishment, for an 80 GB card."""
+    config = big_math()
+    return dataclasses.replace(
+        config,
+        out="runs/dapo-math",
+        task=dataclasses.replace(config.task, name="open-r1/DAPO-Math-17k-Processed:en"),
+        algo=dataclasses.replace(config.algo, dynamic_sampling=True, overlong="shape", overlong_buffer=2048),
+    )
+
+
+def math() -> RunConfig:
+    """MATH's training problems, graded by what their solutions box; sized for a 24 GB card."""
+    config = gsm8k()
+    return dataclasses.replace(
+        config,
+        out="runs/math",
+        task=TaskConfig(
+            name="DigitalLearningGmbH/MATH-lighteval",
+            template=MATH_TEMPLATE,
+            prompt_column="problem",
+            answer_column="solution",
+            held_out_split="test",
+            num_held_out=500,
+            rewards=("math", "tags"),
+            reward_weights=(1.0, 0.1),
+        ),
+        evaluate=EvalConfig(num_prompts=500, every=100),
+    )
+
+
+def own() -> RunConfig:
+    """The defaults, for rows and a reward of your own; the last 32 rows are held out."""
+    return RunConfig(out="runs/own", task=TaskConfig(num_held_out=32))
 
 
 def _paper_noise() -> NoiseConfig:
@@ -139,4 +179,10 @@ def _paper_learn(updates_per_step: int) -> LearnConfig:
     )
 
 
-PAPER: dict[str, Callable[[], RunConfig]] = {"demo": demo, "gsm8k": gsm8k, "dapo_math": dapo_math}
+PAPER: dict[str, Callable[[], RunConfig]] = {
+    "demo": demo,
+    "gsm8k": gsm8k,
+    "big_math": big_math,
+    "dapo_math": dapo_math,
+    "math": math,
+}

@@ -2,7 +2,7 @@
 
     exact     the text is the answer, apart from white space around it
     numeric   the last number in the text equals the last number in the answer: 1,234.50 = 1234.5, 1/2 = 0.5
-    math      math-verify finds the two equal: \\frac{1}{2} = 0.5, (x-1)(x+1) = x^2-1
+    math      the final answer is the same mathematics: \\frac{1}{2} = 0.5, (x-1)(x+1) = x^2-1 (equal.py)
     tags      <think>...</think><answer>...</answer>, each once, in this order, and nothing around them
     gym       the score of the reasoning-gym task itself, for what is inside <answer></answer> or for all
 
@@ -10,7 +10,6 @@ Each gives 1 or 0, gym anything between. They have TRL's form, and so stand wher
 A row without a usable answer is an error: it would teach that every sample is wrong.
 """
 
-import logging
 import re
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
+from qerl.tasks.answer import final_answers, gold_answer
+from qerl.tasks.equal import is_equal
 from qerl.tasks.rows import gym_dataset
 
 Reward = Callable[..., Any]
@@ -72,24 +73,15 @@ def last_number(text: str) -> Fraction | None:
 
 
 def math(config: TaskConfig) -> Reward:
-    import math_verify
-
-    def parsed(text: str) -> list[Any]:
-        return math_verify.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-
-    def is_equal(completion: str, answer: str) -> bool:
-        # A bare x^2-1 is only read as mathematics between dollars; 3 apples only without.
-        golds = [gold for gold in (parsed(answer), parsed(f"${answer}$")) if gold]
-        if not golds:
-            raise ValueError(f"math-verify cannot read the answer {answer!r}")
-        found = parsed(completion)
-        return any(math_verify.verify(gold, found, timeout_seconds=None) for gold in golds)
+    def is_right(completion: str, answer: Any) -> bool:
+        gold = "" if answer is None else gold_answer(str(answer))
+        if not gold:
+            raise ValueError(f"the row holds no answer: {answer!r}")
+        return any(is_equal(gold, given) for given in final_answers(completion))
 
     def math(completions: list[Any], **columns: list[Any]) -> list[float]:
-        # Its own timeouts are off, since the pool kills; it would warn of that in each worker.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
         pairs = zip(completions, columns[config.answer_column], strict=True)
-        return [float(is_equal(text_of(completion), str(answer))) for completion, answer in pairs]
+        return [float(is_right(text_of(completion), answer)) for completion, answer in pairs]
 
     return math
 

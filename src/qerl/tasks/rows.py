@@ -3,7 +3,7 @@
     reasoning-gym         question, answer, metadata; a row is generated when it is asked for
     gsm8k                 problem, solution, and made of them: question (asks for tags), answer (the number)
     x.jsonl, x.json       an object a line, or a list of objects
-    x.parquet             one table
+    x.parquet, x.csv      one table; a CSV's first line names the columns, and its values are strings
     anything else         a hub id or a folder of data files, through `datasets`; `id:subset` names a subset
 
 reasoning-gym's rows do not depend on the run's seed: like any data set they are the same in every run, which
@@ -11,11 +11,14 @@ only orders them, so that runs with different seeds are evaluated on the same pr
 task.gym_options gives other ones.
 """
 
+import csv
 import dataclasses
 import difflib
 import json
+import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +135,38 @@ def _hub(name: str, split: str, prompt_column: str | None) -> Rows:
 
     path, _, subset = name.partition(":")
     try:
-        dataset = datasets.load_dataset(path, subset or None, split=split)
+        with _quiet("huggingface_hub"):  # it tells of each of its attempts
+            dataset = datasets.load_dataset(path, subset or None, split=split)
     except Exception as error:  # the network, the hub and the data set's own files: anything may come
         reason = str(error).strip().partition("\n")[0]
-        hint = near(name, ("reasoning-gym", "gsm8k"))
+        hint = near(name, ("reasoning-gym", "gsm8k")) or f"; a {', '.join(_READERS)} file can take its place"
         raise UserError(f"task.name {name}, split {split}: {type(error).__name__}: {reason}{hint}") from error
     assert isinstance(dataset, datasets.Dataset)
     return _arrow_rows(f"{name} ({split})", dataset.data.table, prompt_column)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _read_csv(path: Path, prompt_column: str) -> Rows:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            columns, rows = reader.fieldnames or [], [dict(row) for row in reader]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable CSV file: {error}") from error
+    for number, row in enumerate(rows, 1):
+        if None in row:
+            raise UserError(f"{path}: row {number} has more values than the {len(columns)} columns")
+    return _object_rows(path, rows, prompt_column)
 
 
 def _read_parquet(path: Path, prompt_column: str) -> Rows:
@@ -218,4 +246,5 @@ _READERS: dict[str, Callable[[Path, str], Rows]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
+    ".csv": _read_csv,
 }

@@ -51,8 +51,8 @@ class Task:
         self._is_usable: dict[int, bool] = {}
         self._walks: dict[int, tuple[list[list[int]], Iterator[list[int]]]] = {}
 
-    def held_out(self, num: int) -> list[Prompt]:
-        """The same ones each time, in the data set's order; fewer where fewer are kept."""
+    def held_out(self, num: int | None) -> list[Prompt]:
+        """The same ones each time, in the data set's order; fewer where fewer are kept, None takes all."""
         return self._held_out[:num]
 
     def train_prompts(self, step: int, num_prompts: int, round: int = 0) -> list[Prompt]:
@@ -134,6 +134,26 @@ def build_task(
         seed=seed,
         max_prompt_tokens=max_prompt_tokens,
     )
+
+
+def every_prompt(
+    config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, num: int | None, max_prompt_tokens: int
+) -> list[Prompt]:
+    """The rows of task.split, all or the first num, none of which is learned from.
+
+    A problem that does not fit is an error: a set without it would be another set.
+    """
+    rows, _ = open_rows(config)
+    renderer = Renderer(config, rows, tokenizer)
+    indices = range(rows.num_rows if num is None else min(num, rows.num_rows))
+    prompts = [renderer.prompt(index, index=index) for index in indices]
+    for prompt in prompts:
+        if (length := len(prompt.tokens_T)) > max_prompt_tokens:
+            raise UserError(
+                f"{rows.name}: row {prompt.index + 1} makes a prompt of {length} tokens, and the model leaves"
+                f" {max_prompt_tokens} beside max_tokens"
+            )
+    return prompts
 
 
 def _fitting(

@@ -1,151 +1,11 @@
-"""What the commands other than train can be told."""
+"""What `qerl bench` can be told, one class for each of its benchmarks."""
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EvalOptions:
-    with_adapter: bool = True
-    """Of a run: with what it learned (its newest checkpoint), or without."""
-
-    num_prompts: int = 256
-    """Problems to try."""
-
-    num_samples: int = 4
-    """Samples of each problem at the temperature."""
-
-    temperature: float = 1.0
-    """Divides the logits; the greedy figure is always given too."""
-
-    top_p: float | None = None
-    """Draw from the smallest set of tokens with this much probability."""
-
-    max_tokens: int = 1024
-    """Longest sample."""
-
-    seed: int = 0
-    """Names the random numbers of the samples, and the problems of a procedural task."""
-
-    right_from: float = 1.0
-    """A sample counts as right when its reward is at least this."""
-
-    model: ModelConfig = ModelConfig()
-    task: TaskConfig = TaskConfig()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PlanOptions:
-    gpu_gb: float
-    """Memory of the GPU, in 1e9 bytes."""
-
-    prompt_tokens: int = 256
-    """Length of each prompt."""
-
-    run: Annotated[RunConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=RunConfig)
-    """The run, as `qerl train` takes it."""
-
-    def __post_init__(self):
-        if self.gpu_gb <= 0:
-            raise UserError(f"gpu_gb must be positive, got {self.gpu_gb}")
-        _check_counts(prompt_tokens=(self.prompt_tokens,))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizeOptions:
-    model: tyro.conf.Positional[str]
-    """A folder with safetensors, a .gguf file, a hub id, or smollm2-135m-instruct."""
-
-    out: tyro.conf.Positional[Path]
-    """The folder to write."""
-
-    format: Literal["nvfp4", "mxfp4"] = "nvfp4"
-    """The weights' format."""
-
-    scales: Literal["plain", "mse"] = "plain"
-    """Block scales. plain: the largest weight of a block on the largest code. mse: those of a few with the
-    least squared error."""
-
-    calibrate: Literal["none", "awq"] = "none"
-    """awq: before that, channels with large inputs are scaled up, and the norm or the linear before them
-    down; needs --data."""
-
-    data: Path | None = None
-    """The text that inputs are measured on: a UTF-8 file."""
-
-    sequences: int = 256
-    """Most sequences of it."""
-
-    sequence_tokens: int = 2048
-    """Tokens of each."""
-
-    def __post_init__(self):
-        _check_counts(sequences=(self.sequences,), sequence_tokens=(self.sequence_tokens,))
-        if (self.calibrate == "none") != (self.data is None):
-            raise UserError("quantize: --calibrate awq and --data TEXT need each other")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExportOptions:
-    run: tyro.conf.Positional[Path]
-    """A folder that `qerl train` wrote."""
-
-    out: tyro.conf.Positional[Path]
-    """The folder to write."""
-
-    form: Annotated[Literal["peft", "merged", "nvfp4", "gguf-ready"], tyro.conf.arg(name="as")] = "peft"
-    """The adapter, the merged model, or the merged model in 4 bits; gguf-ready is merged."""
-
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """What a merged model is rounded to."""
-
-    calibration_tokens: int = 8192
-    """Tokens of the run's prompts and samples, newest first, that nvfp4 is fitted to."""
-
-    def __post_init__(self):
-        _check_counts(calibration_tokens=(self.calibration_tokens,))
-        if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready"):
-            raise UserError(f"dtype {self.dtype} is for --as merged, not for {self.form}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReportOptions:
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders that `qerl train` wrote."""
-
-    out: Path | None = None
-    """The page; by default report.html in the first run's folder."""
-
-
-STUDY_NAMES = ("entropy", "growth", "noise", "rank", "methods")
-"""Of study/catalog.py, which takes seconds to import."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StudyOptions:
-    out: Path = Path("studies")
-    """Results and page go to OUT/NAME; what is there already is not run again."""
-
-    seeds: int = 5
-    """Seeds of each arm, from 0 on."""
-
-    workers: int = 1
-    """Runs side by side, each in a process of its own; on a GPU each takes its share of the memory."""
-
-    arms: tuple[str, ...] = ()
-    """These only, and the baseline; empty: all. A later call runs the rest."""
-
-    tasks: tuple[str, ...] = ()
-    """These only; empty: all."""
-
-    def __post_init__(self):
-        _check_counts(seeds=(self.seeds,), workers=(self.workers,))
+from qerl.options.check import check_counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +35,7 @@ class BenchLinearOptions:
     """Measure files that differ from the commit; the rows say so."""
 
     def __post_init__(self):
-        _check_counts(batches=self.batches, runs=(self.runs,))
+        check_counts(batches=self.batches, runs=(self.runs,))
         _check_ranks(self.lora_ranks)
 
 
@@ -222,7 +82,7 @@ class BenchDecodeOptions:
 
     def __post_init__(self):
         lengths = {"prompt_tokens": (self.prompt_tokens,), "max_tokens": (self.max_tokens,)}
-        _check_counts(batches=self.batches, runs=(self.runs,), group_size=(self.group_size,), **lengths)
+        check_counts(batches=self.batches, runs=(self.runs,), group_size=(self.group_size,), **lengths)
         _check_ranks(self.lora_ranks)
         if min(self.noise_sigmas, default=0.0) < 0:
             raise UserError(f"noise_sigmas must not be negative, got {min(self.noise_sigmas)}")
@@ -265,7 +125,7 @@ class BenchLearnOptions:
 
     def __post_init__(self):
         counts = {"runs": (self.runs,), "micro_batches": self.micro_batches}
-        _check_counts(tokens=(self.tokens,), sequence_tokens=(self.sequence_tokens,), **counts)
+        check_counts(tokens=(self.tokens,), sequence_tokens=(self.sequence_tokens,), **counts)
         _check_adapter(self.lora_rank)
         for name, count in (("micro_batches", max(self.micro_batches, default=1)), ("sequences", 1)):
             if self.tokens % (count * self.sequence_tokens):
@@ -334,7 +194,7 @@ class BenchStepOptions:
     def __post_init__(self):
         lengths = {"prompt_tokens": (self.prompt_tokens,), "max_tokens": (self.max_tokens,)}
         counts = {"batches": self.batches, "micro_tokens": (self.micro_tokens,), "steps": (self.steps,)}
-        _check_counts(**lengths, **counts)
+        check_counts(**lengths, **counts)
         _check_adapter(self.lora_rank)
         for name, gb in (("kv_gb", self.kv_gb), ("cap_gb", self.cap_gb)):
             if gb is not None and gb <= 0:
@@ -396,16 +256,10 @@ class BenchParityOptions:
 
     def __post_init__(self):
         lengths = {"prompt_tokens": (self.prompt_tokens,), "max_tokens": (self.max_tokens,)}
-        _check_counts(batch=(self.batch,), **lengths)
+        check_counts(batch=(self.batch,), **lengths)
         _check_adapter(self.lora_rank)
         if min(self.entropies, default=1.0) <= 0:
             raise UserError(f"entropies must be positive, got {min(self.entropies)}")
-
-
-def _check_counts(**values: tuple[int, ...]) -> None:
-    for name, each in values.items():
-        if min(each, default=1) < 1:
-            raise UserError(f"{name} must be positive, got {min(each)}")
 
 
 def _check_ranks(ranks: tuple[int, ...]) -> None:

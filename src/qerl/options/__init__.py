@@ -1,0 +1,37 @@
+"""What the commands other than train can be told."""
+
+from qerl.options.bench import (
+    BenchDecodeOptions,
+    BenchLearnOptions,
+    BenchLinearOptions,
+    BenchParityOptions,
+    BenchStepOptions,
+    memory_options,
+)
+from qerl.options.commands import (
+    STUDY_NAMES,
+    EvalOptions,
+    ExportOptions,
+    PlanOptions,
+    QuantizeOptions,
+    ReportOptions,
+    StudyOptions,
+    paper_sampling,
+)
+
+__all__ = [
+    "STUDY_NAMES",
+    "BenchDecodeOptions",
+    "BenchLearnOptions",
+    "BenchLinearOptions",
+    "BenchParityOptions",
+    "BenchStepOptions",
+    "EvalOptions",
+    "ExportOptions",
+    "PlanOptions",
+    "QuantizeOptions",
+    "ReportOptions",
+    "StudyOptions",
+    "memory_options",
+    "paper_sampling",
+]

@@ -1,0 +1,137 @@
+r"""The final answer in a text, and one spelling for it.
+
+    final_answers   what a completion may mean by its answer, best first:
+                    <answer>...</answer>   \boxed{...}   after "answer is" or "Answer:"   the last $...$
+                    the whole text, and where it is prose the last number in it
+    gold_answer     the reference: what follows ####, or is boxed, or all of it
+    plain           one spelling for \text{..}, \left, LaTeX's spaces, \dfrac, \tfrac12, unicode, sqrt(2), ...
+
+The last of several counts. A tag or a box that is opened and not closed was cut off: it holds no answer.
+"""
+
+import re
+
+_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_SAID = re.compile(
+    r"(?:\b(?:answer|option|choice)\s+is|\banswer\b\s*\**\s*:)\s*:?\s*\**\s*([^\n]*)", re.IGNORECASE
+)
+_ASIDE = re.compile(r",? (?:not|rather than|instead of|since|because|which)\b.*")
+_MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])-\s?)?{_UNSIGNED}(?:\s*/\s*{_UNSIGNED})?")
+_FUNCTIONS = ("sqrt", "pi", "sin", "cos", "tan", "log", "ln", "exp", "infinity", "inf", "det", "max", "min")
+
+_COMMANDS = ("text", "textbf", "textit", "textrm", "mathrm", "mathbf", "mathit", "mbox", "operatorname")
+_TEXT = re.compile(rf"\\(?:{'|'.join(_COMMANDS)})\s*\{{([^{{}}]*)\}}")
+_WORDS = {"zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
+_WORDS |= {"nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
+_UNICODE = {
+    "\N{MINUS SIGN}": "-",
+    "\N{EN DASH}": "-",
+    "\N{MULTIPLICATION SIGN}": r"\times ",
+    "\N{MIDDLE DOT}": r"\cdot ",
+    "\N{GREEK SMALL LETTER PI}": r"\pi ",
+    "\N{INFINITY}": r"\infty ",
+    "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+    "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+    "\N{PLUS-MINUS SIGN}": r"\pm ",
+    "\N{UNION}": r"\cup ",
+    "\N{ELEMENT OF}": r"\in ",
+    "\N{DEGREE SIGN}": r"^\circ ",
+    "\N{EURO SIGN}": " euro ",
+    "\N{NO-BREAK SPACE}": " ",
+    "\N{EMPTY SET}": r"\emptyset ",
+}
+_SPELLINGS = [
+    (r"\\(?:left|right|displaystyle|bigl?|bigr?|Bigl?|Bigr?)(?![a-zA-Z])\.?", ""),
+    (r"(?<=\d)(?:\\[,!]|\{,\}\\?!?|,\\!)\s*(?=\d{3}(?!\d))", ","),
+    (r"(?<!\\)\\[,;:!> ]|~|\\q?quad", " "),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+    (r"\\frac(\{(?:[^{}]|\{[^{}]*\})*\})\s*(\w)", r"\\frac\1{\2}"),
+    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+    ("\N{SQUARE ROOT}" + r"\s*\(?(\w+)\)?", r"\\sqrt{\1}"),
+    (r"(?<!\\)\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<!\\)\b(pi|sin|cos|tan|cot|ln|log)\b", r"\\\1"),
+    (r"(?i)(?<=\d) ?([ap])\.? ?m\b\.?", r" \1m"),
+    (r"(?i)\bsq\.", "sq"),
+    (r"(?i)^(yes|no)\b[,.;].*", r"\1"),
+    (r"(?<=\d) thousand\b", r" \\cdot 10^{3}"),
+    (r"(?<=\d) million\b", r" \\cdot 10^{6}"),
+    (r"(?<=\d) billion\b", r" \\cdot 10^{9}"),
+    (r"(?<!\\)\binf(?:ini)?ty\b|(?<!\\)\binfinity\b", r"\\infty"),
+    (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|\\degree", r"^\\circ"),
+    (r"\\(?:leqslant|leq)(?![a-z])|<=", r"\\le "),
+    (r"\\(?:geqslant|geq)(?![a-z])|>=", r"\\ge "),
+    (r"\\lt(?![a-z])", "<"),
+    (r"\\gt(?![a-z])", ">"),
+    (r"\\cdot(?![a-z])|\\times(?![a-z])|(?<!\*)\*(?!\*)", r" \\cdot "),
+    (r"\*\*", "^"),
+    (r"\\varnothing", r"\\emptyset"),
+    (r"\\%", "%"),
+    (r"\\\$", "$"),
+    (r"\s+", " "),
+]
+_PATTERNS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLINGS]
+
+
+def final_answers(text: str) -> list[str]:
+    """What the text may give as its answer, best first; empty where it gives none."""
+    tagged = list(_TAG.finditer(text))
+    if tagged:
+        return final_answers(tagged[-1][1]) if tagged[-1][0].endswith("</answer>") else []
+    if _BOX.search(text):
+        boxed = last_boxed(text)
+        return [boxed] if boxed else []
+    said = _SAID.findall(text)
+    if said and said[-1].strip(" .*"):
+        text = _ASIDE.sub("", said[-1])
+    inside = _MATH.findall(text)
+    if inside:
+        return [next(part for part in inside[-1] if part)]
+    whole = text.strip().strip("*").strip()
+    if not _is_prose(whole):
+        return [whole] if whole else []
+    numbers = _NUMBER.findall(whole.replace("\N{MINUS SIGN}", "-"))
+    return [whole, numbers[-1]] if numbers else [whole]
+
+
+def gold_answer(text: str) -> str:
+    """The reference answer: the data sets write it bare, after ####, or in a solution's box."""
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    return (last_boxed(text) or "" if _BOX.search(text) else text).strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{...} holds, braces matched; None if it is never closed."""
+    start = [match.end() for match in _BOX.finditer(text)][-1]
+    depth = 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
+        if depth == 0:
+            return text[start:end].strip()
+    return None
+
+
+def _is_prose(text: str) -> bool:
+    """Whether a word comes before the first number; a function's name is no word."""
+    words = re.findall(r"(?<![\\{])\b[A-Za-z]{2,}", re.split(r"\d", text)[0])
+    return any(word not in _FUNCTIONS for word in words) and any(c.isdigit() for c in text)
+
+
+def plain(text: str) -> str:
+    r"""The same in one spelling: `\dfrac12\text{ cm}` becomes `\frac{1}{2} cm`."""
+    for character, spelling in _UNICODE.items():
+        text = text.replace(character, spelling)
+    text = text.strip()
+    if matched := _MATH.fullmatch(text):
+        text = next(part for part in matched.groups() if part)
+    while _TEXT.search(text):
+        text = _TEXT.sub(r" \1 ", text)
+    for pattern, spelling in _PATTERNS:
+        text = pattern.sub(spelling, text)
+    text = text.strip().rstrip(".,;").strip()
+    return str(_WORDS.get(text.casefold(), text))
