@@ -124,6 +124,7 @@ def _replay(decoder, rows):
 
 
 @COMPUTES
+@torch.no_grad()
 def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
     """Of a run cut in two, and of one computed token by token, in chunks of the same rows."""
     replay: Replay = _replay(policy(compute), rows=16)
@@ -198,7 +199,7 @@ def test_the_gradient_is_that_of_the_learners_own_kernels():
         learner.step(taught(groups_of(engine)))
         grads.append(found)
     for name, grad in grads[0].items():
-        assert torch.allclose(grads[1][name], grad, rtol=1e-3, atol=1e-6 * grad.abs().max().item()), name
+        assert torch.allclose(grads[1][name], grad, rtol=1e-3, atol=1e-5 * grad.abs().max().item()), name
         assert grad.abs().max() > 0
 
 

@@ -102,6 +102,7 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     assert gap(engine, groups) > 0
 
 
+@torch.no_grad()
 def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode():
     engine = engine_of(decoder_of(), exact=True, max_running=16, stop_token_ids=NEVER)
     groups_of(engine)

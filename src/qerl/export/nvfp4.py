@@ -33,7 +33,7 @@ def requantize(
 
     def run_layer(layer: Layer, h_TD: Tensor, angles: Angles, layer_index: int, attend: Attend) -> Tensor:
         def run() -> Tensor:
-            return layer(h_TD, angles, layer_index, attend)
+            return layer(h_TD.clone(), angles, layer_index, attend)  # it may write over its input
 
         for linears in _groups(layer):
             x_TK = _inputs(linears[0], run)

@@ -11,7 +11,6 @@ from qerl.recipes.methods import METHODS
 from qerl.recipes.paper import PAPER, big_math, dapo_math, demo, gsm8k, math, own
 
 __all__ = [
-    "MATH_TEMPLATE",
     "METHODS",
     "PAPER",
     "RECIPES",
