@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.remembered import remembered
 
 CASES = (  # N, K, H
     (28, 4, 128),
@@ -193,7 +194,7 @@ class DecodeAttention:
         gpu = torch.cuda.get_device_properties(device)
         self._num_sms = gpu.multi_processor_count
         self._shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
-        self._kernel = functools.lru_cache(maxsize=None)(self._compile)
+        self._kernel = remembered(self._compile)
 
     def _compile(self, shape: Shape):
         """The kernel, and how many CTAs run at once: they wait for one another, so there are no more."""

@@ -20,7 +20,6 @@ depend on M, the other rows or the tile that M chose: tests/kernels/test_head_sa
 """
 
 import dataclasses
-import functools
 import struct
 from importlib import resources
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.remembered import remembered
 
 if TYPE_CHECKING:
     from qerl.kernels.head_portable import PortableHeadSample
@@ -251,8 +251,8 @@ class HeadSample:
         self._partials = torch.empty(max_rows, -(-self._v // CHUNK), 4, device=device)
         self._ordered_MD = torch.empty(max_rows, self._d, dtype=torch.bfloat16, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        self._kernel = functools.lru_cache(maxsize=None)(self._compile)
-        self._finish_kernel = functools.lru_cache(maxsize=None)(self._compile_finish)
+        self._kernel = remembered(self._compile)
+        self._finish_kernel = remembered(self._compile_finish)
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """fp32 [M, V], not divided by a temperature: the very numbers that the draws use."""

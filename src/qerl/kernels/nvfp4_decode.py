@@ -26,7 +26,6 @@ test_nvfp4_decode.py).
 """
 
 import dataclasses
-import functools
 import struct
 from importlib import resources
 from pathlib import Path
@@ -36,6 +35,7 @@ from torch import Tensor
 
 from qerl.formats import e2m1
 from qerl.kernels.low_rank_plan import low_rank_plan
+from qerl.kernels.remembered import remembered
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
 MAX_TOKENS, MAX_LOW_RANK_ROWS = 256, 384  # of tokens, and of all a that read one x
@@ -222,8 +222,8 @@ class NVFP4Decode:
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
-        self._kernel = functools.lru_cache(maxsize=None)(self._compile)
-        self._plan = functools.lru_cache(maxsize=None)(self._planned)
+        self._kernel = remembered(self._compile)
+        self._plan = remembered(self._planned)
 
     def linear(
         self,

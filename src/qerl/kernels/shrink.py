@@ -15,13 +15,14 @@ kernels do; torch's do not.
 """
 
 import dataclasses
-import functools
 import struct
 from importlib import resources
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from qerl.kernels.remembered import remembered
 
 CASES = (
     (1, 896, 16),
@@ -90,7 +91,7 @@ class Shrink:
 
     def __init__(self, device: torch.device, cache_folder: Path):
         self._device, self._cache_folder = device, cache_folder
-        self._kernel = functools.lru_cache(maxsize=None)(self._compile)
+        self._kernel = remembered(self._compile)
 
     def embed(self, tokens_B: Tensor, table_VD: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Rows of the table [B, D] in fp32; tokens outside it, which empty rows may hold, are clamped."""
