@@ -1,45 +1,72 @@
-"""Study `methods`: losses, corrections, advantages and exploration at one budget."""
+"""Study `methods`: losses, corrections and exploration at one budget, each against the plainest of its kind.
 
+    losses        four updates a step, no noise                      against grpo
+    corrections   one update a step, the sampler noisy by schedule   against tis; tis against no_correction
+    exploration   the same with TIS, sigma by another rule or 0      against tis
+
+The arms are the recipes of docs/methods.md, over the study's own base.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from qerl.recipes import METHODS
 from qerl.study.ground import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
-from qerl.study.study import Arm, Study, with_fields
+from qerl.study.study import Arm, Fields, Study, with_fields
 from qerl.study.training import train_job
 
-METHODS: tuple[Arm, ...] = (
-    Arm(name="grpo", about="GRPO, truncated importance sampling"),
-    Arm(name="dapo", about="DAPO's loss: a mean over tokens", fields={"algo.loss": "dapo"}),
-    Arm(
-        name="dr_grpo",
-        about="Dr. GRPO: no division by length or deviation",
-        fields={"algo.loss": "dr_grpo", "algo.advantage": "mean"},
-    ),
-    Arm(name="rloo", about="leave-one-out advantages", fields={"algo.advantage": "leave_one_out"}),
-    Arm(
-        name="dynamic",
-        about="groups with unequal rewards only",
-        fields={"algo.loss": "dapo", "algo.dynamic_sampling": True, "algo.max_rounds": 3},
-    ),
-    Arm(name="aqn", about="GRPO with AQN, the fixed schedule", fields=AQN),
-)
-"""Study `methods`: all are compared with the first. To add one, add its arm: a claim follows by itself."""
+LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo")
+CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "geometric", "veto", "no_correction")
+RULES = ("aqn_kl", "aqn_entropy", "aqn_plappert")
+
+
+def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
+    """A recipe's arm: what these parts of its config change in the study's base."""
+    recipe, fields = METHODS[name], dict(noise)
+    config = recipe()
+    for part in parts:
+        base = getattr(BASE, part)
+        for field in dataclasses.fields(base):
+            value = getattr(getattr(config, part), field.name)
+            if value != getattr(base, field.name):
+                fields[f"{part}.{field.name}"] = value
+    if config.learn.updates_per_step != BASE.learn.updates_per_step:
+        fields["learn.updates_per_step"] = config.learn.updates_per_step
+    return Arm(name=name, about=(recipe.__doc__ or name).strip(), fields=fields)
 
 
 def methods() -> Study:
-    first = METHODS[0].name
+    updates: Fields = {"learn.updates_per_step": METHODS["grpo"]().learn.updates_per_step}
+    leave_one_out: Fields = {**updates, "algo.clip_high": 0.2, "algo.advantage": "leave_one_out"}
+    arms = (
+        *(_arm(name, {}) for name in LOSSES),
+        Arm(name="rloo", about="GRPO's loss, leave-one-out advantages.", fields=leave_one_out),
+        *(_arm(name, AQN) for name in CORRECTIONS),
+        *(_arm(name, {}, ("algo", "noise")) for name in RULES),
+        Arm(name="no_noise", about="TIS without noise.", fields={}),
+    )
+    pairs = [
+        *((name, "grpo") for name in (*LOSSES[1:], "rloo")),
+        *((name, "tis") for name in (*CORRECTIONS[1:-1], *RULES)),
+        ("tis", "no_correction"),
+        ("tis", "no_noise"),
+    ]
     return Study(
         name="methods",
-        question="Which loss, correction, advantage or exploration does best at one budget?",
+        question="Which loss, correction or exploration does best at one budget?",
         base=with_fields(BASE, {"learn.learning_rate": 3e-4}),
         tasks=TASKS,
-        arms=METHODS,
-        baseline=first,
+        arms=arms,
+        baseline="grpo",
         measure=train_job,
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
         claims=tuple(
-            claim(f"{arm.name} ends above {first}", arm.name, first, "accuracy_after") for arm in METHODS[1:]
+            claim(f"{arm} ends above {against}", arm, against, "accuracy_after") for arm, against in pairs
         ),
         remarks=(
             ONE_MODEL,
-            "One learning rate for all arms, 3e-4; steps are equal, samples are not where an arm draws more.",
+            "One learning rate for all arms, 3e-4. Steps are equal, updates and samples are not: the losses"
+            " make four updates a step, and dapo draws more samples where groups agree.",
         ),
     )
