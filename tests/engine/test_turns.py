@@ -22,20 +22,6 @@ def decoder():
     return decoder_of()
 
 
-@pytest.fixture
-def limited():
-    """Sets what this process may take beside what it holds."""
-
-    def limit(num_bytes):
-        gc.collect()
-        torch.cuda.empty_cache()
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
-
-    yield limit
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 def free_bytes():
     gc.collect()
     torch.cuda.synchronize()

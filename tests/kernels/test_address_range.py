@@ -23,20 +23,6 @@ def free_bytes():
     return torch.cuda.mem_get_info()[0]
 
 
-@pytest.fixture
-def limited():
-    """Sets what this process may take beside what it holds."""
-
-    def limit(num_bytes):
-        gc.collect()
-        torch.cuda.empty_cache()
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
-
-    yield limit
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 def test_memory_of_a_cpu_stays_with_what_is_in_it():
     assert not can_give_back(CPU)
     found = memory_on(CPU, 100)
