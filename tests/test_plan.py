@@ -224,6 +224,25 @@ def test_the_largest_fits_and_one_more_does_not():
     assert op.largest(SMALL, CONFIG, PROMPT, 1e6) == op.Largest(num_prompts=0, max_tokens=0, rank=0)
 
 
+@pytest.mark.parametrize(("model", "gpu_gb"), [("qwen2.5-7b", 24), ("qwen2.5-32b", 40), ("qwen2.5-72b", 80)])
+def test_what_it_says_would_fit_does(capsys, model, gpu_gb):
+    command(["plan", model, "--gpu-gb", str(gpu_gb)])
+    text = capsys.readouterr().out
+    assert "does not fit" in text
+    found = re.findall(r"^  (--.*?) +([\d.]+) GB$", text, flags=re.M)
+    assert found
+    for options, gb in found:
+        command(["plan", model, "--gpu-gb", str(gpu_gb), *options.split()])
+        assert re.search(rf"most at once +{gb} GB   fits into", capsys.readouterr().out), options
+    sets = [set(zip(*[iter(options.split())] * 2, strict=True)) for options, _ in found]
+    assert not any(one < other for one in sets for other in sets)
+
+
+def test_it_says_so_where_nothing_helps(capsys):
+    command(["plan", "qwen2.5-72b", "--gpu-gb", "24"])
+    assert "not even recomputation" in capsys.readouterr().out
+
+
 def test_the_command_prints_parts_that_add_up(capsys):
     options = ["--num-prompts", "8", "--sample.max-tokens", "2048", "--learn.recompute", "layer"]
     command(["plan", "qwen2.5-7b", "--gpu-gb", "80", *options])

@@ -68,6 +68,19 @@ The demo's task with one method each (docs/methods.md):
 qerl train RECIPE --help lists the fields with the recipe's values."""
 
 
+BENCH_USAGE = """\
+usage: qerl bench BENCHMARK [...]
+
+  decode   tokens/s of a rollout, wall clock with prefill
+  linear   the four products of a layer, beside other libraries'
+  learn    tokens/s of the learner, its MFU and peak memory
+  step     a whole step: sampling, learning, publishing
+  memory   the peaks of steps in a row
+  parity   how far the engine's logprobs are from the learner's
+
+Each takes --help. A row is printed and appended to bench/results for each case."""
+
+
 def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -117,10 +130,15 @@ _LONG = {"--model": "--model.path", "--task": "--task.name", "--reward": "--task
 """Short names of what a run of one's own is made of."""
 
 
+def _show_help(arguments: list[str], options: type, usage: str) -> None:
+    """Where it is asked for before what the command is about is named."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        tyro.cli(options, args=["--help"], prog=f"qerl {usage}")
+
+
 def evaluate(arguments: list[str]) -> None:
+    _show_help(arguments, EvalOptions, "eval MODEL_OR_RUN [SET ...]")
     named = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
-    if not named and arguments[:1] in (["-h"], ["--help"]):
-        tyro.cli(EvalOptions, args=["--help"], prog="qerl eval MODEL_OR_RUN [SET ...]")
     if not named:
         raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
     source, sets = named[0], dict(chosen(argument) for argument in named[1:])
@@ -148,6 +166,7 @@ def evaluate(arguments: list[str]) -> None:
 
 
 def plan(arguments: list[str]) -> None:
+    _show_help(arguments, PlanOptions, "plan MODEL")
     if not arguments or arguments[0].startswith("-"):
         raise UserError("plan needs a model or the name of a shape: qerl plan MODEL --gpu-gb GB")
     model = arguments[0]
@@ -188,6 +207,7 @@ def report(arguments: list[str]) -> None:
 
 
 def study(arguments: list[str]) -> None:
+    _show_help(arguments, StudyOptions, f"study {'|'.join(STUDY_NAMES)}")
     if not arguments or arguments[0].startswith("-"):
         raise UserError(f"study needs its name: qerl study NAME, one of {', '.join(STUDY_NAMES)}")
     name = _near(arguments[0], dict.fromkeys(STUDY_NAMES), "study")
@@ -201,6 +221,9 @@ def study(arguments: list[str]) -> None:
 
 
 def bench(arguments: list[str]) -> None:
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(BENCH_USAGE)
+        return
     if not arguments or arguments[0].startswith("-"):
         raise UserError(f"bench needs to know what to measure: qerl bench {' | '.join(BENCHES)}")
     name = _near(arguments[0], BENCHES, "benchmark")

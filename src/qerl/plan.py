@@ -24,7 +24,7 @@ shape on an H200, with the model, took 49.25 and 13.09 GB with recompute none an
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from qerl.config import RunConfig
 from qerl.engine.cache import FP8, page_bytes
@@ -257,8 +257,38 @@ def largest(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: f
     )
 
 
+def remedies(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
+    """What makes it fit, the fewest options first, none more than it takes, and the memory then taken."""
+    found: list[str] = []
+    sufficient: list[tuple[Any, ...]] = []
+    for options in _REMEDIES:
+        if any(set(fewer) <= set(options) for fewer in sufficient):
+            continue
+        changed = config
+        for part, name, value in options:
+            changed = dataclasses.replace(
+                changed, **{part: dataclasses.replace(getattr(changed, part), **{name: value})}
+            )
+        need = total(parts(a, changed, prompt_tokens))
+        if changed != config and need <= gpu_bytes:
+            set_to = " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
+            found.append(f"{set_to:64}{need / 1e9:8.2f} GB")
+            sufficient.append(options)
+    return found
+
+
+_LAYER, _OFFLOAD = ("learn", "recompute", "layer"), ("learn", "recompute", "offload")
+_SMALL, _BYTES = ("learn", "micro_tokens", 2048), ("engine", "kv", "fp8")
+_FEW = "engine", "max_running", 32
+_REMEDIES = (
+    *((one,) for one in (_LAYER, _OFFLOAD, _SMALL, _BYTES, _FEW)),
+    *((one, other) for one in (_LAYER, _OFFLOAD) for other in (_SMALL, _BYTES, _FEW)),
+    (_OFFLOAD, _SMALL, _BYTES, _FEW),
+)
+
+
 def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) -> str:
-    """A table of the parts, the total, and what fits."""
+    """A table of the parts, the total, and what fits, or what would make it fit."""
     a = architecture(model)
     if prompt_tokens + config.sample.max_tokens > a.max_positions:
         raise UserError(
@@ -266,22 +296,38 @@ def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) ->
             f" {prompt_tokens + config.sample.max_tokens}"
         )
     found = parts(a, config, prompt_tokens)
-    need, most = total(found), largest(a, config, prompt_tokens, gpu_gb * 1e9)
+    need, fits = total(found), total(found) <= gpu_gb * 1e9
     lines = [f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in found]
-    verdict = "fits" if need <= gpu_gb * 1e9 else "does not fit"
-    samples = most.num_prompts * config.num_samples
     return "\n".join(
         [
             f"{model} in {config.model.format}, {config.num_prompts * config.num_samples} samples of up to"
             f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_learns(config)}",
             "",
             *lines,
-            f"{'most at once':36}{need / 1e9:8.2f} GB   {verdict} into {gpu_gb:g} GB",
+            f"{'most at once':36}{need / 1e9:8.2f} GB"
+            f"   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB",
             "",
-            f"largest batch {samples} samples at once, or samples of {most.max_tokens} tokens,"
-            f"{f' or rank {most.rank},' if config.adapter.kind == 'lora' else ''} all else as it is",
+            *(_what_fits if fits else _what_would)(a, config, prompt_tokens, gpu_gb * 1e9),
         ]
     )
+
+
+def _what_fits(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
+    most = largest(a, config, prompt_tokens, gpu_bytes)
+    rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
+    return [
+        f"largest batch {most.num_prompts * config.num_samples} samples at once, or samples of"
+        f" {most.max_tokens} tokens,{rank} all else as it is"
+    ]
+
+
+def _what_would(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
+    found = remedies(a, config, prompt_tokens, gpu_bytes)
+    if not found:
+        return [
+            "not even recomputation, small micro-batches, an FP8 cache and few samples at once make it fit"
+        ]
+    return ["it fits with", *(f"  {line}" for line in found)]
 
 
 def _learns(config: RunConfig) -> str:
