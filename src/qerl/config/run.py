@@ -281,6 +281,9 @@ class RunConfig:
     max_mismatch: float | None = None
     """Stop when the mean absolute difference of the sampler's and the learner's logprobs exceeds this."""
 
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Where the metrics are shown beside the run's own files. Each needs the package of its name."""
+
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     task: TaskConfig = TaskConfig()
