@@ -73,6 +73,10 @@ class TaskConfig:
     system: str | None = None
     """The system message; None leaves it to the chat template."""
 
+    chat: Literal["all", "messages"] = "all"
+    """What a tokenizer's chat template is for. all: a text too, as a user message. messages: a text is given
+    to the model as it is, and rewards get texts."""
+
     prompt_column: str = "prompt"
     """A data set's column with the prompt: a string, or a list of messages."""
 
