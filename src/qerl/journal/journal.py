@@ -28,7 +28,7 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.journal.display import PanelDisplay, PlainDisplay
 from qerl.journal.logger import LOGGERS, check_loggers
-from qerl.journal.mirror import Mirror
+from qerl.journal.mirror import Mirror, num_sent
 from qerl.journal.provenance import changes, check_same_run, run_facts
 from qerl.journal.record import Lines, Lock, encode, finite, replace
 from qerl.memory import peak_bytes
@@ -203,6 +203,12 @@ class Journal:
     def finish(self, result: dict[str, Any]) -> None:
         replace(self._folder / "result.json", encode(result, indent=2))
         self._result = result
+
+    def catch_up(self) -> None:
+        """For a run that has ended: gives the loggers that lack steps of it the rest."""
+        self._result = self.result
+        self._loggers = tuple(n for n in self._loggers if num_sent(self._folder, n) < self._next_step)
+        self._mirror(self._next_step)
 
     def close(self) -> None:
         with ExitStack() as stack:  # each is closed even if another fails, the lock last

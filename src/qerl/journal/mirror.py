@@ -42,7 +42,7 @@ class Mirror:
         """first_step: the step that this process goes on with."""
         self.name, self._make, self._folder, self._config = name, make, folder, config
         self._first_step, self._retry_s, self._retry_at = first_step, retry_s, 0.0
-        self._state_path = folder / "loggers" / f"{name}.json"
+        self._state_path = _state_path(folder, name)
         self._logger: Logger | None = None
         self._next_step = self._position = 0
         self._is_failing = self._is_closing = False
@@ -68,7 +68,9 @@ class Mirror:
         """Waits for end() to be done, so long and no longer."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._notices.append(f"{self.name} has not taken all steps, metrics.jsonl has")
+            self._notices.append(
+                f"{self.name} has not taken all steps, metrics.jsonl has; the same command sends the rest"
+            )
 
     def _run(self) -> None:
         while True:
@@ -105,8 +107,7 @@ class Mirror:
             logger.finish(self._result)
 
     def _opened(self) -> Logger:
-        state = decode(self._state_path.read_bytes()) if self._state_path.exists() else None
-        run_id, num_sent = (state["run"], state["steps"]) if state else (None, 0)
+        run_id, num_sent = _state(self._state_path)
         first_step = min(num_sent, self._first_step) if self._make.takes_back else num_sent
         # Where this process has sent steps already, all of them belong to the run as it is.
         first_step = max(first_step, self._next_step)
@@ -144,6 +145,21 @@ class Mirror:
         if failed is not None:
             with suppress(Exception):
                 failed.finish(None)
+
+
+def num_sent(folder: Path, name: str) -> int:
+    """How many steps of the run the logger has."""
+    return _state(_state_path(folder, name))[1]
+
+
+def _state(path: Path) -> tuple[str | None, int]:
+    """The remote run's id, if there is one, and how many steps it has."""
+    state = decode(path.read_bytes()) if path.exists() else None
+    return (state["run"], state["steps"]) if state else (None, 0)
+
+
+def _state_path(folder: Path, name: str) -> Path:
+    return folder / "loggers" / f"{name}.json"
 
 
 def without_secrets(text: str) -> str:
