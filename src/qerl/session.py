@@ -42,6 +42,7 @@ def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> d
             journal.start(config)
             if journal.result is not None:
                 journal.notice(f"{folder} holds this run, finished; nothing is left to do")
+                journal.catch_up()
                 return journal.result
             with RewardPool(config.task, functions=rewards) as pool:
                 result = _Session(config, folder, journal, pool, stop).run()

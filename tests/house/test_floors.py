@@ -17,7 +17,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("loop", "evaluate", "report", "export", "sets"),
     ("policy", "exploration", "exam"),
     ("session", "measure", "plan", "bench"),
-    ("study",),
+    ("study", "trl"),
     ("cli",),
 )
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 24_000

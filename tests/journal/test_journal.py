@@ -250,8 +250,8 @@ def test_tensorboard_shows_each_step_once_after_going_on(tmp_path):
     with open_journal(tmp_path) as journal:
         journal.resume(2)
         take_steps(journal, 2, NUM_STEPS)
-        board = EventAccumulator(str(tmp_path / "tensorboard"))
-        board.Reload()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
     points = [(event.step, round(event.value, 6)) for event in board.Scalars("metric/reward")]
     assert points == [(step, step / 10) for step in range(NUM_STEPS)]
     assert "timing/rollout_s" in board.Tags()["scalars"]

@@ -73,6 +73,10 @@ class TaskConfig:
     system: str | None = None
     """The system message; None leaves it to the chat template."""
 
+    chat: Literal["all", "messages"] = "all"
+    """What a tokenizer's chat template is for. all: a text too, as a user message. messages: a text is given
+    to the model as it is, and rewards get texts."""
+
     prompt_column: str = "prompt"
     """A data set's column with the prompt: a string, or a list of messages."""
 
@@ -280,6 +284,9 @@ class RunConfig:
 
     max_mismatch: float | None = None
     """Stop when the mean absolute difference of the sampler's and the learner's logprobs exceeds this."""
+
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Where the metrics are shown beside the run's own files. Each needs the package of its name."""
 
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()

@@ -1,4 +1,4 @@
-"""The run's record: files that survive being killed, TensorBoard, and what the console shows."""
+"""The run's record: files that survive being killed, loggers, and what the console shows."""
 
 from qerl.journal.journal import Journal, StepLog
 from qerl.journal.metric import TIMING_KEYS, is_timing

@@ -3,7 +3,7 @@
     run.json        the resolved config, command, commit, versions, device; written first
     metrics.jsonl   a line a step: step, metrics, `<phase>_s`, step_s, tokens_per_s, memory_gb, wall_time
     samples.jsonl   a line a sample: step, prompt, text, reward, advantage
-    events.jsonl    notices              tensorboard/    the metrics again
+    events.jsonl    notices              loggers/, tensorboard/    the metrics again: mirror.py
     result.json     written last         .lock           held while a process writes here
 
 A step is on the disk when its block is left, or not at all: its samples first, then its line of metrics.
@@ -23,16 +23,18 @@ from typing import Any, Self
 
 import torch
 from rich.console import Console
-from torch.utils.tensorboard import SummaryWriter
 
 from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.journal.display import PanelDisplay, PlainDisplay
-from qerl.journal.metric import is_timing
+from qerl.journal.logger import LOGGERS, check_loggers
+from qerl.journal.mirror import Mirror, num_sent
 from qerl.journal.provenance import changes, check_same_run, run_facts
 from qerl.journal.record import Lines, Lock, encode, finite, replace
 from qerl.memory import peak_bytes
 from qerl.types import Group
+
+_CLOSING_S = 30.0  # what the loggers have to send the last steps
 
 
 class Stopwatch:
@@ -125,7 +127,9 @@ class Journal:
         self._next_step = 1 + max((record["step"] for record in self.steps()), default=-1)
         self._open_step: int | None = None
         self._answer_column = "answer"
-        self._board: SummaryWriter | None = None
+        self._loggers, self._shown_config = RunConfig().loggers, {}
+        self._mirrors: list[Mirror] = []
+        self._result: dict[str, Any] | None = None
         console = console or Console()
         is_panel = console.is_terminal and not console.is_dumb_terminal
         self._display = (PanelDisplay if is_panel else PlainDisplay)(console, num_steps, str(folder))
@@ -139,8 +143,10 @@ class Journal:
 
     def start(self, config: RunConfig) -> None:
         """Writes run.json; once a step is recorded, the config must agree but for `provenance.EXEMPT`."""
-        self._answer_column = config.task.answer_column
+        check_loggers(config.loggers)
+        self._answer_column, self._loggers = config.task.answer_column, config.loggers
         path, facts = self._folder / "run.json", finite(run_facts(config))
+        self._shown_config = facts["config"]
         if not self._next_step:
             replace(path, encode(facts, indent=2))
             return
@@ -196,12 +202,19 @@ class Journal:
 
     def finish(self, result: dict[str, Any]) -> None:
         replace(self._folder / "result.json", encode(result, indent=2))
+        self._result = result
+
+    def catch_up(self) -> None:
+        """For a run that has ended: gives the loggers that lack steps of it the rest."""
+        self._result = self.result
+        self._loggers = tuple(n for n in self._loggers if num_sent(self._folder, n) < self._next_step)
+        self._mirror(self._next_step)
 
     def close(self) -> None:
         with ExitStack() as stack:  # each is closed even if another fails, the lock last
-            for part in (self._lock, self._metrics, self._samples, self._events, self._board, self._display):
-                if part is not None:
-                    stack.callback(part.close)
+            for part in (self._lock, self._metrics, self._samples, self._events, self._display):
+                stack.callback(part.close)
+            stack.callback(self._close_mirrors)
 
     def __enter__(self) -> Self:
         return self
@@ -222,17 +235,32 @@ class Journal:
         if log.sample_records:
             self._samples.append(log.sample_records)
         self._metrics.append([{"step": log.step, **metrics}])
-        self._draw(log.step, metrics)
+        self._mirror(log.step)
         newest = log.sample_records[-1]["text"] if log.sample_records else None
         self._display.finished(log.step, metrics, newest)
 
-    def _draw(self, step: int, metrics: dict[str, float]) -> None:
-        if self._board is None:
-            # Scalars that a killed process wrote for this step and later ones are to be left out.
-            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step)
-        for key, value in metrics.items():
-            self._board.add_scalar(f"{'timing' if is_timing(key) else 'metric'}/{key}", value, step)
-        self._board.flush()
+    def _mirror(self, step: int) -> None:
+        if not self._mirrors:
+            self._mirrors = [
+                Mirror(name, LOGGERS[name], self._folder, self._shown_config, first_step=step)
+                for name in self._loggers
+            ]
+        for mirror in self._mirrors:
+            mirror.follow()
+        self._tell_of_mirrors()
+
+    def _close_mirrors(self) -> None:
+        for mirror in self._mirrors:
+            mirror.end(self._result)
+        deadline = time.monotonic() + _CLOSING_S
+        for mirror in self._mirrors:
+            mirror.join(max(0.0, deadline - time.monotonic()))
+        self._tell_of_mirrors()
+
+    def _tell_of_mirrors(self) -> None:
+        for mirror in self._mirrors:
+            for text in mirror.notices():
+                self.notice(text)
 
 
 def memory_gb() -> float:

@@ -16,9 +16,11 @@ import torch
 from qerl.config import RunConfig
 from qerl.errors import UserError
 
-# None of these moves a number of the run: where it lies, how often it is saved, how many processes grade it,
-# and when it gives up.
-EXEMPT = frozenset({"out", "checkpoint.every", "checkpoint.keep", "task.reward_workers", "max_mismatch"})
+# None of these moves a number of the run: where it lies and is shown, how often it is saved, how many
+# processes grade it, and when it gives up.
+EXEMPT = frozenset(
+    {"out", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers", "max_mismatch"}
+)
 _MOST_NAMED = 3
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
 

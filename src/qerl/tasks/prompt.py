@@ -4,8 +4,8 @@
 
 The template's braces name columns. `{question}` also stands for the prompt column's string, so that the
 default template is that string unchanged. A prompt column that holds messages is the conversation itself, and
-no template is applied. A tokenizer without a chat template gets the plain text, with the special tokens that
-the tokenizer puts around any text; the prompt then has messages only if the data set has.
+no template is applied. Without a chat template, or with task.chat messages, a text stays plain, with the
+special tokens that the tokenizer puts around any text; the prompt then has messages only if the data set has.
 """
 
 import json
@@ -28,6 +28,8 @@ class Renderer:
         self._rows, self._tokenizer = rows, tokenizer
         self._template, self._system = config.template, config.system
         self._holds_messages = _holds_messages(rows)
+        is_chat = config.chat == "all" or self._holds_messages
+        self._has_template = is_chat and bool(tokenizer.chat_template)
         for column in [] if self._holds_messages else self._template_columns(config):
             if (index := rows.first_empty(column)) is not None:
                 raise UserError(f"{rows.name}: row {index + 1} has no {column}")
@@ -67,21 +69,20 @@ class Renderer:
         """The prompt of a row, under the index it has in the task."""
         rows, row = self._rows, self._rows.get(row_index)
         content = row[rows.prompt_column] if rows.prompt_column else None
-        has_template = bool(self._tokenizer.chat_template)
         if self._holds_messages:
             messages = self._with_system(_checked(content, f"{rows.name}: row {row_index + 1}"))
         else:
             messages = self._with_system([{"role": "user", "content": self._filled(row, content)}])
-        if has_template:
+        if self._has_template:
             text = self._chat(messages)
         else:
             text = "\n\n".join(message["content"] for message in messages)
-        tokens_T = self._tokenizer(text, add_special_tokens=not has_template)["input_ids"]
+        tokens_T = self._tokenizer(text, add_special_tokens=not self._has_template)["input_ids"]
         return Prompt(
             index=index,
             text=text,
             tokens_T=list(tokens_T),
-            messages=messages if has_template or self._holds_messages else None,
+            messages=messages if self._has_template or self._holds_messages else None,
             columns={
                 name: value for name, value in row.items() if name != rows.prompt_column and _is_plain(value)
             },

@@ -1,0 +1,210 @@
+"""TRL's own documented reward functions, and what its config says, through the trainer of TRL's name."""
+
+import asyncio
+import dataclasses
+import json
+import re
+
+import peft
+import pytest
+from datasets import Dataset
+from safetensors.torch import load_file
+
+import tiny_run
+from qerl.config import AdapterConfig, RunConfig
+from qerl.errors import UserError
+from qerl.trl import GRPOConfig, GRPOTrainer
+
+
+# The reward functions of TRL's page on GRPO (huggingface.co/docs/trl/grpo_trainer, "Using a custom reward
+# function"), with the name completion_ids that its trainer passes.
+def reward_ids(completion_ids, **kwargs):
+    """Reward function that assigns higher scores to longer completions (in terms of token count)."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def reward_len(completions, **kwargs):
+    """Reward function that assigns higher scores to longer completions (in terms of character count)."""
+    return [float(len(completion)) for completion in completions]
+
+
+def format_reward_func(completions, **kwargs):
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    completion_contents = [completion[0]["content"] for completion in completions]
+    matches = [re.match(pattern, content) for content in completion_contents]
+    return [1.0 if match else 0.0 for match in matches]
+
+
+def ground_truth_func(completions, ground_truth, **kwargs):
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth, strict=True)]
+
+
+def math_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task, strict=True):
+        if t == "math":
+            assert prompt[-1]["role"] == "user"
+            rewards.append(1.0 if len(completion[0]["content"]) % 2 else -1.0)
+        else:
+            rewards.append(None)
+    return rewards
+
+
+async def async_reward_func(prompts, completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [1.0 if completion else 0.0 for completion in completions]
+
+
+PLAIN = [{"prompt": f"{i} + {i} =", "ground_truth": str(2 * i)} for i in range(12)]
+MESSAGES = [
+    {"prompt": [{"role": "user", "content": f"{i}?"}], "task": "math" if i % 2 else "code"} for i in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_run.write_model(tmp_path_factory.mktemp("model")))
+
+
+def arguments(out, **more):
+    given = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "max_steps": 2,
+    }
+    return GRPOConfig(output_dir=str(out), **given | {"bf16": False, "learning_rate": 1e-2} | more)
+
+
+def lines(out, name="samples"):
+    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_plain_prompt_is_given_as_it_is_and_rewards_get_texts(model, tmp_path):
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=[reward_ids, reward_len, ground_truth_func, async_reward_func],
+        args=arguments(tmp_path, reward_weights=[1.0, 0.5, 10.0, 100.0]),
+        train_dataset=Dataset.from_list(PLAIN),
+    )
+    result = trainer.train()
+    samples = lines(tmp_path)
+    assert len(samples) == 2 * 2 * 4 and result["run"] == str(tmp_path)
+    assert {sample["prompt"] for sample in samples} <= {row["prompt"] for row in PLAIN}
+    for sample in samples:
+        text = sample["text"]
+        assert sample["reward"] == sample["num_tokens"] + 0.5 * len(text) + 100.0 * bool(text)
+
+
+def test_a_conversation_is_one_and_a_function_that_gives_none_abstains(model, tmp_path):
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=[format_reward_func, math_reward_func],
+        args=arguments(tmp_path),
+        train_dataset=MESSAGES,
+    )
+    trainer.train()
+    samples = lines(tmp_path)
+    for sample in samples:
+        index = int(
+            re.fullmatch(r"<\|im_start\|>(\d+)\?<\|im_end\|><\|im_start\|>", sample["prompt"]).group(1)
+        )
+        expected = (1.0 if len(sample["text"]) % 2 else -1.0) if index % 2 else 0.0
+        assert sample["reward"] == expected
+    assert len(samples) == 16
+
+
+def test_one_function_a_lora_config_and_a_saved_adapter(model, tmp_path):
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward_len,
+        args=arguments(tmp_path / "run"),
+        train_dataset=PLAIN,
+        peft_config=peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        ),
+    )
+    first = trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    said = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["target_modules"]) == (4, 8.0, ["q_proj", "v_proj"])
+    tensors = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 2 * 2 and any(t.any() for name, t in tensors.items() if "lora_B" in name)
+    assert trainer.train() == first and len(lines(tmp_path / "run", "metrics")) == 2
+
+
+def config(args, rows=PLAIN, **more):
+    return GRPOTrainer("model", reward_len, args, rows, **more).config
+
+
+def test_the_config_says_here_what_it_says_there(tmp_path):
+    made = config(
+        GRPOConfig(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=6,
+            num_generations=8,
+            num_train_epochs=2,
+            warmup_steps=2,
+            lr_scheduler_type="constant_with_warmup",
+            beta=0.04,
+            epsilon=0.1,
+            scale_rewards=False,
+            loss_type="dr_grpo",
+            mask_truncated_completions=True,
+            top_p=0.9,
+            top_k=0,
+            report_to=["wandb", "trackio"],
+            gradient_checkpointing=True,
+        )
+    )
+    assert (made.num_prompts, made.num_samples, made.num_steps) == (3, 8, 8)
+    assert (made.learn.warmup_fraction, made.learn.schedule, made.learn.recompute) == (
+        0.25,
+        "constant",
+        "layer",
+    )
+    assert (made.learn.learning_rate, made.learn.betas, made.seed) == (1e-6, (0.9, 0.999), 42)
+    algo = made.algo
+    assert (algo.kl_coefficient, algo.clip_low, algo.clip_high, algo.advantage) == (0.04, 0.1, 0.1, "mean")
+    assert (algo.loss, algo.overlong) == ("dr_grpo", "mask")
+    assert (made.sample.top_p, made.sample.top_k, made.sample.max_tokens) == (0.9, None, 256)
+    assert made.loggers == ("wandb", "trackio") and made.noise.schedule == "none"
+
+
+def test_base_says_what_trl_has_no_word_for(tmp_path):
+    base = RunConfig(adapter=AdapterConfig(rank=7), max_mismatch=0.5)
+    made = config(GRPOConfig(str(tmp_path), max_steps=20), base=base)
+    assert (made.adapter.rank, made.max_mismatch, made.noise.schedule) == (7, 0.5, "exponential")
+
+
+def test_other_rows_are_another_run(tmp_path):
+    args = GRPOConfig(str(tmp_path), max_steps=1)
+    assert config(args).task.name == config(args, Dataset.from_list(PLAIN)).task.name
+    assert config(args).task.name != config(args, PLAIN[1:]).task.name
+
+
+def test_what_has_no_meaning_here_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match="use_liger_kernel"):
+        GRPOConfig(output_dir=str(tmp_path), use_liger_kernel=True)
+    plain = GRPOConfig(str(tmp_path), max_steps=1)
+    for field, value in (("lr_scheduler_type", "linear"), ("scale_rewards", "batch"), ("optim", "sgd")):
+        with pytest.raises(UserError, match=f"^{field} must be one of .*, got {value}$"):
+            config(dataclasses.replace(plain, **{field: value}))
+    with pytest.raises(UserError, match="must be a multiple of num_generations \\(3\\), got 8"):
+        config(dataclasses.replace(plain, num_generations=3))
+    for name, lora in (
+        ("use_dora", peft.LoraConfig(use_dora=True)),
+        ("lora_dropout", peft.LoraConfig(lora_dropout=0.1)),
+        ("target_modules", peft.LoraConfig(target_modules=".*_proj")),
+    ):
+        with pytest.raises(UserError, match=f"^peft_config.{name} must be"):
+            config(plain, peft_config=lora)
+    with pytest.raises(UserError, match="reward_funcs must be functions, got 'org/reward-model'"):
+        GRPOTrainer("model", "org/reward-model", plain, PLAIN)
+    with pytest.raises(UserError, match="model must be a folder or a hub id, got a dict"):
+        GRPOTrainer({}, reward_len, plain, PLAIN)
+    with pytest.raises(UserError, match="JSON"):
+        config(plain, [{"prompt": "a", "image": b"x"}])
