@@ -19,6 +19,7 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.answer import final_answers, gold_answer
+from qerl.tasks.code import code
 from qerl.tasks.equal import is_equal
 from qerl.tasks.rows import gym_dataset
 
@@ -123,7 +124,7 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-NEED_ANSWER = ("exact", "numeric", "math")
+NEED_ANSWER = ("exact", "numeric", "math", "code")
 """Those that read task.answer_column."""
 
 BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
@@ -132,4 +133,5 @@ BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
     "math": math,
     "tags": tags,
     "gym": gym,
+    "code": code,
 }
