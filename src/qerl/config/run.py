@@ -61,7 +61,7 @@ class CodeConfig:
     """Of the reward `code`."""
 
     credit: Literal["fraction", "all"] = "fraction"
-    """fraction: the share of tests that pass. all: 1 if every one passes, else 0; the first failure ends it."""
+    """fraction: the share of tests that pass. all: 1 if every one passes, else 0."""
 
     test_deadline_s: float = 4.0
     """A program that takes longer on one test is killed; all tests share 0.8 of task.reward_deadline_s."""

@@ -34,6 +34,9 @@ from qerl.journal.record import Lines, Lock, encode, finite, replace
 from qerl.memory import peak_bytes
 from qerl.types import Group
 
+MAX_ANSWER_CHARACTERS = 1000
+"""Kept of an answer beside each sample: the tests of a programming problem may be megabytes."""
+
 
 class Stopwatch:
     """Seconds by phase. Phases do not nest, so that they add up to no more than the whole."""
@@ -99,7 +102,7 @@ class StepLog:
 
     def _answer(self, columns: dict[str, Any]) -> str | None:
         value = columns.get(self._answer_column, columns.get("answer"))
-        return None if value is None else str(value)
+        return None if value is None else str(value)[:MAX_ANSWER_CHARACTERS]
 
 
 class Journal:

@@ -1,11 +1,11 @@
 """The tests of a row, in the forms that data sets have them.
 
-    asserts      ["assert f(2) == 4", ...], or one text of Python: asserts, test_ functions, or a check(candidate)
-                 for the function that the column entry_point names            MBPP, HumanEval, KodCode
-    input        {"inputs": ["2\\n"], "outputs": ["4\\n"]}                       APPS, TACO, CodeContests
-    function     {"fn_name": "f", "inputs": [[2]], "outputs": [4]}             the same
+    asserts      ["assert f(2) == 4", ...], or one text: asserts, test_ functions, or a check(candidate) for
+                 the function that the column entry_point names           MBPP, HumanEval, KodCode
+    input        {"inputs": ["2\\n"], "outputs": ["4\\n"]}                  APPS, TACO, CodeContests
+    function     {"fn_name": "f", "inputs": [[2]], "outputs": [4]}        the same
     cases        {"language": "python", "test_cases": [{"type": "stdin_stdout", "fn_name": None,
-                 "input": "2\\n", "output": "4\\n"}]}, or the list alone         verifiable-coding-problems, LiveCodeBench
+                 "input": "2\\n", "output": "4\\n"}]}, or the list     verifiable-coding-problems
 
 Any of them may be JSON in a string. What is printed is right if it has the words of what is expected, line by
 line. A value is right if it is equal, a tuple being a list and floats within 1e-6; as in APPS, the one item
@@ -36,13 +36,13 @@ class CallCase:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TestCase:
-    """TestCase(text="assert f(2) == 4")"""
+class AssertCase:
+    """AssertCase(text="assert f(2) == 4")"""
 
     text: str
 
 
-Case = InputCase | CallCase | TestCase
+Case = InputCase | CallCase | AssertCase
 
 
 def cases_of(tests: Any, entry_point: str | None = None) -> list[Case]:
@@ -57,7 +57,7 @@ def _cases(tests: Any, entry_point: str | None) -> list[Case]:
     if isinstance(tests, str):
         if tests.lstrip()[:1] in ("[", "{"):
             return _cases(json.loads(tests), entry_point)
-        return [TestCase(_checking(tests, entry_point))] if tests.strip() else []
+        return [AssertCase(_checking(tests, entry_point))] if tests.strip() else []
     if isinstance(tests, dict):
         if str(tests.get("language") or "python").lower() not in ("python", "python3"):
             raise ValueError(f"the row's tests are for {tests['language']}")
@@ -67,7 +67,7 @@ def _cases(tests: Any, entry_point: str | None) -> list[Case]:
         pairs = zip(given, expected, strict=True)
         return [_case({"fn_name": tests.get("fn_name"), "input": i, "output": o}) for i, o in pairs]
     if isinstance(tests, list):
-        return [TestCase(test) if isinstance(test, str) else _case(test) for test in tests]
+        return [AssertCase(test) if isinstance(test, str) else _case(test) for test in tests]
     return []
 
 

@@ -28,7 +28,7 @@ from qerl.tasks.code import confine, inmate
 
 _INMATE = Path(inmate.__file__)
 _FILE_BYTES = 1 << 20
-_VERDICT_BYTES = 16 << 20
+_VERDICT_BYTES = 1000
 
 
 class Unconfined(RuntimeError):
@@ -56,7 +56,9 @@ def probe(limits: Limits) -> bool:
         raise Unconfined(f"programs are confined on Linux only, this is {sys.platform}")
     with _started("call", {"text": "f = int", "function": "f", "given": []}, limits) as process:
         said = _read({process.verdict: _VERDICT_BYTES}, time.monotonic() + 60)
-        return _checked(said[process.verdict])[:1] == b"L"
+        if not (verdict := _checked(said[process.verdict])):
+            raise Unconfined(f"{sys.executable} ended before it was confined")
+        return verdict[:1] == b"L"
 
 
 def run_with_input(program: str, given: str, limits: Limits) -> str | None:
@@ -64,7 +66,7 @@ def run_with_input(program: str, given: str, limits: Limits) -> str | None:
     with _started("input", {"text": program}, limits, given=given) as process:
         assert process.popen.stdout is not None
         output = process.popen.stdout.fileno()
-        said = _read({output: limits.output_bytes, process.verdict: 1000}, end)
+        said = _read({output: limits.output_bytes, process.verdict: _VERDICT_BYTES}, end)
         _checked(said[process.verdict])
         if len(said[output]) > limits.output_bytes or _exit_code(process, end) != 0:
             return None
@@ -91,7 +93,7 @@ def run_test(program: str, test: str, limits: Limits) -> bool:
         ours = stack.enter_context(_started("judge", {"text": test}, limits, line=ends[1]))
         for end in ends:
             end.close()
-        said = _read({ours.verdict: 1000, theirs.verdict: 1000}, deadline)
+        said = _read({ours.verdict: _VERDICT_BYTES, theirs.verdict: _VERDICT_BYTES}, deadline)
         return _checked(said[ours.verdict])[1:] == b"passed" and bool(_checked(said[theirs.verdict]))
 
 
@@ -114,7 +116,7 @@ def _started(
         passed = [said, told, *([line.fileno()] if line else [])]
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(_INMATE), way, *map(str, (passed + [0])[:3])],
+                [sys.executable, "-I", "-B", str(_INMATE), way, *map(str, [*passed, 0][:3])],
                 stdin=stdin,
                 stdout=subprocess.PIPE if way == "input" else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -170,7 +172,7 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
 
 
 def _read(limits: dict[int, int], end: float) -> dict[int, bytes]:
-    """What came from each descriptor until all are closed, one has given more than its limit, or time is up."""
+    """What came from each descriptor until all are closed, one is over its limit, or time is up."""
     said = {descriptor: bytearray() for descriptor in limits}
     with selectors.DefaultSelector() as selector:
         for descriptor in limits:

@@ -9,8 +9,8 @@
 
 It runs in a bare `python -I` beside the sample, so it is one file that imports the standard library alone.
 seccomp needs no privilege and works inside a container, where namespaces often do not; the process that
-cannot have it raises OSError before the sample is read. A list of what is refused cannot know the system calls
-of later kernels: those above the last number listed here are refused too.
+cannot have it raises OSError before the sample is read. A list of what is refused cannot know the calls of
+later kernels: those above the last number listed here are refused too.
 """
 
 import ctypes
@@ -29,10 +29,59 @@ _MAX_SYSCALL = 470
 # Refused system calls; x86-64's numbers, then those of aarch64. From 424 on they are the same.
 _REFUSED = {
     "x86_64": (
-        *(41, 57, 58, 59, 322, 62, 200, 234, 129, 297, 101, 310, 311, 312),  # socket, fork, exec, kill, ptrace
-        *(90, 91, 268, 92, 93, 94, 260, 76, 132, 235, 261, 280, *range(188, 191), *range(197, 200)),  # chmod ...
+        *(
+            41,
+            57,
+            58,
+            59,
+            322,
+            62,
+            200,
+            234,
+            129,
+            297,
+            101,
+            310,
+            311,
+            312,
+        ),  # socket, fork, exec, kill, ptrace
+        *(
+            90,
+            91,
+            268,
+            92,
+            93,
+            94,
+            260,
+            76,
+            132,
+            235,
+            261,
+            280,
+            *range(188, 191),
+            *range(197, 200),
+        ),  # chmod ...
         *(165, 166, 155, 161, 272, 308, 321, 298, 323, 248, 249, 250),  # mount, unshare, bpf, keys
-        *(175, 313, 176, 246, 320, 169, 167, 168, 170, 171, 164, 227, 159, 305, 163, 179, 303, 304),  # modules ...
+        *(
+            175,
+            313,
+            176,
+            246,
+            320,
+            169,
+            167,
+            168,
+            170,
+            171,
+            164,
+            227,
+            159,
+            305,
+            163,
+            179,
+            303,
+            304,
+        ),  # modules ...
         *(29, 30, 64, 68, 240, 319, 141, 203, 144, 314, 142, 251, 256, 279, 112, 109),  # shm, memfd, priority
     ),
     "aarch64": (
@@ -67,6 +116,7 @@ def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int) -> b
     if os.geteuid() == 0:
         _leave_root(keeps_reading=has_landlock)
     _prctl(38, 1, 0)  # no new privileges
+    _prctl(4, 0, 0)  # not dumpable: its memory is closed to others of its user
     _prctl(_PR_SET_PDEATHSIG, 9, 0)  # after leaving root, which would undo it
     if os.getppid() != parent:
         raise OSError("the parent is gone")
@@ -110,7 +160,7 @@ def _landlock_version() -> int:
 
 
 def _landlock(folder: str) -> None:
-    """Rights by bit: 0 execute, 1 write, 2 read a file, 3 list, 4 to 12 remove and make, 13 move, 14 cut off."""
+    """Rights by bit: 0 execute, 1 write, 2 read a file, 3 list, 4 to 12 remove and make, 13 move, 14 cut."""
     version = _landlock_version()
     handled = (1 << 13) - 1 | (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
     ruleset = _checked(_LIBC.syscall(444, struct.pack("=Q", handled), 8, 0), "landlock_create_ruleset")
@@ -162,9 +212,21 @@ def _program(machine: str) -> list[bytes]:
     steps += [jump(equal, _CLONE3, 0, 1), unknown]  # its flags cannot be seen; libc then takes clone
     for refused in (*_REFUSED[machine], *_REFUSED_ON_ALL):
         steps += [jump(equal, refused, 0, 1), refuse]
-    steps += [jump(equal, _CLONE[machine], 0, 4), argument, jump(has_bits, _CLONE_THREAD, 0, 1), allow, refuse]
+    steps += [
+        jump(equal, _CLONE[machine], 0, 4),
+        argument,
+        jump(has_bits, _CLONE_THREAD, 0, 1),
+        allow,
+        refuse,
+    ]
     steps += [jump(equal, _PRLIMIT[machine], 0, 4), argument, jump(equal, 0, 0, 1), allow, refuse]
-    steps += [jump(equal, _PRCTL[machine], 0, 4), argument, jump(equal, _PR_SET_PDEATHSIG, 0, 1), refuse, allow]
+    steps += [
+        jump(equal, _PRCTL[machine], 0, 4),
+        argument,
+        jump(equal, _PR_SET_PDEATHSIG, 0, 1),
+        refuse,
+        allow,
+    ]
     for call, commands in ((_FCNTL[machine], _OWNERS["fcntl"]), (_IOCTL[machine], _OWNERS["ioctl"])):
         steps += [jump(equal, call, 0, 5), command]
         steps += [jump(equal, commands[0], 1, 0), jump(equal, commands[1], 0, 1), refuse, allow]

@@ -27,9 +27,9 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.code.case import (
+    AssertCase,
     Case,
     InputCase,
-    TestCase,
     cases_of,
     is_right_output,
     is_right_value,
@@ -91,7 +91,7 @@ def passes(program: str, case: Case, limits: Limits, end: float) -> bool:
     if isinstance(case, InputCase):
         printed = run_with_input(program, case.given, limits)
         return printed is not None and is_right_output(printed, case.expected)
-    if isinstance(case, TestCase):
+    if isinstance(case, AssertCase):
         return run_test(program, case.text, limits)
     value = run_call(program, case.function, case.given, limits)
     return value is not None and is_right_value(value[0], case.expected)

@@ -154,8 +154,9 @@ class _Line:
         answer = self._received()
         if "error" in answer:
             kind = getattr(builtins, str(answer["error"]), None)
-            is_kind = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_kind else RuntimeError)(f"the program raised {answer['error']}")
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            raise kind(f"the program raised {answer['error']}")
         far = lambda held: Far(self, held)  # noqa: E731
         if do == "call":
             _write_back(given[0], decode(answer["given"], far))
@@ -245,7 +246,11 @@ def _judge(test: str, stream: Any) -> None:
     for name in (asked & sys.stdlib_module_names) - names.keys():
         names[name] = importlib.import_module(name)
     solution = types.ModuleType("solution")
-    solution.__getattr__ = lambda name: line.ask(0, "name", name)
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "solution"
+    ]
+    imported = {alias.name for node in imports for alias in node.names}
+    vars(solution).update({name: line.ask(0, "name", name) for name in line.names if name in imported})
     sys.modules["solution"] = solution
     exec(compile(tree, "test.py", "exec"), names)
     for name, function in list(names.items()):
@@ -254,11 +259,11 @@ def _judge(test: str, stream: Any) -> None:
 
 
 def main() -> None:
-    """argv: the way, then descriptors of verdict, order (a JSON of text, limits and more) and socket, 0 for none."""
+    """argv: the way, and descriptors of verdict, order (JSON of text, limits and more) and socket, or 0."""
     way, (verdict, order, line) = sys.argv[1], map(int, sys.argv[2:5])
     try:
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-        from confine import confine  # pyright: ignore[reportMissingImports]
+        from confine import confine
 
         del sys.path[0]
         with os.fdopen(order, encoding="utf-8") as file:
