@@ -104,7 +104,7 @@ def test_the_deadline_of_all_tests_is_kept_and_the_sample_has_a_reward():
     config = dataclasses.replace(TASK, reward_deadline_s=2.0)
     tests = {"inputs": [""] * 10, "outputs": ["1"] * 10}
     prompt = Prompt(index=0, text="", tokens_T=[1], messages=None, columns={"tests": tests})
-    texts = ["while True: pass", "print(1)", "import os\nwhile True: os.fork()"]
+    texts = ["while True: pass", "print(1)", "import os\nfor _ in range(5): os.fork()"]
     samples = [Sample(tokens_T=[1], logprobs_T=[0.0], text=text, finish="stop", version=0) for text in texts]
     begin = time.monotonic()
     with RewardPool(config) as pool:
