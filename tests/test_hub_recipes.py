@@ -45,6 +45,31 @@ MATH = [
     for i in range(8)
 ]
 GSM8K = [{"question": f"What is {i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(8)]
+CODE = [
+    {
+        "source": "apps",
+        "task_type": "verifiable_code",
+        "in_source_id": str(i),
+        "problem_statement": f"Read an integer and print {i} times it. The input will be stdin.",
+        "gold_standard_solution": f"```python\nprint({i} * int(input()))\n```",
+        "problem_id": f"vfc_{i}",
+        "metadata": {
+            "difficulty": "introductory",
+            "memory_limit": None,
+            "memory_limit_bytes": None,
+            "problem_url": None,
+            "time_limit": None,
+        },
+        "verification_info": {
+            "language": "python",
+            "test_cases": [
+                {"fn_name": None, "input": f"{n}\n", "output": f"{i * n}\n", "type": "stdin_stdout"}
+                for n in (1, 2)
+            ],
+        },
+    }
+    for i in range(2, 10)
+]
 HUB = {
     ("openai/gsm8k", "main", "train"): GSM8K[:6],
     ("openai/gsm8k", "main", "test"): GSM8K[6:],
@@ -52,6 +77,7 @@ HUB = {
     ("open-r1/DAPO-Math-17k-Processed", "en", "train"): DAPO,
     ("DigitalLearningGmbH/MATH-lighteval", None, "train"): MATH[:6],
     ("DigitalLearningGmbH/MATH-lighteval", None, "test"): MATH[6:],
+    ("open-r1/verifiable-coding-problems-python", None, "train"): CODE,
 }
 NAMES = ("gsm8k", "big_math", "dapo_math", "math")
 
@@ -110,7 +136,21 @@ def test_a_right_answer_in_the_asked_for_form_earns_all_and_another_little(name,
     assert rewards == [pytest.approx(1.1), pytest.approx(1.0), pytest.approx(0.1)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_a_program_that_passes_earns_all(model):
+    from qerl.model.tokenizer import load_tokenizer
+
+    task = dataclasses.replace(RECIPES["code"]().task, num_held_out=2, reward_workers=1)
+    built = build_task(task, load_tokenizer(str(model)), seed=0, max_prompt_tokens=1000)
+    prompt = built.train_prompts(0, 1)[0]
+    assert "```python" in prompt.text and "print" in prompt.text
+    gold = str(prompt.columns["gold_standard_solution"])
+    texts = [f"So:\n{gold}\n", "```python\nprint(2)\n```", "I do not know."]
+    samples = [Sample(tokens_T=[1], logprobs_T=[0.0], text=text, finish="stop", version=0) for text in texts]
+    with RewardPool(task) as pool:
+        assert pool.score([Group(prompt=prompt, samples_G=samples)]) == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", (*NAMES, "code"))
 def test_the_recipe_trains(name, model, tmp_path):
     result = train(small(name, model, tmp_path / "run"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

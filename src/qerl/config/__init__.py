@@ -9,6 +9,7 @@ from qerl.config.noise import ControlConfig, NoiseConfig
 from qerl.config.run import (
     AdapterConfig,
     CheckpointConfig,
+    CodeConfig,
     EngineConfig,
     EvalConfig,
     LearnConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "AdapterConfig",
     "AlgoConfig",
     "CheckpointConfig",
+    "CodeConfig",
     "ControlConfig",
     "EngineConfig",
     "EvalConfig",

@@ -57,6 +57,28 @@ class AdapterConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CodeConfig:
+    """Of the reward `code`."""
+
+    credit: Literal["fraction", "all"] = "fraction"
+    """fraction: the share of tests that pass. all: 1 if every one passes, else 0."""
+
+    test_deadline_s: float = 4.0
+    """A program that takes longer on one test is killed; all tests share 0.8 of task.reward_deadline_s."""
+
+    memory_mb: int = 1024
+    """Address space of a program, MiB."""
+
+    max_tests: int = 16
+    """Of a row's tests, the first ones are run."""
+
+    def __post_init__(self):
+        for name in ("test_deadline_s", "memory_mb", "max_tests"):
+            value = getattr(self, name)
+            require(value > 0, f"task.code.{name} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
     name: str = "reasoning-gym"
     """reasoning-gym, gsm8k, a .jsonl, .json, .parquet or .csv file, or a hub data set's id."""
@@ -96,7 +118,7 @@ class TaskConfig:
     """How many rows are kept from learning, for evaluation."""
 
     rewards: tuple[str, ...] = ("numeric",)
-    """Built-in names (exact, numeric, math, tags, gym), or module:function, or file.py:function."""
+    """Built-in names (exact, numeric, math, tags, gym, code), or module:function, or file.py:function."""
 
     reward_weights: tuple[float, ...] = ()
     """One for each reward; empty means 1 each."""
@@ -106,6 +128,9 @@ class TaskConfig:
 
     reward_workers: int = 2
     """Processes that run rewards."""
+
+    code: CodeConfig = CodeConfig()
+    """For the reward `code`, which runs a sample's Python against the tests in answer_column."""
 
     def __post_init__(self):
         require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")

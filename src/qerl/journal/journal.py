@@ -35,6 +35,8 @@ from qerl.memory import peak_bytes
 from qerl.types import Group
 
 _CLOSING_S = 30.0  # what the loggers have to send the last steps
+MAX_ANSWER_CHARACTERS = 1000
+"""Kept of an answer beside each sample: the tests of a programming problem may be megabytes."""
 
 
 class Stopwatch:
@@ -101,7 +103,7 @@ class StepLog:
 
     def _answer(self, columns: dict[str, Any]) -> str | None:
         value = columns.get(self._answer_column, columns.get("answer"))
-        return None if value is None else str(value)
+        return None if value is None else str(value)[:MAX_ANSWER_CHARACTERS]
 
 
 class Journal:

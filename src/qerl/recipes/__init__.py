@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from qerl.config import RunConfig
 from qerl.recipes.methods import METHODS
-from qerl.recipes.paper import PAPER, big_math, dapo_math, demo, gsm8k, math, own
+from qerl.recipes.paper import PAPER, big_math, code, dapo_math, demo, gsm8k, math, own
 
 __all__ = [
     "METHODS",
     "PAPER",
     "RECIPES",
     "big_math",
+    "code",
     "dapo_math",
     "demo",
     "gsm8k",

@@ -5,9 +5,10 @@
     math      the final answer is the same mathematics: \\frac{1}{2} = 0.5, (x-1)(x+1) = x^2-1 (equal.py)
     tags      <think>...</think><answer>...</answer>, each once, in this order, and nothing around them
     gym       the score of the reasoning-gym task itself, for what is inside <answer></answer> or for all
+    code      the sample's Python passes the tests that the answer column holds (code/)
 
-Each gives 1 or 0, gym anything between. They have TRL's form, and so stand where a user's function would.
-A row without a usable answer is an error: it would teach that every sample is wrong.
+Each gives 1 or 0, gym and code anything between. They have TRL's form, and so stand where a user's function
+would. A row without a usable answer is an error: it would teach that every sample is wrong.
 """
 
 import re
@@ -19,6 +20,7 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.answer import final_answers, gold_answer
+from qerl.tasks.code import code
 from qerl.tasks.equal import is_equal
 from qerl.tasks.rows import gym_dataset
 
@@ -123,7 +125,7 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-NEED_ANSWER = ("exact", "numeric", "math")
+NEED_ANSWER = ("exact", "numeric", "math", "code")
 """Those that read task.answer_column."""
 
 BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
@@ -132,4 +134,5 @@ BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
     "math": math,
     "tags": tags,
     "gym": gym,
+    "code": code,
 }

@@ -1,0 +1,179 @@
+"""The reward `code`: right and wrong programs, forms of tests, and programs that claim to be right."""
+
+import dataclasses
+import json
+import logging
+import shutil
+import time
+
+import pytest
+
+from qerl.config import CodeConfig, TaskConfig
+from qerl.errors import UserError
+from qerl.tasks import RewardPool
+from qerl.tasks.code import cell
+from qerl.tasks.code.case import AssertCase, CallCase, InputCase, cases_of, is_right_output, is_right_value
+from qerl.tasks.code.grade import code, program_of
+from qerl.types import Group, Prompt, Sample
+
+TASK = TaskConfig(rewards=("code",), answer_column="tests", code=CodeConfig(test_deadline_s=1.0))
+SQUARES = {"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]}
+SQUARE_CALLS = {"fn_name": "f", "inputs": [[2], [3]], "outputs": [4, 9]}
+SQUARE_ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]
+
+
+def graded(program, tests, *, entry_point=None, credit="fraction", **fields):
+    config = dataclasses.replace(TASK, code=dataclasses.replace(TASK.code, credit=credit), **fields)
+    return code(config)(completions=[f"```python\n{program}\n```"], tests=[tests], entry_point=[entry_point])[
+        0
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tests", "right", "half", "wrong"),
+    [
+        (SQUARES, "print(int(input()) ** 2)", "print(int(input()) * 2)", "print(input())"),
+        (SQUARE_CALLS, "def f(x): return x * x", "def f(x): return x * 2", "def f(x): return x"),
+        (SQUARE_ASSERTS, "def f(x): return x * x", "def f(x): return x * 2", "def f(x): return x"),
+    ],
+)
+def test_the_reward_is_the_fraction_of_tests_or_all_or_nothing(tests, right, half, wrong):
+    assert [graded(program, tests) for program in (right, half, wrong)] == [1.0, 0.5, 0.0]
+    assert [graded(program, tests, credit="all") for program in (right, half, wrong)] == [1.0, 0.0, 0.0]
+    assert graded(right, json.dumps(tests)) == 1.0
+
+
+ANY = "class Any:\n    def __eq__(self, other): return True\n    def __bool__(self): return True\n"
+EVIL = ANY + (
+    "    __ne__ = lambda s, o: False\n    __lt__ = __gt__ = __contains__ = __eq__\n"
+    "    __sub__ = __rsub__ = __abs__ = lambda s, o=0: 0\n"
+)
+WRITES_EVERYWHERE = """
+import os
+for descriptor in range(3, 64):
+    for text in (b"passed", b"Lpassed", b"L4", b'{"value": true}\\n', b'{"names": []}\\n'):
+        try: os.write(descriptor, text)
+        except OSError: pass
+"""
+
+
+@pytest.mark.parametrize("tests", [SQUARES, SQUARE_CALLS, SQUARE_ASSERTS, ["assert abs(f(2) - 4) < 1e-6"]])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "raise SystemExit(0)",
+        "import os; os._exit(0)",
+        "print('passed'); print('4'); print('9')",
+        ANY + "def f(x): return Any()",
+        EVIL + "def f(x): return Any()",
+        "class Int(int):\n    __eq__ = lambda s, o: 1\n    __sub__ = lambda s, o: 0\ndef f(x): return Int(7)",
+        "def f(x): raise SystemExit(0)",
+        "import os\ndef f(x): os._exit(0)",
+        WRITES_EVERYWHERE,
+        WRITES_EVERYWHERE + "def f(x): return x",
+        WRITES_EVERYWHERE + "os._exit(0)",
+        "import builtins\nbuiltins.AssertionError = builtins.abs = abs = lambda *a: 0\ndef f(x): return 0.5",
+        "import json, sys\njson.dumps = lambda *a, **k: '{\"value\": true}'\ndef f(x): return 1",
+        "import __main__\n__main__.encode = lambda *a: 1\ndef f(x): return 1",
+        "def f(x): return f(x)",
+        "import sys\nsys.modules['__main__']._judge = print\ndef f(x): return 0",
+    ],
+)
+def test_success_cannot_be_forged(forged, tests):
+    assert graded(forged, tests) == 0.0
+
+
+def test_what_is_expected_is_not_in_the_programs_process():
+    searches = """
+import gc, sys
+def f(x=None):
+    frame, found = sys._getframe(), [sys.argv]
+    while frame: found.append((frame.f_locals, frame.f_globals)); frame = frame.f_back
+    text = repr(found) + repr([o for o in gc.get_objects() if isinstance(o, (list, dict, tuple))])
+    return "is" + "there" if "".join(["expected", "value"]) in text else "absent"
+"""
+    expected = "expectedvalue"
+    assert graded(searches, {"fn_name": "f", "inputs": [[1]], "outputs": [expected]}) == 0.0
+    assert graded(searches, {"fn_name": "f", "inputs": [[1]], "outputs": ["absent"]}) == 1.0
+    assert graded(searches, [f"assert f() == 'absent' != {expected!r}"]) == 1.0
+    program = f"{searches}\nprint(f())"
+    assert graded(program, {"inputs": [""], "outputs": ["absent"]}) == 1.0
+
+
+def test_the_deadline_of_all_tests_is_kept_and_the_sample_has_a_reward():
+    config = dataclasses.replace(TASK, reward_deadline_s=2.0)
+    tests = {"inputs": [""] * 10, "outputs": ["1"] * 10}
+    prompt = Prompt(index=0, text="", tokens_T=[1], messages=None, columns={"tests": tests})
+    texts = ["while True: pass", "print(1)", "import os\nfor _ in range(5): os.fork()"]
+    samples = [Sample(tokens_T=[1], logprobs_T=[0.0], text=text, finish="stop", version=0) for text in texts]
+    begin = time.monotonic()
+    with RewardPool(config) as pool:
+        rewards = pool.score([Group(prompt=prompt, samples_G=samples)])
+        assert not pool.failures
+    assert rewards == [[0.0, 1.0, 0.0]] and time.monotonic() - begin < 10
+
+
+def test_only_the_first_tests_count_where_there_are_many():
+    tests = {"inputs": [""] * 3, "outputs": ["1", "1", "2"]}
+    own = dataclasses.replace(TASK.code, max_tests=2)
+    assert graded("print(1)", tests) == pytest.approx(2 / 3)
+    assert code(dataclasses.replace(TASK, code=own))(completions=["print(1)"], tests=[tests]) == [1.0]
+
+
+def test_a_row_without_tests_is_an_error():
+    for tests in (None, [], "", {"test_cases": []}, {"inputs": [], "outputs": []}):
+        with pytest.raises(ValueError, match="holds no tests"):
+            cases_of(tests)
+    with pytest.raises(ValueError, match="are for cpp"):
+        cases_of({"language": "cpp", "test_cases": [{"input": "", "output": ""}]})
+    with pytest.raises(ValueError, match="names no function"):
+        cases_of([{"type": "function_call", "input": "[1]", "output": "1"}])
+
+
+def test_the_forms_of_data_sets():
+    case = {"fn_name": None, "input": "2\n", "output": "4\n", "type": "stdin_stdout"}
+    assert cases_of({"language": "python", "test_cases": [case]}) == [InputCase("2\n", "4\n")]
+    called = case | {"fn_name": "f", "input": "[2, 3]", "output": "[5]", "type": "function_call"}
+    assert cases_of([called]) == [CallCase("f", [2, 3], [5])]
+    live = {"input": "[1, 2]\n3", "output": "5", "testtype": "functional", "fn_name": "f"}
+    assert cases_of([live]) == [CallCase("f", [[1, 2], 3], 5)]
+    assert cases_of({"input": ["2"], "output": ["4"]}) == [InputCase("2", "4")]
+    assert cases_of({"inputs": [["2", "3"]], "outputs": [["4"]], "fn_name": None}) == [InputCase("2\n3", "4")]
+    assert cases_of(["assert f(2) == 4"]) == [AssertCase("assert f(2) == 4")]
+    check = "def check(candidate):\n    assert candidate(2) == 4\n"
+    assert graded("def f(x): return x * x", check, entry_point="f") == 1.0
+    assert graded("def f(x): return x", check, entry_point="f") == 0.0
+
+
+def test_what_output_and_value_is_right():
+    assert is_right_output("1 2 \n3\n\n", "1 2\n3") and not is_right_output("1 2 3", "1 2\n3")
+    assert is_right_value((1, [2.0000001]), [1, [2]]) and is_right_value({1: "a"}, {"1": "a"})
+    assert is_right_value(5, [5]) and not is_right_value([5, 5], [5])
+    assert not is_right_value(True, 1) and not is_right_value("4", 4) and not is_right_value(None, 0)
+
+
+def test_the_program_is_the_last_python_block_or_all():
+    assert program_of("a\n```python\n1\n```\nb\n```py\n2\n```\n```\n3\n```") == "2\n"
+    assert program_of("a\n```\n3\n```") == "3\n"
+    assert program_of("print(4)") == "print(4)"
+
+
+def replaced(tmp_path, monkeypatch, confine):
+    shutil.copy(cell._INMATE, tmp_path / "inmate.py")
+    (tmp_path / "confine.py").write_text(confine)
+    monkeypatch.setattr(cell, "_INMATE", tmp_path / "inmate.py")
+
+
+def test_where_a_program_cannot_be_confined_it_is_not_run(tmp_path, monkeypatch):
+    replaced(tmp_path, monkeypatch, "def confine(*a, **k): raise OSError('no seccomp')")
+    with pytest.raises(UserError, match="code cannot confine a program on this machine: OSError: no seccomp"):
+        code(TASK)
+    with pytest.raises(cell.Unconfined):
+        cell.run_with_input("print(1)", "", cell.Limits(5.0, 1 << 29, 1000))
+
+
+def test_a_kernel_without_landlock_is_warned_of(tmp_path, monkeypatch, caplog):
+    replaced(tmp_path, monkeypatch, "def confine(*a, **k): return False")
+    with caplog.at_level(logging.WARNING):
+        code(TASK)
+    assert "no Landlock" in caplog.text
