@@ -16,7 +16,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("engine", "learner"),
     ("loop", "evaluate", "report", "export", "sets"),
     ("policy", "exploration", "exam"),
-    ("session", "measure", "plan", "bench"),
+    ("session", "measure", "plan", "bench", "serve"),
     ("study",),
     ("cli",),
 )
