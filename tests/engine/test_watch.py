@@ -37,16 +37,16 @@ def test_a_watch_sees_every_token_as_it_is_read_and_each_sample_at_its_end(decod
 def test_a_watch_ends_one_sample_and_leaves_the_others_as_they_are(decoder, burst_steps):
     engine = engine_of(decoder, burst_steps=burst_steps, stop_token_ids=frozenset())
     prompts_P = prompts_of(5, 9)
-    counts = collections.Counter()
+    counts, ends = collections.Counter(), {(0, 1): 1, (1, 0): 3, (1, 2): 12}
 
     def watch(index, sample_index, token, sample):
         counts[index, sample_index] += 1
-        return (index, sample_index) in ((0, 1), (1, 0)) and counts[index, sample_index] == 1 + 2 * index
+        return counts[index, sample_index] == ends.get((index, sample_index))
 
     whole, cut = _generated(engine, prompts_P), _generated(engine, prompts_P, watch=watch)
     for p, (group, before) in enumerate(zip(cut, whole, strict=True)):
         for g, (sample, uncut) in enumerate(zip(group.samples_G, before.samples_G, strict=True)):
-            num_tokens = {(0, 1): 1, (1, 0): 3}.get((p, g), 12)
+            num_tokens = ends.get((p, g), 12)
             assert sample.tokens_T == uncut.tokens_T[:num_tokens]
             assert sample.finish == ("length" if num_tokens == 12 else "stop")
 
