@@ -79,6 +79,17 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["train", "demo", "--task.rewards", "json:nothing"], ["json", "nothing"]),
         (["train", "demo", "--task.gym", "basic_arithmetc"], ["basic_arithmetc", "basic_arithmetic"]),
         (["eval"], ["eval needs a model"]),
+        (["generate"], ["generate needs a model", "at most one prompt"]),
+        (["generate", "m", "what", "now"], ["generate needs a model", "in quotes"]),
+        (["generate", "/no/model", "hello"], ["/no/model", "no such folder or file"]),
+        (["generate", "m", " "], ["the prompt is empty"]),
+        (["generate", "m", "hello", "--top-p", "0"], ["top_p", "got 0"]),
+        (["generate", "m", "hello", "--max-tokens", "0"], ["max_tokens", "got 0"]),
+        (["serve"], ["serve needs a model"]),
+        (["serve", "/no/model", "--port", "0"], ["/no/model", "no such folder or file"]),
+        (["serve", "m", "--port", "70000"], ["port", "70000"]),
+        (["serve", "m", "--host", "0.0.0.0"], ["0.0.0.0", "--api-key-file"]),
+        (["serve", "m", "--api-key-file", "none"], ["api_key_file none", "No such file"]),
         (["report", "/no/run"], ["/no/run"]),
         (["quantize", "/no/model", "out"], ["/no/model"]),
         (["quantize", "m", "out", "--calibrate", "awq"], ["--calibrate awq and --data TEXT need each other"]),
@@ -92,6 +103,15 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
 def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, parts):
     monkeypatch.chdir(tmp_path)
     assert_one_line(capsys, qerl(monkeypatch, *arguments), *parts)
+
+
+def test_serve_says_what_is_not_installed(monkeypatch, capsys, files):
+    from importlib import util
+
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == "uvicorn" else object())
+    assert_one_line(
+        capsys, qerl(monkeypatch, "serve", files), "serve needs uvicorn", "pip install 'qerl[serve]'"
+    )
 
 
 def test_a_study_is_run_in_part_where_that_is_asked_for(monkeypatch, capsys, tmp_path):

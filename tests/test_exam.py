@@ -109,7 +109,9 @@ def test_what_is_there_is_not_done_again_and_other_settings_are_another_file(
     monkeypatch.chdir(tmp_path)
     place = f"aime24={write(tmp_path / 'aime.jsonl', ROWS['aime24'])}"
     (first,), _ = evaluated(monkeypatch, capsys, model, place, *SHORT)
-    monkeypatch.setattr("qerl.measure.sampler_of", lambda *_: pytest.fail("the model was loaded again"))
+    monkeypatch.setattr(
+        "qerl.measure.learned_sampler_of", lambda *_: pytest.fail("the model was loaded again")
+    )
     (again,), _ = evaluated(monkeypatch, capsys, model, place, *SHORT)
     assert again == first
     monkeypatch.undo()

@@ -1,10 +1,11 @@
-"""The command line: qerl train | eval | plan | quantize | export | report | study | bench.
+"""The command line: qerl train | eval | generate | serve | plan | quantize | export | report | study | bench.
 
 A mistake of the user's is one line and exit code 2; a run that cannot go on is one line and exit code 1.
 `--debug` anywhere shows the traceback.
 """
 
 import difflib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -27,9 +28,11 @@ from qerl.options import (
     BenchStepOptions,
     EvalOptions,
     ExportOptions,
+    GenerateOptions,
     PlanOptions,
     QuantizeOptions,
     ReportOptions,
+    ServeOptions,
     StudyOptions,
     memory_options,
     paper_sampling,
@@ -47,6 +50,8 @@ usage: qerl COMMAND ...
                                           the same with rows and a reward of your own
   qerl eval MODEL_OR_RUN [SET ...] [...]  pass@1, pass@k, majority and greedy accuracy on a run's own task or
                                           on sets: {sets}; SET=FILE reads a file
+  qerl generate MODEL_OR_RUN [PROMPT]     an answer to a prompt (or to stdin), or a chat in the terminal
+  qerl serve MODEL_OR_RUN [...]           OpenAI's completions and chat, on this machine's own address
   qerl plan MODEL --gpu-gb GB [...]       the memory of each part of a step, and what fits
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
   qerl export RUN OUT --as FORM           what a run learned, for others: peft, merged, nvfp4, gguf-ready
@@ -142,8 +147,7 @@ def evaluate(arguments: list[str]) -> None:
     if not named:
         raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
     source, sets = named[0], dict(chosen(argument) for argument in named[1:])
-    run_json = Path(source) / "run.json"
-    config = _recorded(run_json) if run_json.exists() else None
+    config = _run_of(source)
     default = EvalOptions(model=ModelConfig(path=source))
     if config is not None:
         default = EvalOptions(
@@ -163,6 +167,51 @@ def evaluate(arguments: list[str]) -> None:
 
     for result in measure(source, config, options, sets, Console(stderr=True)):
         print(json.dumps(result))
+
+
+def generate(arguments: list[str]) -> None:
+    named = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    if not named and arguments[:1] in (["-h"], ["--help"]):
+        tyro.cli(GenerateOptions, args=["--help"], prog="qerl generate MODEL_OR_RUN [PROMPT]")
+    if not 1 <= len(named) <= 2:
+        raise UserError(
+            "generate needs a model or a run's folder, and at most one prompt, in quotes:"
+            " qerl generate MODEL_OR_RUN [PROMPT]"
+        )
+    source, config = named[0], _run_of(named[0])
+    default = GenerateOptions(model=ModelConfig(path=source))
+    if config is not None:
+        sample = config.sample
+        default = GenerateOptions(
+            model=config.model,
+            system=config.task.system,
+            temperature=sample.temperature,
+            top_p=sample.top_p,
+            max_tokens=sample.max_tokens,
+        )
+    options = tyro.cli(
+        GenerateOptions, default=default, args=arguments[len(named) :], prog=f"qerl generate {source}"
+    )
+    from qerl.serve.chat import generate as answer
+
+    answer(source, config, named[1] if len(named) == 2 else None, options)
+
+
+def serve(arguments: list[str]) -> None:
+    if arguments[:1] in (["-h"], ["--help"]):
+        tyro.cli(ServeOptions, args=["--help"], prog="qerl serve MODEL_OR_RUN")
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError("serve needs a model or a run's folder: qerl serve MODEL_OR_RUN")
+    source, config = arguments[0], _run_of(arguments[0])
+    default = ServeOptions(model=ModelConfig(path=source))
+    if config is not None:
+        default = ServeOptions(model=config.model, system=config.task.system)
+    options = tyro.cli(ServeOptions, default=default, args=arguments[1:], prog=f"qerl serve {source}")
+    if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"serve needs {' and '.join(missing)}: pip install 'qerl[serve]'")
+    from qerl.serve.server import serve as run
+
+    run(source, config, options)
 
 
 def plan(arguments: list[str]) -> None:
@@ -283,6 +332,8 @@ BENCHES = {
 COMMANDS = {
     "train": train,
     "eval": evaluate,
+    "generate": generate,
+    "serve": serve,
     "plan": plan,
     "quantize": quantize,
     "export": export,
@@ -304,6 +355,12 @@ def _listed(recipes: dict[str, Callable[[], RunConfig]]) -> str:
     """A line for each: its name, and the first line that it says of itself."""
     width = max(map(len, recipes)) + 2
     return "\n".join(f"  {name:{width}}{inspect.cleandoc(f.__doc__ or '')}" for name, f in recipes.items())
+
+
+def _run_of(source: str) -> RunConfig | None:
+    """The config of the run in this folder; None if it is none, but a model."""
+    run_json = Path(source) / "run.json"
+    return _recorded(run_json) if run_json.exists() else None
 
 
 def _recorded(path: Path) -> RunConfig:

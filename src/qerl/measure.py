@@ -22,15 +22,14 @@ from qerl.exam import Exam, result_path, settings_of, sit
 from qerl.journal.provenance import environment
 from qerl.learner import checkpoint
 from qerl.loop import sampling_of
-from qerl.model.adapter import load_adapter
 from qerl.model.device import resolved
 from qerl.model.source import locate
 from qerl.options import EvalOptions
-from qerl.policy import reader_of, sampler_of
+from qerl.policy import learned_sampler_of, reader_of
 from qerl.tasks import RewardPool, Votes, build_task, every_prompt
 from qerl.tasks.grade import BUILT_IN
 from qerl.tasks.vote import voting_grader
-from qerl.types import Engine, Prompt
+from qerl.types import Prompt
 
 
 def measure(
@@ -57,7 +56,7 @@ def measure(
             pool = pools[_grading(task)]
             pool.check(prompts[0])
             exams[name] = _exam(name, task, prompts, pool, votes, config, options)
-        engine = cache(partial(_engine, config, tokenizer, adapters))
+        engine = cache(partial(learned_sampler_of, config, tokenizer, adapters))
         facts = {"model": source, **_facts(config, adapters)}
         results = []
         for name, exam in exams.items():
@@ -153,13 +152,6 @@ def _exam(
         seed=options.seed,
         right_from=options.right_from,
     )
-
-
-def _engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, adapters: Path | None) -> Engine:
-    decoder, engine = sampler_of(config, tokenizer)
-    if adapters is not None:
-        load_adapter(decoder, checkpoint.latest_adapter(adapters))
-    return engine
 
 
 def _facts(config: RunConfig, adapters: Path | None) -> dict[str, Any]:

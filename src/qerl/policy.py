@@ -1,11 +1,14 @@
 """From a config to what samples: the model with its adapter, the engine around it, and the task's prompts."""
 
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
-from qerl.model.adapter import add_adapter
+from qerl.learner import checkpoint
+from qerl.model.adapter import add_adapter, load_adapter
 from qerl.model.decoder import Decoder
 from qerl.model.device import COMPUTE
 from qerl.model.load import load_decoder
@@ -41,3 +44,14 @@ def sampler_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[D
     add_adapter(decoder, config.adapter, seed=config.seed)
     stops = stop_token_ids(tokenizer, locate(model.path))
     return decoder, Engine(decoder, tokenizer, config.engine, stop_token_ids=stops)
+
+
+def learned_sampler_of(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, checkpoints: Path | None
+) -> Engine:
+    """With the adapter of the newest whole checkpoint in the folder; None: as the model is."""
+    learned = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)
+    decoder, engine = sampler_of(config, tokenizer)
+    if learned is not None:
+        load_adapter(decoder, learned)
+    return engine

@@ -16,11 +16,11 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("engine", "learner"),
     ("loop", "evaluate", "report", "export", "sets"),
     ("policy", "exploration", "exam"),
-    ("session", "measure", "plan", "bench"),
+    ("session", "measure", "plan", "bench", "serve"),
     ("study", "trl"),
     ("cli",),
 )
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 24_000
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 28_000
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
 

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ from qerl.types import Group, Prompt, Sample, Sampling
 
 # A cache as large as the memory allows stays if a new one would be little larger: its graphs go with it.
 _WORTH_KEEPING = 0.9
+
+Watch = Callable[[int, int, int, Sample | None], bool]
+"""(the prompt's place in the call, sample index, newest token, the sample if that token ended it): sees every
+token when the host reads it, and says whether the sample is to end there."""
 
 
 class Engine:
@@ -87,9 +91,16 @@ class Engine:
     # Not inference_mode: a tensor that the decoder keeps from a call must serve the learner too.
     @torch.no_grad()
     def generate(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        watch: Watch | None = None,
     ) -> list[Group]:
-        """num_samples samples of each prompt, in the prompts' order."""
+        """num_samples samples of each prompt, in the prompts' order; `watch` ends one by "stop"."""
         assert num_samples > 0
         start_s = time.perf_counter()
         text = Text(self._tokenizer, sampling.stop)
@@ -98,7 +109,8 @@ class Engine:
             self.stats = Stats()
             return []
         with self._present_cache(groups, prompts_P) as cache:
-            generation = self._generation(cache, groups, prompts_P, text, sampling, seed, step)
+            watcher = self._watcher(watch, text)
+            generation = self._generation(cache, groups, prompts_P, text, sampling, seed, step, watcher)
             self.stats = generation.stats
             generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
@@ -141,6 +153,7 @@ class Engine:
         sampling: Sampling,
         seed: int,
         step: int,
+        watch: Callable[[LiveSample], bool] | None,
     ) -> Generation:
         config = self._config
         runner = self._runners.of(cache, sampling, self._most_pages(groups))
@@ -160,6 +173,7 @@ class Engine:
             num_ahead=0 if runner.max_steps == 1 else 1,
             seed=seed,
             step=step,
+            watch=watch,
         )
 
     def _most_pages(self, groups: list[LiveGroup]) -> int:
@@ -232,6 +246,16 @@ class Engine:
 
     def _finished(self, prompt: Prompt, group: LiveGroup, text: Text) -> Group:
         return Group(prompt=prompt, samples_G=[self._sample(s, text) for s in group.samples_G])
+
+    def _watcher(self, watch: Watch | None, text: Text) -> Callable[[LiveSample], bool] | None:
+        if watch is None:
+            return None
+
+        def seen(s: LiveSample) -> bool:
+            ended = None if s.finish is None else self._sample(s, text)
+            return watch(s.group.index, s.sample_index, s.tokens_T[-1], ended)
+
+        return seen
 
     def _sample(self, s: LiveSample, text: Text) -> Sample:
         assert s.finish is not None

@@ -11,6 +11,7 @@ what it becomes does not depend on the batch, the pages, the bursts or the pause
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -65,12 +66,13 @@ class Generation:
         num_ahead: int,
         seed: int,
         step: int,
+        watch: Callable[[LiveSample], bool] | None,
     ):
         self.stats = Stats()
         self._cache, self._scheduler, self._prefill, self._runner = cache, scheduler, prefill, runner
         self._prompts_P, self._text, self._stop_token_ids = prompts_P, text, stop_token_ids
         self._num_ahead = num_ahead  # bursts that may run before the one ahead of them is read
-        self._seed, self._step = seed, step
+        self._seed, self._step, self._watch = seed, step, watch
         self._needs_rearranging = True
 
     def run(self) -> None:
@@ -188,6 +190,8 @@ class Generation:
         s.tokens_T.append(token)
         s.logprobs_T.append(logprob)
         s.finish = self._finish(s)
+        if self._watch is not None and self._watch(s) and s.finish is None:
+            s.finish = "stop"
         self.stats.num_tokens += 1
 
     def _finish(self, s: LiveSample) -> Literal["stop", "length"] | None:

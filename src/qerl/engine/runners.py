@@ -31,6 +31,7 @@ from qerl.types import Sampling
 
 _GPU_STEPS = 16
 _WHOLE_ROWS = 16
+_MOST_RUNNERS = 8  # a server's users choose temperatures; each runner may hold graphs for every bucket
 _PAGES_AT_ONCE = 16  # a table is made a little wider than asked, for the call after
 
 
@@ -61,6 +62,8 @@ class Runners:
             self._forward = self._make_forward()(self._decoder, cache, self._rows, self._max_pages)
         key = dataclasses.replace(sampling, max_tokens=1, stop=())  # these the runner does not see
         if key not in self._runners:
+            while len(self._runners) >= _MOST_RUNNERS:
+                del self._runners[next(iter(self._runners))]
             self._runners[key] = self._made(key, self._forward)
         runner = self._runners[key]
         runner.forget()

@@ -1,13 +1,14 @@
 """What the commands other than train and bench can be told."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from qerl.config import ModelConfig, RunConfig, TaskConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, require
 from qerl.options.check import check_counts
 
 
@@ -129,6 +130,78 @@ class ExportOptions:
         check_counts(calibration_tokens=(self.calibration_tokens,))
         if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready"):
             raise UserError(f"dtype {self.dtype} is for --as merged, not for {self.form}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions:
+    system: str | None = None
+    """The system message; None leaves it to the chat template."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+
+    top_p: float | None = None
+    """Draw from the smallest set of tokens with this much probability."""
+
+    max_tokens: int = 1024
+    """Longest answer."""
+
+    seed: int | None = None
+    """Names the answers' random numbers; None draws one."""
+
+    with_adapter: bool = True
+    """Of a run: with what it learned (its newest checkpoint), or without."""
+
+    model: ModelConfig = ModelConfig()
+
+    def __post_init__(self):
+        check_counts(max_tokens=(self.max_tokens,))
+        require(0 <= self.temperature < math.inf, f"temperature must not be negative, got {self.temperature}")
+        top_p = 1 if self.top_p is None else self.top_p
+        require(0 < top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    host: str = "127.0.0.1"
+    """The address to listen on; one that other machines reach needs an API key."""
+
+    port: int = 8000
+    """0 takes a free one."""
+
+    api_key_file: Path | None = None
+    """A file with the key that requests must bear; without it, the environment's QERL_API_KEY."""
+
+    name: str | None = None
+    """What requests call the model; by default the last part of MODEL_OR_RUN."""
+
+    system: str | None = None
+    """The system message of chats that bring none; None leaves it to the chat template."""
+
+    max_body_bytes: int = 262_144
+    """Longest body of a request."""
+
+    max_prompt_tokens: int = 4096
+    """Longest prompt."""
+
+    max_tokens: int = 1024
+    """Longest answer, and what a request gets that asks for no length."""
+
+    max_samples: int = 16
+    """Most answers of one request: its prompts times n."""
+
+    max_waiting: int = 256
+    """Most requests that wait; more are turned away."""
+
+    with_adapter: bool = True
+    """Of a run: with what it learned (its newest checkpoint), or without."""
+
+    model: ModelConfig = ModelConfig()
+
+    def __post_init__(self):
+        require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
+        names = ("max_body_bytes", "max_prompt_tokens", "max_tokens", "max_samples", "max_waiting")
+        check_counts(**{name: (getattr(self, name),) for name in names})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,15 +73,12 @@ class Renderer:
             messages = self._with_system(_checked(content, f"{rows.name}: row {row_index + 1}"))
         else:
             messages = self._with_system([{"role": "user", "content": self._filled(row, content)}])
-        if self._has_template:
-            text = self._chat(messages)
-        else:
-            text = "\n\n".join(message["content"] for message in messages)
-        tokens_T = self._tokenizer(text, add_special_tokens=not self._has_template)["input_ids"]
+        render = rendered if self._has_template else joined
+        text, tokens_T = render(self._tokenizer, messages)
         return Prompt(
             index=index,
             text=text,
-            tokens_T=list(tokens_T),
+            tokens_T=tokens_T,
             messages=messages if self._has_template or self._holds_messages else None,
             columns={
                 name: value for name, value in row.items() if name != rows.prompt_column and _is_plain(value)
@@ -102,18 +99,27 @@ class Renderer:
         rest = messages[1:] if messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system}, *rest]
 
-    def _chat(self, messages: list[dict[str, str]]) -> str:
-        """Ready for the assistant to begin, or to go on with what the data set makes it begin with."""
-        goes_on = messages[-1]["role"] == "assistant"
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
-            )
-        except (TemplateError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"the tokenizer's chat template refuses messages of {roles}: {error}") from error
-        assert isinstance(text, str)
-        return text
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
+    """(text, tokens), ready for the assistant to begin, or to go on with what its last message begins."""
+    if not tokenizer.chat_template:
+        return joined(tokenizer, messages)
+    goes_on = messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+        )
+    except (TemplateError, ValueError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"the tokenizer's chat template refuses messages of {roles}: {error}") from error
+    assert isinstance(text, str)
+    return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def joined(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
+    """(text, tokens) of what the messages say, with no word on who says it."""
+    text = "\n\n".join(message["content"] for message in messages)
+    return text, list(tokenizer(text)["input_ids"])
 
 
 def _holds_messages(rows: Rows) -> bool:

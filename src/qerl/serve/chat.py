@@ -1,0 +1,127 @@
+"""The terminal: one answer to a prompt, or a conversation, each token shown as it comes.
+
+Ctrl-C ends an answer, which stays in the conversation as far as it came; twice, it ends the program. Ctrl-D
+ends it too. Where the conversation outgrows the model's positions, its oldest exchange is forgotten.
+"""
+
+import secrets
+import signal
+import sys
+from typing import TextIO
+
+from qerl.config import RunConfig
+from qerl.errors import UserError
+from qerl.options import GenerateOptions
+from qerl.serve.opened import Opened, opened
+from qerl.serve.stream import TextStream
+from qerl.stop import Stop
+from qerl.tasks.prompt import rendered
+from qerl.types import Prompt, Sample, Sampling
+
+Message = dict[str, str]
+
+_ASK = "> "
+# A terminal would obey them.
+_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def generate(source: str, run: RunConfig | None, prompt: str | None, options: GenerateOptions) -> None:
+    """`source` as in opened; without a prompt, that of stdin, or a conversation where stdin is a terminal."""
+    is_conversation = prompt is None and sys.stdin.isatty()
+    text = sys.stdin.read() if prompt is None and not is_conversation else prompt
+    if text is not None and not text.strip():
+        raise UserError("the prompt is empty")
+    model = opened(source, run, options.model, with_adapter=options.with_adapter)
+    chat = Chat(model, options, sys.stdout)
+    if text is None:
+        converse(chat)
+    elif (stopped_by := chat.answer(text)) is not None:
+        raise SystemExit(128 + stopped_by)
+
+
+class Chat:
+    def __init__(self, model: Opened, options: GenerateOptions, out: TextIO):
+        self._model, self._options, self._out = model, options, out
+        self._messages: list[Message] = (
+            [] if options.system is None else [{"role": "system", "content": options.system}]
+        )
+        self._num_first = len(self._messages)
+        self._seed = secrets.randbits(63) if options.seed is None else options.seed
+        self._num_turns = 0
+
+    def answer(self, text: str) -> int | None:
+        """Says the answer and keeps it; the signal that ended it, if one did."""
+        self._messages, tokens_T = self._fitting([*self._messages, {"role": "user", "content": text}])
+        stop = Stop(lambda line: None)
+        with stop.handling(), stop.deferred():
+            sample = self._drawn(tokens_T, stop)
+        self._messages.append({"role": "assistant", "content": sample.text})
+        self._num_turns += 1
+        return stop.requested
+
+    def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """Messages and their tokens, without the exchanges that leave too little room for an answer."""
+        positions, first = self._model.max_positions, self._num_first
+        room = positions - min(self._options.max_tokens, positions // 2)
+        kept = list(messages)
+        while True:
+            _, tokens_T = rendered(self._model.tokenizer, kept)
+            if len(tokens_T) <= room or len(kept) == first + 1:
+                break
+            del kept[first : first + 2]
+        if len(tokens_T) >= positions:
+            raise UserError(f"the prompt has {len(tokens_T)} tokens, {positions - 1} are the most")
+        if len(kept) < len(messages):
+            print(f"(forgotten: {(len(messages) - len(kept)) // 2} of the oldest exchanges)", file=sys.stderr)
+        return kept, tokens_T
+
+    def _drawn(self, tokens_T: list[int], stop: Stop) -> Sample:
+        options, stream = self._options, TextStream(self._model, ())
+
+        def watch(index: int, sample_index: int, token: int, ended: Sample | None) -> bool:
+            piece = stream.more(token, ended)
+            self._out.write(piece.translate(_CONTROL) if self._out.isatty() else piece)
+            self._out.flush()
+            return stop.requested is not None
+
+        (group,) = self._model.engine.generate(
+            [Prompt(index=self._num_turns, text="", tokens_T=tokens_T, messages=None, columns={})],
+            num_samples=1,
+            sampling=Sampling(
+                max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p
+            ),
+            seed=self._seed,
+            step=0,
+            watch=watch,
+        )
+        self._out.write("\n")
+        self._out.flush()
+        return group.samples_G[0]
+
+
+def converse(chat: Chat) -> None:
+    """Until Ctrl-D, or Ctrl-C twice in a row."""
+    was_stopped = False
+    while True:
+        try:
+            text = input(_ASK)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            if was_stopped:
+                raise
+            was_stopped = True
+            print("\n(Ctrl-C once more, or Ctrl-D, ends)", file=sys.stderr)
+            continue
+        if not text.strip():
+            continue
+        was_stopped = False
+        try:
+            stopped_by = chat.answer(text)
+        except UserError as error:
+            print(f"qerl: {error}", file=sys.stderr)
+            continue
+        if stopped_by == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
+        was_stopped = stopped_by is not None

@@ -1,0 +1,73 @@
+"""A tiny model opened, the app around it, and a real server on a free port of this machine."""
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+
+import uvicorn
+
+import tiny_run
+from qerl.config import ModelConfig
+from qerl.options import ServeOptions
+from qerl.serve.app import make_app
+from qerl.serve.desk import Desk
+from qerl.serve.opened import Opened, opened
+from qerl.serve.request import Reader
+from qerl.types import Prompt
+
+NAME = "tiny"
+LIMITS = {"max_prompt_tokens": 60, "max_tokens": 900, "max_samples": 4, "max_body_bytes": 2000}
+
+
+class CountingDesk(Desk):
+    """Knows how many tokens each call drew."""
+
+    def __init__(self, engine, **options):
+        super().__init__(engine, **options)
+        self.drawn: list[int] = []
+
+    def _answer(self, jobs):
+        super()._answer(jobs)
+        self.drawn.append(self._engine.stats.num_tokens)
+
+
+def opened_tiny(folder: Path) -> Opened:
+    tiny_run.write_model(folder, max_positions=1024)
+    return opened(str(folder), None, ModelConfig(path=str(folder), compute="fp32"), with_adapter=True)
+
+
+def app_of(model: Opened, *, key: str | None = None, gather_s: float = 0.01, **options):
+    """(the app, its desk)."""
+    desk = CountingDesk(model.engine, max_waiting=8, gather_s=gather_s)
+    reader = Reader(opened=model, options=ServeOptions(**(LIMITS | options)), name=NAME)
+    return make_app(reader, desk, key=key), desk
+
+
+@contextlib.contextmanager
+def serving(app):
+    """The address of a real server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        wait_for(lambda: server.started)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def wait_for(holds, *, most_s: float = 20) -> None:
+    end_s = time.monotonic() + most_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def prompt_of(model: Opened, text: str, *, index: int = 0) -> Prompt:
+    tokens_T = list(model.tokenizer(text)["input_ids"])
+    return Prompt(index=index, text=text, tokens_T=tokens_T, messages=None, columns={})

@@ -1,0 +1,207 @@
+"""What the routes refuse, in OpenAI's words, and what they answer."""
+
+import concurrent.futures
+import json
+
+import pytest
+from fastapi.testclient import TestClient
+
+from serve import parts
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "seed": 3}
+PLAIN = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return parts.opened_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def client(model):
+    app, _ = parts.app_of(model)
+    with TestClient(app, base_url="http://localhost") as client:
+        yield client
+
+
+def events(reply):
+    """The pieces of a stream, without the mark of its end."""
+    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_the_model_is_listed(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny" and model["object"] == "model"
+
+
+def test_a_seed_names_the_answer_and_counts_add_up(client):
+    first, second = (client.post(CHAT, json=HELLO).json() for _ in range(2))
+    assert first["choices"] == second["choices"]
+    assert first["choices"][0]["message"]["role"] == "assistant"
+    assert first["choices"][0]["finish_reason"] == "length"
+    assert first["usage"] == {"prompt_tokens": 8, "completion_tokens": 8, "total_tokens": 16}
+    other = client.post(CHAT, json=HELLO | {"seed": 4}).json()
+    assert other["choices"][0]["message"] != first["choices"][0]["message"]
+    unseeded = {client.post(CHAT, json=HELLO | {"seed": None}).text.split("content")[1] for _ in range(3)}
+    assert len(unseeded) == 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.7, "top_p": 0.9}, {"n": 3}, {"stop": ["a", "b", "1"]}]
+)
+def test_a_stream_is_the_whole_answer_in_pieces(client, changes):
+    ask = {"max_tokens": 60, **changes}
+    whole = client.post(CHAT, json=HELLO | ask).json()
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    *pieces, counts = events(client.post(CHAT, json=HELLO | ask | streaming))
+    assert counts["choices"] == [] and counts["usage"] == whole["usage"]
+    assert sum(bool(p["choices"][0]["delta"].get("content")) for p in pieces) > 1
+    for choice in whole["choices"]:
+        mine = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == choice["index"]]
+        assert "".join(p["delta"].get("content", "") for p in mine) == choice["message"]["content"]
+        assert [p["finish_reason"] for p in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+
+
+def test_completions_take_several_prompts_and_stream_them(client):
+    ask = PLAIN | {"prompt": ["one", "two"], "n": 2}
+    whole = client.post(COMPLETIONS, json=ask).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert whole["usage"] == {"prompt_tokens": 6, "completion_tokens": 32, "total_tokens": 38}
+    pieces = events(client.post(COMPLETIONS, json=ask | {"stream": True}))
+    texts = [
+        "".join(p["choices"][0]["text"] for p in pieces if p["choices"][0]["index"] == i) for i in range(4)
+    ]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+
+
+def test_a_stop_string_ends_an_answer_before_it(client):
+    text = client.post(COMPLETIONS, json=PLAIN | {"max_tokens": 40}).json()["choices"][0]["text"]
+    stop = next(c for c in text[5:] if c not in text[:5] and c != "\ufffd")
+    (choice,) = client.post(COMPLETIONS, json=PLAIN | {"max_tokens": 40, "stop": stop}).json()["choices"]
+    assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
+
+
+def test_logprobs_are_those_of_the_tokens_drawn(client):
+    (choice,) = client.post(CHAT, json=HELLO | {"logprobs": True}).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 8 and all(-20 < each["logprob"] < 0 for each in content)
+    (choice,) = client.post(COMPLETIONS, json=PLAIN | {"logprobs": 0}).json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == 8
+    assert client.post(COMPLETIONS, json=PLAIN).json()["choices"][0]["logprobs"] is None
+
+
+def test_requests_sent_together_are_one_call(model):
+    app, desk = parts.app_of(model, gather_s=0.5)
+    with TestClient(app, base_url="http://localhost") as client:
+        alone = [client.post(CHAT, json=HELLO | {"seed": seed}).json()["choices"] for seed in (1, 2)]
+        before = desk.num_calls
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            asked = [pool.submit(client.post, CHAT, json=HELLO | {"seed": seed}) for seed in (1, 2)]
+            together = [each.result().json()["choices"] for each in asked]
+    assert desk.num_calls == before + 1 and together == alone
+
+
+MISTAKES = [
+    ({"model": "gpt-4"}, 404, "model", "there is tiny"),
+    ({"model": None}, 404, "model", "there is tiny"),
+    ({"n": 5}, 400, "n", "1 to 4"),
+    ({"n": True}, 400, "n", "integer"),
+    ({"max_tokens": 901}, 400, "max_tokens", "1 to 900"),
+    ({"max_completion_tokens": 0}, 400, "max_completion_tokens", "1 to 900"),
+    ({"temperature": 2.1}, 400, "temperature", "0 to 2"),
+    ({"temperature": "hot"}, 400, "temperature", "number"),
+    ({"top_p": 0}, 400, "top_p", "1e-06 to 1"),
+    ({"seed": 1.5}, 400, "seed", "integer"),
+    ({"stop": ["a"] * 5}, 400, "stop", "at most 4"),
+    ({"stop": ""}, 400, "stop", "1 to 100"),
+    ({"stream": "yes"}, 400, "stream", "true or false"),
+    ({"stream": True, "stream_options": 1}, 400, "stream_options", "object"),
+    ({"stream": True, "logprobs": True}, 400, "logprobs", "stream"),
+    ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs", "not supported"),
+    ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ({"messages": []}, 400, "messages", "a message"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]", "role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0]", "text"),
+    ({"messages": [{"role": "user", "content": "x" * 60}]}, 400, None, "most beside this answer are 60"),
+]
+
+
+@pytest.mark.parametrize(("changes", "status", "param", "said"), MISTAKES)
+def test_a_mistake_is_told_by_the_name_of_its_field(client, changes, status, param, said):
+    reply = client.post(CHAT, json=HELLO | changes)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (status, param) and said in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_what_changes_nothing_is_taken(client):
+    extra = {"user": "me", "presence_penalty": 0, "tools": [], "response_format": {"type": "text"}}
+    parts_of_text = [
+        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
+    ]
+    given = client.post(CHAT, json=HELLO | extra | {"messages": parts_of_text}).json()
+    assert given["choices"] == client.post(CHAT, json=HELLO).json()["choices"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 1900, b'{"model": 1e999}'])
+def test_a_body_that_is_no_request_is_refused(client, body):
+    reply = client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
+
+
+def test_a_long_body_is_refused_before_it_is_read_to_its_end(client):
+    pieces_taken = 0
+
+    def body():
+        nonlocal pieces_taken
+        for _ in range(100):
+            pieces_taken += 1
+            yield b"x" * 500
+
+    reply = client.post(CHAT, content=body(), headers={"content-type": "application/json"})
+    assert reply.status_code == 413 and "2000 bytes" in reply.json()["error"]["message"]
+
+
+def test_a_page_of_another_site_gets_nothing(client):
+    assert client.get("/v1/models", headers={"host": "evil.example:8000"}).status_code == 403
+    assert client.get("/v1/models", headers={"host": "localhost.evil.example"}).status_code == 403
+    assert client.get("/v1/models", headers={"host": "[::1]:8000"}).status_code == 200
+    reply = client.post(CHAT, content=json.dumps(HELLO), headers={"content-type": "text/plain"})
+    assert reply.status_code == 415
+
+
+def test_an_unknown_route_and_a_wrong_method_are_told_in_the_same_words(client):
+    assert client.get("/v1/embeddings").status_code == 404
+    assert client.get(CHAT).json()["error"]["message"] == "Method Not Allowed"
+    assert client.get("/docs").status_code == client.get("/openapi.json").status_code == 404
+
+
+def test_with_a_key_nothing_is_said_without_it(model):
+    app, _ = parts.app_of(model, key="s3cret")
+    with TestClient(app, base_url="http://anywhere.example") as client:
+        for given in (None, "Bearer wrong", "Bearer s3cret2", "Bearer ", "Basic s3cret", "s3cret"):
+            headers = {} if given is None else {"authorization": given}
+            for reply in (
+                client.get("/v1/models", headers=headers),
+                client.post(CHAT, json=HELLO, headers=headers),
+                client.post(COMPLETIONS, content=b"{", headers=headers),
+            ):
+                assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+                assert "s3cret" not in reply.text
+        headers = {"authorization": "Bearer s3cret"}
+        assert client.post(CHAT, json=HELLO, headers=headers).status_code == 200
+
+
+def test_the_system_message_is_the_servers_where_a_chat_brings_none(model):
+    app, _ = parts.app_of(model, system="sys")
+    with TestClient(app, base_url="http://localhost") as client:
+        mine = [{"role": "system", "content": "sys"}, *HELLO["messages"]]
+        replies = [client.post(CHAT, json=HELLO | change).json() for change in ({}, {"messages": mine})]
+        assert replies[0]["choices"] == replies[1]["choices"]
+        assert replies[0]["usage"]["prompt_tokens"] == 13

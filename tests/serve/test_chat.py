@@ -1,0 +1,183 @@
+"""Answers in the terminal, in a terminal."""
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny_run
+from qerl import cli
+from qerl.errors import UserError
+from qerl.options import GenerateOptions
+from qerl.serve.chat import Chat
+from serve import parts
+
+SRC = Path(tiny_run.__file__).parents[1] / "src"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return parts.opened_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_prompt_is_answered_on_stdout_and_stdin_is_a_prompt_too(files, capsys, monkeypatch):
+    given = ["--model.compute", "fp32", "--max-tokens", "30", "--seed", "4"]
+    cli.command(["generate", str(files), "hello", *given])
+    said = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    cli.command(["generate", str(files), *given])
+    assert capsys.readouterr().out == said and len(said) > 5 and said.endswith("\n")
+    cli.command(["generate", str(files), "hello", *given[:-1], "5"])
+    assert capsys.readouterr().out != said
+    cli.command(["generate", str(files), "hello", *given, "--system", "x"])
+    assert capsys.readouterr().out != said
+
+
+def test_a_run_answers_with_what_it_learned(files, tmp_path, capsys):
+    run = tmp_path / "run"
+    cli.command(["train", "demo", *tiny_run.options(files, run), "--learn.learning-rate", "1"])
+    capsys.readouterr()
+    said = []
+    for given in ([], ["--no-with-adapter"]):
+        cli.command(["generate", str(run), "hello", "--seed", "0", "--max-tokens", "30", *given])
+        said.append(capsys.readouterr().out)
+    cli.command(
+        ["generate", str(files), "hello", "--model.compute", "fp32", "--seed", "0", "--max-tokens", "30"]
+    )
+    assert said[0] != said[1] == capsys.readouterr().out
+
+
+def test_an_answer_is_written_token_by_token(model):
+    class Out(io.StringIO):
+        def flush(self):
+            lengths.append(len(self.getvalue()))
+
+    lengths = []
+    Chat(model, GenerateOptions(seed=1, max_tokens=40), Out()).answer("hello")
+    assert len(lengths) == 41 and len(set(lengths)) > 15
+
+
+def test_an_answer_is_part_of_the_next_prompt_until_there_is_no_room(model, capsys):
+    out = io.StringIO()
+    chat = Chat(model, GenerateOptions(seed=1, max_tokens=300, system="s"), out)
+    for turn in range(5):
+        chat.answer(f"{turn}" * 150)
+    messages = chat._messages
+    assert messages[0]["content"] == "s" and messages[-2]["content"] == "4" * 150
+    assert 3 < len(messages) < 11 and "forgotten" in capsys.readouterr().err
+    with pytest.raises(UserError, match="2003 tokens"):
+        chat.answer("x" * 1997)
+    assert messages[-1]["role"] == "assistant"
+
+
+class Terminal:
+    """`qerl generate` in a pseudo-terminal."""
+
+    def __init__(self, folder, *given):
+        self._end, inner = pty.openpty()
+        source = "from qerl.cli import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", source, "generate", str(folder), "--model.compute", "fp32", *given],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=_take_terminal,
+        )
+        os.close(inner)
+        self.shown = ""
+
+    def type(self, text):
+        os.write(self._end, text.encode())
+
+    def wait_for(self, text, *, most_s=60):
+        """What was shown until the text was."""
+        end_s = time.monotonic() + most_s
+        while text not in self.shown:
+            assert time.monotonic() < end_s, self.shown
+            self._read()
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def _read(self):
+        if select.select([self._end], [], [], 0.2)[0]:
+            self.shown += os.read(self._end, 4096).decode(errors="replace")
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._end)
+
+
+def _take_terminal():
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def long_model(tmp_path):
+    return tiny_run.write_model(tmp_path / "long", max_positions=20_000)
+
+
+def test_ctrl_c_ends_an_answer_twice_the_program(long_model):
+    terminal = Terminal(long_model, "--max-tokens", "15000", "--seed", "1")
+    try:
+        terminal.wait_for("> ")
+        terminal.type("hello\n")
+        terminal.wait_for("hello\r\n")
+        while len(terminal.shown) < 20:
+            terminal._read()
+        terminal.type("\x03")
+        terminal.wait_for("\r\n> ", most_s=10)
+        terminal.type("\x03")
+        assert terminal.process.wait(timeout=10) == 130
+    finally:
+        terminal.close()
+
+
+def test_ctrl_d_ends(long_model):
+    terminal = Terminal(long_model, "--max-tokens", "5")
+    try:
+        terminal.wait_for("> ")
+        terminal.type("\x03")
+        terminal.wait_for("once more")
+        terminal.type("one\n")
+        terminal.wait_for("one\r\n")
+        terminal.wait_for("\r\n> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=10) == 0
+    finally:
+        terminal.close()
+
+
+def test_a_second_ctrl_c_ends_the_program_within_an_answer(long_model):
+    source = "from qerl.cli import main; main()"
+    command = [sys.executable, "-c", source, "generate", str(long_model), "hello", "--max-tokens", "15000"]
+    process = subprocess.Popen(
+        [*command, "--model.compute", "fp32"],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130

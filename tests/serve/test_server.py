@@ -1,0 +1,166 @@
+"""The real client of OpenAI against a real server; and the command that starts one."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from qerl.errors import UserError
+from qerl.options import ServeOptions
+from qerl.serve.server import find_key, serve
+from serve import parts
+
+KEY = "sk-tiny-0123456789"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return parts.opened_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def served(model):
+    """(address, desk)"""
+    app, desk = parts.app_of(model, key=KEY, gather_s=0.3)
+    with parts.serving(app) as address:
+        yield address, desk
+
+
+@pytest.fixture
+def client(served):
+    with openai.OpenAI(base_url=served[0], api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def asked(client, **changes):
+    given = {"model": "tiny", "messages": HELLO, "max_tokens": 20, "seed": 1} | changes
+    return client.chat.completions.create(**given)
+
+
+def test_the_client_lists_chats_and_completes(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    chat = asked(client, n=2, temperature=0.8, top_p=0.9, logprobs=True)
+    assert [choice.index for choice in chat.choices] == [0, 1]
+    assert chat.choices[0].message.content != chat.choices[1].message.content
+    assert len(chat.choices[0].logprobs.content) == 20 and chat.usage.completion_tokens == 40
+    plain = client.completions.create(model="tiny", prompt="hello", max_tokens=20, seed=1)
+    assert plain.choices[0].text and plain.choices[0].finish_reason == "length"
+
+
+def test_a_streamed_chat_is_the_whole_one_and_comes_while_it_is_drawn(served, client):
+    whole = asked(client, max_tokens=300).choices[0]
+    parts.wait_for(lambda: len(served[1].drawn) == served[1].num_calls)
+    texts, finish, is_early, before = [], None, False, len(served[1].drawn)
+    with asked(client, max_tokens=300, stream=True, stream_options={"include_usage": True}) as stream:
+        for piece in stream:
+            if piece.choices:
+                texts.append(piece.choices[0].delta.content or "")
+                finish = finish or piece.choices[0].finish_reason
+                is_early = is_early or (bool(texts[-1]) and len(served[1].drawn) == before)
+            else:
+                counts = piece.usage
+    assert "".join(texts) == whole.message.content and finish == whole.finish_reason
+    assert counts.completion_tokens == 300 and is_early
+
+
+def test_two_clients_at_once_share_a_call_and_get_what_each_gets_alone(served, client):
+    alone = [asked(client, seed=seed).choices[0].message.content for seed in (1, 2)]
+    before = served[1].num_calls
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        both = [pool.submit(asked, client, seed=seed) for seed in (1, 2)]
+        together = [each.result().choices[0].message.content for each in both]
+    assert together == alone and served[1].num_calls == before + 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_costs_no_more_tokens(served, client, is_stream):
+    address, desk = served
+    long = {"max_tokens": 900, "seed": 5, "n": 2}
+    num_whole = asked(client, **long).usage.completion_tokens
+    before = desk.num_calls
+    body = json.dumps({"model": "tiny", "messages": HELLO, "stream": is_stream, **long})
+    head = f"authorization: Bearer {KEY}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    url = httpx.URL(address)
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n{body}".encode())
+        parts.wait_for(lambda: desk.num_calls == before + 1)
+    parts.wait_for(lambda: len(desk.drawn) == before + 1)
+    assert desk.drawn[-2] == num_whole and 0 < desk.drawn[-1] < num_whole / 2
+    assert asked(client).choices[0].message.content
+
+
+def test_mistakes_reach_the_client_as_its_own_exceptions(served, client):
+    with pytest.raises(openai.NotFoundError, match="there is tiny"):
+        asked(client, model="other")
+    with pytest.raises(openai.BadRequestError, match="1 to 4"):
+        asked(client, n=9)
+    with pytest.raises(openai.APIStatusError) as refused:
+        asked(client, messages=[{"role": "user", "content": "x" * 3000}])
+    assert refused.value.status_code == 413
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_an_address_that_others_reach_needs_a_key(monkeypatch):
+    monkeypatch.delenv("QERL_API_KEY", raising=False)
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(UserError, match=r"other machines.*--api-key-file"):
+            serve("/no/model", None, ServeOptions(host=host, port=0))
+
+
+def test_the_key_is_that_of_the_file_or_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("QERL_API_KEY", raising=False)
+    assert find_key(None) is None
+    monkeypatch.setenv("QERL_API_KEY", "abc")
+    assert find_key(None) == "abc"
+    file = tmp_path / "key"
+    file.write_text("def\n")
+    assert find_key(file) == "def"
+    for wrong in (b"", b"\n", b"a b", b"a\nb", b"\xff"):
+        file.write_bytes(wrong)
+        with pytest.raises(UserError, match="api_key_file"):
+            find_key(file)
+    with pytest.raises(UserError, match="No such file"):
+        find_key(tmp_path / "none")
+
+
+def test_a_port_in_use_is_one_line():
+    said = r"cannot listen on 127.0.0.1 port \d+: Address already in use"
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=said):
+        serve("/no/model", None, ServeOptions(port=taken.getsockname()[1]))
+
+
+def test_the_command_serves_on_loopback_until_ctrl_c(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command") / "mine"
+    parts.tiny_run.write_model(folder)
+    source = "import sys; from qerl.cli import main; main()"
+    command = [sys.executable, "-c", source, "serve", str(folder), "--port", "0", "--model.compute", "fp32"]
+    environment = os.environ | {
+        "QERL_API_KEY": KEY,
+        "PYTHONPATH": str(Path(parts.tiny_run.__file__).parents[1] / "src"),
+    }
+    server = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        said = server.stdout.readline()
+        name, _, address = said.strip().partition(" at ")
+        assert name == "mine" and address.startswith("http://127.0.0.1:")
+        with openai.OpenAI(base_url=address, api_key=KEY) as client:
+            assert asked(client, model="mine").usage.completion_tokens == 20
+        assert httpx.get(f"{address}/models").status_code == 401
+        server.send_signal(signal.SIGINT)
+        out, err = server.communicate(timeout=30)
+    finally:
+        server.kill()
+        server.wait()
+    assert server.returncode == 130 and KEY not in said + out + err and "Traceback" not in err
