@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from qerl.algo.estimate import clustered_mean, majority, pass_at_k
+from qerl.algo.estimate import clustered_mean, majority, pass_at_powers
 from qerl.evaluate import EVALUATION_STEP, Rewards, greedy
 from qerl.journal.record import decode, encode, replace
 from qerl.types import Engine, Group, Prompt, Sampling
@@ -150,14 +150,10 @@ def summarise(problems: list[dict[str, Any]], right_from: float) -> dict[str, An
     accuracy, error = clustered_mean(correct_P_G)
     best, best_error = clustered_mean([[is_right(problem["greedy"]["reward"])] for problem in problems])
     has_votes = any(vote is not None for problem in problems for vote in problem["votes"])
-    powers = [1 << i for i in range(1, num_samples.bit_length())]
     return {
         "pass@1": accuracy,
         "pass@1_error": error,
-        **{
-            f"pass@{k}": fmean(pass_at_k(num_samples, sum(correct_G), k) for correct_G in correct_P_G)
-            for k in powers
-        },
+        **{f"pass@{k}": value for k, value in pass_at_powers(correct_P_G).items() if k > 1},
         "majority": fmean(is_right(problem["majority"]) for problem in problems) if has_votes else None,
         "greedy": best,
         "greedy_error": best_error,

@@ -25,10 +25,14 @@ class _Beside:
 _BESIDE: dict[torch.device, _Beside] = {}
 
 
+def allowed_bytes(device: torch.device) -> float:
+    """What torch may take of the device in this process."""
+    return torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]
+
+
 def check_limit(device: torch.device, num_bytes: int) -> None:
     """torch.OutOfMemoryError if so many bytes beside what torch holds are more than this process may take."""
-    allowed = torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]
-    if torch.cuda.memory_reserved(device) + num_bytes > allowed:
+    if torch.cuda.memory_reserved(device) + num_bytes > allowed_bytes(device):
         raise torch.OutOfMemoryError(f"{num_bytes} bytes are beyond this process's share of the GPU")
 
 
@@ -59,13 +63,13 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def reset_peaks(device: torch.device) -> None:
-    _BESIDE[_named(device)] = _Beside(mapped_bytes=_beside(device).mapped_bytes)
+    _BESIDE[numbered(device)] = _Beside(mapped_bytes=_beside(device).mapped_bytes)
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def _change(device: torch.device, num_bytes: int) -> None:
     """Of what is mapped; torch's peaks begin anew, those so far are kept here."""
-    _BESIDE[_named(device)] = _Beside(
+    _BESIDE[numbered(device)] = _Beside(
         mapped_bytes=_beside(device).mapped_bytes + num_bytes,
         allocated_bytes=peak_bytes(device),
         reserved_bytes=peak_reserved_bytes(device),
@@ -74,8 +78,9 @@ def _change(device: torch.device, num_bytes: int) -> None:
 
 
 def _beside(device: torch.device) -> _Beside:
-    return _BESIDE.get(_named(device), _Beside())
+    return _BESIDE.get(numbered(device), _Beside())
 
 
-def _named(device: torch.device) -> torch.device:
+def numbered(device: torch.device) -> torch.device:
+    """The same with its number: the current one's where it has none."""
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

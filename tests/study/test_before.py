@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import tiny_run
+from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig
 from qerl.formats import NVFP4
 from qerl.model.names import architecture_of, linear_groups
 from qerl.model.perturb import Perturbed
 from qerl.model.source import locate
-from qerl.study.before import WEIGHTS, measure_before, pass_curve
+from qerl.study.before import WEIGHTS, measure_before
 from qerl.study.study import Job, with_fields
 
 
@@ -117,7 +118,8 @@ def test_the_curve_is_pass_at_k(files):
 
 def test_pass_at_k_is_worked_by_hand():
     # 4 samples, 2 and 0 of them right: k = 2: 1 - C(2, 2) / C(4, 2) = 5/6 and 0
-    assert pass_curve([2, 0], 4) == pytest.approx({1: 0.25, 2: 5 / 12, 4: 0.5})
+    correct_P_G = [[True, False, True, False], [False] * 4]
+    assert pass_at_powers(correct_P_G) == pytest.approx({1: 0.25, 2: 5 / 12, 4: 0.5})
 
 
 def test_every_arm_s_weights_are_known():

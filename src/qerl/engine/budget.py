@@ -13,6 +13,7 @@ import torch
 
 from qerl.config import EngineConfig
 from qerl.kernels.address_range import can_give_back
+from qerl.memory import allowed_bytes
 from qerl.model.decoder import Decoder
 
 _CPU_BYTES, _SHARE, _SHARE_IF_KEPT = 1e9, 0.9, 0.6
@@ -40,13 +41,11 @@ def room_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float
 def free_bytes(device: torch.device) -> float:
     """Of the device, what torch holds without using it included, but for gaps in blocks that are in use; a
     limit set for this process counts."""
-    free, total = torch.cuda.mem_get_info(device)
+    free, _ = torch.cuda.mem_get_info(device)
     gaps = torch.cuda.memory_stats(device)["inactive_split_bytes.all.current"]
     kept = torch.cuda.memory_allocated(device) + gaps
     unused = torch.cuda.memory_reserved(device) - kept
-    index = torch.cuda.current_device() if device.index is None else device.index
-    limit = torch.cuda.get_per_process_memory_fraction(index) * total
-    return min(free + unused, limit - kept)
+    return min(free + unused, allowed_bytes(device) - kept)
 
 
 def working_bytes(config: EngineConfig, decoder: Decoder) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.cuda_module import checked
-from qerl.memory import check_limit, mapped
+from qerl.memory import check_limit, mapped, numbered
 
 
 class Memory(Protocol):
@@ -59,9 +59,8 @@ class AddressRange:
         assert num_bytes > 0 and device.type == "cuda"
         torch.cuda.synchronize(device)  # the driver calls below need torch's context
         driver = self._driver = importlib.import_module("cuda.bindings.driver")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
-        self._properties = _properties(driver, index)
+        self._device = numbered(device)
+        self._properties = _properties(driver, self._device.index)
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         granule = checked(driver.cuMemGetAllocationGranularity(self._properties, least))
         self.num_bytes = -(-num_bytes // granule) * granule
@@ -131,9 +130,10 @@ def can_give_back(device: torch.device) -> bool:
     except ImportError:
         return False
     torch.cuda.synchronize(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-    return bool(checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuDeviceGet(index)))))
+    return bool(
+        checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuDeviceGet(numbered(device).index))))
+    )
 
 
 def memory_on(device: torch.device, num_bytes: int) -> Memory:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl.algo.estimate import pass_at_k
+from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.evaluate import EVALUATION_STEP
@@ -134,8 +134,9 @@ def measure_before(job: Job) -> dict[str, Any]:
         )
         rewards_P_G = pool.score(groups)
     threshold = config.evaluate.right_from
-    correct_P = [sum(r is not None and r >= threshold for r in rewards_G) for rewards_G in rewards_P_G]
-    found = pass_curve(correct_P, config.num_samples)
+    found = pass_at_powers(
+        [[r is not None and r >= threshold for r in rewards_G] for rewards_G in rewards_P_G]
+    )
     entropy, first_entropy = entropies(decoder, groups, config)
     lengths = [len(sample.tokens_T) for group in groups for sample in group.samples_G]
     errors = distances(checkpoint, made.checkpoint, decoder, prompts[:_MOST_PROMPTS], config, tokenizer)
@@ -162,12 +163,6 @@ def _decoder(made: Source, config: RunConfig, format: str) -> Decoder:
         head=model.head,
         scales=made.scales if format == model.format else plain_scales,
     )
-
-
-def pass_curve(correct_P: Sequence[int], num_samples: int) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4 and so on."""
-    powers = [1 << i for i in range(num_samples.bit_length())]
-    return {k: fmean(pass_at_k(num_samples, correct, k) for correct in correct_P) for k in powers}
 
 
 @torch.no_grad()
