@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import tiny_run
@@ -93,6 +94,12 @@ def test_a_run_leaves_its_record(unbroken):
     assert list((out / "tensorboard").glob("events.out.tfevents.*"))
     assert len(metrics(out)) == 6
     assert (out / "samples.jsonl").read_text().count("\n") == 6 * 4 * 4
+
+
+def test_a_run_on_a_gpu_says_what_is_computed_again_and_one_on_a_cpu_has_no_choice(unbroken):
+    events = [json.loads(line)["text"] for line in (unbroken[0] / "events.jsonl").read_text().splitlines()]
+    said = [text.split(":")[0] for text in events if text.startswith("learn.recompute")]
+    assert said == ["learn.recompute is none"] * torch.cuda.is_available()
 
 
 def test_noise_acts_on_the_sampler_and_shows_as_mismatch(unbroken):

@@ -15,7 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qerl import plan
 from qerl.config import RunConfig
+from qerl.engine.budget import free_bytes
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
 from qerl.journal import Journal, StepLog
@@ -58,10 +62,26 @@ class _Session:
         self.config, self.folder, self.journal, self.pool, self.stop = config, folder, journal, pool, stop
         self.decoder, self.engine, self.task = policy_of(config)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
-        self.learner = Learner(self.decoder, config, notice=journal.notice, score=score)
+        learned = self.settled()
+        self.learner = Learner(self.decoder, learned, notice=journal.notice, score=score)
         self.noise = Exploration(self.decoder, config)
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         self.evaluations = _read_json(folder / "evaluations.json")
+
+    def settled(self) -> RunConfig:
+        """The config with learn.recompute auto replaced on a GPU, which the journal is told."""
+        config, device = self.config, self.decoder.device
+        if config.learn.recompute != "auto" or device.type == "cpu":
+            return config
+        prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
+        gpu_bytes = free_bytes(device) + torch.cuda.memory_allocated(device) + plan.CONTEXT_BYTES
+        found = plan.settled(self.decoder.architecture, config, prompt_tokens, gpu_bytes)
+        need = plan.learning_bytes(plan.parts(self.decoder.architecture, found, prompt_tokens))
+        self.journal.notice(
+            f"learn.recompute is {found.learn.recompute}: learning is planned to take {need / 1e9:.1f} of"
+            f" {gpu_bytes / 1e9:.1f} GB"
+        )
+        return found
 
     def run(self) -> dict[str, Any]:
         config = self.config

@@ -237,9 +237,10 @@ class LearnConfig:
     logprob_chunk_tokens: int = 512
     """Rows of logits that exist at a time."""
 
-    recompute: Literal["none", "layer", "offload"] = "none"
+    recompute: Literal["auto", "none", "layer", "offload"] = "auto"
     """What is kept for the backward pass. none: all it reads. layer: each layer's input, the rest is computed
-    again. offload: the same in the host's memory."""
+    again. offload: the same in the host's memory. auto: the first of them with which learning is planned to
+    fit the GPU's memory; on a CPU none."""
 
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit keeps the moments in 8 bits; it needs the package bitsandbytes."""
