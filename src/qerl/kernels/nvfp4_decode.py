@@ -128,8 +128,7 @@ class Adapter:
 
 
 def pays_to_make_u(M: int) -> bool:
-    """Whether u costs less made here than by kernels/shrink.py: a step of a 7B model at 32 rows 2.82 ms, not
-    3.10, but at 128 rows 6.61, not 6.45 (H200)."""
+    """Whether u is made here and not by kernels/shrink.py: measured up to 64 rows only (dev/LOG.md, H200)."""
     return M <= 64
 
 
