@@ -26,6 +26,7 @@ from qerl.options import (
     BenchLinearOptions,
     BenchParityOptions,
     BenchStepOptions,
+    BenchTileOptions,
     EvalOptions,
     ExportOptions,
     GenerateOptions,
@@ -57,7 +58,7 @@ usage: qerl COMMAND ...
   qerl export RUN OUT --as FORM           what a run learned, for others: peft, merged, nvfp4, gguf-ready
   qerl report RUN [RUN ...]               one HTML page with curves and samples
   qerl study NAME [...]                   arms and seeds of a question; studies: {studies}
-  qerl bench linear|decode|learn|step|memory|parity [...]
+  qerl bench linear|decode|learn|step|memory|parity|tile [...]
                                           how fast this GPU does it, beside others and beside its limit
 
 Each command takes --help, and --debug to see a traceback."""
@@ -82,6 +83,7 @@ usage: qerl bench BENCHMARK [...]
   step     a whole step: sampling, learning, publishing
   memory   the peaks of steps in a row
   parity   how far the engine's logprobs are from the learner's
+  tile     no rows: the table of tiles that packed products are cut into
 
 Each takes --help. A row is printed and appended to bench/results for each case."""
 
@@ -286,6 +288,13 @@ def _bench_linear(arguments: list[str], prog: str) -> None:
     bench_linear(options)
 
 
+def _bench_tile(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchTileOptions, args=arguments, prog=prog)
+    from qerl.bench.tile import bench_tile
+
+    bench_tile(options)
+
+
 def _bench_decode(arguments: list[str], prog: str) -> None:
     options = tyro.cli(BenchDecodeOptions, args=arguments, prog=prog)
     from qerl.bench.decode import bench_decode
@@ -328,6 +337,7 @@ BENCHES = {
     "step": _bench_step,
     "memory": _bench_memory,
     "parity": _bench_parity,
+    "tile": _bench_tile,
 }
 COMMANDS = {
     "train": train,
