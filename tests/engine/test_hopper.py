@@ -326,7 +326,7 @@ def test_the_torch_path_draws_from_the_same_policy(decoder):
 
 @pytest.mark.parametrize("kv", ["compute", "fp8"])
 def test_branches_go_on_from_their_samples_pages(decoder, kv):
-    """Own tokens as near to exact as the samples' tokens are; fp8 keys and values are nobody's in `compared`."""
+    """A branch's own tokens are as near to exact as the samples' are."""
     prompts_P, engine = small_prompts(*LENGTHS), engine_of(decoder, stop_token_ids=NEVER, kv=kv)
     groups, branches, found, _ = branched(engine, prompts_P, num_branches=4, max_tokens=40)
     assert engine.stats.prefill_tokens == sum(LENGTHS)
