@@ -138,6 +138,7 @@ def test_a_branch_token_weighs_as_in_a_loss_of_branches_times_the_weight():
     assert batch.weights_C.tolist() == pytest.approx(
         2 * [1 / 6, *[1 / 12] * 2, *[1 / 24] * 4] + [0.25] + 5 * [0.05]
     )
+    assert batch.sampler_logprobs_C[-6:].tolist() == [-1.25, *(-1.25 - 0.125 * i for i in range(5))]
     assert batch.trees[2].prompt_tokens == 3 and batch.trees[2].branch_tokens == (0, 4)
     assert batch.positions_T[-4:].tolist() == [3, 4, 5, 6]
     assert share.num_samples == 8

@@ -130,24 +130,20 @@ def test_a_branch_is_named_by_its_sample_and_its_number(decoder):
 
 
 def test_a_stop_string_across_the_pivot_ends_a_branch(decoder):
-    """Its first letter is the sample's, its second the branch's own."""
+    """Its first two letters are the sample's, its third the branch's own."""
+    n = 6
 
     def halfway(groups):
-        return [
-            Pivot(group_index=0, sample_index=s, prefix_tokens=n)
-            for s, sample in enumerate(groups[0].samples_G)
-            for n in [len(sample.tokens_T) // 2]
-        ]
+        return [Pivot(group_index=0, sample_index=0, prefix_tokens=n)]
 
     engine = engine_of(decoder, stop_token_ids=frozenset())
-    _, free, _, _ = branched(engine, prompts_of(9), num_branches=8, pivots=halfway)
-    group = free[0]
-    wanted = group.samples_G[3].text  # any branch's two letters at its pivot
-    n = group.prefix_tokens
-    letters = tokenizer().decode(group.samples_G[3].tokens_T[n - 1 : n + 1])
-    assert letters in wanted and not any(letters in s.text[: n - 1] for s in group.samples_G)
-    _, cut, _, _ = branched(engine, prompts_of(9), num_branches=8, pivots=halfway, stop=(letters,))
-    assert len(cut[0].samples_G[3].tokens_T) == n + 1 and cut[0].samples_G[3].finish == "stop"
+    _, (free,), _, _ = branched(engine, prompts_of(9), num_branches=8, pivots=halfway)
+    letters = tokenizer().decode(free.samples_G[3].tokens_T[n - 2 : n + 1])
+    assert len(letters) >= 3 and all(letters not in s.text[: n + 1] for s in free.samples_G[:3])
+    groups, (cut,), _, _ = branched(engine, prompts_of(9), num_branches=8, pivots=halfway, stop=(letters,))
+    assert len(groups[0].samples_G[0].tokens_T) == 12 == len(cut.samples_G[0].tokens_T)
+    assert len(cut.samples_G[3].tokens_T) == n + 1 and cut.samples_G[3].finish == "stop"
+    assert not cut.samples_G[3].text.endswith(letters)
 
 
 def test_a_lot_of_one_prompt_that_does_not_fit_is_the_users_to_mend(decoder):

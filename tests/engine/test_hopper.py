@@ -349,8 +349,8 @@ def test_branches_go_on_from_their_samples_pages(decoder, kv):
 def test_branches_do_not_depend_on_lots_or_bursts(decoder):
     prompts_P = small_prompts(*LENGTHS)
     kv_gb = 60.5 * page_bytes(decoder.architecture, 16, torch.bfloat16) / 1e9
-    roomy = engine_of(decoder, stop_token_ids=NEVER, exact=True)
-    tight = engine_of(decoder, stop_token_ids=NEVER, exact=True, kv_gb=kv_gb, burst_steps=3, max_running=8)
+    settings = {"stop_token_ids": NEVER, "exact": True, "max_running": 48}
+    roomy, tight = engine_of(decoder, **settings), engine_of(decoder, **settings, kv_gb=kv_gb, burst_steps=3)
     plain = branched(roomy, prompts_P, num_branches=4, max_tokens=40)
     again = branched(tight, prompts_P, num_branches=4, max_tokens=40)
     assert plain[3] == 1 < again[3]

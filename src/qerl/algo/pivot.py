@@ -4,7 +4,7 @@
     P(r) = sigmoid(slope r + base)       fitted to the tries so far: (r, whether a branch succeeded)
                                          1 until there are more than 10 of them, of both kinds
 
-The fit minimises sum log(1 + exp(-y (slope r + base))) + slope^2 / 2 with y = 1 or -1, by Newton's method:
+The fit minimises -sum log(P(r) or 1 - P(r)) + slope^2 / 2 by Newton's method, from slope 0 and the log odds:
 scikit-learn's LogisticRegression as the authors call it, over the newest 10,000 tries. Their segments are
 sentences or 50 tokens, and their r counts segments. arXiv 2602.14169.
 """
@@ -48,24 +48,16 @@ def fitted(tries: Sequence[Try]) -> Success | None:
         return None
     ratio = torch.tensor([each.ratio for each in tries], dtype=torch.float64)
     x_N2 = torch.stack((ratio, torch.ones_like(ratio)), 1)
-    y_N = torch.tensor([1.0 if each.succeeded else -1.0 for each in tries], dtype=torch.float64)
+    y_N = torch.tensor([float(each.succeeded) for each in tries], dtype=torch.float64)
     penalty = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    share = (y_N > 0).double().mean()
-    w = torch.stack((torch.zeros_like(share), share.logit()))
-
-    def cost(w: torch.Tensor) -> float:
-        return (torch.nn.functional.softplus(-y_N * (x_N2 @ w)).sum() + 0.5 * (penalty * w * w).sum()).item()
-
+    w = torch.stack((torch.zeros_like(y_N[0]), y_N.mean().logit()))
     for _ in range(_MOST_STEPS):
         p_N = (x_N2 @ w).sigmoid()
-        gradient = x_N2.T @ (p_N - (y_N > 0).double()) + penalty * w
+        gradient = x_N2.T @ (p_N - y_N) + penalty * w
         if gradient.abs().max() < _SMALL * len(tries):
             break
-        step = torch.linalg.solve((x_N2.T * (p_N * (1 - p_N))) @ x_N2 + penalty.diag(), gradient)
-        before = cost(w)
-        while cost(w - step) > before and step.abs().max() > _SMALL:
-            step = step / 2
-        w = w - step
+        curvature = (x_N2.T * (p_N * (1 - p_N))) @ x_N2 + penalty.diag()
+        w = w - torch.linalg.solve(curvature, gradient)
     return Success(*w.tolist())
 
 
