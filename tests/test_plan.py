@@ -12,7 +12,15 @@ from qerl import plan as op
 from qerl.bench.record import RESULTS, read
 from qerl.bench.step import cases, config_of
 from qerl.cli import command
-from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
+from qerl.config import (
+    AdapterConfig,
+    AlgoConfig,
+    EngineConfig,
+    LearnConfig,
+    ModelConfig,
+    RunConfig,
+    SampleConfig,
+)
 from qerl.errors import UserError
 from qerl.learner.pack import pack
 from qerl.model.adapter import adapter_tensors
@@ -107,6 +115,8 @@ def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
     assert op.kv_cache(SMALL, CONFIG, PROMPT) == (4 * 3 + 8 * 7 + 1) * page
     few = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, max_running=3))
     assert op.kv_cache(SMALL, few, PROMPT) == (3 * 3 + 3 * 7 + 1) * page
+    kept = dataclasses.replace(few, algo=AlgoConfig(branching="deep"))
+    assert op.kv_cache(SMALL, kept, PROMPT) == (3 * 3 + (8 + 3) * 7 + 1) * page
     little = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_gb=1e-4))
     assert op.kv_cache(SMALL, little, PROMPT) == 1e5
     fp8 = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv="fp8"))

@@ -137,6 +137,28 @@ def test_a_steered_sigma_goes_on_where_it_was(files, tmp_path):
     assert {step["noise_floor"] for step in steps} == {steps[0]["mismatch_kl"]} != {0.0}
 
 
+def test_a_branching_run_goes_on_where_it_was(files, tmp_path):
+    """Killed after the third step, one checkpoint behind it: pivots and branches are the unbroken run's."""
+    recipe, given = (
+        "deep_grpo",
+        ("--task.rewards", f"{files / 'even.py'}:even_end", "--algo.deep.num-branches", "2"),
+    )
+    finish(files, tmp_path / "whole", *given, recipe=recipe)
+    process = start(files, tmp_path / "broken", *given, recipe=recipe)
+    wait_for_steps(process, tmp_path / "broken", 3)
+    process.kill()
+    process.communicate()
+    finish(files, tmp_path / "broken", *given, recipe=recipe)
+    assert_same_run(tmp_path / "broken", tmp_path / "whole")
+    steps = metrics(tmp_path / "whole")
+    assert all(0 < step["branch_accuracy"] < 1 and step["branches"] == 2 * step["pivots"] for step in steps)
+    assert len({step["pivot_base"] for step in steps[3:]}) == 3  # fitted anew as tries are added
+    assert max(step["mismatch_abs"] for step in steps if not step["sigma"]) < 2e-6
+    samples = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()]
+    branches = sum("prefix_tokens" in line for line in samples)
+    assert branches == sum(step["branches"] for step in steps) == len(samples) - 6 * 4 * 4
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_finishes_the_step_and_saves_it(files, unbroken, tmp_path, number, code):
     out = tmp_path / "run"

@@ -10,7 +10,8 @@ a layer, D F N K H V as in types.py. Bytes:
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
     adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n
     gradients        4 n                                            moments           8 n, or 2 n + n / 32
-    KV cache         all samples at once, up to engine.max_running or engine.kv_gb
+    KV cache         all samples at once, up to engine.max_running or engine.kv_gb; with branches, beside all
+                     samples' pages
     activations      of the layers, by learn.recompute (`activations`)   unpacked  operands of a layer
     head             logits and slopes of a chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
 
@@ -125,7 +126,8 @@ def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     running = min(config.num_prompts * config.num_samples, engine.max_running)
     prompts = min(config.num_prompts, engine.max_running)
     pages = prompts * num_pages(prompt_tokens, engine.page_tokens)
-    pages += running * own_pages(prompt_tokens, max_tokens, engine.page_tokens)
+    kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_samples
+    pages += (kept + running) * own_pages(prompt_tokens, max_tokens, engine.page_tokens)
     wanted = (pages + 1) * page_bytes(a, engine.page_tokens, dtype)
     return wanted if engine.kv_gb is None else min(wanted, engine.kv_gb * 1e9)
 

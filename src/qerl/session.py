@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from qerl import plan
+from qerl.branching import Branching
 from qerl.config import RunConfig
 from qerl.engine.budget import free_bytes
 from qerl.evaluate import evaluate, greedy
@@ -25,7 +26,7 @@ from qerl.exploration import Exploration
 from qerl.journal import Journal, StepLog
 from qerl.journal.record import encode, replace
 from qerl.learner import Learner, checkpoint
-from qerl.loop import Parts, run, sampling_of
+from qerl.loop import Parts, draw, run, sampling_of
 from qerl.model.adapter import load_adapter
 from qerl.model.device import resolved
 from qerl.model.peft_folder import read_adapter
@@ -65,6 +66,7 @@ class _Session:
         learned = self.settled()
         self.learner = Learner(self.decoder, learned, notice=journal.notice, score=score)
         self.noise = Exploration(self.decoder, config)
+        self.branching = Branching(self.engine, config) if config.algo.branching == "deep" else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         self.evaluations = _read_json(folder / "evaluations.json")
 
@@ -91,6 +93,7 @@ class _Session:
             engine=self.engine,
             learner=self.learner,
             noise=self.noise,
+            draw=draw if self.branching is None else self.branching.draw,
             journal=self.journal,
             observe=self.observe,
             save=self.save,
@@ -113,6 +116,8 @@ class _Session:
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
         if found is not None and "noise" in found.extra:
             self.noise.load(found.extra["noise"])
+        if found is not None and self.branching is not None:
+            self.branching.load(found.extra["tries"])
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
@@ -130,9 +135,12 @@ class _Session:
                     self.learner,
                     next_step=next_step,
                     keep=self.config.checkpoint.keep,
-                    extra={"noise": self.noise.state()},
+                    extra={"noise": self.noise.state(), **self.tries()},
                 )
         return is_stopping
+
+    def tries(self) -> dict[str, Any]:
+        return {} if self.branching is None else {"tries": self.branching.state()}
 
     def observe(self, step: int, log: StepLog) -> None:
         """Says why rewards failed, and measures held-out accuracy where it is due."""

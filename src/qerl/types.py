@@ -57,6 +57,21 @@ class Group:
 
     prompt: Prompt
     samples_G: list[Sample]
+    prefix_tokens: int = 0
+    """Not 0: these are branches, and so many first tokens of each are the sample's that was branched."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pivot:
+    """Where a sample is branched.
+
+    Pivot(group_index=0, sample_index=3, prefix_tokens=20): after the first 20 of its tokens.
+    """
+
+    group_index: int
+    """Its group's place among those that were drawn together."""
+    sample_index: int
+    prefix_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("model",),
     ("engine", "learner"),
     ("loop", "evaluate", "report", "export", "sets", "plan"),
-    ("policy", "exploration", "exam"),
+    ("policy", "exploration", "branching", "exam"),
     ("session", "measure", "bench", "serve"),
     ("study", "trl"),
     ("cli",),

@@ -13,7 +13,7 @@ def test_every_method_is_an_arm_as_its_recipe_has_it():
         assert config.learn.updates_per_step == recipe().learn.updates_per_step, name
         if recipe().noise.is_steered:
             assert config.noise == recipe().noise, name
-    assert set(arms) == {*METHODS, "rloo", "no_noise"}
+    assert set(arms) == {*METHODS, "rloo", "grpo_24", "no_noise"}
 
 
 def test_each_is_compared_with_one_that_makes_as_many_updates_under_like_noise():

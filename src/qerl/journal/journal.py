@@ -94,6 +94,7 @@ class StepLog:
                 "advantage": sample.advantage,
                 "finish": sample.finish,
                 "num_tokens": len(sample.tokens_T),
+                **({"prefix_tokens": group.prefix_tokens} if group.prefix_tokens else {}),
                 "version": sample.version,
                 "answer": self._answer(group.prompt.columns),
             }

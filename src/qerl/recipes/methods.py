@@ -7,7 +7,7 @@ losses make four updates from each step's samples. Corrections and noise keep th
 from collections.abc import Callable
 from dataclasses import replace
 
-from qerl.config import AlgoConfig, ControlConfig, MaspoConfig, RunConfig, SapoConfig
+from qerl.config import AlgoConfig, ControlConfig, DeepConfig, MaspoConfig, RunConfig, SapoConfig
 from qerl.recipes.paper import demo
 
 UPDATES_PER_STEP = 4
@@ -71,6 +71,12 @@ def sapo() -> RunConfig:
 def maspo() -> RunConfig:
     """MASPO: a Gaussian weight in place of the clip, wider for unlikely tokens."""
     return _loss("maspo", AlgoConfig(loss="maspo", maspo=MaspoConfig()))
+
+
+def deep_grpo() -> RunConfig:
+    """DEEP-GRPO: GRPO, and failed samples branched at a pivot; branches learn from their siblings."""
+    algo = replace(GRPO, clip_high=0.2, branching="deep")
+    return _loss("deep_grpo", replace(algo, deep=DeepConfig(num_branches=4, segment_tokens=1)))
 
 
 def tis() -> RunConfig:
@@ -141,7 +147,7 @@ def aqn_plappert() -> RunConfig:
 METHODS: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (
-        *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, cispo, sapo, maspo),
+        *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, cispo, sapo, maspo, deep_grpo),
         *(tis, tis_sequence, mis, mis_sequence, icepop, geometric, veto, no_correction),
         *(aqn_kl, aqn_entropy, aqn_plappert),
     )
