@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from qerl.config import RunConfig
 from qerl.recipes import METHODS
 from qerl.study.methods import methods
@@ -13,6 +15,7 @@ def test_every_method_is_an_arm_as_its_recipe_has_it():
         assert config.learn.updates_per_step == recipe().learn.updates_per_step, name
         if recipe().noise.is_steered:
             assert config.noise == recipe().noise, name
+        assert config.noise.per == recipe().noise.per, name
     assert set(arms) == {*METHODS, "rloo", "no_noise"}
 
 
@@ -25,4 +28,4 @@ def test_each_is_compared_with_one_that_makes_as_many_updates_under_like_noise()
         one, other = configs[arm], configs[against]
         assert one.learn == other.learn
         if "noise" not in against and not one.noise.is_steered:
-            assert one.noise == other.noise
+            assert replace(one.noise, per=other.noise.per) == other.noise

@@ -352,6 +352,11 @@ class RunConfig:
         )
 
     @property
+    def num_noises(self) -> int:
+        """Different Z that the samples of one call are drawn under."""
+        return {"step": 1, "group": self.num_prompts, "sample": self.num_samples}[self.noise.per]
+
+    @property
     def num_updates(self) -> int:
         """Optimizer updates of the whole run."""
         return self.num_steps * self.learn.updates_per_step * self.learn.passes_per_step

@@ -6,6 +6,7 @@ losses make four updates from each step's samples. Corrections and noise keep th
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from qerl.config import AlgoConfig, ControlConfig, MaspoConfig, RunConfig, SapoConfig
 from qerl.recipes.paper import demo
@@ -138,11 +139,26 @@ def aqn_plappert() -> RunConfig:
     return _steered("aqn_plappert", "plappert", control)
 
 
+def _noise_per(per: Literal["group", "sample"]) -> RunConfig:
+    base = demo()
+    return replace(base, out=f"runs/aqn_{per}", noise=replace(base.noise, per=per))
+
+
+def aqn_group() -> RunConfig:
+    """AQN with a draw of the noise for each prompt's group of samples."""
+    return _noise_per("group")
+
+
+def aqn_sample() -> RunConfig:
+    """AQN with a draw of the noise for each sample of a group."""
+    return _noise_per("sample")
+
+
 METHODS: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (
         *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, cispo, sapo, maspo),
         *(tis, tis_sequence, mis, mis_sequence, icepop, geometric, veto, no_correction),
-        *(aqn_kl, aqn_entropy, aqn_plappert),
+        *(aqn_kl, aqn_entropy, aqn_plappert, aqn_group, aqn_sample),
     )
 }

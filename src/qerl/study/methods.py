@@ -2,7 +2,8 @@
 
     losses        four updates a step, no noise                      against grpo
     corrections   one update a step, the sampler noisy by schedule   against tis; tis against no_correction
-    exploration   the same with TIS, sigma by another rule or 0      against tis
+    exploration   the same with TIS, sigma by another rule or 0,     against tis
+                  or a noise for each group or sample
 
 The arms are the recipes of docs/methods.md, over the study's own base.
 """
@@ -18,6 +19,7 @@ from qerl.study.training import train_job
 LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo")
 CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "geometric", "veto", "no_correction")
 RULES = ("aqn_kl", "aqn_entropy", "aqn_plappert")
+DRAWS = ("aqn_group", "aqn_sample")
 
 
 def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
@@ -43,11 +45,12 @@ def methods() -> Study:
         Arm(name="rloo", about="GRPO's loss, leave-one-out advantages.", fields=leave_one_out),
         *(_arm(name, AQN) for name in CORRECTIONS),
         *(_arm(name, {}, ("algo", "noise")) for name in RULES),
+        *(_arm(name, AQN, ("algo", "noise")) for name in DRAWS),
         Arm(name="no_noise", about="TIS without noise.", fields={}),
     )
     pairs = [
         *((name, "grpo") for name in (*LOSSES[1:], "rloo")),
-        *((name, "tis") for name in (*CORRECTIONS[1:-1], *RULES)),
+        *((name, "tis") for name in (*CORRECTIONS[1:-1], *RULES, *DRAWS)),
         ("tis", "no_correction"),
         ("tis", "no_noise"),
     ]
