@@ -28,7 +28,7 @@ class Exploration:
         with self._noised(step) as sigma:
             yield sigma
             table = self._decoder.noise_table
-            self._num_drawn = int(sigma > 0) if table is None else table.num_drawn if sigma > 0 else 0
+            self._num_drawn = (table.num_drawn if table.is_open else 1) if sigma > 0 else 0
 
     def learning(self, step: int) -> AbstractContextManager[Any]:
         return self._noised(step) if self._config.noise.noise_in == "both" else nullcontext()

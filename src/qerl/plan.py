@@ -204,6 +204,11 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     return [
         Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
         Part(
+            name="sampler's weights",
+            num_bytes=0 if config.model.sampler is None else weights(a, config.model.sampler),
+            when="always",
+        ),
+        Part(
             name="embedding, head, norms",
             num_bytes=tables(a, config.model.head, noise_rows),
             when="always",

@@ -47,7 +47,7 @@ def test_by_group_a_sample_is_drawn_under_its_groups_noise():
     decoder, prompts_P = decoder_per("group"), prompts_of(*LENGTHS)
     samples = noisy(decoder, prompts_P)
     with noised(decoder, sigma=0.1, **NOISE):
-        rows = decoder.noise_rows([(p.index, [0]) for p in prompts_P])
+        rows = decoder.noise_table.rows([(p.index, [0]) for p in prompts_P])
         for i, sample in enumerate(samples):
             wanted = [under(decoder, row, prompts_P[i // 3], sample) for row, _ in rows]
             assert sample.logprobs_T == pytest.approx(wanted[i // 3], abs=1e-5)

@@ -29,7 +29,7 @@ def test_a_replayed_graph_is_the_eager_step_bit_for_bit(rank):
         forward, state = runner._forward, DecodeState.empty(8, runner._state.tables_BX.shape[1], 1, "cuda")
         state.positions_B.zero_()
         state.tables_BX[:, 0] = torch.arange(8)
-        decoder.noise_rows([(0, range(4))])
+        decoder.noise_table.rows([(0, range(4))])
 
         def hidden(rows):
             state.noise_rows_B.copy_(torch.tensor(rows, dtype=torch.int32))

@@ -26,7 +26,7 @@ def noises(decoder, members, **settings):
     with noised(decoder, **(SETTINGS | settings)) as num_norms:
         assert num_norms == 6
         found = {}
-        for (prompt, samples), (row, rows) in zip(members, decoder.noise_rows(members), strict=True):
+        for (prompt, samples), (row, rows) in zip(members, decoder.noise_table.rows(members), strict=True):
             for sample, each in [(None, row), *zip(samples, rows, strict=True)]:
                 found[prompt, sample] = torch.stack([n.noise[each].clone() for n in decoder.noised_norms()])
         return found
@@ -63,7 +63,7 @@ def test_more_prompts_than_rows_take_turns():
     with noised(decoder, **SETTINGS):
         firsts = []
         for prompts in ((0, 1), (1, 2), (2, 0)):
-            ((row, _), _) = decoder.noise_rows([(p, [0]) for p in prompts])
+            ((row, _), _) = decoder.noise_table.rows([(p, [0]) for p in prompts])
             firsts.append(decoder.noised_norms()[0].noise[row].clone())
         assert decoder.noise_table.num_drawn == 6
     want = noises(decoder_per("group"), [(p, [0]) for p in range(4)])
@@ -74,9 +74,9 @@ def test_more_prompts_than_rows_take_turns():
 def test_without_noise_and_after_it_every_row_is_zero(sigma):
     decoder = decoder_per("sample")
     with noised(decoder, **(SETTINGS | {"sigma": sigma})):
-        ((_, rows),) = decoder.noise_rows([(0, FOUR)])
+        ((_, rows),) = decoder.noise_table.rows([(0, FOUR)])
         assert len(set(rows)) == (4 if sigma else 1)
-    assert decoder.noise_rows([(0, FOUR)]) == [(0, [0] * 4)]
+    assert decoder.noise_table.rows([(0, FOUR)]) == [(0, [0] * 4)]
     assert not any(norm.noise.any() for norm in decoder.noised_norms())
 
 
@@ -93,7 +93,7 @@ def test_a_packed_forward_is_each_rows_forward_under_its_own_noise():
     """Two sequences of one batch, each as if the step's noise were its row; and a plain norm in float64."""
     decoder, tokens_T = decoder_per("sample", 2), torch.arange(24) * 11 % 61
     with noised(decoder, **SETTINGS):
-        ((_, rows),) = decoder.noise_rows([(0, range(2))])
+        ((_, rows),) = decoder.noise_table.rows([(0, range(2))])
         noise_rows_T = torch.tensor(rows, dtype=torch.int32).repeat_interleave(12)
         both = logits_of(decoder, tokens_T, (12, 12), noise_rows_T)
         norm = decoder.noised_norms()[3]

@@ -131,7 +131,7 @@ class Engine:
         with self._present_cache(live, prompts_P) as cache:
             runner = self._runners.of(cache, sampling, self._most_pages(live))
             self._runners.publish()
-            noise_rows = self._decoder.noise_rows(
+            noise_rows = self._decoder.noise_table.rows(
                 [(g.prompt.index, [s.sample_index for s in g.samples_G]) for g in groups]
             )
             return score(groups, noise_rows, cache, self._runners.replay(), runner.draw)
@@ -150,7 +150,7 @@ class Engine:
 
     def _take_noise(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> None:
         members = [(prompts_P[group.index].index, range(len(group.samples_G))) for group in groups]
-        for group, (row, rows_G) in zip(groups, self._decoder.noise_rows(members), strict=True):
+        for group, (row, rows_G) in zip(groups, self._decoder.noise_table.rows(members), strict=True):
             group.noise_row = row
             for sample, sample_row in zip(group.samples_G, rows_G, strict=True):
                 sample.noise_row = sample_row

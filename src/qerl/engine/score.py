@@ -50,7 +50,7 @@ def score(
     replay: Replay,
     draw: Draw,
 ) -> Tensor:
-    """fp32 [tokens], group by group, sample by sample; noise_rows: each group's, as Decoder.noise_rows has
+    """fp32 [tokens], group by group, sample by sample; noise_rows: each group's, as NoiseTable.rows has
     them."""
     return torch.cat([_scored(lot, cache, replay, draw) for lot in _lots(groups, noise_rows, cache)])
 

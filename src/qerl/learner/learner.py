@@ -232,10 +232,11 @@ class Learner:
 
 def _noise_rows(decoder: Decoder, batch: PackedBatch) -> Tensor | None:
     """Every row's own of the noise table; None where there is none."""
-    if decoder.noise_table is None:
+    if not decoder.noise_table.is_open:
         return None
     lengths, rows = [], []
-    for tree, (prompt_row, sample_rows) in zip(batch.trees, decoder.noise_rows(batch.members), strict=True):
+    found = decoder.noise_table.rows(batch.members)
+    for tree, (prompt_row, sample_rows) in zip(batch.trees, found, strict=True):
         lengths += [tree.prompt_tokens, *tree.branch_tokens]
         rows += [prompt_row, *sample_rows]
     rows_T = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))

@@ -13,7 +13,7 @@ attends within packed rows; an engine's writes k and v to its cache and attends 
 Hugging Face's names without the leading "model.".
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from qerl.kernels.swiglu import swiglu
 from qerl.model.architecture import Architecture
 from qerl.model.head import Head
 from qerl.model.linear import QuantLinear
-from qerl.model.noise_table import Members, NoiseTable
+from qerl.model.noise_table import NoiseTable
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
 from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
 from qerl.model.tiled import project, project_onto, room, tile_linears
@@ -157,8 +157,7 @@ class Decoder(nn.Module):
         self.lm_head = Head(table.weight)
         self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
         self._magnitude = magnitude(arch.rope)
-        self.noise_table: NoiseTable | None = None
-        """None: what the norms hold as noise is every token's."""
+        self.noise_table = NoiseTable()
 
     def forward(
         self,
@@ -184,12 +183,6 @@ class Decoder(nn.Module):
     def linears(self) -> Iterator[tuple[str, QuantLinear]]:
         """Every packed linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
         return ((name, m) for name, m in self.named_modules() if isinstance(m, QuantLinear))
-
-    def noise_rows(self, members: Sequence[Members]) -> list[tuple[int, list[int]]]:
-        """For each prompt: its row of the noise table, and its samples'; 0 where there is none."""
-        if self.noise_table is None:
-            return [(0, [0] * len(sample_indices)) for _, sample_indices in members]
-        return self.noise_table.rows(members)
 
     def noised_norms(self) -> list[NoisedRMSNorm]:
         """Two for each layer, in the layers' order: before q|k|v, before gate|up."""

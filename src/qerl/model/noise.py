@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from qerl.model.decoder import Decoder
-from qerl.model.noise_table import NoiseTable
 from qerl.model.norm import NoisedRMSNorm
 from qerl.seeds import mix
 
 
 def make_table(decoder: Decoder, per: str, num_keys: int) -> None:
     """Noise by group or by sample from here on (noise_table.py)."""
-    decoder.noise_table = NoiseTable(decoder.noised_norms(), per, num_keys)
+    decoder.noise_table.open(decoder.noised_norms(), per, num_keys)
 
 
 @contextlib.contextmanager
@@ -33,16 +32,15 @@ def noised(
 ) -> Iterator[int]:
     """Noise inside, none after; yields how many norms took it, 0 if sigma is 0."""
     norms = decoder.noised_norms() if sigma > 0 else []
-    draw, table = _Draw(norms, sigma, unit, seed, step), decoder.noise_table if norms else None
+    draw, table = _Draw(norms, sigma, unit, seed, step), decoder.noise_table
     try:
-        if table is None:
+        if norms and not table.is_open:
             draw.into([norm.noise for norm in norms], [()])
-        else:
+        elif norms:
             table.start(lambda rows, keys: draw.into([n.noise[rows] for n in norms], [(k,) for k in keys]))
         yield len(norms)
     finally:
-        if table is not None:
-            table.stop()
+        table.stop()
         for norm in norms:
             norm.noise.zero_()
 

@@ -36,15 +36,20 @@ PER = {
 
 
 class NoiseTable:
-    """Takes the place of the norms' vectors: made before anything is computed: graphs keep addresses."""
+    """Every row is 0 until it is opened, and outside of start and stop."""
 
-    def __init__(self, norms: Iterable[NoisedRMSNorm], per: str, num_keys: int):
-        """num_keys: most that one call of `rows` names."""
+    def __init__(self):
+        self.is_open = False
+        """Whether the norms hold rows of noise, and not one vector for all tokens."""
         self.num_drawn = 0
         """Rows drawn since the latest `start`."""
-        self._per, self._num_keys = PER[per], num_keys
+        self._per, self._num_keys = PER["sample"], 0
         self._rows: dict[int, int] = {}
         self._fill: Fill | None = None
+
+    def open(self, norms: Iterable[NoisedRMSNorm], per: str, num_keys: int) -> None:
+        """num_keys: most that one call of `rows` names. To be done before graphs are recorded."""
+        self.is_open, self._per, self._num_keys = True, PER[per], num_keys
         for norm in norms:
             shape = 1 + num_keys, norm.noise.shape[-1]
             norm.noise = torch.zeros(shape, dtype=norm.noise.dtype, device=norm.noise.device)
