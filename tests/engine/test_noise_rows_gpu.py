@@ -36,7 +36,7 @@ def test_a_replayed_graph_is_the_eager_step_bit_for_bit(rank):
             state.tokens_B.fill_(7)
             return forward(state, 8).clone()
 
-        with torch.no_grad():
+        with torch.no_grad(), engine._cache.present():
             hidden([0] * 8)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
