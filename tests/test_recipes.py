@@ -103,7 +103,7 @@ def test_every_value_of_a_method_has_a_recipe():
         }
     assert {name for algo in algos for name in algo.reject} == {"geometric", "veto"}
     noises = [recipe().noise for recipe in METHODS.values()]
-    assert {noise.schedule for noise in noises} == {"exponential", "adaptive", "plappert"}
+    assert {noise.schedule for noise in noises} == {"exponential", "adaptive", "plappert", "none"}
     assert {noise.control.measure for noise in noises if noise.is_steered} == {"kl", "entropy"}
     assert {noise.per for noise in noises} == {"step", "group", "sample"}
 
@@ -117,6 +117,7 @@ def test_a_method_differs_from_the_demo_by_itself_alone(name):
         out=demo().out,
         algo=demo().algo,
         noise=demo().noise,
+        model=demo().model,
         learn=dataclasses.replace(config.learn, updates_per_step=1),
     )
     assert same == demo()

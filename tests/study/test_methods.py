@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from qerl.config import RunConfig
 from qerl.recipes import METHODS
-from qerl.study.methods import methods
+from qerl.study.methods import PRECISIONS, methods
 from qerl.study.study import with_fields
 
 
@@ -16,7 +16,9 @@ def test_every_method_is_an_arm_as_its_recipe_has_it():
         if recipe().noise.is_steered:
             assert config.noise == recipe().noise, name
         assert config.noise.per == recipe().noise.per, name
-    assert set(arms) == {*METHODS, "rloo", "no_noise"}
+        if name in PRECISIONS:
+            assert config.model == recipe().model and config.noise == recipe().noise, name
+    assert set(arms) == {*METHODS, "rloo", "no_noise", "bf16", "flash_uncorrected"}
 
 
 def test_each_is_compared_with_one_that_makes_as_many_updates_under_like_noise():

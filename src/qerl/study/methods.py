@@ -4,6 +4,7 @@
     corrections   one update a step, the sampler noisy by schedule   against tis; tis against no_correction
     exploration   the same with TIS, sigma by another rule or 0,     against tis
                   or a noise for each group or sample
+    precision     one update a step, no noise, FP8 or INT8            against bf16; flash_fp8 against none
 
 The arms are the recipes of docs/methods.md, over the study's own base.
 """
@@ -20,6 +21,7 @@ LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sap
 CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "geometric", "veto", "no_correction")
 RULES = ("aqn_kl", "aqn_entropy", "aqn_plappert")
 DRAWS = ("aqn_group", "aqn_sample")
+PRECISIONS = ("jet_rl", "flash_fp8", "flash_int8")
 
 
 def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
@@ -40,12 +42,17 @@ def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
 def methods() -> Study:
     updates: Fields = {"learn.updates_per_step": METHODS["grpo"]().learn.updates_per_step}
     leave_one_out: Fields = {**updates, "algo.clip_high": 0.2, "algo.advantage": "leave_one_out"}
+    bf16: Fields = {"model.format": "bf16"}
+    uncorrected: Fields = {**bf16, "model.sampler": "fp8-flow", "algo.importance": "none"}
     arms = (
         *(_arm(name, {}) for name in LOSSES),
         Arm(name="rloo", about="GRPO's loss, leave-one-out advantages.", fields=leave_one_out),
         *(_arm(name, AQN) for name in CORRECTIONS),
         *(_arm(name, {}, ("algo", "noise")) for name in RULES),
         *(_arm(name, AQN, ("algo", "noise")) for name in DRAWS),
+        *(_arm(name, {}, ("algo", "model")) for name in PRECISIONS),
+        Arm(name="bf16", about="BF16 in sampler and learner, TIS.", fields=bf16),
+        Arm(name="flash_uncorrected", about="flash_fp8 without a correction.", fields=uncorrected),
         Arm(name="no_noise", about="TIS without noise.", fields={}),
     )
     pairs = [
@@ -53,6 +60,8 @@ def methods() -> Study:
         *((name, "tis") for name in (*CORRECTIONS[1:-1], *RULES, *DRAWS)),
         ("tis", "no_correction"),
         ("tis", "no_noise"),
+        *((name, "bf16") for name in PRECISIONS),
+        ("flash_fp8", "flash_uncorrected"),
     ]
     return Study(
         name="methods",
