@@ -217,8 +217,9 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
     finish(files, out, "--checkpoint.every", "1")
 
 
-def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(files, tmp_path):
-    exact = ("--engine.exact", "--engine.max-running", "16")
+@pytest.mark.parametrize(("per", "draws"), [("step", 1), ("group", 4), ("sample", 4)])
+def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, draws, files, tmp_path):
+    exact = ("--engine.exact", "--engine.max-running", "16", "--noise.per", per)
     finish(files, tmp_path / "both", *exact, "--noise.noise-in", "both")
     finish(files, tmp_path / "sampler", *exact)
     both, sampler = metrics(tmp_path / "both"), metrics(tmp_path / "sampler")
@@ -226,3 +227,4 @@ def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(files,
         assert step["mismatch_max"] == 0 < step["own_mismatch_max"] and step["ratio_mean"] == 1
     assert [step["mismatch_max"] > 0 for step in sampler] == [step["sigma"] > 0 for step in sampler]
     assert {step["sigma"] > 0 for step in sampler} == {True, False}
+    assert [step["noise_draws"] for step in both] == [draws * (step["sigma"] > 0) for step in both]

@@ -98,9 +98,12 @@ def weights(a: Architecture, format: str) -> float:
     return a.num_layers * (packed + factors + biases)
 
 
-def tables(a: Architecture, head_format: str = "bf16") -> float:
+def tables(a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1) -> float:
     """Embedding, head, norms and their noise."""
-    norms = 4 * a.width * (4 * a.num_layers + 1) + a.qk_norm * 8 * a.head_size * a.num_layers
+    norms = (
+        4 * a.width * ((2 + 2 * num_noise_rows) * a.num_layers + 1)
+        + a.qk_norm * 8 * a.head_size * a.num_layers
+    )
     own_head = 0 if head_format == "bf16" and a.tied_head else FORMATS[head_format].bytes_per_weight
     return a.vocab_size * a.width * (2 + own_head) + norms
 
@@ -215,10 +218,20 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     if config.learn.recompute != "none":
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
+    noise_rows = 1 if config.noise.per == "step" else 1 + config.num_noises
     copies = 4 * n if config.adapter.kind == "lora" else 0
     return [
         Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
-        Part(name="embedding, head, norms", num_bytes=tables(a, config.model.head), when="always"),
+        Part(
+            name="sampler's weights",
+            num_bytes=0 if config.model.sampler is None else weights(a, config.model.sampler),
+            when="always",
+        ),
+        Part(
+            name="embedding, head, norms",
+            num_bytes=tables(a, config.model.head, noise_rows),
+            when="always",
+        ),
         Part(name="adapter's masters", num_bytes=4 * n, when="always"),
         Part(name="adapter's 16-bit copies", num_bytes=copies, when="always"),
         Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),

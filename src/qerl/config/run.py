@@ -14,8 +14,13 @@ class ModelConfig:
     """A folder with safetensors, a .gguf file, a hub id such as Qwen/Qwen2.5-7B-Instruct, or the built-in
     smollm2-135m-instruct."""
 
-    format: Literal["nvfp4", "mxfp4", "nf4", "fp8", "int8", "bf16"] = "nvfp4"
-    """What the frozen linear weights are held in. A checkpoint that is already NVFP4 is taken as it is."""
+    format: Literal["nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "bf16"] = "nvfp4"
+    """What the frozen linear weights are held in. A checkpoint that is already NVFP4 is taken as it is.
+    fp8-flow: FP8, and what multiplies them is quantized to FP8 too, in sampling and learning alike."""
+
+    sampler: Literal["fp8", "fp8-flow", "int8"] | None = None
+    """A second copy of the linear weights for the sampler, quantized from model.format's to this (FlashRL):
+    the policies then differ, which algo.importance corrects. None: sampler and learner share one copy."""
 
     head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """What the LM head is held in, for sampling and learning alike. bf16: in model.compute, as the embedding,
@@ -333,6 +338,11 @@ class RunConfig:
         require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
         require(not (self.engine.exact and cuts), f"engine.exact needs every token: unset {', '.join(cuts)}")
+        require(
+            self.model.sampler is None or (self.adapter.kind == "lora" and not self.engine.exact),
+            f"model.sampler {self.model.sampler} needs adapter.kind lora, for the copy is made once, and"
+            " engine.exact off, for the two copies differ",
+        )
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
             noise.schedule == "none" or noise.is_steered or noise.num_stages <= self.num_steps,
@@ -351,6 +361,11 @@ class RunConfig:
             self.algo.overlong != "shape" or buffer < self.sample.max_tokens,
             f"algo.overlong_buffer must be under sample.max_tokens ({self.sample.max_tokens}), got {buffer}",
         )
+
+    @property
+    def num_noises(self) -> int:
+        """Different Z that the samples of one call are drawn under."""
+        return {"step": 1, "group": self.num_prompts, "sample": self.num_samples}[self.noise.per]
 
     @property
     def num_updates(self) -> int:

@@ -117,6 +117,7 @@ class Engine:
         if not groups:
             self.stats = Stats()
             return []
+        self._take_noise(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
             watcher = self._watcher(watch, text)
             generation = self._generation(cache, groups, prompts_P, text, sampling, seed, step, watcher)
@@ -155,7 +156,10 @@ class Engine:
         with self._present_cache(live, prompts_P) as cache:
             runner = self._runners.of(cache, sampling, self._most_pages(live))
             self._runners.publish()
-            return score(groups, cache, self._runners.replay(), runner.draw)
+            noise_rows = self._decoder.noise_table.rows(
+                [(g.prompt.index, [s.sample_index for s in g.samples_G]) for g in groups]
+            )
+            return score(groups, noise_rows, cache, self._runners.replay(), runner.draw)
 
     def _group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
         prompt_tokens, max_positions = len(prompt.tokens_T), self._decoder.architecture.max_positions
@@ -168,6 +172,13 @@ class Engine:
         group = LiveGroup(index=index, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
         group.samples_G = [LiveSample(group=group, sample_index=g) for g in range(num_samples)]
         return group
+
+    def _take_noise(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> None:
+        members = [(prompts_P[group.index].index, range(len(group.samples_G))) for group in groups]
+        for group, (row, rows_G) in zip(groups, self._decoder.noise_table.rows(members), strict=True):
+            group.noise_row = row
+            for sample, sample_row in zip(group.samples_G, rows_G, strict=True):
+                sample.noise_row = sample_row
 
     def _generation(
         self,
@@ -300,6 +311,7 @@ class Engine:
             text=text.of(tokens_T[:-1] if ends_with_stop_token else tokens_T),
             finish=s.finish,
             version=self.version,
+            sample_index=s.sample_index,
         )
 
 

@@ -138,7 +138,9 @@ class Generation:
 
     def _start(self, groups: list[LiveGroup]) -> None:
         """Computes the prompts, and draws the first token of all their samples."""
-        hidden_PD = self._prefill([Run(self._prompts_P[g.index].tokens_T, 0, g.pages) for g in groups])
+        hidden_PD = self._prefill(
+            [Run(self._prompts_P[g.index].tokens_T, 0, g.pages, g.noise_row) for g in groups]
+        )
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G]
         size = min(_FIRST_DRAWS, self._runner.max_rows)
         for first in range(0, len(pairs), size):
@@ -166,7 +168,9 @@ class Generation:
             self._cache.copy_pages([s.group.pages[-1] for s in partial], targets)
         resumed = [s for s in entered if len(s.tokens_T) > 1]
         if resumed:
-            self._prefill([Run(s.tokens_T[:-1], s.group.prompt_tokens, s.pages) for s in resumed])
+            self._prefill(
+                [Run(s.tokens_T[:-1], s.group.prompt_tokens, s.pages, s.noise_row) for s in resumed]
+            )
 
     def _read(self) -> None:
         """Takes over the oldest unread burst, and lets those go that it finished."""

@@ -35,6 +35,8 @@ class LiveGroup:
     """Longest sample that it may have."""
     samples_G: list["LiveSample"] = dataclasses.field(default_factory=list)
     num_unfinished: int = 0
+    noise_row: int = 0
+    """Of the prompt's tokens, in the norms' table of noise."""
     pages: list[int] = dataclasses.field(default_factory=list)
     """Of the prompt; held from its admission until the last of its samples finishes."""
     keeps_pages: bool = False
@@ -60,6 +62,8 @@ class LiveGroup:
 class LiveSample:
     group: LiveGroup
     sample_index: int
+    noise_row: int = 0
+    """In the norms' table of noise."""
     tokens_T: list[int] = dataclasses.field(default_factory=list)
     logprobs_T: list[float] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)

@@ -169,7 +169,8 @@ class Learner:
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
             return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout)
 
-        hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend, self._run_layer())
+        noise_rows_T = _noise_rows(self.decoder, batch)
+        hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend, self._run_layer(), noise_rows_T)
         head = self.decoder.lm_head  # its alpha goes into the temperature
         return chunked_logprob(
             hidden_TD,
@@ -227,3 +228,16 @@ class Learner:
         self.version = version
         if micro_tokens is not None:
             self._fit.micro_tokens = micro_tokens
+
+
+def _noise_rows(decoder: Decoder, batch: PackedBatch) -> Tensor | None:
+    """Every row's own of the noise table; None where there is none."""
+    if not decoder.noise_table.is_open:
+        return None
+    lengths, rows = [], []
+    found = decoder.noise_table.rows(batch.members)
+    for tree, (prompt_row, sample_rows) in zip(batch.trees, found, strict=True):
+        lengths += [tree.prompt_tokens, *tree.branch_tokens]
+        rows += [prompt_row, *sample_rows]
+    rows_T = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    return rows_T.to(decoder.device)

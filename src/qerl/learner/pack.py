@@ -31,6 +31,8 @@ class PackedBatch:
     tokens_T: Tensor
     positions_T: Tensor
     trees: list[Tree]
+    members: list[tuple[int, list[int]]]
+    """Of each tree: its prompt's index, and its branches' sample_index."""
     layout: TreeLayout
     """The trees as attention wants them, the same for every layer and pass."""
     source_rows_C: Tensor
@@ -118,6 +120,7 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         tokens_T=torch.tensor(tokens_T, device=device),
         positions_T=torch.tensor(positions_T, device=device),
         trees=trees,
+        members=[(b.prompt.index, [s.sample_index for s, _ in b.samples]) for b in batch],
         layout=TreeLayout.of(trees, device),
         source_rows_C=torch.tensor(source_rows_C, device=device),
         targets_C=torch.tensor([t for sample, _ in samples for t in sample.tokens_T], device=device),

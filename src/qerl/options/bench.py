@@ -72,7 +72,7 @@ class BenchDecodeOptions:
     batches: tuple[int, ...] = (8, 32, 64, 128, 256)
     """Samples decoded at once."""
 
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """The engine with its linears in this format."""
 
     lora_ranks: tuple[int, ...] = (32,)
@@ -121,7 +121,7 @@ class BenchLearnOptions:
     shape: str = "qwen2.5-7b"
     """The model's shape; its weights are random."""
 
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """The learner with its linears in this format."""
 
     recomputes: tuple[Literal["none", "layer", "offload"], ...] = ("none", "layer")
@@ -246,7 +246,10 @@ class BenchParityOptions:
     shape: str = "qwen2.5-7b"
     """The model's shape; its weights are random."""
 
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow", "flash-fp8", "flash-int8"], ...] = (
+        "qerl-nvfp4",
+        "qerl-bf16",
+    )
     """Engine and learner with their linears in this format."""
 
     kvs: tuple[Literal["bf16", "fp8"], ...] = ("bf16",)
