@@ -38,6 +38,7 @@ from qerl.options import (
     paper_sampling,
 )
 from qerl.recipes import METHODS, PAPER, RECIPES, own
+from qerl.secret import without_secrets
 from qerl.sets import SETS, chosen
 from qerl.stored import run_config
 
@@ -93,7 +94,7 @@ def main() -> None:
     except (UserError, RunError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"qerl: {error}", file=sys.stderr)
+        print(f"qerl: {without_secrets(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -9,7 +9,6 @@ The run's folder:
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from qerl.config import RunConfig
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
 from qerl.journal import Journal, StepLog
-from qerl.journal.record import encode, replace
+from qerl.journal.record import encode, read_object, replace
 from qerl.learner import Learner, checkpoint
 from qerl.loop import Parts, run, sampling_of
 from qerl.model.adapter import load_adapter
@@ -61,7 +60,8 @@ class _Session:
         self.learner = Learner(self.decoder, config, notice=journal.notice, score=score)
         self.noise = Exploration(self.decoder, config)
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
-        self.evaluations = _read_json(folder / "evaluations.json")
+        path = folder / "evaluations.json"
+        self.evaluations = read_object(path) if path.exists() else {}
 
     def run(self) -> dict[str, Any]:
         config = self.config
@@ -163,7 +163,3 @@ class _Session:
         }
         train_s = sum(step["step_s"] for step in self.journal.steps())
         return {**accuracies, "train_s": round(train_s, 1), "run": str(self.folder)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}

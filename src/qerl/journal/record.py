@@ -17,6 +17,8 @@ from typing import Any
 
 from qerl.errors import RunError, UserError
 
+_MEND = "restore it or remove it"
+
 
 def finite(value: Any) -> Any:
     """The value as strict JSON knows it, all the way down."""
@@ -47,16 +49,31 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def replace(path: Path, content: bytes) -> None:
     """After a crash the file is the old one or the new one, never a part."""
     part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """What `replace` put there; UserError where it is damaged."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is damaged ({error}); {_MEND}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is damaged (not a JSON object); {_MEND}")
+    return value
 
 
 class Lines:
@@ -119,6 +136,8 @@ class Lock:
 
     def __init__(self, folder: Path):
         self._file = open(folder / ".lock", "a+")  # noqa: SIM115
+        # A forked worker outlives a run that is killed for a moment, and would hold the lock as long.
+        os.register_at_fork(after_in_child=self._file.close)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
