@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -266,9 +267,15 @@ def _enlist(group: int, printed: int, memory_bytes: int) -> None:
         os.setpgid(0, group)
     except (PermissionError, ProcessLookupError):
         os._exit(0)  # no such group any more: the crew is being stopped
-    # A handler and not SIG_IGN, which programs that a job starts would inherit.
-    stays = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in stays])
+    pid = os.getpid()
+
+    def stay(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != pid:  # a child that a job forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stay)  # not SIG_IGN, which programs that a job starts would inherit
     for descriptor in (1, 2):
         os.dup2(printed, descriptor)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
