@@ -29,12 +29,12 @@ class Run:
     """A process with a session of its own: whatever it starts is found by it."""
 
     pid: int
-    out: Path
+    log: Path
 
     @property
     def said(self) -> str:
         """Its stdout and stderr so far."""
-        return _log(self.out).read_text()
+        return self.log.read_text()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
@@ -49,7 +49,7 @@ class Run:
             time.sleep(0.005)
         self.kill()
         os.waitpid(self.pid, 0)
-        raise TimeoutError(f"{self.out}: not done after {timeout_s} s: {self.said}")
+        raise TimeoutError(f"{self.log}: not done after {timeout_s} s: {self.said}")
 
     def wait_for(self, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
         end = time.monotonic() + timeout_s
@@ -63,21 +63,24 @@ class Run:
         return [pid for pid in _pids() if _session(pid) == self.pid]
 
 
-def start(files: Path, out: Path, *more: str, first: Callable[[], object] = lambda: None) -> Run:
+def start(
+    files: Path, out: Path, *more: str, first: Callable[[], object] = lambda: None, log: Path | None = None
+) -> Run:
     """`qerl train demo` on the tiny files, after first() in its process."""
-    return start_command(["train", "demo", *tiny_run.options(files, out), *more], out, first)
+    log = log or out.with_name(f"{out.name}.log")
+    return start_command(["train", "demo", *tiny_run.options(files, out), *more], log, first)
 
 
-def start_command(arguments: list[str], out: Path, first: Callable[[], object] = lambda: None) -> Run:
+def start_command(arguments: list[str], log: Path, first: Callable[[], object] = lambda: None) -> Run:
     sys.stdout.flush()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid:
-        return Run(pid, out)
+        return Run(pid, log)
     code = 70
     try:
         os.setsid()
-        _speak_to(_log(out))
+        _speak_to(log)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
         first()
@@ -139,10 +142,6 @@ def small_disk(num_bytes: int) -> Iterator[Path]:
 def _metrics(out: Path) -> list[dict[str, object]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
-
-
-def _log(out: Path) -> Path:
-    return out.with_name(f"{out.name}.log")
 
 
 def _speak_to(path: Path) -> None:
