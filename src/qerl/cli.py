@@ -367,5 +367,5 @@ def _run_of(source: str) -> RunConfig | None:
 def _recorded(path: Path) -> RunConfig:
     try:
         return run_config(json.loads(path.read_bytes())["config"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error})") from None

@@ -41,7 +41,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     """The line's object; None where the line is damaged."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
