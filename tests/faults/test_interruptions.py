@@ -68,7 +68,9 @@ def test_leaps_of_the_clock_change_nothing_but_the_time_of_day(files, whole, tmp
     assert run.wait() == 0, run.said
     assert runs.difference(out, whole) is None
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    seconds = [value for line in lines for key, value in line.items() if key.endswith("_s") and "_per_" not in key]
+    seconds = [
+        value for line in lines for key, value in line.items() if key.endswith("_s") and "_per_" not in key
+    ]
     assert seconds and all(0 <= value < 60 for value in seconds)
     times = [line["wall_time"] for line in lines]
     assert times != sorted(times)  # the clock did leap

@@ -13,8 +13,13 @@ def files(tmp_path_factory):
     return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
-def test_killed_at_random_moments_and_started_at_once_a_run_is_the_unbroken_one(files, tmp_path):
-    whole, whole_s = kills.unbroken(files, tmp_path)
+@pytest.fixture(scope="module")
+def unbroken(files, tmp_path_factory):
+    return kills.unbroken(files, tmp_path_factory.mktemp("runs"))
+
+
+def test_killed_at_random_moments_and_started_at_once_a_run_is_the_unbroken_one(files, unbroken, tmp_path):
+    whole, whole_s = unbroken
     trials = [
         kills.trial(files, tmp_path / str(i), whole, moment_s)
         for i, moment_s in enumerate(kills.moments_s(4, 1, whole_s))
@@ -23,8 +28,7 @@ def test_killed_at_random_moments_and_started_at_once_a_run_is_the_unbroken_one(
     assert not any(one["survivors"] for one in trials)
 
 
-def test_a_run_killed_again_and_again_gets_there_all_the_same(files, tmp_path):
-    whole, whole_s = kills.unbroken(files, tmp_path)
+def test_a_run_killed_again_and_again_gets_there_all_the_same(files, unbroken, tmp_path):
     out = tmp_path / "run"
     for target in (1, 4, 7):
         run = runs.start(files, out, *kills.MORE)
@@ -32,7 +36,7 @@ def test_a_run_killed_again_and_again_gets_there_all_the_same(files, tmp_path):
         run.kill()
         assert run.wait() == -9
     runs.finish(files, out, *kills.MORE)
-    assert runs.difference(out, whole) is None
+    assert runs.difference(out, unbroken[0]) is None
 
 
 def test_the_lock_goes_with_the_run_and_not_with_its_workers(files, tmp_path):
