@@ -97,6 +97,8 @@ class _Session:
             self.journal.notice(notice)
         self.journal.resume(first_step)
         self.engine.publish(self.learner.version)
+        if first_step and self.prompts and "before" not in self.evaluations:
+            self.journal.notice("evaluations.json lacks the accuracy before the first step")
         if first_step == 0:
             self.evaluations = {}  # those there may be of another config that was given up
         return first_step

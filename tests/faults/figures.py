@@ -34,7 +34,9 @@ def full(files: Path, folder: Path) -> dict[str, Any]:
     needed = disks.needed_bytes(whole)
     with runs.small_disk(1 << 22) as disk:
         sizes = range(0, needed, needed // 12)
-        by_size = [disks.space_trial(files, disk, folder / f"{size}.log", whole, size) for size in sizes]
+        by_size = [
+            disks.space_trial(files, disk, folder / f"space-{size}.log", whole, size) for size in sizes
+        ]
     return {
         "syncs": num_syncs,
         "syncs_well": by_sync.count(None),
@@ -52,7 +54,7 @@ def damaged(files: Path, folder: Path) -> dict[str, Any]:
     for name in (*damage.CHECKPOINT, *damage.RECORD):
         outcomes[name] = {}
         for harm in damage.HARMS:
-            out = folder / f"{name.replace('/', '-')}-{harm}"
+            out = folder / f"{len(outcomes)}-{harm}"
             outcomes[name][harm] = damage.trial(files, half, out, whole, name, harm)
     return outcomes
 

@@ -1,9 +1,11 @@
 """A full disk and damaged files; `python tests/faults/figures.py` tries every moment and every file."""
 
+import json
+
 import pytest
 
 import tiny_run
-from faults import damage, disks, runs
+from faults import damage, disks, figures, runs
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +61,13 @@ def eight(files, tmp_path_factory):
 def test_a_damaged_file_is_made_good_or_named(files, eight, tmp_path, name, harm, expected):
     whole, half = eight
     assert damage.trial(files, half, tmp_path / "run", whole, name, harm).startswith(expected)
+
+
+def test_the_page_holds_the_figures_that_were_found():
+    """`python tests/faults/figures.py` finds them, which takes too long for each commit."""
+    text = figures.PAGE.read_text()
+    found = json.loads(figures.RESULTS.read_text())
+    assert figures.written(text, figures.page(found)) == text
+    assert found["kills"]["kills"] == found["kills"]["same"] >= 50 and not found["kills"]["survivors"]
+    assert not found["disk"]["wrong"]
+    assert not [o for row in found["damage"].values() for o in row.values() if o.startswith("wrong")]

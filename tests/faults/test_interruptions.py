@@ -14,10 +14,13 @@ from learner.tiny import VOCAB, tiny_learner
 from qerl.errors import RunError
 from qerl.secret import without_secrets
 
-SLOW = """
-import time
-def slow(completion_ids, **_):
-    time.sleep(0.02)
+HELD = """
+import pathlib, time
+place = pathlib.Path(__file__).parent
+def held(completion_ids, **_):
+    if (place / "hold").exists():
+        (place / "held").touch()
+        time.sleep(1)
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 """
 
@@ -25,7 +28,7 @@ def slow(completion_ids, **_):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     files = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
-    (files / "slow.py").write_text(SLOW)
+    (files / "held.py").write_text(HELD)
     return files
 
 
@@ -38,10 +41,13 @@ def whole(files, tmp_path_factory):
 
 def test_a_sigterm_to_every_process_of_the_run_costs_no_sample(files, whole, tmp_path):
     """As systemd, docker and Slurm may send it: to the workers and the warden as well."""
-    out, reward = tmp_path / "run", ("--task.rewards", f"{files / 'slow.py'}:slow")
+    out, reward = tmp_path / "run", ("--task.rewards", f"{files / 'held.py'}:held")
     run = runs.start(files, out, *reward)
     run.wait_for(lambda: runs.num_steps(out) >= 2)
-    for pid in run.processes():
+    (files / "hold").touch()
+    run.wait_for((files / "held").exists)
+    (files / "hold").unlink()
+    for pid in run.processes():  # the workers at work
         os.kill(pid, signal.SIGTERM)
     assert run.wait() == 143 and "SIGTERM: finishing this step and saving it" in run.said
     assert not run.processes() and 2 <= runs.num_steps(out) < 6

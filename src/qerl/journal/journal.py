@@ -162,13 +162,13 @@ class Journal:
 
     def resume(self, next_step: int) -> None:
         """Forgets steps from next_step on: going on from there leaves the files of an unbroken run."""
-        for lines in (self._metrics, self._samples):
-            lines.cut(next_step)
+        num_kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
         self._display.restore(records)
         self._next_step = next_step
-        if len(records) < next_step:
-            self.notice(f"metrics.jsonl lacks {next_step - len(records)} of the {next_step} steps taken")
+        for name, num_steps in num_kept.items():
+            if num_steps < next_step:
+                self.notice(f"{name}.jsonl lacks {next_step - num_steps} of the {next_step} steps taken")
         if next_step:
             self.notice(f"goes on after step {next_step}/{self._num_steps}")
 

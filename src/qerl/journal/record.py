@@ -99,9 +99,10 @@ class Lines:
         with open(self._path, "rb") as file:
             yield from map(decode, file)
 
-    def cut(self, next_step: int) -> None:
-        """Drop the lines of steps from next_step on, and damaged lines among them."""
-        size, cut_at = 0, None
+    def cut(self, next_step: int) -> int:
+        """Drop the lines of steps from next_step on, and damaged lines among them; of how many steps lines
+        stay."""
+        size, cut_at, steps = 0, None, set()
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 step = (decode(line) or {}).get("step")
@@ -110,9 +111,11 @@ class Lines:
                     raise UserError(f"{self._path}: a line before line {number} is damaged or out of order")
                 if not stays and cut_at is None:
                     cut_at = size
+                steps |= {step} if stays else set()
                 size += len(line)
         if cut_at is not None:
             self._truncate(cut_at)
+        return len(steps)
 
     def close(self) -> None:
         self._file.close()
