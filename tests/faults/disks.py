@@ -30,6 +30,7 @@ def refusing(allowed: int):
     def refuse(descriptor: int) -> None:
         left[0] -= 1
         if left[0] < 0:
+            os.write(2, b"[sync refused]\n")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(descriptor)
 
@@ -37,9 +38,12 @@ def refusing(allowed: int):
 
 
 def sync_trial(files: Path, out: Path, whole: Path, allowed: int) -> str | None:
-    """What is wrong with a run whose disk is full from that sync on, and then is not; None: nothing."""
+    """What is wrong with a run whose disk is full after so many syncs, and then is not; None: nothing."""
     run = runs.start(files, out, first=lambda: refusing(allowed))
-    return _clean_end(run) or _goes_on(files, out, whole)
+    wrong = _clean_end(run)
+    # How often the logger's thread asks depends on its speed: a run may have come to its end before.
+    was_full = "[sync refused]" in run.said
+    return (wrong if was_full else None) or _goes_on(files, out, whole)
 
 
 def space_trial(files: Path, folder: Path, log: Path, whole: Path, free_bytes: int) -> str | None:

@@ -20,7 +20,7 @@ def whole(files, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("allowed", [1, 7, 20, 55])
+@pytest.mark.parametrize("allowed", [1, 20, 50])
 def test_a_disk_full_from_some_write_on_is_one_line_and_nothing_is_lost(files, whole, tmp_path, allowed):
     assert disks.sync_trial(files, tmp_path / "run", whole, allowed) is None
 
@@ -32,11 +32,11 @@ def test_on_a_full_file_system_the_run_ends_in_one_line_and_goes_on_once_there_i
         with runs.small_disk(1 << 22) as folder:
             found = [
                 disks.space_trial(files, folder, tmp_path / f"{free_bytes}.log", whole, free_bytes)
-                for free_bytes in (0, 60_000, 160_000)
+                for free_bytes in (0, 160_000)
             ]
     except PermissionError as error:
         pytest.skip(str(error))
-    assert found == [None] * 3
+    assert found == [None] * 2
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,6 @@ def eight(files, tmp_path_factory):
     [
         ("optimizer.safetensors", "flip", "same run"),
         ("state.json", "delete", "same run"),
-        ("run.json", "truncate", "refused: qerl: /run/run.json: is damaged"),
         ("evaluations.json", "empty", "refused: qerl: /run/evaluations.json: is damaged"),
         ("loggers/tensorboard.json", "empty", "same run"),
         ("metrics.jsonl", "truncate", "told"),

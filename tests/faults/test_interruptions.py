@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -11,8 +12,11 @@ import tiny_run
 from faults import runs
 from learner.samples import random_groups
 from learner.tiny import VOCAB, tiny_learner
+from qerl.config import RunConfig
 from qerl.errors import RunError
+from qerl.journal.provenance import run_facts
 from qerl.secret import without_secrets
+from qerl.tasks.scoring import Call, Failure, score
 
 HELD = """
 import pathlib, time
@@ -123,7 +127,7 @@ def leaks(completion_ids, **_):
 
 
 def test_no_key_reaches_a_file_of_the_run_or_the_terminal(files, tmp_path):
-    """A judge's client that puts the key into its exception, and a key on the command line."""
+    """A judge's client puts them into its exception."""
     (tmp_path / "leaks.py").write_text(LEAKING)
     reward = ("--task.rewards", f"{tmp_path / 'leaks.py'}:leaks", "--evaluate.num-prompts", "0")
     run = runs.start(files, tmp_path / "run", *reward, first=lambda: os.environ.update(KEYS))
@@ -143,6 +147,28 @@ def test_an_error_of_the_command_line_shows_no_key(files, tmp_path):
     run = runs.start(files, tmp_path / "run", *reward, first=lambda: os.environ.update(KEYS))
     assert run.wait() == 2 and "no sample of the step has a reward" in run.said
     assert not [value for value in KEYS.values() if value in run.said]
+
+
+def test_an_address_on_the_command_line_is_shown_without_its_password(tmp_path):
+    run = runs.start_command(["eval", "https://me:hunter2@host/model"], tmp_path / "log")
+    assert run.wait() == 2
+    assert run.said.startswith("qerl: https://***@host/model: no such folder")
+
+
+def test_a_script_started_with_a_key_is_recorded_without_it(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", KEYS["HF_TOKEN"])
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--key", KEYS["HF_TOKEN"]])
+    assert run_facts(RunConfig())["command"] == "mine.py --key ***"
+
+
+def test_what_a_reward_raised_leaves_its_process_without_keys(monkeypatch):
+    monkeypatch.setenv("JUDGE_SECRET", KEYS["JUDGE_SECRET"])
+
+    def leaks(completions):
+        raise ValueError(f"401 {KEYS['JUDGE_SECRET']}")
+
+    failure = score([leaks], [1.0], Call("p", "c", [1], {}))
+    assert failure == Failure("raised ValueError", "leaks: ValueError: 401 ***")
 
 
 @pytest.mark.parametrize(

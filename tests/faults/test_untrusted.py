@@ -30,7 +30,7 @@ from qerl.tasks import build_task
 from qerl.tasks.prompt import rendered
 from tasks.material import tokenizer
 
-EXAMPLES = int(sys.argv[1]) if __name__ == "__main__" else 100
+EXAMPLES = int(sys.argv[1]) if __name__ == "__main__" else 60
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 SRC = Path(cli.__file__).parent
 TOKENIZER = tokenizer()
