@@ -39,6 +39,7 @@ from qerl.options import (
     paper_sampling,
 )
 from qerl.recipes import METHODS, PAPER, RECIPES, own
+from qerl.secret import without_secrets
 from qerl.sets import SETS, chosen
 from qerl.stored import run_config
 
@@ -95,7 +96,7 @@ def main() -> None:
     except (UserError, RunError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"qerl: {error}", file=sys.stderr)
+        print(f"qerl: {without_secrets(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -376,5 +377,5 @@ def _run_of(source: str) -> RunConfig | None:
 def _recorded(path: Path) -> RunConfig:
     try:
         return run_config(json.loads(path.read_bytes())["config"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error})") from None

@@ -9,7 +9,6 @@ The run's folder:
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from qerl.engine.budget import free_bytes
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
 from qerl.journal import Journal, StepLog
-from qerl.journal.record import encode, replace
+from qerl.journal.record import encode, read_object, replace
 from qerl.learner import Learner, checkpoint
 from qerl.loop import Parts, draw, run, sampling_of
 from qerl.model.adapter import load_adapter
@@ -68,7 +67,8 @@ class _Session:
         self.noise = Exploration(self.decoder, config)
         self.branching = Branching(self.engine, config) if config.algo.branching == "deep" else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
-        self.evaluations = _read_json(folder / "evaluations.json")
+        path = folder / "evaluations.json"
+        self.evaluations = read_object(path) if path.exists() else {}
 
     def settled(self) -> RunConfig:
         """The config with learn.recompute auto replaced on a GPU, which the journal is told."""
@@ -122,6 +122,8 @@ class _Session:
             self.journal.notice(notice)
         self.journal.resume(first_step)
         self.engine.publish(self.learner.version)
+        if first_step and self.prompts and "before" not in self.evaluations:
+            self.journal.notice("evaluations.json lacks the accuracy before the first step")
         if first_step == 0:
             self.evaluations = {}  # those there may be of another config that was given up
         return first_step
@@ -191,7 +193,3 @@ class _Session:
         }
         train_s = sum(step["step_s"] for step in self.journal.steps())
         return {**accuracies, "train_s": round(train_s, 1), "run": str(self.folder)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}

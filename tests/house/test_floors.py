@@ -8,7 +8,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
-    ("errors", "memory", "seeds", "stop"),
+    ("errors", "memory", "secret", "seeds", "stop"),
     ("config", "types"),
     ("formats", "algo", "tasks", "journal", "recipes", "options", "stored"),
     ("kernels",),

@@ -134,12 +134,15 @@ class TaskConfig:
     reward_workers: int = 2
     """Processes that run rewards."""
 
+    reward_memory_gb: float = 8.0
+    """What each of them may map beyond what it began with; more is a MemoryError (on Linux)."""
+
     code: CodeConfig = CodeConfig()
     """For the reward `code`, which runs a sample's Python against the tests in answer_column."""
 
     def __post_init__(self):
         require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
-        for name in ("reward_deadline_s", "reward_workers", "num_rows"):
+        for name in ("reward_deadline_s", "reward_workers", "reward_memory_gb", "num_rows"):
             value = getattr(self, name)
             require(value > 0, f"task.{name} must be positive, got {value}")
         weights, rewards = len(self.reward_weights), len(self.rewards)
@@ -230,6 +233,9 @@ class LearnConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
 
+    max_nonfinite_updates: int = 8
+    """An update whose gradient is not finite is skipped; so many in a row end the run."""
+
     updates_per_step: int = 1
     """Optimizer updates from one step's samples; each takes an equal share of the groups."""
 
@@ -262,6 +268,7 @@ class LearnConfig:
             "micro_tokens",
             "logprob_chunk_tokens",
             "max_grad_norm",
+            "max_nonfinite_updates",
         ):
             value = getattr(self, name)
             require(value > 0, f"learn.{name} must be positive, got {value}")
