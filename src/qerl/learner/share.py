@@ -61,10 +61,9 @@ def split(groups_P: list[Group], config: RunConfig, *, device: torch.device) -> 
     of branches."""
     samples = [group for group in groups_P if not group.prefix_tokens]
     branches = [group for group in groups_P if group.prefix_tokens]
-    parts = zip(
-        *(_parts(groups, config.learn.updates_per_step) for groups in (samples, branches)), strict=True
-    )
-    return [_share(*part, config, device) for part in parts]
+    num_parts = config.learn.updates_per_step
+    parts = zip(_parts(samples, num_parts), _parts(branches, num_parts), strict=True)
+    return [_share(of_samples, of_branches, config, device) for of_samples, of_branches in parts]
 
 
 def _parts(groups_P: list[Group], num_parts: int) -> list[list[Group]]:
