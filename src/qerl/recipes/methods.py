@@ -171,7 +171,7 @@ def _precision(
 
 
 def jet_rl() -> RunConfig:
-    """Jet-RL's flow: FP8 weights and activations, quantized at the same points in sampling and learning."""
+    """Jet-RL's flow: FP8 weights and activations, the same quantize points in sampling and learning."""
     return _precision("jet_rl", "fp8-flow", None, replace(GRPO, importance="none"))
 
 
