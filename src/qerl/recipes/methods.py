@@ -166,7 +166,7 @@ def _precision(
 
 def jet_rl() -> RunConfig:
     """Jet-RL's flow: FP8 weights and activations, quantized at the same points in sampling and learning."""
-    return _precision("jet_rl", "fp8-flow", None, replace(GRPO, importance="none"))
+    return _precision("jet_rl", "fp8-flow", None, GRPO)
 
 
 def flash_fp8() -> RunConfig:
