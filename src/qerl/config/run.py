@@ -134,12 +134,15 @@ class TaskConfig:
     reward_workers: int = 2
     """Processes that run rewards."""
 
+    reward_memory_gb: float = 8.0
+    """What each of them may map beyond what it began with; more is a MemoryError (on Linux)."""
+
     code: CodeConfig = CodeConfig()
     """For the reward `code`, which runs a sample's Python against the tests in answer_column."""
 
     def __post_init__(self):
         require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
-        for name in ("reward_deadline_s", "reward_workers", "num_rows"):
+        for name in ("reward_deadline_s", "reward_workers", "reward_memory_gb", "num_rows"):
             value = getattr(self, name)
             require(value > 0, f"task.{name} must be positive, got {value}")
         weights, rewards = len(self.reward_weights), len(self.rewards)
@@ -230,6 +233,9 @@ class LearnConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
 
+    max_nonfinite_updates: int = 8
+    """An update whose gradient is not finite is skipped; so many in a row end the run."""
+
     updates_per_step: int = 1
     """Optimizer updates from one step's samples; each takes an equal share of the groups."""
 
@@ -242,9 +248,10 @@ class LearnConfig:
     logprob_chunk_tokens: int = 512
     """Rows of logits that exist at a time."""
 
-    recompute: Literal["none", "layer", "offload"] = "none"
+    recompute: Literal["auto", "none", "layer", "offload"] = "auto"
     """What is kept for the backward pass. none: all it reads. layer: each layer's input, the rest is computed
-    again. offload: the same in the host's memory."""
+    again. offload: the same in the host's memory. auto: the first of them with which learning is planned to
+    fit the GPU's memory; on a CPU none."""
 
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit keeps the moments in 8 bits; it needs the package bitsandbytes."""
@@ -261,6 +268,7 @@ class LearnConfig:
             "micro_tokens",
             "logprob_chunk_tokens",
             "max_grad_norm",
+            "max_nonfinite_updates",
         ):
             value = getattr(self, name)
             require(value > 0, f"learn.{name} must be positive, got {value}")
@@ -341,6 +349,11 @@ class RunConfig:
             self.model.sampler is None or (self.adapter.kind == "lora" and not self.engine.exact),
             f"model.sampler {self.model.sampler} needs adapter.kind lora, for the copy is made once, and"
             " engine.exact off, for the two copies differ",
+        )
+        require(
+            self.algo.branching == "none" or (self.noise.per, self.noise.noise_in) != ("sample", "both"),
+            "noise.per sample with noise_in both needs algo.branching none: the learner computes a branch's"
+            " first tokens as its prompt, without the sample's noise",
         )
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(

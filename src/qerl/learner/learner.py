@@ -21,7 +21,7 @@ from qerl.algo.importance import correct
 from qerl.algo.kl import k3
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.fit import Fit
@@ -61,6 +61,7 @@ class Learner:
         self.version = 0
         """Updates planned so far, those skipped included: schedules and resumption count by it."""
         self.decoder = decoder
+        self._num_nonfinite = 0
         self._score = score
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
@@ -105,7 +106,18 @@ class Learner:
         exact_C = self._exact(share.teaching)
         lessons = self._fit.run(share.teaching, lambda batches: self._learn_all(batches, exact_C, before))
         grad_norm = self._apply(rate) if lessons else None
+        if lessons:
+            self._count_nonfinite(grad_norm is None)
         return Update(lessons=lessons, grad_norm=grad_norm, learning_rate=rate)
+
+    def _count_nonfinite(self, is_skipped: bool) -> None:
+        self._num_nonfinite = self._num_nonfinite + 1 if is_skipped else 0
+        if self._num_nonfinite >= self.config.learn.max_nonfinite_updates:
+            raise RunError(
+                f"{self._num_nonfinite} updates in a row had a gradient that is not finite and were skipped:"
+                " nothing is learned any more; see mismatch_max and grad_norm of the steps before in"
+                " metrics.jsonl, and try a lower learn.learning_rate (limit: learn.max_nonfinite_updates)"
+            )
 
     def _exact(self, portion: Portion) -> Tensor | None:
         """By the sampler's forward, of the portion's tokens; None where the learner's own count."""

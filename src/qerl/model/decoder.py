@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from qerl.kernels.nvfp4_unpack import Rows
 from qerl.kernels.rotate import rotate
-from qerl.kernels.swiglu import swiglu
 from qerl.model.architecture import Architecture
 from qerl.model.head import Head
 from qerl.model.linear import QuantLinear
 from qerl.model.noise_table import NoiseTable
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
 from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
-from qerl.model.tiled import project, project_onto, room, tile_linears
+from qerl.model.tiled import project, project_onto, project_swiglu, room, tile_linears
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -104,8 +103,7 @@ class MLP(nn.Module):
 
     def forward(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
         """h and what the layer makes of x, in the place of h."""
-        gate_TF, up_TF = project(x_TD, self.gate_up_projs, gaps_are_free=True)
-        act_TF = swiglu(gate_TF, up_TF, room=room((self.down_proj,)))
+        act_TF = project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
         return project_onto(h_TD, act_TF, self.down_proj, gaps_are_free=True)
 
     @property

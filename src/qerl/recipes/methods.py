@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from qerl.config import AlgoConfig, ControlConfig, MaspoConfig, RunConfig, SapoConfig
+from qerl.config import AlgoConfig, ControlConfig, DeepConfig, MaspoConfig, RunConfig, SapoConfig
 from qerl.recipes.paper import demo
 
 UPDATES_PER_STEP = 4
@@ -73,6 +73,12 @@ def sapo() -> RunConfig:
 def maspo() -> RunConfig:
     """MASPO: a Gaussian weight in place of the clip, wider for unlikely tokens."""
     return _loss("maspo", AlgoConfig(loss="maspo", maspo=MaspoConfig()))
+
+
+def deep_grpo() -> RunConfig:
+    """DEEP-GRPO: GRPO, and failed samples branched at a pivot; branches learn from their siblings."""
+    algo = replace(GRPO, clip_high=0.2, branching="deep")
+    return _loss("deep_grpo", replace(algo, deep=DeepConfig(num_branches=4, segment_tokens=1)))
 
 
 def tis() -> RunConfig:
@@ -182,7 +188,7 @@ def flash_int8() -> RunConfig:
 METHODS: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (
-        *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, cispo, sapo, maspo),
+        *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, cispo, sapo, maspo, deep_grpo),
         *(tis, tis_sequence, mis, mis_sequence, icepop, geometric, veto, no_correction),
         *(aqn_kl, aqn_entropy, aqn_plappert, aqn_group, aqn_sample),
         *(jet_rl, flash_fp8, flash_int8),
