@@ -221,7 +221,8 @@ def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsy
 
 @pytest.mark.parametrize(
     ("format", "kind"),
-    [(format, "lora") for format in ("nvfp4", "mxfp4", "nf4", "fp8", "int8", "bf16")] + [("bf16", "full")],
+    [(format, "lora") for format in ("nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "bf16")]
+    + [("bf16", "full")],
 )
 def test_every_base_runs_the_same_loop(monkeypatch, capsys, tmp_path, format, kind):
     tiny_run.write_model(tmp_path, ff_width=128)  # a multiple of NF4's blocks

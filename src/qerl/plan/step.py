@@ -215,20 +215,13 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     if config.learn.recompute != "none":
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
-    noise_rows = 1 if config.noise.per == "step" else 1 + config.num_noises
+    second = 0 if config.model.sampler is None else weights(a, config.model.sampler)
+    held = tables(a, config.model.head, 1 if config.noise.per == "step" else 1 + config.num_noises)
     copies = 4 * n if config.adapter.kind == "lora" else 0
     return [
         Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
-        Part(
-            name="sampler's weights",
-            num_bytes=0 if config.model.sampler is None else weights(a, config.model.sampler),
-            when="always",
-        ),
-        Part(
-            name="embedding, head, norms",
-            num_bytes=tables(a, config.model.head, noise_rows),
-            when="always",
-        ),
+        Part(name="sampler's weights", num_bytes=second, when="always"),
+        Part(name="embedding, head, norms", num_bytes=held, when="always"),
         Part(name="adapter's masters", num_bytes=4 * n, when="always"),
         Part(name="adapter's 16-bit copies", num_bytes=copies, when="always"),
         Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),

@@ -171,8 +171,8 @@ def _precision(
 
 
 def jet_rl() -> RunConfig:
-    """Jet-RL's flow: FP8 weights and activations, the same quantize points in sampling and learning."""
-    return _precision("jet_rl", "fp8-flow", None, replace(GRPO, importance="none"))
+    """Jet-RL's flow: FP8 weights and activations, quantized alike in sampling and learning."""
+    return _precision("jet_rl", "fp8-flow", None, GRPO)
 
 
 def flash_fp8() -> RunConfig:
