@@ -18,6 +18,7 @@ from qerl.options.commands import (
     ReportOptions,
     ServeOptions,
     StudyOptions,
+    WatchOptions,
     paper_sampling,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "ReportOptions",
     "ServeOptions",
     "StudyOptions",
+    "WatchOptions",
     "memory_options",
     "paper_sampling",
 ]
