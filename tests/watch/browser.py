@@ -69,7 +69,8 @@ class Tab:
                 assert "error" not in reply, reply["error"]
                 return reply["result"]
             if reply.get("method") == "Runtime.exceptionThrown":
-                self.errors.append(reply["params"]["exceptionDetails"]["exception"]["description"])
+                details = reply["params"]["exceptionDetails"]
+                self.errors.append(details.get("exception", {}).get("description", details["text"]))
             if reply.get("method") == "Log.entryAdded" and reply["params"]["entry"]["level"] == "error":
                 self.errors.append(reply["params"]["entry"]["text"])
 
