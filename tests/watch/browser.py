@@ -93,7 +93,7 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, expression, timeout_s=20.0):
+    def until(self, expression, timeout_s=60.0):
         """The expression's value as soon as it is true."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.value(expression)):

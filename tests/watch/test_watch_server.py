@@ -71,6 +71,14 @@ def test_the_tag_changes_with_the_files_and_the_parts_come_under_it(tmp_path):
     assert "<h3>Reward</h3>" in update["parts"]["tiles"]
 
 
+def test_a_run_that_can_no_longer_be_read_is_told(run):
+    with serving(run) as address:
+        (run / "samples.jsonl").unlink()
+        (run / "samples.jsonl").mkdir()
+        answer = httpx.get(f"{address}/now")
+    assert answer.status_code == 503 and answer.text == "the run cannot be read: Is a directory\n"
+
+
 def test_a_port_in_use_is_one_line(run):
     said = r"cannot listen on 127.0.0.1 port \d+: Address already in use; --port 0 takes a free one"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=said):

@@ -62,16 +62,23 @@ class Handler(BaseHTTPRequestHandler):
         if not names_this_machine(self.headers.get("Host", "")):
             self._send(403, "text/plain", b"only requests to this machine's own address are answered\n")
             return
+        try:
+            answer = self._answer()
+        except OSError as error:  # of the run's files
+            answer = 503, "text/plain", f"the run cannot be read: {error.strerror}\n".encode()
+        self._send(*answer)
+
+    def _answer(self) -> tuple[int, str, bytes]:
         url, live = urlsplit(self.path), self.server.live
         if url.path == "/":
-            self._send(200, "text/html", live.page())
-        elif url.path == "/favicon.ico":
-            self._send(204, "text/plain", b"")
-        else:
-            answers = {"/now": live.now, "/update": live.update, "/samples": lambda: live.samples(url.query)}
-            body = answers.get(url.path, lambda: None)()
-            found = (404, "text/plain", b"there is no such thing\n")
-            self._send(*(found if body is None else (200, "application/json", body)))
+            return 200, "text/html", live.page()
+        if url.path == "/favicon.ico":
+            return 204, "text/plain", b""
+        answers = {"/now": live.now, "/update": live.update, "/samples": lambda: live.samples(url.query)}
+        body = answers.get(url.path, lambda: None)()
+        if body is None:
+            return 404, "text/plain", b"there is no such thing\n"
+        return 200, "application/json", body
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
