@@ -2,6 +2,7 @@
 
 import pytest
 
+from qerl.report import write_report
 from watch import browser
 from watch.parts import run_of, serving, take_step
 
@@ -118,6 +119,21 @@ def test_gpus_are_shown_where_there_are_any(watched, tmp_path, monkeypatch):
         )
     for part in ("GPU 0, NVIDIA H200", "612 W, 61", "97 %", "75.0 of 151 GB"):
         assert part in text
+
+
+def test_a_written_report_is_the_same_page_without_a_server(tab, tmp_path):
+    with run_of(tmp_path / "run") as journal:
+        for step in range(3):
+            take_step(journal, step)
+    write_report([tmp_path / "run"], tmp_path / "page.html")
+    tab.errors.clear()
+    tab.open((tmp_path / "page.html").as_uri())
+    shown = "document.querySelector('#group').textContent"
+    assert "What is 2?" in tab.value(shown) and tab.value(POINTS) == 3
+    tab.value("document.querySelector('#earlier').click()")
+    assert "What is 1?" in tab.value(shown)
+    assert tab.value("document.querySelector('#step').options[0].text") == "all"
+    assert tab.value("document.querySelector('#now')") is None and not tab.errors
 
 
 def test_a_server_that_has_gone_is_told_and_found_again(tab, tmp_path):
