@@ -8,7 +8,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
-    ("errors", "memory", "secret", "seeds", "stop"),
+    ("errors", "loopback", "memory", "secret", "seeds", "stop"),
     ("config", "types"),
     ("formats", "algo", "tasks", "journal", "recipes", "options", "stored"),
     ("kernels",),
@@ -16,7 +16,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("engine", "learner"),
     ("loop", "evaluate", "report", "export", "sets", "plan"),
     ("policy", "exploration", "branching", "exam"),
-    ("session", "measure", "bench", "serve"),
+    ("session", "measure", "bench", "serve", "watch"),
     ("study", "trl"),
     ("cli",),
 )
