@@ -176,7 +176,7 @@ def jet_rl() -> RunConfig:
 
 
 def flash_fp8() -> RunConfig:
-    """FlashRL: a BF16 learner, a sampler quantized from it to FP8 with its activations, TIS between them."""
+    """FlashRL: a BF16 learner, a sampler quantized from it to FP8 with its activations, TIS."""
     return _precision("flash_fp8", "bf16", "fp8-flow", GRPO)
 
 
