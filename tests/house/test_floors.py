@@ -9,13 +9,13 @@ SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
     ("errors", "memory", "seeds", "stop"),
-    ("config", "types"),
+    ("config", "types", "ranks"),
     ("formats", "algo", "tasks", "journal", "recipes", "options", "stored"),
     ("kernels",),
     ("model",),
     ("engine", "learner"),
     ("loop", "evaluate", "report", "export", "sets"),
-    ("policy", "exploration", "exam"),
+    ("policy", "exploration", "exam", "spread"),
     ("session", "measure", "plan", "bench", "serve"),
     ("study", "trl"),
     ("cli",),

@@ -4,7 +4,8 @@
     teaching             groups that a gradient comes from
     silent               groups without any advantage, where no KL is taken: their gradient is exactly zero
 
-A silent group still counts in the weights of the others (tests/learn/test_equivalence.py).
+A silent group still counts in the weights of the others (tests/learn/test_equivalence.py). With several ranks
+each has whole groups of every share, about as many rows of teaching ones as any other; weights are over all.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import torch
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
 from qerl.learner.pack import PackedBatch, pack
+from qerl.ranks import ALONE, Ranks
 from qerl.types import Group
 
 
@@ -46,32 +48,50 @@ class Portion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one update learns from."""
+    """What one update learns from, on this rank."""
 
     teaching: Portion
     silent: Portion
+    is_taught: bool
+    """Whether any rank has a token to learn from."""
     num_samples: int
-    """How many samples are in them, of both kinds."""
+    """How many samples all ranks have, of both kinds."""
 
 
-def split(groups_P: list[Group], config: RunConfig, *, device: torch.device) -> list[Share]:
+def split(
+    groups_P: list[Group], config: RunConfig, *, device: torch.device, ranks: Ranks = ALONE
+) -> list[Share]:
     """One share for each update of a pass: consecutive groups, as equally many each as can be."""
     num_groups, num_shares = len(groups_P), config.learn.updates_per_step
     bounds = [i * num_groups // num_shares for i in range(num_shares + 1)]
-    return [_share(groups_P[start:stop], config, device) for start, stop in pairwise(bounds)]
+    return [_share(groups_P[start:stop], config, device, ranks) for start, stop in pairwise(bounds)]
 
 
-def _share(groups_P: list[Group], config: RunConfig, device: torch.device) -> Share:
+def _share(groups_P: list[Group], config: RunConfig, device: torch.device, ranks: Ranks) -> Share:
     known_P = [_with_rewards(group) for group in groups_P]
     weights_P_G = _weights(known_P, config)
     teaching, silent = [], []
     for pair in zip(known_P, weights_P_G, strict=True):
         (teaching if _teaches(pair[0], config) else silent).append(pair)
     return Share(
-        teaching=Portion(teaching, device),
-        silent=Portion(silent, device),
+        teaching=Portion(_dealt(teaching, ranks), device),
+        silent=Portion(_dealt(silent, ranks), device),
+        is_taught=any(weight for _, weights_G in teaching for weight in weights_G),
         num_samples=sum(len(group.samples_G) for group in known_P),
     )
+
+
+def _dealt(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list[tuple[Group, list[float]]]:
+    """This rank's: the largest group first, each to the rank with the fewest rows so far; in their order."""
+    rows_P = [
+        len(group.prompt.tokens_T) + sum(len(s.tokens_T) for s in group.samples_G) for group, _ in weighted_P
+    ]
+    loads, own = [0] * ranks.count, set()
+    for p in sorted(range(len(rows_P)), key=rows_P.__getitem__, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += rows_P[p]
+        own |= {p} if rank == ranks.index else set()
+    return [pair for p, pair in enumerate(weighted_P) if p in own]
 
 
 def _with_rewards(group: Group) -> Group:
