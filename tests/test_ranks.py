@@ -68,7 +68,6 @@ def start(files, out, *more, num_ranks=2, script="qerl"):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )
 
@@ -157,15 +156,16 @@ def test_what_is_added_up_is_the_adapters_gradients(both):
         assert 0 < json.loads(line)["gathered_bytes"] < 20_000
 
 
-def test_ctrl_c_saves_the_step_once_and_one_rank_goes_on_with_it(files, alone, tmp_path):
-    """A terminal signals the launcher and both ranks, and the launcher signals the ranks again."""
+def test_a_signal_to_all_saves_the_step_once_and_one_rank_goes_on_with_it(files, alone, tmp_path):
+    """A scheduler signals the ranks and their launcher, and the launcher signals the ranks again."""
     out = tmp_path / "run"
     slowly = ("--task.rewards", f"{files / 'slow.py'}:even")
     process = start(files, out, *EXACT, *slowly)
     wait_for_steps(process, out, 1)
-    os.killpg(process.pid, signal.SIGINT)
+    for pid in (*workers(process), process.pid):
+        os.kill(pid, signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0 and stdout.count("SIGINT: finishing this step") == 1, stderr
+    assert process.returncode != 0 and stdout.count("SIGTERM: finishing this step") == 1, stderr
     num_steps = len(metrics(out))
     assert 1 <= num_steps < 6 and adapter(out, num_steps)
     finish(files, out, *EXACT, *slowly, num_ranks=1)

@@ -133,7 +133,12 @@ def train(arguments: list[str]) -> None:
         print(json.dumps(result))
 
 
-_LONG = {"--model": "--model.path", "--task": "--task.name", "--reward": "--task.rewards"}
+_LONG = {
+    "--model": "--model.path",
+    "--task": "--task.name",
+    "--reward": "--task.rewards",
+    "--ray": "--ray.address",
+}
 """Short names of what a run of one's own is made of."""
 
 

@@ -27,6 +27,7 @@ from qerl.model.device import resolved
 from qerl.model.peft_folder import read_adapter
 from qerl.policy import policy_of
 from qerl.ranks import Ranks, joined
+from qerl.remote import Cluster, RemoteEngine, launched
 from qerl.report import write_report
 from qerl.spread import SpreadEngine, SpreadRewards
 from qerl.stop import Stop
@@ -39,11 +40,13 @@ _ECHO_S = 2.0  # torchrun sends its workers the signal that a terminal has sent 
 def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
     """See `qerl.train`."""
     config = dataclasses.replace(config, model=resolved(config.model))
-    with joined(config.model.device) as ranks:
-        return _train(config, ranks, rewards)
+    with joined(config.model.device) as ranks, launched(config, ranks) as cluster:
+        return _train(config, ranks, cluster, rewards)
 
 
-def _train(config: RunConfig, ranks: Ranks, rewards: Sequence[Callable[..., Any]]) -> dict[str, Any]:
+def _train(
+    config: RunConfig, ranks: Ranks, cluster: Cluster | None, rewards: Sequence[Callable[..., Any]]
+) -> dict[str, Any]:
     """Only the first rank has a journal, and with it the folder."""
     folder = Path(config.out)
     with Journal(folder, num_steps=config.num_steps) if ranks.is_first else Silent() as journal:
@@ -56,7 +59,7 @@ def _train(config: RunConfig, ranks: Ranks, rewards: Sequence[Callable[..., Any]
                 journal.catch_up()
                 return finished
             with RewardPool(config.task, functions=rewards) as pool:
-                result = _Session(config, folder, journal, pool, stop, ranks).run()
+                result = _Session(config, folder, journal, pool, stop, ranks, cluster).run()
             journal.finish(result)
             if ranks.is_first:
                 write_report([folder], folder / "report.html")
@@ -74,15 +77,27 @@ class _Session:
         pool: RewardPool,
         stop: Stop,
         ranks: Ranks,
+        cluster: Cluster | None,
     ):
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
         self.decoder, self.engine, self.task = policy_of(config)
-        self.sampler, self.rewards = SpreadEngine(self.engine, ranks), SpreadRewards(pool, ranks)
+        self.rewards = SpreadRewards(pool, ranks)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
         self.learner = Learner(self.decoder, config, notice=journal.notice, score=score, ranks=ranks)
         self.noise = Exploration(self.decoder, config)
+        self.sampler = SpreadEngine(self.engine, ranks) if cluster is None else self._remote(cluster)
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         self.evaluations = ranks.from_first(lambda: _read_json(folder / "evaluations.json"))
+
+    def _remote(self, cluster: Cluster) -> RemoteEngine:
+        return RemoteEngine(
+            cluster,
+            self.config,
+            prompts=self.task.train_prompts,
+            noise=self.noise,
+            adapter=self.learner.adapter_state,
+            notice=self.journal.notice,
+        )
 
     def run(self) -> dict[str, Any]:
         config = self.config
@@ -121,7 +136,7 @@ class _Session:
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
-        self.engine.publish(self.learner.version)
+        self.sampler.publish(self.learner.version)
         if first_step == 0:
             self.evaluations = {}  # those there may be of another config that was given up
         return first_step
@@ -155,7 +170,7 @@ class _Session:
 
     def observe(self, step: int, log: StepLog) -> None:
         """Says why rewards failed, and measures held-out accuracy where it is due."""
-        log.add(**self.ranks.take_traffic())
+        log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
         for cause, (count, example) in self.rewards.take_failures().items():
             self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
         every = self.config.evaluate.every

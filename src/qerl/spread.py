@@ -37,6 +37,10 @@ class SpreadEngine:
     def publish(self, version: int) -> None:
         self._engine.publish(version)
 
+    def take_metrics(self) -> dict[str, float]:
+        """Nothing that a step's log does not have from elsewhere."""
+        return {}
+
 
 class SpreadRewards:
     def __init__(self, pool: RewardPool, ranks: Ranks):

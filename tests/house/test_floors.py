@@ -16,6 +16,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("engine", "learner"),
     ("loop", "evaluate", "report", "export", "sets"),
     ("policy", "exploration", "exam", "spread"),
+    ("remote",),
     ("session", "measure", "plan", "bench", "serve"),
     ("study", "trl"),
     ("cli",),

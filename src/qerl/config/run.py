@@ -5,6 +5,7 @@ from typing import Literal
 
 from qerl.config.algo import AlgoConfig
 from qerl.config.noise import NoiseConfig
+from qerl.config.ray import RayConfig
 from qerl.errors import require
 
 
@@ -323,6 +324,7 @@ class RunConfig:
     learn: LearnConfig = LearnConfig()
     evaluate: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    ray: RayConfig = RayConfig()
 
     def __post_init__(self):
         for name in ("num_steps", "num_prompts"):
@@ -332,6 +334,10 @@ class RunConfig:
         require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
         require(not (self.engine.exact and cuts), f"engine.exact needs every token: unset {', '.join(cuts)}")
+        require(
+            self.ray.num_ahead == 0 or (self.ray.address is not None and self.algo.importance != "none"),
+            "ray.num_ahead needs ray.address, and an algo.importance that corrects for older samples",
+        )
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
             noise.schedule == "none" or noise.is_steered or noise.num_stages <= self.num_steps,

@@ -17,9 +17,10 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 
 # None of these moves a number of the run: where it lies and is shown, how often it is saved, how many
-# processes grade it, and when it gives up.
+# processes grade it and sample for it, and when it gives up.
 EXEMPT = frozenset(
     {"out", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers", "max_mismatch"}
+    | {"ray.address", "ray.num_samplers"}
 )
 _MOST_NAMED = 3
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
