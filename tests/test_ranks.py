@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 import tiny_run
 from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config
+from qerl.errors import UserError
 from qerl.journal import is_timing
 from qerl.learner.share import split
-from qerl.ranks import ALONE, Ranks
+from qerl.ranks import ALONE, Ranks, joined
 
 QERL = "from qerl.cli import main\n\nif __name__ == '__main__':\n    main()\n"
 FAILING = f"""\
@@ -224,6 +225,14 @@ def test_two_gpus_make_the_run_of_one(files, tmp_path):
     learned = adapter(theirs)
     for name, tensor in adapter(ours).items():
         torch.testing.assert_close(tensor, learned[name], rtol=1e-4, atol=1e-5)
+
+
+def test_half_a_launcher_is_refused_by_name():
+    with (
+        pytest.raises(UserError, match="not RANK: start it with torchrun"),
+        joined("cpu", {"WORLD_SIZE": "2"}),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("num_items", "count"), [(0, 2), (1, 3), (5, 2), (6, 3)])

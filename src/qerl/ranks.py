@@ -112,7 +112,10 @@ def joined(device: str, environment: Mapping[str, str] = os.environ) -> Iterator
     if int(environment.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
-    index, count, local = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    try:
+        index, count, local = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except KeyError as missing:
+        raise UserError(f"WORLD_SIZE is set, but not {missing.args[0]}: start it with torchrun") from None
     if device == "cuda":
         if local >= torch.cuda.device_count():
             raise UserError(
