@@ -26,6 +26,7 @@ from qerl.options import (
     BenchLinearOptions,
     BenchParityOptions,
     BenchStepOptions,
+    BenchTileOptions,
     EvalOptions,
     ExportOptions,
     GenerateOptions,
@@ -38,6 +39,7 @@ from qerl.options import (
     paper_sampling,
 )
 from qerl.recipes import METHODS, PAPER, RECIPES, own
+from qerl.secret import without_secrets
 from qerl.sets import SETS, chosen
 from qerl.stored import run_config
 
@@ -57,7 +59,7 @@ usage: qerl COMMAND ...
   qerl export RUN OUT --as FORM           what a run learned, for others: peft, merged, nvfp4, gguf-ready
   qerl report RUN [RUN ...]               one HTML page with curves and samples
   qerl study NAME [...]                   arms and seeds of a question; studies: {studies}
-  qerl bench linear|decode|learn|step|memory|parity [...]
+  qerl bench linear|decode|learn|step|memory|parity|tile [...]
                                           how fast this GPU does it, beside others and beside its limit
 
 Each command takes --help, and --debug to see a traceback."""
@@ -82,6 +84,7 @@ usage: qerl bench BENCHMARK [...]
   step     a whole step: sampling, learning, publishing
   memory   the peaks of steps in a row
   parity   how far the engine's logprobs are from the learner's
+  tile     no rows: the table of tiles that packed products are cut into
 
 Each takes --help. A row is printed and appended to bench/results for each case."""
 
@@ -93,7 +96,7 @@ def main() -> None:
     except (UserError, RunError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"qerl: {error}", file=sys.stderr)
+        print(f"qerl: {without_secrets(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -293,6 +296,13 @@ def _bench_linear(arguments: list[str], prog: str) -> None:
     bench_linear(options)
 
 
+def _bench_tile(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchTileOptions, args=arguments, prog=prog)
+    from qerl.bench.tile import bench_tile
+
+    bench_tile(options)
+
+
 def _bench_decode(arguments: list[str], prog: str) -> None:
     options = tyro.cli(BenchDecodeOptions, args=arguments, prog=prog)
     from qerl.bench.decode import bench_decode
@@ -335,6 +345,7 @@ BENCHES = {
     "step": _bench_step,
     "memory": _bench_memory,
     "parity": _bench_parity,
+    "tile": _bench_tile,
 }
 COMMANDS = {
     "train": train,
@@ -373,5 +384,5 @@ def _run_of(source: str) -> RunConfig | None:
 def _recorded(path: Path) -> RunConfig:
     try:
         return run_config(json.loads(path.read_bytes())["config"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error})") from None

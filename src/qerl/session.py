@@ -9,19 +9,24 @@ The run's folder:
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qerl import plan
+from qerl.branching import Branching
 from qerl.config import RunConfig
+from qerl.engine.budget import free_bytes
+from qerl.errors import UserError
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
 from qerl.journal import Journal, Silent, StepLog
-from qerl.journal.record import encode, replace
+from qerl.journal.record import encode, read_object, replace
 from qerl.learner import Learner, checkpoint
-from qerl.loop import Parts, run, sampling_of
+from qerl.loop import Parts, draw, run, sampling_of
 from qerl.model.adapter import load_adapter
 from qerl.model.device import resolved
 from qerl.model.peft_folder import read_adapter
@@ -83,11 +88,18 @@ class _Session:
         self.decoder, self.engine, self.task = policy_of(config)
         self.rewards = SpreadRewards(pool, ranks)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
-        self.learner = Learner(self.decoder, config, notice=journal.notice, score=score, ranks=ranks)
+        self.learner = Learner(self.decoder, self.settled(), notice=journal.notice, score=score, ranks=ranks)
         self.noise = Exploration(self.decoder, config)
         self.sampler = SpreadEngine(self.engine, ranks) if cluster is None else self._remote(cluster)
+        is_spread = ranks.count > 1 or cluster is not None
+        if config.algo.branching == "deep" and is_spread:
+            raise UserError(
+                "algo.branching deep is for one process: branches need the pages of their samples"
+            )
+        self.branching = Branching(self.engine, config) if config.algo.branching == "deep" else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
-        self.evaluations = ranks.from_first(lambda: _read_json(folder / "evaluations.json"))
+        path = folder / "evaluations.json"
+        self.evaluations = ranks.from_first(lambda: read_object(path) if path.exists() else {})
 
     def _remote(self, cluster: Cluster) -> RemoteEngine:
         return RemoteEngine(
@@ -99,6 +111,21 @@ class _Session:
             notice=self.journal.notice,
         )
 
+    def settled(self) -> RunConfig:
+        """The config with learn.recompute auto replaced on a GPU, which the journal is told."""
+        config, device = self.config, self.decoder.device
+        if config.learn.recompute != "auto" or device.type == "cpu":
+            return config
+        prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
+        gpu_bytes = free_bytes(device) + torch.cuda.memory_allocated(device) + plan.CONTEXT_BYTES
+        found = plan.settled(self.decoder.architecture, config, prompt_tokens, gpu_bytes)
+        need = plan.learning_bytes(plan.parts(self.decoder.architecture, found, prompt_tokens))
+        self.journal.notice(
+            f"learn.recompute is {found.learn.recompute}: learning is planned to take {need / 1e9:.1f} of"
+            f" {gpu_bytes / 1e9:.1f} GB"
+        )
+        return found
+
     def run(self) -> dict[str, Any]:
         config = self.config
         parts = Parts(
@@ -107,6 +134,7 @@ class _Session:
             engine=self.sampler,
             learner=self.learner,
             noise=self.noise,
+            draw=draw if self.branching is None else self.branching.draw,
             journal=self.journal,
             observe=self.observe,
             save=self.save,
@@ -133,10 +161,14 @@ class _Session:
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
         if found is not None and "noise" in found.extra:
             self.noise.load(found.extra["noise"])
+        if found is not None and self.branching is not None:
+            self.branching.load(found.extra["tries"])
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
         self.sampler.publish(self.learner.version)
+        if first_step and self.prompts and "before" not in self.evaluations:
+            self.journal.notice("evaluations.json lacks the accuracy before the first step")
         if first_step == 0:
             self.evaluations = {}  # those there may be of another config that was given up
         return first_step
@@ -149,9 +181,7 @@ class _Session:
 
     def save(self, step: int) -> bool:
         """A signal that any rank got stops all of them, and none before the first has saved."""
-        requested = max(
-            self.ranks.gather(self.stop.requested or 0)
-        )  # what comes from here on is for the next
+        requested = max(self.ranks.gather(self.stop.requested or 0))  # what comes later is for the next
         next_step, is_stopping = step + 1, requested > 0
         is_due = next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps
         if self.ranks.is_first and (is_stopping or is_due):
@@ -161,12 +191,15 @@ class _Session:
                     self.learner,
                     next_step=next_step,
                     keep=self.config.checkpoint.keep,
-                    extra={"noise": self.noise.state()},
+                    extra={"noise": self.noise.state(), **self.tries()},
                 )
         if is_stopping:
             self.ranks.gather(None)
             self.stop.request(requested)  # the first to end makes torchrun send the others a signal
         return is_stopping
+
+    def tries(self) -> dict[str, Any]:
+        return {} if self.branching is None else {"tries": self.branching.state()}
 
     def observe(self, step: int, log: StepLog) -> None:
         """Says why rewards failed, and measures held-out accuracy where it is due."""
@@ -219,7 +252,3 @@ class _Session:
         }
         train_s = self.ranks.from_first(lambda: sum(step["step_s"] for step in self.journal.steps()))
         return {**accuracies, "train_s": round(train_s, 1), "run": str(self.folder)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}

@@ -8,16 +8,16 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
-    ("errors", "memory", "seeds", "stop"),
+    ("errors", "memory", "secret", "seeds", "stop"),
     ("config", "types", "ranks"),
     ("formats", "algo", "tasks", "journal", "recipes", "options", "stored"),
     ("kernels",),
     ("model",),
     ("engine", "learner"),
-    ("loop", "evaluate", "report", "export", "sets"),
-    ("policy", "exploration", "exam", "spread"),
+    ("loop", "evaluate", "report", "export", "sets", "plan"),
+    ("policy", "exploration", "branching", "exam", "spread"),
     ("remote",),
-    ("session", "measure", "plan", "bench", "serve"),
+    ("session", "measure", "bench", "serve"),
     ("study", "trl"),
     ("cli",),
 )

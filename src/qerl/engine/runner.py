@@ -109,9 +109,10 @@ class Runner:
         ).view(B, 3)
         host.tokens_B[:B], host.positions_B[:B], host.ends_B[:B] = ints.unbind(1)
         host.keys_B[:B] = torch.tensor(keys_B, dtype=torch.int64)
+        host.noise_rows_B[:B] = torch.tensor([s.noise_row for s in samples_B], dtype=torch.int32)
         host.tables_BX.fill_(0)
         self._write_tables(range(B))
-        for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "tables_BX"):
+        for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "tables_BX"):
             self._upload(name)
 
     def grow(self, grown: list[LiveSample]) -> None:

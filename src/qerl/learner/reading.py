@@ -3,6 +3,8 @@
     d_t = learner_t - sampler_t             of every sampled token, before the step's first update
     mismatch_abs = mean |d|                 mismatch_max = max |d|
     mismatch_kl  = mean(exp(d) - 1 - d)     k3 of KL(sampler || learner)
+    mismatch_early, mismatch_late           mean |d| over the first and the last quarter of each sample
+    mismatch_sample = mean |sum of d|       over samples: how far the ratio of a whole one is from 1, in log
     entropy = mean of the learner's at every token            sampler_entropy = -mean(sampler_t), an estimate
 
 What the correction for the sampler did, over the tokens of all updates: capped_fraction, masked_fraction,
@@ -138,6 +140,7 @@ def sampling_tallies(first: list[Reading]) -> Tallies:
         "entropy": Tally.of([reading.entropy_C for reading in first]),
         "sampler": Tally.of([sampler_C]),
         **_mismatch("mismatch", sampler_C, [reading.logprob_C for reading in first]),
+        **_by_length(first),
         **(_mismatch("own_mismatch", sampler_C, owns) if owns else {}),
     }
 
@@ -169,6 +172,20 @@ def update_tallies(updates: list[Update]) -> Tallies:
     }
 
 
+def _by_length(readings: list[Reading]) -> Tallies:
+    """Long samples are where a mismatch of tokens adds up (Jet-RL, arXiv 2601.14243)."""
+    early, late, samples = [], [], []
+    for reading in readings:
+        spans = reading.batch.spans
+        d_C = reading.logprob_C - reading.batch.sampler_logprobs_C
+        quarter_C = 4 * (spans.places_T % max(spans.longest, 1)) // spans.per_token(spans.lengths_S)
+        early.append(d_C[quarter_C == 0].abs())
+        late.append(d_C[quarter_C == 3].abs())
+        samples.append(spans.total(d_C).abs())
+    parts = {"early": early, "late": late, "sample": samples}
+    return {f"mismatch_{name}": Tally.of(each) for name, each in parts.items() if sum(map(len, each))}
+
+
 def sampling_metrics(tallies: Tallies) -> dict[str, float]:
     if "rows" not in tallies:
         return {"learn_tokens": 0}
@@ -178,6 +195,9 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
         if name in tallies:
             metrics |= {f"{name}_abs": tallies[name].mean, f"{name}_max": tallies[name].most}
             metrics |= {f"{name}_kl": tallies[f"{name}_kl"].mean}
+    for name in ("mismatch_early", "mismatch_late", "mismatch_sample"):
+        if name in tallies:
+            metrics[name] = tallies[name].mean
     return metrics
 
 

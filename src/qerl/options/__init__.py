@@ -6,6 +6,7 @@ from qerl.options.bench import (
     BenchLinearOptions,
     BenchParityOptions,
     BenchStepOptions,
+    BenchTileOptions,
     memory_options,
 )
 from qerl.options.commands import (
@@ -28,6 +29,7 @@ __all__ = [
     "BenchLinearOptions",
     "BenchParityOptions",
     "BenchStepOptions",
+    "BenchTileOptions",
     "EvalOptions",
     "ExportOptions",
     "GenerateOptions",

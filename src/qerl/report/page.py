@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.journal.record import encode, replace
 from qerl.report import section
 from qerl.report.read import Run, read_run
@@ -33,6 +33,8 @@ def write_report(folders: list[Path], out: Path) -> None:
         replace(out, html(runs).encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})") from None
+    except RunError as error:
+        raise UserError(str(error)) from None
 
 
 def html(runs: Sequence[Run]) -> str:

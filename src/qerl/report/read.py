@@ -91,7 +91,7 @@ def _object(path: Path, notices: list[str]) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         notices.append(f"{path.name}: is damaged and left out")

@@ -51,7 +51,11 @@ class RewardPool:
         self._examples: dict[str, str] = {}
         self._latest: Counter[str] = Counter()
         self._deadline_s = config.reward_deadline_s
-        self._crew = Crew(functools.partial(score, functions, weights), num_workers=config.reward_workers)
+        self._crew = Crew(
+            functools.partial(score, functions, weights),
+            num_workers=config.reward_workers,
+            memory_bytes=int(config.reward_memory_gb * 1e9),
+        )
 
     def __enter__(self) -> "RewardPool":
         return self

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
+from qerl.secret import without_secrets
+
 RESERVED = ("prompts", "completions", "completion_ids")
 """What every function may ask for; a column of such a name cannot take its place."""
 
@@ -67,7 +69,7 @@ def _value(function: Callable[..., Any], call: Call) -> float | Failure | None:
             result = asyncio.run(_awaited(result))
         return _checked(name_of(function), result)
     except BaseException as error:  # SystemExit too: it is the sample's failure, not the worker's end
-        reason = " ".join("".join(traceback.format_exception_only(error)).split())
+        reason = without_secrets(" ".join("".join(traceback.format_exception_only(error)).split()))
         return Failure(f"raised {type(error).__name__}", f"{name_of(function)}: {reason[:300]}")
 
 
