@@ -133,10 +133,17 @@ def train(arguments: list[str]) -> None:
     config = tyro.cli(RunConfig, default=recipe(), args=rest, prog=f"qerl train {name}")
     from qerl.session import train as run  # torch and transformers take seconds that --help need not wait
 
-    print(json.dumps(run(config)))
+    result = run(config)
+    if os.environ.get("RANK", "0") == "0":  # of several that torchrun started
+        print(json.dumps(result))
 
 
-_LONG = {"--model": "--model.path", "--task": "--task.name", "--reward": "--task.rewards"}
+_LONG = {
+    "--model": "--model.path",
+    "--task": "--task.name",
+    "--reward": "--task.rewards",
+    "--ray": "--ray.address",
+}
 """Short names of what a run of one's own is made of."""
 
 

@@ -20,9 +20,10 @@ from qerl import plan
 from qerl.branching import Branching
 from qerl.config import RunConfig
 from qerl.engine.budget import free_bytes
+from qerl.errors import UserError
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
-from qerl.journal import Journal, StepLog
+from qerl.journal import Journal, Silent, StepLog
 from qerl.journal.record import encode, read_object, replace
 from qerl.learner import Learner, checkpoint
 from qerl.loop import Parts, draw, run, sampling_of
@@ -30,45 +31,85 @@ from qerl.model.adapter import load_adapter
 from qerl.model.device import resolved
 from qerl.model.peft_folder import read_adapter
 from qerl.policy import policy_of
+from qerl.ranks import Ranks, joined
+from qerl.remote import Cluster, RemoteEngine, launched
 from qerl.report import write_report
+from qerl.spread import SpreadEngine, SpreadRewards
 from qerl.stop import Stop
 from qerl.tasks import RewardPool
 from qerl.types import Sampling
+
+_ECHO_S = 2.0  # torchrun sends its workers the signal that a terminal has sent them already
 
 
 def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
     """See `qerl.train`."""
     config = dataclasses.replace(config, model=resolved(config.model))
+    with joined(config.model.device) as ranks, launched(config, ranks) as cluster:
+        return _train(config, ranks, cluster, rewards)
+
+
+def _train(
+    config: RunConfig, ranks: Ranks, cluster: Cluster | None, rewards: Sequence[Callable[..., Any]]
+) -> dict[str, Any]:
+    """Only the first rank has a journal, and with it the folder."""
     folder = Path(config.out)
-    with Journal(folder, num_steps=config.num_steps) as journal:
-        stop = Stop(journal.notice)
+    with Journal(folder, num_steps=config.num_steps) if ranks.is_first else Silent() as journal:
+        stop = Stop(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
         with stop.handling():
             journal.start(config)
-            if journal.result is not None:
+            finished = ranks.from_first(lambda: journal.result)
+            if finished is not None:
                 journal.notice(f"{folder} holds this run, finished; nothing is left to do")
                 journal.catch_up()
-                return journal.result
+                return finished
             with RewardPool(config.task, functions=rewards) as pool:
-                result = _Session(config, folder, journal, pool, stop).run()
+                result = _Session(config, folder, journal, pool, stop, ranks, cluster).run()
             journal.finish(result)
-            write_report([folder], folder / "report.html")
+            if ranks.is_first:
+                write_report([folder], folder / "report.html")
             return result
 
 
 class _Session:
     """One process's share of a run, from loading the model to the last evaluation."""
 
-    def __init__(self, config: RunConfig, folder: Path, journal: Journal, pool: RewardPool, stop: Stop):
-        self.config, self.folder, self.journal, self.pool, self.stop = config, folder, journal, pool, stop
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        journal: Journal | Silent,
+        pool: RewardPool,
+        stop: Stop,
+        ranks: Ranks,
+        cluster: Cluster | None,
+    ):
+        self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
         self.decoder, self.engine, self.task = policy_of(config)
+        self.rewards = SpreadRewards(pool, ranks)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
-        learned = self.settled()
-        self.learner = Learner(self.decoder, learned, notice=journal.notice, score=score)
+        self.learner = Learner(self.decoder, self.settled(), notice=journal.notice, score=score, ranks=ranks)
         self.noise = Exploration(self.decoder, config)
+        self.sampler = SpreadEngine(self.engine, ranks) if cluster is None else self._remote(cluster)
+        is_spread = ranks.count > 1 or cluster is not None
+        if config.algo.branching == "deep" and is_spread:
+            raise UserError(
+                "algo.branching deep is for one process: branches need the pages of their samples"
+            )
         self.branching = Branching(self.engine, config) if config.algo.branching == "deep" else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         path = folder / "evaluations.json"
-        self.evaluations = read_object(path) if path.exists() else {}
+        self.evaluations = ranks.from_first(lambda: read_object(path) if path.exists() else {})
+
+    def _remote(self, cluster: Cluster) -> RemoteEngine:
+        return RemoteEngine(
+            cluster,
+            self.config,
+            prompts=self.task.train_prompts,
+            noise=self.noise,
+            adapter=self.learner.adapter_state,
+            notice=self.journal.notice,
+        )
 
     def settled(self) -> RunConfig:
         """The config with learn.recompute auto replaced on a GPU, which the journal is told."""
@@ -89,8 +130,8 @@ class _Session:
         config = self.config
         parts = Parts(
             task=self.task,
-            rewards=self.pool,
-            engine=self.engine,
+            rewards=self.rewards,
+            engine=self.sampler,
             learner=self.learner,
             noise=self.noise,
             draw=draw if self.branching is None else self.branching.draw,
@@ -110,7 +151,11 @@ class _Session:
 
     def resume(self) -> int:
         """The step to go on with, after taking back the newest checkpoint that is whole."""
-        found = checkpoint.load_latest(self.folder / "checkpoints", self.learner)
+        found = self.ranks.from_first(
+            lambda: checkpoint.load_latest(self.folder / "checkpoints", self.learner)
+        )
+        if found is not None:
+            self._copy_first()
         if found is None and self.config.adapter.start is not None:
             load_adapter(self.decoder, read_adapter(self.config.adapter.start, self.config.adapter))
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
@@ -121,16 +166,25 @@ class _Session:
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
-        self.engine.publish(self.learner.version)
+        self.sampler.publish(self.learner.version)
         if first_step and self.prompts and "before" not in self.evaluations:
             self.journal.notice("evaluations.json lacks the accuracy before the first step")
         if first_step == 0:
             self.evaluations = {}  # those there may be of another config that was given up
         return first_step
 
+    def _copy_first(self) -> None:
+        """The first rank's learner to the others, which need not see its folder."""
+        state = self.ranks.from_first(self.learner.state) if self.ranks.count > 1 else None
+        if state is not None and not self.ranks.is_first:
+            self.learner.load(*state)
+
     def save(self, step: int) -> bool:
-        next_step, is_stopping = step + 1, self.stop.requested is not None
-        if is_stopping or next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps:
+        """A signal that any rank got stops all of them, and none before the first has saved."""
+        requested = max(self.ranks.gather(self.stop.requested or 0))  # what comes later is for the next
+        next_step, is_stopping = step + 1, requested > 0
+        is_due = next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps
+        if self.ranks.is_first and (is_stopping or is_due):
             with self.journal.span("checkpoint"):
                 checkpoint.save(
                     self.folder / "checkpoints",
@@ -139,6 +193,9 @@ class _Session:
                     keep=self.config.checkpoint.keep,
                     extra={"noise": self.noise.state(), **self.tries()},
                 )
+        if is_stopping:
+            self.ranks.gather(None)
+            self.stop.request(requested)  # the first to end makes torchrun send the others a signal
         return is_stopping
 
     def tries(self) -> dict[str, Any]:
@@ -146,7 +203,8 @@ class _Session:
 
     def observe(self, step: int, log: StepLog) -> None:
         """Says why rewards failed, and measures held-out accuracy where it is due."""
-        for cause, (count, example) in self.pool.take_failures().items():
+        log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
+        for cause, (count, example) in self.rewards.take_failures().items():
             self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
@@ -161,7 +219,8 @@ class _Session:
         with self.journal.span("evaluate"):
             accuracy, best = self.accuracies()
         self.evaluations[moment] = {"accuracy": accuracy, "greedy": best}
-        replace(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
+        if self.ranks.is_first:
+            replace(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
         self.journal.notice(
             f"held out, {moment}: {accuracy:.3f} right at temperature {self.config.sample.temperature:g},"
             f" {best:.3f} greedy ({len(self.prompts)} problems)"
@@ -174,8 +233,8 @@ class _Session:
 
     def accuracy(self, sampling: Sampling) -> float:
         return evaluate(
-            self.engine,
-            self.pool,
+            self.sampler,
+            self.rewards,
             self.prompts,
             num_samples=1,
             sampling=sampling,
@@ -191,5 +250,5 @@ class _Session:
             for moment, value in moments
             if value is not None
         }
-        train_s = sum(step["step_s"] for step in self.journal.steps())
+        train_s = self.ranks.from_first(lambda: sum(step["step_s"] for step in self.journal.steps()))
         return {**accuracies, "train_s": round(train_s, 1), "run": str(self.folder)}

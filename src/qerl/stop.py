@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,10 +13,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Stop:
     """Remembers the first signal while deferred; a second, or one outside, raises SystemExit."""
 
-    def __init__(self, announce: Callable[[str], None]):
+    def __init__(self, announce: Callable[[str], None], *, echo_s: float = 0.0):
+        """echo_s: a signal that comes so soon after the first is the same one, passed on by a launcher."""
         self.requested: int | None = None
         """The signal's number once one has come."""
-        self._announce = announce
+        self._announce, self._echo_s = announce, echo_s
+        self._requested_at = 0.0
         self._is_deferring = False
 
     @property
@@ -45,10 +48,16 @@ class Stop:
         finally:
             self._is_deferring = False
 
+    def request(self, number: int) -> None:
+        """As if the signal had come now, deferred."""
+        self.requested, self._requested_at = number, time.monotonic()
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None or not self._is_deferring:
-            self.requested = number
+        is_first = self.requested is None
+        if not is_first and time.monotonic() - self._requested_at < self._echo_s:
+            return
+        self.request(number)
+        if not (is_first and self._is_deferring):
             raise SystemExit(128 + number)
-        self.requested = number
         name = signal.Signals(number).name
         self._announce(f"{name}: finishing this step and saving it; once more stops at once")

@@ -9,13 +9,14 @@ SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
     ("errors", "loopback", "memory", "secret", "seeds", "stop"),
-    ("config", "types"),
+    ("config", "types", "ranks"),
     ("formats", "algo", "tasks", "journal", "recipes", "options", "stored"),
     ("kernels",),
     ("model",),
     ("engine", "learner"),
     ("loop", "evaluate", "report", "export", "sets", "plan"),
-    ("policy", "exploration", "branching", "exam"),
+    ("policy", "exploration", "branching", "exam", "spread"),
+    ("remote",),
     ("session", "measure", "bench", "serve", "watch"),
     ("study", "trl"),
     ("cli",),

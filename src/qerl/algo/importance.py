@@ -139,8 +139,7 @@ def correct(learner_old_T: Tensor, sampler_T: Tensor, spans: Spans, algo: AlgoCo
     )
 
 
-def effective_fraction(weight_T: Tensor) -> Tensor:
-    """(sum w)^2 / (T sum w^2): the share of the tokens that an unweighted mean as exact as the weighted one
-    would need; 1 for equal weights, NaN where all are 0. Kong, 1992."""
-    weight_T = weight_T.double()
-    return weight_T.sum().square() / (len(weight_T) * weight_T.square().sum())
+def effective_fraction(total: float, total_squared: float, count: int) -> float:
+    """(sum w)^2 / (T sum w^2): the share of the T tokens that an unweighted mean as exact as the weighted one
+    would need; 1 for equal weights. Kong, 1992."""
+    return total * total / (count * total_squared)

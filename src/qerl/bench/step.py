@@ -8,6 +8,9 @@ The model is a real shape with random weights, the reward is made up: half of ea
 right. Samples never stop early. The step that warms up also makes the KV cache and the optimizer's moments,
 records the graphs and compiles what there is to compile. Peaks are of what torch
 allots and the cache's pages together, reserved_gb with what torch holds unused; cap_gb limits the latter.
+
+Under `torchrun --nproc-per-node N $(which qerl) bench step` rows are of bench `many`: a step's samples are
+spread over N GPUs, peaks are the first one's.
 """
 
 import dataclasses
@@ -31,6 +34,8 @@ from qerl.model.architecture import Architecture
 from qerl.model.decoder import Decoder
 from qerl.model.synthetic import shape
 from qerl.options import BenchStepOptions
+from qerl.ranks import ALONE, Ranks, joined
+from qerl.spread import SpreadEngine
 from qerl.types import Prompt
 
 
@@ -79,12 +84,18 @@ def bench_memory(options: BenchStepOptions) -> None:
 
 
 def _bench(bench: str, options: BenchStepOptions) -> None:
-    architecture, device = shape(options.shape), cuda_device()
-    measure(bench, options, architecture, device, rows_for(options))
+    with joined("cuda") as ranks:
+        kind = bench if ranks.count == 1 else "many"
+        measure(kind, options, shape(options.shape), cuda_device(), rows_for(options), ranks)
 
 
 def measure(
-    bench: str, options: BenchStepOptions, architecture: Architecture, device: torch.device, rows: Rows
+    bench: str,
+    options: BenchStepOptions,
+    architecture: Architecture,
+    device: torch.device,
+    rows: Rows,
+    ranks: Ranks = ALONE,
 ) -> None:
     meter = Meter(device)
     meter.clear()
@@ -95,28 +106,33 @@ def measure(
             for case in cases(bench, options, provider):
                 figures = None
                 if decoder is not None:
-                    figures, error = attempt(partial(measured, case, decoder, options.steps), device)
+                    figures, error = attempt(partial(measured, case, decoder, options.steps, ranks), device)
                     decoder.zero_grad(set_to_none=True)  # of a step that was broken off
-                rows.add(dataclasses.asdict(case) | (figures or {"error": error}))
+                if ranks.is_first:
+                    rows.add(dataclasses.asdict(case) | (figures or {"error": error}))
             del decoder
             meter.clear()
     finally:
         meter.cap(None)
 
 
-def measured(case: Case, decoder: Decoder, steps: int) -> dict[str, Any]:
+def measured(case: Case, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> dict[str, Any]:
     """A step that warms up, then `steps` more, each said when it is done."""
     meter = Meter(decoder.device)
     meter.clear()
-    config = config_of(case)
+    config = config_of(case, ranks.count)
     tokenizer: Any = Wordless(decoder.architecture.vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     score = partial(engine.score, sampling=sampling_of(config)) if case.exact_mode else None
-    learner = Learner(decoder, config, notice=meter.say, score=score)
+    learner, sampler = (
+        Learner(decoder, config, notice=meter.say, score=score, ranks=ranks),
+        SpreadEngine(engine, ranks),
+    )
     prompts_P = random_prompts(config.num_prompts, case.prompt_tokens, decoder.architecture.vocab_size)
     each = []
     for step in range(1 + steps):
-        each.append(_step(config, engine, learner, prompts_P, step, meter))
+        ranks.take_traffic()
+        each.append(_step(config, sampler, learner, prompts_P, step, meter))
         meter.say(f"{case.bench} {case.shape} {case.provider} batch {case.batch} step {step}: {each[-1]}")
     counted, peaks_gb = each[1:], [taken.peak_gb for taken in each]
     step_s = statistics.median(taken.step_s for taken in counted)
@@ -132,11 +148,17 @@ def measured(case: Case, decoder: Decoder, steps: int) -> dict[str, Any]:
         "reserved_gb": max(taken.reserved_gb for taken in each),
         "used_micro_tokens": each[-1].used_micro_tokens,
         "steps": steps,
+        **({} if ranks.count == 1 else {"gpus": ranks.count, **ranks.take_traffic()}),
     }
 
 
 def _step(
-    config: RunConfig, engine: Engine, learner: Learner, prompts_P: list[Prompt], step: int, meter: Meter
+    config: RunConfig,
+    engine: SpreadEngine,
+    learner: Learner,
+    prompts_P: list[Prompt],
+    step: int,
+    meter: Meter,
 ) -> Taken:
     meter.start()
     start_s = time.perf_counter()
@@ -163,7 +185,7 @@ def _step(
     )
 
 
-def config_of(case: Case) -> RunConfig:
+def config_of(case: Case, num_ranks: int = 1) -> RunConfig:
     return RunConfig(
         num_prompts=case.batch // case.group_size,
         num_samples=case.group_size,
@@ -171,7 +193,7 @@ def config_of(case: Case) -> RunConfig:
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.max_tokens),
         engine=EngineConfig(
-            max_running=case.batch,
+            max_running=-(-case.batch // num_ranks),
             kv="fp8" if case.kv == "fp8" else "compute",
             kv_gb=case.kv_gb,
             exact=case.exact_mode,

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
 
 _KEY = ("bench", "gpu", "shape", "provider", "lora_rank", "kv", "head", "group_size", "noise_sigma", "batch")
-_KEY += ("prompt_tokens", "max_tokens", "recompute", "tokens", "sequence_tokens", "micro_tokens")
+_KEY += ("gpus", "prompt_tokens", "max_tokens", "recompute", "tokens", "sequence_tokens", "micro_tokens")
 _KEY += ("optimizer", "kv_gb", "cap_gb", "target_entropy", "exact_mode")
 _SIDES = ("qerl-nvfp4", "qerl-bf16")
 _USUAL = {"lora_rank": 32, "head": "bf16", "noise_sigma": 0.0, "exact_mode": False}
@@ -173,6 +173,17 @@ def memory_table(rows: list[Row]) -> str:
     return _list(title, rows, columns)
 
 
+def many_table(rows: list[Row]) -> str:
+    title = f"**Whole steps on several GPUs, {rows[0]['gpu']}**: all samples are of all GPUs together."
+    columns: Columns = {"GPUs": lambda row: str(row["gpus"])} | _STEP
+    columns |= {
+        "samples/s": lambda row: f"{row['batch'] / row['step_s']:.2f}",
+        "added MB": lambda row: f"{row['added_bytes'] / 1e6:.1f}",
+        "gathered MB": lambda row: f"{row['gathered_bytes'] / 1e6:.1f}",
+    }
+    return _list(title, rows, columns)
+
+
 def parity_table(rows: list[Row]) -> str:
     title = (
         f"**Engine against learner, {rows[0]['gpu']}**: logprobs of the engine's samples, noise off, random"
@@ -209,6 +220,7 @@ LISTS: dict[str, Callable[[list[Row]], str]] = {
     "learn": learn_table,
     "step": step_table,
     "memory": memory_table,
+    "many": many_table,
     "parity": parity_table,
 }
 """By the kind of row: a line for each."""

@@ -6,6 +6,7 @@ overrides any field of it. Names such as `loss="dapo"` are looked up once, where
 
 from qerl.config.algo import AlgoConfig, DeepConfig, MaspoConfig, SapoConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
+from qerl.config.ray import RayConfig
 from qerl.config.run import (
     AdapterConfig,
     CheckpointConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "MaspoConfig",
     "ModelConfig",
     "NoiseConfig",
+    "RayConfig",
     "RunConfig",
     "SampleConfig",
     "SapoConfig",

@@ -5,6 +5,7 @@ from typing import Literal
 
 from qerl.config.algo import AlgoConfig
 from qerl.config.noise import NoiseConfig
+from qerl.config.ray import RayConfig
 from qerl.errors import require
 
 
@@ -336,6 +337,7 @@ class RunConfig:
     learn: LearnConfig = LearnConfig()
     evaluate: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    ray: RayConfig = RayConfig()
 
     def __post_init__(self):
         for name in ("num_steps", "num_prompts"):
@@ -345,6 +347,10 @@ class RunConfig:
         require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
         require(not (self.engine.exact and cuts), f"engine.exact needs every token: unset {', '.join(cuts)}")
+        require(
+            self.ray.num_ahead == 0 or (self.ray.address is not None and self.algo.importance != "none"),
+            "ray.num_ahead needs ray.address, and an algo.importance that corrects for older samples",
+        )
         require(
             self.model.sampler is None or (self.adapter.kind == "lora" and not self.engine.exact),
             f"model.sampler {self.model.sampler} needs adapter.kind lora, for the copy is made once, and"

@@ -2,5 +2,6 @@
 
 from qerl.journal.journal import Journal, StepLog
 from qerl.journal.metric import TIMING_KEYS, is_timing
+from qerl.journal.silent import Silent
 
-__all__ = ["TIMING_KEYS", "Journal", "StepLog", "is_timing"]
+__all__ = ["TIMING_KEYS", "Journal", "Silent", "StepLog", "is_timing"]

@@ -18,11 +18,12 @@ from qerl.errors import UserError
 from qerl.secret import without_secrets
 
 # None of these moves a number of the run: where it lies and is shown, how often it is saved, how many
-# processes grade it, and when it gives up.
+# processes grade it and sample for it, and when it gives up.
 EXEMPT = frozenset(
     {
         *("out", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers"),
         *("task.reward_memory_gb", "max_mismatch", "learn.max_nonfinite_updates"),
+        *("ray.address", "ray.num_samplers"),
     }
 )
 _MOST_NAMED = 3

@@ -10,6 +10,9 @@ learner's old logprobs. A group without any advantage has no gradient and gets n
 
 In exact mode the logprobs' values are the sampler's forward's, `score`, before every update anew; their
 gradient, the entropy and the KL to the reference are by the learner's own kernels.
+
+With several ranks each learns from its part of an update's groups; the gradients are added before they are
+clipped, so that every rank takes the same update of its own copy of the masters (tests/test_ranks.py).
 """
 
 from collections.abc import Callable
@@ -32,15 +35,19 @@ from qerl.learner.reading import (
     Lesson,
     Reading,
     Update,
+    added,
     divided,
     regrouped,
     sampling_metrics,
+    sampling_tallies,
     update_metrics,
+    update_tallies,
 )
 from qerl.learner.recompute import RECOMPUTE
 from qerl.learner.share import Portion, Share, split
 from qerl.model.adapter import adapter_off, adapter_tensors, load_adapter, publish
 from qerl.model.decoder import Decoder
+from qerl.ranks import ALONE, Ranks
 from qerl.types import Group
 
 
@@ -54,6 +61,7 @@ class Learner:
         *,
         notice: Callable[[str], None] = lambda line: None,
         score: Callable[[list[Group]], Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ):
         """notice: told, in a line, what was done about a lack of memory. score: fp32 logprobs of the groups'
         sampled tokens, one after the other, by the sampler's forward; None but in exact mode."""
@@ -62,7 +70,7 @@ class Learner:
         """Updates planned so far, those skipped included: schedules and resumption count by it."""
         self.decoder = decoder
         self._num_nonfinite = 0
-        self._score = score
+        self._score, self._ranks = score, ranks
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
         if config.adapter.kind == "full" and config.algo.kl_coefficient > 0:
@@ -77,8 +85,8 @@ class Learner:
 
     def step(self, groups: list[Group]) -> dict[str, float]:
         """Learns from samples that have a reward; the advantages are set. A step with nothing to learn
-        changes no weight, and counts its updates all the same."""
-        shares = split(groups, self.config, device=self.decoder.device)
+        changes no weight, and counts its updates all the same. Every rank is given all groups."""
+        shares = split(groups, self.config, device=self.decoder.device, ranks=self._ranks)
         reads_ahead = len(shares) * self.config.learn.passes_per_step > 1
         silent = [reading for share in shares for reading in self._read(share.silent)]
         before = [self._read(share.teaching) if reads_ahead else None for share in shares]
@@ -88,11 +96,16 @@ class Learner:
             for share, old in zip(shares, before, strict=True)
         ]
         taught = [lesson.before for update in updates[: len(shares)] for lesson in update.lessons]
+        own = sampling_tallies(silent + taught) | update_tallies(updates)
+        tallies = added(self._ranks.gather(own))
+        if self._ranks.count > 1:
+            norm = torch.nn.utils.get_total_norm([master.detach() for master in self._masters.values()])
+            self._ranks.check_same("the adapter's norm", norm.item())
         return {
             "trained_samples": sum(share.num_samples for share in shares),
             "micro_tokens": self.micro_tokens,
-            **sampling_metrics(silent + taught),
-            **update_metrics(updates),
+            **sampling_metrics(tallies),
+            **update_metrics(updates, tallies),
         }
 
     @property
@@ -105,10 +118,12 @@ class Learner:
         self.version += 1
         exact_C = self._exact(share.teaching)
         lessons = self._fit.run(share.teaching, lambda batches: self._learn_all(batches, exact_C, before))
-        grad_norm = self._apply(rate) if lessons else None
-        if lessons:
+        grad_norm = self._apply(rate) if share.is_taught else None
+        if share.is_taught:
             self._count_nonfinite(grad_norm is None)
-        return Update(lessons=lessons, grad_norm=grad_norm, learning_rate=rate)
+        return Update(
+            lessons=lessons, is_skipped=not share.is_taught, grad_norm=grad_norm, learning_rate=rate
+        )
 
     def _count_nonfinite(self, is_skipped: bool) -> None:
         self._num_nonfinite = self._num_nonfinite + 1 if is_skipped else 0
@@ -161,9 +176,10 @@ class Learner:
         )
 
     def _apply(self, rate: float) -> float | None:
-        """Clips, updates, publishes; the norm before clipping. None: it was not finite, nothing was done."""
+        """Adds up, clips, updates, publishes; the norm before clipping. None: it was not finite, nothing was
+        done."""
         masters = list(self._masters.values())
-        grads = [master.grad for master in masters if master.grad is not None]
+        grads = self._gradients(masters)
         norm = torch.nn.utils.get_total_norm(grads)
         is_finite = bool(norm.isfinite())
         if is_finite:
@@ -174,6 +190,15 @@ class Learner:
             publish(self.decoder)
         self._optimizer.zero_grad(set_to_none=True)
         return norm.item() if is_finite else None
+
+    def _gradients(self, masters: list[torch.nn.Parameter]) -> list[Tensor]:
+        """Of the whole update: all ranks' together."""
+        for master in masters:
+            if master.grad is None and self._ranks.count > 1:  # this rank had nothing to learn
+                master.grad = torch.zeros_like(master)
+        grads = [master.grad for master in masters if master.grad is not None]
+        self._ranks.add(grads)
+        return grads
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """(logprob_C, entropy_C) of the sampled tokens under the model as it now is."""
@@ -226,6 +251,14 @@ class Learner:
     def optimizer_state(self) -> dict[str, Tensor]:
         """AdamW's moments, as `<adapter tensor>.<moment>`; empty before the first update."""
         return state_of(self._optimizer, self._masters)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int]:
+        """What `load` takes, in the host's memory."""
+        adapter, optimizer = (
+            {name: tensor.cpu() for name, tensor in tensors.items()}
+            for tensors in (self.adapter_state(), self.optimizer_state())
+        )
+        return adapter, optimizer, self.version, self.micro_tokens
 
     def load(
         self,

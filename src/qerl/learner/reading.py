@@ -17,6 +17,7 @@ learner's kernels, which the gradient is from. A metric of no tokens is left out
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -87,37 +88,91 @@ class Update:
     """One planned optimizer update."""
 
     lessons: list[Lesson]
-    """Empty where there was nothing to learn: the update was skipped."""
+    """Of this rank."""
+    is_skipped: bool
+    """No rank had anything to learn."""
     grad_norm: float | None
-    """Before clipping. None where nothing was applied: no lessons, or a norm that was not finite."""
+    """Before clipping. None where nothing was applied: skipped, or a norm that was not finite."""
     learning_rate: float
 
 
-def sampling_metrics(first: list[Reading]) -> dict[str, float]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tally:
+    """Of numbers, here or on several ranks: Tally(total=6.0, count=3, most=4.0).mean is 2.0."""
+
+    total: float
+    count: int
+    most: float
+
+    @staticmethod
+    def of(parts_C: list[Tensor]) -> "Tally":
+        values_C = torch.cat(parts_C).double()
+        total, most = torch.stack([values_C.sum(), values_C.max()]).tolist()
+        return Tally(total, len(values_C), most)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    def __add__(self, other: "Tally") -> "Tally":
+        is_number = not (math.isnan(self.most) or math.isnan(other.most))
+        most = max(self.most, other.most) if is_number else math.nan
+        return Tally(self.total + other.total, self.count + other.count, most)
+
+
+Tallies = dict[str, Tally]
+
+
+def added(tallies: list[Tallies]) -> Tallies:
+    """Of all ranks, in their order; one that has no tokens has no tallies."""
+    names = dict.fromkeys(name for each in tallies for name in each)
+    return {name: reduce(Tally.__add__, [t[name] for t in tallies if name in t]) for name in names}
+
+
+def sampling_tallies(first: list[Reading]) -> Tallies:
     """The learner against the sampler, from the step's first pass."""
-    metrics: dict[str, float] = {"learn_tokens": sum(len(reading.batch.tokens_T) for reading in first)}
     if not first:
-        return metrics
+        return {}
     sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])
-    metrics |= {"entropy": _mean([reading.entropy_C for reading in first])}
-    metrics |= {"sampler_entropy": -sampler_C.mean().item()}
-    metrics |= _mismatch("mismatch", sampler_C, [reading.logprob_C for reading in first])
-    metrics |= _by_length(first)
     owns = [reading.own_C for reading in first if reading.own_C is not None]
-    return metrics | (_mismatch("own_mismatch", sampler_C, owns) if owns else {})
-
-
-def _mismatch(name: str, sampler_C: Tensor, learner: list[Tensor]) -> dict[str, float]:
-    learner_C = torch.cat(learner)
-    distance_C = (learner_C - sampler_C).abs()
     return {
-        f"{name}_abs": distance_C.mean().item(),
-        f"{name}_max": distance_C.max().item(),
-        f"{name}_kl": k3(sampler_C, learner_C).mean().item(),
+        "rows": Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0),
+        "entropy": Tally.of([reading.entropy_C for reading in first]),
+        "sampler": Tally.of([sampler_C]),
+        **_mismatch("mismatch", sampler_C, [reading.logprob_C for reading in first]),
+        **_by_length(first),
+        **(_mismatch("own_mismatch", sampler_C, owns) if owns else {}),
     }
 
 
-def _by_length(readings: list[Reading]) -> dict[str, float]:
+def _mismatch(name: str, sampler_C: Tensor, learner: list[Tensor]) -> Tallies:
+    learner_C = torch.cat(learner)
+    distance_C = (learner_C - sampler_C).abs()
+    return {name: Tally.of([distance_C]), f"{name}_kl": Tally.of([k3(sampler_C, learner_C)])}
+
+
+def update_tallies(updates: list[Update]) -> Tallies:
+    """Over the tokens of the updates that happened."""
+    lessons = [lesson for u in updates if u.grad_norm is not None for lesson in u.lessons]
+    if not lessons:
+        return {}
+    corrections = [lesson.correction for lesson in lessons]
+    weight_C = torch.cat([correction.weight_T for correction in corrections]).double()
+    kl = [lesson.kl_C for lesson in lessons if lesson.kl_C is not None]
+    return {
+        "loss": Tally.of([lesson.loss[None] for lesson in lessons]),
+        "ratio": Tally.of([lesson.ratio_C for lesson in lessons]),
+        "held": Tally.of([lesson.held_C for lesson in lessons]),
+        "weight": Tally.of([weight_C]),
+        "weight_squared": Tally.of([weight_C.square()]),
+        "capped": Tally.of([correction.was_capped_T for correction in corrections]),
+        "masked": Tally.of([correction.was_masked_T for correction in corrections]),
+        "rejected": Tally.of([correction.was_rejected_S for correction in corrections]),
+        **({"kl": Tally.of(kl)} if kl else {}),
+    }
+
+
+def _by_length(readings: list[Reading]) -> Tallies:
     """Long samples are where a mismatch of tokens adds up (Jet-RL, arXiv 2601.14243)."""
     early, late, samples = [], [], []
     for reading in readings:
@@ -128,42 +183,46 @@ def _by_length(readings: list[Reading]) -> dict[str, float]:
         late.append(d_C[quarter_C == 3].abs())
         samples.append(spans.total(d_C).abs())
     parts = {"early": early, "late": late, "sample": samples}
-    return {f"mismatch_{name}": _mean(each) for name, each in parts.items() if sum(map(len, each))}
+    return {f"mismatch_{name}": Tally.of(each) for name, each in parts.items() if sum(map(len, each))}
 
 
-def update_metrics(updates: list[Update]) -> dict[str, float]:
+def sampling_metrics(tallies: Tallies) -> dict[str, float]:
+    if "rows" not in tallies:
+        return {"learn_tokens": 0}
+    metrics = {"learn_tokens": tallies["rows"].total, "entropy": tallies["entropy"].mean}
+    metrics |= {"sampler_entropy": -tallies["sampler"].mean}
+    for name in ("mismatch", "own_mismatch"):
+        if name in tallies:
+            metrics |= {f"{name}_abs": tallies[name].mean, f"{name}_max": tallies[name].most}
+            metrics |= {f"{name}_kl": tallies[f"{name}_kl"].mean}
+    for name in ("mismatch_early", "mismatch_late", "mismatch_sample"):
+        if name in tallies:
+            metrics[name] = tallies[name].mean
+    return metrics
+
+
+def update_metrics(updates: list[Update], tallies: Tallies) -> dict[str, float]:
     """The step's updates; means over those that happened, or over their tokens."""
-    applied = [u for u in updates if u.grad_norm is not None]
+    norms = [u.grad_norm for u in updates if u.grad_norm is not None]
+    num_skipped = sum(u.is_skipped for u in updates)
     metrics: dict[str, float] = {
         "learning_rate": updates[-1].learning_rate,
-        "skipped_updates": sum(not u.lessons for u in updates),
-        "nonfinite_updates": sum(bool(u.lessons) and u.grad_norm is None for u in updates),
+        "skipped_updates": num_skipped,
+        "nonfinite_updates": len(updates) - num_skipped - len(norms),
     }
-    lessons = [lesson for u in applied for lesson in u.lessons]
-    if not applied:
+    if not norms:
         return metrics
+    weight, squared = tallies["weight"], tallies["weight_squared"].total
     metrics |= {
-        "loss": sum(lesson.loss.item() for lesson in lessons) / len(applied),
-        "grad_norm": sum(u.grad_norm for u in applied if u.grad_norm is not None) / len(applied),
-        "ratio_mean": _mean([lesson.ratio_C for lesson in lessons]),
-        "clip_fraction": _mean([lesson.held_C for lesson in lessons]),
-        **_correction_metrics([lesson.correction for lesson in lessons]),
+        "loss": tallies["loss"].total / len(norms),
+        "grad_norm": sum(norms) / len(norms),
+        "ratio_mean": tallies["ratio"].mean,
+        "clip_fraction": tallies["held"].mean,
+        "importance_weight_mean": weight.mean,
+        "capped_fraction": tallies["capped"].mean,
+        "masked_fraction": tallies["masked"].mean,
+        "rejected_fraction": tallies["rejected"].mean,
     }
-    kl = [lesson.kl_C for lesson in lessons if lesson.kl_C is not None]
-    return metrics | ({"kl_reference": _mean(kl)} if kl else {})
-
-
-def _correction_metrics(corrections: list[Correction]) -> dict[str, float]:
-    weight_C = torch.cat([correction.weight_T for correction in corrections])
-    metrics = {
-        "importance_weight_mean": weight_C.mean().item(),
-        "capped_fraction": _mean([correction.was_capped_T for correction in corrections]),
-        "masked_fraction": _mean([correction.was_masked_T for correction in corrections]),
-        "rejected_fraction": _mean([correction.was_rejected_S for correction in corrections]),
-    }
-    effective = effective_fraction(weight_C).item()
-    return metrics | ({"effective_fraction": effective} if math.isfinite(effective) else {})
-
-
-def _mean(parts_C: list[Tensor]) -> float:
-    return torch.cat(parts_C).float().mean().item()
+    if squared > 0 and math.isfinite(squared):
+        metrics["effective_fraction"] = effective_fraction(weight.total, squared, weight.count)
+    return metrics | ({"kl_reference": tallies["kl"].mean} if "kl" in tallies else {})

@@ -6,7 +6,8 @@
     loss                 of the samples, plus algo.deep.weight times that of the branches, each over its own
 
 A branch's tokens before its pivot count as prompt here. A silent group still counts in the weights of the
-others (tests/learn/test_equivalence.py).
+others (tests/learn/test_equivalence.py). With several ranks each has whole groups of every
+share, about as many rows of teaching ones as any other; weights are over all.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import torch
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
 from qerl.learner.pack import PackedBatch, pack
+from qerl.ranks import ALONE, Ranks
 from qerl.types import Group
 
 
@@ -48,22 +50,26 @@ class Portion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one update learns from."""
+    """What one update learns from, on this rank."""
 
     teaching: Portion
     silent: Portion
+    is_taught: bool
+    """Whether any rank has a token to learn from."""
     num_samples: int
-    """How many samples are in them, of both kinds."""
+    """How many samples all ranks have, of both kinds."""
 
 
-def split(groups_P: list[Group], config: RunConfig, *, device: torch.device) -> list[Share]:
+def split(
+    groups_P: list[Group], config: RunConfig, *, device: torch.device, ranks: Ranks = ALONE
+) -> list[Share]:
     """One share for each update of a pass: consecutive groups, as equally many each as can be, of samples and
     of branches."""
     samples = [group for group in groups_P if not group.prefix_tokens]
     branches = [group for group in groups_P if group.prefix_tokens]
     num_parts = config.learn.updates_per_step
     parts = zip(_parts(samples, num_parts), _parts(branches, num_parts), strict=True)
-    return [_share(of_samples, of_branches, config, device) for of_samples, of_branches in parts]
+    return [_share(of_samples, of_branches, config, device, ranks) for of_samples, of_branches in parts]
 
 
 def _parts(groups_P: list[Group], num_parts: int) -> list[list[Group]]:
@@ -71,7 +77,9 @@ def _parts(groups_P: list[Group], num_parts: int) -> list[list[Group]]:
     return [groups_P[start:stop] for start, stop in pairwise(bounds)]
 
 
-def _share(samples_P: list[Group], branches_P: list[Group], config: RunConfig, device: torch.device) -> Share:
+def _share(
+    samples_P: list[Group], branches_P: list[Group], config: RunConfig, device: torch.device, ranks: Ranks
+) -> Share:
     deep = config.algo.deep
     known_P = [_with_rewards(group) for group in samples_P]
     grown_P = [after_prefix(_with_rewards(group)) for group in branches_P]
@@ -82,10 +90,24 @@ def _share(samples_P: list[Group], branches_P: list[Group], config: RunConfig, d
     for pair in zip(known_P, weights_P_G, strict=True):
         (teaching if _teaches(pair[0], config) else silent).append(pair)
     return Share(
-        teaching=Portion(teaching, device),
-        silent=Portion(silent, device),
+        teaching=Portion(_dealt(teaching, ranks), device),
+        silent=Portion(_dealt(silent, ranks), device),
+        is_taught=any(weight for _, weights_G in teaching for weight in weights_G),
         num_samples=sum(len(group.samples_G) for group in known_P),
     )
+
+
+def _dealt(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list[tuple[Group, list[float]]]:
+    """This rank's: the largest group first, each to the rank with the fewest rows so far; in their order."""
+    rows_P = [
+        len(group.prompt.tokens_T) + sum(len(s.tokens_T) for s in group.samples_G) for group, _ in weighted_P
+    ]
+    loads, own = [0] * ranks.count, set()
+    for p in sorted(range(len(rows_P)), key=rows_P.__getitem__, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += rows_P[p]
+        own |= {p} if rank == ranks.index else set()
+    return [pair for p, pair in enumerate(weighted_P) if p in own]
 
 
 def _with_rewards(group: Group) -> Group:

@@ -49,6 +49,7 @@ class RewardPool:
         self.failures: Counter[str] = Counter()
         """Samples without a reward since the last take_failures(), by cause."""
         self._examples: dict[str, str] = {}
+        self._latest: Counter[str] = Counter()
         self._deadline_s = config.reward_deadline_s
         self._crew = Crew(
             functools.partial(score, functions, weights),
@@ -77,6 +78,12 @@ class RewardPool:
 
     def score(self, groups: list[Group]) -> list[list[float | None]]:
         """The reward of each sample of each group; UserError if not one sample could be given any."""
+        rewards_P_G = self.attempt(groups)
+        self.check_some(rewards_P_G)
+        return rewards_P_G
+
+    def attempt(self, groups: list[Group]) -> list[list[float | None]]:
+        """The reward of each sample of each group, for as many as can be given any."""
         for group in groups[:1]:
             self.check(group.prompt)
         calls = [_call(group.prompt, sample) for group in groups for sample in group.samples_G]
@@ -84,19 +91,25 @@ class RewardPool:
         failures: Counter[str] = Counter()
         rewards_P_G = [[self._kept(next(outcomes), failures) for _ in group.samples_G] for group in groups]
         self.failures += failures
+        self._latest = failures
         for cause, count in failures.items():
             example = self._examples[cause]
             _logger.warning("no reward for %d of %d samples: %s: %s", count, len(calls), cause, example)
-        if calls and all(reward is None for rewards_G in rewards_P_G for reward in rewards_G):
-            if not failures:
-                names = ", ".join(map(name_of, self._functions))
-                raise UserError(f"task.rewards: {names} gave None for every sample of the step")
-            cause, count = failures.most_common(1)[0]
-            raise UserError(
-                f"task.rewards: no sample of the step has a reward; {count} of {len(calls)}: {cause}:"
-                f" {self._examples[cause]}"
-            )
         return rewards_P_G
+
+    def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
+        """UserError if there are samples, and not one has a reward: why, by the latest attempt."""
+        rewards = [reward for rewards_G in rewards_P_G for reward in rewards_G]
+        if not rewards or any(reward is not None for reward in rewards):
+            return
+        if not self._latest:
+            names = ", ".join(map(name_of, self._functions))
+            raise UserError(f"task.rewards: {names} gave None for every sample of the step")
+        cause, count = self._latest.most_common(1)[0]
+        raise UserError(
+            f"task.rewards: no sample of the step has a reward; {count} of {len(rewards)}: {cause}:"
+            f" {self._examples[cause]}"
+        )
 
     def _kept(self, outcome: float | Failure | Lost | None, failures: Counter[str]) -> float | None:
         """The outcome if it is a reward; else it is counted, and its message kept as an example."""

@@ -1,0 +1,107 @@
+"""Workers of a local Ray cluster make the run of one process; killed, what they owed is sampled again."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny_run
+from qerl.config import AlgoConfig, RayConfig, RunConfig
+from qerl.errors import UserError
+from qerl.journal import is_timing
+
+pytest.importorskip("ray")
+SLOW = """
+import time
+def even(prompts, completions, completion_ids, **columns):
+    time.sleep(0.2)
+    return [float(ids[0] % 2 == 0) for ids in completion_ids]
+"""
+RAY = ("--ray", "local", "--ray.num-samplers", "2")
+AHEAD = (*RAY, "--ray.num-ahead", "2", "--evaluate.num-prompts", "0")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+    (folder / "slow.py").write_text(SLOW)
+    return folder
+
+
+def start(files, out, *more):
+    command = [sys.executable, "-c", "from qerl.cli import main; main()", "train", "demo"]
+    paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [*command, *tiny_run.options(files, out), "--model.device", "cpu", *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def finish(files, out, *more):
+    process = start(files, out, *more)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    return out
+
+
+def wait_for_steps(process, out, num_steps):
+    path = out / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < num_steps:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(out, *without):
+    return [{k: v for k, v in m.items() if not is_timing(k) and k not in without} for m in metrics(out)]
+
+
+@pytest.mark.slow
+def test_workers_make_the_run_of_one_process(files, tmp_path):
+    """With none ahead, evaluation and noise included: every sample, and what is learned of them."""
+    remote, local = finish(files, tmp_path / "remote", *RAY), finish(files, tmp_path / "local")
+    assert (remote / "samples.jsonl").read_text() == (local / "samples.jsonl").read_text()
+    assert (remote / "evaluations.json").read_text() == (local / "evaluations.json").read_text()
+    own = ("staleness", "replaced_samplers", "resampled_prompts")
+    for ours, theirs in zip(untimed(remote, *own), untimed(local), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files, tmp_path):
+    """Two versions ahead; the run that lost a worker has the samples and metrics of the one that did not."""
+    whole = finish(files, tmp_path / "whole", *AHEAD)
+    assert [m["staleness"] for m in metrics(whole)] == [0, 1, 2, 2, 2, 2]
+    out = tmp_path / "broken"
+    process = start(files, out, *AHEAD, "--task.rewards", f"{files / 'slow.py'}:even")
+    wait_for_steps(process, out, 1)
+    pids = re.findall(r"sampler \d is process (\d+)", (out / "events.jsonl").read_text())
+    os.kill(int(pids[1]), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    assert (out / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    own = ("replaced_samplers", "resampled_prompts")
+    assert untimed(out, *own) == untimed(whole, *own)
+    assert sum(m["replaced_samplers"] for m in metrics(out)) == 1
+    assert sum(m["resampled_prompts"] for m in metrics(out)) > 0
+    assert "sampler 1 is gone" in (out / "events.jsonl").read_text()
+
+
+def test_being_ahead_needs_workers_and_a_correction():
+    RunConfig(ray=RayConfig(address="local", num_ahead=1))
+    with pytest.raises(UserError, match=r"ray\.num_ahead needs"):
+        RunConfig(ray=RayConfig(num_ahead=1))
+    with pytest.raises(UserError, match=r"ray\.num_ahead needs"):
+        RunConfig(ray=RayConfig(address="local", num_ahead=1), algo=AlgoConfig(importance="none"))
