@@ -152,7 +152,7 @@ def test_what_ends_one_sample_in_any_way_leaves_the_run_and_is_told(tmp_path):
     run = runs.start(
         files,
         tmp_path / "run",
-        *("--task.rewards", f"{tmp_path / 'bad.py'}:bad", "--task.reward-deadline-s", "1.5"),
+        *("--task.rewards", f"{tmp_path / 'bad.py'}:bad", "--task.reward-deadline-s", "1"),
         *("--task.reward-memory-gb", "1", "--num-steps", "3", "--evaluate.num-prompts", "0"),
     )
     assert run.wait() == 0, run.said
