@@ -152,7 +152,7 @@ def test_what_ends_one_sample_in_any_way_leaves_the_run_and_is_told(tmp_path):
     run = runs.start(
         files,
         tmp_path / "run",
-        *("--task.rewards", f"{tmp_path / 'bad.py'}:bad", "--task.reward-deadline-s", "1.5"),
+        *("--task.rewards", f"{tmp_path / 'bad.py'}:bad", "--task.reward-deadline-s", "1"),
         *("--task.reward-memory-gb", "1", "--num-steps", "3", "--evaluate.num-prompts", "0"),
     )
     assert run.wait() == 0, run.said
@@ -212,7 +212,7 @@ def test_where_no_process_can_be_had_for_a_lost_one_the_others_do_the_work(monke
     assert isinstance(outcomes[1], Lost)
 
 
-def test_a_program_that_a_reward_starts_can_be_terminated(pool):
+def test_a_program_that_a_reward_starts_can_be_terminated(pool, tmp_path):
     """Workers do not heed SIGTERM; what they start must."""
 
     def starts(completions):
@@ -220,7 +220,10 @@ def test_a_program_that_a_reward_starts_can_be_terminated(pool):
         child.terminate()
         forked = os.fork()
         if forked == 0:
+            (tmp_path / "forked").touch()
             time.sleep(600)
+        while not (tmp_path / "forked").exists():
+            time.sleep(0.01)
         os.kill(forked, signal.SIGTERM)
         return [float(child.wait(5) == -15 and os.waitpid(forked, 0)[1] == 15)]
 

@@ -56,8 +56,35 @@ class Lost(Exception):
 
 
 @dataclasses.dataclass(slots=True)
-class _Worker:
+class _Process:
     pid: int
+    code: int | None = None
+    """How it ended, as subprocess says it: negative for a signal."""
+
+    def ended(self) -> int | None:
+        """Its code, or None while it runs and its pid is nobody else's."""
+        return self._taken(os.WNOHANG)
+
+    def end(self) -> int:
+        if self.ended() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        code = self._taken(0)
+        assert code is not None
+        return code
+
+    def _taken(self, options: int) -> int | None:
+        if self.code is None:
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # somebody's waitpid(-1) had it
+                pid, status = self.pid, 0
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+
+@dataclasses.dataclass(slots=True)
+class _Worker:
+    process: _Process
     line: Connection
     item: int | None = None
     end: float = 0.0
@@ -78,7 +105,8 @@ class Crew:
         outcomes: list[Any] = [None] * len(items)
         waiting = deque(range(len(items)))
         try:
-            if any(_exit_code(pid) is not None for pid in (self._warden, *(w.pid for w in self._workers))):
+            everyone = [self._warden, *(worker.process for worker in self._workers)]
+            if any(process.ended() is not None for process in everyone):
                 self.stop()
             while waiting or any(worker.item is not None for worker in self._workers):
                 self._hand_out(items, waiting, deadline_s)
@@ -117,7 +145,7 @@ class Crew:
                     self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:
-        _end(worker.pid)
+        worker.process.end()
         worker.line.close()
         self._workers.remove(worker)
         with contextlib.suppress(OSError):  # too many processes: the other workers go on alone
@@ -131,7 +159,7 @@ class Crew:
             finally:
                 os.close(printed)
             with contextlib.suppress(PermissionError, ProcessLookupError):
-                os.setpgid(self._warden, self._warden)  # the warden does it too: whoever is first
+                os.setpgid(self._warden.pid, self._warden.pid)  # the warden does it too: whoever is first
             for _ in range(self._num_workers):
                 self._workers.append(self._started())
         except OSError as error:
@@ -141,17 +169,17 @@ class Crew:
         assert self._printed is not None
         ours, theirs = Pipe()
         with theirs:
-            pid = _forked(_serve, theirs, self._warden, self._printed, self._memory_bytes, self._work)
-        return _Worker(pid, ours)
+            given = (theirs, self._warden.pid, self._printed, self._memory_bytes, self._work)
+            return _Worker(_forked(_serve, *given), ours)
 
     def stop(self) -> None:
         """Ends the processes and all that they have started, without waiting for jobs."""
-        if _exit_code(self._warden) is None:
-            os.killpg(self._warden, signal.SIGKILL)
+        if self._warden.ended() is None:
+            os.killpg(self._warden.pid, signal.SIGKILL)
         for worker in self._workers:
-            _end(worker.pid)
+            worker.process.end()
             worker.line.close()
-        _end(self._warden)
+        self._warden.end()
         self._workers = []
         if self._printed is not None:
             os.close(self._printed)
@@ -164,8 +192,8 @@ def _outcome(worker: _Worker, deadline_s: float) -> tuple[Any] | None:
         try:
             return (worker.line.recv(),)
         except (EOFError, OSError, pickle.UnpicklingError):
-            return (_lost(_end(worker.pid)),)
-    if (code := _exit_code(worker.pid)) is not None:
+            return (_lost(worker.process.end()),)
+    if (code := worker.process.ended()) is not None:
         return (_lost(code),)
     if time.monotonic() >= worker.end:
         return (Lost("over the deadline", f"not done after {deadline_s:g} s"),)
@@ -178,29 +206,8 @@ def _lost(code: int) -> Lost:
     return Lost("ended its process", f"exit code {code}")
 
 
-def _exit_code(pid: int) -> int | None:
-    """None while it runs. As subprocess says it: negative for a signal."""
-    try:
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # taken from us by somebody's waitpid(-1), or by _end
-        return 0
-    if info is None:
-        return None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-
-
-def _end(pid: int) -> int:
-    """Kills it if it runs, and takes it off the table of processes; its exit code."""
-    try:
-        if _exit_code(pid) is None:
-            os.kill(pid, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except (ChildProcessError, ProcessLookupError):
-        return 0
-
-
-def _forked(life: Callable[..., None], *given: Any) -> int:
-    """The pid of a process that lives life(*given) and nothing of what follows here."""
+def _forked(life: Callable[..., None], *given: Any) -> _Process:
+    """A process that lives life(*given) and nothing of what follows here."""
     sys.stdout.flush()
     sys.stderr.flush()
     with _forking():
@@ -212,7 +219,7 @@ def _forked(life: Callable[..., None], *given: Any) -> int:
             traceback.print_exc()
         finally:
             os._exit(1)
-    return pid
+    return _Process(pid)
 
 
 @contextlib.contextmanager
