@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl import plan as op
 from qerl.bench.record import RESULTS, read
 from qerl.bench.step import cases, config_of
 from qerl.cli import command
@@ -27,6 +26,8 @@ from qerl.model.adapter import adapter_tensors
 from qerl.model.architecture import Architecture, Rope
 from qerl.model.synthetic import random_decoder, shape
 from qerl.options import BenchStepOptions
+from qerl.plan import fit
+from qerl.plan import step as op
 from qerl.types import Group, Prompt, Sample
 
 ROOT = Path(__file__).parents[1]
@@ -250,7 +251,7 @@ def test_what_was_measured_is_within_a_tenth_of_the_plan(row):
 
 def test_the_largest_fits_and_one_more_does_not():
     limit = 0.611e9
-    most = op.largest(SMALL, CONFIG, PROMPT, limit)
+    most = fit.largest(SMALL, CONFIG, PROMPT, limit)
     assert 0 < most.num_prompts < 2048 and 100 < most.max_tokens < 472 and 16 < most.rank < 1024
 
     def need(count, tokens, rank):
@@ -270,7 +271,7 @@ def test_the_largest_fits_and_one_more_does_not():
         ((4, 100, most.rank), (4, 100, most.rank + 16)),
     ):
         assert need(*just) <= limit < need(*over)
-    assert op.largest(SMALL, CONFIG, PROMPT, 1e6) == op.Largest(num_prompts=0, max_tokens=0, rank=0)
+    assert fit.largest(SMALL, CONFIG, PROMPT, 1e6) == fit.Largest(num_prompts=0, max_tokens=0, rank=0)
 
 
 @pytest.mark.parametrize(("model", "gpu_gb"), [("qwen2.5-7b", 24), ("qwen2.5-32b", 40), ("qwen2.5-72b", 80)])

@@ -135,6 +135,8 @@ def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
     assert len(steps) == 6
     assert all(math.isfinite(value) for step in steps for value in step.values())
     assert sum(step.get("grad_norm", 0) > 0 for step in steps) >= 3
+    if config.model.sampler is not None:
+        assert min(step["mismatch_abs"] for step in steps) > 1e-4
     saved = sorted((tmp_path / "run" / "checkpoints").glob("*/adapter_model.safetensors"))
     first, last = load_file(saved[0]), load_file(saved[-1])
     assert any(not first[name].equal(last[name]) for name in first)

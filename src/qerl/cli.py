@@ -1,4 +1,4 @@
-"""The command line: qerl train | eval | generate | serve | plan | quantize | export | report | study | bench.
+"""The command line: a function for each `qerl COMMAND`.
 
 A mistake of the user's is one line and exit code 2; a run that cannot go on is one line and exit code 1.
 `--debug` anywhere shows the traceback.
@@ -35,6 +35,7 @@ from qerl.options import (
     ReportOptions,
     ServeOptions,
     StudyOptions,
+    WatchOptions,
     memory_options,
     paper_sampling,
 )
@@ -58,6 +59,7 @@ usage: qerl COMMAND ...
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
   qerl export RUN OUT --as FORM           what a run learned, for others: peft, merged, nvfp4, gguf-ready
   qerl report RUN [RUN ...]               one HTML page with curves and samples
+  qerl watch RUN [RUN ...]                the same in the browser, live while the run goes on
   qerl study NAME [...]                   arms and seeds of a question; studies: {studies}
   qerl bench linear|decode|learn|step|memory|parity|tile [...]
                                           how fast this GPU does it, beside others and beside its limit
@@ -265,6 +267,15 @@ def report(arguments: list[str]) -> None:
     print(out)
 
 
+def watch(arguments: list[str]) -> None:
+    options = tyro.cli(WatchOptions, args=arguments, prog="qerl watch")
+    if not options.runs:
+        raise UserError("watch needs a run's folder: qerl watch RUN [RUN ...]")
+    from qerl.watch.server import watch as run
+
+    run(options.runs, port=options.port, opens_browser=options.open)
+
+
 def study(arguments: list[str]) -> None:
     _show_help(arguments, StudyOptions, f"study {'|'.join(STUDY_NAMES)}")
     if not arguments or arguments[0].startswith("-"):
@@ -356,6 +367,7 @@ COMMANDS = {
     "quantize": quantize,
     "export": export,
     "report": report,
+    "watch": watch,
     "study": study,
     "bench": bench,
 }

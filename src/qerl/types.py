@@ -47,7 +47,8 @@ class Sample:
     version: int
     """How many learner updates that policy had taken."""
     sample_index: int = 0
-    """Its place in its group as it was drawn: names its randomness, and its noise where that is by sample."""
+    """Its place in its group as it was drawn, or of a branch the branched sample's: names its noise where
+    that is by sample."""
     reward: float | None = None
     """None where the reward failed: the sample then teaches nothing."""
     advantage: float = 0.0

@@ -137,7 +137,7 @@ def test_the_logprob_is_that_of_the_temperature_it_was_drawn_at(decoder, tempera
     prompts_P = small_prompts(*LENGTHS)
     engine = engine_of(decoder, kv=kv, stop_token_ids=NEVER)
     samples = drawn(engine, prompts_P, num_samples=2, temperature=temperature, max_tokens=30)
-    limit = FACTOR if kv == "compute" else 6  # what FP8 keys and values lose, the learner does not see
+    limit = FACTOR if kv == "compute" else 8  # what FP8 keys and values lose, the learner does not see
     assert error_ratio(decoder, prompts_P, samples, 2, temperature) < limit
 
 

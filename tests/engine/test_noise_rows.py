@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
+from engine.parts import branched, drawn, engine_of, packed_logprobs, prompts_of
 from learner.tiny import run_config
-from model.tiny import tiny
+from model.tiny import forest, packed, tiny
 from qerl.config import AdapterConfig
 from qerl.engine.cache import page_bytes
 from qerl.engine.generation import Generation
@@ -95,6 +95,30 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_pauses(per, settings):
         assert [s.tokens_T for s in got] == [s.tokens_T for s in want]
         for a, b in zip(got, want, strict=True):
             assert a.logprobs_T == pytest.approx(b.logprobs_T, abs=1e-5)
+
+
+@PER
+@pytest.mark.parametrize("settings", [{}, {"page_tokens": 4, "exact": True}], ids=str)
+def test_a_branch_is_drawn_under_the_noise_of_its_sample(per, settings):
+    decoder, prompts_P = decoder_per(per), prompts_of(*LENGTHS)
+    with noised(decoder, sigma=0.1, **NOISE):
+        engine = engine_of(decoder, stop_token_ids=frozenset(), **settings)
+        _, branches, found, _ = branched(engine, prompts_P)
+        assert len(branches) > 3
+        for group, (parents, pivot) in zip(branches, found, strict=True):
+            members = [(parents.prompt.index, [pivot.sample_index])]
+            ((prompt_row, (row,)),) = decoder.noise_table.rows(members)
+            for sample in group.samples_G:
+                assert sample.sample_index == pivot.sample_index
+                tokens_T = torch.tensor(group.prompt.tokens_T + sample.tokens_T[:-1])
+                num_prompt = len(group.prompt.tokens_T)
+                rows_T = torch.full((len(tokens_T),), row, dtype=torch.int32)
+                rows_T[:num_prompt] = prompt_row
+                positions_T, attend = packed(forest((len(tokens_T), ())))
+                hidden_TD = decoder(tokens_T, positions_T, attend, noise_rows_T=rows_T)
+                logprobs_TV = decoder.logits(hidden_TD)[num_prompt - 1 :].log_softmax(-1)
+                want = logprobs_TV[range(len(sample.tokens_T)), sample.tokens_T].tolist()
+                assert sample.logprobs_T == pytest.approx(want, abs=1e-5)
 
 
 @PER

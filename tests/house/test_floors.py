@@ -8,7 +8,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
-    ("errors", "memory", "secret", "seeds", "stop"),
+    ("errors", "loopback", "memory", "secret", "seeds", "stop"),
     ("config", "types", "ranks"),
     ("formats", "algo", "tasks", "journal", "recipes", "options", "stored"),
     ("kernels",),
@@ -17,11 +17,11 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("loop", "evaluate", "report", "export", "sets", "plan"),
     ("policy", "exploration", "branching", "exam", "spread"),
     ("remote",),
-    ("session", "measure", "bench", "serve"),
+    ("session", "measure", "bench", "serve", "watch"),
     ("study", "trl"),
     ("cli",),
 )
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 28_000
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 400, 60, 30_000
 
 FILES = sorted(p for p in (SRC / PKG).rglob("*.py") if p.parent != SRC / PKG or p.name != "__init__.py")
 

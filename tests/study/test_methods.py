@@ -18,7 +18,8 @@ def test_every_method_is_an_arm_as_its_recipe_has_it():
         assert config.noise.per == recipe().noise.per, name
         if name in PRECISIONS:
             assert config.model == recipe().model and config.noise == recipe().noise, name
-    assert set(arms) == {*METHODS, "rloo", "grpo_24", "no_noise", "bf16", "flash_uncorrected"}
+    extra = {"rloo", "grpo_24", "no_noise", "bf16", "flash_uncorrected", "jet_uncorrected"}
+    assert set(arms) == {*METHODS} | extra
 
 
 def test_each_is_compared_with_one_that_makes_as_many_updates_under_like_noise():

@@ -356,6 +356,11 @@ class RunConfig:
             f"model.sampler {self.model.sampler} needs adapter.kind lora, for the copy is made once, and"
             " engine.exact off, for the two copies differ",
         )
+        require(
+            self.algo.branching == "none" or (self.noise.per, self.noise.noise_in) != ("sample", "both"),
+            "noise.per sample with noise_in both needs algo.branching none: the learner computes a branch's"
+            " first tokens as its prompt, without the sample's noise",
+        )
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
             noise.schedule == "none" or noise.is_steered or noise.num_stages <= self.num_steps,

@@ -136,6 +136,7 @@ class Engine:
         groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
         for group in groups:
             group.keeps_pages = True
+        self._take_noise(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
             for some in divided(groups, cache.num_pages, cache.page_tokens):
                 generation = self._generation(cache, some, prompts_P, text, sampling, seed, step, None)
@@ -311,7 +312,7 @@ class Engine:
             text=text.of(tokens_T[:-1] if ends_with_stop_token else tokens_T),
             finish=s.finish,
             version=self.version,
-            sample_index=s.sample_index,
+            sample_index=(s.group.parent or s).sample_index,
         )
 
 

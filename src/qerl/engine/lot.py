@@ -51,6 +51,7 @@ class Lot:
             prompt_tokens=group.prompt_tokens + num_shared,
             max_tokens=group.max_tokens - num_shared,
             parent=parent,
+            noise_row=parent.noise_row,
         )
         last = slice(num_shared, pivot.prefix_tokens)
         branched.samples_G = [
@@ -59,6 +60,7 @@ class Lot:
                 sample_index=branch_index,
                 tokens_T=parent.tokens_T[last],
                 logprobs_T=parent.logprobs_T[last],
+                noise_row=parent.noise_row,
             )
             for branch_index in range(num_branches)
         ]

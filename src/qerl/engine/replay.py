@@ -17,6 +17,7 @@ from qerl.engine.forward import Forward
 from qerl.engine.prefill import Run
 from qerl.engine.scheduler import num_pages
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.recording import recording
 
 
 class Replay:
@@ -87,7 +88,7 @@ class Replay:
         if self._graph is None:
             self._forward.together(state, self.rows)  # compiles what a recording could not
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=self._pool):
+            with recording(self._graph, pool=self._pool):
                 self._hidden_BD = self._forward.together(state, self.rows)
         self._graph.replay()
         assert self._hidden_BD is not None

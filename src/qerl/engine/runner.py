@@ -21,6 +21,7 @@ from qerl.engine.draw import Draw
 from qerl.engine.forward import Forward
 from qerl.engine.scheduler import LiveSample, num_pages
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.recording import recording
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -153,7 +154,7 @@ class Runner:
         self._eager_step(num_rows)  # compiles what it needs, which a recording could not
         if self._records:
             self._graphs[num_rows] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with recording(graph, pool=self._pool):
                 self._eager_step(num_rows)
 
     def _eager_step(self, num_rows: int) -> None:

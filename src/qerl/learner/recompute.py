@@ -156,7 +156,7 @@ def _on_host(device: torch.device) -> Callable[[], RunLayer]:
 
 # For a device: what makes each pass's RunLayer.
 RECOMPUTE: dict[str, Callable[[torch.device], Callable[[], RunLayer]]] = {
-    "auto": lambda device: lambda: run_layer,  # where nobody has settled it: plan.py does for a run
+    "auto": lambda device: lambda: run_layer,  # where nobody has settled it: qerl.plan does for a run
     "none": lambda device: lambda: run_layer,
     "layer": lambda device: lambda: recomputing(OnDevice()),
     "offload": _on_host,

@@ -19,6 +19,7 @@ from qerl.options.commands import (
     ReportOptions,
     ServeOptions,
     StudyOptions,
+    WatchOptions,
     paper_sampling,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "ReportOptions",
     "ServeOptions",
     "StudyOptions",
+    "WatchOptions",
     "memory_options",
     "paper_sampling",
 ]

@@ -171,12 +171,12 @@ def _precision(
 
 
 def jet_rl() -> RunConfig:
-    """Jet-RL's flow: FP8 weights and activations, quantized at the same points in sampling and learning."""
-    return _precision("jet_rl", "fp8-flow", None, replace(GRPO, importance="none"))
+    """Jet-RL's flow: FP8 weights and activations, quantized alike in sampling and learning."""
+    return _precision("jet_rl", "fp8-flow", None, GRPO)
 
 
 def flash_fp8() -> RunConfig:
-    """FlashRL: a BF16 learner, a sampler quantized from it to FP8 with its activations, TIS between them."""
+    """FlashRL: a BF16 learner, a sampler quantized from it to FP8 with its activations, TIS."""
     return _precision("flash_fp8", "bf16", "fp8-flow", GRPO)
 
 

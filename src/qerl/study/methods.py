@@ -5,7 +5,7 @@
     corrections   one update a step, the sampler noisy by schedule   against tis; tis against no_correction
     exploration   the same with TIS, sigma by another rule or 0,     against tis
                   or a noise for each group or sample
-    precision     one update a step, no noise, FP8 or INT8            against bf16; flash_fp8 against none
+    precision     one update a step, no noise, FP8 or INT8            against bf16, and uncorrected
 
 The arms are the recipes of docs/methods.md, over the study's own base.
 """
@@ -46,6 +46,7 @@ def methods() -> Study:
     many: Fields = {**_arm("grpo", {}).fields, "num_samples": 24}
     bf16: Fields = {"model.format": "bf16"}
     uncorrected: Fields = {**bf16, "model.sampler": "fp8-flow", "algo.importance": "none"}
+    flow: Fields = {"model.format": "fp8-flow", "algo.importance": "none"}
     arms = (
         *(_arm(name, {}) for name in LOSSES),
         Arm(name="rloo", about="GRPO's loss, leave-one-out advantages.", fields=leave_one_out),
@@ -56,6 +57,7 @@ def methods() -> Study:
         *(_arm(name, {}, ("algo", "model")) for name in PRECISIONS),
         Arm(name="bf16", about="BF16 in sampler and learner, TIS.", fields=bf16),
         Arm(name="flash_uncorrected", about="flash_fp8 without a correction.", fields=uncorrected),
+        Arm(name="jet_uncorrected", about="jet_rl without one, as its paper has it.", fields=flow),
         Arm(name="no_noise", about="TIS without noise.", fields={}),
     )
     pairs = [
@@ -66,6 +68,7 @@ def methods() -> Study:
         ("tis", "no_noise"),
         *((name, "bf16") for name in PRECISIONS),
         ("flash_fp8", "flash_uncorrected"),
+        ("jet_rl", "jet_uncorrected"),
     ]
     return Study(
         name="methods",

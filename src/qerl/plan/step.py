@@ -1,4 +1,4 @@
-"""How much memory a step takes on a GPU, part by part, from the model's shape and the run's config alone.
+"""The parts of the memory that a step takes, from the model's shape and the run's config alone.
 
     total = what is always there + the larger of what sampling and what learning need beside it
 
@@ -27,13 +27,11 @@ shape on an H200, with the model, took 49.25 and 13.09 GB with recompute none an
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from qerl.config import RunConfig
 from qerl.engine.cache import FP8, page_bytes
 from qerl.engine.scheduler import num_pages, own_pages
-from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.kernels.joined_linear import WIDE_ROWS
 from qerl.model.architecture import Architecture
@@ -43,7 +41,6 @@ CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
 _RECOMPUTES = "none", "layer", "offload"
 _AUTO_SHARE = 0.95  # of the memory: what torch's blocks hold unused is in no sum
 _ROW = 64  # elements to which rows with room for an adapter are rounded up
-_MOST_SAMPLES, _MOST_RANK = 4096, 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,20 +215,13 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     if config.learn.recompute != "none":
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
-    noise_rows = 1 if config.noise.per == "step" else 1 + config.num_noises
+    second = 0 if config.model.sampler is None else weights(a, config.model.sampler)
+    held = tables(a, config.model.head, 1 if config.noise.per == "step" else 1 + config.num_noises)
     copies = 4 * n if config.adapter.kind == "lora" else 0
     return [
         Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
-        Part(
-            name="sampler's weights",
-            num_bytes=0 if config.model.sampler is None else weights(a, config.model.sampler),
-            when="always",
-        ),
-        Part(
-            name="embedding, head, norms",
-            num_bytes=tables(a, config.model.head, noise_rows),
-            when="always",
-        ),
+        Part(name="sampler's weights", num_bytes=second, when="always"),
+        Part(name="embedding, head, norms", num_bytes=held, when="always"),
         Part(name="adapter's masters", num_bytes=4 * n, when="always"),
         Part(name="adapter's 16-bit copies", num_bytes=copies, when="always"),
         Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
@@ -273,133 +263,8 @@ def learning_bytes(found: list[Part]) -> float:
     return sum(part.num_bytes for part in found if part.when != "sampling")
 
 
-def _need(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> float:
-    return total(parts(a, settled(a, config, prompt_tokens, gpu_bytes), prompt_tokens))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Largest:
-    """The largest of each that fits while all else stays; 0 where not even the least does."""
-
-    num_prompts: int
-    max_tokens: int
-    rank: int
-
-
-def largest(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> Largest:
-    def fits(changed: RunConfig) -> bool:
-        return _need(a, changed, prompt_tokens, gpu_bytes) <= gpu_bytes
-
-    def prompts(count: int) -> RunConfig:
-        """All of their samples at once."""
-        running = max(config.engine.max_running, count * config.num_samples)
-        engine = dataclasses.replace(config.engine, max_running=running)
-        return dataclasses.replace(config, num_prompts=count, engine=engine)
-
-    def tokens(count: int) -> RunConfig:
-        return dataclasses.replace(config, sample=dataclasses.replace(config.sample, max_tokens=count))
-
-    def rank(count: int) -> RunConfig:
-        return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, rank=16 * count))
-
-    most_tokens = max(a.max_positions - prompt_tokens, 1)
-    return Largest(
-        num_prompts=_last(max(_MOST_SAMPLES // config.num_samples, 1), lambda n: fits(prompts(n))),
-        max_tokens=_last(most_tokens, lambda n: fits(tokens(n))),
-        rank=16 * _last(_MOST_RANK // 16, lambda n: fits(rank(n))),
-    )
-
-
-def remedies(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    """What makes it fit, the fewest options first, none more than it takes, and the memory then taken."""
-    found: list[str] = []
-    sufficient: list[tuple[Any, ...]] = []
-    for options in _REMEDIES:
-        if any(set(fewer) <= set(options) for fewer in sufficient):
-            continue
-        changed = config
-        for part, name, value in options:
-            changed = dataclasses.replace(
-                changed, **{part: dataclasses.replace(getattr(changed, part), **{name: value})}
-            )
-        need = _need(a, changed, prompt_tokens, gpu_bytes)
-        if changed != config and need <= gpu_bytes:
-            set_to = " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
-            found.append(f"{set_to:64}{need / 1e9:8.2f} GB")
-            sufficient.append(options)
-    return found
-
-
-_LAYER, _OFFLOAD = ("learn", "recompute", "layer"), ("learn", "recompute", "offload")
-_SMALL, _BYTES = ("learn", "micro_tokens", 2048), ("engine", "kv", "fp8")
-_FEW = "engine", "max_running", 32
-_REMEDIES = (
-    *((one,) for one in (_LAYER, _OFFLOAD, _SMALL, _BYTES, _FEW)),
-    *((one, other) for one in (_LAYER, _OFFLOAD) for other in (_SMALL, _BYTES, _FEW)),
-    (_OFFLOAD, _SMALL, _BYTES, _FEW),
-)
-
-
-def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) -> str:
-    """A table of the parts, the total, and what fits, or what would make it fit."""
-    a = architecture(model)
-    if prompt_tokens + config.sample.max_tokens > a.max_positions:
-        raise UserError(
-            f"{model} has {a.max_positions} positions, prompt_tokens and sample.max_tokens ask for"
-            f" {prompt_tokens + config.sample.max_tokens}"
-        )
-    taken = settled(a, config, prompt_tokens, gpu_gb * 1e9)
-    found = parts(a, taken, prompt_tokens)
-    need, fits = total(found), total(found) <= gpu_gb * 1e9
-    lines = [f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in found]
-    return "\n".join(
-        [
-            f"{model} in {config.model.format}, {config.num_prompts * config.num_samples} samples of up to"
-            f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_learns(config)},"
-            f" learn.recompute {taken.learn.recompute}{' (auto)' if taken != config else ''}",
-            "",
-            *lines,
-            f"{'most at once':36}{need / 1e9:8.2f} GB"
-            f"   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB",
-            "",
-            *(_what_fits if fits else _what_would)(a, config, prompt_tokens, gpu_gb * 1e9),
-        ]
-    )
-
-
-def _what_fits(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    most = largest(a, config, prompt_tokens, gpu_bytes)
-    rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
-    return [
-        f"largest batch {most.num_prompts * config.num_samples} samples at once, or samples of"
-        f" {most.max_tokens} tokens,{rank} all else as it is"
-    ]
-
-
-def _what_would(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    found = remedies(a, config, prompt_tokens, gpu_bytes)
-    if not found:
-        return [
-            "not even recomputation, small micro-batches, an FP8 cache and few samples at once make it fit"
-        ]
-    return ["it fits with", *(f"  {line}" for line in found)]
-
-
-def _learns(config: RunConfig) -> str:
-    return f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "weights that learn themselves"
-
-
 def _with_room(width: int, group: tuple[Linear, ...], config: RunConfig) -> int:
     """Of a row and the adapters' parts behind it."""
     adapter = config.adapter
     rank = adapter.rank * sum(linear.name in adapter.targets for linear in group) * (adapter.kind == "lora")
     return math.ceil((width + rank) / _ROW) * _ROW if rank else width
-
-
-def _last(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest of 1..most for which it holds, if it holds of all smaller ones; 0 if of none."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
