@@ -130,7 +130,7 @@ def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
     """What the samples say of the policy; rewards that failed count nowhere but in num_failed_rewards."""
     samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
-    lengths = [len(sample.tokens_T) for sample in samples]
+    lengths = [len(sample.logprobs_T) for sample in samples]
     right_P_G = [
         [s.reward >= config.evaluate.right_from for s in group.samples_G if s.reward is not None]
         for group in groups

@@ -35,7 +35,7 @@ from qerl.engine.text import Text
 from qerl.errors import UserError
 from qerl.model.adapter import publish
 from qerl.model.decoder import Decoder
-from qerl.types import Group, Prompt, Sample, Sampling
+from qerl.types import Conversation, Group, Prompt, Sample, Sampling
 
 # A cache as large as the memory allows stays if a new one would be little larger: its graphs go with it.
 _WORTH_KEEPING = 0.9
@@ -99,8 +99,9 @@ class Engine:
         seed: int,
         step: int,
         watch: Watch | None = None,
+        conversation: Conversation | None = None,
     ) -> list[Group]:
-        """num_samples samples of each prompt, in the prompts' order; `watch` ends one by "stop"."""
+        """num_samples samples of each prompt, in the prompts' order; `watch` ends a turn by "stop"."""
         assert num_samples > 0
         start_s = time.perf_counter()
         text = Text(self._tokenizer, sampling.stop)
@@ -110,7 +111,9 @@ class Engine:
             return []
         with self._present_cache(groups, prompts_P) as cache:
             watcher = self._watcher(watch, text)
-            generation = self._generation(cache, groups, prompts_P, text, sampling, seed, step, watcher)
+            generation = self._generation(
+                cache, groups, prompts_P, text, sampling, seed, step, watcher, conversation
+            )
             self.stats = generation.stats
             generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
@@ -130,7 +133,12 @@ class Engine:
         with self._present_cache(live, prompts_P) as cache:
             runner = self._runners.of(cache, sampling, self._most_pages(live))
             self._runners.publish()
-            return score(groups, cache, self._runners.replay(), runner.draw)
+            scores_T = score(groups, cache, self._runners.replay(), runner.draw)
+        samples, places, start = [s for group in groups for s in group.samples_G], [], 0
+        for s in samples:
+            places += [start + place for place in s.places]
+            start += len(s.tokens_T)
+        return scores_T[torch.tensor(places, device=scores_T.device)]
 
     def _group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
         prompt_tokens, max_positions = len(prompt.tokens_T), self._decoder.architecture.max_positions
@@ -154,6 +162,7 @@ class Engine:
         seed: int,
         step: int,
         watch: Callable[[LiveSample], bool] | None,
+        conversation: Conversation | None,
     ) -> Generation:
         config = self._config
         runner = self._runners.of(cache, sampling, self._most_pages(groups))
@@ -174,6 +183,7 @@ class Engine:
             seed=seed,
             step=step,
             watch=watch,
+            conversation=conversation,
         )
 
     def _most_pages(self, groups: list[LiveGroup]) -> int:
@@ -266,6 +276,7 @@ class Engine:
             text=text.of(s.tokens_T[:-1] if ends_with_stop_token else s.tokens_T),
             finish=s.finish,
             version=self.version,
+            given=tuple(s.given),
         )
 
 

@@ -81,7 +81,7 @@ def _with_rewards(group: Group) -> Group:
 def _weights(groups_P: list[Group], config: RunConfig) -> list[list[float]]:
     """A sample that was left out still counts in num_samples: the mean is over what was drawn."""
     return LOSSES[config.algo.loss].weights(
-        [[len(sample.tokens_T) for sample in group.samples_G] for group in groups_P],
+        [[len(sample.logprobs_T) for sample in group.samples_G] for group in groups_P],
         num_samples=len(groups_P) * config.num_samples,
         max_tokens=config.sample.max_tokens,
     )
