@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import RunConfig
+from qerl.episode import Episodes, conversing
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
 from qerl.journal import Journal, StepLog
@@ -57,6 +58,8 @@ class _Session:
     def __init__(self, config: RunConfig, folder: Path, journal: Journal, pool: RewardPool, stop: Stop):
         self.config, self.folder, self.journal, self.pool, self.stop = config, folder, journal, pool, stop
         self.decoder, self.engine, self.task = policy_of(config)
+        room = self.decoder.architecture.max_positions - config.sample.max_tokens
+        self.sampler = conversing(self.engine, pool, config.task.environment, room)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
         self.learner = Learner(self.decoder, config, notice=journal.notice, score=score)
         self.noise = Exploration(self.decoder, config)
@@ -68,7 +71,7 @@ class _Session:
         parts = Parts(
             task=self.task,
             rewards=self.pool,
-            engine=self.engine,
+            engine=self.sampler,
             learner=self.learner,
             noise=self.noise,
             journal=self.journal,
@@ -118,6 +121,8 @@ class _Session:
         """Says why rewards failed, and measures held-out accuracy where it is due."""
         for cause, (count, example) in self.pool.take_failures().items():
             self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
+        if isinstance(self.sampler, Episodes):
+            log.add(environment_s=self.sampler.take_waited_s())
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
@@ -140,11 +145,14 @@ class _Session:
     def accuracies(self) -> tuple[float, float]:
         """Of the policy without noise: at the config's sampling, and greedy."""
         drawn = sampling_of(self.config)
-        return self.accuracy(drawn), self.accuracy(greedy(drawn))
+        found = self.accuracy(drawn), self.accuracy(greedy(drawn))
+        if isinstance(self.sampler, Episodes):
+            self.sampler.take_waited_s()  # of no step
+        return found
 
     def accuracy(self, sampling: Sampling) -> float:
         return evaluate(
-            self.engine,
+            self.sampler,
             self.pool,
             self.prompts,
             num_samples=1,

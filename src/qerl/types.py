@@ -89,7 +89,7 @@ class Conversation(Protocol):
     turn_tokens: int | None
     """Most tokens of a turn; None: as many as the sample may have."""
 
-    def answer(self, turns: list[Turn]) -> list[list[int] | None]:
+    def answer(self, turns: list[Turn], /) -> list[list[int] | None]:
         """The tokens that follow each turn, from 1 to num_left - 1; None where the sample is over."""
         ...
 

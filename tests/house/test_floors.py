@@ -14,7 +14,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("kernels",),
     ("model",),
     ("engine", "learner"),
-    ("loop", "evaluate", "report", "export", "sets"),
+    ("loop", "evaluate", "report", "export", "sets", "episode"),
     ("policy", "exploration", "exam"),
     ("session", "measure", "plan", "bench", "serve"),
     ("study", "trl"),

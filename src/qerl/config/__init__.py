@@ -5,6 +5,7 @@ overrides any field of it. Names such as `loss="dapo"` are looked up once, where
 """
 
 from qerl.config.algo import AlgoConfig, MaspoConfig, SapoConfig
+from qerl.config.environment import EnvironmentConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
 from qerl.config.run import (
     AdapterConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "CodeConfig",
     "ControlConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "LearnConfig",
     "MaspoConfig",

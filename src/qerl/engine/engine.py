@@ -57,7 +57,7 @@ class Engine:
         self.version = 0
         self.stats = Stats()
         """Of the latest call of generate."""
-        self._decoder, self._tokenizer, self._config = decoder, tokenizer, config
+        self._decoder, self.tokenizer, self._config = decoder, tokenizer, config
         self._stop_token_ids = stop_token_ids
         self._cache: Cache | None = None
         self._kv_dtype = FP8 if config.kv == "fp8" else decoder.compute
@@ -104,7 +104,7 @@ class Engine:
         """num_samples samples of each prompt, in the prompts' order; `watch` ends a turn by "stop"."""
         assert num_samples > 0
         start_s = time.perf_counter()
-        text = Text(self._tokenizer, sampling.stop)
+        text = Text(self.tokenizer, sampling.stop)
         groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
         if not groups:
             self.stats = Stats()

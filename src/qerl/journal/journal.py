@@ -96,6 +96,7 @@ class StepLog:
                 "num_tokens": len(sample.tokens_T),
                 "version": sample.version,
                 "answer": self._answer(group.prompt.columns),
+                **({} if sample.messages is None else {"turns": sample.messages}),
             }
             for group in groups
             for sample_index, sample in enumerate(group.samples_G)
