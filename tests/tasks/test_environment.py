@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from material import CHATML, END, START, tokenizer
 from qerl.config import EnvironmentConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.calculator import calculator, value
 from qerl.tasks.environment import Close, Reply, Reset, Step
+from qerl.tasks.hints import hints
 from qerl.tasks.prompt import between, spaced
+from qerl.tasks.reward import resolve
 
 
 class Echo:
@@ -225,31 +228,29 @@ def test_without_a_template_messages_stand_apart():
     assert made.decode(spaced(made, [{"role": "user", "content": "x"}], "")) == "\n\nx\n\n"
 
 
-@pytest.mark.parametrize(
-    ("expression", "shown"),
-    [
-        ("17 * (3 + 4)", "119"),
-        (" 7/2 ", "3.5"),
-        ("1/3", "0.333333"),
-        ("0.1+0.2", "0.3"),
-        ("-(2 - 5)", "3"),
-        ("1/0", "error: division by zero"),
-        ("2 ** 9", "error: not an arithmetic expression"),
-        ("__import__('os')", "error: not an arithmetic expression"),
-        ("True + 1", "error: not an arithmetic expression"),
-        ("(" * 150, "error: not an arithmetic expression"),
-        ("9" * 201, "error: more than 200 characters"),
-        ("1e999", "error: not an arithmetic expression"),
-    ],
-)
-def test_a_calculator_does_arithmetic_and_nothing_else(expression, shown):
-    assert value(expression) == shown
+def said(text):
+    return [{"role": "user", "content": f"{text} Answer with just the number."}]
 
 
-def test_the_calculator_answers_calls_and_rewards_answers(pool):
-    one = pool(calculator(TaskConfig(answer_column="gold")))
-    assert reset(one, 3, gold="119") == [Reply([])] * 3
-    called, right, wrong = stepped(one, "so calc(17 * 7)", "It is 119.", "It is 118.")
+def test_hints_say_where_the_answer_lies_and_reward_the_earlier_turn_more(pool):
+    one = pool(hints(TaskConfig(answer_column="gold")))
+    assert reset(one, 3, gold="#### 1,100") == [Reply([])] * 3
+    low, high, right = stepped(one, "It is 1,099.", "2000 or 1200", "1100.0")
+    assert low == Reply(said("The answer is higher."), 0.0, False)
+    assert high == Reply(said("The answer is lower."), 0.0, False)
+    assert right == Reply([], 1.0, True)
+    right, none = stepped(one, "1100", "no")
+    assert right == Reply([], 0.5, True) and none == Reply(said("That is no number."), 0.0, False)
+    assert one.play([Step((0, 1), "1100")]) == [Reply([], 0.25, True)]
+    assert reset(one, 1)[0].cause == "raised ValueError"  # a row without an answer
+
+
+def test_the_pages_example_is_an_environment_as_it_stands(pool, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    path = tmp_path / "calculator.py"
+    path.write_text(textwrap.dedent(page.split("<!-- calculator.py -->\n\n")[1].split("\n\n## ")[0]))
+    one = pool(resolve(f"{path}:Calculator", TaskConfig()))
+    assert reset(one, 3, answer="119", prompt="x") == [Reply([])] * 3
+    called, right, wrong = stepped(one, "so calc(17 * 7)", "119", "118")
     assert called == Reply([{"role": "tool", "content": "119"}], 0.0, False)
     assert (right, wrong) == (Reply([], 1.0, True), Reply([], 0.0, True))
-    assert reset(one, 1)[0].cause == "raised ValueError"  # a row without an answer

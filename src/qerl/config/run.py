@@ -119,7 +119,7 @@ class TaskConfig:
     """How many rows are kept from learning, for evaluation."""
 
     rewards: tuple[str, ...] = ("numeric",)
-    """Built-in names (exact, numeric, math, tags, gym, code, calculator), or module:function, or
+    """Built-in names (exact, numeric, math, tags, gym, code, hints), or module:function, or
     file.py:function. One of them may be an environment, a class with reset and step: docs/environments.md."""
 
     reward_weights: tuple[float, ...] = ()

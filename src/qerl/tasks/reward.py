@@ -24,10 +24,10 @@ from types import ModuleType
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.calculator import calculator
 from qerl.tasks.crew import Crew, Lost
 from qerl.tasks.environment import Close, Reply, Reset, Stage, Step, is_environment
 from qerl.tasks.grade import BUILT_IN, NEED_ANSWER, Reward
+from qerl.tasks.hints import hints
 from qerl.tasks.rows import near
 from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
 from qerl.types import Group, Prompt, Sample
@@ -35,7 +35,7 @@ from qerl.types import Group, Prompt, Sample
 _logger = logging.getLogger(__name__)
 
 
-REWARDS = {**BUILT_IN, "calculator": calculator}
+REWARDS = {**BUILT_IN, "hints": hints}
 
 
 class RewardPool:
@@ -43,7 +43,7 @@ class RewardPool:
 
     def __init__(self, config: TaskConfig, functions: Sequence[Reward] = ()):
         """`functions`, if any, take the place of config.rewards."""
-        needs_answer = not functions and any(name in (*NEED_ANSWER, "calculator") for name in config.rewards)
+        needs_answer = not functions and any(name in (*NEED_ANSWER, "hints") for name in config.rewards)
         self._answer_column = config.answer_column if needs_answer else None
         functions = list(functions) or [resolve(name, config) for name in config.rewards]
         weights = list(config.reward_weights) or [1.0] * len(functions)
