@@ -9,13 +9,14 @@ import torch
 import tiny_run
 from engine.parts import packed_logprobs
 from model.tiny import tiny
+from qerl.cli import main
 from qerl.config import EngineConfig, EnvironmentConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.episode import Episodes
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.types import Prompt, Sampling
-from tasks.material import END, tokenizer
+from qerl.types import Group, Prompt, Sample, Sampling, Turn
+from tasks.material import END, START, tokenizer
 from test_session import assert_same_run, finish, metrics, start, wait_for_steps
 
 MAX_TOKENS = 200
@@ -104,6 +105,52 @@ def test_an_episodes_tokens_are_the_turns_and_the_templates_text_between_them(pl
         assert all(1 <= len(turn) <= TURN_TOKENS for turn in turns)
         assert len(s.logprobs_T) == sum(map(len, turns))
         assert s.reward == len(turns) and s.finish in ("stop", "length")
+
+
+def letters(text):
+    """The tokens of plain text, a character each."""
+    return [tokenizer()(letter, add_special_tokens=False)["input_ids"][0] for letter in text]
+
+
+class Scripted:
+    """An engine whose policy says "A" three times: it ends its turn, is cut in it, and ends it."""
+
+    tokenizer = tokenizer()
+    turns_T = ([*letters("A"), END], letters("A"), [*letters("A"), END])
+
+    def generate(self, prompts_P, *, num_samples, sampling, seed, step, conversation):
+        tokens_T, given = [], []
+        for turn_T in self.turns_T:
+            tokens_T += turn_T
+            left = sampling.max_tokens - len(tokens_T)
+            finish = "stop" if turn_T[-1] == END else "length"
+            turn = Turn(index=0, sample_index=0, tokens_T=turn_T, text="A", finish=finish, num_left=left)
+            (given_T,) = conversation.answer([turn])
+            if given_T is None:
+                break
+            given.append(range(len(tokens_T), len(tokens_T) + len(given_T)))
+            tokens_T += given_T
+        one = Sample(tokens_T=tokens_T, logprobs_T=[], text="", finish="stop", version=0, given=tuple(given))
+        return [Group(prompt=prompts_P[0], samples_G=[one])]
+
+
+def test_tokens_worked_out_by_hand_are_given_and_masked():
+    with RewardPool(TaskConfig(), [Talk]) as pool:
+        episodes = Episodes(Scripted(), pool, EnvironmentConfig(), 100)
+        (group,) = episodes.generate(
+            [prompt_of(0)], num_samples=1, sampling=Sampling(max_tokens=100), seed=0, step=0
+        )
+    (s,) = group.samples_G
+    first, second = [letters(m["content"]) for m in s.messages if m["role"] == "user"][:2]
+    before, after = (
+        [*letters("\n"), START, *letters("user\n")],
+        [END, *letters("\n"), START, *letters("assistant\n")],
+    )
+    stopped, cut = [*before, *first, *after], [END, *before, *second, *after]
+    (a,) = letters("A")
+    assert s.tokens_T == [a, END, *stopped, a, *cut, a, END]
+    assert s.places == [0, 1, 2 + len(stopped), 3 + len(stopped) + len(cut), 4 + len(stopped) + len(cut)]
+    assert s.text.startswith(f"assistant: A\nuser: {s.messages[1]['content']}\nassistant: A")
 
 
 def test_logprobs_of_an_episode_are_those_of_one_forward_over_its_tokens(play, decoder):
@@ -250,3 +297,12 @@ def test_a_run_that_was_killed_meets_the_same_episodes(files, unbroken):
 def test_given_tokens_are_no_part_of_lengths(unbroken):
     for step in metrics(unbroken):
         assert step["mean_tokens"] <= 3 * 8
+
+
+def test_eval_meets_the_environment_too(unbroken, monkeypatch, capsys):
+    argv = ["qerl", "eval", str(unbroken), "--num-prompts", "4", "--num-samples", "2", "--max-tokens", "60"]
+    monkeypatch.setattr("sys.argv", argv)
+    main()
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["num_prompts"] == 4 and 0 < summary["mean_tokens"] <= 3 * 8
+    assert 0 < summary["pass@1"] <= 1

@@ -11,7 +11,9 @@ on: it then counts as cut (finish is "length"), with the rewards so far.
 """
 
 import dataclasses
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,7 @@ from qerl.tasks.scoring import Failure
 from qerl.types import Group, Prompt, Sample, Sampling, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
+_logger = logging.getLogger(__name__)
 _ENVIRONMENT = 3  # a stream of seeds of its own
 
 
@@ -100,7 +103,9 @@ class Episodes:
                 ),
             )
         finally:
-            self._play([Close(episode.key) for episode in everyone])
+            closed = self._play([Close(episode.key) for episode in everyone])
+            for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
+                _logger.warning("%d environments: %s: %s", count, failure.cause, failure.message)
         return [
             dataclasses.replace(group, samples_G=list(map(_told, group.samples_G, episodes_G)))
             for group, episodes_G in zip(groups, episodes_P_G, strict=True)
@@ -169,9 +174,9 @@ class Episodes:
 
     def _special_end(self, turn: Turn) -> str:
         """The text of the turn's last token, if it is none of what was said."""
-        if turn.finish == "length" or self._tokenizer.decode(turn.tokens_T[-1:], skip_special_tokens=True):
-            return ""
-        return str(self._tokenizer.decode(turn.tokens_T[-1:]))
+        last = turn.tokens_T[-1:]
+        is_said = self._tokenizer.decode(last, skip_special_tokens=True)
+        return "" if is_said else str(self._tokenizer.decode(last))
 
 
 def conversing(

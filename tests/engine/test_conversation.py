@@ -220,3 +220,22 @@ def test_every_conversation_ends_with_as_few_pages_as_the_largest_needs(seed):
     ).run()
     assert len(runner.finished) == sum(len(g.samples_G) for g in groups)
     assert runner.num_rests > 0
+
+
+def test_the_pages_of_those_who_rest_are_room_for_those_who_run():
+    group = live_group(0, PAGE_TOKENS, 20, 2)  # a page of prompt; a sample fills 5 more
+    runner = FakeRunner([group], total_pages=7, max_running=2)
+    first, second = group.samples_G
+    scheduler = runner.scheduler
+    scheduler.admit()
+    runner.draw([first, second])
+    scheduler.enter()
+    for _ in range(2 * PAGE_TOKENS):
+        scheduler.grow()
+        runner.draw([first, second])
+    scheduler.grow()
+    assert runner.pages.num_free == 0 and scheduler.room(PAGE_TOKENS + 1) <= PAGE_TOKENS // 2
+    scheduler.rest([second])
+    assert scheduler.room(PAGE_TOKENS + 1) == PAGE_TOKENS + 1
+    assert scheduler.grow(PAGE_TOKENS + 1) == [first]
+    assert second.pages == [] and second.num_cached == 0 and scheduler.num_pauses == 0

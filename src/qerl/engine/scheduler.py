@@ -119,7 +119,8 @@ class Scheduler:
     def room(self, num_steps: int, num_ahead: int = 0) -> int:
         """The largest of num_steps, num_steps / 2, ..., 1, 0 for which grow(num_ahead + it) pauses nobody."""
         while num_steps > 0:
-            if sum(self._lacking(s, num_ahead + num_steps) for s in self.running) <= self.pages.num_free:
+            num_lacking = sum(self._lacking(s, num_ahead + num_steps) for s in self.running)
+            if num_lacking <= self.pages.num_free or num_lacking <= self.pages.num_free + self._num_held():
                 return num_steps
             num_steps //= 2
         return 0
@@ -218,6 +219,11 @@ class Scheduler:
                 if sample is not keeper and self.pages.num_free < num:
                     self._leave(sample)
         return self.pages.num_free >= num
+
+    def _num_held(self) -> int:
+        """What `_reclaim` could take; a prompt's pages stay its group's."""
+        holders = [s for s in (*self._waiting, *self.resting) if s.pages]
+        return sum(len(s.pages) - s.group.prompt_tokens // self._page_tokens for s in holders)
 
     def _has_room(self, group: LiveGroup, promised: int) -> bool:
         """Whether its prompt and a first sample fit beside what is promised to samples before it, and any one
