@@ -36,8 +36,10 @@ class Talk:
         self.turns += 1
         if self.row.get("step") == "raise":
             raise ValueError("lost")
-        said = {"long": "x" * 300, "role": [{"role": "odd", "content": ""}]}.get(self.row.get("step"))
-        return said or str(self.seed % 1000 + self.turns), 1.0, self.turns == self.row.get("turns", 3)
+        if self.row.get("step") == "silent":
+            return None, 1.0, False
+        said = "x" * 300 if self.row.get("step") == "long" else str(self.seed % 1000 + self.turns)
+        return said, 1.0, self.turns == self.row.get("turns", 3)
 
 
 class Uneven(Talk):
@@ -185,6 +187,7 @@ def test_a_turn_limit_and_a_token_limit_end_an_episode(play):
     [
         ({"reset": "raise"}, "raised ValueError"),
         ({"step": "raise"}, "raised ValueError"),
+        ({"step": "silent"}, "not messages"),
         ({"opening": "x" * 100}, "too long"),
     ],
 )

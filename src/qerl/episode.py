@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ from qerl.engine.engine import Engine
 from qerl.errors import UserError
 from qerl.seeds import mix
 from qerl.tasks import RewardPool
-from qerl.tasks.environment import Close, Key, Messages, Reset, Step
+from qerl.tasks.environment import Close, Key, Messages, Reply, Reset, Step
 from qerl.tasks.prompt import between, joined, rendered, spaced
 from qerl.tasks.scoring import Failure
 from qerl.types import Group, Prompt, Sample, Sampling, Turn
@@ -111,7 +111,7 @@ class Episodes:
             for group, episodes_G in zip(groups, episodes_P_G, strict=True)
         ]
 
-    def _play(self, calls: list[Any]) -> list[Any]:
+    def _play(self, calls: Sequence[Reset | Step | Close]) -> list[Reply | Failure]:
         start_s = time.perf_counter()
         replies = self._pool.play(calls)
         self._waited_s += time.perf_counter() - start_s
@@ -152,7 +152,8 @@ class Episodes:
         replies = dict(zip((episode.key for episode in live), self._play(steps), strict=True))
         return [self._continued(episode, turn, replies.get(episode.key)) for episode, turn in pairs]
 
-    def _continued(self, episode: _Episode, turn: Turn, reply: Any) -> list[int] | None:
+    def _continued(self, episode: _Episode, turn: Turn, reply: Reply | Failure | None) -> list[int] | None:
+        """reply: None where the environment had failed before."""
         if reply is None or isinstance(reply, Failure):
             episode.failure = episode.failure or reply
             return None
@@ -165,6 +166,9 @@ class Episodes:
             given_T = episode.between(self._tokenizer, reply.messages, self._special_end(turn))
         except UserError as error:
             episode.failure = Failure("not messages", str(error))
+            return None
+        if not reply.messages or not given_T:
+            episode.failure = Failure("not messages", "a step said nothing, and the episode was not over")
             return None
         if len(given_T) >= turn.num_left:
             episode.is_cut = True

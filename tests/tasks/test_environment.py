@@ -112,8 +112,28 @@ def test_an_environment_that_fails_costs_its_own_sample_alone(pool, way, cause):
     first, failed, last = stepped(one, "a", way, "b")
     assert failed.cause == cause and failed.message.startswith("Echo.step: ")
     assert (first.reward, last.reward) == (1.0, 1.0)
-    first, gone, last = stepped(one, "a", "b", "c")
-    assert (first.reward, gone.cause, last.reward) == (2.0, "died", 2.0)
+    first, last = one.play([Step((0, 0), "a"), Step((0, 2), "b")])
+    assert (first.reward, last.reward) == (2.0, 2.0)
+
+
+class Closing:
+    """Tells by a file that it was closed."""
+
+    async def reset(self, row):
+        self.path = Path(row["path"])
+
+    async def step(self, completion):
+        raise ValueError(completion)
+
+    async def close(self):
+        self.path.touch()
+
+
+def test_an_environment_that_failed_is_closed_all_the_same(pool, tmp_path):
+    one = pool(Closing)
+    reset(one, 1, path=str(tmp_path / "closed"))
+    assert stepped(one, "a")[0].cause == "raised ValueError" and not (tmp_path / "closed").exists()
+    assert one.play([Close((0, 0))]) == [Reply([])] and (tmp_path / "closed").exists()
 
 
 def test_time_that_another_ones_code_takes_is_not_counted(pool):

@@ -96,7 +96,7 @@ class Stage:
         return (2 + math.ceil(num_calls / self._config.max_concurrent)) * self._deadline_s
 
     def play(self, calls: list[Reset | Step | Close]) -> list[Reply | Failure]:
-        """The reply to each call. An environment that fails is gone."""
+        """The reply to each call. One that has failed should be closed, and asked nothing else."""
         if self._runner is None:
             signal.signal(signal.SIGALRM, _interrupt)
             self._runner = asyncio.Runner()
@@ -121,7 +121,6 @@ class Stage:
             except (
                 BaseException
             ) as error:  # SystemExit too: it is the sample's failure, not the process's end
-                self._live.pop(call.key, None)
                 if clock.expired() or isinstance(error, _Blocked):
                     return Failure("over the deadline", f"{name}: not done after {self._deadline_s:g} s")
                 if isinstance(error, _Unfit):
