@@ -1,12 +1,13 @@
 # make demo     install, fetch a small model, quantize it, teach it to add, print what it learned
 # make test     install what the tests need and run them
-# make check    tests, lint and types: what CI runs
+# make docs     build the documentation site into build/site
+# make check    tests, lint, types and the site: what CI runs
 
 PYTHON ?= python3
 RUN ?= runs/demo
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint types check clean
+.PHONY: demo test test-gpu lint types docs check clean
 
 demo: .venv/installed
 	$(BIN)/qerl train demo --out $(RUN)
@@ -24,7 +25,10 @@ lint: .venv/installed-test
 types: .venv/installed-test
 	$(BIN)/pyright
 
-check: lint types test
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+check: lint types docs test
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -36,6 +40,10 @@ check: lint types test
 .venv/installed-test: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	touch $@ .venv/installed
+
+.venv/installed-docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $@
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

@@ -91,6 +91,9 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["serve", "m", "--host", "0.0.0.0"], ["0.0.0.0", "--api-key-file"]),
         (["serve", "m", "--api-key-file", "none"], ["api_key_file none", "No such file"]),
         (["report", "/no/run"], ["/no/run"]),
+        (["watch"], ["watch needs a run's folder"]),
+        (["watch", "/no/run"], ["/no/run", "holds no metrics.jsonl"]),
+        (["watch", "/no/run", "--port", "70000"], ["port must lie in 0 to 65535", "70000"]),
         (["quantize", "/no/model", "out"], ["/no/model"]),
         (["quantize", "m", "out", "--calibrate", "awq"], ["--calibrate awq and --data TEXT need each other"]),
         (["quantize", "m", "out", "--data", "t"], ["--calibrate awq and --data TEXT need each other"]),
@@ -221,7 +224,8 @@ def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsy
 
 @pytest.mark.parametrize(
     ("format", "kind"),
-    [(format, "lora") for format in ("nvfp4", "mxfp4", "nf4", "fp8", "int8", "bf16")] + [("bf16", "full")],
+    [(format, "lora") for format in ("nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "bf16")]
+    + [("bf16", "full")],
 )
 def test_every_base_runs_the_same_loop(monkeypatch, capsys, tmp_path, format, kind):
     tiny_run.write_model(tmp_path, ff_width=128)  # a multiple of NF4's blocks

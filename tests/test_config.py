@@ -7,9 +7,12 @@ import pytest
 
 from qerl import options
 from qerl.config import (
+    AdapterConfig,
     AlgoConfig,
     ControlConfig,
+    EngineConfig,
     LearnConfig,
+    ModelConfig,
     NoiseConfig,
     RunConfig,
     TaskConfig,
@@ -34,6 +37,13 @@ def test_an_unknown_key_is_refused_by_name():
         run_config(data)
 
 
+BY_SAMPLE = NoiseConfig(per="sample", noise_in="both")
+
+
+def run_with(**parts):
+    return dataclasses.replace(RunConfig(), **parts)
+
+
 @pytest.mark.parametrize(
     ("make", "field"),
     [
@@ -49,6 +59,15 @@ def test_an_unknown_key_is_refused_by_name():
         (lambda: TaskConfig(rewards=("exact",), reward_weights=(1.0, 2.0)), "task.reward_weights"),
         (lambda: RunConfig(num_samples=1), "num_samples"),
         (lambda: RunConfig(num_steps=5), "noise.num_stages"),
+        (
+            lambda: run_with(model=ModelConfig(sampler="int8"), engine=EngineConfig(exact=True)),
+            "model.sampler",
+        ),
+        (
+            lambda: run_with(model=ModelConfig(sampler="fp8"), adapter=AdapterConfig(kind="full")),
+            "model.sampler",
+        ),
+        (lambda: run_with(noise=BY_SAMPLE, algo=AlgoConfig(branching="deep")), "algo.branching"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_field(make, field):

@@ -227,7 +227,12 @@ def test_pages_of_an_episode_are_continued(play):
     given = sum(len(places) for group in groups for s in group.samples_G for places in s.given)
     prompts = sum(len(group.prompt.tokens_T) for group in groups)
     assert play.engine.stats.prefill_tokens == prompts + given
-    assert play.episodes.take_waited_s() > 0 == play.episodes.take_waited_s()
+    waited_s = play.episodes.waited_s
+    assert waited_s > 0
+    play.episodes.generate([], num_samples=3, sampling=Sampling(max_tokens=5), seed=5, step=2)
+    assert play.episodes.waited_s >= waited_s
+    play.episodes.generate([], num_samples=3, sampling=Sampling(max_tokens=5), seed=5, step=3)
+    assert play.episodes.waited_s < waited_s
 
 
 ENVIRONMENT = """

@@ -9,7 +9,7 @@ import pytest
 
 from qerl.config import AlgoConfig, NoiseConfig, RunConfig, SampleConfig
 from qerl.errors import RunError
-from qerl.loop import Parts, run
+from qerl.loop import Parts, draw, run
 from qerl.types import Group, Prompt, Sample
 
 
@@ -101,6 +101,7 @@ def bandit_run(config, *, rewards=None, stop_after=None, first_step=0):
         engine=bandit,
         learner=bandit,
         noise=noise,
+        draw=draw,
         journal=journal,
         observe=lambda step, log: None,
         save=lambda step: step == stop_after,
@@ -201,8 +202,8 @@ def test_a_length_penalty_moves_the_advantage_and_leaves_the_reward():
     run(
         config,
         Parts(
-            task=Task(), rewards=Rewards(), engine=bandit, learner=bandit, noise=Noise(), journal=journal,
-            observe=observe, save=save,
+            task=Task(), rewards=Rewards(), engine=bandit, learner=bandit, noise=Noise(), draw=draw,
+            journal=journal, observe=observe, save=save,
         ),
         first_step=0,
     )  # fmt: skip

@@ -8,17 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl import plan as op
 from qerl.bench.record import RESULTS, read
 from qerl.bench.step import cases, config_of
 from qerl.cli import command
-from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
+from qerl.config import (
+    AdapterConfig,
+    AlgoConfig,
+    EngineConfig,
+    LearnConfig,
+    ModelConfig,
+    RunConfig,
+    SampleConfig,
+)
 from qerl.errors import UserError
 from qerl.learner.pack import pack
 from qerl.model.adapter import adapter_tensors
 from qerl.model.architecture import Architecture, Rope
 from qerl.model.synthetic import random_decoder, shape
 from qerl.options import BenchStepOptions
+from qerl.plan import fit
+from qerl.plan import step as op
 from qerl.types import Group, Prompt, Sample
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +56,7 @@ CONFIG = RunConfig(
     adapter=AdapterConfig(rank=16),
     sample=SampleConfig(max_tokens=100),
     engine=EngineConfig(page_tokens=16, prefill_tokens=64),
-    learn=LearnConfig(micro_tokens=200, logprob_chunk_tokens=50),
+    learn=LearnConfig(micro_tokens=200, logprob_chunk_tokens=50, recompute="none"),
 )
 PROMPT = 40
 # q, k, v, o, gate, up, down
@@ -107,6 +116,8 @@ def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
     assert op.kv_cache(SMALL, CONFIG, PROMPT) == (4 * 3 + 8 * 7 + 1) * page
     few = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, max_running=3))
     assert op.kv_cache(SMALL, few, PROMPT) == (3 * 3 + 3 * 7 + 1) * page
+    kept = dataclasses.replace(few, algo=AlgoConfig(branching="deep"))
+    assert op.kv_cache(SMALL, kept, PROMPT) == (3 * 3 + (8 + 3) * 7 + 1) * page
     little = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_gb=1e-4))
     assert op.kv_cache(SMALL, little, PROMPT) == 1e5
     fp8 = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv="fp8"))
@@ -146,6 +157,7 @@ def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
         (238, 1, 238),  # a group
         (475, 1, 238),
         (476, 1, 2 * 238),
+        (337, 1, 238),
         (100_000, 1, 4 * 238),
         (100_000, 3, 2 * 238),
     ],
@@ -162,6 +174,18 @@ def test_a_micro_batch_is_as_pack_makes_it(micro_tokens, updates, rows):
     assert max(len(batch.tokens_T) for batch in batches) == rows
 
 
+@pytest.mark.parametrize("micro_tokens", [25, 24, 9, 4, 26])
+def test_a_micro_batch_that_parts_fill_is_as_pack_makes_it(micro_tokens):
+    config = dataclasses.replace(
+        with_learn(micro_tokens=micro_tokens), num_samples=8, sample=SampleConfig(max_tokens=4)
+    )
+    prompt = Prompt(index=0, text="", tokens_T=[1] * 2, messages=None, columns={})
+    one = Sample(tokens_T=[1] * 4, logprobs_T=[0.0] * 4, text="", finish="length", version=0, advantage=1.0)
+    groups = [(Group(prompt=prompt, samples_G=[one] * 8), [1.0] * 8)] * 4
+    batches = pack(groups, max_tokens=micro_tokens, device=torch.device("cpu"))
+    assert op.rows_at_once(config, 2) == max(len(batch.tokens_T) for batch in batches)
+
+
 @pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
 def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
     config = with_learn(recompute=recompute)
@@ -175,6 +199,32 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
     kept = 3 * op.layer_row(SMALL, config) if recompute == "none" else 3 * 512
     gradients = 4 * op.adapter_weights(SMALL, config)
     assert phases["learning"] == gradients + max(layers, 139 * kept + op.head(SMALL, config, 139))
+
+
+def test_auto_is_the_least_recomputation_that_learning_fits_with():
+    def learning(recompute):
+        found = op.parts(SMALL, with_learn(recompute=recompute), PROMPT)
+        return sum(p.num_bytes for p in found if p.when in ("always", "learning"))
+
+    needs = [learning(recompute) for recompute in ("none", "layer", "offload")]
+    assert needs == sorted(needs, reverse=True) and needs[0] > needs[1]
+    auto = with_learn(recompute="auto")
+
+    def taken(gpu_bytes):
+        return op.settled(SMALL, auto, PROMPT, gpu_bytes)
+
+    assert taken(needs[0] / 0.95 + 1) == with_learn(recompute="none")
+    assert taken(needs[0] / 0.95 - 1) == taken(needs[1] / 0.95 + 1) == with_learn(recompute="layer")
+    assert taken(needs[1] / 0.95 - 1) == taken(1e3) == with_learn(recompute="offload")
+    assert op.settled(SMALL, CONFIG, PROMPT, 1e3) == CONFIG  # a choice that was made stays
+
+
+def test_autos_choice_does_not_depend_on_what_the_cache_wants():
+    auto = with_learn(recompute="auto")
+    many = dataclasses.replace(auto, num_prompts=512, engine=EngineConfig(page_tokens=16, max_running=1024))
+    found = op.parts(SMALL, op.settled(SMALL, many, PROMPT, 0.64e9), PROMPT)
+    assert op.total(found) > 0.64e9 > op.learning_bytes(found)
+    assert op.settled(SMALL, many, PROMPT, 0.64e9).learn.recompute == "none"
 
 
 MEASURED = [  # H200, 2026-11-21: the most at once in a step of 64 samples of 2,048 tokens, recompute layer
@@ -201,7 +251,7 @@ def test_what_was_measured_is_within_a_tenth_of_the_plan(row):
 
 def test_the_largest_fits_and_one_more_does_not():
     limit = 0.611e9
-    most = op.largest(SMALL, CONFIG, PROMPT, limit)
+    most = fit.largest(SMALL, CONFIG, PROMPT, limit)
     assert 0 < most.num_prompts < 2048 and 100 < most.max_tokens < 472 and 16 < most.rank < 1024
 
     def need(count, tokens, rank):
@@ -221,21 +271,32 @@ def test_the_largest_fits_and_one_more_does_not():
         ((4, 100, most.rank), (4, 100, most.rank + 16)),
     ):
         assert need(*just) <= limit < need(*over)
-    assert op.largest(SMALL, CONFIG, PROMPT, 1e6) == op.Largest(num_prompts=0, max_tokens=0, rank=0)
+    assert fit.largest(SMALL, CONFIG, PROMPT, 1e6) == fit.Largest(num_prompts=0, max_tokens=0, rank=0)
 
 
 @pytest.mark.parametrize(("model", "gpu_gb"), [("qwen2.5-7b", 24), ("qwen2.5-32b", 40), ("qwen2.5-72b", 80)])
 def test_what_it_says_would_fit_does(capsys, model, gpu_gb):
-    command(["plan", model, "--gpu-gb", str(gpu_gb)])
+    as_it_was = ["--learn.recompute", "none"] if gpu_gb < 40 else []
+    command(["plan", model, "--gpu-gb", str(gpu_gb), *as_it_was])
     text = capsys.readouterr().out
     assert "does not fit" in text
     found = re.findall(r"^  (--.*?) +([\d.]+) GB$", text, flags=re.M)
     assert found
     for options, gb in found:
-        command(["plan", model, "--gpu-gb", str(gpu_gb), *options.split()])
+        command(["plan", model, "--gpu-gb", str(gpu_gb), *as_it_was, *options.split()])
         assert re.search(rf"most at once +{gb} GB   fits into", capsys.readouterr().out), options
     sets = [set(zip(*[iter(options.split())] * 2, strict=True)) for options, _ in found]
     assert not any(one < other for one in sets for other in sets)
+
+
+@pytest.mark.parametrize(("gpu_gb", "taken"), [(80, "none"), (24, "layer")])
+def test_the_command_says_what_auto_takes(capsys, gpu_gb, taken):
+    command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb)])
+    text = capsys.readouterr().out
+    assert f"learn.recompute {taken} (auto)" in text and f"fits into {gpu_gb} GB" in text
+    command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.recompute", taken])
+    same, _, _ = text.replace(" (auto)", "").partition("largest batch")  # which auto may recompute for
+    assert capsys.readouterr().out.startswith(same)
 
 
 def test_it_says_so_where_nothing_helps(capsys):

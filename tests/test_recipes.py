@@ -103,8 +103,9 @@ def test_every_value_of_a_method_has_a_recipe():
         }
     assert {name for algo in algos for name in algo.reject} == {"geometric", "veto"}
     noises = [recipe().noise for recipe in METHODS.values()]
-    assert {noise.schedule for noise in noises} == {"exponential", "adaptive", "plappert"}
+    assert {noise.schedule for noise in noises} == {"exponential", "adaptive", "plappert", "none"}
     assert {noise.control.measure for noise in noises if noise.is_steered} == {"kl", "entropy"}
+    assert {noise.per for noise in noises} == {"step", "group", "sample"}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -116,6 +117,7 @@ def test_a_method_differs_from_the_demo_by_itself_alone(name):
         out=demo().out,
         algo=demo().algo,
         noise=demo().noise,
+        model=demo().model,
         learn=dataclasses.replace(config.learn, updates_per_step=1),
     )
     assert same == demo()
@@ -133,6 +135,8 @@ def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
     assert len(steps) == 6
     assert all(math.isfinite(value) for step in steps for value in step.values())
     assert sum(step.get("grad_norm", 0) > 0 for step in steps) >= 3
+    if config.model.sampler is not None:
+        assert min(step["mismatch_abs"] for step in steps) > 1e-4
     saved = sorted((tmp_path / "run" / "checkpoints").glob("*/adapter_model.safetensors"))
     first, last = load_file(saved[0]), load_file(saved[-1])
     assert any(not first[name].equal(last[name]) for name in first)
@@ -142,7 +146,7 @@ def test_the_page_of_methods_tells_of_every_value_and_recipe():
     page = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
     algo, noise = get_type_hints(AlgoConfig), get_type_hints(NoiseConfig)
     values = [v for field in ("loss", "advantage", "importance") for v in get_args(algo[field])]
-    values += get_args(noise["schedule"])
+    values += [*get_args(noise["schedule"]), *get_args(noise["per"])]
     missing = [v for v in [*values, "geometric", "veto"] if f"`{v}`" not in page]
     assert not missing and not [name for name in METHODS if f"`{name}`" not in page]
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import tiny_run
@@ -95,6 +96,12 @@ def test_a_run_leaves_its_record(unbroken):
     assert (out / "samples.jsonl").read_text().count("\n") == 6 * 4 * 4
 
 
+def test_a_run_on_a_gpu_says_what_is_computed_again_and_one_on_a_cpu_has_no_choice(unbroken):
+    events = [json.loads(line)["text"] for line in (unbroken[0] / "events.jsonl").read_text().splitlines()]
+    said = [text.split(":")[0] for text in events if text.startswith("learn.recompute")]
+    assert said == ["learn.recompute is none"] * torch.cuda.is_available()
+
+
 def test_noise_acts_on_the_sampler_and_shows_as_mismatch(unbroken):
     """3 stages of 2 steps: quiet, sigma_start, sigma_end. Quiet, the policies are one but for rounding."""
     steps = metrics(unbroken[0])
@@ -128,6 +135,28 @@ def test_a_steered_sigma_goes_on_where_it_was(files, tmp_path):
     steps = metrics(tmp_path / "whole")
     assert steps[0]["sigma"] == 0.0 and len({step["sigma"] for step in steps[1:]}) == 5
     assert {step["noise_floor"] for step in steps} == {steps[0]["mismatch_kl"]} != {0.0}
+
+
+def test_a_branching_run_goes_on_where_it_was(files, tmp_path):
+    """Killed after the third step, one checkpoint behind it: pivots and branches are the unbroken run's."""
+    recipe, given = (
+        "deep_grpo",
+        ("--task.rewards", f"{files / 'even.py'}:even_end", "--algo.deep.num-branches", "2"),
+    )
+    finish(files, tmp_path / "whole", *given, recipe=recipe)
+    process = start(files, tmp_path / "broken", *given, recipe=recipe)
+    wait_for_steps(process, tmp_path / "broken", 3)
+    process.kill()
+    process.communicate()
+    finish(files, tmp_path / "broken", *given, recipe=recipe)
+    assert_same_run(tmp_path / "broken", tmp_path / "whole")
+    steps = metrics(tmp_path / "whole")
+    assert all(0 < step["branch_accuracy"] < 1 and step["branches"] == 2 * step["pivots"] for step in steps)
+    assert len({step["pivot_base"] for step in steps[3:]}) == 3  # fitted anew as tries are added
+    assert max(step["mismatch_abs"] for step in steps if not step["sigma"]) < 2e-6
+    samples = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()]
+    branches = sum("prefix_tokens" in line for line in samples)
+    assert branches == sum(step["branches"] for step in steps) == len(samples) - 6 * 4 * 4
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -188,8 +217,9 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
     finish(files, out, "--checkpoint.every", "1")
 
 
-def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(files, tmp_path):
-    exact = ("--engine.exact", "--engine.max-running", "16")
+@pytest.mark.parametrize(("per", "draws"), [("step", 1), ("group", 4), ("sample", 4)])
+def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, draws, files, tmp_path):
+    exact = ("--engine.exact", "--engine.max-running", "16", "--noise.per", per)
     finish(files, tmp_path / "both", *exact, "--noise.noise-in", "both")
     finish(files, tmp_path / "sampler", *exact)
     both, sampler = metrics(tmp_path / "both"), metrics(tmp_path / "sampler")
@@ -197,3 +227,4 @@ def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(files,
         assert step["mismatch_max"] == 0 < step["own_mismatch_max"] and step["ratio_mean"] == 1
     assert [step["mismatch_max"] > 0 for step in sampler] == [step["sigma"] > 0 for step in sampler]
     assert {step["sigma"] > 0 for step in sampler} == {True, False}
+    assert [step["noise_draws"] for step in both] == [draws * (step["sigma"] > 0) for step in both]

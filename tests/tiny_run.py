@@ -14,6 +14,10 @@ CHATML = (
 REWARD = """
 def even(prompts, completions, completion_ids, **columns):
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
+
+
+def even_end(prompts, completions, completion_ids, **columns):
+    return [float(ids[-1] % 2 == 0) for ids in completion_ids]
 """
 
 

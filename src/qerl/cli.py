@@ -1,4 +1,4 @@
-"""The command line: qerl train | eval | generate | serve | plan | quantize | export | report | study | bench.
+"""The command line: a function for each `qerl COMMAND`.
 
 A mistake of the user's is one line and exit code 2; a run that cannot go on is one line and exit code 1.
 `--debug` anywhere shows the traceback.
@@ -26,6 +26,7 @@ from qerl.options import (
     BenchLinearOptions,
     BenchParityOptions,
     BenchStepOptions,
+    BenchTileOptions,
     EvalOptions,
     ExportOptions,
     GenerateOptions,
@@ -34,10 +35,12 @@ from qerl.options import (
     ReportOptions,
     ServeOptions,
     StudyOptions,
+    WatchOptions,
     memory_options,
     paper_sampling,
 )
 from qerl.recipes import METHODS, PAPER, RECIPES, own
+from qerl.secret import without_secrets
 from qerl.sets import SETS, chosen
 from qerl.stored import run_config
 
@@ -56,8 +59,9 @@ usage: qerl COMMAND ...
   qerl quantize MODEL OUT [...]           write a 4-bit checkpoint that others load too
   qerl export RUN OUT --as FORM           what a run learned, for others: peft, merged, nvfp4, gguf-ready
   qerl report RUN [RUN ...]               one HTML page with curves and samples
+  qerl watch RUN [RUN ...]                the same in the browser, live while the run goes on
   qerl study NAME [...]                   arms and seeds of a question; studies: {studies}
-  qerl bench linear|decode|learn|step|memory|parity [...]
+  qerl bench linear|decode|learn|step|memory|parity|tile [...]
                                           how fast this GPU does it, beside others and beside its limit
 
 Each command takes --help, and --debug to see a traceback."""
@@ -82,6 +86,7 @@ usage: qerl bench BENCHMARK [...]
   step     a whole step: sampling, learning, publishing
   memory   the peaks of steps in a row
   parity   how far the engine's logprobs are from the learner's
+  tile     no rows: the table of tiles that packed products are cut into
 
 Each takes --help. A row is printed and appended to bench/results for each case."""
 
@@ -93,7 +98,7 @@ def main() -> None:
     except (UserError, RunError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"qerl: {error}", file=sys.stderr)
+        print(f"qerl: {without_secrets(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -255,6 +260,15 @@ def report(arguments: list[str]) -> None:
     print(out)
 
 
+def watch(arguments: list[str]) -> None:
+    options = tyro.cli(WatchOptions, args=arguments, prog="qerl watch")
+    if not options.runs:
+        raise UserError("watch needs a run's folder: qerl watch RUN [RUN ...]")
+    from qerl.watch.server import watch as run
+
+    run(options.runs, port=options.port, opens_browser=options.open)
+
+
 def study(arguments: list[str]) -> None:
     _show_help(arguments, StudyOptions, f"study {'|'.join(STUDY_NAMES)}")
     if not arguments or arguments[0].startswith("-"):
@@ -284,6 +298,13 @@ def _bench_linear(arguments: list[str], prog: str) -> None:
     from qerl.bench.linear import bench_linear
 
     bench_linear(options)
+
+
+def _bench_tile(arguments: list[str], prog: str) -> None:
+    options = tyro.cli(BenchTileOptions, args=arguments, prog=prog)
+    from qerl.bench.tile import bench_tile
+
+    bench_tile(options)
 
 
 def _bench_decode(arguments: list[str], prog: str) -> None:
@@ -328,6 +349,7 @@ BENCHES = {
     "step": _bench_step,
     "memory": _bench_memory,
     "parity": _bench_parity,
+    "tile": _bench_tile,
 }
 COMMANDS = {
     "train": train,
@@ -338,6 +360,7 @@ COMMANDS = {
     "quantize": quantize,
     "export": export,
     "report": report,
+    "watch": watch,
     "study": study,
     "bench": bench,
 }
@@ -366,5 +389,5 @@ def _run_of(source: str) -> RunConfig | None:
 def _recorded(path: Path) -> RunConfig:
     try:
         return run_config(json.loads(path.read_bytes())["config"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error})") from None

@@ -15,13 +15,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EnvironmentConfig
 from qerl.engine.engine import Engine
-from qerl.errors import UserError
+from qerl.errors import UserError, require
 from qerl.seeds import mix
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Close, Key, Messages, Reply, Reset, Step
@@ -61,26 +60,29 @@ class Episodes:
         """max_prompt_tokens: most that a prompt may have together with what reset adds to it."""
         self._engine, self._pool, self._tokenizer = engine, pool, engine.tokenizer
         self._config, self._max_prompt_tokens = config, max_prompt_tokens
-        self._waited_s = 0.0
+        self._step: int | None = None
+        self.waited_s = 0.0
+        """Seconds spent on environments in the latest step, all its calls together."""
 
     def publish(self, version: int) -> None:
         self._engine.publish(version)
 
-    def take_waited_s(self) -> float:
-        """Seconds spent on environments since this was last asked."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
-
     def generate(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
     ) -> list[Group]:
+        if step != self._step:
+            self._step, self.waited_s = step, 0.0
         episodes_P_G = [
             [_Episode((p, g), self._between(prompt)) for g in range(num_samples)]
             for p, prompt in enumerate(prompts_P)
         ]
         everyone = [episode for episodes_G in episodes_P_G for episode in episodes_G]
         resets = [
-            Reset(episode.key, _row(prompt), mix(seed, _ENVIRONMENT, step, prompt.index))
+            Reset(
+                episode.key,
+                prompt.columns | {"prompt": prompt.messages or prompt.text},
+                mix(seed, _ENVIRONMENT, step, prompt.index),
+            )
             for prompt, episodes_G in zip(prompts_P, episodes_P_G, strict=True)
             for episode in episodes_G
         ]
@@ -114,7 +116,7 @@ class Episodes:
     def _play(self, calls: Sequence[Reset | Step | Close]) -> list[Reply | Failure]:
         start_s = time.perf_counter()
         replies = self._pool.play(calls)
-        self._waited_s += time.perf_counter() - start_s
+        self.waited_s += time.perf_counter() - start_s
         return replies
 
     def _between(self, prompt: Prompt) -> Between:
@@ -135,12 +137,14 @@ class Episodes:
         render = rendered if self._between(prompt) is between else joined
         try:
             text, tokens_T = render(self._tokenizer, messages)
+            if len(tokens_T) <= self._max_prompt_tokens:
+                return dataclasses.replace(prompt, text=text, tokens_T=tokens_T, messages=messages)
+            failure = Failure("too long", f"a prompt of {len(tokens_T)} tokens, of {self._max_prompt_tokens}")
         except UserError as error:
-            return _given_up(prompt, live_G, Failure("not messages", str(error)))
-        if len(tokens_T) > self._max_prompt_tokens:
-            message = f"prompt and reset have {len(tokens_T)} tokens, of {self._max_prompt_tokens}"
-            return _given_up(prompt, live_G, Failure("too long", message))
-        return dataclasses.replace(prompt, text=text, tokens_T=tokens_T, messages=messages)
+            failure = Failure("not messages", str(error))
+        for episode in live_G:
+            episode.failure = failure
+        return prompt
 
     def _answers(self, pairs: list[tuple[_Episode, Turn]]) -> list[list[int] | None]:
         """What follows the turns, whose environments step together."""
@@ -164,11 +168,9 @@ class Episodes:
             return None
         try:
             given_T = episode.between(self._tokenizer, reply.messages, self._special_end(turn))
+            require(bool(reply.messages and given_T), "a step said nothing, and the episode was not over")
         except UserError as error:
             episode.failure = Failure("not messages", str(error))
-            return None
-        if not reply.messages or not given_T:
-            episode.failure = Failure("not messages", "a step said nothing, and the episode was not over")
             return None
         if len(given_T) >= turn.num_left:
             episode.is_cut = True
@@ -188,16 +190,6 @@ def conversing(
 ) -> Engine | Episodes:
     """The engine itself, if there is no environment among the rewards."""
     return Episodes(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    return prompt.columns | {"prompt": prompt.messages or prompt.text}
-
-
-def _given_up(prompt: Prompt, episodes_G: list[_Episode], failure: Failure) -> Prompt:
-    for episode in episodes_G:
-        episode.failure = failure
-    return prompt
 
 
 def _told(sample: Sample, episode: _Episode) -> Sample:

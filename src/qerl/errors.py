@@ -7,9 +7,20 @@ class UserError(Exception):
     No ValueError: tyro would catch it where a config is made, and draw a box around it.
     """
 
+    def __init__(self, message: str):
+        super().__init__(printable(message))
+
 
 class RunError(RuntimeError):
     """The run cannot go on through no mistake in the command, such as a full disk; exit code 1."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """One line, and nothing in it that a terminal obeys: a message may quote a file that holds anything."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def require(holds: bool, message: str) -> None:

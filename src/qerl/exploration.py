@@ -8,32 +8,43 @@ from qerl.algo.noise_control import RULES, restored, started, stored
 from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.model.decoder import Decoder
-from qerl.model.noise import noised
+from qerl.model.noise import make_table, noised
 
 
 class Exploration:
-    """AQN: the norms of one or both policies carry sigma * Z, Z drawn from (seed, step, layer)."""
+    """AQN: the norms of one or both policies carry sigma * Z, Z drawn from (seed, step, layer), and by
+    noise.per from the prompt's or the sample's index."""
 
     def __init__(self, decoder: Decoder, config: RunConfig):
         if config.noise.schedule != "none" and not decoder.noised_norms():
             raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
-        self._decoder, self._config = decoder, config
+        self._decoder, self._config, self._num_drawn = decoder, config, 0
+        if config.noise.per != "step":
+            make_table(decoder, config.noise.per, config.num_noises)
         self._rule, self._state = RULES[config.noise.schedule], started(config.noise)
 
     @contextmanager
     def sampling(self, step: int) -> Iterator[float]:
+        with self._noised(step) as sigma:
+            yield sigma
+            table = self._decoder.noise_table
+            self._num_drawn = (table.num_drawn if table.is_open else 1) if sigma > 0 else 0
+
+    def learning(self, step: int) -> AbstractContextManager[Any]:
+        return self._noised(step) if self._config.noise.noise_in == "both" else nullcontext()
+
+    @contextmanager
+    def _noised(self, step: int) -> Iterator[float]:
         noise, config = self._config.noise, self._config
         sigma = self._rule.sigma(self._state, step, config.num_steps, noise)
         with noised(self._decoder, sigma=sigma, unit=noise.unit, seed=config.seed, step=step):
             yield sigma
 
-    def learning(self, step: int) -> AbstractContextManager[Any]:
-        return self.sampling(step) if self._config.noise.noise_in == "both" else nullcontext()
-
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Takes the step's metrics in; gives what a steered run logs of it."""
         self._state = self._rule.after(self._state, step, metrics, self._config.noise)
-        return {"noise_floor": self._state.floor} if self._config.noise.is_steered else {}
+        found = {"noise_draws": self._num_drawn}
+        return found | ({"noise_floor": self._state.floor} if self._config.noise.is_steered else {})
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""

@@ -49,6 +49,8 @@ class Parts:
     engine: Engine
     learner: Learner
     noise: Noise
+    draw: Callable[[RunConfig, "Parts", int, Any], list[Group]]
+    """(config, parts, step, log): the step's groups with their advantages, as `draw` below makes them."""
     journal: Any
     observe: Callable[[int, Any], None]
     """(step, log): adds to the log what is measured beside the loop, such as held-out accuracy."""
@@ -60,7 +62,7 @@ def run(config: RunConfig, parts: Parts, *, first_step: int) -> None:
     for step in range(first_step, config.num_steps):
         with parts.journal.step(step) as log:
             with parts.noise.sampling(step) as sigma:
-                groups = draw(config, parts, step, log)
+                groups = parts.draw(config, parts, step, log)
             log.samples(groups)
             with parts.noise.learning(step), log.span("learn"):
                 metrics = parts.learner.step([learnable(config, group) for group in groups])

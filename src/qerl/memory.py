@@ -27,6 +27,7 @@ _BESIDE: dict[torch.device, _Beside] = {}
 
 def allowed_bytes(device: torch.device) -> float:
     """What torch may take of the device in this process."""
+    device = numbered(device)
     return torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]
 
 

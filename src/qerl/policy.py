@@ -15,6 +15,7 @@ from qerl.model.load import load_decoder
 from qerl.model.names import architecture_of
 from qerl.model.source import locate
 from qerl.model.tokenizer import load_tokenizer, stop_token_ids
+from qerl.model.twin import twin_of
 from qerl.tasks import Task, build_task
 
 
@@ -43,7 +44,8 @@ def sampler_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[D
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
     stops = stop_token_ids(tokenizer, locate(model.path))
-    return decoder, Engine(decoder, tokenizer, config.engine, stop_token_ids=stops)
+    sampler = decoder if model.sampler is None else twin_of(decoder, model.sampler)
+    return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stops)
 
 
 def learned_sampler_of(

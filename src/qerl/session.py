@@ -9,20 +9,25 @@ The run's folder:
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qerl import plan
+from qerl.branching import Branching
 from qerl.config import RunConfig
+from qerl.engine.budget import free_bytes
 from qerl.episode import Episodes, conversing
+from qerl.errors import require
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
 from qerl.journal import Journal, StepLog
-from qerl.journal.record import encode, replace
+from qerl.journal.record import encode, read_object, replace
 from qerl.learner import Learner, checkpoint
-from qerl.loop import Parts, run, sampling_of
+from qerl.loop import Parts, draw, run, sampling_of
 from qerl.model.adapter import load_adapter
 from qerl.model.device import resolved
 from qerl.model.peft_folder import read_adapter
@@ -61,10 +66,32 @@ class _Session:
         room = self.decoder.architecture.max_positions - config.sample.max_tokens
         self.sampler = conversing(self.engine, pool, config.task.environment, room)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
-        self.learner = Learner(self.decoder, config, notice=journal.notice, score=score)
+        learned = self.settled()
+        self.learner = Learner(self.decoder, learned, notice=journal.notice, score=score)
         self.noise = Exploration(self.decoder, config)
+        is_deep = config.algo.branching == "deep"
+        require(
+            not (is_deep and pool.has_environment), "algo.branching deep is not for environments: set none"
+        )
+        self.branching = Branching(self.engine, config) if is_deep else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
-        self.evaluations = _read_json(folder / "evaluations.json")
+        path = folder / "evaluations.json"
+        self.evaluations = read_object(path) if path.exists() else {}
+
+    def settled(self) -> RunConfig:
+        """The config with learn.recompute auto replaced on a GPU, which the journal is told."""
+        config, device = self.config, self.decoder.device
+        if config.learn.recompute != "auto" or device.type == "cpu":
+            return config
+        prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
+        gpu_bytes = free_bytes(device) + torch.cuda.memory_allocated(device) + plan.CONTEXT_BYTES
+        found = plan.settled(self.decoder.architecture, config, prompt_tokens, gpu_bytes)
+        need = plan.learning_bytes(plan.parts(self.decoder.architecture, found, prompt_tokens))
+        self.journal.notice(
+            f"learn.recompute is {found.learn.recompute}: learning is planned to take {need / 1e9:.1f} of"
+            f" {gpu_bytes / 1e9:.1f} GB"
+        )
+        return found
 
     def run(self) -> dict[str, Any]:
         config = self.config
@@ -74,6 +101,7 @@ class _Session:
             engine=self.sampler,
             learner=self.learner,
             noise=self.noise,
+            draw=draw if self.branching is None else self.branching.draw,
             journal=self.journal,
             observe=self.observe,
             save=self.save,
@@ -96,10 +124,14 @@ class _Session:
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
         if found is not None and "noise" in found.extra:
             self.noise.load(found.extra["noise"])
+        if found is not None and self.branching is not None:
+            self.branching.load(found.extra["tries"])
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
         self.engine.publish(self.learner.version)
+        if first_step and self.prompts and "before" not in self.evaluations:
+            self.journal.notice("evaluations.json lacks the accuracy before the first step")
         if first_step == 0:
             self.evaluations = {}  # those there may be of another config that was given up
         return first_step
@@ -113,16 +145,19 @@ class _Session:
                     self.learner,
                     next_step=next_step,
                     keep=self.config.checkpoint.keep,
-                    extra={"noise": self.noise.state()},
+                    extra={"noise": self.noise.state(), **self.tries()},
                 )
         return is_stopping
+
+    def tries(self) -> dict[str, Any]:
+        return {} if self.branching is None else {"tries": self.branching.state()}
 
     def observe(self, step: int, log: StepLog) -> None:
         """Says why rewards failed, and measures held-out accuracy where it is due."""
         for cause, (count, example) in self.pool.take_failures().items():
             self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
         if isinstance(self.sampler, Episodes):
-            log.add(environment_s=self.sampler.take_waited_s())
+            log.add(environment_s=self.sampler.waited_s)
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
@@ -145,10 +180,7 @@ class _Session:
     def accuracies(self) -> tuple[float, float]:
         """Of the policy without noise: at the config's sampling, and greedy."""
         drawn = sampling_of(self.config)
-        found = self.accuracy(drawn), self.accuracy(greedy(drawn))
-        if isinstance(self.sampler, Episodes):
-            self.sampler.take_waited_s()  # of no step
-        return found
+        return self.accuracy(drawn), self.accuracy(greedy(drawn))
 
     def accuracy(self, sampling: Sampling) -> float:
         return evaluate(
@@ -171,7 +203,3 @@ class _Session:
         }
         train_s = sum(step["step_s"] for step in self.journal.steps())
         return {**accuracies, "train_s": round(train_s, 1), "run": str(self.folder)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}

@@ -12,7 +12,9 @@ def run_config(data: dict[str, Any]) -> RunConfig:
     return _build(RunConfig, data, "config")
 
 
-def _build(cls: type, data: dict[str, Any], where: str) -> Any:
+def _build(cls: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise UserError(f"{where} must be an object, it is a {type(data).__name__}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     unknown = sorted(set(data) - set(fields))
     if unknown:

@@ -4,7 +4,8 @@
 
 GRPOConfig has those of TRL's fields that mean something here, with TRL's defaults; any other is refused by
 its name. Three things are not TRL's: without a peft_config the adapter of `base` learns (rank 32), not the
-weights; the rate falls as a cosine unless it is constant, not linearly; `gradient_checkpointing` is off.
+weights; the rate falls as a cosine unless it is constant, not linearly; `gradient_checkpointing` is off and
+leaves that to learn.recompute of `base`.
 """
 
 import dataclasses

@@ -47,6 +47,9 @@ class Sample:
     finish: Literal["stop", "length"]
     version: int
     """How many learner updates that policy had taken."""
+    sample_index: int = 0
+    """Its place in its group as it was drawn, or of a branch the branched sample's: names its noise where
+    that is by sample."""
     reward: float | None = None
     """None where the reward failed: the sample then teaches nothing."""
     advantage: float = 0.0
@@ -100,6 +103,21 @@ class Group:
 
     prompt: Prompt
     samples_G: list[Sample]
+    prefix_tokens: int = 0
+    """Not 0: these are branches, and so many first tokens of each are the sample's that was branched."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pivot:
+    """Where a sample is branched.
+
+    Pivot(group_index=0, sample_index=3, prefix_tokens=20): after the first 20 of its tokens.
+    """
+
+    group_index: int
+    """Its group's place among those that were drawn together."""
+    sample_index: int
+    prefix_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """Tables hold the latest row of each case and nothing else."""
 
 from qerl.bench.record import RESULTS, ROOT, read
-from qerl.bench.table import coverage, latest, markdown
+from qerl.bench.table import coverage, latest, markdown, summary
 
 ORIGIN = {
     "commit": "0123456" + "a" * 33,
@@ -37,7 +37,7 @@ def test_the_linear_table_has_a_line_a_provider_and_a_column_a_batch():
         "| qerl-nvfp4 | 0 | 1.39 (59%) | 2.21 (50%) |",
         "| cublas-bf16 | 0 | 3.89 (50%) |  |",
     ]
-    assert lines[-1] == "Measured at commit 0123456 (2026-11-21), torch 2.11, triton 3.6, driver 580."
+    assert lines[-1] == "Measured at commit 0123456 (2026-11-21, torch 2.11, triton 3.6, driver 580)."
 
 
 def test_the_decode_table_shows_a_setting_only_where_it_differs():
@@ -121,3 +121,11 @@ def test_settings_make_cases_of_their_own():
     rows = [step(**TAKEN), step(cap_gb=80, **TAKEN), step(recompute="layer", **TAKEN), step(**TAKEN)]
     assert len(latest(rows)) == 3
     assert len(latest([step(**TAKEN), step(exact_mode=False, **TAKEN), step(exact_mode=True, **TAKEN)])) == 2
+
+
+def test_the_short_table_has_the_usual_case_of_each_side_and_leaves_open_what_was_not_measured():
+    rows = [decode(8, 3218.4), decode(8, 1469.0, provider="qerl-bf16"), decode(64, 1.0, head="nvfp4")]
+    lines = summary(rows).splitlines()
+    assert "| 7B, 8 samples at a time, tokens/s | 3,218 | 1,469 |" in lines
+    assert "| 7B, 64 samples at a time, tokens/s |  |  |" in lines
+    assert lines[0].startswith("**One NVIDIA H200**")

@@ -8,7 +8,7 @@ from model.tiny import logits_of
 from qerl.config import EngineConfig
 from qerl.engine import Engine
 from qerl.model.decoder import Decoder
-from qerl.types import Prompt, Sampling
+from qerl.types import Pivot, Prompt, Sampling
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # As byte-level BPE spells them: \u0120 a space, \u010a a new line, \u00c3 \u00a9 the bytes of an acute e.
@@ -65,6 +65,34 @@ def drawn(engine, prompts_P, *, num_samples=3, seed=5, step=2, **sampling):
     )
     assert [group.prompt for group in groups] == prompts_P
     return [s for group in groups for s in group.samples_G]
+
+
+def pivots_in(groups):
+    """In every other sample, at an early, a middle or the last place."""
+    found = []
+    for g, group in enumerate(groups):
+        for s, sample in enumerate(group.samples_G):
+            T = len(sample.tokens_T)
+            if T > 1 and (group.prompt.index + s) % 2 == 0:
+                place = (1, T // 2, T - 1)[group.prompt.index % 3]
+                found.append(Pivot(group_index=g, sample_index=s, prefix_tokens=place))
+    return found
+
+
+def branched(
+    engine, prompts_P, *, num_samples=3, num_branches=3, pivots=pivots_in, seed=5, step=2, **sampling
+):
+    """(the samples' groups, the branches' groups, the pivots, how many lots)."""
+    groups, branches, found, num_lots = [], [], [], 0
+    sampling = Sampling(**({"max_tokens": 12} | sampling))
+    for lot in engine.lots(prompts_P, num_samples=num_samples, sampling=sampling, seed=seed, step=step):
+        drawn_P = lot.sample()
+        pivots_here = pivots(drawn_P)
+        groups += drawn_P
+        branches += lot.branch(pivots_here, num_branches)
+        found += [(drawn_P[p.group_index], p) for p in pivots_here]
+        num_lots += 1
+    return groups, branches, found, num_lots
 
 
 def packed_logprobs(decoder, prompt, sample, temperature=1.0):

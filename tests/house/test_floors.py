@@ -8,15 +8,15 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
-    ("errors", "memory", "seeds", "stop"),
+    ("errors", "loopback", "memory", "secret", "seeds", "stop"),
     ("config", "types"),
     ("formats", "algo", "tasks", "journal", "recipes", "options", "stored"),
     ("kernels",),
     ("model",),
     ("engine", "learner"),
-    ("loop", "evaluate", "report", "export", "sets", "episode"),
-    ("policy", "exploration", "exam"),
-    ("session", "measure", "plan", "bench", "serve"),
+    ("loop", "evaluate", "report", "export", "sets", "episode", "plan"),
+    ("policy", "exploration", "branching", "exam"),
+    ("session", "measure", "bench", "serve", "watch"),
     ("study", "trl"),
     ("cli",),
 )

@@ -1,14 +1,14 @@
-"""What the README quotes is what the code says. `python tests/house/test_readme.py` writes them anew."""
+"""README.md and docs/speed.md quote what is. `python tests/house/test_readme.py` writes them anew."""
 
 import ast
 import re
 from pathlib import Path
 
 from qerl.bench.record import RESULTS, read
-from qerl.bench.table import markdown
+from qerl.bench.table import markdown, summary
 
 ROOT = Path(__file__).parents[2]
-README, PACKAGE = ROOT / "README.md", ROOT / "src" / "qerl"
+README, SPEED, PACKAGE = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "src" / "qerl"
 
 
 def the_loop() -> str:
@@ -37,11 +37,15 @@ def first_line(part: Path) -> str:
 
 
 def the_speed() -> str:
+    return f"{summary(read(ROOT / RESULTS))}\n\nEvery figure, and beside what: `docs/speed.md`."
+
+
+def the_page() -> str:
     how = (
-        "What is measured, and how, stands in `src/qerl/bench`; `qerl bench` measures\n"
-        "it again. Every figure is a row of `bench/results`, with the commit that it was measured at."
+        "Every figure is a row of `bench/results`, with the commit that it was measured at: the latest\n"
+        "of each case. What is measured, and how, stands in `src/qerl/bench`; `qerl bench` measures it again."
     )
-    return f"{markdown(read(ROOT / RESULTS))}\n\n{how}"
+    return f"# Speed and memory\n\n{how}\n\n{markdown(read(ROOT / RESULTS))}\n"
 
 
 QUOTES = {"loop": the_loop, "tree": the_tree, "speed": the_speed}
@@ -64,6 +68,7 @@ def test_the_tree_is_complete_and_says_what_each_part_says_of_itself():
 
 def test_every_figure_is_a_row_and_every_latest_row_is_shown():
     assert block(README.read_text(), "speed") == the_speed()
+    assert SPEED.read_text() == the_page()
 
 
 def test_the_python_example_compiles_and_names_what_there_is():
@@ -85,3 +90,4 @@ if __name__ == "__main__":
         text = re.sub(pattern, rf"\1{mark} goes here\n\n\2", text, count=1, flags=re.DOTALL)
         text = text.replace(f"{mark} goes here", quote())
     README.write_text(text)
+    SPEED.write_text(the_page())

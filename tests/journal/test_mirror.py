@@ -21,7 +21,8 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.journal import Journal, journal, logger
 from qerl.journal.logger import LOGGERS, check_loggers
-from qerl.journal.mirror import Mirror, without_secrets
+from qerl.journal.mirror import Mirror
+from qerl.secret import without_secrets
 
 KEY = "5" * 20 + "a" * 20
 PROCESS = """

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from conftest import rms_error
 from qerl.kernels import joined_linear as op
@@ -133,6 +134,62 @@ def test_what_a_product_is_added_to_is_in_the_sum_and_gets_its_gradient(dtype, b
     place = h.detach().clone()
     y = op.linear_onto(place, x, _unpack(operand), parts[0])
     assert y.data_ptr() == place.data_ptr() and torch.equal(y, got[0])
+
+
+def _swiglu_truth(x, operand, parts, dy):
+    def definition(x):
+        gate, up = op.reference(x, operand, parts).chunk(2, 1)
+        return F.silu(gate) * up
+
+    return _with_gradients(definition, x.detach().double(), parts, dy)
+
+
+GATED = [case for case in op.CASES if len(case[2]) == 2] + [(37, 128, (64, 64), 16)]
+
+
+@pytest.mark.parametrize("rows", (16, op.WIDE_ROWS))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("T", "K", "widths", "R"), GATED)
+def test_gated_value_and_gradients_are_the_definitions(T, K, widths, R, kind, rows, device, rng, monkeypatch):
+    monkeypatch.setattr(op, "WIDE_ROWS", rows)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, operand, parts, dy = _case(T, K, widths, R, dtype, device, rng, **KINDS[kind])
+        dy = dy[:, : widths[0]].contiguous()
+
+        def plain(x, operand=operand, parts=parts):
+            gate, up = torch.cat(op.joined_linear(x, _unpack(operand), parts), 1).chunk(2, 1)
+            return F.silu(gate) * up
+
+        def ours(x, operand=operand, parts=parts):
+            return op.joined_swiglu(x, _unpack(operand), parts, room=24)
+
+        truth, theirs = _swiglu_truth(x, operand, parts, dy), _with_gradients(plain, x, parts, dy)
+        for got, other, want in zip(_with_gradients(ours, x, parts, dy), theirs, truth, strict=True):
+            limit = 1e-5 if dtype == torch.float32 else 1.1 * rms_error(other, want)
+            assert got.dtype in (dtype, torch.float32) and rms_error(got, want) <= limit
+
+
+def test_neither_gate_nor_up_is_rounded(device, rng):
+    x, operand, parts, dy = _case(130, 576, (1536, 1536), 0, torch.bfloat16, device, rng)
+    want = _swiglu_truth(x, operand, parts, dy[:, :1536])[0]
+    once = rms_error(want.bfloat16(), want)
+    with torch.no_grad():
+        assert rms_error(op.joined_swiglu(x, _unpack(operand), parts), want) <= 1.1 * once
+        gate, up = (y.double() for y in op.joined_linear(x, _unpack(operand), parts))
+    assert rms_error((F.silu(gate) * up).bfloat16(), want) > 1.5 * once
+
+
+def test_without_a_gradient_neither_gate_nor_up_is_kept(device, rng, monkeypatch):
+    x, operand, parts, _ = _case(37, 128, (64, 64), 16, torch.bfloat16, device, rng)
+    parts[0].adapter.a_RK.requires_grad_()
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append((a, k.get("dtype"))) or empty(*a, **k))
+    kept = ((37, 128), torch.bfloat16)
+    with torch.no_grad():
+        op.joined_swiglu(x, _unpack(operand), parts)
+    assert made and kept not in made
+    op.joined_swiglu(x, _unpack(operand), parts)
+    assert kept in made
 
 
 def test_columns_of_one_tensor_are_joined_without_a_copy(rng):

@@ -67,6 +67,27 @@ def test_rows_that_lie_apart_are_read_and_written_in_place(device, rng):
         assert torch.equal(y, op.rms_norm(x, weight, noise, EPS, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("rows", "width"), op.CASES)
+def test_a_table_gives_each_row_its_own_noise(rows, width, dtype, device, rng):
+    """Value and gradient are the definition's; a row's bits are those of its noise for all rows."""
+    x, dy, weight, _ = _case(rows, width, torch.float32, device, rng)
+    table = torch.randn(4, width, generator=rng).mul_(0.3).to(device)
+    rows_T = torch.randint(0, 4, (rows,), generator=rng).to(device, torch.int32)
+
+    def normed(x, noise, rows_T=None):
+        return op.rms_norm(x, weight, noise, EPS, dtype=dtype, rows_T=rows_T)
+
+    got = _with_gradient(lambda x: normed(x, table, rows_T), x, dy)
+    truth = _with_gradient(lambda x: op.reference(x, weight, table, EPS, rows_T), x.double(), dy.to(dtype))
+    assert all(
+        rms_error(g, t) < (1e-6 if dtype == torch.float32 else 5e-3) for g, t in zip(got, truth, strict=True)
+    )
+    alone = [_with_gradient(lambda x, s=s: normed(x, table[s].contiguous()), x, dy) for s in range(4)]
+    for t, s in enumerate(rows_T.tolist()):
+        assert torch.equal(got[0][t], alone[s][0][t]) and torch.equal(got[1][t], alone[s][1][t])
+
+
 def test_heads_are_normed_one_by_one(device, rng):
     x, _, weight, _ = _case(12, 64, torch.bfloat16, device, rng)
     heads = x.view(4, 3, 64)

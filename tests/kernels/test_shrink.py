@@ -114,6 +114,22 @@ def test_a_row_is_bitwise_the_same_at_any_token_count(K, R, kernels, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("K", "R"), [(64, 128), (896, 48), (3584, 96), (8192, 64)])
+def test_a_table_gives_each_token_its_own_noise_to_the_bit(K, R, kernels, rng):
+    h, weight, noise, a = on_gpu(case(200, K, R, rng))
+    table = torch.stack((torch.zeros_like(noise), noise, -2 * noise, noise.flip(0)))
+    rows = torch.randint(0, 4, (200,), generator=rng).int().cuda()
+    for M in (1, 7, 64, 200):
+        part, rows_M = h[:M].contiguous(), rows[:M].contiguous()
+        x, u = kernels.norm_shrink(part, weight, table, EPS, a, SCALING, rows_M=rows_M)
+        assert torch.equal(kernels.norm(part, weight, table, EPS, rows_M=rows_M), x)
+        for s in range(4):
+            want = kernels.norm_shrink(part, weight, table[s].contiguous(), EPS, a, SCALING)
+            assert torch.equal(x[rows_M == s], want[0][rows_M == s])
+            assert torch.equal(u[rows_M == s], want[1][rows_M == s])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 5, 13, 40, 100])
 def test_rows_past_the_last_are_neither_read_nor_written(M, kernels, rng):
     """Around each operand and output lie NaNs: what is read there shows, what is written there is seen."""

@@ -96,6 +96,22 @@ def test_a_group_that_does_not_fit_is_split_into_as_few_parts_as_can_be(max_toke
     assert [len(batch.tokens_T) for batch in packed([group], max_tokens)] == rows
 
 
+def test_the_first_part_of_a_split_group_fills_the_batch_before():
+    """Eight samples of 3 rows behind a prompt of 2: 7 and 1, then 6 beside that one and 2, then 5 and 3."""
+    groups = [Group(prompt=prompt(0, [1, 2]), samples_G=[sample([5, 6, 7, 8])] * 8)] * 3
+    batches = packed(groups, max_tokens=25)
+    assert [len(batch.tokens_T) for batch in batches] == [23, 5 + 20, 8 + 17, 11]
+    assert [[len(tree.branch_tokens) for tree in batch.trees] for batch in batches] == [
+        [7],
+        [1, 6],
+        [2, 5],
+        [3],
+    ]
+    assert [len(batch.tokens_T) for batch in packed(groups, max_tokens=9)] == [
+        8
+    ] * 12  # no room for a prompt more
+
+
 def test_weight_zero_leaves_a_sample_out():
     group = Group(prompt=prompt(0, [1, 2]), samples_G=[sample([3, 4]), sample([5, 6]), sample([7])])
     (batch,) = packed([group], weights_P_G=[[1.0, 0.0, 1.0]])

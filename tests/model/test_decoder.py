@@ -72,8 +72,8 @@ def test_bf16_loses_no_more_than_transformers_in_bf16():
 def test_in_bf16_the_residual_stream_is_fp32_and_is_not_rounded():
     decoder, streams = tiny(compute=torch.bfloat16), []
 
-    def watched(layer, h_TD, angles, layer_index, attend):
-        streams.append(layer(h_TD, angles, layer_index, attend).clone())
+    def watched(layer, h_TD, places, layer_index, attend):
+        streams.append(layer(h_TD, places, layer_index, attend).clone())
         return streams[-1].clone()
 
     with torch.no_grad():

@@ -3,6 +3,7 @@ import torch
 
 from conftest import rms_error
 from qerl.formats import FORMATS
+from qerl.formats.fp8_flow import rounded_rows
 from qerl.model.linear import QuantLinear
 
 CPU = torch.device("cpu")
@@ -24,10 +25,11 @@ def _linear(rng, *, weight_format="nvfp4", compute=torch.float32, has_bias=True,
 def test_the_product_is_that_of_the_decoded_weight(weight_format, rank, rng):
     linear = _linear(rng, weight_format=weight_format, rank=rank)
     x_TK = torch.randn(11, 64, generator=rng)
-    w_NK = linear.weight.decode().double()
+    read_TK = rounded_rows(x_TK) if weight_format == "fp8-flow" else x_TK
+    y_TN = read_TK.double() @ linear.weight.decode().double().T
     if rank is not None:
-        w_NK = w_NK + 0.5 * linear.lora_B.double() @ linear.lora_A.double()
-    assert rms_error(linear(x_TK), x_TK.double() @ w_NK.T + linear.bias.double()) < 1e-5
+        y_TN = y_TN + 0.5 * x_TK.double() @ linear.lora_A.double().T @ linear.lora_B.double().T
+    assert rms_error(linear(x_TK), y_TN + linear.bias.double()) < 1e-5
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -39,8 +41,9 @@ def test_a_resident_operand_changes_no_bit(weight_format, compute, rng):
     before = linear.num_bytes
     linear.make_resident()
     assert fresh.dtype == compute and torch.equal(linear(x_TK), fresh)
+    itemsize = 4 if weight_format == "fp8-flow" else compute.itemsize
     shared = weight_format == "bf16" and compute == torch.bfloat16
-    assert linear.num_bytes - before == (0 if shared else 96 * 64 * compute.itemsize)
+    assert linear.num_bytes - before == (0 if shared else 96 * 64 * itemsize)
 
 
 def test_bytes_are_those_of_weight_and_bias(rng):

@@ -167,7 +167,7 @@ def test_the_learners_logprobs_are_the_engines_to_the_bit(compute, learn):
     assert (metrics["ratio_mean"] == 1) == (not learn.get("updates_per_step"))
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "fp8", "int8", "full"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "full"])
 def test_every_format_and_full_fine_tuning_are_exact(format):
     adapter = AdapterConfig(rank=4, kind="full" if format == "full" else "lora")
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}

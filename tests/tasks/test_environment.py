@@ -149,7 +149,7 @@ def test_what_no_signal_stops_is_ended_with_its_process_and_the_next_round_has_a
     one = pool(Echo, reward_deadline_s=0.3)
     reset(one, 2)
     causes = {reply.cause for reply in stepped(one, "a", way)}
-    assert causes == ({"died"} if way == "die" else {"over the deadline"})
+    assert causes == ({"ended its process"} if way == "die" else {"over the deadline"})
     assert stepped(one, "a")[0].cause == "died"
     assert reset(one, 1) == [Reply([])] and stepped(one, "a")[0].reward == 1.0
 

@@ -51,7 +51,7 @@ def test_rewards_come_by_group_and_sample(pool):
     ("way", "cause"),
     [
         ("hang", "over the deadline"),
-        ("exit", "died"),
+        ("exit", "ended its process"),
         ("raise", "raised ZeroDivisionError"),
         ("long", "wrong length"),
         ("text", "not a number"),

@@ -12,7 +12,15 @@ from qerl.model.decoder import Decoder
 from qerl.model.synthetic import random_decoder
 
 C = TypeVar("C")
-FORMATS = {"qerl-nvfp4": "nvfp4", "qerl-bf16": "bf16"}
+FORMATS = {
+    "qerl-nvfp4": "nvfp4",
+    "qerl-bf16": "bf16",
+    "qerl-fp8-flow": "fp8-flow",
+    "flash-fp8": "bf16",
+    "flash-int8": "bf16",
+}
+"""Of the learner's linears, and of the sampler's but for SAMPLERS."""
+SAMPLERS = {"flash-fp8": "fp8-flow", "flash-int8": "int8"}
 
 
 def case_of(kind: type[C], options: Any, **own: Any) -> C:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from qerl.errors import UserError
+from qerl.kernels.recording import recording
 from qerl.memory import peak_bytes, peak_reserved_bytes, reset_peaks
 
 R = TypeVar("R")
@@ -51,7 +52,7 @@ def graph_times(work: Callable[[], object], runs: int) -> Times:
         work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with recording(graph, stream=stream):
             work()
     for _ in range(_WARM_UP_RUNS):
         graph.replay()

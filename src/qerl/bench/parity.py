@@ -2,6 +2,8 @@
 
     d_t       learner_t - engine_t             of every sampled token, noise off, no update between
     abs_diff  mean |d|       max_diff  max |d|       kl  mean(exp(d) - 1 - d), k3 of KL(engine || learner)
+    early_diff, late_diff    abs_diff of each sample's first and last quarter
+    sample_diff              mean |sum of d| of a sample: by max_tokens, how a mismatch adds up
     entropy   the learner's mean over the tokens, in nats
     exact     whether every d_t is 0; exact_mode: whether engine.exact is on
     rollout_tok_per_s, read_s    of a second run: sampling, and the learner's pass over all samples (with
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.bench.case import case_of, random_policy
+from qerl.bench.case import SAMPLERS, case_of, random_policy
 from qerl.bench.decode import Wordless, random_prompts
 from qerl.bench.measure import Meter, attempt, cuda_device
 from qerl.bench.record import Rows, rows_for
@@ -35,6 +37,7 @@ from qerl.model.architecture import Architecture
 from qerl.model.decoder import Decoder
 from qerl.model.head import Head, check_head
 from qerl.model.synthetic import shape
+from qerl.model.twin import twin_of
 from qerl.options import BenchParityOptions
 from qerl.types import Group
 
@@ -91,7 +94,9 @@ def measured(case: Case, decoder: Decoder) -> dict[str, Any]:
     decoder.lm_head.pack(case.head)
     config = config_of(case)
     tokenizer: Any = Wordless(vocab_size)
-    engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
+    format = SAMPLERS.get(case.provider)
+    sampler = decoder if format is None else twin_of(decoder, format)
+    engine = Engine(sampler, tokenizer, config.engine, stop_token_ids=frozenset())
     prompts_P = random_prompts(case.batch, case.prompt_tokens, vocab_size)
     sampling = sampling_of(config)
     score = partial(engine.score, sampling=sampling) if case.exact_mode else None
@@ -109,6 +114,9 @@ def measured(case: Case, decoder: Decoder) -> dict[str, Any]:
         "abs_diff": metrics["mismatch_abs"],
         "kl": metrics["mismatch_kl"],
         "max_diff": metrics["mismatch_max"],
+        "early_diff": metrics["mismatch_early"],
+        "late_diff": metrics["mismatch_late"],
+        "sample_diff": metrics["mismatch_sample"],
         "entropy": round(metrics["entropy"], 4),
         "exact": metrics["mismatch_max"] == 0,
         "rollout_tok_per_s": round(engine.stats.tokens_per_s, 1),

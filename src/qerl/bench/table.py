@@ -1,6 +1,6 @@
-"""Rows made into the tables of the README: the latest row of each case counts.
+"""Rows made into tables, docs/speed.md's and the README's short one: the latest row of each case counts.
 
-tests/house/test_readme.py holds the README to exactly this.
+tests/house/test_readme.py holds both to exactly this.
 """
 
 import textwrap
@@ -13,6 +13,30 @@ Columns = dict[str, Callable[[Row], str]]
 _KEY = ("bench", "gpu", "shape", "provider", "lora_rank", "kv", "head", "group_size", "noise_sigma", "batch")
 _KEY += ("prompt_tokens", "max_tokens", "recompute", "tokens", "sequence_tokens", "micro_tokens")
 _KEY += ("optimizer", "kv_gb", "cap_gb", "target_entropy", "exact_mode")
+_SIDES = ("qerl-nvfp4", "qerl-bf16")
+_USUAL = {"lora_rank": 32, "head": "bf16", "noise_sigma": 0.0, "exact_mode": False}
+_SAMPLES = {"bench": "decode", "shape": "qwen2.5-7b", "kv": "bf16", "group_size": 1}
+_STEPS = {"bench": "step", "shape": "qwen2.5-7b", "kv": "bf16", "max_tokens": 1024}
+_LONG = {"bench": "memory", "max_tokens": 2048}
+_SUMMARY: tuple[tuple[str, str, Row], ...] = (  # (what, its field, which row)
+    ("7B, 8 samples at a time, tokens/s", "tok_per_s", _SAMPLES | {"batch": 8}),
+    ("7B, 64 samples at a time, tokens/s", "tok_per_s", _SAMPLES | {"batch": 64}),
+    (
+        "7B, learning, tokens/s",
+        "tok_per_s",
+        {"bench": "learn", "shape": "qwen2.5-7b", "tokens": 8192, "recompute": "none"},
+    ),
+    ("7B, a whole step of 8 samples of 1,024 tokens, s", "step_s", _STEPS | {"batch": 8}),
+    ("7B, a whole step of 64, s", "step_s", _STEPS | {"batch": 64}),
+    ("7B, most memory of a step, 64 samples of 2,048, GB", "peak_gb", _LONG | {"shape": "qwen2.5-7b"}),
+    ("32B, the same, GB", "peak_gb", _LONG | {"shape": "qwen2.5-32b", "batch": 64}),
+    ("72B, 8 samples of 2,048, GB", "peak_gb", _LONG | {"shape": "qwen2.5-72b", "batch": 8}),
+)
+_FIGURE: dict[str, Callable[[float], str]] = {
+    "tok_per_s": lambda value: f"{value:,.0f}",
+    "step_s": lambda value: f"{value:.2f}",
+    "peak_gb": lambda value: f"{value:.1f}",
+}
 _FAMILIES = {"8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper"}
 _NEWER = {"10": "Blackwell", "12": "Blackwell"}
 _ALL_FAMILIES = ("Hopper", "Ampere", "Ada", "Blackwell")
@@ -38,6 +62,24 @@ def markdown(rows: Iterable[Row]) -> str:
             if of_gpu:
                 parts.append(table(of_gpu))
     return "\n\n".join(parts)
+
+
+def summary(rows: Iterable[Row]) -> str:
+    """A few rows for a reader in a hurry: NVFP4 beside BF16, a figure a line."""
+    kept = latest(rows)
+    shown: list[Row] = []
+    lines: list[str] = []
+    for name, key, case in _SUMMARY:
+        wanted = _USUAL | case
+        of_case = [r for r in kept if all(r.get(k, v) == v for k, v in wanted.items())]
+        found = {r["provider"]: r for r in of_case}
+        shown += (r for r in found.values() if r["provider"] in _SIDES)
+        cells = [_FIGURE[key](found[side][key]) if side in found else "" for side in _SIDES]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    gpus = ", ".join(sorted({row["gpu"] for row in shown}))
+    title = f"**One {gpus}**: Qwen2.5's shapes, random weights, a LoRA adapter of rank 32 on all linears."
+    head = ["| | NVFP4 | BF16, the same code |", "| --- | --- | --- |"]
+    return "\n\n".join([_filled(title), "\n".join([*head, *lines]), _sources(shown), coverage(kept)])
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -211,11 +253,15 @@ def _share(row: Row) -> str:
 
 
 def _sources(rows: list[Row]) -> str:
-    """Measured at commit 782c2b4 (2026-11-21), torch 2.11.0+cu130, triton 3.6.0, driver 580.159.04."""
-    each = {(r["commit"][:7], r["date"], r["torch"], r["triton"], r["driver"]) for r in rows}
+    """Measured at commits 782c2b4, 8a1b2c3 (2026-11-21, torch 2.11.0+cu130, triton 3.6.0, driver 580)."""
+    commits: dict[tuple[str, ...], set[str]] = {}
+    for row in rows:
+        where = row["date"], row["torch"], row["triton"], row["driver"]
+        commits.setdefault(where, set()).add(row["commit"][:7])
     shown = [
-        f"commit {commit} ({date}), torch {torch}, triton {triton}, driver {driver}"
-        for commit, date, torch, triton, driver in sorted(each, key=lambda one: (one[1], one))
+        f"commit{'s' * (len(names) > 1)} {', '.join(sorted(names))} ({date}, torch {torch}, triton {triton},"
+        f" driver {driver})"
+        for (date, torch, triton, driver), names in sorted(commits.items())
     ]
     return _filled(f"Measured at {'; '.join(shown)}.")
 

@@ -4,7 +4,7 @@ The defaults are the recommended run. A recipe (`recipes/`) returns a complete R
 overrides any field of it. Names such as `loss="dapo"` are looked up once, where the run is assembled.
 """
 
-from qerl.config.algo import AlgoConfig, MaspoConfig, SapoConfig
+from qerl.config.algo import AlgoConfig, DeepConfig, MaspoConfig, SapoConfig
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
 from qerl.config.run import (
@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointConfig",
     "CodeConfig",
     "ControlConfig",
+    "DeepConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",

@@ -46,6 +46,31 @@ class MaspoConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeepConfig:
+    """Read where algo.branching is deep."""
+
+    num_branches: int = 8
+    """Samples that go on from each pivot; each failed sample has one pivot."""
+
+    gamma: float = 2.0
+    """A pivot's odds grow with the share of the sample that lies before it, to this power."""
+
+    weight: float = 1.0
+    """The branches' loss is multiplied by it and added to the samples'."""
+
+    segment_tokens: int = 50
+    """A pivot lies after a multiple of so many tokens."""
+
+    failure_reward: float = 0.0
+    """A sample with this reward or less has failed."""
+
+    def __post_init__(self):
+        for name, least in (("num_branches", 2), ("segment_tokens", 1), ("gamma", 0), ("weight", 0)):
+            value = getattr(self, name)
+            require(value >= least, f"algo.deep.{name} must be at least {least}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AlgoConfig:
     advantage: Literal["group", "mean", "leave_one_out", "beta"] = "group"
     """group: (r - mean) / std. mean: r - mean. leave_one_out: r - mean of the siblings. beta: r - mean over a
@@ -94,6 +119,12 @@ class AlgoConfig:
     veto_ratio: float = 1e-4
     """veto: a token this much less likely for the learner than for the sampler rejects its sample."""
 
+    branching: Literal["none", "deep"] = "none"
+    """deep: samples that failed are branched where another try may succeed, and each branch is compared with
+    its siblings (DEEP-GRPO)."""
+
+    deep: DeepConfig = DeepConfig()
+
     dynamic_sampling: bool = False
     """Sample more prompts until num_prompts groups have unequal rewards."""
 
@@ -122,5 +153,9 @@ class AlgoConfig:
         )
         require(
             self.kl_coefficient >= 0, f"algo.kl_coefficient must not be negative, got {self.kl_coefficient}"
+        )
+        require(
+            self.branching == "none" or not self.dynamic_sampling,
+            "algo.dynamic_sampling drops the groups that algo.branching is for: set one of them",
         )
         require(self.max_rounds >= 1, f"algo.max_rounds must be at least 1, got {self.max_rounds}")

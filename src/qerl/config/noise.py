@@ -66,6 +66,10 @@ class NoiseConfig:
     unit: Literal["absolute", "relative"] = "absolute"
     """absolute: sigma is in the norm weight's own units (the paper). relative: times each norm's RMS."""
 
+    per: Literal["step", "group", "sample"] = "step"
+    """Who has a Z of its own: all samples of a step one (the paper), the samples of each prompt, or each
+    sample of a group, from its second token on: its prompt is computed once for all, without noise."""
+
     noise_in: Literal["sampler", "both"] = "sampler"
     """sampler: only the sampling policy is noisy (the paper). both: the learner's forward too."""
 

@@ -15,8 +15,13 @@ class ModelConfig:
     """A folder with safetensors, a .gguf file, a hub id such as Qwen/Qwen2.5-7B-Instruct, or the built-in
     smollm2-135m-instruct."""
 
-    format: Literal["nvfp4", "mxfp4", "nf4", "fp8", "int8", "bf16"] = "nvfp4"
-    """What the frozen linear weights are held in. A checkpoint that is already NVFP4 is taken as it is."""
+    format: Literal["nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "bf16"] = "nvfp4"
+    """What the frozen linear weights are held in. A checkpoint that is already NVFP4 is taken as it is.
+    fp8-flow: FP8, and what multiplies them is quantized to FP8 too, in sampling and learning alike."""
+
+    sampler: Literal["fp8", "fp8-flow", "int8"] | None = None
+    """A second copy of the linear weights for the sampler, quantized from model.format's to this (FlashRL):
+    the policies then differ, which algo.importance corrects. None: sampler and learner share one copy."""
 
     head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """What the LM head is held in, for sampling and learning alike. bf16: in model.compute, as the embedding,
@@ -132,6 +137,9 @@ class TaskConfig:
     reward_workers: int = 2
     """Processes that run rewards."""
 
+    reward_memory_gb: float = 8.0
+    """What each of them may map beyond what it began with; more is a MemoryError (on Linux)."""
+
     code: CodeConfig = CodeConfig()
     """For the reward `code`, which runs a sample's Python against the tests in answer_column."""
 
@@ -140,7 +148,7 @@ class TaskConfig:
 
     def __post_init__(self):
         require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
-        for name in ("reward_deadline_s", "reward_workers", "num_rows"):
+        for name in ("reward_deadline_s", "reward_workers", "reward_memory_gb", "num_rows"):
             value = getattr(self, name)
             require(value > 0, f"task.{name} must be positive, got {value}")
         weights, rewards = len(self.reward_weights), len(self.rewards)
@@ -231,6 +239,9 @@ class LearnConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
 
+    max_nonfinite_updates: int = 8
+    """An update whose gradient is not finite is skipped; so many in a row end the run."""
+
     updates_per_step: int = 1
     """Optimizer updates from one step's samples; each takes an equal share of the groups."""
 
@@ -243,9 +254,10 @@ class LearnConfig:
     logprob_chunk_tokens: int = 512
     """Rows of logits that exist at a time."""
 
-    recompute: Literal["none", "layer", "offload"] = "none"
+    recompute: Literal["auto", "none", "layer", "offload"] = "auto"
     """What is kept for the backward pass. none: all it reads. layer: each layer's input, the rest is computed
-    again. offload: the same in the host's memory."""
+    again. offload: the same in the host's memory. auto: the first of them with which learning is planned to
+    fit the GPU's memory; on a CPU none."""
 
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit keeps the moments in 8 bits; it needs the package bitsandbytes."""
@@ -262,6 +274,7 @@ class LearnConfig:
             "micro_tokens",
             "logprob_chunk_tokens",
             "max_grad_norm",
+            "max_nonfinite_updates",
         ):
             value = getattr(self, name)
             require(value > 0, f"learn.{name} must be positive, got {value}")
@@ -338,6 +351,16 @@ class RunConfig:
         require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
         require(not (self.engine.exact and cuts), f"engine.exact needs every token: unset {', '.join(cuts)}")
+        require(
+            self.model.sampler is None or (self.adapter.kind == "lora" and not self.engine.exact),
+            f"model.sampler {self.model.sampler} needs adapter.kind lora, for the copy is made once, and"
+            " engine.exact off, for the two copies differ",
+        )
+        require(
+            self.algo.branching == "none" or (self.noise.per, self.noise.noise_in) != ("sample", "both"),
+            "noise.per sample with noise_in both needs algo.branching none: the learner computes a branch's"
+            " first tokens as its prompt, without the sample's noise",
+        )
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
             noise.schedule == "none" or noise.is_steered or noise.num_stages <= self.num_steps,
@@ -356,6 +379,11 @@ class RunConfig:
             self.algo.overlong != "shape" or buffer < self.sample.max_tokens,
             f"algo.overlong_buffer must be under sample.max_tokens ({self.sample.max_tokens}), got {buffer}",
         )
+
+    @property
+    def num_noises(self) -> int:
+        """Different Z that the samples of one call are drawn under."""
+        return {"step": 1, "group": self.num_prompts, "sample": self.num_samples}[self.noise.per]
 
     @property
     def num_updates(self) -> int:

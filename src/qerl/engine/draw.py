@@ -24,8 +24,8 @@ class Draw(Protocol):
     is_recordable: bool
     """Whether a step may go into a CUDA graph: it never waits for the device."""
 
-    def key(self, coordinates: tuple[int, int, int, int], prompt_tokens: int) -> int:
-        """What keys_B holds for (seed, step, prompt, sample)."""
+    def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
+        """What keys_B holds for (seed, step, prompt, sample), or (seed, step, prompt, sample, branch)."""
         ...
 
     def first(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class PlainDraw:
         self._decoder, self._sampling, self._stop_tokens = decoder, sampling, stop_tokens
         self.is_recordable = sampling.top_p is None or sampling.top_p >= 1
 
-    def key(self, coordinates: tuple[int, int, int, int], prompt_tokens: int) -> int:
+    def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         return rounds(*coordinates, 1 - prompt_tokens)  # position + 1 - prompt_tokens tokens were drawn
 
     def first(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class FusedDraw:
         self._kernel, self._stop_tokens = kernel, stop_tokens
         self._temperature = torch.full((1,), temperature, device=stop_tokens.device)
 
-    def key(self, coordinates: tuple[int, int, int, int], prompt_tokens: int) -> int:
+    def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         return mix(*coordinates)
 
     def first(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@
     runner.py      bursts of decode steps, CUDA graphs      runners.py    which forward and draw a call gets
     forward.py     one step's forward; hopper.py: fast      sliced.py     products whose bits are a row's own
     draw.py        hidden states -> tokens                  sampling.py   logits -> token and its logprob
-    text.py        tokens -> text, stop strings
+    text.py        tokens -> text, stop strings             lot.py        samples, then branches of them
 
 It holds no weights. Noise is whatever the decoder's norms hold during a call.
 """
@@ -26,10 +26,19 @@ from qerl.config import EngineConfig
 from qerl.engine.budget import free_bytes, kv_bytes, room_bytes
 from qerl.engine.cache import FP8, Cache, page_bytes
 from qerl.engine.generation import Generation, Stats
+from qerl.engine.lot import Lot, divided
 from qerl.engine.pages import Pages
 from qerl.engine.prefill import Prefill
 from qerl.engine.runners import Runners
-from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, group_pages, num_pages, own_pages
+from qerl.engine.scheduler import (
+    LiveGroup,
+    LiveSample,
+    Scheduler,
+    group_pages,
+    kept_pages,
+    num_pages,
+    own_pages,
+)
 from qerl.engine.score import score
 from qerl.engine.text import Text
 from qerl.errors import UserError
@@ -109,6 +118,7 @@ class Engine:
         if not groups:
             self.stats = Stats()
             return []
+        self._take_noise(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
             watcher = self._watcher(watch, text)
             generation = self._generation(
@@ -118,6 +128,23 @@ class Engine:
             generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
         return [self._finished(prompts_P[group.index], group, text) for group in groups]
+
+    @torch.no_grad()
+    def lots(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> Iterator[Lot]:
+        """The prompts, in their order, in lots that can be sampled and then branched (lot.py). One is to be
+        done with before the next is asked for; nothing else may be drawn or learned meanwhile."""
+        text, self.stats = Text(self.tokenizer, sampling.stop), Stats()
+        groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
+        for group in groups:
+            group.keeps_pages = True
+        self._take_noise(groups, prompts_P)
+        with self._present_cache(groups, prompts_P) as cache:
+            for some in divided(groups, cache.num_pages, cache.page_tokens):
+                generation = self._generation(cache, some, prompts_P, text, sampling, seed, step, None, None)
+                yield Lot(some, generation, lambda group: self._finished(prompts_P[group.index], group, text))
+                self.stats += generation.stats
 
     @torch.no_grad()
     def score(self, groups: list[Group], *, sampling: Sampling) -> Tensor:
@@ -133,7 +160,10 @@ class Engine:
         with self._present_cache(live, prompts_P) as cache:
             runner = self._runners.of(cache, sampling, self._most_pages(live))
             self._runners.publish()
-            scores_T = score(groups, cache, self._runners.replay(), runner.draw)
+            noise_rows = self._decoder.noise_table.rows(
+                [(g.prompt.index, [s.sample_index for s in g.samples_G]) for g in groups]
+            )
+            scores_T = score(groups, noise_rows, cache, self._runners.replay(), runner.draw)
         samples, places, start = [s for group in groups for s in group.samples_G], [], 0
         for s in samples:
             places += [start + place for place in s.places]
@@ -151,6 +181,13 @@ class Engine:
         group = LiveGroup(index=index, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
         group.samples_G = [LiveSample(group=group, sample_index=g) for g in range(num_samples)]
         return group
+
+    def _take_noise(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> None:
+        members = [(prompts_P[group.index].index, range(len(group.samples_G))) for group in groups]
+        for group, (row, rows_G) in zip(groups, self._decoder.noise_table.rows(members), strict=True):
+            group.noise_row = row
+            for sample, sample_row in zip(group.samples_G, rows_G, strict=True):
+                sample.noise_row = sample_row
 
     def _generation(
         self,
@@ -220,21 +257,25 @@ class Engine:
     ) -> tuple[int, int]:
         """(what the largest group needs to run at all, what all can hold at once)."""
         page_tokens, max_running = self._config.page_tokens, self._runners.max_rows
-        least = 0
+        least = kept = 0
         for group in groups:
             needed = group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
+            if group.keeps_pages:
+                needed = kept_pages(group, page_tokens)
+                kept += needed
             if needed > affordable:
+                drawn = f"{len(group.samples_G)} samples and a branch" if group.keeps_pages else "a sample"
                 raise UserError(
                     f"prompt {prompts_P[group.index].index} needs {needed} pages of KV cache"
                     f" ({_rounded_up_gb(needed * self._page_bytes)} GB)"
-                    f" for its {group.prompt_tokens} tokens and a sample of {group.max_tokens};"
+                    f" for its {group.prompt_tokens} tokens and {drawn} of {group.max_tokens};"
                     + _too_little(self._config, affordable, needed * self._page_bytes)
                 )
             least = max(least, needed)
         prompts = sorted((num_pages(group.prompt_tokens, page_tokens) for group in groups), reverse=True)
         most_running = min(max_running, sum(len(group.samples_G) for group in groups))
         largest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
-        return least, sum(prompts[:max_running]) + most_running * largest
+        return least, kept + sum(prompts[:max_running]) + most_running * largest
 
     def _new_cache(self, num_pages: int, stack: contextlib.ExitStack) -> Cache:
         """Present until the stack is closed."""
@@ -255,7 +296,11 @@ class Engine:
         self._runners.clear()
 
     def _finished(self, prompt: Prompt, group: LiveGroup, text: Text) -> Group:
-        return Group(prompt=prompt, samples_G=[self._sample(s, text) for s in group.samples_G])
+        return Group(
+            prompt=prompt,
+            samples_G=[self._sample(s, text) for s in group.samples_G],
+            prefix_tokens=0 if group.parent is None else group.prefix.stop + 1,
+        )
 
     def _watcher(self, watch: Watch | None, text: Text) -> Callable[[LiveSample], bool] | None:
         if watch is None:
@@ -269,14 +314,16 @@ class Engine:
 
     def _sample(self, s: LiveSample, text: Text) -> Sample:
         assert s.finish is not None
-        ends_with_stop_token = s.tokens_T[-1] in self._stop_token_ids
+        tokens_T = s.whole_T
+        ends_with_stop_token = tokens_T[-1] in self._stop_token_ids
         return Sample(
-            tokens_T=s.tokens_T,
-            logprobs_T=s.logprobs_T,
-            text=text.of(s.tokens_T[:-1] if ends_with_stop_token else s.tokens_T),
+            tokens_T=tokens_T,
+            logprobs_T=s.whole_logprobs_T,
+            text=text.of(tokens_T[:-1] if ends_with_stop_token else tokens_T),
             finish=s.finish,
             version=self.version,
             given=tuple(s.given),
+            sample_index=(s.group.parent or s).sample_index,
         )
 
 

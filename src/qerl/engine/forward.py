@@ -62,6 +62,6 @@ class PlainForward:
             return self._decode(q_BNH, k, v, tables, lengths_B)
 
         tokens_B = state.tokens_B[:num_rows].long()
-        return self._decoder(tokens_B, positions_B, attend)
+        return self._decoder(tokens_B, positions_B, attend, noise_rows_T=state.noise_rows_B[:num_rows])
 
     together = __call__

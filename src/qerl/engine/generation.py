@@ -4,9 +4,10 @@
     converse   asks how the samples go on whose turns have ended, once nobody else can run
     advance    a burst of decode steps for the running samples (runner.py), and the tokens of the one before
 
-A token's randomness is a function of (seed, step, prompt.index, sample_index, its number in the sample), so
-what it becomes does not depend on the batch, the pages, the bursts or the pauses
-(tests/engine/test_engine.py).
+A token's randomness is a function of (seed, step, prompt.index, sample_index, its number in the sample); in a
+branch, of (seed, step, prompt.index, the sample's index, branch index, its number in the branch). What it
+becomes does not depend on the batch, the pages, the bursts or the pauses (tests/engine/test_engine.py,
+test_branch.py).
 """
 
 import dataclasses
@@ -45,6 +46,8 @@ class Stats:
     pauses: int = 0
     peak_pages: int = 0
     """Most KV pages in use at once."""
+    reused_tokens: int = 0
+    """Positions of prompts and samples that branches began on: once for each pivot, none of them computed."""
     generate_s: float = 0.0
     prefill_s: float = 0.0
     """Of them: reading and rearranging, prefills and first draws."""
@@ -52,6 +55,11 @@ class Stats:
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.generate_s if self.generate_s else 0.0
+
+    def __add__(self, other: "Stats") -> "Stats":
+        """Of one and then the other."""
+        both = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)}
+        return Stats(**both | {"peak_pages": max(self.peak_pages, other.peak_pages)})
 
 
 class Generation:
@@ -79,8 +87,13 @@ class Generation:
         self._conversation = conversation
         self._needs_rearranging = True
 
+    def branch(self, groups: list[LiveGroup]) -> None:
+        """What the next run draws: branches of samples that the one before has drawn."""
+        self._scheduler.branch(groups)
+        self.stats.reused_tokens += sum(group.prompt_tokens for group in groups)
+
     def run(self) -> None:
-        scheduler, runner = self._scheduler, self._runner
+        start_s, scheduler, runner = time.perf_counter(), self._scheduler, self._runner
         runner.num_steps = 0
         while not scheduler.is_done:
             num_steps = 0
@@ -92,9 +105,11 @@ class Generation:
                 self._read()
             else:
                 self._rearrange()
-        self.stats.pauses, self.stats.decode_forwards = scheduler.num_pauses, runner.num_steps
+        self.stats.pauses = scheduler.num_pauses
+        self.stats.decode_forwards += runner.num_steps
         self.stats.prefill_tokens = self._prefill.num_tokens
         self.stats.prefill_forwards = self._prefill.num_forwards
+        self.stats.generate_s += time.perf_counter() - start_s
 
     def _steps_left(self) -> int:
         """How far the next burst may go: until all running samples are sure to have ended, at most."""
@@ -170,7 +185,9 @@ class Generation:
 
     def _start(self, groups: list[LiveGroup]) -> None:
         """Computes the prompts, and draws the first token of all their samples."""
-        hidden_PD = self._prefill([Run(self._prompts_P[g.index].tokens_T, 0, g.pages) for g in groups])
+        hidden_PD = self._prefill(
+            [Run(self._prompts_P[g.index].tokens_T, 0, g.pages, g.noise_row) for g in groups]
+        )
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G]
         for _, s in pairs:
             self._limit_turn(s)
@@ -206,7 +223,7 @@ class Generation:
     def _uncached(s: LiveSample) -> Run:
         """All but its newest token, from where its pages end."""
         first = s.num_cached or s.group.prompt_tokens
-        return Run(s.tokens_T[first - s.group.prompt_tokens : -1], first, s.pages)
+        return Run(s.tokens_T[first - s.group.prompt_tokens : -1], first, s.pages, s.noise_row)
 
     def _read(self) -> None:
         """Takes over the oldest unread burst, and lets those go that it finished."""
@@ -255,7 +272,8 @@ class Generation:
         return "length" if len(s.tokens_T) == s.max_tokens else None
 
     def _key(self, s: LiveSample) -> int:
-        coordinates = (self._seed, self._step, self._prompts_P[s.group.index].index, s.sample_index)
+        prompt_index = self._prompts_P[s.group.index].index
+        coordinates = (self._seed, self._step, prompt_index, *s.group.path, s.sample_index)
         return self._runner.draw.key(coordinates, s.group.prompt_tokens)
 
     def _note_pages(self) -> None:

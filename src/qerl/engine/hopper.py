@@ -116,20 +116,23 @@ class HopperForward:
         attend: Callable[..., Tensor],
     ) -> Tensor:
         module = layer.module
-        x_BD, u = self._normed(h_BD, module.input_layernorm, layer, layer.qkv)
+        noise_rows_B = state.noise_rows_B[: len(h_BD)]
+        x_BD, u = self._normed(h_BD, module.input_layernorm, noise_rows_B, layer, layer.qkv)
         qkv_BX = layer.products.linear(x_BD, layer.qkv, u, None)
         o_BX = attend(qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms)
         h_BD = layer.products.linear(o_BX, layer.o, self._shrunk(o_BX, layer, layer.o), h_BD)
-        x_BD, u = self._normed(h_BD, module.post_attention_layernorm, layer, layer.gate_up)
+        x_BD, u = self._normed(h_BD, module.post_attention_layernorm, noise_rows_B, layer, layer.gate_up)
         y_BF = layer.products.swiglu(x_BD, layer.gate_up, u)
         return layer.products.linear(y_BF, layer.down, self._shrunk(y_BF, layer, layer.down), h_BD)
 
     def _normed(
-        self, h_BD: Tensor, norm: NoisedRMSNorm, layer: "_LayerGroups", group: Group
+        self, h_BD: Tensor, norm: NoisedRMSNorm, noise_rows_B: Tensor, layer: "_LayerGroups", group: Group
     ) -> tuple[Tensor, Tensor | None]:
+        noise, rows_B = norm.noise_of(noise_rows_B)
+        operands = h_BD, norm.weight, noise, norm.eps
         if group.a is None or layer.products.makes_u(len(h_BD)):
-            return self._shrink.norm(h_BD, norm.weight, norm.noise, norm.eps), None
-        return self._shrink.norm_shrink(h_BD, norm.weight, norm.noise, norm.eps, group.a, group.scaling)
+            return self._shrink.norm(*operands, rows_M=rows_B), None
+        return self._shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B)
 
     def _shrunk(self, x_BK: Tensor, layer: "_LayerGroups", group: Group) -> Tensor | None:
         if group.a is None or layer.products.makes_u(len(x_BK)):

@@ -22,6 +22,8 @@ class Run:
     tokens_T: list[int]
     first_position: int
     pages: list[int]
+    noise_row: int = 0
+    """In the norms' table of noise."""
 
 
 class Prefill:
@@ -71,7 +73,10 @@ class Prefill:
 
         self.num_forwards += 1
         self.num_tokens += row
-        return self._decoder(tokens_T, torch.cat(positions).to(device), attend)
+        lengths, noise_rows = zip(*((len(run.tokens_T), run.noise_row) for run in runs), strict=True)
+        noise_rows_T = torch.tensor(noise_rows, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+        positions_T = torch.cat(positions).to(device)
+        return self._decoder(tokens_T, positions_T, attend, noise_rows_T=noise_rows_T.to(device))
 
 
 def forwards(runs: list[Run], max_tokens: int) -> Iterator[list[tuple[Run, bool]]]:
@@ -84,7 +89,7 @@ def forwards(runs: list[Run], max_tokens: int) -> Iterator[list[tuple[Run, bool]
             first += len(tokens_T)
             num_free -= len(tokens_T)
             position = run.first_position + first - len(tokens_T)
-            parts.append((Run(tokens_T, position, run.pages), first == len(run.tokens_T)))
+            parts.append((Run(tokens_T, position, run.pages, run.noise_row), first == len(run.tokens_T)))
             if num_free == 0:
                 yield parts
                 parts, num_free = [], max_tokens

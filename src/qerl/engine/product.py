@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.kernels.lora_linear import linear
+from qerl.kernels.fp8_linear import fp8_product
 from qerl.kernels.nvfp4_decode import Adapter, NVFP4Decode, pays_to_make_u, swiglu_order
 from qerl.kernels.nvfp4_unpack import Rows
 from qerl.kernels.product import add_product
 from qerl.kernels.swiglu import swiglu
-from qerl.model.joined import joined
+from qerl.model.joined import joined, joined_fp8
 from qerl.model.linear import QuantLinear
 from qerl.model.tiled import tiles_of
 
@@ -38,6 +38,7 @@ class Group:
         self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
         self.bias_N = _joined_bias(linears)
         self.joined_NK = joined(linears) if self.tiles is None else None
+        self.fp8 = joined_fp8(linears)
         self._device = next(t for linear in linears for t in linear.tensors).device
         self.a, self.b = self._stacked() if self.rank else (None, None)
 
@@ -145,5 +146,7 @@ class PlainProducts:
         if group.joined_NK is not None:
             bias = None if group.bias_N is None else group.bias_N.to(x_BK.dtype)
             return F.linear(x_BK, group.joined_NK, bias)
-        parts = (linear(x_BK, each.operand, each.alpha, each.bias) for each in group.linears)
-        return torch.cat(list(parts), dim=-1)
+        if group.fp8 is not None:
+            y_BN = fp8_product(x_BK, group.fp8)
+            return y_BN if group.bias_N is None else y_BN.add_(group.bias_N)
+        return torch.cat([each.frozen(x_BK) for each in group.linears], dim=-1)

@@ -17,6 +17,7 @@ from qerl.engine.forward import Forward
 from qerl.engine.prefill import Run
 from qerl.engine.scheduler import num_pages
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.recording import recording
 
 
 class Replay:
@@ -53,22 +54,25 @@ class Replay:
         device, lengths = self._state.tokens_B.device, torch.tensor([len(run.tokens_T) for run in runs])
         total, width = int(lengths.sum()), self._width(runs)
         num_rows = -(-total // self.rows) * self.rows
-        host = torch.zeros(3, num_rows, dtype=torch.int32)
+        host = torch.zeros(4, num_rows, dtype=torch.int32)
         host[0, :total] = torch.tensor([token for run in runs for token in run.tokens_T], dtype=torch.int32)
         host[1] = -1
         positions = [torch.arange(run.first_position, _end(run), dtype=torch.int32) for run in runs]
         host[1, :total] = torch.cat(positions)
         host[2, :total] = torch.arange(len(runs)).repeat_interleave(lengths)
+        noise_rows = torch.tensor([run.noise_row for run in runs], dtype=torch.int32)
+        host[3, :total] = noise_rows.repeat_interleave(lengths)
         tables = torch.zeros(len(runs), width, dtype=torch.int32)
         for table, run in zip(tables, runs, strict=True):
             pages = run.pages[:width]
             table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        tokens_R, positions_R, runs_R = host.to(device)
+        tokens_R, positions_R, runs_R, noise_rows_R = host.to(device)
         tables = tables.to(device)
         for start in range(0, num_rows, self.rows):
             some = slice(start, start + self.rows)
             self._state.tokens_B.copy_(tokens_R[some])
             self._state.positions_B.copy_(positions_R[some])
+            self._state.noise_rows_B.copy_(noise_rows_R[some])
             self._state.tables_BX[:, :width] = tables[runs_R[some]]
             self.num_forwards += 1
             self.num_tokens += min(total - start, self.rows)
@@ -84,7 +88,7 @@ class Replay:
         if self._graph is None:
             self._forward.together(state, self.rows)  # compiles what a recording could not
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=self._pool):
+            with recording(self._graph, pool=self._pool):
                 self._hidden_BD = self._forward.together(state, self.rows)
         self._graph.replay()
         assert self._hidden_BD is not None

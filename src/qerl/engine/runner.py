@@ -21,6 +21,7 @@ from qerl.engine.draw import Draw
 from qerl.engine.forward import Forward
 from qerl.engine.scheduler import LiveSample, num_pages
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.recording import recording
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -109,9 +110,10 @@ class Runner:
         ).view(B, 3)
         host.tokens_B[:B], host.positions_B[:B], host.ends_B[:B] = ints.unbind(1)
         host.keys_B[:B] = torch.tensor(keys_B, dtype=torch.int64)
+        host.noise_rows_B[:B] = torch.tensor([s.noise_row for s in samples_B], dtype=torch.int32)
         host.tables_BX.fill_(0)
         self._write_tables(range(B))
-        for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "tables_BX"):
+        for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "tables_BX"):
             self._upload(name)
 
     def grow(self, grown: list[LiveSample]) -> None:
@@ -152,7 +154,7 @@ class Runner:
         self._eager_step(num_rows)  # compiles what it needs, which a recording could not
         if self._records:
             self._graphs[num_rows] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with recording(graph, pool=self._pool):
                 self._eager_step(num_rows)
 
     def _eager_step(self, num_rows: int) -> None:

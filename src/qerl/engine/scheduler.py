@@ -13,6 +13,10 @@ admitted groups leave room for the largest sample among them.
 A sample's pages, in the order of its positions:
 
     the prompt's full pages, shared by reference | a copy of its partial page | pages for what was sampled
+
+A group may keep the pages of its finished samples. Branches of one are then a group of their own: what they
+have of the sample, but for the last token, is this group's prompt and lies in pages already. The last token
+is as if a branch had just drawn it: the branch's first decode step computes it.
 """
 
 import collections
@@ -33,17 +37,35 @@ class LiveGroup:
     """Longest sample that it may have."""
     samples_G: list["LiveSample"] = dataclasses.field(default_factory=list)
     num_unfinished: int = 0
+    noise_row: int = 0
+    """Of the prompt's tokens, in the norms' table of noise."""
     pages: list[int] = dataclasses.field(default_factory=list)
     """Of the prompt; held from its admission until the last of its samples finishes."""
+    keeps_pages: bool = False
+    """Whether its finished samples keep theirs, to be branched."""
+    parent: "LiveSample | None" = None
+    """The sample that this group's samples are branches of; prompt_tokens then counts tokens of it too."""
 
     def __post_init__(self):
         assert self.prompt_tokens > 0 and self.max_tokens > 0
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """What names its samples' randomness together with the prompt's index and their own."""
+        return () if self.parent is None else (self.parent.sample_index,)
+
+    @property
+    def prefix(self) -> slice:
+        """The parent's tokens that count as prompt."""
+        return slice(0 if self.parent is None else self.prompt_tokens - self.parent.group.prompt_tokens)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class LiveSample:
     group: LiveGroup
     sample_index: int
+    noise_row: int = 0
+    """In the norms' table of noise."""
     tokens_T: list[int] = dataclasses.field(default_factory=list)
     logprobs_T: list[float] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -62,13 +84,24 @@ class LiveSample:
 
     @property
     def turn_T(self) -> list[int]:
-        """What was sampled since it was last given tokens."""
-        return self.tokens_T[self.given[-1].stop :] if self.given else self.tokens_T
+        """What was sampled since it was last given tokens, if it was given any."""
+        return self.tokens_T[self.given[-1].stop :] if self.given else self.whole_T
 
     @property
     def num_positions(self) -> int:
         """Of prompt and sample: what the cache holds once the newest token has been computed."""
         return self.group.prompt_tokens + len(self.tokens_T)
+
+    @property
+    def whole_T(self) -> list[int]:
+        """The tokens of the sample, with those that a branch has from its parent."""
+        parent = self.group.parent
+        return self.tokens_T if parent is None else parent.tokens_T[self.group.prefix] + self.tokens_T
+
+    @property
+    def whole_logprobs_T(self) -> list[float]:
+        parent = self.group.parent
+        return self.logprobs_T if parent is None else parent.logprobs_T[self.group.prefix] + self.logprobs_T
 
 
 def _age(sample: LiveSample) -> tuple[int, int]:
@@ -89,6 +122,12 @@ def group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
     return num_pages(prompt_tokens, page_tokens) + own_pages(prompt_tokens, max_tokens, page_tokens)
 
 
+def kept_pages(group: LiveGroup, page_tokens: int) -> int:
+    """What a group that keeps its samples' pages holds at most, and beside it one branch at its longest."""
+    own = own_pages(group.prompt_tokens, group.max_tokens, page_tokens)
+    return num_pages(group.prompt_tokens, page_tokens) + (len(group.samples_G) + 1) * own
+
+
 class Scheduler:
     """Drive it in a circle: grow, enter, admit, draw first tokens, enter, decode; finish whoever is done.
 
@@ -106,6 +145,7 @@ class Scheduler:
         self._not_admitted = collections.deque(groups)
         self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
         self._admitted: list[LiveGroup] = []
+        self._kept: dict[LiveSample, list[int]] = {}
 
     @property
     def is_done(self) -> bool:
@@ -183,6 +223,8 @@ class Scheduler:
     def finish(self, samples: list[LiveSample]) -> None:
         """Lets samples go, whatever they do; the last of a group takes the prompt's pages along."""
         for sample in samples:
+            if sample.is_running and sample.group.keeps_pages:
+                self._kept[sample] = self.pages.share(sample.pages)
             if not sample.is_running:
                 (self.resting if sample in self.resting else self._waiting).remove(sample)
             self._leave(sample)
@@ -224,6 +266,19 @@ class Scheduler:
         """What `_reclaim` could take; a prompt's pages stay its group's."""
         holders = [s for s in (*self._waiting, *self.resting) if s.pages]
         return sum(len(s.pages) - s.group.prompt_tokens // self._page_tokens for s in holders)
+
+    def branch(self, groups: list[LiveGroup]) -> None:
+        """Admits branches of finished samples, on the pages kept of these; what else was kept is let go."""
+        for group in groups:
+            assert group.parent is not None and group.prefix.stop < len(group.parent.tokens_T)
+            kept = self._kept[group.parent]
+            group.pages = self.pages.share(kept[: num_pages(group.prompt_tokens, self._page_tokens)])
+            group.num_unfinished = len(group.samples_G)
+            self._admitted.append(group)
+            self._waiting.extend(group.samples_G)
+        for pages in self._kept.values():
+            self.pages.release(pages)
+        self._kept.clear()
 
     def _has_room(self, group: LiveGroup, promised: int) -> bool:
         """Whether its prompt and a first sample fit beside what is promised to samples before it, and any one

@@ -32,6 +32,7 @@ class _Seat:
     prompt_index: int
     """Among the prompts of its lot."""
     pages: list[int]
+    noise_row: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,27 +43,34 @@ class _Lot:
     seats: list[_Seat] = dataclasses.field(default_factory=list)
 
 
-def score(groups: list[Group], cache: Cache, replay: Replay, draw: Draw) -> Tensor:
-    """fp32 [tokens], group by group, sample by sample."""
-    return torch.cat([_scored(lot, cache, replay, draw) for lot in _lots(groups, cache)])
+def score(
+    groups: list[Group],
+    noise_rows: list[tuple[int, list[int]]],
+    cache: Cache,
+    replay: Replay,
+    draw: Draw,
+) -> Tensor:
+    """fp32 [tokens], group by group, sample by sample; noise_rows: each group's, as NoiseTable.rows has
+    them."""
+    return torch.cat([_scored(lot, cache, replay, draw) for lot in _lots(groups, noise_rows, cache)])
 
 
-def _lots(groups: list[Group], cache: Cache) -> list[_Lot]:
+def _lots(groups: list[Group], noise_rows: list[tuple[int, list[int]]], cache: Cache) -> list[_Lot]:
     """In the samples' order; each sample fits into the cache beside its prompt."""
     page_tokens, lots, pages = cache.page_tokens, [_Lot()], Pages(cache.num_pages)
-    for group in groups:
+    for group, (prompt_row, rows_G) in zip(groups, noise_rows, strict=True):
         P = len(group.prompt.tokens_T)
         shared: list[int] | None = None
-        for sample in group.samples_G:
+        for sample, noise_row in zip(group.samples_G, rows_G, strict=True):
             num_own = own_pages(P, len(sample.tokens_T), page_tokens)
             if num_own + (num_pages(P, page_tokens) if shared is None else 0) > pages.num_free:
                 lots.append(_Lot())
                 pages, shared = Pages(cache.num_pages), None
             if shared is None:
                 shared = pages.take(num_pages(P, page_tokens))
-                lots[-1].prompts.append(Run(group.prompt.tokens_T, 0, shared))
+                lots[-1].prompts.append(Run(group.prompt.tokens_T, 0, shared, prompt_row))
             own = shared[: P // page_tokens] + pages.take(num_own)
-            lots[-1].seats.append(_Seat(sample, group.prompt, len(lots[-1].prompts) - 1, own))
+            lots[-1].seats.append(_Seat(sample, group.prompt, len(lots[-1].prompts) - 1, own, noise_row))
     return lots
 
 
@@ -84,7 +92,7 @@ def _scored(lot: _Lot, cache: Cache, replay: Replay, draw: Draw) -> Tensor:
     logprobs_T[is_first_T.to(device)] = first_S
     rest = [s for s in seats if len(s.sample.tokens_T) > 1]
     if rest:
-        runs = [Run(s.sample.tokens_T[:-1], len(s.prompt.tokens_T), s.pages) for s in rest]
+        runs = [Run(s.sample.tokens_T[:-1], len(s.prompt.tokens_T), s.pages, s.noise_row) for s in rest]
         tokens = [token for s in rest for token in s.sample.tokens_T[1:]]
         logprobs_T[~is_first_T.to(device)] = _logprobs(draw, replay.chunks(runs), tokens, replay.rows, device)
     return logprobs_T

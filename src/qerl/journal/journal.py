@@ -11,7 +11,6 @@ So a checkpoint belongs behind the block, under `journal.span("checkpoint")`: a 
 every step that its checkpoint has. What a span takes between steps is counted with the step that follows.
 """
 
-import json
 import resource
 import sys
 import time
@@ -30,8 +29,9 @@ from qerl.journal.display import PanelDisplay, PlainDisplay
 from qerl.journal.logger import LOGGERS, check_loggers
 from qerl.journal.mirror import Mirror, num_sent
 from qerl.journal.provenance import changes, check_same_run, run_facts
-from qerl.journal.record import Lines, Lock, encode, finite, replace
+from qerl.journal.record import Lines, Lock, encode, finite, read_object, replace
 from qerl.memory import peak_bytes
+from qerl.secret import without_secrets
 from qerl.types import Group
 
 _CLOSING_S = 30.0  # what the loggers have to send the last steps
@@ -94,6 +94,7 @@ class StepLog:
                 "advantage": sample.advantage,
                 "finish": sample.finish,
                 "num_tokens": len(sample.tokens_T),
+                **({"prefix_tokens": group.prefix_tokens} if group.prefix_tokens else {}),
                 "version": sample.version,
                 "answer": self._answer(group.prompt.columns),
                 **({} if sample.messages is None else {"turns": sample.messages}),
@@ -142,7 +143,7 @@ class Journal:
     def result(self) -> dict[str, Any] | None:
         """What finish() wrote here; None for a run that has not ended."""
         path = self._folder / "result.json"
-        return _read_object(path) if path.exists() else None
+        return read_object(path) if path.exists() else None
 
     def start(self, config: RunConfig) -> None:
         """Writes run.json; once a step is recorded, the config must agree but for `provenance.EXEMPT`."""
@@ -155,7 +156,7 @@ class Journal:
             return
         if not path.exists():
             raise UserError(f"{self._folder}: has metrics.jsonl but no run.json; choose another folder (out)")
-        old = _read_object(path)
+        old = read_object(path)
         check_same_run(path, old.get("config", {}), facts["config"])
         for name, (was, now) in changes(old, facts).items():
             if name not in ("command", "start_time", "config.out"):
@@ -163,13 +164,13 @@ class Journal:
 
     def resume(self, next_step: int) -> None:
         """Forgets steps from next_step on: going on from there leaves the files of an unbroken run."""
-        for lines in (self._metrics, self._samples):
-            lines.cut(next_step)
+        num_kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
         self._display.restore(records)
         self._next_step = next_step
-        if len(records) < next_step:
-            self.notice(f"metrics.jsonl lacks {next_step - len(records)} of the {next_step} steps taken")
+        for name, num_steps in num_kept.items():
+            if num_steps < next_step:
+                self.notice(f"{name}.jsonl lacks {next_step - num_steps} of the {next_step} steps taken")
         if next_step:
             self.notice(f"goes on after step {next_step}/{self._num_steps}")
 
@@ -200,6 +201,7 @@ class Journal:
 
     def notice(self, text: str) -> None:
         """For the user, now; and for whoever reads events.jsonl later."""
+        text = without_secrets(text)
         self._events.append([{"wall_time": time.time(), "step": self._open_step, "text": text}])
         self._display.notice(text)
 
@@ -273,13 +275,3 @@ def memory_gb() -> float:
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path}: is damaged ({error})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: is damaged (not a JSON object)")
-    return value

@@ -8,8 +8,6 @@ is noticed once and opened again every retry_s seconds, until the run ends. What
 before NAME.json was written is sent once more; no more than the steps of one moment are.
 """
 
-import os
-import re
 import threading
 import time
 from collections import deque
@@ -21,9 +19,7 @@ from typing import Any
 from qerl.journal.logger import Logger
 from qerl.journal.metric import is_timing
 from qerl.journal.record import decode, encode, replace
-
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-_LEAST_SECRET = 6  # characters; shorter values are words
+from qerl.secret import without_secrets
 
 
 class Mirror:
@@ -154,17 +150,10 @@ def num_sent(folder: Path, name: str) -> int:
 
 def _state(path: Path) -> tuple[str | None, int]:
     """The remote run's id, if there is one, and how many steps it has."""
-    state = decode(path.read_bytes()) if path.exists() else None
-    return (state["run"], state["steps"]) if state else (None, 0)
+    state = (decode(path.read_bytes()) if path.exists() else None) or {}
+    run_id, num_steps = state.get("run"), state.get("steps")
+    return (run_id, num_steps) if isinstance(run_id, str) and isinstance(num_steps, int) else (None, 0)
 
 
 def _state_path(folder: Path, name: str) -> Path:
     return folder / "loggers" / f"{name}.json"
-
-
-def without_secrets(text: str) -> str:
-    """The text without keys and passwords of the environment, nor such as are written into an address."""
-    for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) >= _LEAST_SECRET:
-            text = text.replace(value, "***")
-    return re.sub(r"(://)[^/\s@]+@", r"\1***@", text)

@@ -15,11 +15,15 @@ import torch
 
 from qerl.config import RunConfig
 from qerl.errors import UserError
+from qerl.secret import without_secrets
 
 # None of these moves a number of the run: where it lies and is shown, how often it is saved, how many
 # processes grade it, and when it gives up.
 EXEMPT = frozenset(
-    {"out", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers", "max_mismatch"}
+    {
+        *("out", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers"),
+        *("task.reward_memory_gb", "max_mismatch", "learn.max_nonfinite_updates"),
+    }
 )
 _MOST_NAMED = 3
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
@@ -28,7 +32,7 @@ _PACKAGES = ("qerl", "torch", "transformers", "triton")
 def run_facts(config: RunConfig) -> dict[str, Any]:
     return {
         "config": dataclasses.asdict(config),
-        "command": shlex.join(sys.argv),
+        "command": without_secrets(shlex.join(sys.argv)),
         "start_time": datetime.now().astimezone().isoformat(timespec="seconds"),
         **environment(config.model.device),
     }

@@ -17,6 +17,8 @@ from typing import Any
 
 from qerl.errors import RunError, UserError
 
+_MEND = "restore it or remove it"
+
 
 def finite(value: Any) -> Any:
     """The value as strict JSON knows it, all the way down."""
@@ -39,7 +41,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     """The line's object; None where the line is damaged."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -47,16 +49,31 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def replace(path: Path, content: bytes) -> None:
     """After a crash the file is the old one or the new one, never a part."""
     part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """What `replace` put there; UserError where it is damaged."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is damaged ({error}); {_MEND}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is damaged (not a JSON object); {_MEND}")
+    return value
 
 
 class Lines:
@@ -82,9 +99,10 @@ class Lines:
         with open(self._path, "rb") as file:
             yield from map(decode, file)
 
-    def cut(self, next_step: int) -> None:
-        """Drop the lines of steps from next_step on, and damaged lines among them."""
-        size, cut_at = 0, None
+    def cut(self, next_step: int) -> int:
+        """Drop the lines of steps from next_step on, and damaged lines among them; of how many steps lines
+        stay."""
+        size, cut_at, steps = 0, None, set()
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 step = (decode(line) or {}).get("step")
@@ -93,9 +111,11 @@ class Lines:
                     raise UserError(f"{self._path}: a line before line {number} is damaged or out of order")
                 if not stays and cut_at is None:
                     cut_at = size
+                steps |= {step} if stays else set()
                 size += len(line)
         if cut_at is not None:
             self._truncate(cut_at)
+        return len(steps)
 
     def close(self) -> None:
         self._file.close()
@@ -119,6 +139,8 @@ class Lock:
 
     def __init__(self, folder: Path):
         self._file = open(folder / ".lock", "a+")  # noqa: SIM115
+        # A forked worker outlives a run that is killed for a moment, and would hold the lock as long.
+        os.register_at_fork(after_in_child=self._file.close)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,6 +6,7 @@
                  to it, or beyond, ends the sample
     keys_B       names the sample's randomness; a draw is a function of (key, position, vocabulary index)
     tables_BX    the sequence's pages in order
+    noise_rows_B the norms' noise of the row, where it has a table
 
     drawn_tokens_WB, drawn_logprobs_WB    what the last W steps drew; place_1 says where the next draw goes
 
@@ -26,6 +27,7 @@ class DecodeState:
     ends_B: Tensor  # int32
     keys_B: Tensor  # int64, not negative
     tables_BX: Tensor  # int32
+    noise_rows_B: Tensor  # int32
     drawn_tokens_WB: Tensor  # int32
     drawn_logprobs_WB: Tensor  # fp32
     place_1: Tensor  # int32 [1]
@@ -47,6 +49,7 @@ class DecodeState:
             ends_B=ints(rows),
             keys_B=torch.zeros(rows, dtype=torch.int64, device=device),
             tables_BX=ints(rows, pages),
+            noise_rows_B=ints(rows),
             drawn_tokens_WB=ints(steps, rows),
             drawn_logprobs_WB=torch.zeros(steps, rows, device=device),
             place_1=ints(1),

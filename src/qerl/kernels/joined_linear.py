@@ -10,7 +10,9 @@ The adapters ride in the frozen product. That makes cuBLAS 1.7 % slower (the fou
 4,096 tokens, R = 32: 2.85 ms, now 2.90; H200); products of their own would write all of y and read it again,
 0.8 GB a layer and 0.19 ms. u goes where `vectors.rows` left room behind each row of x; without room x is
 copied. `linear_onto` adds to the residual stream, which is fp32, in the same product, as the decode kernel
-does: nothing is rounded to x's dtype on the way.
+does: nothing is rounded to x's dtype on the way. `joined_swiglu` rounds silu(gate) * up alone, as the decode
+kernel does: of the roundings in which a 7B model's engine and learner differed that of gate and up was one
+whose end brings them nearer (dev/LOG.md). gate and up are in fp32 for some rows at a time.
 
 dx = alpha * dy @ W + scaling (dy @ b) @ a;  da = scaling * (dy @ b)^T @ x;  db = alpha * dy^T @ u
 """
@@ -23,10 +25,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qerl.kernels import vectors
-from qerl.kernels.product import add_product, product
+from qerl.kernels import swiglu, vectors
+from qerl.kernels.product import add_product, product, put_product
 
 CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
+
+
+# Of gate and up in fp32: 310 MB at the 7B shape, and the multiprocessors' tiles of the product come out even.
+WIDE_ROWS = 2048
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -86,6 +92,15 @@ def linear_onto(
     return _Joined.apply(x_TK, h_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
 
 
+def joined_swiglu(
+    x_TK: Tensor, unpack: Unpack, parts: Sequence[Part], *, room: int = 0, gaps_are_free: bool = False
+) -> Tensor:
+    """silu(y_1) * y_2 [T, F] of two parts, rounded once, with room for so many columns behind each row."""
+    assert x_TK.dim() == 2 and len(parts) == 2 and parts[0].width == parts[1].width
+    is_learning = torch.is_grad_enabled()
+    return _JoinedSwiGLU.apply(x_TK, unpack, tuple(parts), room, gaps_are_free, is_learning, *_masters(parts))
+
+
 def _masters(parts: Sequence[Part]) -> list[Tensor]:
     return [m for part in parts if part.adapter for m in (part.adapter.a_RK, part.adapter.b_NR)]
 
@@ -94,38 +109,69 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, sum_TN, unpack, parts, gaps_are_free, *masters):
         ctx.unpack, ctx.parts = unpack, parts
-        rank = sum(_rank(part) for part in parts)
-        x_TC = _with_room(x_TK, rank, gaps_are_free)
-        if rank:
-            _shrink(x_TC, x_TK.shape[1], parts)
+        x_TC = _with_u(x_TK, parts, gaps_are_free)
         ctx.save_for_backward(x_TC)
         if sum_TN is not None and not parts[0].is_read:
             ctx.mark_dirty(sum_TN)
             return (sum_TN,)
-        w_NC = _widened(unpack, x_TK, rank, parts)
+        w_NC = _widened(unpack, x_TK, parts)
         if sum_TN is not None:
             ctx.mark_dirty(sum_TN)
             return (_add_product(sum_TN, x_TC, w_NC, parts[0]),)
-        y_TN = _product(x_TC, w_NC, parts)
+        y_TN = torch.empty(len(x_TC), len(w_NC), dtype=x_TC.dtype, device=x_TC.device)
+        _put(y_TN, x_TC, w_NC, parts)
         return y_TN.split([part.width for part in parts], 1)
 
     @staticmethod
     def backward(ctx, *dy):
-        (x_TC,), parts = ctx.saved_tensors, ctx.parts
+        (x_TC,) = ctx.saved_tensors
         dy_TN = side_by_side(dy).to(x_TC.dtype)
-        columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
-        x_TK = x_TC[:, :columns]
-        for part in parts:
-            if part.adapter is not None:
-                dy_part = dy_TN[:, rows : rows + part.width]
-                u_TR = x_TC[:, columns : columns + _rank(part)]
-                du.append((dy_part @ part.adapter.b_work_NR).mul_(part.adapter.scaling))
-                gradients += [product(du[-1].T, x_TK), product(dy_part.T, u_TR).mul_(part.alpha)]
-                columns += _rank(part)
-            rows += part.width
-        dx_TK = _input_gradient(dy_TN, du, ctx.unpack, parts) if ctx.needs_input_grad[0] else None
+        dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.unpack, ctx.parts, ctx.needs_input_grad[0])
         dsum_TN = dy[0] if ctx.needs_input_grad[1] else None
         return dx_TK, dsum_TN, None, None, None, *gradients
+
+
+class _JoinedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, unpack, parts, room, gaps_are_free, is_learning, *masters):
+        x_TC, w_NC = _with_u(x_TK, parts, gaps_are_free), _widened(unpack, x_TK, parts)
+        T, N, device = len(x_TC), len(w_NC), x_TC.device
+        y_TF = vectors.rows(T, N // 2, room, x_TC)
+        kept_TN = torch.empty(T, N, dtype=x_TC.dtype, device=device) if is_learning else None
+        wide_TN = torch.empty(min(T, WIDE_ROWS), N, dtype=torch.float32, device=device)
+        for start in range(0, T, WIDE_ROWS):
+            some = slice(start, min(start + WIDE_ROWS, T))
+            gate_up_TN = wide_TN[: some.stop - start]
+            _put(gate_up_TN, x_TC[some], w_NC, parts)
+            swiglu.put_swiglu(gate_up_TN, y_TF[some], None if kept_TN is None else kept_TN[some])
+        if is_learning:
+            ctx.save_for_backward(x_TC, kept_TN)
+            ctx.unpack, ctx.parts = unpack, parts
+        return y_TF
+
+    @staticmethod
+    def backward(ctx, dy_TF):  # type: ignore[override]
+        x_TC, kept_TN = ctx.saved_tensors
+        dy_TN = swiglu.gradient(dy_TF, *kept_TN.chunk(2, 1))
+        dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.unpack, ctx.parts, ctx.needs_input_grad[0])
+        return dx_TK, None, None, None, None, None, *gradients
+
+
+def _gradients(
+    dy_TN: Tensor, x_TC: Tensor, unpack: Unpack, parts: Sequence[Part], wants_dx: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """dx, and each master's."""
+    columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
+    x_TK = x_TC[:, :columns]
+    for part in parts:
+        if part.adapter is not None:
+            dy_part = dy_TN[:, rows : rows + part.width]
+            u_TR = x_TC[:, columns : columns + _rank(part)]
+            du.append((dy_part @ part.adapter.b_work_NR).mul_(part.adapter.scaling))
+            gradients += [product(du[-1].T, x_TK), product(dy_part.T, u_TR).mul_(part.alpha)]
+            columns += _rank(part)
+        rows += part.width
+    return _input_gradient(dy_TN, du, unpack, parts) if wants_dx else None, gradients
 
 
 def side_by_side(pieces: Sequence[Tensor]) -> Tensor:
@@ -158,6 +204,15 @@ def _with_room(x_TK: Tensor, rank: int, gaps_are_free: bool) -> Tensor:
     return x_TK.as_strided((T, K + rank), x_TK.stride())
 
 
+def _with_u(x_TK: Tensor, parts: Sequence[Part], gaps_are_free: bool) -> Tensor:
+    """[x | u]."""
+    rank = sum(_rank(part) for part in parts)
+    x_TC = _with_room(x_TK, rank, gaps_are_free)
+    if rank:
+        _shrink(x_TC, x_TK.shape[1], parts)
+    return x_TC
+
+
 def _copied(x_TK: Tensor, y_TK: Tensor) -> Tensor:
     """y, with x in it."""
     (T, K), strides = x_TK.shape, (x_TK.stride(0), y_TK.stride(0))
@@ -188,8 +243,9 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _widened(unpack: Unpack, x_TK: Tensor, rank: int, parts: Sequence[Part]) -> Tensor:
+def _widened(unpack: Unpack, x_TK: Tensor, parts: Sequence[Part]) -> Tensor:
     """[W | b], [N, K + rank]."""
+    rank = sum(_rank(part) for part in parts)
     rows, columns = sum(part.width for part in parts), x_TK.shape[1]
     w_NK = unpack(x_TK.dtype, vectors.rows(rows, columns, rank, x_TK))
     w_NC = w_NK.as_strided((rows, columns + rank), w_NK.stride())
@@ -223,18 +279,21 @@ def _place_adapters(b_NR: Tensor, parts: Sequence[Part]) -> None:
         row, column = row + part.width, column + _rank(part)
 
 
-def _product(x_TC: Tensor, w_NC: Tensor, parts: Sequence[Part]) -> Tensor:
-    """One product where the parts are alike in alpha and bias, as those that were quantized together are."""
-    y_TN, row = torch.empty(len(x_TC), len(w_NC), dtype=x_TC.dtype, device=x_TC.device), 0
+def _put(y_TN: Tensor, x_TC: Tensor, w_NC: Tensor, parts: Sequence[Part]) -> None:
+    """Fills y, in x's dtype or fp32: one product where the parts are alike in alpha and bias, as those that
+    were quantized together are."""
+    row = 0
     for run in _runs(parts):
         rows = slice(row, row + sum(part.width for part in run))
+        y, w, alpha, row = y_TN[:, rows], w_NC[rows].T, run[0].alpha, rows.stop
         biases = [part.bias_N for part in run if part.bias_N is not None]
         bias_N = _stacked(biases) if biases else x_TC.new_empty(1)
-        torch.addmm(
-            bias_N, x_TC, w_NC[rows].T, beta=1 if biases else 0, alpha=run[0].alpha, out=y_TN[:, rows]
-        )
-        row = rows.stop
-    return y_TN
+        if y.dtype == x_TC.dtype:
+            torch.addmm(bias_N, x_TC, w, beta=1 if biases else 0, alpha=alpha, out=y)
+            continue
+        put_product(y, x_TC, w, alpha)
+        if biases:
+            y.add_(bias_N)
 
 
 def _add_product(sum_TN: Tensor, x_TC: Tensor, w_NC: Tensor, part: Part) -> Tensor:

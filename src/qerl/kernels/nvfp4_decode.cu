@@ -12,19 +12,10 @@
 //
 // Compile-time: MT tokens of a tile, WG groups of 4 warps (64 rows each), KB k of a stage, STAGES, CTAS on a
 // multiprocessor, GROUP k16 steps issued together, RANK of the adapter or 0, SWIGLU, SPLIT.
-#define NT (MT / 8)
-#define RT (WG * 64)
 #define SLOT (WG * 4 * NT * 128)  // words of a tile's sums; a CTA has two slots, for the later k of one tile and the first k of another
 #define ITEM (NT % 4 == 0 ? 4 : 3)
 #define ITEMS (WG * 4 * NT / ITEM)
 
-// WGMMA
-
-// Keeps what is done with the sums from moving across the asynchronous products.
-__device__ __forceinline__ void hold(float (&acc)[NT][4]) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) asm volatile("" : "+f"(acc[n][0]), "+f"(acc[n][1]), "+f"(acc[n][2]), "+f"(acc[n][3])::"memory");
-}
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
 
 struct Epilogue {
@@ -40,29 +31,32 @@ struct Epilogue {
 // Waits for u. A thread takes neighbouring k of both operands, in one load: which k meets which step is the same for both.
 template <int COUNT>
 __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
-  constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 ? (COUNT > 8 ? 6 : COUNT) : 8;
+  constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 ? (COUNT > 8 ? 6 : COUNT) : 8, PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
 #if SWIGLU
   const int width = 2 * RANK, offset = 0;
 #else
   const int width = RANK * (1 + (e.group1 < e.N) + (e.group2 < e.N)), offset = RANK * ((row0 >= e.group1) + (row0 >= e.group2));
 #endif
   const u16* b = e.lora_b + (size_t)(row0 + g) * RANK + 2 * WORDS * t;
-  const u32* from = u + ((m0 + g) * width + offset) / 2 + WORDS * t;
 #pragma unroll
   for (int k = 0; k < RANK; k += 8 * WORDS) {
     const Words low = *(const Words*)(b + k), high = *(const Words*)(b + 8 * RANK + k);
 #pragma unroll
-    for (int part = 0; part < 1 + SWIGLU; part++) {  // gate and its rows g, then up and its rows g + 8
+    for (int part0 = 0; part0 < 1 + SWIGLU; part0 += PARTS) {  // gate and its rows g, then up and its rows g + 8
 #pragma unroll
       for (int n0 = 0; n0 < COUNT; n0 += TOKENS) {
-        Words um[TOKENS];
-        await_u(from + (n0 * 8 * width + part * RANK + k) / 2, 4 * width, e.M - m0 - n0 * 8 - g, um);
+        Words um[PARTS][TOKENS];
+        await_u(u + (offset + part0 * RANK + k) / 2 + WORDS * t, width, m0 + n0 * 8 + g, e.M, um);
 #pragma unroll
-        for (int n = 0; n < TOKENS; n++)
+        for (int part = part0; part < part0 + PARTS; part++)
 #pragma unroll
-          for (int i = 0; i < WORDS; i += 2)
-            mma(acc[n0 + n], SWIGLU && part ? 0 : low.at[i], SWIGLU && !part ? 0 : high.at[i], SWIGLU && part ? 0 : low.at[i + 1],
-                SWIGLU && !part ? 0 : high.at[i + 1], um[n].at[i], um[n].at[i + 1]);
+          for (int n = 0; n < TOKENS; n++)
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 2) {
+              const u32* v = um[part - part0][n].at + i;
+              mma(acc[n0 + n], SWIGLU && part ? 0 : low.at[i], SWIGLU && !part ? 0 : high.at[i], SWIGLU && part ? 0 : low.at[i + 1],
+                  SWIGLU && !part ? 0 : high.at[i + 1], v[0], v[1]);
+            }
       }
     }
   }
@@ -265,7 +259,7 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbar_init(full0 + i * 8, 1);
-      mbar_init(empty0 + i * 8, WG * 4 + (SHRINK_WARPS > 0));
+      mbar_init(empty0 + i * 8, WG * 4);
     }
     mbar_init(ready, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -274,8 +268,7 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
   asm volatile("griddepcontrol.launch_dependents;");
 
 #if SHRINK_WARPS
-  if (warp == WG * 4 + 1) return put_slices(l, part, u0, u1, token_tiles, smem0, full0, M, K);
-  if (warp == WG * 4 + 2) return put_u(l, part, parts, told, ready, M, K);
+  if (warp == WG * 4 + 1) return put_u(l, parts, token_tiles, told, ready, K);
 #endif
   if (warp == WG * 4) {  // producer
     if (threadIdx.x != WG * 128) return;
@@ -283,29 +276,37 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
     // the weights of the first stages do not depend on the kernel before
+    const int slices = own_slices(l, token_tiles, K), total = slices + u1 - u0, pre = min(total, STAGES);
     Position at(u0, kblocks, token_tiles), ahead = at;
-    const int pre = min(u1 - u0, STAGES);
-    for (int i = 0; i < pre; i++, ahead.next(kblocks, token_tiles)) load_weights(w, ahead, N, K, smem0 + i * STAGE_BYTES, full0 + i * 8, stream);
+    for (int i = slices; i < pre; i++, ahead.next(kblocks, token_tiles))
+      load_weights(w, ahead, N, K, smem0 + i * STAGE_BYTES, full0 + i * 8, stream);
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int i = 0; i < pre; i++, at.next(kblocks, token_tiles)) load_x(smem0 + i * STAGE_BYTES, &x_map, at.kb * (KB / 64), at.mt * MT, full0 + i * 8, keep);
-    u32 base = smem0, bar = full0, parity = 0;
-    for (int i = pre; i < u1 - u0; i++, at.next(kblocks, token_tiles)) {
-      mbar_wait(bar + STAGES * 8, parity);
-      load_weights(w, at, N, K, base, bar, stream);
-      load_x(base, &x_map, at.kb * (KB / 64), at.mt * MT, bar, keep);
+    u32 base = smem0, bar = full0, parity = 1;
+    for (int i = 0; i < total; i++) {
+      if (i >= STAGES) mbar_wait(bar + STAGES * 8, parity);
+      Position x = at;
+      if (i < slices) {
+        x = slice_position(i, token_tiles, K);
+        mbar_expect(bar, X_STAGE);
+      } else {
+        if (i >= pre) load_weights(w, at, N, K, base, bar, stream);
+        at.next(kblocks, token_tiles);
+      }
+      load_x(base, &x_map, x.kb * (KB / 64), x.mt * MT, bar, keep);
       base += STAGE_BYTES, bar += 8;
       if (bar == empty0) base = smem0, bar = full0, parity ^= 1;
     }
     return;
   }
 
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int slices = put_slices(l, token_tiles, smem0, full0, K);
   u32 top;  // 0x70007000 in a register: a LOP3 takes one immediate only
   asm volatile("or.b32 %0, %1, 0x70007000;" : "=r"(top) : "r"(gridDim.y - 1));
   const u32 my_codes = X_STAGE + warp / 4 * W_SEG + (warp % 4) * 512 + lane * 16;
   const u32 my_scales = X_STAGE + warp / 4 * W_SEG + 2048 + (warp % 4) * 64 + g * 8;
-  const u8* stage = raw + (smem0 - smem_u32(raw));
-  u32 full = full0, parity = 0, desc = (smem0 >> 4) | (1u << 16);
+  const u32 begin_at = smem0 + slices % STAGES * STAGE_BYTES;
+  const u8* stage = raw + (begin_at - smem_u32(raw));
+  u32 full = full0 + slices % STAGES * 8, parity = slices / STAGES & 1, desc = (begin_at >> 4) | (1u << 16);
   uint4 q;
   uint2 sc;
   if (u0 < u1) {

@@ -5,8 +5,8 @@
     y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F
 
 M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank; alpha is fp32, one
-number for a row. u is made by warps beside those that multiply (nvfp4_shrink.cu) and waited for only where it
-is added. y is rounded to bfloat16, but not where a residual is added: that is fp32, and so is the sum.
+number for a row. u is made in the same launch, ahead of the rest (nvfp4_shrink.cu), and waited for only where
+it is added. y is rounded to bfloat16, but not where a residual is added: that is fp32, and so is the sum.
 
 Layout, an exactly invertible permutation of codes and scales, one for every M:
 
@@ -20,13 +20,14 @@ an exponent of 5 bits and a mantissa of 3, every positive E4M3 number exactly: a
 s * 2^107. Their product w * s * 2^-19 is exact and never subnormal; 2^19 is folded into alpha. A scale of 0
 has no such form, so its codes become 0: the one thing that unpack does not give back.
 
-Sums run over k in an order that depends on (N, K, the device) and on whether M is at most 32, at most 64 or
-more, on nothing else: bitwise equal runs, and bitwise equal rows at every M up to 32 (tests/kernels/
-test_nvfp4_decode.py).
+Sums run over k in an order that depends on the tile (nvfp4_tile.py), on nothing else: bitwise equal runs, and
+bitwise equal rows at every M up to 32 (tests/kernels/test_nvfp4_decode.py).
 """
 
 import dataclasses
 import struct
+from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -34,25 +35,19 @@ import torch
 from torch import Tensor
 
 from qerl.formats import e2m1
-from qerl.kernels.low_rank_plan import low_rank_plan
+from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
 from qerl.kernels.remembered import remembered
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
-MAX_TOKENS, MAX_LOW_RANK_ROWS = 256, 384  # of tokens, and of all a that read one x
-TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
+MAX_LOW_RANK_ROWS = 384  # of all a that read one x
 ALPHA_FACTOR = 2.0**19
 
 # Bits of (sign, exponent, exponent, mantissa) of a 16-bit half's codes: rows g, g + 8 at k, then at k + 8.
 _CODE_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
-_SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
-# So small that most of its time goes into adding the CTAs' sums: two token tiles halve how many share one, at
-# 128 tokens and 3584 x 3584 14.6 us against 20.0, although each weight is decoded twice (H200).
-_SMALL_WEIGHT = 2**25
-_TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 _PARTS = ("nvfp4_instructions", "nvfp4_shrink", "nvfp4_decode")
 _NO_GROUP = 2**31 - 1
-_SLICE_K = 256  # of the sums that u is added up from, or a stage's k where that is less
-_PARTIAL_WORDS = 2**23  # those sums: 231 slices of 256 tokens at rank 128 (72B, down)
+_PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)
+_WORKSPACE_WORDS = 2 * 128 * 128  # for a multiprocessor: two places for the largest tile
 _U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
 
 
@@ -117,74 +112,6 @@ def swiglu_order(features: int, device: torch.device) -> Tensor:
     return torch.cat((gate, gate + features), dim=1).flatten()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """Tile(tokens=8, warpgroups=1, k_block=512, stages=4, ctas_per_sm=2): 64 rows x 8 tokens x 512 k."""
-
-    tokens: int
-    warpgroups: int
-    k_block: int
-    stages: int
-    ctas_per_sm: int
-
-    @property
-    def rows(self) -> int:
-        return TILE_ROWS * self.warpgroups
-
-    @property
-    def stage_bytes(self) -> int:
-        used = self.tokens * self.k_block * 2 + self.warpgroups * self.k_block // TILE_K * TILE_BYTES
-        return -(-used // 1024) * 1024
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16) + 16 + 1024
-
-    def threads(self, makes_u: bool) -> int:
-        """Warps that multiply, one that copies, and two for the adapter's first half."""
-        return 32 * (4 * self.warpgroups + 1 + (2 if makes_u else 0))
-
-    @property
-    def slice_k(self) -> int:
-        """How many k are one sum of u's."""
-        return min(self.k_block, _SLICE_K)
-
-    def units(self, M: int, N: int, K: int) -> int:
-        return -(-N // self.rows) * -(-M // self.tokens) * (K // self.k_block)
-
-    def grid(self, M: int, N: int, K: int, num_sms: int) -> int:
-        """CTAs: as many as run at once, and none without work (another would wait for it for ever)."""
-        return min(self.units(M, N, K), num_sms * self.ctas_per_sm)
-
-    def splits_sums(self, M: int, N: int, K: int, num_sms: int) -> bool:
-        """Whether the CTAs that share a tile also share the work of adding up and finishing it."""
-        tiles = -(-N // self.rows) * -(-M // self.tokens)
-        return N * K > _SMALL_WEIGHT and self.tokens >= 48 and self.grid(M, N, K, num_sms) >= 4 * tiles
-
-    def workspace_words(self, num_sms: int) -> int:
-        return 2 * num_sms * self.ctas_per_sm * self.rows * self.tokens
-
-
-def choose_tile(M: int, N: int, K: int) -> Tile:
-    """Measured on an H200 with the shapes of a 7B model; dev/LOG.md has the ones that lost."""
-    assert 1 <= M <= MAX_TOKENS and N % TILE_ROWS == 0 and K % TILE_K == 0
-    token_tiles = -(-M // _TOKEN_TILES[-1])
-    if 32 < M <= 128 and N * K <= _SMALL_WEIGHT:
-        token_tiles = 2
-    per_tile = -(-M // token_tiles)
-    tokens = next(width for width in _TOKEN_TILES if width >= per_tile)
-    if tokens <= 32:
-        warpgroups, ctas_per_sm, largest, most_stages = 1, 2, 512, 4
-    elif tokens <= 96:
-        warpgroups, ctas_per_sm, largest, most_stages = 2, 1, 256, 4
-    else:
-        warpgroups, ctas_per_sm, largest, most_stages = 2, 1, 128, 5
-    k_block = next(k for k in (512, 256, 192, 128, 64) if k <= largest and K % k == 0)
-    stage_bytes = Tile(tokens, warpgroups, k_block, 1, ctas_per_sm).stage_bytes + 16
-    stages = (_SHARED_BYTES // ctas_per_sm - 2048) // stage_bytes
-    return Tile(tokens, warpgroups, k_block, min(stages, most_stages * largest // k_block), ctas_per_sm)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
     """a bfloat16 [G R, K], b bfloat16 [N, R]. Rows from starts[i] on use a's group i + 1, others 0.
@@ -201,8 +128,7 @@ class Adapter:
 
 
 def pays_to_make_u(M: int) -> bool:
-    """Whether u costs less made here than by kernels/shrink.py: a step of a 7B model at 32 rows 2.82 ms, not
-    3.10, but at 128 rows 6.61, not 6.45 (H200)."""
+    """Whether u is made here and not by kernels/shrink.py: measured up to 64 rows only (dev/LOG.md, H200)."""
     return M <= 64
 
 
@@ -213,17 +139,21 @@ class NVFP4Decode:
     and must all find a place.
     """
 
-    def __init__(self, device: torch.device, cache_folder: Path):
+    def __init__(
+        self, device: torch.device, cache_folder: Path, choose: Callable[[int, int, int], Tile] | None = None
+    ):
+        """choose: a tile for (M, N, K) instead of the table's."""
         self._device, self._cache_folder = device, cache_folder
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        words = max(choose_tile(m, 64, 512).workspace_words(self._num_sms) for m in range(1, MAX_TOKENS + 1))
+        properties = torch.cuda.get_device_properties(device)
+        self._num_sms = properties.multi_processor_count
+        self._choose = choose or partial(choose_tile, gpu=properties.name)
+        words = _WORKSPACE_WORDS * self._num_sms
         # -1 marks a word that nobody has written; every launch leaves it so
         self.workspace = torch.full((words,), -1, dtype=torch.int32, device=device)
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
         self._kernel = remembered(self._compile)
-        self._plan = remembered(self._planned)
 
     def linear(
         self,
@@ -264,7 +194,7 @@ class NVFP4Decode:
             assert rows is None or (
                 rows.shape == (n,) and rows.dtype == torch.float32 and rows.is_contiguous()
             )
-        tile, rank, starts = choose_tile(m, n, k), 0, ()
+        tile, rank, starts = self._choose(m, n, k), 0, ()
         if adapter is not None:
             rank, starts = adapter.b.shape[1], adapter.starts
             assert adapter.b.shape == (n, rank) and adapter.a.shape == (groups * rank, k) and rank % 16 == 0
@@ -280,6 +210,7 @@ class NVFP4Decode:
         epilogue = struct.pack("5Q4i", *addresses, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
         grid, split = tile.grid(m, n, k, self._num_sms), int(tile.splits_sums(m, n, k, self._num_sms))
         assert tile.units(m, n, k) * grid < 2**32  # the kernel divides 32-bit numbers
+        assert tile.workspace_words(self._num_sms) <= len(self.workspace)
         makes_u = adapter is not None and adapter.u is None
         kernel, tensor_map = self._kernel(tile, rank, swiglu, split, int(rank > 0 and not makes_u))
         kernel.launch(
@@ -289,7 +220,7 @@ class NVFP4Decode:
                 tiles,
                 tensor_map(x_MK, tile.tokens, tile.k_block),
                 epilogue,
-                self._low_rank(tile, m, n, k, adapter),
+                self._low_rank(tile, m, k, adapter),
                 self.workspace,
                 m,
                 n,
@@ -297,23 +228,16 @@ class NVFP4Decode:
             ),
         )
 
-    def _low_rank(self, tile: Tile, M: int, N: int, K: int, adapter: Adapter | None) -> bytes:
+    def _low_rank(self, tile: Tile, M: int, K: int, adapter: Adapter | None) -> bytes:
         if adapter is None:
-            return bytes(48)
+            return bytes(40)
         if adapter.u is not None:
-            return struct.pack("5Qfi", 0, 0, 0, adapter.u.data_ptr(), 0, 0.0, 0)
-        rows = len(adapter.a)
-        assert rows <= MAX_LOW_RANK_ROWS and adapter.a.data_ptr() % 16 == 0
-        assert K // tile.slice_k * M * rows <= len(self.partials)
-        pointers = (adapter.a, self._plan(tile, M, N, K, rows), self.partials, self._u, self._turns)
-        return struct.pack("5Qfi", *(t.data_ptr() for t in pointers), adapter.scaling, rows)
-
-    def _planned(self, tile: Tile, M: int, N: int, K: int, rows: int) -> Tensor:
-        period = -(-M // tile.tokens) * (K // tile.k_block)  # units until the same x comes again
-        pieces = tile.k_block // tile.slice_k
-        units, parts = tile.units(M, N, K), tile.grid(M, N, K, self._num_sms)
-        plan = low_rank_plan(units, parts, period, pieces, rows // 16)
-        return torch.tensor(plan, dtype=torch.int32, device=self._device)
+            return struct.pack("4Qfi", 0, 0, adapter.u.data_ptr(), 0, 0.0, 0)
+        rows, tokens = len(adapter.a), tile.padded_tokens(M)
+        assert rows <= MAX_LOW_RANK_ROWS and tokens <= MAX_TOKENS and adapter.a.data_ptr() % 16 == 0
+        assert K // tile.slice_k * tokens * rows <= len(self.partials)
+        pointers = (adapter.a, self.partials, self._u, self._turns)
+        return struct.pack("4Qfi", *(t.data_ptr() for t in pointers), adapter.scaling, rows)
 
     def _compile(self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int):
         from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is

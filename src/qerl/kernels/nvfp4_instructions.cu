@@ -6,6 +6,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define TILE_BYTES 2304
+#define NT (MT / 8)
+#define RT (WG * 64)
 #define W_SEG (KB / 64 * TILE_BYTES)
 #define X_STAGE (MT * KB * 2)
 #define STAGE_BYTES ((X_STAGE + WG * W_SEG + 1023) / 1024 * 1024)  // the swizzle repeats every 1024
@@ -64,6 +66,14 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// WGMMA
+
+// Keeps what is done with the sums from moving across the asynchronous products.
+__device__ __forceinline__ void hold(float (&acc)[NT][4]) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) asm volatile("" : "+f"(acc[n][0]), "+f"(acc[n][1]), "+f"(acc[n][2]), "+f"(acc[n][3])::"memory");
 }
 
 // Which row tile, token tile and k block a unit is.

@@ -1,4 +1,5 @@
 // y = x / sqrt(mean(x^2) + eps) * (weight + noise), and its gradient in x: a CTA for some rows of WIDTH, each held in registers.
+// The noise is a vector or, with TABLE, has rows: row t of x takes row noise_rows[t].
 // x and its gradient in fp32 or, with X_BYTES 2, in bfloat16; y and dy in bfloat16. Where x is copied too, the copy's gradient
 // is added to x's.
 #if X_BYTES == 4
@@ -41,19 +42,27 @@ __device__ __forceinline__ float block_sum(float v) {
   return total;
 }
 
+__device__ __forceinline__ void add_noise(const float* noise, float* w) {
+  float n[8];
+  *(float4*)n = *(const float4*)noise, *(float4*)(n + 4) = *(const float4*)(noise + 4);
+#pragma unroll
+  for (int i = 0; i < 8; i++) w[i] += n[i];
+}
+// Of all rows: with TABLE the weight alone.
 __device__ __forceinline__ void load_weight(const float* weight, const float* noise, int at, float* w) {
   *(float4*)w = *(const float4*)(weight + at), *(float4*)(w + 4) = *(const float4*)(weight + at + 4);
-  if (noise) {
-    float n[8];
-    *(float4*)n = *(const float4*)(noise + at), *(float4*)(n + 4) = *(const float4*)(noise + at + 4);
+  if (!TABLE && noise) add_noise(noise + at, w);
+}
+// Of one row.
+__device__ __forceinline__ void row_weight(const float* shared, const float* noise, const int* noise_rows, int row, int at, float* w) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) w[i] += n[i];
-  }
+  for (int i = 0; i < 8; i++) w[i] = shared[i];
+  if (TABLE) add_noise(noise + (size_t)noise_rows[row] * WIDTH + at, w);
 }
 
-// The next row is loaded before this one is finished; weight and noise are read once for all rows of a CTA.
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const float* weight, const float* noise, u16* y, X* copy,
-                                                               float* inverse, int rows, int x_stride, int y_stride, float eps) {
+// The next row is loaded before this one is finished; weight and a noise of all are read once for all rows of a CTA.
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const float* weight, const float* noise, const int* noise_rows, u16* y,
+                                                               X* copy, float* inverse, int rows, int x_stride, int y_stride, float eps) {
   begin();
   float w[VECTORS][8];
   Eight next[VECTORS];
@@ -83,8 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const
     for (int v = 0; v < VECTORS; v++) {
       const int at = (v * THREADS + threadIdx.x) * 8;
       if (at >= WIDTH) break;
+      float own[8];
+      row_weight(w[v], noise, noise_rows, row, at, own);
 #pragma unroll
-      for (int i = 0; i < 8; i++) f[v][i] = f[v][i] * scale * w[v][i];
+      for (int i = 0; i < 8; i++) f[v][i] = f[v][i] * scale * own[i];
       *(uint4*)(y + (size_t)row * y_stride + at) = pack(f[v]);
     }
   }
@@ -92,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const
 
 // dx = (dy w - x_hat mean(dy w x_hat)) / rms + dcopy
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u16* dy, const X* x, const float* weight,
-                                                                        const float* noise, const float* inverse, const X* dcopy, X* dx, int rows,
-                                                                        int dy_stride, int x_stride) {
+                                                                        const float* noise, const int* noise_rows, const float* inverse,
+                                                                        const X* dcopy, X* dx, int rows, int dy_stride, int x_stride) {
   begin();
   float w[VECTORS][8];
 #pragma unroll
@@ -110,8 +121,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u1
       if (at >= WIDTH) break;
       unpack(*(const Eight*)(x + (size_t)row * x_stride + at), f[v]);
       unpack(*(const uint4*)(dy + (size_t)row * dy_stride + at), d[v]);
+      float own[8];
+      row_weight(w[v], noise, noise_rows, row, at, own);
 #pragma unroll
-      for (int i = 0; i < 8; i++) d[v][i] *= w[v][i], f[v][i] *= scale, sum += d[v][i] * f[v][i];
+      for (int i = 0; i < 8; i++) d[v][i] *= own[i], f[v][i] *= scale, sum += d[v][i] * f[v][i];
     }
     const float along = block_sum(sum) / WIDTH;
 #pragma unroll

@@ -3,6 +3,7 @@
     y = x_hat * (weight + noise)                          x_hat = x / sqrt(mean(x^2) + eps)
     dx = (dy * w - x_hat * mean(dy * w * x_hat)) / sqrt(mean(x^2) + eps)        w = weight + noise
 
+The noise is none, a vector for all rows, or a table [S, D] of which row t of x takes row rows_T[t].
 fp32 inside, y rounded once, to the dtype that is asked for; dx has x's. The residual stream is normed from
 fp32 to the compute dtype, heads from the compute dtype to itself. Weight and noise are fp32 and frozen.
 """
@@ -19,33 +20,67 @@ _CTAS = 1024  # as many as run at once on most GPUs; each has several of a long 
 _MAX_WIDTH = 1 << 14  # beyond it a thread's share of the row no longer fits its registers
 
 
-def reference(x: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float) -> Tensor:
+def reference(
+    x: Tensor, weight_D: Tensor, noise: Tensor | None, eps: float, rows_T: Tensor | None = None
+) -> Tensor:
     """The definition in float64; differentiable."""
-    x = x.double()
-    weight_D = weight_D.double() if noise_D is None else weight_D.double() + noise_D.double()
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D
+    x, w = x.double(), _noisy(weight_D.double(), noise, rows_T)
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w
+
+
+def _noisy(weight_D: Tensor, noise: Tensor | None, rows_T: Tensor | None) -> Tensor:
+    """weight + noise, [D] or [T, D]."""
+    if noise is None:
+        return weight_D
+    return weight_D + (noise if rows_T is None else noise[rows_T.long()])
 
 
 def rms_norm(
-    x: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float, *, dtype: torch.dtype, room: int = 0
+    x: Tensor,
+    weight_D: Tensor,
+    noise: Tensor | None,
+    eps: float,
+    *,
+    dtype: torch.dtype,
+    room: int = 0,
+    rows_T: Tensor | None = None,
 ) -> Tensor:
     """y in x's shape; on a GPU with room for so many columns behind each row, if x has two dimensions."""
     x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if _has_kernel(x_TD, dtype):
-        return _CudaNorm.apply(x_TD, weight_D, noise_D, eps, room if x.dim() == 2 else 0).view(x.shape)
-    return _Norm.apply(x, weight_D if noise_D is None else weight_D + noise_D, eps, dtype)
+        room = room if x.dim() == 2 else 0
+        return _CudaNorm.apply(x_TD, weight_D, noise, eps, room, rows_T).view(x.shape)
+    return _Norm.apply(x, _noisy(weight_D, noise, rows_T), eps, dtype)
 
 
 def fork(
-    h_TD: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float, *, dtype: torch.dtype, room: int = 0
+    h_TD: Tensor,
+    weight_D: Tensor,
+    noise: Tensor | None,
+    eps: float,
+    *,
+    dtype: torch.dtype,
+    room: int = 0,
+    rows_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm of h, h to be added to in its place): itself where no gradient is wanted, else a copy, whose
     gradient joins the norm's. On a GPU each of the two passes is one kernel."""
     if not torch.is_grad_enabled():
-        return rms_norm(h_TD, weight_D, noise_D, eps, dtype=dtype, room=room), h_TD
+        return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, room=room, rows_T=rows_T), h_TD
     if _has_kernel(h_TD, dtype):
-        return _CudaFork.apply(h_TD, weight_D, noise_D, eps, room)
-    return rms_norm(h_TD, weight_D, noise_D, eps, dtype=dtype), h_TD.clone()
+        return _CudaFork.apply(h_TD, weight_D, noise, eps, room, rows_T)
+    return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, rows_T=rows_T), h_TD.clone()
+
+
+def check_noise(noise: Tensor | None, rows_T: Tensor | None, T: int, D: int) -> None:
+    """None, a vector, or a table with a row for each of T."""
+    assert noise is not None or rows_T is None
+    if noise is not None:
+        shape = noise.shape[1:] if rows_T is not None else noise.shape
+        assert shape == (D,) and noise.dtype == torch.float32 and noise.is_contiguous(), noise.shape
+        assert noise.data_ptr() % 16 == 0
+    if rows_T is not None:
+        assert rows_T.shape == (T,) and rows_T.dtype == torch.int32 and rows_T.is_contiguous()
 
 
 def _has_kernel(x_TD: Tensor, dtype: torch.dtype) -> bool:
@@ -75,52 +110,57 @@ class _Norm(torch.autograd.Function):
 
 class _CudaNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, weight_D, noise_D, eps, room):
-        return _normed(ctx, x_TD, weight_D, noise_D, eps, room, None)
+    def forward(ctx, x_TD, weight_D, noise, eps, room, rows_T):
+        return _normed(ctx, x_TD, weight_D, noise, rows_T, eps, room, None)
 
     @staticmethod
     def backward(ctx, dy_TD):  # type: ignore[override]
-        return _gradient(ctx, dy_TD, None), None, None, None, None
+        return _gradient(ctx, dy_TD, None), None, None, None, None, None
 
 
 class _CudaFork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_TD, weight_D, noise_D, eps, room):
+    def forward(ctx, h_TD, weight_D, noise, eps, room, rows_T):
         copy_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, device=h_TD.device)
-        return _normed(ctx, h_TD, weight_D, noise_D, eps, room, copy_TD), copy_TD
+        return _normed(ctx, h_TD, weight_D, noise, rows_T, eps, room, copy_TD), copy_TD
 
     @staticmethod
     def backward(ctx, dy_TD, dh_TD):  # type: ignore[override]
-        return _gradient(ctx, dy_TD, dh_TD.contiguous()), None, None, None, None
+        return _gradient(ctx, dy_TD, dh_TD.contiguous()), None, None, None, None, None
 
 
-def _normed(ctx, x_TD, weight_D, noise_D, eps, room, copy_TD: Tensor | None) -> Tensor:
+def _normed(ctx, x_TD, weight_D, noise, rows_T, eps, room, copy_TD: Tensor | None) -> Tensor:
     """Fills in the copy."""
     T, D = x_TD.shape
     y_TD = vectors.rows(T, D, room, x_TD, torch.bfloat16)
     assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()
-    assert noise_D is None or (noise_D.shape == (D,) and noise_D.dtype == torch.float32)
+    check_noise(noise, rows_T, T, D)
     inverse_T = torch.empty(T, dtype=torch.float32, device=x_TD.device)
-    tensors = x_TD, weight_D, noise_D, y_TD, copy_TD, inverse_T
-    _launch("rms_norm", x_TD, (*tensors, T, x_TD.stride(0), y_TD.stride(0), struct.pack("f", eps)))
-    ctx.save_for_backward(x_TD, weight_D, noise_D, inverse_T)
+    tensors = x_TD, weight_D, noise, rows_T, y_TD, copy_TD, inverse_T
+    _launch("rms_norm", x_TD, rows_T, (*tensors, T, x_TD.stride(0), y_TD.stride(0), struct.pack("f", eps)))
+    ctx.save_for_backward(x_TD, weight_D, noise, rows_T, inverse_T)
     return y_TD
 
 
 def _gradient(ctx, dy_TD: Tensor, dcopy_TD: Tensor | None) -> Tensor:
-    x_TD, weight_D, noise_D, inverse_T = ctx.saved_tensors
+    x_TD, weight_D, noise, rows_T, inverse_T = ctx.saved_tensors
     dy_TD = dy_TD if vectors.are_vectors(dy_TD) else dy_TD.contiguous()
     dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    tensors = dy_TD, x_TD, weight_D, noise_D, inverse_T, dcopy_TD, dx_TD
-    _launch("rms_norm_backward", x_TD, (*tensors, len(x_TD), dy_TD.stride(0), x_TD.stride(0)))
+    tensors = dy_TD, x_TD, weight_D, noise, rows_T, inverse_T, dcopy_TD, dx_TD
+    _launch("rms_norm_backward", x_TD, rows_T, (*tensors, len(x_TD), dy_TD.stride(0), x_TD.stride(0)))
     return dx_TD
 
 
-def _launch(name: str, x_TD: Tensor, parameters: tuple) -> None:
+def _launch(name: str, x_TD: Tensor, rows_T: Tensor | None, parameters: tuple) -> None:
     T, D = x_TD.shape
     if T == 0:
         return
     threads = min(-(-D // 8 // 32) * 32, 512)
-    defines = {"WIDTH": D, "THREADS": threads, "X_BYTES": x_TD.element_size()}
+    defines = {
+        "WIDTH": D,
+        "THREADS": threads,
+        "X_BYTES": x_TD.element_size(),
+        "TABLE": int(rows_T is not None),
+    }
     kernel = vectors.kernel("rms_norm.cu", name, x_TD.device, **defines)
     kernel.launch(grid=min(T, _CTAS), block_threads=threads, parameters=parameters)

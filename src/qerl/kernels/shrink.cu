@@ -1,4 +1,4 @@
-// x[m, k] = bf16(h[m, k] / sqrt(mean_k(h[m]^2) + eps) * (weight[k] + noise[k])), or x = h
+// x[m, k] = bf16(h[m, k] / sqrt(mean_k(h[m]^2) + eps) * (weight[k] + noise[k])), or x = h; with TABLE noise[noise_rows[m], k]
 // u[m, r] = bf16(scaling * sum_k x[m, k] a[r, k])
 //
 // A cluster of CLUSTER CTAs holds ROW_TILES * 16 rows of a and TOKEN_TILES * 8 tokens; its CTAs, and the WARPS of each, share k.
@@ -9,7 +9,7 @@
 // the norm, and 13 KB of shared memory: it may start, and fetch a, beside the GEMM ahead of it, and the GEMM behind it starts
 // beside this kernel.
 //
-// Compile-time: NORM, TOKEN_TILES, ROW_TILES (0: the norm alone), UNITS of 32 k a warp, WARPS, CLUSTER.
+// Compile-time: NORM, TABLE, TOKEN_TILES, ROW_TILES (0: the norm alone), UNITS of 32 k a warp, WARPS, CLUSTER.
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -23,7 +23,8 @@ typedef unsigned long long u64;
 struct Operands {
   const void* h;        // [M, K], in fp32 with NORM
   const float* weight;  // [K]
-  const float* noise;   // [K] or null
+  const float* noise;   // [K] or null; with TABLE [.., K]
+  const int* noise_rows;  // [M] with TABLE
   const u16* a;         // [rows, K]
   u16* x;               // [M, K]
   u16* u;               // [M, rows]
@@ -93,7 +94,7 @@ struct LoadedWeights {  // each thread's part on its way to shared memory
 #pragma unroll
     for (int i = 0; i < (UNITS + 3) / 4; i++) {
       const int k = min(first * 32 + (i * THREADS + (int)threadIdx.x) * 4, o.K - 4);
-      weight[i] = load_frozen(o.weight + k), noise[i] = o.noise ? load_frozen(o.noise + k) : make_uint4(0, 0, 0, 0);
+      weight[i] = load_frozen(o.weight + k), noise[i] = o.noise && !TABLE ? load_frozen(o.noise + k) : make_uint4(0, 0, 0, 0);
     }
   }
   __device__ __forceinline__ void store(Weights& w) const {
@@ -216,6 +217,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
   LoadedWeights loaded;
   loaded.load(o, first);
 #endif
+#if TABLE
+  int noise_row[TOKEN_TILES];
+#pragma unroll
+  for (int n = 0; n < TOKEN_TILES; n++) noise_row[n] = __ldg(o.noise_rows + min(m0 + n * 8 + g, o.M - 1));
+#endif
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
@@ -242,11 +248,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
   inverse_norms(inverse, h, squares, square_bar, rank, o);
 #pragma unroll
   for (int i = 0; i < UNITS; i++) {
-    float w[8];
+    float of_all[8];
 #pragma unroll
-    for (int j = 0; j < 8; j += 4) *(float4*)&w[j] = *(const float4*)&weights.sum[(i * WARPS + warp) * 32 + t * 8 + j];
+    for (int j = 0; j < 8; j += 4) *(float4*)&of_all[j] = *(const float4*)&weights.sum[(i * WARPS + warp) * 32 + t * 8 + j];
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++) {
+#if TABLE
+      const float* noise = o.noise + (size_t)noise_row[n] * o.K + k[i];
+      float w[8];
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) *(float4*)&w[j] = add4(*(const float4*)&of_all[j], as_float4(load_frozen(noise + j)));
+#else
+      const float(&w)[8] = of_all;
+#endif
       const float4 a = as_float4(h[i][n][0]), b = as_float4(h[i][n][1]);
       h[i][n][0] = make_uint4(pack2(a.x * inverse[n] * w[0], a.y * inverse[n] * w[1]), pack2(a.z * inverse[n] * w[2], a.w * inverse[n] * w[3]),
                               pack2(b.x * inverse[n] * w[4], b.y * inverse[n] * w[5]), pack2(b.z * inverse[n] * w[6], b.w * inverse[n] * w[7]));

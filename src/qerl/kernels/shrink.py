@@ -1,10 +1,11 @@
 """x = norm(h) and u = scaling * x @ A^T in one launch: what stands before a linear with an adapter.
 
-    x_MK = bf16(h_MK / sqrt(mean_k(h^2) + eps) * (weight_K + noise_K))      or, for `shrink`, x_MK as it comes
+    x_MK = bf16(h_MK / sqrt(mean_k(h^2) + eps) * (weight_K + noise))        or, for `shrink`, x_MK as it comes
     u_MR = bf16(scaling * x_MK @ a_RK^T)
 
 M tokens (1 to 256), K input features (a multiple of 64), R rows of all adapters that read x, stacked (a
 multiple of 16, up to 384). h, weight and noise in fp32, x, a, u in bfloat16; sums in fp32, of the rounded x.
+The noise is a vector [K] or, with rows_M, a table of which each token takes a row.
 
 A cluster of CTAs shares K and adds its sums through distributed shared memory. The split of K depends on K
 alone and a token's sums meet no other token's: its row is bitwise the same at any M (tests/kernels/
@@ -15,6 +16,7 @@ kernels do; torch's do not.
 """
 
 import dataclasses
+import enum
 import struct
 from importlib import resources
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.remembered import remembered
+from qerl.kernels.rms_norm import check_noise
 
 CASES = (
     (1, 896, 16),
@@ -86,6 +89,18 @@ def choose_tile(M: int, K: int, R: int) -> Tile:
     return next((tile for tile in tiles if tile.clusters(M, R) * split.cluster <= _CTAS_AT_ONCE), tiles[-1])
 
 
+class _Norm(enum.Enum):
+    NONE = "x as it comes"
+    OF_ALL = "one noise"
+    OF_ROWS = "a table of noise"
+
+    @classmethod
+    def of(cls, weight_K: Tensor | None, rows_M: Tensor | None) -> "_Norm":
+        if weight_K is None:
+            return cls.NONE
+        return cls.OF_ALL if rows_M is None else cls.OF_ROWS
+
+
 class Shrink:
     """The kernels of one device, compiled when first used: one object for one stream."""
 
@@ -99,65 +114,74 @@ class Shrink:
         assert tokens_B.dtype == torch.int32 and tokens_B.is_contiguous() and d % 8 == 0
         _check(table_VD, (v, d), torch.bfloat16)
         h_BD = _output((b, d), tokens_B.device, out, torch.float32)
-        embed = self._kernel("embed", 0, Tile(8, 0), Split(1, 1))
+        embed = self._kernel("embed", _Norm.NONE, Tile(8, 0), Split(1, 1))
         embed.launch(grid=b, block_threads=256, parameters=(tokens_B, table_VD, h_BD, v, d // 4))
         return h_BD
 
     def norm(
-        self, h_MD: Tensor, weight_D: Tensor, noise_D: Tensor | None, eps: float, *, out: Tensor | None = None
+        self,
+        h_MD: Tensor,
+        weight_D: Tensor,
+        noise: Tensor | None,
+        eps: float,
+        *,
+        rows_M: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """x_MD alone."""
         x_MD = _output(h_MD.shape, h_MD.device, out)
-        self._launch(h_MD, weight_D, noise_D, eps, None, 0.0, x_MD, None)
+        self._launch(h_MD, weight_D, noise, rows_M, eps, None, 0.0, x_MD, None)
         return x_MD
 
     def norm_shrink(
         self,
         h_MD: Tensor,
         weight_D: Tensor,
-        noise_D: Tensor | None,
+        noise: Tensor | None,
         eps: float,
         a_RD: Tensor,
         scaling: float,
         *,
+        rows_M: Tensor | None = None,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(x_MD, u_MR)"""
         x_MD = _output(h_MD.shape, h_MD.device, None if out is None else out[0])
         u_MR = _output((h_MD.shape[0], a_RD.shape[0]), h_MD.device, None if out is None else out[1])
-        self._launch(h_MD, weight_D, noise_D, eps, a_RD, scaling, x_MD, u_MR)
+        self._launch(h_MD, weight_D, noise, rows_M, eps, a_RD, scaling, x_MD, u_MR)
         return x_MD, u_MR
 
     def shrink(self, x_MK: Tensor, a_RK: Tensor, scaling: float, *, out: Tensor | None = None) -> Tensor:
         """u_MR of an x that is ready."""
         u_MR = _output((x_MK.shape[0], a_RK.shape[0]), x_MK.device, out)
-        self._launch(x_MK, None, None, 0.0, a_RK, scaling, None, u_MR)
+        self._launch(x_MK, None, None, None, 0.0, a_RK, scaling, None, u_MR)
         return u_MR
 
-    def _launch(self, h_MK, weight_K, noise_K, eps, a_RK, scaling, x_MK, u_MR) -> None:
+    def _launch(self, h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR) -> None:
         m, k = h_MK.shape
         _check(h_MK, (m, k), torch.bfloat16 if weight_K is None else torch.float32)
-        for vector in (weight_K, noise_K):
-            if vector is not None:
-                _check(vector, (k,), torch.float32)
+        if weight_K is not None:
+            _check(weight_K, (k,), torch.float32)
+        check_noise(noise, rows_M, m, k)
         rows = 0
         if a_RK is not None:
             rows = a_RK.shape[0]
             _check(a_RK, (rows, k), torch.bfloat16)
         split, tile = choose_split(k), choose_tile(m, k, rows)
-        pointers = (h_MK, weight_K, noise_K, a_RK, x_MK, u_MR)
+        pointers = (h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
         addresses = (0 if t is None else t.data_ptr() for t in pointers)
-        operands = struct.pack("6Q3i2f4x", *addresses, m, k, rows, eps, scaling)
-        kernel = self._kernel("shrink", int(weight_K is not None), tile, split)
+        operands = struct.pack("7Q3i2f4x", *addresses, m, k, rows, eps, scaling)
+        kernel = self._kernel("shrink", _Norm.of(weight_K, rows_M), tile, split)
         kernel.launch(
             grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * _WARPS, parameters=(operands,)
         )
 
-    def _compile(self, name: str, normed: int, tile: Tile, split: Split):
+    def _compile(self, name: str, norm: "_Norm", tile: Tile, split: Split):
         from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
 
         defines = {
-            "NORM": normed,
+            "NORM": int(norm is not _Norm.NONE),
+            "TABLE": int(norm is _Norm.OF_ROWS),
             "TOKEN_TILES": tile.tokens // 8,
             "ROW_TILES": tile.rows // 16,
             "UNITS": split.units,

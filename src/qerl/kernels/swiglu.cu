@@ -15,6 +15,26 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const 
   *(uint4*)(y + row * y_stride + at) = pack(u);
 }
 
+// The same of gate | up in fp32, which are rounded for the backward pass alone, into `kept`, if there is one.
+extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_up, u16* y, u16* kept, int features, int blocks_a_row,
+                                                              int y_stride) {
+  begin();
+  const size_t row = blockIdx.x / blocks_a_row;
+  const int at = (blockIdx.x % blocks_a_row * 256 + threadIdx.x) * 8;
+  if (at >= features) return;
+  const float4* from = (const float4*)(gate_up + row * 2 * features + at);
+  float g[8], u[8];
+#pragma unroll
+  for (int i = 0; i < 2; i++) *(float4*)(g + 4 * i) = __ldcs(from + i), *(float4*)(u + 4 * i) = __ldcs(from + features / 4 + i);
+  if (kept) {
+    __stcs((uint4*)(kept + row * 2 * features + at), pack(g));
+    __stcs((uint4*)(kept + row * 2 * features + features + at), pack(u));
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) u[i] = g[i] * sigmoid(g[i]) * u[i];
+  *(uint4*)(y + row * y_stride + at) = pack(u);
+}
+
 // with s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; one after the other in each row
 extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy, const u16* gate, const u16* up, u16* d, int features,
                                                                   int blocks_a_row, int stride, int dy_stride) {

@@ -4,6 +4,9 @@
 
 On a GPU in bfloat16: fp32 inside, rounded once; dgate and dup are the halves of one tensor's rows, as the
 backward pass of a joined product wants them. Elsewhere torch's own operations, silu rounded on its own.
+
+`put_swiglu` and `gradient` are the two passes of a product that keeps gate and up in fp32 up to here
+(joined_linear.py): only what the backward pass reads of them is rounded.
 """
 
 import torch
@@ -34,26 +37,51 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, gate_TF, up_TF, room):
         T, F = gate_TF.shape
         y_TF = vectors.rows(T, F, room, gate_TF)
-        _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), y_TF.stride(0))
+        _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), (gate_TF.stride(0), y_TF.stride(0)))
         ctx.save_for_backward(gate_TF, up_TF)
         return y_TF
 
     @staticmethod
     def backward(ctx, dy_TF):  # type: ignore[override]
-        gate_TF, up_TF = ctx.saved_tensors
+        d_T2F = gradient(dy_TF, *ctx.saved_tensors)
+        return *d_T2F.chunk(2, 1), None
+
+
+def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_T2F: Tensor | None) -> None:
+    """Fills y from fp32, and kept, if given, with gate and up as `gradient` takes them."""
+    assert gate_up_T2F.shape == (len(y_TF), 2 * y_TF.shape[1]) and gate_up_T2F.dtype == torch.float32
+    assert gate_up_T2F.is_contiguous() and (kept_T2F is None or kept_T2F.is_contiguous())
+    if vectors.are_vectors(y_TF):
+        _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, kept_T2F), (y_TF.stride(0),))
+        return
+    gate_TF, up_TF = gate_up_T2F.chunk(2, 1)
+    y_TF.copy_(F.silu(gate_TF).mul_(up_TF))
+    if kept_T2F is not None:
+        kept_T2F.copy_(gate_up_T2F)
+
+
+def gradient(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """[dgate, dup], one tensor."""
+    T, width = gate_TF.shape
+    d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
+    if vectors.are_vectors(gate_TF, up_TF):
         dy_TF = dy_TF if vectors.are_vectors(dy_TF) else dy_TF.contiguous()
-        T, F = gate_TF.shape
-        d_T2F = torch.empty(T, 2 * F, dtype=gate_TF.dtype, device=gate_TF.device)
-        _launch("swiglu_backward", gate_TF, (dy_TF, gate_TF, up_TF, d_T2F), dy_TF.stride(0))
-        return d_T2F[:, :F], d_T2F[:, F:], None
+        strides = gate_TF.stride(0), dy_TF.stride(0)
+        _launch("swiglu_backward", dy_TF, (dy_TF, gate_TF, up_TF, d_T2F), strides)
+        return d_T2F
+    dy_TF, gate_TF, up_TF = dy_TF.float(), gate_TF.float(), up_TF.float()
+    sigmoid_TF = gate_TF.sigmoid()
+    d_T2F[:, :width] = dy_TF * up_TF * sigmoid_TF * (1 + gate_TF * (1 - sigmoid_TF))
+    d_T2F[:, width:] = dy_TF * gate_TF * sigmoid_TF
+    return d_T2F
 
 
-def _launch(name: str, gate_TF: Tensor, tensors: tuple[Tensor, ...], other_stride: int) -> None:
-    T, F = gate_TF.shape
+def _launch(name: str, like_TF: Tensor, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...]) -> None:
+    T, F = like_TF.shape
     blocks_a_row = -(-F // (8 * _BLOCK_THREADS))
     if T:
-        vectors.kernel("swiglu.cu", name, gate_TF.device).launch(
+        vectors.kernel("swiglu.cu", name, like_TF.device).launch(
             grid=T * blocks_a_row,
             block_threads=_BLOCK_THREADS,
-            parameters=(*tensors, F, blocks_a_row, gate_TF.stride(0), other_stride),
+            parameters=(*tensors, F, blocks_a_row, *strides),
         )

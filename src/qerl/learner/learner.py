@@ -21,7 +21,7 @@ from qerl.algo.importance import correct
 from qerl.algo.kl import k3
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.fit import Fit
@@ -61,6 +61,7 @@ class Learner:
         self.version = 0
         """Updates planned so far, those skipped included: schedules and resumption count by it."""
         self.decoder = decoder
+        self._num_nonfinite = 0
         self._score = score
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
@@ -105,7 +106,18 @@ class Learner:
         exact_C = self._exact(share.teaching)
         lessons = self._fit.run(share.teaching, lambda batches: self._learn_all(batches, exact_C, before))
         grad_norm = self._apply(rate) if lessons else None
+        if lessons:
+            self._count_nonfinite(grad_norm is None)
         return Update(lessons=lessons, grad_norm=grad_norm, learning_rate=rate)
+
+    def _count_nonfinite(self, is_skipped: bool) -> None:
+        self._num_nonfinite = self._num_nonfinite + 1 if is_skipped else 0
+        if self._num_nonfinite >= self.config.learn.max_nonfinite_updates:
+            raise RunError(
+                f"{self._num_nonfinite} updates in a row had a gradient that is not finite and were skipped:"
+                " nothing is learned any more; see mismatch_max and grad_norm of the steps before in"
+                " metrics.jsonl, and try a lower learn.learning_rate (limit: learn.max_nonfinite_updates)"
+            )
 
     def _exact(self, portion: Portion) -> Tensor | None:
         """By the sampler's forward, of the portion's tokens; None where the learner's own count."""
@@ -169,7 +181,8 @@ class Learner:
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
             return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout)
 
-        hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend, self._run_layer())
+        noise_rows_T = _noise_rows(self.decoder, batch)
+        hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend, self._run_layer(), noise_rows_T)
         head = self.decoder.lm_head  # its alpha goes into the temperature
         return chunked_logprob(
             hidden_TD,
@@ -227,3 +240,16 @@ class Learner:
         self.version = version
         if micro_tokens is not None:
             self._fit.micro_tokens = micro_tokens
+
+
+def _noise_rows(decoder: Decoder, batch: PackedBatch) -> Tensor | None:
+    """Every row's own of the noise table; None where there is none."""
+    if not decoder.noise_table.is_open:
+        return None
+    lengths, rows = [], []
+    found = decoder.noise_table.rows(batch.members)
+    for tree, (prompt_row, sample_rows) in zip(batch.trees, found, strict=True):
+        lengths += [tree.prompt_tokens, *tree.branch_tokens]
+        rows += [prompt_row, *sample_rows]
+    rows_T = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    return rows_T.to(decoder.device)

@@ -3,6 +3,8 @@
     d_t = learner_t - sampler_t             of every sampled token, before the step's first update
     mismatch_abs = mean |d|                 mismatch_max = max |d|
     mismatch_kl  = mean(exp(d) - 1 - d)     k3 of KL(sampler || learner)
+    mismatch_early, mismatch_late           mean |d| over the first and the last quarter of each sample
+    mismatch_sample = mean |sum of d|       over samples: how far the ratio of a whole one is from 1, in log
     entropy = mean of the learner's at every token            sampler_entropy = -mean(sampler_t), an estimate
 
 What the correction for the sampler did, over the tokens of all updates: capped_fraction, masked_fraction,
@@ -100,6 +102,7 @@ def sampling_metrics(first: list[Reading]) -> dict[str, float]:
     metrics |= {"entropy": _mean([reading.entropy_C for reading in first])}
     metrics |= {"sampler_entropy": -sampler_C.mean().item()}
     metrics |= _mismatch("mismatch", sampler_C, [reading.logprob_C for reading in first])
+    metrics |= _by_length(first)
     owns = [reading.own_C for reading in first if reading.own_C is not None]
     return metrics | (_mismatch("own_mismatch", sampler_C, owns) if owns else {})
 
@@ -112,6 +115,20 @@ def _mismatch(name: str, sampler_C: Tensor, learner: list[Tensor]) -> dict[str, 
         f"{name}_max": distance_C.max().item(),
         f"{name}_kl": k3(sampler_C, learner_C).mean().item(),
     }
+
+
+def _by_length(readings: list[Reading]) -> dict[str, float]:
+    """Long samples are where a mismatch of tokens adds up (Jet-RL, arXiv 2601.14243)."""
+    early, late, samples = [], [], []
+    for reading in readings:
+        spans = reading.batch.spans
+        d_C = reading.logprob_C - reading.batch.sampler_logprobs_C
+        quarter_C = 4 * (spans.places_T % max(spans.longest, 1)) // spans.per_token(spans.lengths_S)
+        early.append(d_C[quarter_C == 0].abs())
+        late.append(d_C[quarter_C == 3].abs())
+        samples.append(spans.total(d_C).abs())
+    parts = {"early": early, "late": late, "sample": samples}
+    return {f"mismatch_{name}": _mean(each) for name, each in parts.items() if sum(map(len, each))}
 
 
 def update_metrics(updates: list[Update]) -> dict[str, float]:

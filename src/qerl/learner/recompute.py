@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qerl.model.decoder import Angles, Attend, Layer, RunLayer, run_layer
+from qerl.model.decoder import Attend, Layer, Places, RunLayer, run_layer
 from qerl.model.linear import QuantLinear, repeating
 
 _LEAVING = 2
@@ -109,22 +109,22 @@ class _Call:
     """A layer's call but for its input."""
 
     layer: Layer
-    angles: Angles
+    places: Places
     layer_index: int
     attend: Attend
     kept: Kept
 
     def __call__(self, h_TD: Tensor) -> Tensor:
-        return self.layer(h_TD, self.angles, self.layer_index, self.attend)
+        return self.layer(h_TD, self.places, self.layer_index, self.attend)
 
 
 def recomputing(kept: Kept) -> RunLayer:
     """Runs the layers of one pass and, in its backward pass, runs each again."""
 
-    def run(layer: Layer, h_TD: Tensor, angles: Angles, layer_index: int, attend: Attend) -> Tensor:
+    def run(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
         if not torch.is_grad_enabled():
-            return layer(h_TD, angles, layer_index, attend)
-        call = _Call(layer, angles, layer_index, attend, kept)
+            return layer(h_TD, places, layer_index, attend)
+        call = _Call(layer, places, layer_index, attend, kept)
         return _Recomputed.apply(call, h_TD, *layer.parameters())
 
     return run
@@ -156,6 +156,7 @@ def _on_host(device: torch.device) -> Callable[[], RunLayer]:
 
 # For a device: what makes each pass's RunLayer.
 RECOMPUTE: dict[str, Callable[[torch.device], Callable[[], RunLayer]]] = {
+    "auto": lambda device: lambda: run_layer,  # where nobody has settled it: qerl.plan does for a run
     "none": lambda device: lambda: run_layer,
     "layer": lambda device: lambda: recomputing(OnDevice()),
     "offload": _on_host,

@@ -3,8 +3,10 @@
     weight of a token    over all samples of the update, before it is known how they are packed
     teaching             groups that a gradient comes from
     silent               groups without any advantage, where no KL is taken: their gradient is exactly zero
+    loss                 of the samples, plus algo.deep.weight times that of the branches, each over its own
 
-A silent group still counts in the weights of the others (tests/learn/test_equivalence.py).
+A branch's tokens before its pivot count as prompt here. A silent group still counts in the weights of the
+others (tests/learn/test_equivalence.py).
 """
 
 import dataclasses
@@ -55,15 +57,27 @@ class Share:
 
 
 def split(groups_P: list[Group], config: RunConfig, *, device: torch.device) -> list[Share]:
-    """One share for each update of a pass: consecutive groups, as equally many each as can be."""
-    num_groups, num_shares = len(groups_P), config.learn.updates_per_step
-    bounds = [i * num_groups // num_shares for i in range(num_shares + 1)]
-    return [_share(groups_P[start:stop], config, device) for start, stop in pairwise(bounds)]
+    """One share for each update of a pass: consecutive groups, as equally many each as can be, of samples and
+    of branches."""
+    samples = [group for group in groups_P if not group.prefix_tokens]
+    branches = [group for group in groups_P if group.prefix_tokens]
+    num_parts = config.learn.updates_per_step
+    parts = zip(_parts(samples, num_parts), _parts(branches, num_parts), strict=True)
+    return [_share(of_samples, of_branches, config, device) for of_samples, of_branches in parts]
 
 
-def _share(groups_P: list[Group], config: RunConfig, device: torch.device) -> Share:
-    known_P = [_with_rewards(group) for group in groups_P]
-    weights_P_G = _weights(known_P, config)
+def _parts(groups_P: list[Group], num_parts: int) -> list[list[Group]]:
+    bounds = [i * len(groups_P) // num_parts for i in range(num_parts + 1)]
+    return [groups_P[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _share(samples_P: list[Group], branches_P: list[Group], config: RunConfig, device: torch.device) -> Share:
+    deep = config.algo.deep
+    known_P = [_with_rewards(group) for group in samples_P]
+    grown_P = [after_prefix(_with_rewards(group)) for group in branches_P]
+    weights_P_G = _weights(known_P, config, config.num_samples)
+    weights_P_G += [[deep.weight * w for w in ws] for ws in _weights(grown_P, config, deep.num_branches)]
+    known_P += grown_P
     teaching, silent = [], []
     for pair in zip(known_P, weights_P_G, strict=True):
         (teaching if _teaches(pair[0], config) else silent).append(pair)
@@ -78,11 +92,23 @@ def _with_rewards(group: Group) -> Group:
     return dataclasses.replace(group, samples_G=[s for s in group.samples_G if s.reward is not None])
 
 
-def _weights(groups_P: list[Group], config: RunConfig) -> list[list[float]]:
+def after_prefix(group: Group) -> Group:
+    """As if what came before the pivot had been in the prompt."""
+    if not group.samples_G:
+        return group
+    n, prompt = group.prefix_tokens, group.prompt
+    prompt = dataclasses.replace(prompt, tokens_T=prompt.tokens_T + group.samples_G[0].tokens_T[:n])
+    samples_G = [
+        dataclasses.replace(s, tokens_T=s.tokens_T[n:], logprobs_T=s.logprobs_T[n:]) for s in group.samples_G
+    ]
+    return Group(prompt=prompt, samples_G=samples_G)
+
+
+def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list[list[float]]:
     """A sample that was left out still counts in num_samples: the mean is over what was drawn."""
     return LOSSES[config.algo.loss].weights(
         [[len(sample.logprobs_T) for sample in group.samples_G] for group in groups_P],
-        num_samples=len(groups_P) * config.num_samples,
+        num_samples=len(groups_P) * num_samples,
         max_tokens=config.sample.max_tokens,
     )
 

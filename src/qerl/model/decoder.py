@@ -14,6 +14,7 @@ Hugging Face's names without the leading "model.".
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +22,27 @@ from torch import Tensor, nn
 
 from qerl.kernels.nvfp4_unpack import Rows
 from qerl.kernels.rotate import rotate
-from qerl.kernels.swiglu import swiglu
 from qerl.model.architecture import Architecture
 from qerl.model.head import Head
 from qerl.model.linear import QuantLinear
+from qerl.model.noise_table import NoiseTable
 from qerl.model.norm import NoisedRMSNorm, RMSNorm
 from qerl.model.rope import cosine_sine, inverse_frequencies, magnitude
-from qerl.model.tiled import project, project_onto, room, tile_linears
+from qerl.model.tiled import project, project_onto, project_swiglu, room, tile_linears
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Angles = tuple[Tensor, Tensor]
-RunLayer = Callable[["Layer", Tensor, Angles, int, Attend], Tensor]
+
+
+class Places(NamedTuple):
+    """What the layers are told of each row."""
+
+    angles: tuple[Tensor, Tensor]
+    """Cosines and sines of its position."""
+    noise_rows_T: Tensor | None
+    """int32: which row of the norms' noise is its own, where that is a table; None: none."""
+
+
+RunLayer = Callable[["Layer", Tensor, Places, int, Attend], Tensor]
 
 
 class Table(nn.Module):
@@ -92,8 +103,7 @@ class MLP(nn.Module):
 
     def forward(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
         """h and what the layer makes of x, in the place of h."""
-        gate_TF, up_TF = project(x_TD, self.gate_up_projs, gaps_are_free=True)
-        act_TF = swiglu(gate_TF, up_TF, room=room((self.down_proj,)))
+        act_TF = project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
         return project_onto(h_TD, act_TF, self.down_proj, gaps_are_free=True)
 
     @property
@@ -111,12 +121,11 @@ class Layer(nn.Module):
             arch.width, arch.norm_eps, compute=compute, device=device
         )
 
-    def forward(
-        self, h_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
-    ) -> Tensor:
-        x_TD, h_TD = self.input_layernorm(h_TD, room=room(self.self_attn.qkv_projs))
+    def forward(self, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
+        angles, noise_rows_T = places
+        x_TD, h_TD = self.input_layernorm(h_TD, noise_rows_T, room=room(self.self_attn.qkv_projs))
         h_TD = self.self_attn(h_TD, x_TD, angles, layer_index, attend)
-        x_TD, h_TD = self.post_attention_layernorm(h_TD, room=room(self.mlp.gate_up_projs))
+        x_TD, h_TD = self.post_attention_layernorm(h_TD, noise_rows_T, room=room(self.mlp.gate_up_projs))
         return self.mlp(h_TD, x_TD)
 
     def tile(self) -> None:
@@ -127,9 +136,9 @@ class Layer(nn.Module):
         tile_linears((self.mlp.down_proj,), Rows.ALL)
 
 
-def run_layer(layer: Layer, h_TD: Tensor, angles: Angles, layer_index: int, attend: Attend) -> Tensor:
+def run_layer(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
     """Plainly."""
-    return layer(h_TD, angles, layer_index, attend)
+    return layer(h_TD, places, layer_index, attend)
 
 
 class Decoder(nn.Module):
@@ -146,16 +155,23 @@ class Decoder(nn.Module):
         self.lm_head = Head(table.weight)
         self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
         self._magnitude = magnitude(arch.rope)
+        self.noise_table = NoiseTable()
 
     def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, run_layer: RunLayer = run_layer
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        run_layer: RunLayer = run_layer,
+        noise_rows_T: Tensor | None = None,
     ) -> Tensor:
-        """hidden_TD after the final norm, in the compute dtype. run_layer: how a layer is called."""
-        angles = cosine_sine(positions_T, self._frequencies, self._magnitude)
+        """hidden_TD after the final norm, in the compute dtype. run_layer: how a layer is called.
+        noise_rows_T: of noise_table, int32; None: none of it."""
+        places = Places(cosine_sine(positions_T, self._frequencies, self._magnitude), noise_rows_T)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         for layer_index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            h_TD = run_layer(layer, h_TD, angles, layer_index, attend)
+            h_TD = run_layer(layer, h_TD, places, layer_index, attend)
         return self.norm(h_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

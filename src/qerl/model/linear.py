@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from qerl.formats import BF16, PackedWeight
+from qerl.formats import BF16, FP8Flow, PackedWeight
+from qerl.kernels.fp8_linear import fp8_linear
 from qerl.kernels.full_linear import full_linear
 from qerl.kernels.lora_linear import linear, lora_linear
 
@@ -67,12 +68,17 @@ class QuantLinear(nn.Module):
         """Keep the unpacked operand beside the weight: the same numbers, unpacked once."""
         self._operand = self.operand()
 
+    @property
+    def _operand_dtype(self) -> torch.dtype:
+        """FP8's products outside of its kernels are in fp32: in bf16 code times scale would be rounded."""
+        return torch.float32 if isinstance(self.weight, FP8Flow) else self.compute
+
     def operand(self) -> Tensor:
-        """What is multiplied, [N, K] in the compute dtype, without the factor alpha."""
+        """What is multiplied, [N, K] in the compute dtype (FP8Flow: fp32), without the factor alpha."""
         assert self.weight is not None, "no weight was loaded"
         if self._operand is not None:
             return self._operand
-        unpack = functools.partial(self.weight.operand, self.compute)
+        unpack = functools.partial(self.weight.operand, self._operand_dtype)
         return unpack() if self.unpacked is None else self.unpacked.of(self, unpack)
 
     @property
@@ -117,11 +123,20 @@ class QuantLinear(nn.Module):
         """Of its tensors, each counted once: BF16's operand is its weight."""
         return sum({id(t): t.nbytes for t in self.tensors}.values())
 
+    def frozen(self, x_TK: Tensor) -> Tensor:
+        """Without an adapter."""
+        if isinstance(self.weight, FP8Flow):
+            return fp8_linear(x_TK, self.weight, self._operand, None, self.bias)
+        return linear(x_TK, self.operand, self.alpha, self.bias)
+
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.full is not None:
             return full_linear(x_TK, self.operand(), self.full, self.bias)
         if self.a_work is None or self.b_work is None or not self.adapter_enabled:
-            return linear(x_TK, self.operand, self.alpha, self.bias)
+            return self.frozen(x_TK)
+        if isinstance(self.weight, FP8Flow):
+            adapter = self.lora_A, self.lora_B, self.a_work, self.b_work, self.scaling
+            return fp8_linear(x_TK, self.weight, self._operand, adapter, self.bias, is_read=self.is_read)
         return lora_linear(
             x_TK,
             self.operand,

@@ -4,17 +4,26 @@
     noise = sigma * rms(w) * Z     unit "relative": sigma as a fraction of each norm's size
 
 One Z for the norm before q|k|v and one for that before gate|up of each layer; no other norm is noised. Z
-depends on (seed, step, layer) alone and is drawn on the CPU, so it is the same on every device.
+depends on (seed, step, layer) alone, and where the decoder has a noise table on the row's key besides. It is
+drawn on the CPU, so it is the same on every device.
 """
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from qerl.model.decoder import Decoder
+from qerl.model.norm import NoisedRMSNorm
 from qerl.seeds import mix
+
+
+def make_table(decoder: Decoder, per: str, num_keys: int) -> None:
+    """Noise by group or by sample from here on (noise_table.py)."""
+    decoder.noise_table.open(decoder.noised_norms(), per, num_keys)
 
 
 @contextlib.contextmanager
@@ -23,14 +32,36 @@ def noised(
 ) -> Iterator[int]:
     """Noise inside, none after; yields how many norms took it, 0 if sigma is 0."""
     norms = decoder.noised_norms() if sigma > 0 else []
+    draw, table = _Draw(norms, sigma, unit, seed, step), decoder.noise_table
     try:
-        for index, norm in enumerate(norms):
-            layer_index, place = divmod(index, 2)
-            rng = torch.Generator().manual_seed(mix(seed, step, layer_index))
-            z_2D = torch.randn(2, len(norm.noise), generator=rng)
-            size = norm.weight.square().mean().sqrt() if unit == "relative" else 1.0
-            norm.noise.copy_(z_2D[place]).mul_(sigma * size)
+        if norms and not table.is_open:
+            draw.into([norm.noise for norm in norms], [()])
+        elif norms:
+            table.start(lambda rows, keys: draw.into([n.noise[rows] for n in norms], [(k,) for k in keys]))
         yield len(norms)
     finally:
+        table.stop()
         for norm in norms:
             norm.noise.zero_()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Draw:
+    norms: list[NoisedRMSNorm]
+    sigma: float
+    unit: Literal["absolute", "relative"]
+    seed: int
+    step: int
+
+    def into(self, targets: Sequence[Tensor], keys: Sequence[tuple[int, ...]]) -> None:
+        """Each norm's noise into its target: a row for each key, or [D] for the one key."""
+        for layer_index, pair in enumerate(zip(self.norms[::2], self.norms[1::2], strict=True)):
+            z_S2D = torch.stack([self._z(layer_index, key, len(pair[0].weight)) for key in keys])
+            for place, norm in enumerate(pair):
+                target = targets[2 * layer_index + place]
+                size = norm.weight.square().mean().sqrt() if self.unit == "relative" else 1.0
+                target.copy_(z_S2D[:, place].reshape(target.shape)).mul_(self.sigma * size)
+
+    def _z(self, layer_index: int, key: tuple[int, ...], width: int) -> Tensor:
+        rng = torch.Generator().manual_seed(mix(self.seed, self.step, layer_index, *key))
+        return torch.randn(2, width, generator=rng)

@@ -2,7 +2,8 @@
 
     y = x / sqrt(mean(x^2) + eps) * (weight + noise)        fp32 inside, y in the compute dtype
 
-The noise is a tensor of its own, fp32 and zero when off (`noise.py` fills it): added to the weight it would
+The noise is a tensor of its own, fp32 and zero when off (`noise.py` fills it): a vector for all tokens, or a
+table whose rows the tokens name (`noise_table.py`). Added to the weight it would
 stay there, and in bf16 a sigma below 2e-3 is rounded away where the weight is near 1. Weights are frozen:
 only x gets a gradient.
 """
@@ -33,7 +34,16 @@ class NoisedRMSNorm(nn.Module):
         self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
         self.register_buffer("noise", torch.zeros(width, dtype=torch.float32, device=device))
 
-    def forward(self, h_TD: Tensor, *, room: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, h_TD: Tensor, noise_rows_T: Tensor | None = None, *, room: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """(x, h): x with room for so many columns behind each row, where the kernel can leave it; h to be
         added to in its place."""
-        return fork(h_TD, self.weight, self.noise, self.eps, dtype=self.compute, room=room)
+        noise, rows_T = self.noise_of(noise_rows_T)
+        return fork(h_TD, self.weight, noise, self.eps, dtype=self.compute, room=room, rows_T=rows_T)
+
+    def noise_of(self, noise_rows_T: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(noise, rows of it) as the kernels take them; a table without rows is no noise."""
+        if self.noise.dim() == 1:
+            return self.noise, None
+        return None if noise_rows_T is None else self.noise, noise_rows_T

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
-from qerl.formats import BF16, NVFP4, PackedWeight
+from qerl.formats import BF16, NVFP4, FP8Flow, PackedWeight
 from qerl.model.architecture import Architecture, Rope
 from qerl.model.decoder import Decoder, Layer
 from qerl.model.device import has_tile_kernels
@@ -140,9 +140,9 @@ def random_decoder(
     compute: torch.dtype = torch.bfloat16,
     head: str = "bf16",
 ) -> Decoder:
-    """Linears in nvfp4 or bf16, with an adapter of this rank whose B is not zero; None makes none."""
+    """Linears in one of _WEIGHTS, with an adapter of this rank whose B is not zero; None makes none."""
     if format not in _WEIGHTS:
-        raise UserError(f"random weights are made in {' or '.join(_WEIGHTS)}, not in {format}")
+        raise UserError(f"random weights are made in {', '.join(_WEIGHTS)}, not in {format}")
     check_head(head, architecture.vocab_size, architecture.width)
     rng = torch.Generator(device).manual_seed(seed)
     decoder = Decoder(architecture, compute=compute, device=device)
@@ -178,7 +178,11 @@ def random_bf16(n: int, k: int, rng: torch.Generator) -> BF16:
     return BF16(_normal((n, k), 1 / math.sqrt(k), torch.bfloat16, rng))
 
 
-_WEIGHTS = {"nvfp4": random_nvfp4, "bf16": random_bf16}
+def random_fp8_flow(n: int, k: int, rng: torch.Generator) -> FP8Flow:
+    return FP8Flow.encode(random_bf16(n, k, rng).weight)
+
+
+_WEIGHTS = {"nvfp4": random_nvfp4, "bf16": random_bf16, "fp8-flow": random_fp8_flow}
 
 
 def _fill(linear: QuantLinear, format: str, rank: int | None, rng: torch.Generator) -> None:

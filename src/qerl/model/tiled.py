@@ -21,9 +21,10 @@ from torch import Tensor
 
 from qerl.formats import NVFP4, PackedWeight
 from qerl.kernels import nvfp4_decode, nvfp4_unpack
-from qerl.kernels.joined_linear import Adapter, Part, Unpack, joined_linear, linear_onto
+from qerl.kernels.joined_linear import Adapter, Part, Unpack, joined_linear, joined_swiglu, linear_onto
 from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.swiglu import swiglu
 from qerl.model.linear import QuantLinear
 
 # Packing spreads each code over an int32 and some: 16 Mi weights at a time take 0.5 GB beside the model.
@@ -193,6 +194,17 @@ def project(
     return joined_linear(
         x_TK, _unpack(group, linears), [_part(linear) for linear in linears], gaps_are_free=gaps_are_free
     )
+
+
+def project_swiglu(x_TK: Tensor, gate_up: Sequence[QuantLinear], *, room: int) -> Tensor:
+    """silu(gate) * up, with room for so many columns behind each row if on a GPU; x as `gaps_are_free` says
+    of `project`."""
+    group = _product_group(x_TK, gate_up)
+    if group is None:
+        gate_TF, up_TF = (linear(x_TK) for linear in gate_up)
+        return swiglu(gate_TF, up_TF, room=room)
+    parts = [_part(linear) for linear in gate_up]
+    return joined_swiglu(x_TK, _unpack(group, gate_up), parts, room=room, gaps_are_free=True)
 
 
 def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_free: bool = False) -> Tensor:

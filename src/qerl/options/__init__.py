@@ -6,6 +6,7 @@ from qerl.options.bench import (
     BenchLinearOptions,
     BenchParityOptions,
     BenchStepOptions,
+    BenchTileOptions,
     memory_options,
 )
 from qerl.options.commands import (
@@ -18,6 +19,7 @@ from qerl.options.commands import (
     ReportOptions,
     ServeOptions,
     StudyOptions,
+    WatchOptions,
     paper_sampling,
 )
 
@@ -28,6 +30,7 @@ __all__ = [
     "BenchLinearOptions",
     "BenchParityOptions",
     "BenchStepOptions",
+    "BenchTileOptions",
     "EvalOptions",
     "ExportOptions",
     "GenerateOptions",
@@ -36,6 +39,7 @@ __all__ = [
     "ReportOptions",
     "ServeOptions",
     "StudyOptions",
+    "WatchOptions",
     "memory_options",
     "paper_sampling",
 ]

@@ -40,6 +40,31 @@ class BenchLinearOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTileOptions:
+    shapes: tuple[str, ...] = ("qwen2.5-7b", "qwen2.5-32b")
+    """Models whose products are measured."""
+
+    batches: tuple[Literal[32, 48, 64, 96, 128, 192, 256], ...] = (32, 48, 64, 96, 128, 192, 256)
+    """The most tokens of a choice."""
+
+    lora_rank: int = 32
+    """The adapter's rank; 0 is none."""
+
+    runs: int = 9
+    """Replays of a graph, of which the median counts."""
+
+    out: Path | None = None
+    """The table's file; by default the kernels' own in the checkout."""
+
+    allow_dirty: bool = False
+    """Measure files that differ from the commit."""
+
+    def __post_init__(self):
+        check_counts(runs=(self.runs,))
+        _check_ranks((self.lora_rank,))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BenchDecodeOptions:
     shape: str = "qwen2.5-7b"
     """The model's shape; its weights are random."""
@@ -47,7 +72,7 @@ class BenchDecodeOptions:
     batches: tuple[int, ...] = (8, 32, 64, 128, 256)
     """Samples decoded at once."""
 
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """The engine with its linears in this format."""
 
     lora_ranks: tuple[int, ...] = (32,)
@@ -96,7 +121,7 @@ class BenchLearnOptions:
     shape: str = "qwen2.5-7b"
     """The model's shape; its weights are random."""
 
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """The learner with its linears in this format."""
 
     recomputes: tuple[Literal["none", "layer", "offload"], ...] = ("none", "layer")
@@ -221,7 +246,10 @@ class BenchParityOptions:
     shape: str = "qwen2.5-7b"
     """The model's shape; its weights are random."""
 
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow", "flash-fp8", "flash-int8"], ...] = (
+        "qerl-nvfp4",
+        "qerl-bf16",
+    )
     """Engine and learner with their linears in this format."""
 
     kvs: tuple[Literal["bf16", "fp8"], ...] = ("bf16",)

@@ -213,6 +213,21 @@ class ReportOptions:
     """The page; by default report.html in the first run's folder."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WatchOptions:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders that `qerl train` writes or wrote."""
+
+    port: int = 8080
+    """On 127.0.0.1; 0 takes a free one."""
+
+    open: bool = False
+    """Opens the page in this machine's browser."""
+
+    def __post_init__(self):
+        require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
+
+
 STUDY_NAMES = ("entropy", "growth", "noise", "rank", "methods")
 """Of study/catalog.py, which takes seconds to import."""
 

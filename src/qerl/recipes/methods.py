@@ -6,12 +6,14 @@ losses make four updates from each step's samples. Corrections and noise keep th
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
-from qerl.config import AlgoConfig, ControlConfig, MaspoConfig, RunConfig, SapoConfig
+from qerl.config import AlgoConfig, ControlConfig, DeepConfig, MaspoConfig, RunConfig, SapoConfig
 from qerl.recipes.paper import demo
 
 UPDATES_PER_STEP = 4
 """As GSPO's experiments and QeRL's GSM8K run have it."""
+Sampler = Literal["fp8-flow", "int8"] | None
 GRPO = AlgoConfig(loss="grpo", advantage="group")
 TARGET_KL = 1e-2
 """Nats a token. The demo's model showed 0.006 at its relative sigma 0.01, 0.037 at 0.03 and 0.37 at 0.1."""
@@ -71,6 +73,12 @@ def sapo() -> RunConfig:
 def maspo() -> RunConfig:
     """MASPO: a Gaussian weight in place of the clip, wider for unlikely tokens."""
     return _loss("maspo", AlgoConfig(loss="maspo", maspo=MaspoConfig()))
+
+
+def deep_grpo() -> RunConfig:
+    """DEEP-GRPO: GRPO, and failed samples branched at a pivot; branches learn from their siblings."""
+    algo = replace(GRPO, clip_high=0.2, branching="deep")
+    return _loss("deep_grpo", replace(algo, deep=DeepConfig(num_branches=4, segment_tokens=1)))
 
 
 def tis() -> RunConfig:
@@ -138,11 +146,51 @@ def aqn_plappert() -> RunConfig:
     return _steered("aqn_plappert", "plappert", control)
 
 
+def _noise_per(per: Literal["group", "sample"]) -> RunConfig:
+    base = demo()
+    return replace(base, out=f"runs/aqn_{per}", noise=replace(base.noise, per=per))
+
+
+def aqn_group() -> RunConfig:
+    """AQN with a draw of the noise for each prompt's group of samples."""
+    return _noise_per("group")
+
+
+def aqn_sample() -> RunConfig:
+    """AQN with a draw of the noise for each sample of a group."""
+    return _noise_per("sample")
+
+
+def _precision(
+    name: str, format: Literal["fp8-flow", "bf16"], sampler: Sampler, algo: AlgoConfig
+) -> RunConfig:
+    base = demo()
+    model = replace(base.model, format=format, sampler=sampler)
+    noise = replace(base.noise, schedule="none")
+    return replace(base, out=f"runs/{name}", model=model, noise=noise, algo=algo)
+
+
+def jet_rl() -> RunConfig:
+    """Jet-RL's flow: FP8 weights and activations, quantized alike in sampling and learning."""
+    return _precision("jet_rl", "fp8-flow", None, GRPO)
+
+
+def flash_fp8() -> RunConfig:
+    """FlashRL: a BF16 learner, a sampler quantized from it to FP8 with its activations, TIS between them."""
+    return _precision("flash_fp8", "bf16", "fp8-flow", GRPO)
+
+
+def flash_int8() -> RunConfig:
+    """FlashRL with INT8 weights in the sampler, activations in BF16."""
+    return _precision("flash_int8", "bf16", "int8", GRPO)
+
+
 METHODS: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (
-        *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, cispo, sapo, maspo),
+        *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, cispo, sapo, maspo, deep_grpo),
         *(tis, tis_sequence, mis, mis_sequence, icepop, geometric, veto, no_correction),
-        *(aqn_kl, aqn_entropy, aqn_plappert),
+        *(aqn_kl, aqn_entropy, aqn_plappert, aqn_group, aqn_sample),
+        *(jet_rl, flash_fp8, flash_int8),
     )
 }

@@ -1,6 +1,6 @@
 "use strict";
 // Text of a run only ever enters the page through text nodes.
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const MOST_LISTED = 300;
 
@@ -14,12 +14,15 @@ function element(name, properties = {}, children = []) {
 const hidden = new Set();
 for (const box of document.querySelectorAll("[data-toggle]")) {
   const apply = () => {
-    const run = Number(box.dataset.toggle);
-    if (box.checked) hidden.delete(run); else hidden.add(run);
-    for (const part of document.querySelectorAll(`[data-run="${run}"]`)) part.classList.toggle("off", !box.checked);
+    if (box.checked) hidden.delete(box.dataset.toggle); else hidden.add(box.dataset.toggle);
+    hide();
   };
   box.addEventListener("change", apply);
   apply();
+}
+
+function hide() {
+  for (const part of document.querySelectorAll("[data-run]")) part.classList.toggle("off", hidden.has(part.dataset.run));
 }
 
 // The values under the pointer. The plot's sides are those of curve.py.
@@ -36,7 +39,7 @@ function point(event, svg, chart) {
   const low = Number(svg.dataset.low), high = Number(svg.dataset.high);
   const px = (event.clientX - box.left) / box.width * WIDTH;
   const wanted = low + (px - LEFT) / (WIDTH - LEFT - RIGHT) * (high - low);
-  const shown = chart.filter((series) => !hidden.has(series.run));
+  const shown = chart.filter((series) => !hidden.has(String(series.run)));
   if (!shown.length || px < LEFT - 10 || px > WIDTH - RIGHT + 10) return leave(svg);
   const x = nearest(shown.map((series) => nearest(series.points, wanted)), wanted)[0];
   const lines = shown.flatMap((series) => series.points.filter((p) => p[0] === x)
@@ -58,20 +61,29 @@ function leave(svg) {
   svg.querySelector(".pointer").style.opacity = 0;
 }
 
-document.querySelectorAll("svg").forEach((svg, i) => {
-  const chart = data.charts[i];
-  if (!chart) return;
-  svg.addEventListener("pointermove", (event) => point(event, svg, chart));
-  svg.addEventListener("pointerleave", () => leave(svg));
-});
+function plots() {
+  return [...document.querySelectorAll("[data-part] svg")];
+}
+
+let under = null;
+function listen() {
+  plots().forEach((svg, i) => {
+    svg.onpointermove = (event) => { under = [event, i]; point(event, svg, data.charts[i]); };
+    svg.onpointerleave = () => { under = null; leave(svg); };
+  });
+}
+listen();
 
 // Samples.
 const fields = Object.fromEntries(["run", "step", "text", "low", "high"].map((id) => [id, byId(id)]));
-const rewards = data.runs.flatMap((run) => run.groups.flatMap((group) => group.samples.map((s) => s.reward)))
-  .filter((reward) => reward !== null);
-const lowest = rewards.reduce((a, b) => Math.min(a, b), Infinity);
-const highest = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
-let listed = [], current = null;
+let lowest = Infinity, highest = -Infinity, listed = [], current = null;
+
+// The rewards' range so far, for their colours.
+function range(groups) {
+  const rewards = groups.flatMap((group) => group.samples.map((s) => s.reward)).filter((reward) => reward !== null);
+  lowest = rewards.reduce((a, b) => Math.min(a, b), lowest);
+  highest = rewards.reduce((a, b) => Math.max(a, b), highest);
+}
 
 function colour(reward) {
   if (reward === null) return "var(--quiet)";
@@ -173,13 +185,18 @@ function list() {
   open(listed.includes(current) ? current : differing || listed[0] || null);
 }
 
-function fillSteps() {
-  const groups = data.runs[Number(fields.run.value)].groups;
-  const steps = [...new Set(groups.map((group) => group.step))].sort((a, b) => a - b);
-  const before = fields.step.value;
+// Steps to choose from; none chosen is the newest one of a live page, of a report all.
+function fillSteps(steps, chosen) {
   const option = (value, text) => element("option", { value, textContent: text });
-  fields.step.replaceChildren(option("", "all"), ...steps.map((step) => option(String(step), String(step))));
-  fields.step.value = steps.includes(Number(before)) && before !== "" ? before : String(steps[steps.length - 1] ?? "");
+  const numbered = steps.map((step) => option(String(step), String(step)));
+  fields.step.replaceChildren(...data.isLive ? [...numbered, option("", "newest")] : [option("", "all"), ...numbered]);
+  fields.step.value = chosen;
+}
+
+function choose() {
+  const steps = [...new Set(data.runs[Number(fields.run.value)].groups.map((group) => group.step))].sort((a, b) => a - b);
+  const before = fields.step.value;
+  fillSteps(steps, before !== "" && steps.includes(Number(before)) ? before : String(steps[steps.length - 1] ?? ""));
   list();
 }
 
@@ -187,16 +204,21 @@ function move(by) {
   const index = fields.step.selectedIndex + by;
   if (index < 0 || index >= fields.step.options.length) return;
   fields.step.selectedIndex = index;
-  list();
+  fields.step.dispatchEvent(new Event("change"));
 }
 
 data.runs.forEach((run, i) => fields.run.append(element("option", { value: String(i), textContent: run.name })));
 fields.run.parentElement.hidden = data.runs.length < 2;
-fields.run.addEventListener("change", fillSteps);
-fields.step.addEventListener("change", list);
 for (const id of ["text", "low", "high"]) fields[id].addEventListener("input", list);
 byId("earlier").addEventListener("click", () => move(-1));
 byId("later").addEventListener("click", () => move(1));
 byId("filter").addEventListener("submit", (event) => event.preventDefault());
-if (data.runs.some((run) => run.groups.length)) fillSteps();
-else byId("samples").replaceChildren(element("h2", { textContent: "Samples" }), "None are recorded.");
+byId("samples").classList.toggle("none", !data.runs.some((run) => run.groups.length));
+
+// A live page's samples come by the step: watch.js.
+if (!data.isLive) {
+  data.runs.forEach((run) => range(run.groups));
+  fields.run.addEventListener("change", choose);
+  fields.step.addEventListener("change", list);
+  choose();
+}

@@ -7,7 +7,7 @@ those of the newest steps and of steps spread evenly over the rest are taken, as
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,9 @@ def number(value: Any) -> float | None:
 
 
 def read_run(folder: Path, name: str, *, max_samples: int) -> Run:
-    if not (folder / "metrics.jsonl").is_file():
-        raise UserError(f"{folder}: holds no metrics.jsonl, so it is no run's folder")
+    check_folder(folder)
     notices: list[str] = []
-    parts = {part: _object(folder / f"{part}.json", notices) for part in ("run", "result", "evaluations")}
+    parts = {part: read_object(folder / f"{part}.json", notices) for part in ("run", "result", "evaluations")}
     records = [record for _, record in _lines(folder / "metrics.jsonl", notices)]
     if not records:
         notices.append("metrics.jsonl: no step has finished yet")
@@ -76,6 +75,11 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> Run:
     )
 
 
+def check_folder(folder: Path) -> None:
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"{folder}: holds no metrics.jsonl, so it is no run's folder")
+
+
 def chosen_steps(steps: list[int], num_chosen: int) -> list[int]:
     """A quarter of them the newest, the others spread evenly from the first on."""
     if len(steps) <= num_chosen:
@@ -86,12 +90,13 @@ def chosen_steps(steps: list[int], num_chosen: int) -> list[int]:
     return [*spread, *steps[-num_newest:]]
 
 
-def _object(path: Path, notices: list[str]) -> dict[str, Any]:
+def read_object(path: Path, notices: list[str]) -> dict[str, Any]:
+    """The file's object; empty where there is none, or a damaged one, which is a notice."""
     if not path.exists():
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         notices.append(f"{path.name}: is damaged and left out")
@@ -111,8 +116,12 @@ def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, dict[str, Any]
                 num_damaged += 1
             begin += len(line)
     if num_damaged:
-        lines = "1 line is" if num_damaged == 1 else f"{num_damaged} lines are"
-        notices.append(f"{path.name}: {lines} damaged and left out")
+        notices.append(damaged(path, num_damaged))
+
+
+def damaged(path: Path, num_lines: int) -> str:
+    lines = "1 line is" if num_lines == 1 else f"{num_lines} lines are"
+    return f"{path.name}: {lines} damaged and left out"
 
 
 def _groups(path: Path, notices: list[str], max_samples: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -130,12 +139,19 @@ def _groups(path: Path, notices: list[str], max_samples: int) -> tuple[list[dict
         f"{len(kept)} samples of {len(steps)} steps are on this page, the newest and others spread evenly;"
         f" all {num_samples} of {len(begins)} steps are in samples.jsonl"
     )
+    return groups_at(path, kept), [remark] if len(kept) < num_samples else []
+
+
+def groups_at(path: Path, begins: Sequence[int]) -> list[dict[str, Any]]:
+    """The groups of the samples whose lines begin there."""
     groups: dict[tuple[int, Any], dict[str, Any]] = {}
     with open(path, "rb") as file:
-        for begin in kept:
+        for begin in begins:
             file.seek(begin)
-            _add_sample(groups, decode(file.readline()) or {})
-    return list(groups.values()), [remark] if len(kept) < num_samples else []
+            record = decode(file.readline())
+            if record is not None and "step" in record:  # a run that goes back has cut it meanwhile
+                _add_sample(groups, record)
+    return list(groups.values())
 
 
 def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str, Any]) -> None:

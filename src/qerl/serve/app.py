@@ -8,12 +8,10 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -21,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from qerl.errors import UserError
+from qerl.loopback import names_this_machine
 from qerl.serve.desk import BusyError, Desk, GoneError, Job
 from qerl.serve.reply import CHAT, COMPLETION, Form, Reply
 from qerl.serve.request import ApiError, Ask, Reader
@@ -82,12 +81,7 @@ class Door:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _check_host(self, header: str) -> None:
-        try:
-            name = urlsplit(f"//{header}").hostname or ""
-            is_here = name in ("localhost", self._host) or ipaddress.ip_address(name).is_loopback
-        except ValueError:
-            is_here = False
-        if not is_here:
+        if not names_this_machine(header, self._host):
             raise ApiError(
                 403, "without an API key, only requests to this machine's own address are answered"
             )

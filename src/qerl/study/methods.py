@@ -1,8 +1,11 @@
 """Study `methods`: losses, corrections and exploration at one budget, each against the plainest of its kind.
 
-    losses        four updates a step, no noise                      against grpo
+    losses        four updates a step, no noise                      against grpo; deep_grpo also against
+                                                                     grpo with as many samples
     corrections   one update a step, the sampler noisy by schedule   against tis; tis against no_correction
-    exploration   the same with TIS, sigma by another rule or 0      against tis
+    exploration   the same with TIS, sigma by another rule or 0,     against tis
+                  or a noise for each group or sample
+    precision     one update a step, no noise, FP8 or INT8            against bf16, and uncorrected
 
 The arms are the recipes of docs/methods.md, over the study's own base.
 """
@@ -15,9 +18,11 @@ from qerl.study.ground import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAI
 from qerl.study.study import Arm, Fields, Study, with_fields
 from qerl.study.training import train_job
 
-LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo")
+LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo", "deep_grpo")
 CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "geometric", "veto", "no_correction")
 RULES = ("aqn_kl", "aqn_entropy", "aqn_plappert")
+DRAWS = ("aqn_group", "aqn_sample")
+PRECISIONS = ("jet_rl", "flash_fp8", "flash_int8")
 
 
 def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
@@ -38,18 +43,32 @@ def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
 def methods() -> Study:
     updates: Fields = {"learn.updates_per_step": METHODS["grpo"]().learn.updates_per_step}
     leave_one_out: Fields = {**updates, "algo.clip_high": 0.2, "algo.advantage": "leave_one_out"}
+    many: Fields = {**_arm("grpo", {}).fields, "num_samples": 24}
+    bf16: Fields = {"model.format": "bf16"}
+    uncorrected: Fields = {**bf16, "model.sampler": "fp8-flow", "algo.importance": "none"}
+    flow: Fields = {"model.format": "fp8-flow", "algo.importance": "none"}
     arms = (
         *(_arm(name, {}) for name in LOSSES),
         Arm(name="rloo", about="GRPO's loss, leave-one-out advantages.", fields=leave_one_out),
+        Arm(name="grpo_24", about="GRPO with 24 samples a prompt, about deep_grpo's.", fields=many),
         *(_arm(name, AQN) for name in CORRECTIONS),
         *(_arm(name, {}, ("algo", "noise")) for name in RULES),
+        *(_arm(name, AQN, ("algo", "noise")) for name in DRAWS),
+        *(_arm(name, {}, ("algo", "model")) for name in PRECISIONS),
+        Arm(name="bf16", about="BF16 in sampler and learner, TIS.", fields=bf16),
+        Arm(name="flash_uncorrected", about="flash_fp8 without a correction.", fields=uncorrected),
+        Arm(name="jet_uncorrected", about="jet_rl without one, as its paper has it.", fields=flow),
         Arm(name="no_noise", about="TIS without noise.", fields={}),
     )
     pairs = [
         *((name, "grpo") for name in (*LOSSES[1:], "rloo")),
-        *((name, "tis") for name in (*CORRECTIONS[1:-1], *RULES)),
+        *((name, "tis") for name in (*CORRECTIONS[1:-1], *RULES, *DRAWS)),
+        ("deep_grpo", "grpo_24"),
         ("tis", "no_correction"),
         ("tis", "no_noise"),
+        *((name, "bf16") for name in PRECISIONS),
+        ("flash_fp8", "flash_uncorrected"),
+        ("jet_rl", "jet_uncorrected"),
     ]
     return Study(
         name="methods",
@@ -67,6 +86,7 @@ def methods() -> Study:
         remarks=(
             ONE_MODEL,
             "One learning rate for all arms, 3e-4. Steps are equal, updates and samples are not: the losses"
-            " make four updates a step, and dapo draws more samples where groups agree.",
+            " make four updates a step, dapo draws more samples where groups agree, and deep_grpo draws four"
+            " branches of each sample that failed; grpo_24 draws about as many samples from their prompts.",
         ),
     )

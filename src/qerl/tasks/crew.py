@@ -1,113 +1,221 @@
-"""Processes that do one job at a time and may be killed: `pebble`'s pool, and what it leaves open.
+"""Processes that do one job at a time and may be killed.
 
-    parent --+-- warden      leads a process group; kills the whole group once the parent is gone
+    parent --+-- warden      leads a process group; passes on what the others print, so much a second and no
+             |               more; kills the whole group once the parent is gone
              +-- worker      in the warden's group, as is whatever a worker starts
              +-- worker
 
 Workers are forked, so that a closure or a notebook's function needs no pickling; only items and outcomes
-travel. They do not see Ctrl-C: pebble ignores SIGINT in them, and a terminal signals its own group only.
-Stopping kills the group, and so a child that a job left behind.
+travel. Neither Ctrl-C nor a SIGTERM that a scheduler sends to every process ends them: the parent decides.
+Stopping kills the group, and so a child that a job left behind; losing a worker does the same once the other
+jobs are done.
 
-pebble's pool breaks when an idle worker dies; it is then made anew, and what was not done is done again. It
-is also made anew after any other loss of a worker, here and not in pebble's thread some time later, so that
-forking happens while the caller waits and not in the midst of its own work.
+A worker may map memory_bytes beyond what it began with (then MemoryError), be one of so many tasks and no
+more, and is what the kernel ends first where memory is short. Linux alone has these three. Deadlines are by
+the monotonic clock. `pebble`, which could stand here, counts by the wall clock and takes a job that ends its
+process with exit code 0 for one that hangs (tests/faults/test_reward.py).
 """
 
-import multiprocessing
+import contextlib
+import dataclasses
 import os
+import pickle
+import resource
+import select
 import signal
+import sys
 import time
+import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from pebble import ProcessExpired, ProcessPool
 
-_MAX_ATTEMPTS = 3
+from qerl.errors import RunError
+
+MEMORY_BYTES = 8 << 30
+MOST_PRINTED = 1 << 16
+"""Bytes a second that are passed on to stderr."""
+MORE_TASKS = 2048
+"""Processes and threads of the user beyond all that the machine ran when the worker began."""
 _WATCH_S = 0.5
+_POLL_S = 0.1  # a death is seen at once, but where a child of the worker holds its end of the line
 
 
 class Lost(Exception):
-    """A job that came to no end: `Lost("died", "exit code -11")`, `Lost("over the deadline", "10 s")`."""
+    """A job that came to no end: `Lost("died", "killed by SIGSEGV")`, `Lost("over the deadline", "10 s")`."""
 
     def __init__(self, cause: str, message: str):
         super().__init__(cause, message)
         self.cause, self.message = cause, message
 
 
+@dataclasses.dataclass(slots=True)
+class _Worker:
+    pid: int
+    line: Connection
+    item: int | None = None
+    end: float = 0.0
+    """Of the item's time, by time.monotonic()."""
+
+
 class Crew:
     """Runs `work(item)` for many items, num_workers at a time. Items and outcomes must be picklable."""
 
-    def __init__(self, work: Callable[[Any], Any], *, num_workers: int):
-        self._work, self._num_workers = work, num_workers
+    def __init__(self, work: Callable[[Any], Any], *, num_workers: int, memory_bytes: int = MEMORY_BYTES):
+        self._work, self._num_workers, self._memory_bytes = work, num_workers, memory_bytes
+        self._workers: list[_Worker] = []
+        self._printed: int | None = None
         self._start()
 
     def run(self, items: list[Any], *, deadline_s: float) -> list[Any]:
-        """The outcome of each item in order; Lost for one that took longer or whose worker died."""
+        """The outcome of each item in order; Lost for one that took longer or whose worker is gone."""
         outcomes: list[Any] = [None] * len(items)
-        waiting = list(range(len(items)))
-        with _forking():
-            for _ in range(_MAX_ATTEMPTS):
-                waiting = self._attempt(items, outcomes, waiting, deadline_s)
-                if waiting or any(isinstance(outcome, Lost) for outcome in outcomes):
-                    self.stop()
-                    self._start()
-                if not waiting:
-                    break
-        for i in waiting:
-            outcomes[i] = Lost("died", "the workers died again and again")
+        waiting = deque(range(len(items)))
+        try:
+            if any(_exit_code(pid) is not None for pid in (self._warden, *(w.pid for w in self._workers))):
+                self.stop()
+            while waiting or any(worker.item is not None for worker in self._workers):
+                self._hand_out(items, waiting, deadline_s)
+                self._collect(outcomes, deadline_s)
+            if any(isinstance(outcome, Lost) for outcome in outcomes):
+                self.stop()
+                self._start()
+        except BaseException:  # outcomes still to come must not be taken for those of the next items
+            self.stop()
+            raise
         return outcomes
 
-    def _attempt(
-        self, items: list[Any], outcomes: list[Any], waiting: list[int], deadline_s: float
-    ) -> list[int]:
-        """Fills in outcomes; gives the items that a broken pool has left undone."""
-        undone, futures = [], {}
-        for i in waiting:
-            try:
-                futures[i] = self._pool.schedule(_work_on, args=(items[i],), timeout=deadline_s)
-            except RuntimeError:  # BrokenProcessPool is one; this is how it is said of a pool broken before
-                undone.append(i)
-        for i, future in futures.items():
-            try:
-                outcomes[i] = future.result()
-            except TimeoutError:
-                outcomes[i] = Lost("over the deadline", f"not done after {deadline_s:g} s")
-            except ProcessExpired as error:
-                outcomes[i] = Lost("died", f"the process ended with exit code {error.exitcode}")
-            except BrokenProcessPool:
-                undone.append(i)
-        return undone
+    def _hand_out(self, items: list[Any], waiting: deque[int], deadline_s: float) -> None:
+        if not self._workers:
+            self.stop()  # with what fills the table of processes, where that is why there are none
+            self._start()
+        for worker in self._workers:
+            if waiting and worker.item is None:
+                worker.item, worker.end = waiting.popleft(), time.monotonic() + deadline_s
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: _collect will see it
+                    worker.line.send(items[worker.item])
+
+    def _collect(self, outcomes: list[Any], deadline_s: float) -> None:
+        busy = [worker for worker in self._workers if worker.item is not None]
+        if not busy:
+            return
+        left_s = min(worker.end for worker in busy) - time.monotonic()
+        wait([worker.line for worker in busy], max(0.0, min(left_s, _POLL_S)))
+        for worker in busy:
+            found = _outcome(worker, deadline_s)
+            if found is not None:
+                assert worker.item is not None
+                (outcomes[worker.item],) = found
+                worker.item = None
+                if isinstance(found[0], Lost):
+                    self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        _end(worker.pid)
+        worker.line.close()
+        self._workers.remove(worker)
+        with contextlib.suppress(OSError):  # too many processes: the other workers go on alone
+            self._workers.append(self._started())
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("fork")
-        with _forking():
-            self._warden = context.Process(target=_guard, args=(os.getpid(),), daemon=True)
-            self._warden.start()
-            assert self._warden.pid is not None
-            self._group = self._warden.pid
-            os.setpgid(self._group, self._group)  # the warden does it too: whoever is first
-            self._pool = ProcessPool(
-                self._num_workers,
-                initializer=_enlist,
-                initargs=(self._group, self._work),
-                context=context,
-            )
-            self._pool.schedule(os.getpid).result()  # pebble forks at the first job; here, and not later
+        try:
+            printed, self._printed = os.pipe()
+            try:
+                self._warden = _forked(_guard, os.getpid(), printed)
+            finally:
+                os.close(printed)
+            with contextlib.suppress(PermissionError, ProcessLookupError):
+                os.setpgid(self._warden, self._warden)  # the warden does it too: whoever is first
+            for _ in range(self._num_workers):
+                self._workers.append(self._started())
+        except OSError as error:
+            raise RunError(f"no process can be started for the rewards: {error.strerror}") from error
+
+    def _started(self) -> _Worker:
+        assert self._printed is not None
+        ours, theirs = Pipe()
+        with theirs:
+            pid = _forked(_serve, theirs, self._warden, self._printed, self._memory_bytes, self._work)
+        return _Worker(pid, ours)
 
     def stop(self) -> None:
         """Ends the processes and all that they have started, without waiting for jobs."""
-        self._pool.stop()
-        if self._warden.is_alive():
-            os.killpg(self._group, signal.SIGKILL)
-        self._pool.join()
-        self._warden.join()
+        if _exit_code(self._warden) is None:
+            os.killpg(self._warden, signal.SIGKILL)
+        for worker in self._workers:
+            _end(worker.pid)
+            worker.line.close()
+        _end(self._warden)
+        self._workers = []
+        if self._printed is not None:
+            os.close(self._printed)
+            self._printed = None
 
 
-@contextmanager
+def _outcome(worker: _Worker, deadline_s: float) -> tuple[Any] | None:
+    """(what came of the worker's item,), or None as long as nothing has."""
+    if worker.line.poll():
+        try:
+            return (worker.line.recv(),)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            return (_lost(_end(worker.pid)),)
+    if (code := _exit_code(worker.pid)) is not None:
+        return (_lost(code),)
+    if time.monotonic() >= worker.end:
+        return (Lost("over the deadline", f"not done after {deadline_s:g} s"),)
+    return None
+
+
+def _lost(code: int) -> Lost:
+    if code < 0:
+        return Lost("died", f"its process was killed by {signal.Signals(-code).name}")
+    return Lost("ended its process", f"exit code {code}")
+
+
+def _exit_code(pid: int) -> int | None:
+    """None while it runs. As subprocess says it: negative for a signal."""
+    try:
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # taken from us by somebody's waitpid(-1), or by _end
+        return 0
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _end(pid: int) -> int:
+    """Kills it if it runs, and takes it off the table of processes; its exit code."""
+    try:
+        if _exit_code(pid) is None:
+            os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except (ChildProcessError, ProcessLookupError):
+        return 0
+
+
+def _forked(life: Callable[..., None], *given: Any) -> int:
+    """The pid of a process that lives life(*given) and nothing of what follows here."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with _forking():
+        pid = os.fork()
+    if pid == 0:
+        try:
+            life(*given)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+@contextlib.contextmanager
 def _forking() -> Iterator[None]:
     """Python 3.12 warns of any fork beside threads; the workers take up none of them."""
     with warnings.catch_warnings():
@@ -115,35 +223,77 @@ def _forking() -> Iterator[None]:
         yield
 
 
-def _guard(parent: int) -> None:
+def _guard(parent: int, printed: int) -> None:
     """The warden's whole life. It polls, which works on every Unix and whichever thread has forked it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.setpgid(0, 0)
+    window_end, left, num_dropped = 0.0, 0, 0
     while os.getppid() == parent:
-        time.sleep(_WATCH_S)
+        text = os.read(printed, 4096) if select.select([printed], [], [], _WATCH_S)[0] else b""
+        if time.monotonic() >= window_end:
+            if num_dropped:
+                _tell(f"\n[rewards printed {num_dropped} bytes more, left out]\n".encode())
+            window_end, left, num_dropped = time.monotonic() + 1.0, MOST_PRINTED, 0
+        if text:
+            shown = text[:left] if _tell(text[:left]) else b""
+            left -= len(shown)
+            num_dropped += len(text) - len(shown)
     os.killpg(0, signal.SIGKILL)
 
 
-_work: Callable[[Any], Any] | None = None  # set in a worker only: pebble pickles what it is given for a job
+def _tell(text: bytes) -> bool:
+    """Whether it could be written without waiting: who watches must not be held up by who does not read."""
+    try:
+        return bool(select.select([], [2], [], 0)[1]) and bool(os.write(2, text))
+    except OSError:
+        return False
 
 
-def _enlist(group: int, work: Callable[[Any], Any]) -> None:
-    global _work
+def _serve(line: Connection, group: int, printed: int, memory_bytes: int, work: Callable[[Any], Any]) -> None:
+    """A worker's whole life."""
+    _enlist(group, printed, memory_bytes)
+    pid = os.getpid()
+    while True:
+        item = line.recv()
+        outcome = work(item)
+        if os.getpid() != pid:
+            os._exit(0)  # a child that the job forked and let return: it must not go on as a worker
+        line.send(outcome)
+
+
+def _enlist(group: int, printed: int, memory_bytes: int) -> None:
     try:
         os.setpgid(0, group)
     except (PermissionError, ProcessLookupError):
-        os._exit(0)  # no such group any more: pebble has made a worker anew while the crew is being stopped
-    # pebble would run exit handlers, and wait 3 s for a job that does not come back to Python.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    _work = work
-
-
-def _work_on(item: Any) -> Any:
-    assert _work is not None
+        os._exit(0)  # no such group any more: the crew is being stopped
     pid = os.getpid()
-    outcome = _work(item)
-    if os.getpid() != pid:
-        os._exit(0)  # a child that the job forked and let return: it must not go on as a worker
-    return outcome
+
+    def stay(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != pid:  # a child that a job forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stay)  # not SIG_IGN, which programs that a job starts would inherit
+    for descriptor in (1, 2):
+        os.dup2(printed, descriptor)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        _limit(memory_bytes)
+
+
+def _limit(memory_bytes: int) -> None:
+    """Soft limits: a reward that knows what it needs may raise them."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    num_tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    for kind, most in (
+        (resource.RLIMIT_AS, mapped_bytes + memory_bytes),
+        (resource.RLIMIT_NPROC, num_tasks + MORE_TASKS),
+    ):
+        soft, hard = resource.getrlimit(kind)
+        known = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+        resource.setrlimit(kind, (min([most, *known]), hard))

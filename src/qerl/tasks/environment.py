@@ -1,13 +1,9 @@
 """Environments: what a policy talks with for several turns, and the process in which their code runs.
 
-    class Guess:                                    one object for each sample
-        async def reset(self, row, seed): ...       row: the columns and `prompt`; -> messages or None
-        async def step(self, completion): ...       what the policy said; -> (messages, reward, is_done)
-        async def close(self): ...                  may be left out, as may seed
-
-Messages are a text (of the user) or a list of {"role", "content"}; reward is a number or None; the numbers of
-all steps are added up. The functions may be plain ones. `seed` is a function of (seed, step, prompt): the
-samples of a prompt meet the same world, so their rewards compare, and a run that is resumed meets it again.
+There is one object for each sample. `row` holds the columns and `prompt`. Messages are a text (the user's) or
+a list of {"role", "content"}; the rewards of all steps are added up. The functions may be plain ones; `seed`
+and a `close()` may be left out. The seed is a function of (seed, step, prompt): the samples of a prompt meet
+the same world, so their rewards compare, and a run that is resumed meets it again.
 
 All environments of a run live in one forked process, in one event loop, so that thousands may wait for
 something at once. A call has a deadline. Time in which another one's code blocks the loop is not counted, and
@@ -21,7 +17,7 @@ import inspect
 import math
 import signal
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from types import coroutine
 from typing import Any, Protocol
 
@@ -169,7 +165,7 @@ class Stage:
             raise _Unfit("died", "the process that held it was ended")
         result = await _awaited(self._live[call.key].step(call.completion))
         if not isinstance(result, tuple) or len(result) != 3:
-            raise _Unfit("wrong length", f"gave {_shown(result)}, not (messages, reward, is_done)")
+            raise _Unfit("wrong length", f"gave a {type(result).__name__}, not (messages, reward, is_done)")
         return Reply(_messages(result[0]), _number(result[1]), bool(result[2]))
 
 
@@ -184,15 +180,13 @@ async def _awaited(result: Any) -> Any:
 def _messages(said: Any) -> Messages:
     if said is None or isinstance(said, str):
         return [] if said is None else [{"role": "user", "content": said}]
-    if not isinstance(said, Iterable) or isinstance(said, dict):
-        raise _Unfit("not messages", f"gave {_shown(said)}, not a text or a list of messages")
-    messages = list(said)
-    for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(name), str) for name in ("role", "content")
-        ):
-            raise _Unfit("not messages", f"gave {_shown(message)}, not a message with role and content")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    try:
+        messages = [{"role": message["role"], "content": message["content"]} for message in said]
+    except (TypeError, KeyError) as error:
+        raise _Unfit("not messages", "gave neither a text nor messages with role and content") from error
+    if not all(isinstance(text, str) for message in messages for text in message.values()):
+        raise _Unfit("not messages", "gave a message whose role or content is not a string")
+    return messages
 
 
 def _number(reward: Any) -> float | None:
@@ -200,8 +194,3 @@ def _number(reward: Any) -> float | None:
     if isinstance(number, Failure):
         raise _Unfit(number.cause, number.message)
     return number
-
-
-def _shown(value: Any) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) <= 80 else f"{text[:80]}..."

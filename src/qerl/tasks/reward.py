@@ -52,18 +52,26 @@ class RewardPool:
                 f"task.reward_weights must be one for each of {len(functions)} rewards, got {len(weights)}"
             )
         self._names = list(map(name_of, functions))
-        self._functions, weights, environments = _parted(functions, weights)
-        self._environment_weight = sum(weight for _, weight in environments)
+        pairs = list(zip(functions, weights, strict=True))
+        environments = [pair for pair in pairs if is_environment(pair[0])]
+        if len(environments) > 1:
+            named = ", ".join(name_of(function) for function, _ in environments)
+            raise UserError(f"task.rewards: a sample can be of one environment, got {named}")
+        self._functions = [function for function, _ in pairs if not is_environment(function)]
+        weights = [weight for function, weight in pairs if not is_environment(function)]
+        memory_bytes = int(config.reward_memory_gb * 1e9)
         self._stage, self._stage_crew = None, None
-        for environment, _ in environments:
+        for environment, self._environment_weight in environments:
             self._stage = Stage(environment, config.environment, deadline_s=config.reward_deadline_s)
-            self._stage_crew = Crew(self._stage.play, num_workers=1)
+            self._stage_crew = Crew(self._stage.play, num_workers=1, memory_bytes=memory_bytes)
         self.failures: Counter[str] = Counter()
         """Samples without a reward since the last take_failures(), by cause."""
         self._examples: dict[str, str] = {}
         self._deadline_s = config.reward_deadline_s
         self._crew = Crew(
-            functools.partial(score, self._functions, weights), num_workers=config.reward_workers
+            functools.partial(score, self._functions, weights),
+            num_workers=config.reward_workers,
+            memory_bytes=memory_bytes,
         )
 
     def __enter__(self) -> "RewardPool":
@@ -166,19 +174,6 @@ def _call(prompt: Prompt, sample: Sample) -> Call:
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     completion = sample.messages or [{"role": "assistant", "content": sample.text}]
     return Call(messages, completion, sample.tokens_T, prompt.columns)
-
-
-def _parted(
-    functions: Sequence[Reward], weights: list[float]
-) -> tuple[list[Reward], list[float], list[tuple[Reward, float]]]:
-    """The functions, their weights, and the environment with its own, if there is one."""
-    pairs = list(zip(functions, weights, strict=True))
-    environments = [pair for pair in pairs if is_environment(pair[0])]
-    if len(environments) > 1:
-        named = ", ".join(name_of(function) for function, _ in environments)
-        raise UserError(f"task.rewards: a sample can be of one environment, got {named}")
-    rest = [pair for pair in pairs if pair not in environments]
-    return [function for function, _ in rest], [weight for _, weight in rest], environments
 
 
 def resolve(name: str, config: TaskConfig) -> Reward:

@@ -219,7 +219,7 @@ def _read_json(path: Path, prompt_column: str) -> Rows:
 def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON: {error}") from error
 
 

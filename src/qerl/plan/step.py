@@ -1,4 +1,4 @@
-"""How much memory a step takes on a GPU, part by part, from the model's shape and the run's config alone.
+"""The parts of the memory that a step takes, from the model's shape and the run's config alone.
 
     total = what is always there + the larger of what sampling and what learning need beside it
 
@@ -10,11 +10,15 @@ a layer, D F N K H V as in types.py. Bytes:
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
     adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n
     gradients        4 n                                            moments           8 n, or 2 n + n / 32
-    KV cache         all samples at once, up to engine.max_running or engine.kv_gb
+    KV cache         all samples at once, up to engine.max_running or engine.kv_gb; with branches, beside all
+                     samples' pages
     activations      of the layers, by learn.recompute (`activations`)   unpacked  operands of a layer
     head             logits and slopes of a chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
 
 A head in bf16 that is tied to the embedding takes nothing; a packed one V D of its format, tied or not.
+
+`settled` takes what learn.recompute auto stands for from the same sums: the least recomputation with which
+learning fits. The KV cache does not count there: it takes the memory that there is.
 
 tests/test_plan.py has it by hand, and beside what benchmarks measured. Learning from 8,192 rows at the 7B
 shape on an H200, with the model, took 49.25 and 13.09 GB with recompute none and layer; planned 50.2 and
@@ -23,20 +27,20 @@ shape on an H200, with the model, took 49.25 and 13.09 GB with recompute none an
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from qerl.config import RunConfig
 from qerl.engine.cache import FP8, page_bytes
 from qerl.engine.scheduler import num_pages, own_pages
-from qerl.errors import UserError
 from qerl.formats import FORMATS
+from qerl.kernels.joined_linear import WIDE_ROWS
 from qerl.model.architecture import Architecture
 from qerl.model.synthetic import SHAPES
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
+_RECOMPUTES = "none", "layer", "offload"
+_AUTO_SHARE = 0.95  # of the memory: what torch's blocks hold unused is in no sum
 _ROW = 64  # elements to which rows with room for an adapter are rounded up
-_MOST_SAMPLES, _MOST_RANK = 4096, 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +95,12 @@ def weights(a: Architecture, format: str) -> float:
     return a.num_layers * (packed + factors + biases)
 
 
-def tables(a: Architecture, head_format: str = "bf16") -> float:
+def tables(a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1) -> float:
     """Embedding, head, norms and their noise."""
-    norms = 4 * a.width * (4 * a.num_layers + 1) + a.qk_norm * 8 * a.head_size * a.num_layers
+    norms = (
+        4 * a.width * ((2 + 2 * num_noise_rows) * a.num_layers + 1)
+        + a.qk_norm * 8 * a.head_size * a.num_layers
+    )
     own_head = 0 if head_format == "bf16" and a.tied_head else FORMATS[head_format].bytes_per_weight
     return a.vocab_size * a.width * (2 + own_head) + norms
 
@@ -119,16 +126,19 @@ def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     running = min(config.num_prompts * config.num_samples, engine.max_running)
     prompts = min(config.num_prompts, engine.max_running)
     pages = prompts * num_pages(prompt_tokens, engine.page_tokens)
-    pages += running * own_pages(prompt_tokens, max_tokens, engine.page_tokens)
+    kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_samples
+    pages += (kept + running) * own_pages(prompt_tokens, max_tokens, engine.page_tokens)
     wanted = (pages + 1) * page_bytes(a, engine.page_tokens, dtype)
     return wanted if engine.kv_gb is None else min(wanted, engine.kv_gb * 1e9)
 
 
 def prefill(a: Architecture, config: RunConfig) -> float:
-    """A layer's activations, no more; its largest operand."""
-    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_size
-    row = 2 * (4 * a.width + 2 * heads + 3 * a.ff_width)
-    return config.engine.prefill_tokens * row + max(operands(a, config))
+    """A layer's activations, no more; gate and up, in fp32 for some rows where they are packed; its largest
+    operand."""
+    heads, rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_size, config.engine.prefill_tokens
+    gate_up = 4 * rows if config.model.format == "bf16" else 8 * min(rows, WIDE_ROWS)
+    row = 2 * (4 * a.width + 2 * heads + a.ff_width)
+    return rows * row + gate_up * a.ff_width + max(operands(a, config))
 
 
 def operands(a: Architecture, config: RunConfig) -> list[float]:
@@ -180,13 +190,22 @@ def head(a: Architecture, config: RunConfig, rows: int) -> float:
 
 
 def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:
-    """Of the largest micro-batch if all samples are as long as may be: whole groups, or a part of one with as
-    many samples as fit, at least one."""
+    """Of the largest micro-batch if all samples are as long as may be: whole groups, or parts of them with as
+    many samples as fit, at least one (learner/pack.py)."""
     limit, branch = config.learn.micro_tokens, config.sample.max_tokens - 1
     group = prompt_tokens + config.num_samples * branch
-    if group > limit:
-        return prompt_tokens + max((limit - prompt_tokens) // max(branch, 1), 1) * branch
-    return group * min(limit // group, -(-config.num_prompts // config.learn.updates_per_step))
+    num_groups = -(-config.num_prompts // config.learn.updates_per_step)
+    if group <= limit:
+        return group * min(limit // group, num_groups)
+    most = space = 0
+    for _ in range(num_groups):
+        left = config.num_samples
+        while left:
+            space = space if space >= prompt_tokens + branch else limit
+            count = min(max((space - prompt_tokens) // max(branch, 1), 1), left)
+            space, left = space - prompt_tokens - count * branch, left - count
+            most = max(most, limit - space)
+    return most
 
 
 def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
@@ -196,10 +215,13 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     if config.learn.recompute != "none":
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
+    second = 0 if config.model.sampler is None else weights(a, config.model.sampler)
+    held = tables(a, config.model.head, 1 if config.noise.per == "step" else 1 + config.num_noises)
     copies = 4 * n if config.adapter.kind == "lora" else 0
     return [
         Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
-        Part(name="embedding, head, norms", num_bytes=tables(a, config.model.head), when="always"),
+        Part(name="sampler's weights", num_bytes=second, when="always"),
+        Part(name="embedding, head, norms", num_bytes=held, when="always"),
         Part(name="adapter's masters", num_bytes=4 * n, when="always"),
         Part(name="adapter's 16-bit copies", num_bytes=copies, when="always"),
         Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
@@ -224,114 +246,21 @@ def total(found: list[Part]) -> float:
     return always + max(phases)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Largest:
-    """The largest of each that fits while all else stays; 0 where not even the least does."""
-
-    num_prompts: int
-    max_tokens: int
-    rank: int
-
-
-def largest(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> Largest:
-    def fits(changed: RunConfig) -> bool:
-        return total(parts(a, changed, prompt_tokens)) <= gpu_bytes
-
-    def prompts(count: int) -> RunConfig:
-        """All of their samples at once."""
-        running = max(config.engine.max_running, count * config.num_samples)
-        engine = dataclasses.replace(config.engine, max_running=running)
-        return dataclasses.replace(config, num_prompts=count, engine=engine)
-
-    def tokens(count: int) -> RunConfig:
-        return dataclasses.replace(config, sample=dataclasses.replace(config.sample, max_tokens=count))
-
-    def rank(count: int) -> RunConfig:
-        return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, rank=16 * count))
-
-    most_tokens = max(a.max_positions - prompt_tokens, 1)
-    return Largest(
-        num_prompts=_last(max(_MOST_SAMPLES // config.num_samples, 1), lambda n: fits(prompts(n))),
-        max_tokens=_last(most_tokens, lambda n: fits(tokens(n))),
-        rank=16 * _last(_MOST_RANK // 16, lambda n: fits(rank(n))),
-    )
+def settled(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> RunConfig:
+    """The same with learn.recompute auto replaced: the first of none, layer and offload with which learning
+    fits, or the last. On gpu_bytes, the CUDA context's included."""
+    if config.learn.recompute != "auto":
+        return config
+    changed = config
+    for recompute in _RECOMPUTES:
+        changed = dataclasses.replace(config, learn=dataclasses.replace(config.learn, recompute=recompute))
+        if learning_bytes(parts(a, changed, prompt_tokens)) <= _AUTO_SHARE * gpu_bytes:
+            break
+    return changed
 
 
-def remedies(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    """What makes it fit, the fewest options first, none more than it takes, and the memory then taken."""
-    found: list[str] = []
-    sufficient: list[tuple[Any, ...]] = []
-    for options in _REMEDIES:
-        if any(set(fewer) <= set(options) for fewer in sufficient):
-            continue
-        changed = config
-        for part, name, value in options:
-            changed = dataclasses.replace(
-                changed, **{part: dataclasses.replace(getattr(changed, part), **{name: value})}
-            )
-        need = total(parts(a, changed, prompt_tokens))
-        if changed != config and need <= gpu_bytes:
-            set_to = " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
-            found.append(f"{set_to:64}{need / 1e9:8.2f} GB")
-            sufficient.append(options)
-    return found
-
-
-_LAYER, _OFFLOAD = ("learn", "recompute", "layer"), ("learn", "recompute", "offload")
-_SMALL, _BYTES = ("learn", "micro_tokens", 2048), ("engine", "kv", "fp8")
-_FEW = "engine", "max_running", 32
-_REMEDIES = (
-    *((one,) for one in (_LAYER, _OFFLOAD, _SMALL, _BYTES, _FEW)),
-    *((one, other) for one in (_LAYER, _OFFLOAD) for other in (_SMALL, _BYTES, _FEW)),
-    (_OFFLOAD, _SMALL, _BYTES, _FEW),
-)
-
-
-def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) -> str:
-    """A table of the parts, the total, and what fits, or what would make it fit."""
-    a = architecture(model)
-    if prompt_tokens + config.sample.max_tokens > a.max_positions:
-        raise UserError(
-            f"{model} has {a.max_positions} positions, prompt_tokens and sample.max_tokens ask for"
-            f" {prompt_tokens + config.sample.max_tokens}"
-        )
-    found = parts(a, config, prompt_tokens)
-    need, fits = total(found), total(found) <= gpu_gb * 1e9
-    lines = [f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in found]
-    return "\n".join(
-        [
-            f"{model} in {config.model.format}, {config.num_prompts * config.num_samples} samples of up to"
-            f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_learns(config)}",
-            "",
-            *lines,
-            f"{'most at once':36}{need / 1e9:8.2f} GB"
-            f"   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB",
-            "",
-            *(_what_fits if fits else _what_would)(a, config, prompt_tokens, gpu_gb * 1e9),
-        ]
-    )
-
-
-def _what_fits(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    most = largest(a, config, prompt_tokens, gpu_bytes)
-    rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
-    return [
-        f"largest batch {most.num_prompts * config.num_samples} samples at once, or samples of"
-        f" {most.max_tokens} tokens,{rank} all else as it is"
-    ]
-
-
-def _what_would(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
-    found = remedies(a, config, prompt_tokens, gpu_bytes)
-    if not found:
-        return [
-            "not even recomputation, small micro-batches, an FP8 cache and few samples at once make it fit"
-        ]
-    return ["it fits with", *(f"  {line}" for line in found)]
-
-
-def _learns(config: RunConfig) -> str:
-    return f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "weights that learn themselves"
+def learning_bytes(found: list[Part]) -> float:
+    return sum(part.num_bytes for part in found if part.when != "sampling")
 
 
 def _with_room(width: int, group: tuple[Linear, ...], config: RunConfig) -> int:
@@ -339,12 +268,3 @@ def _with_room(width: int, group: tuple[Linear, ...], config: RunConfig) -> int:
     adapter = config.adapter
     rank = adapter.rank * sum(linear.name in adapter.targets for linear in group) * (adapter.kind == "lora")
     return math.ceil((width + rank) / _ROW) * _ROW if rank else width
-
-
-def _last(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest of 1..most for which it holds, if it holds of all smaller ones; 0 if of none."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low

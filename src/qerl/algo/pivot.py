@@ -1,0 +1,78 @@
+"""Where a failed sample is branched, and how likely a branch from there is to succeed: DEEP-GRPO.
+
+    Q(t) ~ P(t / T) (t / T)^gamma        t = s, 2 s, ... under T: after whole segments of s of its T tokens
+    P(r) = sigmoid(slope r + base)       fitted to the tries so far: (r, whether a branch succeeded)
+                                         1 until there are more than 10 of them, of both kinds
+
+The fit minimises -sum log(P(r) or 1 - P(r)) + slope^2 / 2 by Newton's method, from slope 0 and the log odds:
+scikit-learn's LogisticRegression as the authors call it, over the newest 10,000 tries. Their segments are
+sentences or 50 tokens, and their r counts segments. arXiv 2602.14169.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from qerl.config import DeepConfig
+
+WINDOW, FEW = 10_000, 10
+_MOST_STEPS, _SMALL = 100, 1e-10
+
+
+class Try(NamedTuple):
+    """A pivot that was branched: Try(ratio=0.75, succeeded=True)."""
+
+    ratio: float
+    """Share of the sample's tokens before it."""
+    succeeded: bool
+    """Whether at least one of its branches did."""
+
+
+class Success(NamedTuple):
+    """The chance that a pivot at ratio r succeeds."""
+
+    slope: float
+    base: float
+
+    def at(self, ratio: float) -> float:
+        x = self.slope * ratio + self.base
+        return 1.0 / (1.0 + math.exp(-x)) if x > 0 else math.exp(x) / (1.0 + math.exp(x))
+
+
+def fitted(tries: Sequence[Try]) -> Success | None:
+    """None where there are too few tries, or none of one kind."""
+    if len(tries) <= FEW or len({each.succeeded for each in tries}) < 2:
+        return None
+    ratio = torch.tensor([each.ratio for each in tries], dtype=torch.float64)
+    x_N2 = torch.stack((ratio, torch.ones_like(ratio)), 1)
+    y_N = torch.tensor([float(each.succeeded) for each in tries], dtype=torch.float64)
+    penalty = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    w = torch.stack((torch.zeros_like(y_N[0]), y_N.mean().logit()))
+    for _ in range(_MOST_STEPS):
+        p_N = (x_N2 @ w).sigmoid()
+        gradient = x_N2.T @ (p_N - y_N) + penalty * w
+        if gradient.abs().max() < _SMALL * len(tries):
+            break
+        curvature = (x_N2.T * (p_N * (1 - p_N))) @ x_N2 + penalty.diag()
+        w = w - torch.linalg.solve(curvature, gradient)
+    return Success(*w.tolist())
+
+
+def odds(num_tokens: int, success: Success | None, deep: DeepConfig) -> dict[int, float]:
+    """Of a pivot after each number of tokens, not normalised; none for a sample of one segment."""
+    return {
+        t: (1.0 if success is None else success.at(t / num_tokens)) * (t / num_tokens) ** deep.gamma
+        for t in range(deep.segment_tokens, num_tokens, deep.segment_tokens)
+    }
+
+
+def chosen(odds: dict[int, float], uniform: float) -> int | None:
+    """The place where the odds' running sum passes this share of the whole; None where there is no place."""
+    if not odds:
+        return None
+    target = uniform * sum(odds.values())
+    running = itertools.accumulate(odds.values())
+    return next((t for t, reached in zip(odds, running, strict=True) if reached > target), max(odds))

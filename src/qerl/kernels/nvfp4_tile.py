@@ -1,0 +1,148 @@
+"""How a packed product is cut into tiles: a table that `qerl bench tile` measured, by (M, N, K) and GPU.
+
+    nvfp4_tile.json   for each GPU: commit and day; for each (N, K) and most tokens M the quickest Choice
+
+A product takes the choice of the nearest (N, K), by the sum of |log N / N'| and |log K / K'|, for the fewest
+`most_tokens` that are not under its M; a GPU that is not in the table takes the first one's. What does not
+divide K gives way to the next smaller block. Up to 32 tokens there is one choice for an (N, K), so that the
+split of K, and with it a row's bits, are the same at any M.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from importlib import resources
+
+MAX_TOKENS = 256
+TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
+MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
+"""Of the choices for one (N, K)."""
+
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
+_TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
+_K_BLOCKS = (512, 256, 192, 128, 64)
+_SLICE_K = 256  # of the sums that the adapter's u is added up from, or a stage's k where that is less
+_MOST_STAGES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile(tokens=8, warpgroups=1, k_block=512, stages=4, ctas_per_sm=2): 64 rows x 8 tokens x 512 k."""
+
+    tokens: int
+    warpgroups: int
+    k_block: int
+    stages: int
+    ctas_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        return TILE_ROWS * self.warpgroups
+
+    @property
+    def stage_bytes(self) -> int:
+        used = self.tokens * self.k_block * 2 + self.warpgroups * self.k_block // TILE_K * TILE_BYTES
+        return -(-used // 1024) * 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16) + 16 + 1024
+
+    def threads(self, makes_u: bool) -> int:
+        """Warps that multiply, one that copies, and one for the adapter's first half."""
+        return 32 * (4 * self.warpgroups + 1 + int(makes_u))
+
+    @property
+    def slice_k(self) -> int:
+        """How many k are one sum of u's."""
+        return min(self.k_block, _SLICE_K)
+
+    def padded_tokens(self, M: int) -> int:
+        return -(-M // self.tokens) * self.tokens
+
+    def units(self, M: int, N: int, K: int) -> int:
+        return -(-N // self.rows) * -(-M // self.tokens) * (K // self.k_block)
+
+    def grid(self, M: int, N: int, K: int, num_sms: int) -> int:
+        """CTAs: as many as run at once, and none without work (another would wait for it for ever)."""
+        return min(self.units(M, N, K), num_sms * self.ctas_per_sm)
+
+    def splits_sums(self, M: int, N: int, K: int, num_sms: int) -> bool:
+        """Whether the CTAs that share a tile also share the work of adding up and finishing it."""
+        tiles = -(-N // self.rows) * -(-M // self.tokens)
+        return N * K > 2**25 and self.tokens >= 48 and self.grid(M, N, K, num_sms) >= 4 * tiles
+
+    def workspace_words(self, num_sms: int) -> int:
+        return 2 * num_sms * self.ctas_per_sm * self.rows * self.tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Up to most_tokens, such as token_tiles=2, warpgroups=1, k_block=512, ctas_per_sm=2: 9.3 us."""
+
+    N: int
+    K: int
+    most_tokens: int
+    token_tiles: int
+    """That M tokens are cut into; each weight is decoded so often."""
+    warpgroups: int
+    k_block: int
+    ctas_per_sm: int
+    us: float
+    """Of a launch, when it was measured."""
+
+    def tile(self, M: int, K: int) -> Tile | None:
+        """With as many stages as fit; None if two do not."""
+        tokens = next(width for width in _TOKEN_TILES if width * self.token_tiles >= M)
+        k_block = next(k for k in _K_BLOCKS if k <= self.k_block and K % k == 0)
+        stage_bytes = Tile(tokens, self.warpgroups, k_block, 1, self.ctas_per_sm).stage_bytes + 16
+        stages = min((_SHARED_BYTES // self.ctas_per_sm - 2048) // stage_bytes, _MOST_STAGES)
+        return Tile(tokens, self.warpgroups, k_block, stages, self.ctas_per_sm) if stages > 1 else None
+
+
+def candidates(N: int, K: int, most_tokens: int) -> list[Choice]:
+    """What is worth measuring: the narrower the tile, the more CTAs and the longer the stage."""
+    two, one = [(tiles, 1, k, 2) for tiles in (1, 2) for k in (512, 256)], []
+    if most_tokens <= 32:
+        forms = [*two[:2], (1, 1, 512, 1), (1, 2, 512, 1), (1, 2, 256, 1)]
+    elif most_tokens <= 64:
+        one = [(tiles, groups, k, 1) for tiles in (1, 2) for groups in (1, 2) for k in (256, 128)]
+        forms = [*two[2:], *one]
+    elif most_tokens <= 128:
+        forms = [(tiles, 2, k, 1) for tiles in (1, 2) for k in (256, 128)] + [(3, 1, 256, 2)]
+    else:
+        forms = [(tiles, 2, k, 1) for tiles in (2, 3, 4) for k in (256, 128)]
+    names = ("token_tiles", "warpgroups", "k_block", "ctas_per_sm")
+    each = [
+        Choice(N=N, K=K, most_tokens=most_tokens, us=0.0, **dict(zip(names, form, strict=True)))
+        for form in forms
+    ]
+    tiles = {choice.tile(most_tokens, K): choice for choice in reversed(each)}
+    return [
+        choice
+        for tile, choice in tiles.items()
+        if tile is not None and tile.padded_tokens(most_tokens) <= MAX_TOKENS
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tile(M: int, N: int, K: int, gpu: str = "") -> Tile:
+    assert 1 <= M <= MAX_TOKENS and N % TILE_ROWS == 0 and K % TILE_K == 0
+    most_tokens = next(most for most in MOST_TOKENS if most >= M)
+    choices = [choice for choice in table(gpu) if choice.most_tokens == most_tokens]
+    nearest = min(choices, key=lambda c: abs(math.log(N / c.N)) + abs(math.log(K / c.K)))
+    tile = nearest.tile(M, K)
+    assert tile is not None, nearest
+    return tile
+
+
+@functools.cache
+def table(gpu: str) -> tuple[Choice, ...]:
+    by_gpu = read()
+    return by_gpu.get(gpu, next(iter(by_gpu.values())))
+
+
+def read() -> dict[str, tuple[Choice, ...]]:
+    text = resources.files("qerl.kernels").joinpath("nvfp4_tile.json").read_text()
+    return {entry["gpu"]: tuple(Choice(**each) for each in entry["choices"]) for entry in json.loads(text)}

@@ -1,0 +1,164 @@
+"""Tiny runs in forked processes: started in milliseconds, with a fault put in beforehand, killed at will."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import tiny_run
+from qerl import cli, session
+from qerl.journal import is_timing
+
+assert session  # imported here, so that a forked run need not
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """A process with a session of its own: whatever it starts is found by it."""
+
+    pid: int
+    log: Path
+
+    @property
+    def said(self) -> str:
+        """Its stdout and stderr so far."""
+        return self.log.read_text()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = 120.0) -> int:
+        """Its exit code, negative for a signal."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.005)
+        self.kill()
+        os.waitpid(self.pid, 0)
+        raise TimeoutError(f"{self.log}: not done after {timeout_s} s: {self.said}")
+
+    def wait_for(self, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        end = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < end, self.said
+            assert os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, self.said
+            time.sleep(0.002)
+
+    def processes(self) -> list[int]:
+        """Those of its session that still run, itself included."""
+        return [pid for pid in _pids() if _session(pid) == self.pid]
+
+
+def start(
+    files: Path, out: Path, *more: str, first: Callable[[], object] = lambda: None, log: Path | None = None
+) -> Run:
+    """`qerl train demo` on the tiny files, after first() in its process."""
+    log = log or out.with_name(f"{out.name}.log")
+    return start_command(["train", "demo", *tiny_run.options(files, out), *more], log, first)
+
+
+def start_command(arguments: list[str], log: Path, first: Callable[[], object] = lambda: None) -> Run:
+    sys.stdout.flush()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid:
+        return Run(pid, log)
+    code = 70
+    try:
+        os.setsid()
+        _speak_to(log)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        torch.set_num_threads(1)
+        first()
+        sys.argv = ["qerl", *map(str, arguments)]
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def finish(files: Path, out: Path, *more: str) -> str:
+    """A whole run, or the rest of one; what it said."""
+    run = start(files, out, *more)
+    code = run.wait()
+    assert code == 0, (code, run.said)
+    return run.said
+
+
+def num_steps(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def difference(a: Path, b: Path) -> str | None:
+    """What two ended runs differ in beside times; None: the same adapter, moments, metrics and samples."""
+    if _metrics(a) != _metrics(b):
+        return "metrics.jsonl"
+    for name in ("samples.jsonl", "evaluations.json"):
+        if (a / name).read_bytes() != (b / name).read_bytes():
+            return name
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (load_file(max((out / "checkpoints").glob("step-*")) / name) for out in (a, b))
+        if ours.keys() != theirs.keys() or not all(ours[key].equal(theirs[key]) for key in ours):
+            return name
+    return None
+
+
+@contextlib.contextmanager
+def small_disk(num_bytes: int) -> Iterator[Path]:
+    """A file system of that size, made anew; OSError where this process may not mount one."""
+    folder = Path(tempfile.mkdtemp(prefix="qerl-disk-"))
+    try:
+        if os.geteuid() or os.system(f"mount -t tmpfs -o size={num_bytes} qerl {folder} 2>/dev/null"):
+            raise PermissionError(f"{folder}: no file system can be mounted here")
+        try:
+            yield folder
+        finally:
+            os.system(f"umount -l {folder}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _metrics(out: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
+
+
+def _speak_to(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _session(pid: int) -> int | None:
+    """None for one that is gone, or only waits to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[3])

@@ -1,0 +1,56 @@
+"""kill -9 at random moments; `python tests/faults/figures.py` does it 50 times and more."""
+
+import pytest
+
+import tiny_run
+from faults import kills, runs
+from qerl.errors import UserError
+from qerl.journal import Journal
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(files, tmp_path_factory):
+    return kills.unbroken(files, tmp_path_factory.mktemp("runs"))
+
+
+def test_killed_at_random_moments_and_started_at_once_a_run_is_the_unbroken_one(files, unbroken, tmp_path):
+    whole, whole_s = unbroken
+    trials = [
+        kills.trial(files, tmp_path / str(i), whole, moment_s)
+        for i, moment_s in enumerate(kills.moments_s(3, 1, whole_s))
+    ]
+    assert [one["difference"] for one in trials] == [None] * 3
+    assert not any(one["survivors"] for one in trials)
+
+
+def test_a_run_killed_again_and_again_gets_there_all_the_same(files, unbroken, tmp_path):
+    out = tmp_path / "run"
+    for target in (1, 4, 7):
+        run = runs.start(files, out, *kills.MORE)
+        run.wait_for(lambda target=target: runs.num_steps(out) >= target)
+        run.kill()
+        assert run.wait() == -9
+    runs.finish(files, out, *kills.MORE)
+    assert runs.difference(out, unbroken[0]) is None
+
+
+def test_the_lock_goes_with_the_run_and_not_with_its_workers(files, tmp_path):
+    """A worker hangs on; the run's folder is free as soon as the run is gone."""
+    (tmp_path / "slow.py").write_text("import time\ndef slow(completions, **_):\n    time.sleep(60)\n")
+    run = runs.start(files, tmp_path / "run", "--task.rewards", f"{tmp_path / 'slow.py'}:slow")
+    run.wait_for(lambda: len(run.processes()) >= 4 and (tmp_path / "run" / "run.json").exists())
+    with pytest.raises(UserError, match=rf"another run is writing here \(process {run.pid}\)"):
+        Journal(tmp_path / "run", num_steps=1)
+    second = runs.start(files, tmp_path / "run")
+    assert second.wait() == 2 and f"process {run.pid}" in second.said and second.said.count("\n") == 1
+    workers = [pid for pid in run.processes() if pid != run.pid]
+    run.kill()
+    run.wait()
+    with Journal(tmp_path / "run", num_steps=1):
+        left = run.processes()  # before the warden has looked
+        assert workers and set(left) <= set(workers)

@@ -1,0 +1,78 @@
+"""What the pages tell a reader to type exists: commands, recipes, options; and the sections they quote."""
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from qerl import options
+from qerl.cli import BENCHES, COMMANDS
+from qerl.config import RunConfig
+from qerl.recipes import RECIPES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TAKEN = {
+    "train": RunConfig,
+    "plan": options.PlanOptions,
+    "eval": options.EvalOptions,
+    "generate": options.GenerateOptions,
+    "serve": options.ServeOptions,
+    "quantize": options.QuantizeOptions,
+    "export": options.ExportOptions,
+    "report": options.ReportOptions,
+    "watch": options.WatchOptions,
+    "study": options.StudyOptions,
+    "linear": options.BenchLinearOptions,
+    "decode": options.BenchDecodeOptions,
+    "step": options.BenchStepOptions,
+    "memory": options.BenchStepOptions,
+    "learn": options.BenchLearnOptions,
+    "parity": options.BenchParityOptions,
+}
+SHORT = {"model", "task", "reward", "as", "help", "debug"}
+PLACEHOLDERS = {"my_recipe", "RECIPE"}
+
+
+def names(kind, prefix=""):
+    for name, field in typing.get_type_hints(kind).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(field):
+            yield from names(field, "" if name == "run" else f"{prefix}{name}.")
+
+
+def commands(text):
+    """(command, its arguments) of each line of code that begins with qerl, and of qerl in backticks."""
+    for line in re.findall(r"^ {4}qerl (.*)", text, flags=re.MULTILINE) + re.findall(r"`qerl ([^`]*)`", text):
+        name, *arguments = line.partition("  #")[0].split()
+        yield name, arguments
+
+
+def options_of(name, arguments):
+    kind = TAKEN[arguments[0] if name == "bench" else name]
+    known = {*names(kind), *SHORT} | {f"no_{known}" for known in names(kind)}
+    given = [a.removeprefix("--").replace("-", "_") for a in arguments if a.startswith("--")]
+    return [option for option in given if option not in known]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_tells_to_type_exists(page):
+    for name, arguments in commands(page.read_text()):
+        said = f"qerl {name} {' '.join(arguments)}"
+        if name.isupper():
+            continue
+        assert name in COMMANDS, said
+        if name == "train" and arguments and not arguments[0].startswith("-"):
+            assert arguments[0] in RECIPES or arguments[0] in PLACEHOLDERS, said
+        if name == "bench" and (not arguments or arguments[0] not in BENCHES):
+            continue
+        assert not options_of(name, arguments), said
+
+
+def test_every_section_that_a_page_quotes_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    quoted = {name for page in PAGES[1:] for name in re.findall(r'"README\.md:(\w+)"', page.read_text())}
+    marked = set(re.findall(r"\[start:(\w+)\]", readme))
+    assert quoted == marked == set(re.findall(r"\[end:(\w+)\]", readme)) and "reward" in quoted

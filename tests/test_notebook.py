@@ -1,0 +1,40 @@
+"""The notebook runs from its first cell to its last, on a tiny model; and no outputs are in it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import tiny_run
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = json.loads((ROOT / "examples" / "first_run.ipynb").read_text())
+CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_has_no_outputs():
+    assert NOTEBOOK["nbformat"] == 4
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CELLS)
+    assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
+
+
+def test_the_notebook_loads_trains_plots_and_exports(tmp_path):
+    model = tiny_run.write_model(tmp_path / "model")
+    first, *others = ["".join(cell["source"]) for cell in CELLS]
+    assert CELLS[0]["metadata"]["tags"] == ["parameters"] and first.startswith("MODEL = ")
+    # As a kernel does, cell after cell in one namespace; a figure is kept in the place of being shown.
+    cells = [f"MODEL, RUN = {str(model)!r}, 'run'", *others]
+    script = "\n\n".join(cells).replace("plt.show()", "figure.savefig('figure.png')")
+    (tmp_path / "cells.py").write_text(script)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "agg"}
+    done = subprocess.run(
+        [sys.executable, "cells.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 20
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        p.name for p in (run / "adapter").iterdir()
+    }
+    assert (tmp_path / "figure.png").stat().st_size > 1000 and "weights will learn" in done.stdout
