@@ -65,7 +65,7 @@ def evaluate(
         accuracy=accuracy,
         accuracy_error=accuracy_error,
         pass_at_k=pass_at_powers(correct_P_G),
-        mean_tokens=fmean(len(sample.tokens_T) for group in groups for sample in group.samples_G),
+        mean_tokens=fmean(len(sample.logprobs_T) for group in groups for sample in group.samples_G),
         num_prompts=len(prompts),
         num_failed=sum(rewards_G.count(None) for rewards_G in rewards_P_G),
     )

@@ -122,7 +122,7 @@ def _marked(
         {
             "rewards": rewards_G,
             "votes": votes_P_G[place] if votes_P_G else [None] * num_samples,
-            "num_tokens": [len(sample.tokens_T) for sample in group.samples_G],
+            "num_tokens": [len(sample.logprobs_T) for sample in group.samples_G],
             "is_cut": _is_cut(group),
         }
         for place, (group, rewards_G) in enumerate(zip(groups, rewards_P_G, strict=True))

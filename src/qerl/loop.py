@@ -132,7 +132,7 @@ def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
     """What the samples say of the policy; rewards that failed count nowhere but in num_failed_rewards."""
     samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
-    lengths = [len(sample.tokens_T) for sample in samples]
+    lengths = [len(sample.logprobs_T) for sample in samples]
     right_P_G = [
         [s.reward >= config.evaluate.right_from for s in group.samples_G if s.reward is not None]
         for group in groups
@@ -146,7 +146,23 @@ def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
         "sampled_tokens": sum(lengths),
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
         "num_failed_rewards": len(samples) - len(rewards),
+        **conversed(samples),
         **{f"pass_at_{k}": value for k, value in pass_at_powers(right_P_G).items()},
+    }
+
+
+def conversed(samples: list[Sample]) -> dict[str, float]:
+    """Of samples that talked with an environment: turns of the policy, a sample's mean; what tools said; the
+    tokens that are not learned from."""
+    talks = [sample.messages for sample in samples if sample.messages is not None]
+    if not talks:
+        return {}
+    roles = [[message["role"] for message in messages] for messages in talks]
+    return {
+        "turns": fmean(each.count("assistant") for each in roles),
+        "tool_calls": sum(each.count("tool") for each in roles),
+        "given_tokens": sum(len(places) for sample in samples for places in sample.given),
+        "num_failed_episodes": sum(sample.failure is not None for sample in samples),
     }
 
 

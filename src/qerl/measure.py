@@ -7,6 +7,7 @@ runs/eval. What it holds already is not done again.
 import dataclasses
 import hashlib
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import NoiseConfig, RunConfig, SampleConfig, TaskConfig
+from qerl.engine.engine import Engine
+from qerl.episode import Episodes, conversing
 from qerl.errors import UserError
 from qerl.exam import Exam, result_path, settings_of, sit
 from qerl.journal.provenance import environment
@@ -27,7 +30,7 @@ from qerl.model.source import locate
 from qerl.options import EvalOptions
 from qerl.policy import learned_sampler_of, reader_of
 from qerl.tasks import RewardPool, Votes, build_task, every_prompt
-from qerl.tasks.grade import BUILT_IN
+from qerl.tasks.reward import REWARDS
 from qerl.tasks.vote import voting_grader
 from qerl.types import Prompt
 
@@ -61,11 +64,17 @@ def measure(
         results = []
         for name, exam in exams.items():
             task = tasks[name]
-            settings = settings_of(exam, {**facts, "data": task.name, "rewards": list(task.rewards)})
+            asked = {"data": task.name, "rewards": list(task.rewards)}
+            if pools[_grading(task)].has_environment:
+                asked["environment"] = dataclasses.asdict(task.environment)
+            settings = settings_of(exam, {**facts, **asked})
             path = result_path(folder, settings)
-            if not all(reward in BUILT_IN for reward in task.rewards):
+            if not all(reward in REWARDS for reward in task.rewards):
                 path.unlink(missing_ok=True)  # the user's function may have changed, which no setting shows
-            summary = sit(exam, engine, path, settings, partial(console.print, markup=False, highlight=False))
+            sampler = partial(_sampler, engine, pools[_grading(task)], task, room)
+            summary = sit(
+                exam, sampler, path, settings, partial(console.print, markup=False, highlight=False)
+            )
             results.append({"set": name, "model": source, **summary, "file": str(path)})
     console.print(table(results))
     return results
@@ -96,7 +105,13 @@ def _percent(share: float | None) -> str:
 
 def _grading(task: TaskConfig) -> tuple[Any, ...]:
     """What a pool depends on: sets that are graded alike share their processes."""
-    return task.rewards, task.reward_weights, task.answer_column
+    return task.rewards, task.reward_weights, task.answer_column, task.environment
+
+
+def _sampler(
+    engine: Callable[[], Engine], pool: RewardPool, task: TaskConfig, room: int
+) -> Engine | Episodes:
+    return conversing(engine(), pool, task.environment, room)
 
 
 def _config(run: RunConfig | None, options: EvalOptions) -> RunConfig:

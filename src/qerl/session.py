@@ -20,7 +20,8 @@ from qerl import plan
 from qerl.branching import Branching
 from qerl.config import RunConfig
 from qerl.engine.budget import free_bytes
-from qerl.errors import UserError
+from qerl.episode import Episodes, conversing
+from qerl.errors import require
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
 from qerl.journal import Journal, Silent, StepLog
@@ -87,16 +88,18 @@ class _Session:
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
         self.decoder, self.engine, self.task = policy_of(config)
         self.rewards = SpreadRewards(pool, ranks)
+        room = self.decoder.architecture.max_positions - config.sample.max_tokens
+        speaker = conversing(self.engine, pool, config.task.environment, room)
+        self.episodes = speaker if isinstance(speaker, Episodes) else None
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
         self.learner = Learner(self.decoder, self.settled(), notice=journal.notice, score=score, ranks=ranks)
         self.noise = Exploration(self.decoder, config)
-        self.sampler = SpreadEngine(self.engine, ranks) if cluster is None else self._remote(cluster)
-        is_spread = ranks.count > 1 or cluster is not None
-        if config.algo.branching == "deep" and is_spread:
-            raise UserError(
-                "algo.branching deep is for one process: branches need the pages of their samples"
-            )
-        self.branching = Branching(self.engine, config) if config.algo.branching == "deep" else None
+        self.sampler = SpreadEngine(speaker, ranks) if cluster is None else self._remote(cluster)
+        is_alone, is_deep = ranks.count == 1 and cluster is None, config.algo.branching == "deep"
+        require(not is_deep or is_alone, "algo.branching deep is for one process: branches need its pages")
+        require(not is_deep or self.episodes is None, "algo.branching deep is not for environments: set none")
+        require(is_alone or self.episodes is None, "environments are for one process: run it without others")
+        self.branching = Branching(self.engine, config) if is_deep else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         path = folder / "evaluations.json"
         self.evaluations = ranks.from_first(lambda: read_object(path) if path.exists() else {})
@@ -206,6 +209,8 @@ class _Session:
         log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
         for cause, (count, example) in self.rewards.take_failures().items():
             self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
+        if self.episodes is not None:
+            log.add(environment_s=self.episodes.waited_s)
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):

@@ -38,11 +38,12 @@ class Sample:
     """
 
     tokens_T: list[int]
-    """What was sampled, the stop token included; at least one token."""
+    """What was sampled, the stop token included, and what an environment put between its turns. The first
+    and the last one were sampled."""
     logprobs_T: list[float]
-    """Natural log of each token's probability under the policy that sampled it, noise and all."""
+    """Natural log of each sampled token's probability under the policy that sampled it, noise and all."""
     text: str
-    """The tokens as text without special tokens, cut before a stop string."""
+    """The tokens as text without special tokens, cut before a stop string; of turns, a line on who speaks."""
     finish: Literal["stop", "length"]
     version: int
     """How many learner updates that policy had taken."""
@@ -52,6 +53,48 @@ class Sample:
     reward: float | None = None
     """None where the reward failed: the sample then teaches nothing."""
     advantage: float = 0.0
+    given: tuple[range, ...] = ()
+    """Where in tokens_T an environment's tokens lie, which nobody sampled: no loss, no entropy, no KL."""
+    messages: list[dict[str, str]] | None = None
+    """What followed the prompt, turn by turn, where there was an environment."""
+    failure: tuple[str, str] | None = None
+    """(cause, message) where the environment failed: the sample then gets no reward."""
+
+    @property
+    def places(self) -> list[int]:
+        """Where in tokens_T the sampled tokens lie."""
+        if not self.given:
+            return list(range(len(self.tokens_T)))
+        given = {place for places in self.given for place in places}
+        return [place for place in range(len(self.tokens_T)) if place not in given]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a policy said in a conversation until it ended or was cut.
+
+    Turn(index=0, sample_index=3, tokens_T=[812, 2], text="7", finish="stop", num_left=120)
+    """
+
+    index: int
+    """The prompt's place in the call."""
+    sample_index: int
+    tokens_T: list[int]
+    text: str
+    finish: Literal["stop", "length"]
+    num_left: int
+    """Tokens that the sample may still have."""
+
+
+class Conversation(Protocol):
+    """Whom the engine asks how its samples go on."""
+
+    turn_tokens: int | None
+    """Most tokens of a turn; None: as many as the sample may have."""
+
+    def answer(self, turns: list[Turn], /) -> list[list[int] | None]:
+        """The tokens that follow each turn, from 1 to num_left - 1; None where the sample is over."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

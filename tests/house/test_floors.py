@@ -14,7 +14,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("kernels",),
     ("model",),
     ("engine", "learner"),
-    ("loop", "evaluate", "report", "export", "sets", "plan"),
+    ("loop", "evaluate", "report", "export", "sets", "episode", "plan"),
     ("policy", "exploration", "branching", "exam", "spread"),
     ("remote",),
     ("session", "measure", "bench", "serve", "watch"),

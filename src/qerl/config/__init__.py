@@ -5,6 +5,7 @@ overrides any field of it. Names such as `loss="dapo"` are looked up once, where
 """
 
 from qerl.config.algo import AlgoConfig, DeepConfig, MaspoConfig, SapoConfig
+from qerl.config.environment import EnvironmentConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
 from qerl.config.ray import RayConfig
 from qerl.config.run import (
@@ -28,6 +29,7 @@ __all__ = [
     "ControlConfig",
     "DeepConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "LearnConfig",
     "MaspoConfig",

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.algo import AlgoConfig
+from qerl.config.environment import EnvironmentConfig
 from qerl.config.noise import NoiseConfig
 from qerl.config.ray import RayConfig
 from qerl.errors import require
@@ -124,13 +125,15 @@ class TaskConfig:
     """How many rows are kept from learning, for evaluation."""
 
     rewards: tuple[str, ...] = ("numeric",)
-    """Built-in names (exact, numeric, math, tags, gym, code), or module:function, or file.py:function."""
+    """Built-in names (exact, numeric, math, tags, gym, code, hints), or module:function, or
+    file.py:function. One of them may be an environment, a class with reset and step: docs/environments.md."""
 
     reward_weights: tuple[float, ...] = ()
     """One for each reward; empty means 1 each."""
 
     reward_deadline_s: float = 10.0
-    """A reward that takes longer on one sample is killed and the sample left out."""
+    """A reward that takes longer on one sample, or an environment on one call, is killed and the sample left
+    out."""
 
     reward_workers: int = 2
     """Processes that run rewards."""
@@ -140,6 +143,9 @@ class TaskConfig:
 
     code: CodeConfig = CodeConfig()
     """For the reward `code`, which runs a sample's Python against the tests in answer_column."""
+
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """For an environment among the rewards."""
 
     def __post_init__(self):
         require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
@@ -157,7 +163,7 @@ class TaskConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig:
     max_tokens: int = 1024
-    """Longest sample, the stop token included."""
+    """Longest sample, the stop token included; with an environment, all turns and what is said between."""
 
     temperature: float = 1.0
     """Divides the logits, in sampling and in learning alike."""

@@ -44,7 +44,7 @@ from qerl.engine.text import Text
 from qerl.errors import UserError
 from qerl.model.adapter import publish
 from qerl.model.decoder import Decoder
-from qerl.types import Group, Prompt, Sample, Sampling
+from qerl.types import Conversation, Group, Prompt, Sample, Sampling
 
 # A cache as large as the memory allows stays if a new one would be little larger: its graphs go with it.
 _WORTH_KEEPING = 0.9
@@ -66,7 +66,7 @@ class Engine:
         self.version = 0
         self.stats = Stats()
         """Of the latest call of generate."""
-        self._decoder, self._tokenizer, self._config = decoder, tokenizer, config
+        self._decoder, self.tokenizer, self._config = decoder, tokenizer, config
         self._stop_token_ids = stop_token_ids
         self._cache: Cache | None = None
         self._kv_dtype = FP8 if config.kv == "fp8" else decoder.compute
@@ -108,11 +108,12 @@ class Engine:
         seed: int,
         step: int,
         watch: Watch | None = None,
+        conversation: Conversation | None = None,
     ) -> list[Group]:
-        """num_samples samples of each prompt, in the prompts' order; `watch` ends one by "stop"."""
+        """num_samples samples of each prompt, in the prompts' order; `watch` ends a turn by "stop"."""
         assert num_samples > 0
         start_s = time.perf_counter()
-        text = Text(self._tokenizer, sampling.stop)
+        text = Text(self.tokenizer, sampling.stop)
         groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
         if not groups:
             self.stats = Stats()
@@ -120,7 +121,9 @@ class Engine:
         self._take_noise(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
             watcher = self._watcher(watch, text)
-            generation = self._generation(cache, groups, prompts_P, text, sampling, seed, step, watcher)
+            generation = self._generation(
+                cache, groups, prompts_P, text, sampling, seed, step, watcher, conversation
+            )
             self.stats = generation.stats
             generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
@@ -132,14 +135,14 @@ class Engine:
     ) -> Iterator[Lot]:
         """The prompts, in their order, in lots that can be sampled and then branched (lot.py). One is to be
         done with before the next is asked for; nothing else may be drawn or learned meanwhile."""
-        text, self.stats = Text(self._tokenizer, sampling.stop), Stats()
+        text, self.stats = Text(self.tokenizer, sampling.stop), Stats()
         groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
         for group in groups:
             group.keeps_pages = True
         self._take_noise(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
             for some in divided(groups, cache.num_pages, cache.page_tokens):
-                generation = self._generation(cache, some, prompts_P, text, sampling, seed, step, None)
+                generation = self._generation(cache, some, prompts_P, text, sampling, seed, step, None, None)
                 yield Lot(some, generation, lambda group: self._finished(prompts_P[group.index], group, text))
                 self.stats += generation.stats
 
@@ -160,7 +163,12 @@ class Engine:
             noise_rows = self._decoder.noise_table.rows(
                 [(g.prompt.index, [s.sample_index for s in g.samples_G]) for g in groups]
             )
-            return score(groups, noise_rows, cache, self._runners.replay(), runner.draw)
+            scores_T = score(groups, noise_rows, cache, self._runners.replay(), runner.draw)
+        samples, places, start = [s for group in groups for s in group.samples_G], [], 0
+        for s in samples:
+            places += [start + place for place in s.places]
+            start += len(s.tokens_T)
+        return scores_T[torch.tensor(places, device=scores_T.device)]
 
     def _group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
         prompt_tokens, max_positions = len(prompt.tokens_T), self._decoder.architecture.max_positions
@@ -191,6 +199,7 @@ class Engine:
         seed: int,
         step: int,
         watch: Callable[[LiveSample], bool] | None,
+        conversation: Conversation | None,
     ) -> Generation:
         config = self._config
         runner = self._runners.of(cache, sampling, self._most_pages(groups))
@@ -211,6 +220,7 @@ class Engine:
             seed=seed,
             step=step,
             watch=watch,
+            conversation=conversation,
         )
 
     def _most_pages(self, groups: list[LiveGroup]) -> int:
@@ -312,6 +322,7 @@ class Engine:
             text=text.of(tokens_T[:-1] if ends_with_stop_token else tokens_T),
             finish=s.finish,
             version=self.version,
+            given=tuple(s.given),
             sample_index=(s.group.parent or s).sample_index,
         )
 

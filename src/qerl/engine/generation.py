@@ -1,6 +1,7 @@
 """One call's samples, drawn to their ends.
 
     rearrange  pauses, enters and admits samples, and computes what they need (prefill.py)
+    converse   asks how the samples go on whose turns have ended, once nobody else can run
     advance    a burst of decode steps for the running samples (runner.py), and the tokens of the one before
 
 A token's randomness is a function of (seed, step, prompt.index, sample_index, its number in the sample); in a
@@ -25,7 +26,7 @@ from qerl.engine.runner import Burst, Runner
 from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler
 from qerl.engine.text import Text
 from qerl.errors import UserError
-from qerl.types import Prompt
+from qerl.types import Conversation, Prompt, Turn
 
 # Rows of one first draw: logits of 64 tokens at V 152,064 take 39 MB in fp32.
 _FIRST_DRAWS = 64
@@ -38,7 +39,8 @@ class Stats:
     num_tokens: int = 0
     """Sampled."""
     prefill_tokens: int = 0
-    """Rows of all prefills: each prompt once, and what paused samples had to compute again."""
+    """Rows of all prefills: each prompt once, as many as an environment said, and what paused samples had to
+    compute again."""
     decode_forwards: int = 0
     prefill_forwards: int = 0
     pauses: int = 0
@@ -75,12 +77,14 @@ class Generation:
         seed: int,
         step: int,
         watch: Callable[[LiveSample], bool] | None,
+        conversation: Conversation | None,
     ):
         self.stats = Stats()
         self._cache, self._scheduler, self._prefill, self._runner = cache, scheduler, prefill, runner
         self._prompts_P, self._text, self._stop_token_ids = prompts_P, text, stop_token_ids
         self._num_ahead = num_ahead  # bursts that may run before the one ahead of them is read
         self._seed, self._step, self._watch = seed, step, watch
+        self._conversation = conversation
         self._needs_rearranging = True
 
     def branch(self, groups: list[LiveGroup]) -> None:
@@ -109,7 +113,7 @@ class Generation:
 
     def _steps_left(self) -> int:
         """How far the next burst may go: until all running samples are sure to have ended, at most."""
-        left = [s.group.max_tokens - len(s.tokens_T) for s in self._scheduler.running]
+        left = [s.max_tokens - len(s.tokens_T) for s in self._scheduler.running]
         return min(max(left, default=0) - self._runner.num_ahead, self._runner.max_steps)
 
     def _advance(self, num_steps: int) -> None:
@@ -129,12 +133,55 @@ class Generation:
         if admitted:
             self._start(admitted)
             self._enter(scheduler.enter())
-        assert scheduler.running or admitted, "no sample can go on"
+        assert scheduler.running or admitted or scheduler.resting, "no sample can go on"
         self._note_pages()
         running = scheduler.running
         self._runner.arrange(running, [self._key(s) for s in running])
         self._needs_rearranging = not running
         self.stats.prefill_s += time.perf_counter() - start_s
+        if not (running or admitted):
+            self._converse(list(scheduler.resting))
+
+    def _converse(self, samples: list[LiveSample]) -> None:
+        """Gives them the tokens that they go on with; the others end."""
+        assert self._conversation is not None
+        answers = self._conversation.answer([self._turn(s) for s in samples])
+        over, going_on = [], []
+        for s, given_T in zip(samples, answers, strict=True):
+            if given_T is None:
+                over.append(s)
+                continue
+            start = len(s.tokens_T)
+            assert 0 < len(given_T) < s.group.max_tokens - start
+            s.given.append(range(start, start + len(given_T)))
+            s.tokens_T += given_T
+            s.finish, s.max_tokens = None, s.group.max_tokens
+            self._limit_turn(s)
+            going_on.append(s)
+        self._scheduler.finish(over)
+        self._scheduler.wake(going_on)
+
+    def _turn(self, s: LiveSample) -> Turn:
+        assert s.finish is not None
+        tokens_T = list(s.turn_T)
+        return Turn(
+            index=s.group.index,
+            sample_index=s.sample_index,
+            tokens_T=tokens_T,
+            text=self._text.of(tokens_T[:-1] if tokens_T[-1] in self._stop_token_ids else tokens_T),
+            finish=s.finish,
+            num_left=s.group.max_tokens - len(s.tokens_T),
+        )
+
+    def _limit_turn(self, s: LiveSample) -> None:
+        """From here on."""
+        most = None if self._conversation is None else self._conversation.turn_tokens
+        if most is not None:
+            s.max_tokens = min(len(s.tokens_T) + most, s.group.max_tokens)
+
+    def _end(self, samples: list[LiveSample]) -> None:
+        """Their turns are over, and without a conversation so are they."""
+        (self._scheduler.finish if self._conversation is None else self._scheduler.rest)(samples)
 
     def _start(self, groups: list[LiveGroup]) -> None:
         """Computes the prompts, and draws the first token of all their samples."""
@@ -142,6 +189,8 @@ class Generation:
             [Run(self._prompts_P[g.index].tokens_T, 0, g.pages, g.noise_row) for g in groups]
         )
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G]
+        for _, s in pairs:
+            self._limit_turn(s)
         size = min(_FIRST_DRAWS, self._runner.max_rows)
         for first in range(0, len(pairs), size):
             rows, samples = zip(*pairs[first : first + size], strict=True)
@@ -156,21 +205,25 @@ class Generation:
         drawn = self._runner.first(hidden_MD, keys_M, positions_M)
         for s, token, logprob in zip(samples, *(values.tolist() for values in drawn), strict=True):
             self._append(s, token, logprob)
-        self._scheduler.finish([s for s in samples if s.finish is not None])
+        self._end([s for s in samples if s.finish is not None])
 
     def _enter(self, entered: list[LiveSample]) -> None:
         """Copies the prompt's partial page for each; computes again what a resumed one had cached."""
         page_tokens = self._cache.page_tokens
-        partial = [s for s in entered if s.group.prompt_tokens % page_tokens]
+        partial = [s for s in entered if s.group.prompt_tokens % page_tokens and not s.num_cached]
         if partial:
             places = [s.group.prompt_tokens // page_tokens for s in partial]
             targets = [s.pages[place] for s, place in zip(partial, places, strict=True)]
             self._cache.copy_pages([s.group.pages[-1] for s in partial], targets)
         resumed = [s for s in entered if len(s.tokens_T) > 1]
         if resumed:
-            self._prefill(
-                [Run(s.tokens_T[:-1], s.group.prompt_tokens, s.pages, s.noise_row) for s in resumed]
-            )
+            self._prefill([self._uncached(s) for s in resumed])
+
+    @staticmethod
+    def _uncached(s: LiveSample) -> Run:
+        """All but its newest token, from where its pages end."""
+        first = s.num_cached or s.group.prompt_tokens
+        return Run(s.tokens_T[first - s.group.prompt_tokens : -1], first, s.pages, s.noise_row)
 
     def _read(self) -> None:
         """Takes over the oldest unread burst, and lets those go that it finished."""
@@ -179,7 +232,7 @@ class Generation:
             self._needs_rearranging = True
             while self._runner.num_unread:
                 ended += self._taken(self._runner.read())[0]
-        self._scheduler.finish(ended)
+        self._end(ended)
         if ended:
             num_left = len(self._scheduler.running)
             is_better = self._scheduler.has_others or self._runner.would_shrink(num_left)
@@ -214,9 +267,9 @@ class Generation:
         self.stats.num_tokens += 1
 
     def _finish(self, s: LiveSample) -> Literal["stop", "length"] | None:
-        if s.tokens_T[-1] in self._stop_token_ids or self._text.has_stop(s.whole_T):
+        if s.tokens_T[-1] in self._stop_token_ids or self._text.has_stop(s.turn_T):
             return "stop"
-        return "length" if len(s.tokens_T) == s.group.max_tokens else None
+        return "length" if len(s.tokens_T) == s.max_tokens else None
 
     def _key(self, s: LiveSample) -> int:
         prompt_index = self._prompts_P[s.group.index].index

@@ -103,7 +103,7 @@ class Runner:
         B = len(samples_B)
         ints = torch.tensor(
             [
-                (s.tokens_T[-1], s.num_positions - 1, s.group.prompt_tokens + s.group.max_tokens - 1)
+                (s.tokens_T[-1], s.num_positions - 1, s.group.prompt_tokens + s.max_tokens - 1)
                 for s in samples_B
             ],
             dtype=torch.int32,

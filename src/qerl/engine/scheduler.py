@@ -4,7 +4,9 @@ Samples queue in one order for good: prompt by prompt, sample by sample. A group
 waits: its prompt is computed and the first token of all its samples drawn. They then wait, enter the running
 batch oldest first, and leave it when they finish. A sample without a page for its newest token takes those of
 the youngest running sample, which is paused: it keeps its tokens, waits at the head of the queue, and enters
-again with its own pages computed anew. Two things follow. Every running sample is older than every waiting
+again with its own pages computed anew. A sample whose turn in a conversation has ended rests with its pages
+until all who can run have got so far; when they go on, or when there are too few pages, the youngest of those
+who rest lose theirs first. Two things follow. Every running sample is older than every waiting
 one, so none starves. And the oldest always gets on, because a group is admitted only if the prompts of all
 admitted groups leave room for the largest sample among them.
 
@@ -67,9 +69,23 @@ class LiveSample:
     tokens_T: list[int] = dataclasses.field(default_factory=list)
     logprobs_T: list[float] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
-    """Empty unless it runs."""
+    """Empty unless it runs, or rests between two turns."""
     is_running: bool = False
+    given: list[range] = dataclasses.field(default_factory=list)
+    """Where in tokens_T an environment's tokens lie."""
+    num_cached: int = 0
+    """Positions in the pages that it rests with."""
+    max_tokens: int = dataclasses.field(init=False)
+    """So many tokens end its turn, at the latest."""
     finish: Literal["stop", "length"] | None = None
+
+    def __post_init__(self):
+        self.max_tokens = self.group.max_tokens
+
+    @property
+    def turn_T(self) -> list[int]:
+        """What was sampled since it was last given tokens, if it was given any."""
+        return self.tokens_T[self.given[-1].stop :] if self.given else self.whole_T
 
     @property
     def num_positions(self) -> int:
@@ -86,6 +102,10 @@ class LiveSample:
     def whole_logprobs_T(self) -> list[float]:
         parent = self.group.parent
         return self.logprobs_T if parent is None else parent.logprobs_T[self.group.prefix] + self.logprobs_T
+
+
+def _age(sample: LiveSample) -> tuple[int, int]:
+    return sample.group.index, sample.sample_index
 
 
 def num_pages(num_positions: int, page_tokens: int) -> int:
@@ -118,6 +138,7 @@ class Scheduler:
     def __init__(self, groups: list[LiveGroup], pages: Pages, *, page_tokens: int, max_running: int):
         self.pages = pages
         self.running: list[LiveSample] = []  # oldest first
+        self.resting: list[LiveSample] = []
         self.num_pauses = 0
         self._page_tokens = page_tokens
         self._max_running = max_running
@@ -128,7 +149,7 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
-        return not (self.running or self._waiting or self._not_admitted)
+        return not (self.running or self._waiting or self._not_admitted or self.resting)
 
     @property
     def has_others(self) -> bool:
@@ -138,7 +159,8 @@ class Scheduler:
     def room(self, num_steps: int, num_ahead: int = 0) -> int:
         """The largest of num_steps, num_steps / 2, ..., 1, 0 for which grow(num_ahead + it) pauses nobody."""
         while num_steps > 0:
-            if sum(self._lacking(s, num_ahead + num_steps) for s in self.running) <= self.pages.num_free:
+            num_lacking = sum(self._lacking(s, num_ahead + num_steps) for s in self.running)
+            if num_lacking <= self.pages.num_free or num_lacking <= self.pages.num_free + self._num_held():
                 return num_steps
             num_steps //= 2
         return 0
@@ -149,7 +171,7 @@ class Scheduler:
         grown = []
         for sample in [s for s in self.running if self._lacking(s, num_steps)]:
             num_lacking = self._lacking(sample, num_steps)
-            while self.pages.num_free < num_lacking and sample.is_running:
+            while not self._reclaim(num_lacking) and sample.is_running:
                 self._pause(self.running[-1])
             if not sample.is_running:
                 break  # it was the youngest itself; those after it are paused already
@@ -186,26 +208,26 @@ class Scheduler:
         while self._waiting and len(self.running) + len(entered) < self._max_running:
             sample = self._waiting[0]
             shared = sample.group.pages[: sample.group.prompt_tokens // self._page_tokens]
-            num_own = num_pages(sample.num_positions, self._page_tokens) - len(shared)
-            reserve += len(shared) + num_own < self._most_pages(sample.group)
-            if num_own + reserve > self.pages.num_free:
+            num_reached = num_pages(sample.num_positions, self._page_tokens)
+            num_new = max(num_reached - len(sample.pages or shared), 0)
+            reserve += num_reached < self._most_pages(sample.group)
+            if not self._reclaim(num_new + reserve, sample):
                 break
             self._waiting.popleft()
-            sample.pages = self.pages.share(shared) + self.pages.take(num_own)
+            sample.pages = (sample.pages or self.pages.share(shared)) + self.pages.take(num_new)
             sample.is_running = True
             entered.append(sample)
         self.running += entered
         return entered
 
     def finish(self, samples: list[LiveSample]) -> None:
-        """Lets samples go, running or waiting; the last of a group takes the prompt's pages along."""
+        """Lets samples go, whatever they do; the last of a group takes the prompt's pages along."""
         for sample in samples:
-            if sample.is_running:
-                if sample.group.keeps_pages:
-                    self._kept[sample] = self.pages.share(sample.pages)
-                self._leave(sample)
-            else:
-                self._waiting.remove(sample)
+            if sample.is_running and sample.group.keeps_pages:
+                self._kept[sample] = self.pages.share(sample.pages)
+            if not sample.is_running:
+                (self.resting if sample in self.resting else self._waiting).remove(sample)
+            self._leave(sample)
             group = sample.group
             group.num_unfinished -= 1
             if group.num_unfinished == 0:
@@ -213,6 +235,37 @@ class Scheduler:
                 group.pages = []
                 self._admitted.remove(group)
         self.running = [s for s in self.running if s.is_running]
+
+    def rest(self, samples: list[LiveSample]) -> None:
+        """Their turns have ended, running or waiting; all tokens but the newest are cached, if they ran."""
+        for sample in samples:
+            if sample.is_running:
+                sample.is_running, sample.num_cached = False, sample.num_positions - 1
+            else:
+                self._waiting.remove(sample)
+        self.resting += samples
+        self.running = [s for s in self.running if s.is_running]
+
+    def wake(self, samples: list[LiveSample]) -> None:
+        """These go on, with the tokens that they were given. Nobody runs."""
+        assert not self.running
+        woken = {id(s) for s in samples}
+        self.resting = [s for s in self.resting if id(s) not in woken]
+        self._waiting = collections.deque(sorted([*self._waiting, *samples], key=_age))
+
+    def _reclaim(self, num: int, keeper: LiveSample | None = None) -> bool:
+        """Whether so many pages are free, once those of samples between turns are taken, the youngest first,
+        as far as need be; not the keeper's."""
+        if self.pages.num_free < num:
+            for sample in sorted([*self._waiting, *self.resting], key=_age, reverse=True):
+                if sample is not keeper and self.pages.num_free < num:
+                    self._leave(sample)
+        return self.pages.num_free >= num
+
+    def _num_held(self) -> int:
+        """What `_reclaim` could take; a prompt's pages stay its group's."""
+        holders = [s for s in (*self._waiting, *self.resting) if s.pages]
+        return sum(len(s.pages) - s.group.prompt_tokens // self._page_tokens for s in holders)
 
     def branch(self, groups: list[LiveGroup]) -> None:
         """Admits branches of finished samples, on the pages kept of these; what else was kept is let go."""
@@ -261,6 +314,5 @@ class Scheduler:
         self.num_pauses += 1
 
     def _leave(self, sample: LiveSample) -> None:
-        assert sample.is_running
         self.pages.release(sample.pages)
-        sample.pages, sample.is_running = [], False
+        sample.pages, sample.is_running, sample.num_cached = [], False, 0

@@ -97,6 +97,7 @@ class StepLog:
                 **({"prefix_tokens": group.prefix_tokens} if group.prefix_tokens else {}),
                 "version": sample.version,
                 "answer": self._answer(group.prompt.columns),
+                **({} if sample.messages is None else {"turns": sample.messages}),
             }
             for group in groups
             for sample_index, sample in enumerate(group.samples_G)

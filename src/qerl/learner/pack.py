@@ -8,7 +8,8 @@ A group whose prompt is p0 p1 p2 and whose samples are a0 a1 a2 and b0 becomes o
     predicts                 a0   a1   a2         source_rows_C = 2 3 4 2
                              b0                   targets_C     = a0 a1 a2 b0
 
-C counts the sampled tokens of a batch; what is known of each lies in [C] tensors, sample after sample.
+C counts the sampled tokens of a batch; what is known of each lies in [C] tensors, sample after sample. What
+an environment put between turns has rows and predicts, but is predicted by none: it is not among the C.
 The order is that of the groups and their samples. A group is split only if it alone exceeds the budget:
 each part then computes the prompt again, and the first fills the batch before: of 64 samples of 1,024 tokens
 in groups of eight, ten batches of 8,192 rows at most, not sixteen, half of which had one sample each.
@@ -108,9 +109,10 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         tokens_T += prompt_T
         positions_T += range(len(prompt_T))
         for sample, _ in branches.samples:
-            assert len(sample.tokens_T) == len(sample.logprobs_T) > 0
-            inputs_T = sample.tokens_T[:-1]
-            source_rows_C += [start + len(prompt_T) - 1, *range(len(tokens_T), len(tokens_T) + len(inputs_T))]
+            places, inputs_T = sample.places, sample.tokens_T[:-1]
+            assert len(places) == len(sample.logprobs_T) > 0
+            rows_T = [start + len(prompt_T) - 1, *range(len(tokens_T), len(tokens_T) + len(inputs_T))]
+            source_rows_C += [rows_T[place] for place in places]
             positions_T += range(len(prompt_T), len(prompt_T) + len(inputs_T))
             tokens_T += inputs_T
         lengths = tuple(len(sample.tokens_T) - 1 for sample, _ in branches.samples)
@@ -123,11 +125,11 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         members=[(b.prompt.index, [s.sample_index for s, _ in b.samples]) for b in batch],
         layout=TreeLayout.of(trees, device),
         source_rows_C=torch.tensor(source_rows_C, device=device),
-        targets_C=torch.tensor([t for sample, _ in samples for t in sample.tokens_T], device=device),
+        targets_C=torch.tensor([s.tokens_T[place] for s, _ in samples for place in s.places], device=device),
         sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),
-        advantages_C=_reals([s.advantage for s, _ in samples for _ in s.tokens_T], device),
-        weights_C=_reals([weight for sample, weight in samples for _ in sample.tokens_T], device),
-        spans=Spans.of([len(sample.tokens_T) for sample, _ in samples], device),
+        advantages_C=_reals([s.advantage for s, _ in samples for _ in s.logprobs_T], device),
+        weights_C=_reals([weight for sample, weight in samples for _ in sample.logprobs_T], device),
+        spans=Spans.of([len(sample.logprobs_T) for sample, _ in samples], device),
     )
 
 

@@ -129,7 +129,7 @@ def after_prefix(group: Group) -> Group:
 def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list[list[float]]:
     """A sample that was left out still counts in num_samples: the mean is over what was drawn."""
     return LOSSES[config.algo.loss].weights(
-        [[len(sample.tokens_T) for sample in group.samples_G] for group in groups_P],
+        [[len(sample.logprobs_T) for sample in group.samples_G] for group in groups_P],
         num_samples=len(groups_P) * num_samples,
         max_tokens=config.sample.max_tokens,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from qerl.config import RunConfig
 from qerl.recipes.methods import METHODS
-from qerl.recipes.paper import PAPER, big_math, code, dapo_math, demo, gsm8k, math, own
+from qerl.recipes.paper import PAPER, big_math, code, dapo_math, demo, gsm8k, hints, math, own
 
 __all__ = [
     "METHODS",
@@ -19,6 +19,7 @@ __all__ = [
     "dapo_math",
     "demo",
     "gsm8k",
+    "hints",
     "math",
     "own",
 ]

@@ -1,6 +1,7 @@
 """The demo, and the runs of QeRL's paper.
 
     demo         sums of two numbers with the built-in model: small enough for a CPU
+    hints        the same in several turns, with an environment that says higher or lower
     gsm8k        QeRL's GSM8K run, arXiv 2510.11696, table 4: Qwen2.5-3B-Instruct, GRPO
     big_math     QeRL's BigMath run, the same table: Qwen2.5-7B-Instruct, DAPO's loss
     dapo_math    DAPO, arXiv 2503.14476, on its own 17,000 problems, with QeRL's model, noise and adapter
@@ -23,6 +24,7 @@ from qerl.config import (
     CheckpointConfig,
     CodeConfig,
     EngineConfig,
+    EnvironmentConfig,
     EvalConfig,
     LearnConfig,
     ModelConfig,
@@ -71,6 +73,22 @@ def demo() -> RunConfig:
             learning_rate=5e-4, schedule="cosine", warmup_fraction=0.0, logprob_chunk_tokens=64
         ),
         evaluate=EvalConfig(num_prompts=256),
+    )
+
+
+def hints() -> RunConfig:
+    """The demo's sums in up to three turns: a wrong number is answered with higher or lower."""
+    config = demo()
+    return dataclasses.replace(
+        config,
+        out="runs/hints",
+        task=dataclasses.replace(
+            config.task,
+            rewards=("hints",),
+            environment=EnvironmentConfig(max_turns=3, turn_tokens=16),
+        ),
+        sample=SampleConfig(max_tokens=112, temperature=1.0),
+        evaluate=EvalConfig(num_prompts=256, right_from=0.25),
     )
 
 
@@ -210,6 +228,7 @@ def _paper_learn(updates_per_step: int) -> LearnConfig:
 
 PAPER: dict[str, Callable[[], RunConfig]] = {
     "demo": demo,
+    "hints": hints,
     "gsm8k": gsm8k,
     "big_math": big_math,
     "dapo_math": dapo_math,

@@ -52,12 +52,12 @@ def _stripped(answer: Any) -> str:
 def numeric(config: TaskConfig) -> Reward:
     def numeric(completions: list[Any], **columns: list[Any]) -> list[float]:
         pairs = zip(completions, columns[config.answer_column], strict=True)
-        return [float(last_number(text_of(completion)) == _gold(answer)) for completion, answer in pairs]
+        return [float(last_number(text_of(given)) == gold_number(answer)) for given, answer in pairs]
 
     return numeric
 
 
-def _gold(answer: Any) -> Fraction:
+def gold_number(answer: Any) -> Fraction:
     number = last_number(str(answer))
     if number is None:
         raise ValueError(f"the answer {answer!r} holds no number")
@@ -122,7 +122,10 @@ def _answered(text: str) -> str:
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """Of a conversation, what the policy said last."""
+    if isinstance(completion, str):
+        return completion
+    return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
 NEED_ANSWER = ("exact", "numeric", "math", "code")

@@ -19,6 +19,8 @@ from qerl.errors import UserError
 from qerl.tasks.rows import Rows
 from qerl.types import Prompt
 
+_MARK = "QERL"  # stands for what a user and an assistant have said
+
 
 class Renderer:
     """Makes prompts of one source's rows; refuses at once a template or a column that they do not have."""
@@ -113,6 +115,23 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
         raise UserError(f"the tokenizer's chat template refuses messages of {roles}: {reason}") from error
     assert isinstance(text, str)
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def between(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str) -> list[int]:
+    """The tokens from the end of an assistant's turn to its next one, with these messages in between.
+
+    ended_by: the special token, if any, that the policy ended its turn with; it is not given once more."""
+    opening = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
+    _, mark, text = rendered(tokenizer, [*opening, *messages])[0].rpartition(_MARK)
+    if not mark:
+        raise UserError("the tokenizer's chat template leaves out what an assistant has said")
+    return list(tokenizer(text.removeprefix(ended_by), add_special_tokens=False)["input_ids"])
+
+
+def spaced(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str) -> list[int]:
+    """The same without a chat template: empty lines apart, as `joined` puts them."""
+    text = "\n\n".join(["", *(message["content"] for message in messages), ""])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def joined(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, list[int]]:

@@ -1,6 +1,7 @@
 """Rewards of a step's samples, by functions in TRL's form run in processes that can be killed.
 
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
+    class E, with reset and step: an environment (environment.py); its episode is the sample
 
 prompts and completions are strings, or lists of messages where the prompt is a conversation (a tokenizer with
 a chat template makes it one); columns are the data set's. A function without **kwargs gets what it names. It
@@ -17,14 +18,16 @@ import importlib.util
 import logging
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.crew import Crew, Lost
+from qerl.tasks.environment import Close, Reply, Reset, Stage, Step, is_environment
 from qerl.tasks.grade import BUILT_IN, NEED_ANSWER, Reward
+from qerl.tasks.hints import hints
 from qerl.tasks.rows import near
 from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
 from qerl.types import Group, Prompt, Sample
@@ -32,12 +35,15 @@ from qerl.types import Group, Prompt, Sample
 _logger = logging.getLogger(__name__)
 
 
+REWARDS = {**BUILT_IN, "hints": hints}
+
+
 class RewardPool:
     """Scores groups. Its processes start with it, before there is a model to fork, and end with `close()`."""
 
     def __init__(self, config: TaskConfig, functions: Sequence[Reward] = ()):
         """`functions`, if any, take the place of config.rewards."""
-        needs_answer = not functions and any(name in NEED_ANSWER for name in config.rewards)
+        needs_answer = not functions and any(name in (*NEED_ANSWER, "hints") for name in config.rewards)
         self._answer_column = config.answer_column if needs_answer else None
         functions = list(functions) or [resolve(name, config) for name in config.rewards]
         weights = list(config.reward_weights) or [1.0] * len(functions)
@@ -45,16 +51,28 @@ class RewardPool:
             raise UserError(
                 f"task.reward_weights must be one for each of {len(functions)} rewards, got {len(weights)}"
             )
-        self._functions = functions
+        self._names = list(map(name_of, functions))
+        pairs = list(zip(functions, weights, strict=True))
+        environments = [pair for pair in pairs if is_environment(pair[0])]
+        if len(environments) > 1:
+            named = ", ".join(name_of(function) for function, _ in environments)
+            raise UserError(f"task.rewards: a sample can be of one environment, got {named}")
+        self._functions = [function for function, _ in pairs if not is_environment(function)]
+        weights = [weight for function, weight in pairs if not is_environment(function)]
+        memory_bytes = int(config.reward_memory_gb * 1e9)
+        self._stage, self._stage_crew = None, None
+        for environment, self._environment_weight in environments:
+            self._stage = Stage(environment, config.environment, deadline_s=config.reward_deadline_s)
+            self._stage_crew = Crew(self._stage.play, num_workers=1, memory_bytes=memory_bytes)
         self.failures: Counter[str] = Counter()
         """Samples without a reward since the last take_failures(), by cause."""
         self._examples: dict[str, str] = {}
         self._latest: Counter[str] = Counter()
         self._deadline_s = config.reward_deadline_s
         self._crew = Crew(
-            functools.partial(score, functions, weights),
+            functools.partial(score, self._functions, weights),
             num_workers=config.reward_workers,
-            memory_bytes=int(config.reward_memory_gb * 1e9),
+            memory_bytes=memory_bytes,
         )
 
     def __enter__(self) -> "RewardPool":
@@ -64,7 +82,9 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        self._crew.stop()
+        for crew in (self._crew, self._stage_crew):
+            if crew is not None:
+                crew.stop()
 
     def check(self, prompt: Prompt) -> None:
         """UserError if the functions ask for a column that the prompt, and so the data set, does not have."""
@@ -76,6 +96,20 @@ class RewardPool:
                 asked = f"{name_of(function)} asks for {', '.join(names)}"
                 raise UserError(f"task.rewards: {asked}; beside {', '.join(RESERVED)} {there_are}")
 
+    @property
+    def has_environment(self) -> bool:
+        return self._stage is not None
+
+    def play(self, calls: Sequence[Reset | Step | Close]) -> list[Reply | Failure]:
+        """The environments' replies, all calls at the same time."""
+        assert self._stage is not None and self._stage_crew is not None
+        if not calls:
+            return []
+        (replies,) = self._stage_crew.run([list(calls)], deadline_s=self._stage.patience_s(len(calls)))
+        if isinstance(replies, Lost):
+            return [Failure(replies.cause, replies.message)] * len(calls)
+        return replies
+
     def score(self, groups: list[Group]) -> list[list[float | None]]:
         """The reward of each sample of each group; UserError if not one sample could be given any."""
         rewards_P_G = self.attempt(groups)
@@ -83,18 +117,28 @@ class RewardPool:
         return rewards_P_G
 
     def attempt(self, groups: list[Group]) -> list[list[float | None]]:
-        """The reward of each sample of each group, for as many as can be given any."""
+        """The reward of each sample of each group, for as many as can be given any; with its environment's
+        (sample.reward) in it."""
         for group in groups[:1]:
             self.check(group.prompt)
-        calls = [_call(group.prompt, sample) for group in groups for sample in group.samples_G]
+        calls = [
+            _call(group.prompt, sample)
+            for group in groups
+            for sample in group.samples_G
+            if self._functions and sample.failure is None
+        ]
         outcomes = iter(self._crew.run(calls, deadline_s=self._deadline_s))
         failures: Counter[str] = Counter()
-        rewards_P_G = [[self._kept(next(outcomes), failures) for _ in group.samples_G] for group in groups]
+        rewards_P_G = [
+            [self._kept(self._whole(sample, outcomes), failures) for sample in group.samples_G]
+            for group in groups
+        ]
+        num_samples = sum(map(len, rewards_P_G))
         self.failures += failures
         self._latest = failures
         for cause, count in failures.items():
             example = self._examples[cause]
-            _logger.warning("no reward for %d of %d samples: %s: %s", count, len(calls), cause, example)
+            _logger.warning("no reward for %d of %d samples: %s: %s", count, num_samples, cause, example)
         return rewards_P_G
 
     def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
@@ -103,13 +147,24 @@ class RewardPool:
         if not rewards or any(reward is not None for reward in rewards):
             return
         if not self._latest:
-            names = ", ".join(map(name_of, self._functions))
+            names = ", ".join(self._names)
             raise UserError(f"task.rewards: {names} gave None for every sample of the step")
         cause, count = self._latest.most_common(1)[0]
         raise UserError(
             f"task.rewards: no sample of the step has a reward; {count} of {len(rewards)}: {cause}:"
             f" {self._examples[cause]}"
         )
+
+    def _whole(
+        self, sample: Sample, outcomes: Iterator[float | Failure | Lost | None]
+    ) -> float | Failure | Lost | None:
+        """What its environment and the functions gave it together; takes their outcome, if there is one."""
+        if sample.failure is not None:
+            return Failure(*sample.failure)
+        outcome = next(outcomes) if self._functions else None
+        if isinstance(outcome, Failure | Lost) or not self.has_environment or sample.reward is None:
+            return outcome
+        return (outcome or 0.0) + self._environment_weight * sample.reward
 
     def _kept(self, outcome: float | Failure | Lost | None, failures: Counter[str]) -> float | None:
         """The outcome if it is a reward; else it is counted, and its message kept as an example."""
@@ -127,21 +182,22 @@ class RewardPool:
 
 
 def _call(prompt: Prompt, sample: Sample) -> Call:
-    if prompt.messages is None:
+    if prompt.messages is None and sample.messages is None:
         return Call(prompt.text, sample.text, sample.tokens_T, prompt.columns)
-    completion = [{"role": "assistant", "content": sample.text}]
-    return Call(prompt.messages, completion, sample.tokens_T, prompt.columns)
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    completion = sample.messages or [{"role": "assistant", "content": sample.text}]
+    return Call(messages, completion, sample.tokens_T, prompt.columns)
 
 
 def resolve(name: str, config: TaskConfig) -> Reward:
     """The function that an entry of task.rewards names."""
-    if name in BUILT_IN:
-        return BUILT_IN[name](config)
+    if name in REWARDS:
+        return REWARDS[name](config)
     place, colon, attribute = name.rpartition(":")
     if not colon:
         raise UserError(
             f"task.rewards: {name!r} is neither module:function nor file.py:function,"
-            f" nor one of {', '.join(BUILT_IN)}{near(name, BUILT_IN)}"
+            f" nor one of {', '.join(REWARDS)}{near(name, REWARDS)}"
         )
     try:
         module = _file_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)

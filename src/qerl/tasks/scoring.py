@@ -69,8 +69,13 @@ def _value(function: Callable[..., Any], call: Call) -> float | Failure | None:
             result = asyncio.run(_awaited(result))
         return _checked(name_of(function), result)
     except BaseException as error:  # SystemExit too: it is the sample's failure, not the worker's end
-        reason = without_secrets(" ".join("".join(traceback.format_exception_only(error)).split()))
-        return Failure(f"raised {type(error).__name__}", f"{name_of(function)}: {reason[:300]}")
+        return failure_of(name_of(function), error)
+
+
+def failure_of(name: str, error: BaseException) -> Failure:
+    """That the user's code of this name raised it."""
+    reason = without_secrets(" ".join("".join(traceback.format_exception_only(error)).split()))
+    return Failure(f"raised {type(error).__name__}", f"{name}: {reason[:300]}")
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -108,10 +113,14 @@ def _checked(name: str, result: Any) -> float | Failure | None:
         return Failure("wrong length", f"{name} gave {len(values)} values for 1 sample")
     if values[0] is None:
         return None
+    return finite_number(name, values[0])
+
+
+def finite_number(name: str, value: Any) -> float | Failure:
     try:
-        number = None if isinstance(values[0], str) else float(values[0])
+        number = None if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:
-        return Failure("not a number", f"{name} gave a {type(values[0]).__name__}")
+        return Failure("not a number", f"{name} gave a {type(value).__name__}")
     return number if math.isfinite(number) else Failure("not finite", f"{name} gave {number}")

@@ -1,0 +1,276 @@
+"""The environments' process: what they may give, and that what one does wrong costs nobody else."""
+
+import asyncio
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from material import CHATML, END, START, tokenizer
+
+from qerl.config import EnvironmentConfig, TaskConfig
+from qerl.errors import UserError
+from qerl.tasks import RewardPool
+from qerl.tasks.environment import Close, Reply, Reset, Step
+from qerl.tasks.hints import hints
+from qerl.tasks.prompt import between, spaced
+from qerl.tasks.reward import resolve
+
+
+class Echo:
+    """Does what a row or a completion asks for."""
+
+    async def reset(self, row, seed):
+        self.row, self.seed, self.num_steps = row, seed, 0
+        if row.get("way") == "fail":
+            raise KeyError("no such world")
+        return row.get("opening")
+
+    async def step(self, completion):
+        self.num_steps += 1
+        way, _, rest = completion.partition(" ")
+        if way == "sleep":
+            await asyncio.sleep(float(rest))
+        elif way == "block":
+            time.sleep(float(rest))
+        elif way == "spin":
+            while True:
+                pass
+        elif way == "swallow":
+            while True:
+                try:
+                    while True:
+                        pass
+                except BaseException:
+                    pass
+        elif way == "exit":
+            raise SystemExit(3)
+        elif way == "die":
+            os._exit(3)
+        elif way == "late":
+            raise TimeoutError("of its own")
+        given = {"nan": ("", float("nan"), False), "pair": ("", 1.0), "text": ("", "1", False)}
+        given |= {"ints": ([1], 1.0, False), "numpy": (None, np.float32(0.5), np.bool_(True))}
+        return given.get(
+            way, (f"{self.seed} {self.num_steps} {completion}", float(self.num_steps), way == "end")
+        )
+
+
+@pytest.fixture
+def pool():
+    """pool(environment, ..., field=value) starts one; it is closed after the test."""
+    started = []
+
+    def start(*functions, **fields):
+        started.append(RewardPool(TaskConfig(**({"reward_deadline_s": 0.5} | fields)), functions))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def reset(one, num, **row):
+    return one.play([Reset((0, g), row, 7) for g in range(num)])
+
+
+def stepped(one, *completions):
+    return one.play([Step((0, g), completion) for g, completion in enumerate(completions)])
+
+
+def test_an_environment_lives_from_reset_to_close(pool):
+    one = pool(Echo)
+    assert reset(one, 2, opening="begin") == [Reply([{"role": "user", "content": "begin"}])] * 2
+    assert stepped(one, "a", "b") == [
+        Reply([{"role": "user", "content": f"7 1 {text}"}], 1.0, False) for text in "ab"
+    ]
+    assert stepped(one, "c")[0] == Reply([{"role": "user", "content": "7 2 c"}], 2.0, False)
+    assert stepped(one, "end")[0].is_done
+    assert one.play([Close((0, 0)), Close((0, 1))]) == [Reply([]), Reply([])]
+    assert stepped(one, "d")[0].cause == "died"
+
+
+@pytest.mark.parametrize(
+    ("way", "cause"),
+    [
+        ("sleep 9", "over the deadline"),
+        ("block 9", "over the deadline"),
+        ("spin", "over the deadline"),
+        ("exit", "raised SystemExit"),
+        ("late", "raised TimeoutError"),
+        ("nan", "not finite"),
+        ("pair", "wrong length"),
+        ("text", "not a number"),
+        ("ints", "not messages"),
+    ],
+)
+def test_an_environment_that_fails_costs_its_own_sample_alone(pool, way, cause):
+    one = pool(Echo)
+    reset(one, 3)
+    first, failed, last = stepped(one, "a", way, "b")
+    assert failed.cause == cause and failed.message.startswith("Echo.step: ")
+    assert (first.reward, last.reward) == (1.0, 1.0)
+    first, last = one.play([Step((0, 0), "a"), Step((0, 2), "b")])
+    assert (first.reward, last.reward) == (2.0, 2.0)
+
+
+class Closing:
+    """Tells by a file that it was closed."""
+
+    async def reset(self, row):
+        self.path = Path(row["path"])
+
+    async def step(self, completion):
+        raise ValueError(completion)
+
+    async def close(self):
+        self.path.touch()
+
+
+def test_an_environment_that_failed_is_closed_all_the_same(pool, tmp_path):
+    one = pool(Closing)
+    reset(one, 1, path=str(tmp_path / "closed"))
+    assert stepped(one, "a")[0].cause == "raised ValueError" and not (tmp_path / "closed").exists()
+    assert one.play([Close((0, 0))]) == [Reply([])] and (tmp_path / "closed").exists()
+
+
+def test_time_that_another_ones_code_takes_is_not_counted(pool):
+    """Each waits for 0.3 s of its own, and for two times 0.4 s of others, of 0.5 s that it has."""
+    one = pool(Echo)
+    reset(one, 4)
+    replies = stepped(one, "sleep 0.3", "block 0.4", "block 0.4", "sleep 0.3")
+    assert [reply.reward for reply in replies] == [1.0] * 4
+
+
+@pytest.mark.parametrize("way", ["die", "swallow"])
+def test_what_no_signal_stops_is_ended_with_its_process_and_the_next_round_has_another(pool, way):
+    one = pool(Echo, reward_deadline_s=0.3)
+    reset(one, 2)
+    causes = {reply.cause for reply in stepped(one, "a", way)}
+    assert causes == ({"ended its process"} if way == "die" else {"over the deadline"})
+    assert stepped(one, "a")[0].cause == "died"
+    assert reset(one, 1) == [Reply([])] and stepped(one, "a")[0].reward == 1.0
+
+
+def test_a_reset_that_raises_is_a_failure_too(pool):
+    one = pool(Echo)
+    (failure,) = reset(one, 1, way="fail")
+    assert (failure.cause, failure.message) == ("raised KeyError", "Echo.reset: KeyError: 'no such world'")
+
+
+def test_calls_wait_together_and_no_more_of_them_than_allowed(pool):
+    calls = ["sleep 0.2"] * 8
+    together = pool(Echo, reward_deadline_s=5.0)
+    few = pool(Counting, reward_deadline_s=5.0, environment=EnvironmentConfig(max_concurrent=3))
+    reset(together, 8), reset(few, 8)
+    begin_s = time.perf_counter()
+    stepped(together, *calls)
+    assert time.perf_counter() - begin_s < 0.2 * 8 / 2
+    assert max(reply.reward for reply in stepped(few, *calls)) == 3
+
+
+class Counting:
+    """The reward is how many of its kind were in a step."""
+
+    inside = 0
+
+    async def reset(self, row):
+        pass
+
+    async def step(self, completion):
+        Counting.inside += 1
+        seen = Counting.inside
+        await asyncio.sleep(0.05)
+        Counting.inside -= 1
+        return None, seen, False
+
+
+class Plain:
+    """Without await, seed and close."""
+
+    def reset(self, row):
+        return [{"role": "system", "content": str(row["prompt"]), "name": "left out"}]
+
+    def step(self, completion):
+        return None, None, True
+
+
+def test_functions_may_be_plain_ones(pool):
+    one = pool(Plain)
+    assert reset(one, 1, prompt="x") == [Reply([{"role": "system", "content": "x"}])]
+    assert stepped(one, "a") == [Reply([], None, True)]
+
+
+def test_numbers_of_numpy_are_numbers(pool):
+    one = pool(Echo)
+    reset(one, 1)
+    assert stepped(one, "numpy") == [Reply([], 0.5, True)]
+
+
+def test_only_one_environment_may_be_among_the_rewards():
+    with pytest.raises(UserError, match=r"of one environment, got Echo, Plain"):
+        RewardPool(TaskConfig(), [Echo, Plain])
+
+
+def test_between_two_turns_stands_what_the_template_puts_there():
+    said = [{"role": "tool", "content": "119"}, {"role": "user", "content": "go on"}]
+    text = "\n<|im_start|>tool\n119<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    made = tokenizer()
+    stopped_T = between(made, said, "<|im_end|>")
+    assert made.decode(stopped_T) == text and stopped_T.count(END) == 2 and stopped_T.count(START) == 3
+    assert made.decode(between(made, said, "")) == f"<|im_end|>{text}"
+
+
+def test_turns_appended_so_are_what_the_template_makes_of_the_whole_conversation():
+    made = tokenizer(CHATML)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    said = [{"role": "user", "content": "c"}]
+    prompt = made.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    whole = made.apply_chat_template([*messages, *said], tokenize=False, add_generation_prompt=True)
+    assert f"{prompt}b<|im_end|>{made.decode(between(made, said, '<|im_end|>'))}" == whole
+
+
+def test_a_template_that_leaves_an_assistant_out_or_refuses_a_role_is_refused():
+    silent = tokenizer("{% for m in messages %}{{ m['role'] }}{% endfor %}")
+    with pytest.raises(UserError, match="leaves out"):
+        between(silent, [{"role": "user", "content": "x"}], "")
+    strict = tokenizer(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="refuses messages of user, assistant, tool"):
+        between(strict, [{"role": "tool", "content": "x"}], "")
+
+
+def test_without_a_template_messages_stand_apart():
+    made = tokenizer(None)
+    assert made.decode(spaced(made, [{"role": "user", "content": "x"}], "")) == "\n\nx\n\n"
+
+
+def said(text):
+    return [{"role": "user", "content": f"{text} Answer with just the number."}]
+
+
+def test_hints_say_where_the_answer_lies_and_reward_the_earlier_turn_more(pool):
+    one = pool(hints(TaskConfig(answer_column="gold")))
+    assert reset(one, 3, gold="#### 1,100") == [Reply([])] * 3
+    low, high, right = stepped(one, "It is 1,099.", "2000 or 1200", "1100.0")
+    assert low == Reply(said("The answer is higher."), 0.0, False)
+    assert high == Reply(said("The answer is lower."), 0.0, False)
+    assert right == Reply([], 1.0, True)
+    right, none = stepped(one, "1100", "no")
+    assert right == Reply([], 0.5, True) and none == Reply(said("That is no number."), 0.0, False)
+    assert one.play([Step((0, 1), "1100")]) == [Reply([], 0.25, True)]
+    assert reset(one, 1)[0].cause == "raised ValueError"  # a row without an answer
+
+
+def test_the_pages_example_is_an_environment_as_it_stands(pool, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    path = tmp_path / "calculator.py"
+    path.write_text(textwrap.dedent(page.split("<!-- calculator.py -->\n\n")[1].split("\n\n## ")[0]))
+    one = pool(resolve(f"{path}:Calculator", TaskConfig()))
+    assert reset(one, 3, answer="119", prompt="x") == [Reply([])] * 3
+    called, right, wrong = stepped(one, "so calc(17 * 7)", "119", "118")
+    assert called == Reply([{"role": "tool", "content": "119"}], 0.0, False)
+    assert (right, wrong) == (Reply([], 1.0, True), Reply([], 0.0, True))
