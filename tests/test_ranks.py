@@ -51,6 +51,18 @@ UNEVEN = ("--num-prompts", "5", "--learn.updates-per-step", "2", "--num-steps", 
 TRAFFIC = {"added_bytes", "gathered_bytes"}
 
 
+GAME = """
+class Game:
+    async def reset(self, row, seed):
+        self.seed, self.turns = seed, 0
+        return "begin"
+
+    async def step(self, completion):
+        self.turns += 1
+        return str((self.seed + self.turns) % 10), float(len(completion) % 2), self.turns == 2
+"""
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
@@ -141,6 +153,21 @@ def test_uneven_shares_learn_the_same(files, tmp_path):
     for step, same in zip(metrics(ours), metrics(theirs), strict=True):
         assert step["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-5)
         assert step["learn_tokens"] == same["learn_tokens"]
+
+
+def test_two_ranks_talk_with_the_environments_that_one_would(files, tmp_path):
+    (files / "game.py").write_text(GAME)
+    more = ["--task.rewards", f"{files / 'game.py'}:Game", "--sample.max-tokens", "40", "--num-steps", "2"]
+    more += ["--task.environment.turn-tokens", "5", "--noise.schedule", "none"]
+    for num_ranks in (1, 2):
+        finish(files, tmp_path / str(num_ranks), *more, num_ranks=num_ranks)
+    texts = [(tmp_path / name / "samples.jsonl").read_text() for name in "12"]
+    samples = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    assert all("begin" in s["prompt"] and len(s["turns"]) > 2 for s in samples[0])
+    first = [[s for s in each if s["step"] == 0] for each in samples]
+    assert [s["prompt"] for s in samples[0]] == [s["prompt"] for s in samples[1]]
+    assert [s["turns"] for s in first[0]] == [s["turns"] for s in first[1]]
+    assert [s["reward"] for s in first[0]] == [s["reward"] for s in first[1]]
 
 
 def test_the_first_rank_alone_speaks(both):

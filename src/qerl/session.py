@@ -98,7 +98,7 @@ class _Session:
         is_alone, is_deep = ranks.count == 1 and cluster is None, config.algo.branching == "deep"
         require(not is_deep or is_alone, "algo.branching deep is for one process: branches need its pages")
         require(not is_deep or self.episodes is None, "algo.branching deep is not for environments: set none")
-        require(is_alone or self.episodes is None, "environments are for one process: run it without others")
+        require(cluster is None or self.episodes is None, "environments do not go with --ray: use torchrun")
         self.branching = Branching(self.engine, config) if is_deep else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         path = folder / "evaluations.json"

@@ -28,10 +28,14 @@ class SpreadEngine:
         )
         if self._ranks.count == 1:
             return own_P
-        packed_P = self._ranks.woven(self._ranks.gather([[_packed(s) for s in g.samples_G] for g in own_P]))
+        own = zip(self._ranks.own(prompts_P), own_P, strict=True)
+        # an environment may have added to a prompt; others are known to every rank
+        packed = [(None if g.prompt is p else g.prompt, [_packed(s) for s in g.samples_G]) for p, g in own]
         return [
-            Group(prompt=prompt, samples_G=[_unpacked(sample) for sample in packed_G])
-            for prompt, packed_G in zip(prompts_P, packed_P, strict=True)
+            Group(prompt=opened or prompt, samples_G=[_unpacked(sample) for sample in packed_G])
+            for prompt, (opened, packed_G) in zip(
+                prompts_P, self._ranks.woven(self._ranks.gather(packed)), strict=True
+            )
         ]
 
     def publish(self, version: int) -> None:
