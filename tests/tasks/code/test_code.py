@@ -101,7 +101,7 @@ def f(x=None):
 
 
 def test_the_deadline_of_all_tests_is_kept_and_the_sample_has_a_reward():
-    config = dataclasses.replace(TASK, reward_deadline_s=2.0)
+    config = dataclasses.replace(TASK, reward_deadline_s=5.0)
     tests = {"inputs": [""] * 10, "outputs": ["1"] * 10}
     prompt = Prompt(index=0, text="", tokens_T=[1], messages=None, columns={"tests": tests})
     texts = ["while True: pass", "print(1)", "import os\nfor _ in range(5): os.fork()"]
@@ -110,7 +110,7 @@ def test_the_deadline_of_all_tests_is_kept_and_the_sample_has_a_reward():
     with RewardPool(config) as pool:
         rewards = pool.score([Group(prompt=prompt, samples_G=samples)])
         assert not pool.failures
-    assert rewards == [[0.0, 1.0, 0.0]] and time.monotonic() - begin < 10
+    assert rewards == [[0.0, 1.0, 0.0]] and time.monotonic() - begin < 20
 
 
 def test_only_the_first_tests_count_where_there_are_many():
