@@ -161,7 +161,7 @@ def test_a_chat_template_reaches_nothing_and_its_errors_are_one_line(template):
 
 
 def test_no_line_of_the_source_trusts_remote_code_nor_unpickles():
-    """Every from_pretrained says trust_remote_code=False; nothing is unpickled or evaluated."""
+    """Every from_pretrained says trust_remote_code=False; nothing from outside is unpickled or evaluated."""
     asked = 0
     for path in SRC.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -175,7 +175,8 @@ def test_no_line_of_the_source_trusts_remote_code_nor_unpickles():
                 assert ast.unparse(keywords["trust_remote_code"]) == "False", path
             elif "trust_remote_code" in keywords:
                 assert ast.unparse(keywords["trust_remote_code"]) == "False", path
-            if path.name != "inmate.py":  # which is confined, and there to run what a sample says
+            # an inmate is confined, and there to run what a sample says; ranks are one run's own processes
+            if path.name not in ("inmate.py", "ranks.py"):
                 assert owner not in ("torch.load", "pickle.load", "pickle.loads", "eval", "exec"), path
             assert name not in ("extractall", "unpack_archive"), path
     assert asked
