@@ -14,7 +14,7 @@ from qerl.branching import Branching
 from qerl.config import AlgoConfig, DeepConfig, RunConfig, SampleConfig
 from qerl.engine.generation import Stats
 from qerl.learner.share import after_prefix, split
-from qerl.loop import marked
+from qerl.loop import learnable, marked
 from qerl.types import Group
 
 DEEP = DeepConfig(num_branches=2, segment_tokens=1, weight=0.5)
@@ -50,19 +50,32 @@ class Lots:
 class Rewards:
     """Of prompt 0's samples 0, 0.5 and failed, of prompt 1's 0 each; a branch has its own number."""
 
-    def score(self, groups):
+    def attempt(self, groups):
         firsts = {0: [0.0, 0.5, None], 1: [0.0, -1.0, 0.0]}
         return [
             [float(s.tokens_T[-1]) for s in g.samples_G] if g.prefix_tokens else firsts[g.prompt.index]
             for g in groups
         ]
 
+    def score(self, groups):
+        rewards_P_G = self.attempt(groups)
+        assert any(reward is not None for rewards_G in rewards_P_G for reward in rewards_G)
+        return rewards_P_G
 
-def drawn(branching, config=CONFIG, step=0):
+
+class NoneOfBranches(Rewards):
+    def attempt(self, groups):
+        return [
+            [None] * len(g.samples_G) if g.prefix_tokens else r
+            for g, r in zip(groups, super().attempt(groups), strict=True)
+        ]
+
+
+def drawn(branching, config=CONFIG, step=0, rewards=None):
     metrics = {}
     log = SimpleNamespace(span=lambda name: contextlib.nullcontext(), add=lambda **new: metrics.update(new))
     task = SimpleNamespace(train_prompts=lambda step, num: [prompt(i, [7, 8]) for i in range(num)])
-    groups = branching.draw(config, SimpleNamespace(task=task, rewards=Rewards()), step, log)
+    groups = branching.draw(config, SimpleNamespace(task=task, rewards=rewards or Rewards()), step, log)
     return groups, metrics
 
 
@@ -86,6 +99,15 @@ def test_what_failed_is_branched_once_and_branches_compare_with_their_siblings()
     }
     assert expected.items() <= metrics.items()
     assert metrics["reward"] == pytest.approx(-0.5 / 5) and "pivot_slope" not in metrics
+
+
+def test_branches_without_any_reward_do_not_end_the_run():
+    groups, metrics = drawn(Branching(Lots(), CONFIG), rewards=NoneOfBranches())
+    assert {s.reward for g in groups[2:] for s in g.samples_G} == {None}
+    assert metrics["branches"] == 8 and "branch_accuracy" not in metrics
+    learned = [learnable(CONFIG, group) for group in groups]
+    (share,) = split(learned, CONFIG, device=torch.device("cpu"))
+    assert share.num_samples == 2 + 3 and len(share.teaching.batches(1000)) == 1
 
 
 def test_a_pivots_place_is_named_by_seed_step_prompt_and_sample():

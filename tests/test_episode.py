@@ -182,6 +182,17 @@ def test_a_turn_limit_and_a_token_limit_end_an_episode(play):
     assert all(s.finish == "length" and 30 < len(s.tokens_T) <= 90 for s in short.samples_G)
 
 
+def test_a_turn_that_was_cut_is_no_cut_sample_if_its_episode_was_over(play):
+    """algo.overlong would leave it out."""
+    (over,) = play({"turns": 1}, {"turns": 1})[:1]
+    assert max(len(s.tokens_T) for s in over.samples_G) == TURN_TOKENS
+    assert [s.finish for s in over.samples_G] == ["stop"] * 3
+    (limited,) = play({"turns": 9}, max_turns=1)
+    assert [s.finish for s in limited.samples_G] == ["stop"] * 3
+    (cut,) = play({"turns": 1}, max_tokens=TURN_TOKENS)
+    assert "length" in {s.finish for s in cut.samples_G}
+
+
 @pytest.mark.parametrize(
     ("row", "cause"),
     [

@@ -14,6 +14,7 @@ from qerl.cli import command
 from qerl.config import (
     AdapterConfig,
     AlgoConfig,
+    DeepConfig,
     EngineConfig,
     LearnConfig,
     ModelConfig,
@@ -172,6 +173,17 @@ def test_a_micro_batch_is_as_pack_makes_it(micro_tokens, updates, rows):
     groups = [Group(prompt=prompt, samples_G=[one] * 2)] * -(-4 // updates)
     batches = pack([(g, [1.0] * 2) for g in groups], max_tokens=micro_tokens, device=torch.device("cpu"))
     assert max(len(batch.tokens_T) for batch in batches) == rows
+
+
+def test_branches_fill_a_micro_batch_that_samples_alone_would_not():
+    """Each of 4 prompts' 2 samples may have a pivot: 4 + 8 groups of 238 rows at most."""
+    algo = AlgoConfig(branching="deep", deep=DeepConfig(num_branches=2))
+    config = dataclasses.replace(with_learn(micro_tokens=100_000), algo=algo)
+    assert op.rows_at_once(config, PROMPT) == 12 * 238
+    assert (
+        op.rows_at_once(dataclasses.replace(config, learn=with_learn(micro_tokens=2000).learn), PROMPT)
+        == 8 * 238
+    )
 
 
 @pytest.mark.parametrize("micro_tokens", [25, 24, 9, 4, 26])

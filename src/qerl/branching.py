@@ -46,7 +46,7 @@ class Branching:
             with log.span("rollout"):
                 grown_P = lot.branch(pivots, self._deep.num_branches)
             with log.span("reward"):
-                branch_rewards_P_G += parts.rewards.score(grown_P)
+                branch_rewards_P_G += parts.rewards.attempt(grown_P)  # few: all may fail, the run goes on
             sampled_P, rewards_P_G = sampled_P + drawn_P, rewards_P_G + drawn_rewards_P_G
             branched_P += grown_P
             ratios += [_ratio(drawn_P, pivot) for pivot in pivots]

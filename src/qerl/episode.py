@@ -158,6 +158,7 @@ class Episodes:
 
     def _continued(self, episode: _Episode, turn: Turn, reply: Reply | Failure | None) -> list[int] | None:
         """reply: None where the environment had failed before."""
+        episode.is_cut = turn.finish == "length" and turn.num_left == 0
         if reply is None or isinstance(reply, Failure):
             episode.failure = episode.failure or reply
             return None
@@ -199,7 +200,7 @@ def _told(sample: Sample, episode: _Episode) -> Sample:
         sample,
         text="\n".join(f"{message['role']}: {message['content']}" for message in episode.messages),
         messages=episode.messages,
-        finish="length" if episode.is_cut else sample.finish,
+        finish="length" if episode.is_cut else "stop",
         reward=None if failure else episode.reward,
         failure=(failure.cause, failure.message) if failure else None,
     )

@@ -23,7 +23,11 @@ class Task(Protocol):
 
 
 class Rewards(Protocol):
-    def score(self, groups: list[Group]) -> list[list[float | None]]: ...
+    def attempt(self, groups: list[Group]) -> list[list[float | None]]: ...
+
+    def score(self, groups: list[Group]) -> list[list[float | None]]:
+        """The same; UserError if not one sample could be given a reward."""
+        ...
 
 
 class Noise(Protocol):

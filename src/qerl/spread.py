@@ -50,10 +50,12 @@ class SpreadRewards:
     def __init__(self, pool: RewardPool, ranks: Ranks):
         self._pool, self._ranks = pool, ranks
 
+    def attempt(self, groups: list[Group]) -> list[list[float | None]]:
+        return self._ranks.woven(self._ranks.gather(self._pool.attempt(self._ranks.own(groups))))
+
     def score(self, groups: list[Group]) -> list[list[float | None]]:
         """UserError if not one sample on any rank could be given a reward."""
-        own_P_G = self._pool.attempt(self._ranks.own(groups))
-        rewards_P_G = self._ranks.woven(self._ranks.gather(own_P_G))
+        rewards_P_G = self.attempt(groups)
         self._pool.check_some(rewards_P_G)
         return rewards_P_G
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl import options
+from qerl import config, options
 from qerl.cli import BENCHES, COMMANDS
 from qerl.config import RunConfig
 from qerl.recipes import RECIPES
@@ -69,6 +69,13 @@ def test_what_a_page_tells_to_type_exists(page):
         if name == "bench" and (not arguments or arguments[0] not in BENCHES):
             continue
         assert not options_of(name, arguments), said
+
+
+def test_every_part_of_a_config_is_on_its_page():
+    listed = re.findall(
+        r"^::: qerl\.config\.(\w+)$", (ROOT / "docs" / "config.md").read_text(), flags=re.MULTILINE
+    )
+    assert sorted(listed) == sorted(config.__all__)
 
 
 def test_every_section_that_a_page_quotes_is_in_the_readme():

@@ -1,6 +1,7 @@
 """House rules a machine can hold: who may import whom, and how big anything may grow."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,11 @@ def test_nothing_outgrows_a_screen(path):
 
 def test_the_whole_stays_small():
     assert sum(p.read_text().count("\n") for p in FILES) <= MAX_PACKAGE_LINES
+
+
+def test_the_design_names_floors_as_they_are():
+    text = (SRC.parent / "docs" / "design.md").read_text()
+    (said,) = re.findall(r"\*\*Imports go down only\*\*: (.*?)\.\s", text, flags=re.DOTALL)
+    rows = [[floor(name.strip()) for name in row.split(",")] for row in said.split("<")]
+    assert all(len(set(row)) == 1 for row in rows)
+    assert [row[0] for row in rows] == sorted({row[0] for row in rows})

@@ -155,6 +155,7 @@ def test_what_a_journal_wrote_is_on_the_page(tmp_path):
         "answer": "3",
         "samples": [
             {"text": "three", "reward": 0.25, "advantage": -0.5, "finish": "length", "num_tokens": 1}
+            | {"prefix_tokens": None}
         ],
     }
     assert page.data["charts"][0] == [{"label": "demo", "run": 0, "points": [[0, 0], [1, 0.25], [2, 0.5]]}]

@@ -64,6 +64,17 @@ def test_a_small_run_is_shown_whole(tmp_path):
     assert [len(group["samples"]) for group in run.groups] == [4] * 6 and run.coverage == []
 
 
+def test_a_branch_says_where_its_sample_was_branched(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    records = [
+        {"step": 0, "prompt_index": 7, "text": "a"},
+        {"step": 0, "prompt_index": 7, "prefix_tokens": 20},
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (group,) = read_run(tmp_path, "run", max_samples=5).groups
+    assert [sample["prefix_tokens"] for sample in group["samples"]] == [None, 20]
+
+
 def test_a_very_long_text_is_cut_and_says_by_how_much(tmp_path):
     write_samples(tmp_path, num_steps=1, num_prompts=1, num_samples=1, text="x" * 20_007)
     text = read_run(tmp_path, "run", max_samples=5).groups[0]["samples"][0]["text"]

@@ -1,4 +1,5 @@
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -63,6 +64,31 @@ def test_a_closure_is_run_as_it_is_without_pickling(crew):
             return item + 1
 
     assert crew(work).run([1, 2], deadline_s=5) == [2, 3]
+
+
+class Held:
+    """In a cycle with itself; writes where it was freed."""
+
+    def __init__(self, told):
+        self.itself, self.told = self, told
+
+    def __del__(self):
+        os.write(self.told, str(os.getpid()).encode())
+
+
+def test_a_worker_frees_no_garbage_of_the_process_it_was_forked_from(crew):
+    """Which may hold graphs and memory of a GPU that the worker must not touch."""
+    read, told = os.pipe()
+    gc.disable()
+    try:
+        Held(told)
+        assert crew(lambda item: gc.collect() >= 0, num_workers=1).run([1], deadline_s=5) == [True]
+    finally:
+        gc.enable()
+        gc.collect()
+    assert os.read(read, 100) == str(os.getpid()).encode()
+    os.close(read)
+    os.close(told)
 
 
 def test_a_job_over_its_deadline_is_killed_and_the_rest_is_done(crew):

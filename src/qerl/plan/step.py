@@ -191,10 +191,11 @@ def head(a: Architecture, config: RunConfig, rows: int) -> float:
 
 def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:
     """Of the largest micro-batch if all samples are as long as may be: whole groups, or parts of them with as
-    many samples as fit, at least one (learner/pack.py)."""
+    many samples as fit, at least one (learner/pack.py). With branches, a group more for each sample."""
     limit, branch = config.learn.micro_tokens, config.sample.max_tokens - 1
     group = prompt_tokens + config.num_samples * branch
-    num_groups = -(-config.num_prompts // config.learn.updates_per_step)
+    num_groups = config.num_prompts * (1 if config.algo.branching == "none" else 1 + config.num_samples)
+    num_groups = -(-num_groups // config.learn.updates_per_step)
     if group <= limit:
         return group * min(limit // group, num_groups)
     most = space = 0

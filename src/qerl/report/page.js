@@ -131,8 +131,9 @@ function card(sample) {
   const advantage = element("span", {}, ["advantage ", element("b", { textContent: brief(sample.advantage, 2) })]);
   const tokens = sample.num_tokens === null ? "" : `${sample.num_tokens} tokens`;
   const length = element("span", { textContent: sample.finish === "length" ? `${tokens}, cut` : tokens });
+  const branch = sample.prefix_tokens ? [element("span", { textContent: `branched after ${sample.prefix_tokens}` })] : [];
   const made = element("div", {}, [
-    element("header", {}, [reward, advantage, length]),
+    element("header", {}, [reward, advantage, length, ...branch]),
     element("pre", {}, marked(sample.text)),
   ]);
   made.style.setProperty("--r", colour(sample.reward));

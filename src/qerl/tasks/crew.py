@@ -18,6 +18,7 @@ process with exit code 0 for one that hangs (tests/faults/test_reward.py).
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pickle
 import resource
@@ -213,6 +214,7 @@ def _forked(life: Callable[..., None], *given: Any) -> _Process:
     with _forking():
         pid = os.fork()
     if pid == 0:
+        gc.freeze()  # cycles of the parent's may hold what is its GPU's: they are not this process's to free
         try:
             life(*given)
         except BaseException:
