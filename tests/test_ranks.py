@@ -47,7 +47,7 @@ EXACT = (
     *("--engine.exact", "--engine.max-running", "16", "--learn.updates-per-step", "2"),
     *("--learn.micro-tokens", "40", "--evaluate.num-prompts", "3"),
 )
-UNEVEN = ("--num-prompts", "5", "--learn.updates-per-step", "2", "--num-steps", "3")
+UNEVEN = ("--num-prompts", "5", "--learn.updates-per-step", "2", "--num-steps", "3", "--noise.per", "group")
 TRAFFIC = {"added_bytes", "gathered_bytes"}
 
 
@@ -153,6 +153,7 @@ def test_uneven_shares_learn_the_same(files, tmp_path):
     for step, same in zip(metrics(ours), metrics(theirs), strict=True):
         assert step["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-5)
         assert step["learn_tokens"] == same["learn_tokens"]
+        assert step["noise_draws"] == same["noise_draws"] == (5 if step["sigma"] else 0)
 
 
 def test_two_ranks_talk_with_the_environments_that_one_would(files, tmp_path):
