@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from qerl.errors import UserError
 from qerl.journal import is_timing
 from qerl.learner.share import split
 from qerl.ranks import ALONE, Ranks, joined
+from test_session import wait_for_steps
 
 QERL = "from qerl.cli import main\n\nif __name__ == '__main__':\n    main()\n"
 FAILING = f"""\
@@ -90,13 +90,6 @@ def finish(files, out, *more, **how):
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     return stdout
-
-
-def wait_for_steps(process, out, num_steps):
-    path = out / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < num_steps:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
 
 
 def workers(process):
