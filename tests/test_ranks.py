@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from qerl.errors import UserError
 from qerl.journal import is_timing
 from qerl.learner.share import split
 from qerl.ranks import ALONE, Ranks, joined
+from test_session import wait_for_steps
 
 QERL = "from qerl.cli import main\n\nif __name__ == '__main__':\n    main()\n"
 FAILING = f"""\
@@ -47,7 +47,7 @@ EXACT = (
     *("--engine.exact", "--engine.max-running", "16", "--learn.updates-per-step", "2"),
     *("--learn.micro-tokens", "40", "--evaluate.num-prompts", "3"),
 )
-UNEVEN = ("--num-prompts", "5", "--learn.updates-per-step", "2", "--num-steps", "3")
+UNEVEN = ("--num-prompts", "5", "--learn.updates-per-step", "2", "--num-steps", "3", "--noise.per", "group")
 TRAFFIC = {"added_bytes", "gathered_bytes"}
 
 
@@ -90,13 +90,6 @@ def finish(files, out, *more, **how):
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     return stdout
-
-
-def wait_for_steps(process, out, num_steps):
-    path = out / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < num_steps:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
 
 
 def workers(process):
@@ -153,6 +146,7 @@ def test_uneven_shares_learn_the_same(files, tmp_path):
     for step, same in zip(metrics(ours), metrics(theirs), strict=True):
         assert step["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-5)
         assert step["learn_tokens"] == same["learn_tokens"]
+        assert step["noise_draws"] == same["noise_draws"] == (5 if step["sigma"] else 0)
 
 
 def test_two_ranks_talk_with_the_environments_that_one_would(files, tmp_path):

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import tiny_run
 from qerl.config import AlgoConfig, RayConfig, RunConfig
 from qerl.errors import UserError
 from qerl.journal import is_timing
+from test_session import wait_for_steps
 
 pytest.importorskip("ray")
 SLOW = """
@@ -51,13 +51,6 @@ def finish(files, out, *more):
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     return out
-
-
-def wait_for_steps(process, out, num_steps):
-    path = out / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < num_steps:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
 
 
 def metrics(out):

@@ -9,16 +9,17 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.model.decoder import Decoder
 from qerl.model.noise import make_table, noised
+from qerl.ranks import ALONE, Ranks
 
 
 class Exploration:
     """AQN: the norms of one or both policies carry sigma * Z, Z drawn from (seed, step, layer), and by
     noise.per from the prompt's or the sample's index."""
 
-    def __init__(self, decoder: Decoder, config: RunConfig):
+    def __init__(self, decoder: Decoder, config: RunConfig, ranks: Ranks = ALONE):
         if config.noise.schedule != "none" and not decoder.noised_norms():
             raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
-        self._decoder, self._config, self._num_drawn = decoder, config, 0
+        self._decoder, self._config, self._ranks, self._num_drawn = decoder, config, ranks, 0
         if config.noise.per != "step":
             make_table(decoder, config.noise.per, config.num_noises)
         self._rule, self._state = RULES[config.noise.schedule], started(config.noise)
@@ -43,7 +44,10 @@ class Exploration:
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Takes the step's metrics in; gives what a steered run logs of it."""
         self._state = self._rule.after(self._state, step, metrics, self._config.noise)
-        found = {"noise_draws": self._num_drawn}
+        draws = self._ranks.gather(
+            self._num_drawn
+        )  # prompts are each one rank's, samples' indices all ranks'
+        found = {"noise_draws": sum(draws) if self._config.noise.per == "group" else max(draws)}
         return found | ({"noise_floor": self._state.floor} if self._config.noise.is_steered else {})
 
     def state(self) -> dict[str, Any]:

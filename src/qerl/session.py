@@ -93,7 +93,7 @@ class _Session:
         self.episodes = speaker if isinstance(speaker, Episodes) else None
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
         self.learner = Learner(self.decoder, self.settled(), notice=journal.notice, score=score, ranks=ranks)
-        self.noise = Exploration(self.decoder, config)
+        self.noise = Exploration(self.decoder, config, ranks)
         self.sampler = SpreadEngine(speaker, ranks) if cluster is None else self._remote(cluster)
         is_alone, is_deep = ranks.count == 1 and cluster is None, config.algo.branching == "deep"
         require(not is_deep or is_alone, "algo.branching deep is for one process: branches need its pages")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from qerl.engine.generation import Generation, Stats
+from qerl.engine.generation import Generation
 from qerl.engine.scheduler import LiveGroup, LiveSample, kept_pages
 from qerl.types import Group, Pivot
 
@@ -24,10 +24,6 @@ class Lot:
         self, groups: list[LiveGroup], generation: Generation, finished: Callable[[LiveGroup], Group]
     ):
         self._groups, self._generation, self._finished = groups, generation, finished
-
-    @property
-    def stats(self) -> Stats:
-        return self._generation.stats
 
     @torch.no_grad()
     def sample(self) -> list[Group]:

@@ -5,7 +5,7 @@
               takes row 0, and so does the draw of their first tokens, by the prompt's last token
 
 Row 0 is no noise. The others are drawn when first asked for, from (seed, step, layer, key) alone: which row a
-key gets means nothing, and no other key, batch or pause changes its numbers (tests/model/test_noise.py).
+key gets means nothing, and no other key, batch or pause changes its numbers: tests/model/test_noise_table.py.
 """
 
 import dataclasses

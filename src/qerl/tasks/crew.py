@@ -13,7 +13,7 @@ jobs are done.
 A worker may map memory_bytes beyond what it began with (then MemoryError), be one of so many tasks and no
 more, and is what the kernel ends first where memory is short. Linux alone has these three. Deadlines are by
 the monotonic clock. `pebble`, which could stand here, counts by the wall clock and takes a job that ends its
-process with exit code 0 for one that hangs (tests/faults/test_reward.py).
+process with exit code 0 for one that hangs (tests/faults/test_bad_reward.py).
 """
 
 import contextlib
