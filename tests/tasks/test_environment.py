@@ -214,6 +214,15 @@ def test_only_one_environment_may_be_among_the_rewards():
         RewardPool(TaskConfig(), [Echo, Plain])
 
 
+def test_a_class_that_is_no_environment_is_refused_by_name():
+    class Misspelled:
+        def resett(self, row): ...
+        def step(self, completion): ...
+
+    with pytest.raises(UserError, match=r"Misspelled is a class, but no environment: .* reset\(row, seed\)"):
+        RewardPool(TaskConfig(), [Misspelled])
+
+
 def test_between_two_turns_stands_what_the_template_puts_there():
     said = [{"role": "tool", "content": "119"}, {"role": "user", "content": "go on"}]
     text = "\n<|im_start|>tool\n119<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
