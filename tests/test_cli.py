@@ -1,6 +1,7 @@
 """Each mistake is one line that says what and where, and exit code 2."""
 
 import json
+import runpy
 import struct
 import sys
 
@@ -49,6 +50,12 @@ def test_help_names_the_commands_and_recipes(monkeypatch, capsys):
     shown = capsys.readouterr().out
     for word in ("train", "eval", "quantize", "report", "demo", "gsm8k", "dapo_math"):
         assert word in shown
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["qerl", "--help"])
+    runpy.run_module("qerl", run_name="__main__")
+    assert capsys.readouterr().out.startswith("usage: qerl COMMAND")
 
 
 def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):

@@ -14,6 +14,7 @@ from qerl.config import (
     LearnConfig,
     ModelConfig,
     NoiseConfig,
+    RayConfig,
     RunConfig,
     TaskConfig,
     algo,
@@ -58,7 +59,6 @@ def run_with(**parts):
         (lambda: RunConfig(num_steps=5, noise=NoiseConfig(schedule="adaptive")), "noise.control.quiet_steps"),
         (lambda: TaskConfig(rewards=("exact",), reward_weights=(1.0, 2.0)), "task.reward_weights"),
         (lambda: RunConfig(num_samples=1), "num_samples"),
-        (lambda: RunConfig(num_steps=5), "noise.num_stages"),
         (
             lambda: run_with(model=ModelConfig(sampler="int8"), engine=EngineConfig(exact=True)),
             "model.sampler",
@@ -68,6 +68,7 @@ def run_with(**parts):
             "model.sampler",
         ),
         (lambda: run_with(noise=BY_SAMPLE, algo=AlgoConfig(branching="deep")), "algo.branching"),
+        (lambda: run_with(ray=RayConfig(address="local"), algo=AlgoConfig(branching="deep")), "ray.address"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_field(make, field):

@@ -311,6 +311,12 @@ def test_the_command_says_what_auto_takes(capsys, gpu_gb, taken):
     assert capsys.readouterr().out.startswith(same)
 
 
+def test_the_page_shows_what_the_command_prints(capsys):
+    command(["plan", "qwen2.5-7b", "--gpu-gb", "24"])
+    printed = "".join(f"    {line}".rstrip() + "\n" for line in capsys.readouterr().out.splitlines())
+    assert printed in (ROOT / "docs" / "fitting.md").read_text()
+
+
 def test_it_says_so_where_nothing_helps(capsys):
     command(["plan", "qwen2.5-72b", "--gpu-gb", "24"])
     assert "not even recomputation" in capsys.readouterr().out
@@ -325,12 +331,14 @@ def test_the_command_prints_parts_that_add_up(capsys):
     assert sums["fits"] == pytest.approx(sums["always"] + max(sums["sampling"], sums["learning"]), abs=0.06)
     assert "64 samples of up to 2048 tokens" in text and "fits into 80 GB" in text
     assert "  3.68 GB" in text  # 6.53e9 weights of 4.5 bits
+    assert "sampler's weights" not in text  # there are none of its own
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "plan needs a model"),
+        (["qwen2.5-9b", "--gpu-gb", "24"], "no shape; there are .*qwen2.5-7b"),
         (["qwen2.5-7b", "--gpu-gb", "-1"], "gpu_gb must be positive"),
         (["smollm2-135m", "--gpu-gb", "8", "--sample.max-tokens", "9000"], "8192 positions"),
     ],

@@ -139,6 +139,13 @@ def test_a_schedule_is_a_rule_that_nothing_moves(schedule):
         )
 
 
+def test_a_run_of_few_steps_has_a_stage_a_step():
+    config = NoiseConfig(sigma_start=0.04, sigma_end=0.01)
+    state, rule = started(config), RULES["exponential"]
+    assert [rule.sigma(state, step, 4, config) for step in range(4)] == pytest.approx([0, 0.04, 0.02, 0.01])
+    assert rule.sigma(state, 0, 1, config) == 0.0
+
+
 def test_a_state_comes_back_from_json_bit_for_bit():
     config = noise(sigma_start=AT_TARGET / 3)
     unbroken, last = simulated(config, 30)

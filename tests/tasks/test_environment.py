@@ -157,7 +157,9 @@ def test_what_no_signal_stops_is_ended_with_its_process_and_the_next_round_has_a
 def test_a_reset_that_raises_is_a_failure_too(pool):
     one = pool(Echo)
     (failure,) = reset(one, 1, way="fail")
-    assert (failure.cause, failure.message) == ("raised KeyError", "Echo.reset: KeyError: 'no such world'")
+    assert failure.cause == "raised KeyError"
+    line = Echo.reset.__code__.co_firstlineno + 3
+    assert failure.message == f"Echo.reset: KeyError: 'no such world' ({Path(__file__).name}:{line})"
 
 
 def test_calls_wait_together_and_no_more_of_them_than_allowed(pool):
@@ -212,6 +214,15 @@ def test_numbers_of_numpy_are_numbers(pool):
 def test_only_one_environment_may_be_among_the_rewards():
     with pytest.raises(UserError, match=r"of one environment, got Echo, Plain"):
         RewardPool(TaskConfig(), [Echo, Plain])
+
+
+def test_a_class_that_is_no_environment_is_refused_by_name():
+    class Misspelled:
+        def resett(self, row): ...
+        def step(self, completion): ...
+
+    with pytest.raises(UserError, match=r"Misspelled is a class, but no environment: .* reset\(row, seed\)"):
+        RewardPool(TaskConfig(), [Misspelled])
 
 
 def test_between_two_turns_stands_what_the_template_puts_there():

@@ -1,7 +1,10 @@
+import asyncio
+import json
 import logging
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from material import group, tokenizer
@@ -70,6 +73,18 @@ def test_a_reward_that_fails_costs_its_sample_and_is_counted_by_cause(pool, capl
     assert one.score([group("a")]) == [[1.0]]
 
 
+async def waits(completions):
+    await asyncio.sleep(0)
+    return json.loads(completions[0])
+
+
+def test_a_failure_says_where_in_the_users_file_it_was(pool):
+    here, line = Path(__file__).name, waits.__code__.co_firstlineno + 2
+    one = pool(waits)
+    one.attempt([group("x")])
+    assert one.take_failures()["raised JSONDecodeError"][1].endswith(f"char 0) ({here}:{line})")
+
+
 def test_failures_add_up_until_they_are_taken(pool):
     one = pool(by_name)
     one.score([group("raise", "nan", "ok")])
@@ -79,7 +94,7 @@ def test_failures_add_up_until_they_are_taken(pool):
         "raised ZeroDivisionError": 2,
         "not finite": 1,
     }
-    assert taken["raised ZeroDivisionError"][1] == "by_name: ZeroDivisionError: division by zero"
+    assert taken["raised ZeroDivisionError"][1].startswith("by_name: ZeroDivisionError: division by zero")
 
 
 def test_an_abstention_is_no_failure(pool):

@@ -51,6 +51,13 @@ def test_steps_appear_without_a_reload_and_a_half_line_disturbs_nothing(watched,
     assert tab.value("window.isTheSame") and not tab.errors
 
 
+def test_where_all_rewards_are_the_same_those_above_0_are_good(watched):
+    _, tab = watched  # its one sample has the reward 1
+    assert tab.until("lowest === 1 && highest === 1")
+    shares = [tab.value(f"lowest = highest = {reward}, colour({reward})") for reward in (1, 0, -1)]
+    assert ["--good) 100%" in shares[0], *("--good) 0%" in share for share in shares[1:])] == [True] * 3
+
+
 def test_the_newest_samples_are_followed_and_those_of_a_chosen_step_stay(watched):
     journal, tab = watched
     shown = "document.querySelector('#group').textContent"

@@ -58,7 +58,7 @@ def scheduled(state: NoiseState, step: int, num_steps: int, noise: NoiseConfig) 
         schedule=noise.schedule,
         sigma_start=noise.sigma_start,
         sigma_end=noise.sigma_end,
-        num_stages=noise.num_stages,
+        num_stages=max(2, min(noise.num_stages, num_steps)),
     )
 
 

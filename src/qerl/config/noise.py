@@ -61,7 +61,7 @@ class NoiseConfig:
     """Standard deviation in the last stage."""
 
     num_stages: int = 10
-    """Stages of equal length; the first has no noise but the quantization's own."""
+    """Stages of equal length, as many as steps at most; the first has no noise but the quantization's own."""
 
     unit: Literal["absolute", "relative"] = "absolute"
     """absolute: sigma is in the norm weight's own units (the paper). relative: times each norm's RMS."""

@@ -367,11 +367,11 @@ class RunConfig:
             "noise.per sample with noise_in both needs algo.branching none: the learner computes a branch's"
             " first tokens as its prompt, without the sample's noise",
         )
-        noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
-            noise.schedule == "none" or noise.is_steered or noise.num_stages <= self.num_steps,
-            f"noise.num_stages must not exceed num_steps ({self.num_steps}), got {noise.num_stages}",
+            self.algo.branching == "none" or self.ray.address is None,
+            "algo.branching deep does not go with ray.address: branches need the pages of their samples",
         )
+        noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
             not noise.is_steered or noise.control.quiet_steps < self.num_steps,
             f"noise.control.quiet_steps must be under num_steps ({self.num_steps}),"

@@ -90,7 +90,9 @@ def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) ->
     taken = settled(a, config, prompt_tokens, gpu_gb * 1e9)
     found = parts(a, taken, prompt_tokens)
     need, fits = total(found), total(found) <= gpu_gb * 1e9
-    lines = [f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in found]
+    lines = [
+        f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in found if part.num_bytes
+    ]
     return "\n".join(
         [
             f"{model} in {config.model.format}, {config.num_prompts * config.num_samples} samples of up to"

@@ -27,11 +27,13 @@ shape on an H200, with the model, took 49.25 and 13.09 GB with recompute none an
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Literal
 
 from qerl.config import RunConfig
 from qerl.engine.cache import FP8, page_bytes
 from qerl.engine.scheduler import num_pages, own_pages
+from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.kernels.joined_linear import WIDE_ROWS
 from qerl.model.architecture import Architecture
@@ -63,8 +65,10 @@ def architecture(model: str) -> Architecture:
     if model in SHAPES:
         return SHAPES[model]
     from qerl.model.names import architecture_of  # a shape's plan needs no reader of files
-    from qerl.model.source import locate
+    from qerl.model.source import BUILT_IN, locate
 
+    if "/" not in model and model != BUILT_IN and not Path(model).exists():
+        raise UserError(f"{model}: no folder, file or hub id, and no shape; there are {', '.join(SHAPES)}")
     return architecture_of(locate(model).open())
 
 

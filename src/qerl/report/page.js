@@ -87,7 +87,7 @@ function range(groups) {
 
 function colour(reward) {
   if (reward === null) return "var(--quiet)";
-  const share = highest > lowest ? (reward - lowest) / (highest - lowest) : 1;
+  const share = highest > lowest ? (reward - lowest) / (highest - lowest) : Number(reward > 0);
   return `color-mix(in oklab, var(--good) ${Math.round(100 * share)}%, var(--bad))`;
 }
 

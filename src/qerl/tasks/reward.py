@@ -15,6 +15,7 @@ take some 10 ms this way. A function runs in a forked process: it cannot use CUD
 import functools
 import importlib
 import importlib.util
+import inspect
 import logging
 import sys
 from collections import Counter
@@ -53,6 +54,10 @@ class RewardPool:
             )
         self._names = list(map(name_of, functions))
         pairs = list(zip(functions, weights, strict=True))
+        for function in filter(inspect.isclass, functions):
+            if not is_environment(function):
+                has = "an environment has reset(row, seed) and step(completion)"
+                raise UserError(f"task.rewards: {name_of(function)} is a class, but no environment: {has}")
         environments = [pair for pair in pairs if is_environment(pair[0])]
         if len(environments) > 1:
             named = ", ".join(name_of(function) for function, _ in environments)

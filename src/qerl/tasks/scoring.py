@@ -12,12 +12,18 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 from qerl.secret import without_secrets
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """What every function may ask for; a column of such a name cannot take its place."""
+
+_BETWEEN = (
+    Path(__file__).parents[1],
+    Path(asyncio.__file__).parent,
+)  # frames between the worker and the user's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +81,17 @@ def _value(function: Callable[..., Any], call: Call) -> float | Failure | None:
 def failure_of(name: str, error: BaseException) -> Failure:
     """That the user's code of this name raised it."""
     reason = without_secrets(" ".join("".join(traceback.format_exception_only(error)).split()))
-    return Failure(f"raised {type(error).__name__}", f"{name}: {reason[:300]}")
+    return Failure(f"raised {type(error).__name__}", f"{name}: {reason[:300]}{_place(error)}")
+
+
+def _place(error: BaseException) -> str:
+    """Where the user's file was, " (reward.py:12)"; empty where the error is of the call itself."""
+    places = [
+        (Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    others = [place for place in places if not any(map(place[0].is_relative_to, _BETWEEN))]
+    lines = [line for path, line in others if path == others[0][0]]
+    return f" ({others[0][0].name}:{lines[-1]})" if lines else ""
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
