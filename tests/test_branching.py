@@ -13,6 +13,7 @@ from qerl.algo.pivot import Success
 from qerl.branching import Branching
 from qerl.config import AlgoConfig, DeepConfig, RunConfig, SampleConfig
 from qerl.engine.generation import Stats
+from qerl.errors import UserError
 from qerl.learner.share import after_prefix, split
 from qerl.loop import learnable, marked
 from qerl.types import Group
@@ -57,10 +58,9 @@ class Rewards:
             for g in groups
         ]
 
-    def score(self, groups):
-        rewards_P_G = self.attempt(groups)
-        assert any(reward is not None for rewards_G in rewards_P_G for reward in rewards_G)
-        return rewards_P_G
+    def check_some(self, rewards_P_G):
+        if all(reward is None for rewards_G in rewards_P_G for reward in rewards_G):
+            raise UserError("no reward")
 
 
 class NoneOfBranches(Rewards):
@@ -68,6 +68,18 @@ class NoneOfBranches(Rewards):
         return [
             [None] * len(g.samples_G) if g.prefix_tokens else r
             for g, r in zip(groups, super().attempt(groups), strict=True)
+        ]
+
+
+class NoneOfPrompts(Rewards):
+    def __init__(self, *indices):
+        self.indices = indices
+
+    def attempt(self, groups):
+        rewards_P_G = super().attempt(groups)
+        return [
+            [None] * len(r) if g.prompt.index in self.indices else r
+            for g, r in zip(groups, rewards_P_G, strict=True)
         ]
 
 
@@ -99,6 +111,13 @@ def test_what_failed_is_branched_once_and_branches_compare_with_their_siblings()
     }
     assert expected.items() <= metrics.items()
     assert metrics["reward"] == pytest.approx(-0.5 / 5) and "pivot_slope" not in metrics
+
+
+def test_a_lot_without_any_reward_does_not_end_the_run_and_a_step_without_does():
+    groups, metrics = drawn(Branching(Lots(), CONFIG), rewards=NoneOfPrompts(0))
+    assert [g.prompt.index for g in groups] == [0, 1, 1, 1, 1] and metrics["pivots"] == 3
+    with pytest.raises(UserError, match="no reward"):
+        drawn(Branching(Lots(), CONFIG), rewards=NoneOfPrompts(0, 1))
 
 
 def test_branches_without_any_reward_do_not_end_the_run():

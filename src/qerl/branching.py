@@ -41,15 +41,16 @@ class Branching:
             with log.span("rollout"):
                 drawn_P = lot.sample()
             with log.span("reward"):
-                drawn_rewards_P_G = parts.rewards.score(drawn_P)
+                drawn_rewards_P_G = parts.rewards.attempt(drawn_P)
             pivots = self._pivots(drawn_P, drawn_rewards_P_G, success, config.seed, step)
             with log.span("rollout"):
                 grown_P = lot.branch(pivots, self._deep.num_branches)
             with log.span("reward"):
-                branch_rewards_P_G += parts.rewards.attempt(grown_P)  # few: all may fail, the run goes on
+                branch_rewards_P_G += parts.rewards.attempt(grown_P) if grown_P else []
             sampled_P, rewards_P_G = sampled_P + drawn_P, rewards_P_G + drawn_rewards_P_G
             branched_P += grown_P
             ratios += [_ratio(drawn_P, pivot) for pivot in pivots]
+        parts.rewards.check_some(rewards_P_G)  # a lot, or all branches, may fail: the run goes on
         groups = marked(config, sampled_P, rewards_P_G)
         branches = marked(config, branched_P, branch_rewards_P_G)
         tries = [Try(*pair) for pair in zip(ratios, map(self._succeeded, branches), strict=True)]

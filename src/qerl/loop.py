@@ -25,8 +25,12 @@ class Task(Protocol):
 class Rewards(Protocol):
     def attempt(self, groups: list[Group]) -> list[list[float | None]]: ...
 
+    def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
+        """UserError if there are samples, and not one has a reward: why, by the latest attempt."""
+        ...
+
     def score(self, groups: list[Group]) -> list[list[float | None]]:
-        """The same; UserError if not one sample could be given a reward."""
+        """An attempt, checked."""
         ...
 
 

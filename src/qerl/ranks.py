@@ -89,7 +89,7 @@ class Ranks:
     def check_same(self, what: str, value: Any) -> None:
         """RunError unless it is the same on every rank."""
         values = self.gather(value)
-        if len(set(values)) > 1:
+        if len(set(map(repr, values))) > 1:  # by its letters: nan is nan, and no float has two
             raise RunError(f"the ranks have come apart: {what} is {', '.join(map(str, values))}")
 
     def take_traffic(self) -> dict[str, float]:

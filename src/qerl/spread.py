@@ -53,10 +53,13 @@ class SpreadRewards:
     def attempt(self, groups: list[Group]) -> list[list[float | None]]:
         return self._ranks.woven(self._ranks.gather(self._pool.attempt(self._ranks.own(groups))))
 
+    def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
+        self._pool.check_some(rewards_P_G)
+
     def score(self, groups: list[Group]) -> list[list[float | None]]:
         """UserError if not one sample on any rank could be given a reward."""
         rewards_P_G = self.attempt(groups)
-        self._pool.check_some(rewards_P_G)
+        self.check_some(rewards_P_G)
         return rewards_P_G
 
     def take_failures(self) -> dict[str, tuple[int, str]]:

@@ -26,6 +26,7 @@ TAKEN = {
     "watch": options.WatchOptions,
     "study": options.StudyOptions,
     "linear": options.BenchLinearOptions,
+    "tile": options.BenchTileOptions,
     "decode": options.BenchDecodeOptions,
     "step": options.BenchStepOptions,
     "memory": options.BenchStepOptions,
