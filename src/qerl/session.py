@@ -205,10 +205,10 @@ class _Session:
         return {} if self.branching is None else {"tries": self.branching.state()}
 
     def observe(self, step: int, log: StepLog) -> None:
-        """Records why rewards failed, and measures held-out accuracy where it is due."""
+        """Says why rewards failed, and measures held-out accuracy where it is due."""
         log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
         for cause, (count, example) in self.rewards.take_failures().items():
-            self.journal.record(f"no reward for {count} samples: {cause}: {example}")
+            self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
         if self.episodes is not None:
             log.add(environment_s=self.episodes.waited_s)
         every = self.config.evaluate.every

@@ -179,7 +179,8 @@ def test_what_a_reward_raised_leaves_its_process_without_keys(monkeypatch):
         raise ValueError(f"401 {KEYS['JUDGE_SECRET']}")
 
     failure = score([leaks], [1.0], Call("p", "c", [1], {}))
-    assert failure == Failure("raised ValueError", "leaks: ValueError: 401 ***")
+    place = f"test_interruptions.py:{leaks.__code__.co_firstlineno + 1}"
+    assert failure == Failure("raised ValueError", f"leaks: ValueError: 401 *** ({place})")
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,12 @@ def test_every_section_that_a_page_quotes_is_in_the_readme():
     quoted = {name for page in PAGES[1:] for name in re.findall(r'"README\.md:(\w+)"', page.read_text())}
     marked = set(re.findall(r"\[start:(\w+)\]", readme))
     assert quoted == marked == set(re.findall(r"\[end:(\w+)\]", readme)) and "reward" in quoted
+
+
+def test_the_page_of_the_config_has_every_part_of_it():
+    import qerl.config
+
+    parts = {name for name in dir(qerl.config) if name.endswith("Config")}
+    assert parts == set(
+        re.findall(r"^::: qerl\.config\.(\w+)$", (ROOT / "docs" / "config.md").read_text(), re.M)
+    )

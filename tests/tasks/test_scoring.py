@@ -136,7 +136,8 @@ def test_what_a_function_raises_is_a_failure_in_one_line():
     def breaks(completions):
         raise ValueError("first\nsecond")
 
-    assert scored(breaks) == Failure("raised ValueError", "breaks: ValueError: first second")
+    place = f"test_scoring.py:{breaks.__code__.co_firstlineno + 1}"
+    assert scored(breaks) == Failure("raised ValueError", f"breaks: ValueError: first second ({place})")
 
 
 def test_leaving_the_process_by_exception_and_unprintable_exceptions_are_failures():

@@ -201,14 +201,9 @@ class Journal:
 
     def notice(self, text: str) -> None:
         """For the user, now; and for whoever reads events.jsonl later."""
-        self.record(text)
-        self._display.notice(without_secrets(text))
-
-    def record(self, text: str) -> None:
-        """For events.jsonl alone: what the console was told as it happened."""
-        self._events.append(
-            [{"wall_time": time.time(), "step": self._open_step, "text": without_secrets(text)}]
-        )
+        text = without_secrets(text)
+        self._events.append([{"wall_time": time.time(), "step": self._open_step, "text": text}])
+        self._display.notice(text)
 
     def finish(self, result: dict[str, Any]) -> None:
         replace(self._folder / "result.json", encode(result, indent=2))
