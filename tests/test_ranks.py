@@ -5,8 +5,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,15 +72,8 @@ def files(tmp_path_factory):
 
 def start(files, out, *more, num_ranks=2, script="qerl"):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, *(launcher if num_ranks > 1 else []), str(files / script), "train", "demo"]
-    paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
-    return subprocess.Popen(
-        [*command, *tiny_run.options(files, out), "--model.device", "cpu", *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-    )
+    command = [*(launcher if num_ranks > 1 else []), str(files / script), "train", "demo"]
+    return tiny_run.started(*command, *tiny_run.options(files, out), "--model.device", "cpu", *more)
 
 
 def finish(files, out, *more, **how):

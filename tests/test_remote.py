@@ -4,9 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -35,15 +32,8 @@ def files(tmp_path_factory):
 
 
 def start(files, out, *more):
-    command = [sys.executable, "-c", "from qerl.cli import main; main()", "train", "demo"]
-    paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
-    return subprocess.Popen(
-        [*command, *tiny_run.options(files, out), "--model.device", "cpu", *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-    )
+    given = [*tiny_run.options(files, out), "--model.device", "cpu", *more]
+    return tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
 
 
 def finish(files, out, *more):

@@ -1,7 +1,6 @@
 """A run from its command: what it writes, and that being stopped or killed anywhere changes nothing of it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,15 +20,7 @@ def files(tmp_path_factory):
 
 
 def start(files, out, *more, recipe="demo"):
-    command = [sys.executable, "-c", "from qerl.cli import main; main()", "train", recipe]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [*command, *tiny_run.options(files, out), *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    return tiny_run.started(*tiny_run.QERL, "train", recipe, *tiny_run.options(files, out), *more)
 
 
 def finish(files, out, *more, recipe="demo"):
@@ -121,10 +112,8 @@ def test_killed_and_started_again_a_run_is_the_unbroken_one(files, unbroken, tmp
     assert_same_run(tmp_path / "run", unbroken[0])
 
 
-def test_a_steered_sigma_goes_on_where_it_was(files, tmp_path):
-    """Killed after the third step, one checkpoint behind it: floor and sigma are the unbroken run's."""
-    recipe = "aqn_kl"
-    given = ("--noise.control.quiet-steps", "1", "--noise.control.target", "1e-6")
+def goes_on(files, tmp_path, *given, recipe):
+    """Killed after the third step and continued, the run is the unbroken one, whose metrics these are."""
     finish(files, tmp_path / "whole", *given, recipe=recipe)
     process = start(files, tmp_path / "broken", *given, recipe=recipe)
     wait_for_steps(process, tmp_path / "broken", 3)
@@ -132,25 +121,21 @@ def test_a_steered_sigma_goes_on_where_it_was(files, tmp_path):
     process.communicate()
     finish(files, tmp_path / "broken", *given, recipe=recipe)
     assert_same_run(tmp_path / "broken", tmp_path / "whole")
-    steps = metrics(tmp_path / "whole")
+    return metrics(tmp_path / "whole")
+
+
+def test_a_steered_sigma_goes_on_where_it_was(files, tmp_path):
+    """Killed after the third step, one checkpoint behind it: floor and sigma are the unbroken run's."""
+    given = ("--noise.control.quiet-steps", "1", "--noise.control.target", "1e-6")
+    steps = goes_on(files, tmp_path, *given, recipe="aqn_kl")
     assert steps[0]["sigma"] == 0.0 and len({step["sigma"] for step in steps[1:]}) == 5
     assert {step["noise_floor"] for step in steps} == {steps[0]["mismatch_kl"]} != {0.0}
 
 
 def test_a_branching_run_goes_on_where_it_was(files, tmp_path):
     """Killed after the third step, one checkpoint behind it: pivots and branches are the unbroken run's."""
-    recipe, given = (
-        "deep_grpo",
-        ("--task.rewards", f"{files / 'even.py'}:even_end", "--algo.deep.num-branches", "2"),
-    )
-    finish(files, tmp_path / "whole", *given, recipe=recipe)
-    process = start(files, tmp_path / "broken", *given, recipe=recipe)
-    wait_for_steps(process, tmp_path / "broken", 3)
-    process.kill()
-    process.communicate()
-    finish(files, tmp_path / "broken", *given, recipe=recipe)
-    assert_same_run(tmp_path / "broken", tmp_path / "whole")
-    steps = metrics(tmp_path / "whole")
+    given = ("--task.rewards", f"{files / 'even.py'}:even_end", "--algo.deep.num-branches", "2")
+    steps = goes_on(files, tmp_path, *given, recipe="deep_grpo")
     assert all(0 < step["branch_accuracy"] < 1 and step["branches"] == 2 * step["pivots"] for step in steps)
     assert len({step["pivot_base"] for step in steps[3:]}) == 3  # fitted anew as tries are added
     assert max(step["mismatch_abs"] for step in steps if not step["sigma"]) < 2e-6

@@ -1,6 +1,9 @@
 """A whole run in a few seconds: a model of two narrow layers, a tokenizer with a token a byte, 40 sums."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +14,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
+QERL = "-c", "from qerl.cli import main; main()"
 REWARD = """
 def even(prompts, completions, completion_ids, **columns):
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
@@ -59,6 +63,19 @@ def write_files(folder: Path, *, max_positions: int = 128) -> Path:
     write_model(folder, max_positions=max_positions)
     write_task(folder)
     return folder
+
+
+def started(*arguments: str) -> "subprocess.Popen[str]":
+    """Python with these arguments, in a process of its own that finds this checkout's package."""
+    paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | own,
+    )
 
 
 def options(folder: Path, out: Path) -> list[str]:

@@ -67,6 +67,9 @@ class Episodes:
     def publish(self, version: int) -> None:
         self._engine.publish(version)
 
+    def take_metrics(self) -> dict[str, float]:
+        return {"environment_s": self.waited_s}
+
     def generate(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
     ) -> list[Group]:

@@ -44,9 +44,8 @@ class Exploration:
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Takes the step's metrics in; gives what a steered run logs of it."""
         self._state = self._rule.after(self._state, step, metrics, self._config.noise)
-        draws = self._ranks.gather(
-            self._num_drawn
-        )  # prompts are each one rank's, samples' indices all ranks'
+        # prompts are each one rank's, samples' indices all ranks'
+        draws = self._ranks.gather(self._num_drawn)
         found = {"noise_draws": sum(draws) if self._config.noise.per == "group" else max(draws)}
         return found | ({"noise_floor": self._state.floor} if self._config.noise.is_steered else {})
 

@@ -20,7 +20,7 @@ from qerl import plan
 from qerl.branching import Branching
 from qerl.config import RunConfig
 from qerl.engine.budget import free_bytes
-from qerl.episode import Episodes, conversing
+from qerl.episode import conversing
 from qerl.errors import require
 from qerl.evaluate import evaluate, greedy
 from qerl.exploration import Exploration
@@ -90,15 +90,15 @@ class _Session:
         self.rewards = SpreadRewards(pool, ranks)
         room = self.decoder.architecture.max_positions - config.sample.max_tokens
         speaker = conversing(self.engine, pool, config.task.environment, room)
-        self.episodes = speaker if isinstance(speaker, Episodes) else None
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
         self.learner = Learner(self.decoder, self.settled(), notice=journal.notice, score=score, ranks=ranks)
         self.noise = Exploration(self.decoder, config, ranks)
         self.sampler = SpreadEngine(speaker, ranks) if cluster is None else self._remote(cluster)
         is_alone, is_deep = ranks.count == 1 and cluster is None, config.algo.branching == "deep"
+        talks = pool.has_environment
         require(not is_deep or is_alone, "algo.branching deep is for one process: branches need its pages")
-        require(not is_deep or self.episodes is None, "algo.branching deep is not for environments: set none")
-        require(cluster is None or self.episodes is None, "environments do not go with --ray: use torchrun")
+        require(not (is_deep and talks), "algo.branching deep is not for environments: set none")
+        require(cluster is None or not talks, "environments do not go with --ray: use torchrun")
         self.branching = Branching(self.engine, config) if is_deep else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         path = folder / "evaluations.json"
@@ -209,8 +209,6 @@ class _Session:
         log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
         for cause, (count, example) in self.rewards.take_failures().items():
             self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
-        if self.episodes is not None:
-            log.add(environment_s=self.episodes.waited_s)
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):

@@ -42,8 +42,7 @@ class SpreadEngine:
         self._engine.publish(version)
 
     def take_metrics(self) -> dict[str, float]:
-        """Nothing that a step's log does not have from elsewhere."""
-        return {}
+        return self._engine.take_metrics()
 
 
 class SpreadRewards:

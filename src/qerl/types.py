@@ -159,6 +159,10 @@ class Engine(Protocol):
     def publish(self, version: int) -> None:
         """Sample from the learner's weights as they now are, under this version number."""
 
+    def take_metrics(self) -> dict[str, float]:
+        """Of the step's calls so far, beside what its samples tell."""
+        ...
+
 
 class Learner(Protocol):
     version: int

@@ -97,6 +97,10 @@ class Engine:
         self._runners.publish()
         self.version = version
 
+    def take_metrics(self) -> dict[str, float]:
+        """Nothing that a step's log does not have from elsewhere."""
+        return {}
+
     # Not inference_mode: a tensor that the decoder keeps from a call must serve the learner too.
     @torch.no_grad()
     def generate(
