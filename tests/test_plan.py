@@ -126,10 +126,11 @@ def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
 
 def test_a_row_of_a_layer():
     """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
-    inputs, gate_up, attention = 192 + 192 + 192 + 384, 640, 128 + 64 + 64 + 128
-    row = 2 * (inputs + gate_up + attention) + 4 * (2 * 128 + 4)
+    inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
+    row = 2 * (inputs + gate + attention) + 4 * (2 * 128 + 4)
     assert op.layer_row(SMALL, CONFIG) == row
-    backward = 2 * (2 * 320 + 128) + 4 * 2 * 128
+    assert op.layer_row(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="nf4"))) == row + 2 * 320
+    backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
     assert op.activations(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
     assert op.activations(SMALL, with_learn(recompute="layer"), 10) == 10 * (3 * 512 + row + backward)
     deep = dataclasses.replace(SMALL, num_layers=9)
