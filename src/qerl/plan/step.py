@@ -18,7 +18,8 @@ a layer, D F N K H V as in types.py. Bytes:
 A head in bf16 that is tied to the embedding takes nothing; a packed one V D of its format, tied or not.
 
 `settled` takes what learn.recompute auto stands for from the same sums: the least recomputation with which
-learning fits. The KV cache does not count there: it takes the memory that there is.
+learning fits. The KV cache does not count there: it takes the memory that there is. `holds_operands`: whether
+the learner may besides hold all layers' operands for as long as an update lasts, `held`.
 
 tests/test_plan.py has it by hand, and beside what benchmarks measured. Learning from 8,192 rows at the 7B
 shape on an H200, with the model, took 49.56 and 13.16 GB with recompute none and layer while up was kept too,
@@ -151,6 +152,11 @@ def operands(a: Architecture, config: RunConfig) -> list[float]:
     ]
 
 
+def held(a: Architecture, config: RunConfig) -> float:
+    """All layers' operands at once."""
+    return a.num_layers * sum(operands(a, config))
+
+
 def _keeps_up(config: RunConfig) -> bool:
     """Whether swiglu's backward pass reads up, or has it from its result (kernels/swiglu.py)."""
     return config.model.format != "nvfp4"
@@ -263,6 +269,13 @@ def settled(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: f
         if learning_bytes(parts(a, changed, prompt_tokens)) <= _AUTO_SHARE * gpu_bytes:
             break
     return changed
+
+
+def holds_operands(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> bool:
+    """Whether there are any and they fit; of a config that is settled; on gpu_bytes, the CUDA context's
+    included."""
+    need = learning_bytes(parts(a, config, prompt_tokens)) + held(a, config)
+    return held(a, config) > 0 and need <= _AUTO_SHARE * gpu_bytes
 
 
 def learning_bytes(found: list[Part]) -> float:
