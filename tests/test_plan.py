@@ -127,10 +127,11 @@ def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
 
 def test_a_row_of_a_layer():
     """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
-    inputs, gate_up, attention = 192 + 192 + 192 + 384, 640, 128 + 64 + 64 + 128
-    row = 2 * (inputs + gate_up + attention) + 4 * (2 * 128 + 4)
+    inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
+    row = 2 * (inputs + gate + attention) + 4 * (2 * 128 + 4)
     assert op.layer_row(SMALL, CONFIG) == row
-    backward = 2 * (2 * 320 + 128) + 4 * 2 * 128
+    assert op.layer_row(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="nf4"))) == row + 2 * 320
+    backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
     assert op.activations(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
     assert op.activations(SMALL, with_learn(recompute="layer"), 10) == 10 * (3 * 512 + row + backward)
     deep = dataclasses.replace(SMALL, num_layers=9)
@@ -142,6 +143,24 @@ def test_operands_are_unpacked_one_at_a_time_or_a_layers():
     assert op.unpacked(SMALL, CONFIG) == each[2]
     assert op.unpacked(SMALL, with_learn(recompute="layer")) == sum(each)
     assert op.unpacked(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
+    assert op.held(SMALL, CONFIG) == 3 * sum(each)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_all_layers_operands_are_held_where_they_fit_beside_what_learning_takes(recompute):
+    config = with_learn(recompute=recompute)
+    need = op.learning_bytes(op.parts(SMALL, config, PROMPT)) + op.held(SMALL, config)
+    assert op.holds_operands(SMALL, config, PROMPT, need / 0.95 + 1)
+    assert not op.holds_operands(SMALL, config, PROMPT, need / 0.95 - 1)
+    bf16 = dataclasses.replace(config, model=ModelConfig(format="bf16"))
+    assert not op.holds_operands(SMALL, bf16, PROMPT, 1e12)
+
+
+def test_the_command_says_what_holding_takes_where_it_fits(capsys):
+    for gpu_gb, fits in ((80, True), (48, False)):
+        command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.recompute", "none"])
+        text = capsys.readouterr().out
+        assert "fits into" in text and ("13.25 GB besides" in text) == fits
 
 
 def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():

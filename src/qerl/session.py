@@ -91,7 +91,10 @@ class _Session:
         room = self.decoder.architecture.max_positions - config.sample.max_tokens
         speaker = conversing(self.engine, pool, config.task.environment, room)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
-        self.learner = Learner(self.decoder, self.settled(), notice=journal.notice, score=score, ranks=ranks)
+        settled, holds = self.settled()
+        self.learner = Learner(
+            self.decoder, settled, notice=journal.notice, score=score, ranks=ranks, holds_operands=holds
+        )
         self.noise = Exploration(self.decoder, config, ranks)
         self.sampler = SpreadEngine(speaker, ranks) if cluster is None else self._remote(cluster)
         is_alone, is_deep = ranks.count == 1 and cluster is None, config.algo.branching == "deep"
@@ -114,20 +117,23 @@ class _Session:
             notice=self.journal.notice,
         )
 
-    def settled(self) -> RunConfig:
-        """The config with learn.recompute auto replaced on a GPU, which the journal is told."""
-        config, device = self.config, self.decoder.device
-        if config.learn.recompute != "auto" or device.type == "cpu":
-            return config
+    def settled(self) -> tuple[RunConfig, bool]:
+        """The config with learn.recompute auto replaced on a GPU, and whether the learner holds operands; the
+        journal is told."""
+        config, device, a = self.config, self.decoder.device, self.decoder.architecture
+        if device.type == "cpu":
+            return config, False
         prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
         gpu_bytes = free_bytes(device) + torch.cuda.memory_allocated(device) + plan.CONTEXT_BYTES
-        found = plan.settled(self.decoder.architecture, config, prompt_tokens, gpu_bytes)
-        need = plan.learning_bytes(plan.parts(self.decoder.architecture, found, prompt_tokens))
+        found = plan.settled(a, config, prompt_tokens, gpu_bytes)
+        need = plan.learning_bytes(plan.parts(a, found, prompt_tokens))
+        holds = plan.holds_operands(a, found, prompt_tokens, gpu_bytes)
+        besides = plan.held(a, found) if holds else 0.0
         self.journal.notice(
             f"learn.recompute is {found.learn.recompute}: learning is planned to take {need / 1e9:.1f} of"
-            f" {gpu_bytes / 1e9:.1f} GB"
+            f" {gpu_bytes / 1e9:.1f} GB, and {besides / 1e9:.1f} for operands held unpacked"
         )
-        return found
+        return found, holds
 
     def run(self) -> dict[str, Any]:
         config = self.config

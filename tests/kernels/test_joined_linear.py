@@ -179,17 +179,40 @@ def test_neither_gate_nor_up_is_rounded(device, rng):
     assert rms_error((F.silu(gate) * up).bfloat16(), want) > 1.5 * once
 
 
-def test_without_a_gradient_neither_gate_nor_up_is_kept(device, rng, monkeypatch):
+def test_gate_is_kept_for_the_gradient_alone_and_up_never(device, rng, monkeypatch):
     x, operand, parts, _ = _case(37, 128, (64, 64), 16, torch.bfloat16, device, rng)
     parts[0].adapter.a_RK.requires_grad_()
     made, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append((a, k.get("dtype"))) or empty(*a, **k))
-    kept = ((37, 128), torch.bfloat16)
+    gate = (37, 64), torch.bfloat16
     with torch.no_grad():
-        op.joined_swiglu(x, _unpack(operand), parts)
-    assert made and kept not in made
-    op.joined_swiglu(x, _unpack(operand), parts)
-    assert kept in made
+        op.joined_swiglu(x, _unpack(operand), parts, room=16)
+    assert made and gate not in made
+    op.joined_swiglu(x, _unpack(operand), parts, room=16)
+    assert made.count(gate) == 1 and ((37, 128), torch.bfloat16) not in made
+
+
+def test_the_result_is_kept_once_for_its_own_gradient_and_the_next_products(device, rng):
+    """Whose u goes behind its rows meanwhile."""
+    x, operand, parts, _ = _case(37, 128, (64, 64), 16, torch.bfloat16, device, rng)
+    _, down, last, dy = _case(37, 64, (96,), 16, torch.bfloat16, device, rng)
+    h, found = torch.zeros(37, 96, device=device), []
+    for room in (16, 0):
+        places = {}
+
+        def keep(t, places=places):
+            places.setdefault(t.data_ptr(), []).append(t.shape)
+            return t
+
+        def function(x, room=room):
+            act = op.joined_swiglu(x, _unpack(operand), parts, room=room)
+            return op.linear_onto(h.clone(), act, _unpack(down), last[0], gaps_are_free=True)
+
+        found.append(_with_gradients(function, x, [*parts, *last], dy))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            function(x)
+        assert ([(37, 64), (37, 80)] in places.values()) == (room == 16)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_columns_of_one_tensor_are_joined_without_a_copy(rng):

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from conftest import rms_error
 from qerl.kernels import swiglu as op
+from qerl.kernels import vectors
 
 
 def _case(T, F, dtype, device, rng):
@@ -37,6 +38,45 @@ def test_bf16_loses_no_more_than_torchs_operations(T, width, room, device, rng):
     for got, theirs, truth in zip(ours, plain, _truth(*case), strict=True):
         assert got.dtype == torch.bfloat16
         assert rms_error(got, truth) <= 1.1 * rms_error(theirs, truth)
+
+
+def _wide(gate, up, dy, dtype, room=0):
+    """Value, dgate, dup, and the gate that was kept."""
+    T, width = gate.shape
+    y = vectors.rows(T, width, room, gate, dtype)
+    kept = torch.empty(T, width, dtype=dtype, device=gate.device)
+    op.put_swiglu(torch.cat((gate, up), 1), y, kept)
+    return y, *op.wide_gradient(dy.to(dtype), kept, y).chunk(2, 1), kept
+
+
+@pytest.mark.parametrize("room", (0, 24))
+@pytest.mark.parametrize(("T", "width"), op.CASES)
+def test_a_wide_gate_and_its_result_stand_for_up(T, width, room, device, rng):
+    case = _case(T, width, torch.float32, device, rng)
+    case[2].copy_(case[2].bfloat16())
+    truth = _truth(*case)
+    for got, want in zip(_wide(*case, torch.float32), truth, strict=False):
+        assert rms_error(got, want) < 1e-5
+    half = (x.bfloat16() for x in case)
+    plain = _with_gradients(lambda gate, up: F.silu(gate) * up, *half)
+    for got, theirs, want in zip(_wide(*case, torch.bfloat16, room), plain, truth, strict=False):
+        assert got.dtype == torch.bfloat16
+        assert rms_error(got, want) <= 1.1 * rms_error(theirs, want)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_small_gates_lose_no_gradient_and_large_ones_stay_finite(dtype, device):
+    """dgate to three roundings to 16 bits each, where up comes back from a result of 1e-19 too."""
+    sizes = (0.0, 1e-40, 1e-30, 2.0**-60, 1e-17, 1e-9, 1e-4, 0.03, 1.2, 20.0, 80.0, 88.0, 100.0, 3e4, 1e30)
+    gate = torch.tensor([*sizes, *(-size for size in sizes), 0.5, -0.5], device=device)[None]
+    up = torch.tensor([3.7, -1e-6, 5e3, 0.01], device=device).repeat(8)[None]
+    y, dgate, dup, kept = _wide(gate, up, torch.ones_like(gate), dtype)
+    assert (
+        kept.abs().min() == 2.0**-60 and (y.double() - op.reference(gate, up)).abs()[gate == 0].max() < 5e-15
+    )
+    truth = _truth(gate.to(dtype), up, torch.ones_like(gate))
+    torch.testing.assert_close(dup.double(), truth[2].double(), rtol=6e-3, atol=1e-15)
+    torch.testing.assert_close(dgate.double(), truth[1].double(), rtol=0.02, atol=1e-30)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ The model is a real shape with random weights, the reward is made up: half of ea
 right. Samples never stop early. The step that warms up also makes the KV cache and the optimizer's moments,
 records the graphs and compiles what there is to compile. Peaks are of what torch
 allots and the cache's pages together, reserved_gb with what torch holds unused; cap_gb limits the latter.
+The learner holds operands where a run's would (qerl.plan), but not in rows of bench `memory`.
 
 Under `torchrun --nproc-per-node N $(which qerl) bench step` rows are of bench `many`: a step's samples are
 spread over N GPUs, peaks are the first one's.
@@ -22,12 +23,14 @@ from typing import Any
 
 import torch
 
+from qerl import plan
 from qerl.bench.case import FORMATS, case_of, random_policy
 from qerl.bench.decode import Wordless, random_prompts
 from qerl.bench.measure import Meter, attempt, cuda_device
 from qerl.bench.record import Rows, rows_for
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
+from qerl.engine.budget import free_bytes
 from qerl.learner import Learner
 from qerl.loop import learnable, marked, sampling_of
 from qerl.model.architecture import Architecture
@@ -124,8 +127,9 @@ def measured(case: Case, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> 
     tokenizer: Any = Wordless(decoder.architecture.vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     score = partial(engine.score, sampling=sampling_of(config)) if case.exact_mode else None
+    holds = case.bench != "memory" and _holds_operands(case, config, decoder)
     learner, sampler = (
-        Learner(decoder, config, notice=meter.say, score=score, ranks=ranks),
+        Learner(decoder, config, notice=meter.say, score=score, ranks=ranks, holds_operands=holds),
         SpreadEngine(engine, ranks),
     )
     prompts_P = random_prompts(config.num_prompts, case.prompt_tokens, decoder.architecture.vocab_size)
@@ -147,9 +151,18 @@ def measured(case: Case, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> 
         "growth_gb": round(peaks_gb[-1] - peaks_gb[1], 2),
         "reserved_gb": max(taken.reserved_gb for taken in each),
         "used_micro_tokens": each[-1].used_micro_tokens,
+        "holds_operands": holds,
         "steps": steps,
         **({} if ranks.count == 1 else {"gpus": ranks.count, **ranks.take_traffic()}),
     }
+
+
+def _holds_operands(case: Case, config: RunConfig, decoder: Decoder) -> bool:
+    """As a run does."""
+    if decoder.device.type == "cpu":
+        return False
+    gpu_bytes = free_bytes(decoder.device) + torch.cuda.memory_allocated(decoder.device) + plan.CONTEXT_BYTES
+    return plan.holds_operands(decoder.architecture, config, case.prompt_tokens, gpu_bytes)
 
 
 def _step(

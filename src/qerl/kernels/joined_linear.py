@@ -12,7 +12,8 @@ The adapters ride in the frozen product. That makes cuBLAS 1.7 % slower (the fou
 copied. `linear_onto` adds to the residual stream, which is fp32, in the same product, as the decode kernel
 does: nothing is rounded to x's dtype on the way. `joined_swiglu` rounds silu(gate) * up alone, as the decode
 kernel does: of the roundings in which a 7B model's engine and learner differed that of gate and up was one
-whose end brings them nearer (dev/LOG.md). gate and up are in fp32 for some rows at a time.
+whose end brings them nearer (dev/LOG.md). gate and up are in fp32 for some rows at a time; its backward pass
+reads gate and the result, which the next product keeps anyway.
 
 dx = alpha * dy @ W + scaling (dy @ b) @ a;  da = scaling * (dy @ b)^T @ x;  db = alpha * dy^T @ u
 """
@@ -137,22 +138,23 @@ class _JoinedSwiGLU(torch.autograd.Function):
         x_TC, w_NC = _with_u(x_TK, parts, gaps_are_free), _widened(unpack, x_TK, parts)
         T, N, device = len(x_TC), len(w_NC), x_TC.device
         y_TF = vectors.rows(T, N // 2, room, x_TC)
-        kept_TN = torch.empty(T, N, dtype=x_TC.dtype, device=device) if is_learning else None
+        gate_TF = torch.empty(T, N // 2, dtype=x_TC.dtype, device=device) if is_learning else None
         wide_TN = torch.empty(min(T, WIDE_ROWS), N, dtype=torch.float32, device=device)
         for start in range(0, T, WIDE_ROWS):
             some = slice(start, min(start + WIDE_ROWS, T))
             gate_up_TN = wide_TN[: some.stop - start]
             _put(gate_up_TN, x_TC[some], w_NC, parts)
-            swiglu.put_swiglu(gate_up_TN, y_TF[some], None if kept_TN is None else kept_TN[some])
+            swiglu.put_swiglu(gate_up_TN, y_TF[some], None if gate_TF is None else gate_TF[some])
         if is_learning:
-            ctx.save_for_backward(x_TC, kept_TN)
+            # y.data: the next product puts its u behind y's rows, which autograd would take for a change of y
+            ctx.save_for_backward(x_TC, gate_TF, y_TF.data)
             ctx.unpack, ctx.parts = unpack, parts
         return y_TF
 
     @staticmethod
     def backward(ctx, dy_TF):  # type: ignore[override]
-        x_TC, kept_TN = ctx.saved_tensors
-        dy_TN = swiglu.gradient(dy_TF, *kept_TN.chunk(2, 1))
+        x_TC, gate_TF, y_TF = ctx.saved_tensors
+        dy_TN = swiglu.wide_gradient(dy_TF, gate_TF, y_TF)
         dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.unpack, ctx.parts, ctx.needs_input_grad[0])
         return dx_TK, None, None, None, None, None, *gradients
 
@@ -248,6 +250,7 @@ def _widened(unpack: Unpack, x_TK: Tensor, parts: Sequence[Part]) -> Tensor:
     rank = sum(_rank(part) for part in parts)
     rows, columns = sum(part.width for part in parts), x_TK.shape[1]
     w_NK = unpack(x_TK.dtype, vectors.rows(rows, columns, rank, x_TK))
+    assert w_NK.stride(0) >= columns + rank
     w_NC = w_NK.as_strided((rows, columns + rank), w_NK.stride())
     if rank:
         _place_adapters(w_NC[:, columns:], parts)

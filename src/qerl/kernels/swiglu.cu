@@ -1,4 +1,6 @@
 // y = silu(gate) * up, and its gradients in both: 8 elements a thread.
+#define LEAST_GATE 8.673617379884035e-19f  // 2 ** -60
+
 __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
 
 extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const u16* up, u16* y, int features, int blocks_a_row,
@@ -15,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const 
   *(uint4*)(y + row * y_stride + at) = pack(u);
 }
 
-// The same of gate | up in fp32, which are rounded for the backward pass alone, into `kept`, if there is one.
+// The same of gate | up in fp32; gate is rounded for the backward pass alone, into `kept`, if there is one, which divides by it.
 extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_up, u16* y, u16* kept, int features, int blocks_a_row,
                                                               int y_stride) {
   begin();
@@ -26,10 +28,9 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_
   float g[8], u[8];
 #pragma unroll
   for (int i = 0; i < 2; i++) *(float4*)(g + 4 * i) = __ldcs(from + i), *(float4*)(u + 4 * i) = __ldcs(from + features / 4 + i);
-  if (kept) {
-    __stcs((uint4*)(kept + row * 2 * features + at), pack(g));
-    __stcs((uint4*)(kept + row * 2 * features + features + at), pack(u));
-  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) g[i] = fabsf(g[i]) < LEAST_GATE ? LEAST_GATE : g[i];
+  if (kept) __stcs((uint4*)(kept + row * features + at), pack(g));
 #pragma unroll
   for (int i = 0; i < 8; i++) u[i] = g[i] * sigmoid(g[i]) * u[i];
   *(uint4*)(y + row * y_stride + at) = pack(u);
@@ -54,4 +55,25 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy,
   }
   *(uint4*)(d + row * 2 * features + at) = pack(g);
   *(uint4*)(d + row * 2 * features + features + at) = pack(u);
+}
+
+// The same from y itself, of `swiglu_wide`, in the place of up: up s = y / gate
+extern "C" __global__ void __launch_bounds__(256) swiglu_wide_backward(const u16* dy, const u16* gate, const u16* y, u16* d, int features,
+                                                                       int blocks_a_row, int y_stride, int dy_stride) {
+  begin();
+  const size_t row = blockIdx.x / blocks_a_row;
+  const int at = (blockIdx.x % blocks_a_row * 256 + threadIdx.x) * 8;
+  if (at >= features) return;
+  float g[8], v[8], dv[8];
+  unpack(__ldcs((const uint4*)(gate + row * features + at)), g);
+  unpack(__ldcs((const uint4*)(y + row * y_stride + at)), v);
+  unpack(__ldcs((const uint4*)(dy + row * dy_stride + at)), dv);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float s = sigmoid(g[i]), dup = dv[i] * g[i] * s;
+    g[i] = dv[i] * __fdividef(v[i], g[i]) * (1.f + g[i] * (1.f - s));
+    v[i] = dup;
+  }
+  *(uint4*)(d + row * 2 * features + at) = pack(g);
+  *(uint4*)(d + row * 2 * features + features + at) = pack(v);
 }

@@ -5,8 +5,12 @@
 On a GPU in bfloat16: fp32 inside, rounded once; dgate and dup are the halves of one tensor's rows, as the
 backward pass of a joined product wants them. Elsewhere torch's own operations, silu rounded on its own.
 
-`put_swiglu` and `gradient` are the two passes of a product that keeps gate and up in fp32 up to here
-(joined_linear.py): only what the backward pass reads of them is rounded.
+`put_swiglu` and `wide_gradient` are the two passes of a product that keeps gate and up in fp32 up to here
+(joined_linear.py). For the backward pass gate is rounded and kept, up is not: the next product keeps y, and
+
+    up s = y / g, so dgate = dy y / g (1 + g (1 - s))        |g| >= 2 ** -60: what is less counts as that
+
+A gate of 0 would lose its up; 2 ** -60 leaves it in y to the last bit, too small there for any sum to see.
 """
 
 import torch
@@ -17,6 +21,7 @@ from qerl.kernels import vectors
 
 CASES = ((1, 8), (5, 96), (33, 2056), (7, 18_944))  # T, F
 _BLOCK_THREADS = 256
+_LEAST_GATE = 2.0**-60
 
 
 def reference(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
@@ -43,24 +48,42 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_TF):  # type: ignore[override]
-        d_T2F = gradient(dy_TF, *ctx.saved_tensors)
+        d_T2F = _gradient(dy_TF, *ctx.saved_tensors)
         return *d_T2F.chunk(2, 1), None
 
 
-def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_T2F: Tensor | None) -> None:
-    """Fills y from fp32, and kept, if given, with gate and up as `gradient` takes them."""
+def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None) -> None:
+    """Fills y from fp32, and kept, if given, with gate as `wide_gradient` takes it."""
     assert gate_up_T2F.shape == (len(y_TF), 2 * y_TF.shape[1]) and gate_up_T2F.dtype == torch.float32
-    assert gate_up_T2F.is_contiguous() and (kept_T2F is None or kept_T2F.is_contiguous())
+    assert gate_up_T2F.is_contiguous() and (kept_TF is None or kept_TF.is_contiguous())
     if vectors.are_vectors(y_TF):
-        _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, kept_T2F), (y_TF.stride(0),))
+        _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, kept_TF), (y_TF.stride(0),))
         return
     gate_TF, up_TF = gate_up_T2F.chunk(2, 1)
+    gate_TF = gate_TF.where(gate_TF.abs() >= _LEAST_GATE, _LEAST_GATE)
     y_TF.copy_(F.silu(gate_TF).mul_(up_TF))
-    if kept_T2F is not None:
-        kept_T2F.copy_(gate_up_T2F)
+    if kept_TF is not None:
+        kept_TF.copy_(gate_TF)
 
 
-def gradient(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+def wide_gradient(dy_TF: Tensor, gate_TF: Tensor, y_TF: Tensor) -> Tensor:
+    """[dgate, dup], one tensor, of what `put_swiglu` filled."""
+    T, width = gate_TF.shape
+    assert gate_TF.is_contiguous() and y_TF.shape == gate_TF.shape
+    d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
+    if vectors.are_vectors(gate_TF, y_TF):
+        dy_TF = dy_TF if vectors.are_vectors(dy_TF) else dy_TF.contiguous()
+        strides = y_TF.stride(0), dy_TF.stride(0)
+        _launch("swiglu_wide_backward", dy_TF, (dy_TF, gate_TF, y_TF, d_T2F), strides)
+        return d_T2F
+    dy_TF, gate_TF, y_TF = dy_TF.float(), gate_TF.float(), y_TF.float()
+    sigmoid_TF = gate_TF.sigmoid()
+    d_T2F[:, :width] = dy_TF * (y_TF / gate_TF) * (1 + gate_TF * (1 - sigmoid_TF))
+    d_T2F[:, width:] = dy_TF * gate_TF * sigmoid_TF
+    return d_T2F
+
+
+def _gradient(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """[dgate, dup], one tensor."""
     T, width = gate_TF.shape
     d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)

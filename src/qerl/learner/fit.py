@@ -1,6 +1,7 @@
 """How many packed tokens one forward and backward takes: halved whenever the memory does not suffice.
 
-    out of memory -> half the rows of the largest batch, never more than half of before -> all over again
+    out of memory -> what can be spared is given up, if anything is left of that; else
+                     half the rows of the largest batch, never more than half of before -> all over again
 
 What was begun is dropped, so nothing of it may have taken effect; the split does not change what is learned
 (tests/learn/test_equivalence.py). The smaller size stays for the steps that follow.
@@ -24,21 +25,34 @@ class Fit:
         self.micro_tokens = micro_tokens
         self._device, self._notice = device, notice
 
-    def run(self, portion: Portion, work: Callable[[list[PackedBatch]], R]) -> R:
-        """What `work` returns for the portion's batches."""
+    def run(
+        self,
+        portion: Portion,
+        work: Callable[[list[PackedBatch]], R],
+        spare: Callable[[], str | None] = lambda: None,
+    ) -> R:
+        """What `work` returns for the portion's batches. spare: gives up something but them and says what;
+        None: there is nothing left to give up."""
         while True:
             batches = portion.batches(self.micro_tokens)
             try:
                 return work(batches)
             except torch.OutOfMemoryError:
                 pass  # not halved here: what the error refers to is freed first
-            self._halve(batches)
+            self._free()
+            spared = spare()
+            if spared is None:
+                self._halve(batches)
+            else:
+                self._notice(f"out of memory in learning: {spared}; the update is begun again")
 
-    def _halve(self, batches: list[PackedBatch]) -> None:
+    def _free(self) -> None:
         if self._device.type == "cuda":
             gc.collect()
             torch.cuda.synchronize(self._device)  # copies may still be writing to what was dropped
             torch.cuda.empty_cache()
+
+    def _halve(self, batches: list[PackedBatch]) -> None:
         largest = max(len(batch.tokens_T) for batch in batches)
         if all(batch.num_samples == 1 for batch in batches):
             raise UserError(

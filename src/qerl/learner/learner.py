@@ -8,6 +8,9 @@ its split into micro-batches, the sharing of prompts and the order of samples le
 and the mismatch with the sampler are read from too; with more, a pass before the first update fixes the
 learner's old logprobs. A group without any advantage has no gradient and gets no backward.
 
+With memory to spare the base's operands are unpacked once for all micro-batches of an update, not twice for
+each: bitwise the same (tests/learner/test_held.py), and gone before the engine's turn.
+
 In exact mode the logprobs' values are the sampler's forward's, `score`, before every update anew; their
 gradient, the entropy and the KL to the reference are by the learner's own kernels.
 
@@ -47,6 +50,7 @@ from qerl.learner.recompute import RECOMPUTE
 from qerl.learner.share import Portion, Share, split
 from qerl.model.adapter import adapter_off, adapter_tensors, load_adapter, publish
 from qerl.model.decoder import Decoder
+from qerl.model.linear import holding
 from qerl.ranks import ALONE, Ranks
 from qerl.types import Group
 
@@ -62,8 +66,10 @@ class Learner:
         notice: Callable[[str], None] = lambda line: None,
         score: Callable[[list[Group]], Tensor] | None = None,
         ranks: Ranks = ALONE,
+        holds_operands: bool = False,
     ):
-        """notice: told, in a line, what was done about a lack of memory. score: fp32 logprobs of the groups'
+        """notice: told, in a line, what was done about a lack of memory. holds_operands: whether there is
+        memory for those of all layers at once. score: fp32 logprobs of the groups'
         sampled tokens, one after the other, by the sampler's forward; None but in exact mode."""
         self.config = config
         self.version = 0
@@ -71,6 +77,7 @@ class Learner:
         self.decoder = decoder
         self._num_nonfinite = 0
         self._score, self._ranks = score, ranks
+        self._holds_operands = holds_operands
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
         if config.adapter.kind == "full" and config.algo.kl_coefficient > 0:
@@ -117,7 +124,9 @@ class Learner:
         rate = learning_rate(self.version, num_updates=self.config.num_updates, learn=self.config.learn)
         self.version += 1
         exact_C = self._exact(share.teaching)
-        lessons = self._fit.run(share.teaching, lambda batches: self._learn_all(batches, exact_C, before))
+        lessons = self._fit.run(
+            share.teaching, lambda batches: self._learn_all(batches, exact_C, before), self._let_go
+        )
         grad_norm = self._apply(rate) if share.is_taught else None
         if share.is_taught:
             self._count_nonfinite(grad_norm is None)
@@ -147,7 +156,15 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         known = [None] * len(batches) if before is None else regrouped(before, batches)
         exact = divided(exact_C, batches)
-        return [self._learn(*each) for each in zip(batches, exact, known, strict=True)]
+        linears = [linear for _, linear in self.decoder.linears()]
+        with holding(linears if self._holds_operands and len(batches) > 1 else []):
+            return [self._learn(*each) for each in zip(batches, exact, known, strict=True)]
+
+    def _let_go(self) -> str | None:
+        if not self._holds_operands:
+            return None
+        self._holds_operands = False
+        return "operands are unpacked for each product from here on"
 
     def _learn(self, batch: PackedBatch, exact_C: Tensor | None, before: Reading | None) -> Lesson:
         """Adds the batch's gradient to the masters'. Without `before`, this very pass is the first."""

@@ -33,6 +33,18 @@ class Unpacked:
         return operand
 
 
+class Held:
+    """Operands that serve every product there is, from the first one's on."""
+
+    def __init__(self):
+        self._operands: dict[int, Tensor] = {}
+
+    def of(self, owner: object, unpack: Callable[[], Tensor]) -> Tensor:
+        if id(owner) not in self._operands:
+            self._operands[id(owner)] = unpack()
+        return self._operands[id(owner)]
+
+
 class QuantLinear(nn.Module):
     def __init__(
         self, in_width: int, out_width: int, *, has_bias: bool, compute: torch.dtype, device: torch.device
@@ -51,8 +63,8 @@ class QuantLinear(nn.Module):
         self.a_work: Tensor | None = None
         self.b_work: Tensor | None = None
         self._operand: Tensor | None = None
-        self.unpacked: Unpacked | None = None
-        """Where its operand is left for the next product, inside `repeating`."""
+        self.unpacked: Unpacked | Held | None = None
+        """Where its operand is left for the next product, inside `repeating` and `holding`."""
         self.is_read = True
         """Whether its result matters, or gradients alone."""
         self.alpha: float | Tensor = 1.0
@@ -155,13 +167,29 @@ class QuantLinear(nn.Module):
 def repeating(linears: Iterable[QuantLinear], unread: QuantLinear) -> Iterator[None]:
     """Inside, a forward pass is repeated for its gradients and followed by them: each operand unpacked for
     one product is kept for the next, and the result of `unread`, which is the last, may be left out."""
-    linears, unpacked = list(linears), Unpacked()
     try:
         unread.is_read = False
+        with _leaving_operands(linears, Unpacked()):
+            yield
+    finally:
+        unread.is_read = True
+
+
+@contextlib.contextmanager
+def holding(linears: Iterable[QuantLinear]) -> Iterator[None]:
+    """Inside, every operand is unpacked once; the first product of each must have its adapter on."""
+    with _leaving_operands(linears, Held()):
+        yield
+
+
+@contextlib.contextmanager
+def _leaving_operands(linears: Iterable[QuantLinear], unpacked: Unpacked | Held) -> Iterator[None]:
+    """Those that are held already stay so."""
+    linears = [linear for linear in linears if linear.unpacked is None]
+    try:
         for linear in linears:
             linear.unpacked = unpacked
         yield
     finally:
-        unread.is_read = True
         for linear in linears:
             linear.unpacked = None

@@ -7,7 +7,7 @@ from typing import Any
 from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.model.architecture import Architecture
-from qerl.plan.step import architecture, parts, settled, total
+from qerl.plan.step import architecture, held, holds_operands, parts, settled, total
 
 _MOST_SAMPLES, _MOST_RANK = 4096, 1024
 
@@ -111,10 +111,14 @@ def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) ->
 def _what_fits(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
     most = largest(a, config, prompt_tokens, gpu_bytes)
     rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
-    return [
+    taken = settled(a, config, prompt_tokens, gpu_bytes)
+    lines = [
         f"largest batch {most.num_prompts * config.num_samples} samples at once, or samples of"
         f" {most.max_tokens} tokens,{rank} all else as it is"
     ]
+    if holds_operands(a, taken, prompt_tokens, gpu_bytes):
+        lines.append(f"learning takes up to {held(a, taken) / 1e9:.2f} GB besides, to hold unpacked operands")
+    return lines
 
 
 def _what_would(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:

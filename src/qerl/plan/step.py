@@ -18,11 +18,12 @@ a layer, D F N K H V as in types.py. Bytes:
 A head in bf16 that is tied to the embedding takes nothing; a packed one V D of its format, tied or not.
 
 `settled` takes what learn.recompute auto stands for from the same sums: the least recomputation with which
-learning fits. The KV cache does not count there: it takes the memory that there is.
+learning fits. The KV cache does not count there: it takes the memory that there is. `holds_operands`: whether
+the learner may besides hold all layers' operands for as long as an update lasts, `held`.
 
 tests/test_plan.py has it by hand, and beside what benchmarks measured. Learning from 8,192 rows at the 7B
-shape on an H200, with the model, took 49.25 and 13.09 GB with recompute none and layer; planned 50.2 and
-13.6.
+shape on an H200, with the model, took 49.56 and 13.16 GB with recompute none and layer while up was kept too,
+which took 8.7 of the former; without it 42.4 and 14.2 are planned.
 """
 
 import dataclasses
@@ -155,18 +156,29 @@ def operands(a: Architecture, config: RunConfig) -> list[float]:
     ]
 
 
+def held(a: Architecture, config: RunConfig) -> float:
+    """All layers' operands at once."""
+    return a.num_layers * sum(operands(a, config))
+
+
+def _keeps_up(config: RunConfig) -> bool:
+    """Whether swiglu's backward pass reads up, or has it from its result (kernels/swiglu.py)."""
+    return config.model.format != "nvfp4"
+
+
 def layer_row(a: Architecture, config: RunConfig) -> float:
     """What a layer's forward pass leaves for its backward pass, for each row: inputs of norms, products and
     swiglu, q, the branches' k and v, o; 16 bits each, but the norms' inputs and sums of the softmax fp32."""
+    gate_up = (1 + _keeps_up(config)) * a.ff_width
     inputs = sum(_with_room(group[0].in_width, group, config) for group in groups(a))
     queries, keys = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
-    return 2 * (inputs + 2 * a.ff_width + 2 * queries + 2 * keys) + 4 * (2 * a.width + a.num_heads)
+    return 2 * (inputs + gate_up + 2 * queries + 2 * keys) + 4 * (2 * a.width + a.num_heads)
 
 
-def gradient_row(a: Architecture) -> float:
+def gradient_row(a: Architecture, config: RunConfig) -> float:
     """At most at once in a layer's backward pass beside what is left of its row: of gate, up, h in 16
-    bits and twice in fp32."""
-    return 2 * (2 * a.ff_width + a.width) + 4 * 2 * a.width
+    bits and twice in fp32; and of swiglu, whose place is its input's where that is not read again."""
+    return 2 * ((3 - _keeps_up(config)) * a.ff_width + a.width) + 4 * 2 * a.width
 
 
 def activations(a: Architecture, config: RunConfig, rows: int) -> float:
@@ -177,7 +189,7 @@ def activations(a: Architecture, config: RunConfig, rows: int) -> float:
         "layer": a.num_layers * inputs + one,
         "offload": min(4, a.num_layers) * inputs + one,
     }
-    return rows * (kept[config.learn.recompute] + gradient_row(a))
+    return rows * (kept[config.learn.recompute] + gradient_row(a, config))
 
 
 def unpacked(a: Architecture, config: RunConfig) -> float:
@@ -216,7 +228,7 @@ def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:
 def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     n, rows = adapter_weights(a, config), rows_at_once(config, prompt_tokens)
     # The head's rows are gone when the layers' backward passes begin; the kept inputs are there all along.
-    kept = activations(a, config, rows) - rows * gradient_row(a)
+    kept = activations(a, config, rows) - rows * gradient_row(a, config)
     if config.learn.recompute != "none":
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
@@ -262,6 +274,13 @@ def settled(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: f
         if learning_bytes(parts(a, changed, prompt_tokens)) <= _AUTO_SHARE * gpu_bytes:
             break
     return changed
+
+
+def holds_operands(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> bool:
+    """Whether there are any and they fit; of a config that is settled; on gpu_bytes, the CUDA context's
+    included."""
+    need = learning_bytes(parts(a, config, prompt_tokens)) + held(a, config)
+    return held(a, config) > 0 and need <= _AUTO_SHARE * gpu_bytes
 
 
 def learning_bytes(found: list[Part]) -> float:
