@@ -123,6 +123,14 @@ def test_auto_is_what_the_environment_names_and_else_ray_s_to_find(closed, monke
         check_reachable(f"ray://localhost:{server.getsockname()[1]}")
 
 
+@pytest.mark.slow
+def test_environments_do_not_go_with_workers_which_is_told_before_there_is_a_model(files, tmp_path):
+    given = ("--ray", "local", "--task.rewards", "hints", "--model.path", str(tmp_path / "none"))
+    _, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=120)
+    assert process.returncode == 2
+    assert stderr == "qerl: environments do not go with --ray: use torchrun\n"
+
+
 def test_being_ahead_needs_workers_and_a_correction():
     RunConfig(ray=RayConfig(address="local", num_ahead=1))
     with pytest.raises(UserError, match=r"ray\.num_ahead needs"):
