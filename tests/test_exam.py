@@ -138,6 +138,15 @@ def test_a_runs_results_lie_in_its_folder(monkeypatch, capsys, model, tmp_path):
     assert bare["file"] != result["file"] and learned is not None
 
 
+def test_why_rewards_failed_is_told_once(monkeypatch, capsys, model, tmp_path):
+    code = "def fails(completion_ids):\n    return [1 / (completion_ids[0][0] % 3)]\n"
+    (tmp_path / "fails.py").write_text(code)
+    more = ("--task.name", model / "sums.jsonl", "--task.template", "{prompt}", "--task.num-held-out", 4)
+    more += ("--task.rewards", f"{tmp_path / 'fails.py'}:fails", "--out", tmp_path / "out")
+    results, shown = evaluated(monkeypatch, capsys, model, *more, *SHORT)
+    assert shown.count("no reward for") == 1 and results[0]["num_failed_rewards"] > 0, shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

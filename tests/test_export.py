@@ -197,6 +197,13 @@ def test_the_4_bit_export_keeps_what_a_plain_one_loses(tmp_path, format):
     assert rms_error(logits(exported(tmp_path, config, "nvfp4"), "nvfp4"), truth) < 0.4 * plain
 
 
+def test_the_4_bit_export_says_how_far_it_is(tmp_path, capsys):
+    _, config, _ = run_of(tmp_path)
+    capsys.readouterr()
+    exported(tmp_path, config, "nvfp4")
+    assert capsys.readouterr().err == "nvfp4: layer 1 of 2\nnvfp4: layer 2 of 2\n"
+
+
 def test_linears_that_are_fused_elsewhere_share_their_global_scale(tmp_path):
     _, config, _ = run_of(tmp_path, format="bf16")
     stored = load_file(exported(tmp_path, config, "nvfp4") / "model.safetensors")

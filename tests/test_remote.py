@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 
 import pytest
 
@@ -11,6 +12,7 @@ import tiny_run
 from qerl.config import AlgoConfig, RayConfig, RunConfig
 from qerl.errors import UserError
 from qerl.journal import is_timing
+from qerl.remote import check_reachable
 from test_session import wait_for_steps
 
 pytest.importorskip("ray")
@@ -54,7 +56,9 @@ def untimed(out, *without):
 @pytest.mark.slow
 def test_workers_make_the_run_of_one_process(files, tmp_path):
     """With none ahead, evaluation and noise included: every sample, and what is learned of them."""
-    remote, local = finish(files, tmp_path / "remote", *RAY), finish(files, tmp_path / "local")
+    by_group = ("--noise.per", "group")
+    remote = finish(files, tmp_path / "remote", *RAY, *by_group)
+    local = finish(files, tmp_path / "local", *by_group)
     assert (remote / "samples.jsonl").read_text() == (local / "samples.jsonl").read_text()
     assert (remote / "evaluations.json").read_text() == (local / "evaluations.json").read_text()
     own = ("staleness", "replaced_samplers", "resampled_prompts")
@@ -80,6 +84,51 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files,
     assert sum(m["replaced_samplers"] for m in metrics(out)) == 1
     assert sum(m["resampled_prompts"] for m in metrics(out)) > 0
     assert "sampler 1 is gone" in (out / "events.jsonl").read_text()
+
+
+@pytest.fixture
+def closed():
+    """An address of this machine where nobody listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{one.getsockname()[1]}"
+
+
+def test_an_address_where_nobody_listens_is_one_line_at_once(closed, files, tmp_path):
+    process = start(files, tmp_path / "run", "--ray", closed)
+    try:
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert stderr == f"qerl: ray.address: {closed} cannot be reached (Connection refused)\n"
+
+
+@pytest.mark.parametrize("address", ["somewhere", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", ":6379", ""])
+def test_what_is_no_address_is_refused_by_its_form(address):
+    with pytest.raises(UserError, match="is neither HOST:PORT, auto nor local"):
+        check_reachable(address)
+
+
+def test_auto_is_what_the_environment_names_and_else_ray_s_to_find(closed, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_reachable("auto")
+    monkeypatch.setenv("RAY_ADDRESS", closed)
+    check_reachable("local")
+    with pytest.raises(UserError, match=f"{closed} cannot be reached"):
+        check_reachable("auto")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        check_reachable("auto")
+        check_reachable(f"ray://localhost:{server.getsockname()[1]}")
+
+
+@pytest.mark.slow
+def test_environments_do_not_go_with_workers_which_is_told_before_there_is_a_model(files, tmp_path):
+    given = ("--ray", "local", "--task.rewards", "hints", "--model.path", str(tmp_path / "none"))
+    _, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=120)
+    assert process.returncode == 2
+    assert stderr == "qerl: environments do not go with --ray: use torchrun\n"
 
 
 def test_being_ahead_needs_workers_and_a_correction():

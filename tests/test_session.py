@@ -13,6 +13,10 @@ from safetensors.torch import load_file
 import tiny_run
 from qerl.journal import is_timing
 
+FAILS = """def fails(prompts, completions, completion_ids, **columns):
+    return [1 / (ids[0] % 3) for ids in completion_ids]
+"""
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
@@ -163,6 +167,34 @@ def test_a_finished_run_is_not_run_again(files, unbroken):
     before = (out / "metrics.jsonl").read_text()
     assert json.loads(finish(files, out).splitlines()[-1]) == json.loads(stdout.splitlines()[-1])
     assert (out / "metrics.jsonl").read_text() == before
+
+
+def test_environments_are_no_branches_which_is_told_before_there_is_a_model(files, tmp_path):
+    given = ("--model.path", str(tmp_path / "none"), "--task.rewards", "hints")
+    _, stderr = (process := start(files, tmp_path / "run", *given, recipe="deep_grpo")).communicate(
+        timeout=60
+    )
+    assert process.returncode == 2
+    assert stderr == "qerl: algo.branching deep is not for environments: set none\n"
+
+
+def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(files, tmp_path):
+    out, given = tmp_path / "run", ("--task.rewards", f"{files / 'fails.py'}:fails", "--num-steps", "2")
+    (files / "fails.py").write_text(FAILS)
+    stdout, stderr = (process := start(files, out, *given)).communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    told = [(event["step"], event["text"]) for event in events if "no reward for" in event["text"]]
+    assert [step for step, _ in told] == [None, 0, 1, None]  # both evaluations too
+    assert [line for line in stdout.splitlines() if "no reward for" in line] == [text for _, text in told]
+    assert "no reward for" not in stderr
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    failed = [sum(s["step"] == step and s["reward"] is None for s in samples) for step in (0, 1)]
+    expected = (
+        "no reward for {} samples: raised ZeroDivisionError: fails: ZeroDivisionError: division by zero"
+    )
+    for num_failed, (_, text) in zip(failed, told[1:3], strict=True):
+        assert text == f"{expected.format(num_failed)} (fails.py:2)"
 
 
 def test_another_config_in_the_same_folder_is_refused(files, unbroken):

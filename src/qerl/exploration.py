@@ -1,6 +1,6 @@
 """The noise of a run's policies: sigma by the config's rule, put into the norms, steered by what it did."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,9 +17,11 @@ class Exploration:
     noise.per from the prompt's or the sample's index."""
 
     def __init__(self, decoder: Decoder, config: RunConfig, ranks: Ranks = ALONE):
+        self.num_drawn = 0
+        """Different Z of the latest `sampling`."""
         if config.noise.schedule != "none" and not decoder.noised_norms():
             raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
-        self._decoder, self._config, self._ranks, self._num_drawn = decoder, config, ranks, 0
+        self._decoder, self._config, self._ranks = decoder, config, ranks
         if config.noise.per != "step":
             make_table(decoder, config.noise.per, config.num_noises)
         self._rule, self._state = RULES[config.noise.schedule], started(config.noise)
@@ -29,7 +31,7 @@ class Exploration:
         with self._noised(step) as sigma:
             yield sigma
             table = self._decoder.noise_table
-            self._num_drawn = (table.num_drawn if table.is_open else 1) if sigma > 0 else 0
+            self.num_drawn = (table.num_drawn if table.is_open else 1) if sigma > 0 else 0
 
     def learning(self, step: int) -> AbstractContextManager[Any]:
         return self._noised(step) if self._config.noise.noise_in == "both" else nullcontext()
@@ -44,10 +46,13 @@ class Exploration:
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Takes the step's metrics in; gives what a steered run logs of it."""
         self._state = self._rule.after(self._state, step, metrics, self._config.noise)
-        # prompts are each one rank's, samples' indices all ranks'
-        draws = self._ranks.gather(self._num_drawn)
-        found = {"noise_draws": sum(draws) if self._config.noise.per == "group" else max(draws)}
+        found = {"noise_draws": self.draws(self._ranks.gather(self.num_drawn))}
         return found | ({"noise_floor": self._state.floor} if self._config.noise.is_steered else {})
+
+    def draws(self, parts: Sequence[float]) -> float:
+        """Of a whole whose parts drew so many: each has prompts of its own, and all have the same indices of
+        samples."""
+        return sum(parts) if self._config.noise.per == "group" else max(parts)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""

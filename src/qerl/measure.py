@@ -30,7 +30,7 @@ from qerl.model.source import locate
 from qerl.options import EvalOptions
 from qerl.policy import learned_sampler_of, reader_of
 from qerl.tasks import RewardPool, Votes, build_task, every_prompt
-from qerl.tasks.reward import REWARDS
+from qerl.tasks.reward import REWARDS, told
 from qerl.tasks.vote import voting_grader
 from qerl.types import Prompt
 
@@ -72,9 +72,10 @@ def measure(
             if not all(reward in REWARDS for reward in task.rewards):
                 path.unlink(missing_ok=True)  # the user's function may have changed, which no setting shows
             sampler = partial(_sampler, engine, pools[_grading(task)], task, room)
-            summary = sit(
-                exam, sampler, path, settings, partial(console.print, markup=False, highlight=False)
-            )
+            say = partial(console.print, markup=False, highlight=False)
+            summary = sit(exam, sampler, path, settings, say)
+            for text in told(pools[_grading(task)].take_failures()):
+                say(text)
             results.append({"set": name, "model": source, **summary, "file": str(path)})
     console.print(table(results))
     return results

@@ -17,12 +17,13 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from qerl.config import RunConfig
-from qerl.errors import RunError, UserError
+from qerl.errors import RunError, UserError, require
 from qerl.evaluate import EVALUATION_STEP
 from qerl.exploration import Exploration
 from qerl.model.adapter import load_adapter
@@ -31,6 +32,7 @@ from qerl.ranks import Ranks
 from qerl.types import Group, Prompt, Sample, Sampling
 
 _MAX_ATTEMPTS = 3
+_REACHING_S = 5.0
 
 
 class Worker:
@@ -52,8 +54,9 @@ class Worker:
         noise: Mapping[str, Any] | None,
         prompts_P: list[Prompt],
         asked: dict[str, Any],
-    ) -> list[list[Sample]]:
-        """By this version, whose adapter is fetched if it is another than the last; noise None: without."""
+    ) -> tuple[list[list[Sample]], int]:
+        """By this version, whose adapter is fetched if it is another than the last, and how many Z it drew;
+        noise None: without."""
         if version != self._engine.version or version == 0:
             load_adapter(self._decoder, self._get(adapter[0]))
             self._engine.publish(version)
@@ -61,7 +64,8 @@ class Worker:
             if noise is not None:
                 self._noise.load(noise)
                 stack.enter_context(self._noise.sampling(asked["step"]))
-            return [group.samples_G for group in self._engine.generate(prompts_P, **asked)]
+            samples_P_G = [group.samples_G for group in self._engine.generate(prompts_P, **asked)]
+        return samples_P_G, 0 if noise is None else self._noise.num_drawn
 
 
 class Cluster:
@@ -105,6 +109,7 @@ def launched(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
         return
     if ranks.count > 1:
         raise UserError("ray.address: Ray's workers serve one learner; start it without torchrun")
+    check_reachable(config.ray.address)
     is_ours = config.ray.address == "local"
     if is_ours:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own tells nobody of itself
@@ -123,6 +128,23 @@ def launched(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
         del keeper
     finally:
         ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """UserError within seconds where nobody listens: Ray itself goes on trying for minutes."""
+    asked = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address  # as Ray takes it
+    if asked in ("auto", "local"):
+        return
+    try:
+        place = urlsplit(asked if "://" in asked else f"//{asked}")
+        host, port = place.hostname, place.port
+    except ValueError:
+        host = port = None
+    require(bool(host and port), f"ray.address: {asked} is neither HOST:PORT, auto nor local")
+    try:
+        socket.create_connection((host, port), timeout=_REACHING_S).close()
+    except OSError as error:
+        raise UserError(f"ray.address: {asked} cannot be reached ({error.strerror or error})") from None
 
 
 def _reserved_gpu(ray: Any) -> Any:
@@ -172,7 +194,8 @@ class RemoteEngine:
         self._ahead: dict[tuple[int, tuple[int, ...]], list[_Job]] = {}
         self._newest_step = -1
         self._open: list[_Job] = []
-        self._metrics = {"staleness": 0.0, "replaced_samplers": 0.0, "resampled_prompts": 0.0}
+        named = ("staleness", "replaced_samplers", "resampled_prompts", "noise_draws")
+        self._metrics: dict[str, float] = dict.fromkeys(named, 0.0)
         for index, place in enumerate(cluster.places()):
             notice(f"sampler {index} is {place}")
 
@@ -187,9 +210,11 @@ class RemoteEngine:
         if step != EVALUATION_STEP:
             self._ask_ahead(step, asked)
         jobs = self._ahead.pop(_key(step, prompts_P), None) or self._ask(prompts_P, asked, step)
-        samples_P_G = self._split.woven([self._collected(job) for job in jobs])
+        parts, draws = zip(*(self._collected(job) for job in jobs), strict=True)
+        samples_P_G = self._split.woven(list(parts))
         if step != EVALUATION_STEP:
             self._metrics["staleness"] = float(self._version - jobs[0].version)
+            self._metrics["noise_draws"] = self._noise.draws([self._metrics["noise_draws"], *draws])
         pairs = zip(prompts_P, samples_P_G, strict=True)
         return [Group(prompt=prompt, samples_G=samples_G) for prompt, samples_G in pairs]
 
@@ -220,11 +245,11 @@ class RemoteEngine:
         job.answer = job.worker.draw.remote(*job.arguments)
         job.attempts += 1
 
-    def _collected(self, job: _Job) -> list[list[Sample]]:
+    def _collected(self, job: _Job) -> tuple[list[list[Sample]], int]:
         while True:
             try:
                 with self._cluster.understood():
-                    samples_P_G = self._cluster.ray.get(job.answer)
+                    answer = self._cluster.ray.get(job.answer)
             except self._cluster.losses as error:
                 if job.attempts == _MAX_ATTEMPTS:
                     raise RunError(
@@ -233,7 +258,7 @@ class RemoteEngine:
                 self._replace(job)
                 continue
             self._open.remove(job)
-            return samples_P_G
+            return answer
 
     def _replace(self, lost: _Job) -> None:
         """Another worker in the place of the one that owed this, asked for all that it has not given."""

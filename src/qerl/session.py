@@ -38,6 +38,7 @@ from qerl.report import write_report
 from qerl.spread import SpreadEngine, SpreadRewards
 from qerl.stop import Stop
 from qerl.tasks import RewardPool
+from qerl.tasks.reward import told
 from qerl.types import Sampling
 
 _ECHO_S = 2.0  # torchrun sends its workers the signal that a terminal has sent them already
@@ -86,6 +87,12 @@ class _Session:
         cluster: Cluster | None,
     ):
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
+        is_deep, talks = config.algo.branching == "deep", pool.has_environment
+        require(
+            not is_deep or ranks.count == 1, "algo.branching deep is for one process: branches need its pages"
+        )
+        require(not (is_deep and talks), "algo.branching deep is not for environments: set none")
+        require(cluster is None or not talks, "environments do not go with --ray: use torchrun")
         self.decoder, self.engine, self.task = policy_of(config)
         self.rewards = SpreadRewards(pool, ranks)
         room = self.decoder.architecture.max_positions - config.sample.max_tokens
@@ -97,11 +104,6 @@ class _Session:
         )
         self.noise = Exploration(self.decoder, config, ranks)
         self.sampler = SpreadEngine(speaker, ranks) if cluster is None else self._remote(cluster)
-        is_alone, is_deep = ranks.count == 1 and cluster is None, config.algo.branching == "deep"
-        talks = pool.has_environment
-        require(not is_deep or is_alone, "algo.branching deep is for one process: branches need its pages")
-        require(not (is_deep and talks), "algo.branching deep is not for environments: set none")
-        require(cluster is None or not talks, "environments do not go with --ray: use torchrun")
         self.branching = Branching(self.engine, config) if is_deep else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         path = folder / "evaluations.json"
@@ -213,8 +215,7 @@ class _Session:
     def observe(self, step: int, log: StepLog) -> None:
         """Says why rewards failed, and measures held-out accuracy where it is due."""
         log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
-        for cause, (count, example) in self.rewards.take_failures().items():
-            self.journal.notice(f"no reward for {count} samples: {cause}: {example}")
+        self.tell_failures()
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
@@ -238,7 +239,13 @@ class _Session:
     def accuracies(self) -> tuple[float, float]:
         """Of the policy without noise: at the config's sampling, and greedy."""
         drawn = sampling_of(self.config)
-        return self.accuracy(drawn), self.accuracy(greedy(drawn))
+        found = self.accuracy(drawn), self.accuracy(greedy(drawn))
+        self.tell_failures()
+        return found
+
+    def tell_failures(self) -> None:
+        for text in told(self.rewards.take_failures()):
+            self.journal.notice(text)
 
     def accuracy(self, sampling: Sampling) -> float:
         return evaluate(

@@ -72,6 +72,20 @@ def pool():
         one.close()
 
 
+def children():
+    """Processes that this one has started and that still run."""
+    stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
+    return sum(state != "Z" and int(parent) == os.getpid() for state, parent, *_ in stats)
+
+
+def test_reward_workers_are_started_for_reward_functions_alone(pool):
+    before = children()
+    pool(Echo, reward_workers=3)
+    stage = children() - before
+    pool(Echo, lambda completions: [1.0], reward_workers=3)
+    assert (stage, children() - before) == (2, 2 * stage + 1 + 3)  # each crew has a warden
+
+
 def reset(one, num, **row):
     return one.play([Reset((0, g), row, 7) for g in range(num)])
 

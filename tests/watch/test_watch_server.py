@@ -116,7 +116,17 @@ def test_the_command_opens_the_page_and_ends_with_ctrl_c_while_someone_looks(run
     assert server.returncode == 130 and out == err == ""
 
 
-def test_a_run_that_does_not_exist_is_one_line():
-    out, err = (done := command("/no/such/run")).communicate(timeout=60)
-    assert done.returncode == 2 and out == ""
-    assert err == "qerl: /no/such/run: holds no metrics.jsonl, so it is no run's folder\n"
+def test_a_run_that_is_just_being_started_is_waited_for(tmp_path):
+    with command(tmp_path / "run", "--port", "0") as server:
+        try:
+            assert server.stderr.readline() == f"waiting up to 60 s for {tmp_path / 'run'} to begin\n"
+            with run_of(tmp_path / "run"):
+                assert server.stdout.readline().startswith("run at http://127.0.0.1:")
+        finally:
+            server.kill()
+
+
+def test_a_run_that_does_not_begin_is_told(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"/none: holds no metrics\.jsonl, so it is no run's folder"):
+        watch([tmp_path / "none"], port=0, opens_browser=False, patience_s=0.2)
+    assert capsys.readouterr().err == f"waiting up to 0 s for {tmp_path / 'none'} to begin\n"

@@ -27,7 +27,12 @@ class _Enough(Exception):
 
 
 def requantize(
-    decoder: Decoder, rows: Calibration, *, damping: float = DAMPING, sweeps: int = SWEEPS
+    decoder: Decoder,
+    rows: Calibration,
+    *,
+    damping: float = DAMPING,
+    sweeps: int = SWEEPS,
+    notice: Callable[[str], None],
 ) -> None:
     """Puts every linear of a float32 decoder into NVFP4 with its adapter merged in, layer by layer."""
 
@@ -39,6 +44,7 @@ def requantize(
             x_TK = _inputs(linears[0], run)
             h_KK = damped(x_TK.T @ x_TK, damping)
             _requantize_group(linears, h_KK, sweeps)
+        notice(f"layer {layer_index + 1} of {len(decoder.layers)}")
         return run()
 
     with torch.no_grad():

@@ -8,7 +8,9 @@
 What is no linear's weight is the checkpoint's, a head that the run held packed too.
 """
 
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,7 +74,7 @@ def write_nvfp4(
 ) -> None:
     decoder, source = policy_in_fp32(run, config, device), locate(config.model.path)
     rows = calibration(run, load_tokenizer(config.model.path), max_tokens=calibration_tokens, device=device)
-    requantize(decoder, rows)
+    requantize(decoder, rows, notice=partial(print, "nvfp4:", file=sys.stderr))
     with appearing(out) as folder:
         write_shards(folder, _packed_tensors(decoder))
         write_quantized_config(folder, _with_dtype(source.open().config, torch.bfloat16), LAYOUTS["nvfp4"])

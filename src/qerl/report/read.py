@@ -75,8 +75,12 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> Run:
     )
 
 
+def is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file()
+
+
 def check_folder(folder: Path) -> None:
-    if not (folder / "metrics.jsonl").is_file():
+    if not is_run(folder):
         raise UserError(f"{folder}: holds no metrics.jsonl, so it is no run's folder")
 
 

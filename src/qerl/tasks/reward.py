@@ -16,10 +16,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -32,9 +31,6 @@ from qerl.tasks.hints import hints
 from qerl.tasks.rows import near
 from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
 from qerl.types import Group, Prompt, Sample
-
-_logger = logging.getLogger(__name__)
-
 
 REWARDS = {**BUILT_IN, "hints": hints}
 
@@ -74,11 +70,10 @@ class RewardPool:
         self._examples: dict[str, str] = {}
         self._latest: Counter[str] = Counter()
         self._deadline_s = config.reward_deadline_s
-        self._crew = Crew(
-            functools.partial(score, self._functions, weights),
-            num_workers=config.reward_workers,
-            memory_bytes=memory_bytes,
-        )
+        self._crew = None
+        if self._functions:
+            scored = functools.partial(score, self._functions, weights)
+            self._crew = Crew(scored, num_workers=config.reward_workers, memory_bytes=memory_bytes)
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -130,20 +125,16 @@ class RewardPool:
             _call(group.prompt, sample)
             for group in groups
             for sample in group.samples_G
-            if self._functions and sample.failure is None
+            if sample.failure is None
         ]
-        outcomes = iter(self._crew.run(calls, deadline_s=self._deadline_s))
+        outcomes = iter(self._crew.run(calls, deadline_s=self._deadline_s) if self._crew else ())
         failures: Counter[str] = Counter()
         rewards_P_G = [
             [self._kept(self._whole(sample, outcomes), failures) for sample in group.samples_G]
             for group in groups
         ]
-        num_samples = sum(map(len, rewards_P_G))
         self.failures += failures
         self._latest = failures
-        for cause, count in failures.items():
-            example = self._examples[cause]
-            _logger.warning("no reward for %d of %d samples: %s: %s", count, num_samples, cause, example)
         return rewards_P_G
 
     def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
@@ -166,7 +157,7 @@ class RewardPool:
         """What its environment and the functions gave it together; takes their outcome, if there is one."""
         if sample.failure is not None:
             return Failure(*sample.failure)
-        outcome = next(outcomes) if self._functions else None
+        outcome = next(outcomes) if self._crew else None
         if isinstance(outcome, Failure | Lost) or not self.has_environment or sample.reward is None:
             return outcome
         return (outcome or 0.0) + self._environment_weight * sample.reward
@@ -184,6 +175,12 @@ class RewardPool:
         taken = {cause: (count, self._examples[cause]) for cause, count in self.failures.items()}
         self.failures.clear()
         return taken
+
+
+def told(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
+    """A line for each cause of take_failures()."""
+    for cause, (count, example) in failures.items():
+        yield f"no reward for {count} samples: {cause}: {example}"
 
 
 def _call(prompt: Prompt, sample: Sample) -> Call:

@@ -5,6 +5,7 @@ From elsewhere: ssh -L 8080:127.0.0.1:8080 MACHINE.
 
 import sys
 import threading
+import time
 import webbrowser
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler
@@ -16,10 +17,12 @@ from urllib.parse import urlsplit
 from qerl.errors import UserError
 from qerl.loopback import names_this_machine
 from qerl.report.page import names_of
+from qerl.report.read import is_run
 from qerl.watch.follow import Follower
 from qerl.watch.live import Live
 
 _HOST = "127.0.0.1"
+_LOOK_S = 0.1
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -29,9 +32,10 @@ _HEADERS = {
 }
 
 
-def watch(folders: Sequence[Path], *, port: int, opens_browser: bool) -> None:
-    """Until Ctrl-C."""
+def watch(folders: Sequence[Path], *, port: int, opens_browser: bool, patience_s: float = 60.0) -> None:
+    """Until Ctrl-C. Runs that are just being started have patience_s to begin their files."""
     names = names_of(folders)
+    _await(folders, patience_s)
     live = Live([Follower(folder, name) for folder, name in zip(folders, names, strict=True)])
     with listening(port, live) as server:
         address = f"http://{_HOST}:{server.server_address[1]}/"
@@ -39,6 +43,15 @@ def watch(folders: Sequence[Path], *, port: int, opens_browser: bool) -> None:
         if opens_browser:
             threading.Thread(target=_open, args=(address,), daemon=True).start()
         server.serve_forever()
+
+
+def _await(folders: Sequence[Path], patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    if missing := [str(folder) for folder in folders if not is_run(folder)]:
+        said = f"waiting up to {patience_s:.0f} s for {', '.join(missing)} to begin"
+        print(said, file=sys.stderr, flush=True)
+    while time.monotonic() < end and not all(map(is_run, folders)):
+        time.sleep(_LOOK_S)
 
 
 class Server(ThreadingTCPServer):
