@@ -16,7 +16,8 @@ HEADINGS: dict[Verdict, str] = {
 RULES = (
     f"A claim holds if p < {LEVEL_OF_PROOF} and the difference has the claimed sign in every task; it is"
     " turned round if p is as small and the sign is the other. p is that of the exact sign-flip test over all"
-    " (task, seed) pairs, corrected by Holm over all claims of this page. Intervals are Student's, 95 %,"
+    " (task, seed) pairs, corrected by Holm over the claims of one family (all"
+    " of this page, unless it names some). Intervals are Student's, 95 %,"
     " over seeds; d is Cohen's for pairs, the mean difference over its standard deviation. 'Not shown' is not"
     " 'not so': the interval says which differences these seeds leave open. In tables p is that of Student's"
     " paired t-test within a task, corrected over all rows of the table: it takes differences to be normal."
