@@ -57,7 +57,8 @@ def the_findings() -> str:
     found = []
     for name, make in STUDIES.items():
         study = make()
-        lines = [json.loads(line) for line in (ROOT / "studies" / name / "results.jsonl").open()]
+        text = (ROOT / "studies" / name / "results.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
         found.append(headline(study, judge(study, lines)))
     return "\n\n".join(
         [*found, "Intervals are 95 %, p corrected. Tables, curves and rules: `docs/studies.md`."]
