@@ -1,11 +1,15 @@
 """README.md and docs/speed.md quote what is. `python tests/house/test_readme.py` writes them anew."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
 from qerl.bench.record import RESULTS, read
 from qerl.bench.table import markdown, summary
+from qerl.study.analysis import judge
+from qerl.study.catalog import STUDIES
+from qerl.study.sentence import headline
 
 ROOT = Path(__file__).parents[2]
 README, SPEED, PACKAGE = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "src" / "qerl"
@@ -48,7 +52,19 @@ def the_page() -> str:
     return f"# Speed and memory\n\n{how}\n\n{markdown(read(ROOT / RESULTS))}\n"
 
 
-QUOTES = {"loop": the_loop, "tree": the_tree, "speed": the_speed}
+def the_findings() -> str:
+    """The verdicts of all studies, from their lines."""
+    found = []
+    for name, make in STUDIES.items():
+        study = make()
+        lines = [json.loads(line) for line in (ROOT / "studies" / name / "results.jsonl").open()]
+        found.append(headline(study, judge(study, lines)))
+    return "\n\n".join(
+        [*found, "Intervals are 95 %, p corrected. Tables, curves and rules: `docs/studies.md`."]
+    )
+
+
+QUOTES = {"loop": the_loop, "tree": the_tree, "speed": the_speed, "findings": the_findings}
 
 
 def block(text: str, mark: str) -> str:
@@ -69,6 +85,10 @@ def test_the_tree_is_complete_and_says_what_each_part_says_of_itself():
 def test_every_figure_is_a_row_and_every_latest_row_is_shown():
     assert block(README.read_text(), "speed") == the_speed()
     assert SPEED.read_text() == the_page()
+
+
+def test_the_findings_are_those_of_the_studies_lines():
+    assert block(README.read_text(), "findings") == the_findings()
 
 
 def test_the_python_example_compiles_and_names_what_there_is():

@@ -23,8 +23,8 @@ def study(*claims, seeds=(0, 1, 2, 3, 4), arms=("base", "a", "b")):
     )
 
 
-def claim(arm="a", sign=1):
-    return Claim(says=f"{arm} differs", arm=arm, against="base", metric="score", sign=sign)
+def claim(arm="a", sign=1, family=""):
+    return Claim(says=f"{arm} differs", arm=arm, against="base", metric="score", sign=sign, family=family)
 
 
 def line(task, arm, seed, score, curve=()):
@@ -76,6 +76,13 @@ def test_p_is_the_exact_one_over_all_pairs_corrected_for_the_claims():
     assert judged[0].smallest_p == pytest.approx(2 * 2 / 1024)
     assert judged[0].over_all.difference.mean == pytest.approx(0.25)
     assert judged[0].over_all.difference.n == 5
+
+
+def test_claims_of_another_family_do_not_count():
+    claims = [claim("a", family="one"), claim("b", family="one"), claim("b", -1, family="two")]
+    judged = judge(study(*claims), lines("a", 0.3, 0.2) + lines("b", 0.01, 0.01))
+    assert [one.p for one in judged] == pytest.approx([2 * 2 / 1024, 2 * 2 / 1024, 2 / 1024])
+    assert [one.smallest_p for one in judged] == pytest.approx([2 * 2 / 1024, 2 * 2 / 1024, 2 / 1024])
 
 
 def test_what_was_not_run_is_not_measured():

@@ -1,7 +1,7 @@
 """What the lines of a study say: an estimate for each arm, paired differences, and a verdict on each claim.
 
     difference   arm - other, seed by seed; over all tasks the pairs are (task, seed)
-    p            of a claim: exact sign-flip test over all pairs, corrected by Holm over the study's claims;
+    p            of a claim: exact sign-flip test over all pairs, corrected by Holm over its family of claims;
                  in a table, where a task's few pairs leave an exact test without power: Student's paired t,
                  corrected over all rows of the metric
     interval     over all tasks: of each seed's mean over the tasks, Student's t
@@ -130,12 +130,17 @@ def table(study: Study, lines: Sequence[Line], metric: str) -> list[Row]:
 def judge(study: Study, lines: Sequence[Line]) -> list[Judged]:
     """Every claim of the study, measured or not."""
     evidence = [_evidence(study, lines, claim) for claim in study.claims]
-    p_values = [found.p_exact for found, _, _ in evidence if found is not None]
-    corrected = iter(holm(p_values))
+    p_values: dict[str, list[float]] = {}
+    for claim, (over_all, _, _) in zip(study.claims, evidence, strict=True):
+        if over_all is not None:
+            p_values.setdefault(claim.family, []).append(over_all.p_exact)
+    corrected = {family: iter(holm(own)) for family, own in p_values.items()}
     judged = []
     for claim, (over_all, by_task, num_pairs) in zip(study.claims, evidence, strict=True):
-        p = None if over_all is None else next(corrected)
-        smallest = None if over_all is None else min(1.0, len(p_values) * 2.0 ** (1 - num_pairs))
+        p, smallest = None, None
+        if over_all is not None:
+            p = next(corrected[claim.family])
+            smallest = min(1.0, len(p_values[claim.family]) * 2.0 ** (1 - num_pairs))
         judged.append(
             Judged(
                 claim=claim,

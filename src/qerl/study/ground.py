@@ -1,8 +1,9 @@
 """What the studies share: the run that arms change, two tasks, and what is read from a training run.
 
 Tasks that SmolLM2-135M-Instruct half knows, of 28 of reasoning-gym's that were tried with 64 prompts and 16
-samples each in NVFP4: sums of two numbers (pass@1 0.067, pass@16 0.34) and counting a letter in a word
-(0.113, 0.86). The next best were gcd of 2 to 20 (0.153, 0.64) and products of two digits (0.104, 0.66).
+samples each in NVFP4: sums of two numbers (pass@1 0.067, pass@16 0.34) and riddles of kin and friends, `aiw`
+(0.071, 0.53). Counting a letter in a word (0.113, 0.86) is none: 92 % of its answers are 1, and every arm
+learns to say just that.
 """
 
 from qerl.recipes import demo
@@ -23,15 +24,15 @@ BASE = with_fields(
 """16 prompts x 8 samples a step; a constant rate, so that no arm's reward is read at a rate near zero."""
 
 ADD = StudyTask(name="add", fields={})
-LETTERS = StudyTask(
-    name="letters",
+RIDDLES = StudyTask(
+    name="riddles",
     fields={
-        "task.gym": "letter_counting",
-        "task.gym_options": (("min_words", 1), ("max_words", 1)),
+        "task.gym": "aiw",
+        "task.gym_options": (),
         "task.template": "{question} Answer with just the number.",
     },
 )
-TASKS = (ADD, LETTERS)
+TASKS = (ADD, RIDDLES)
 AQN: Fields = {
     "noise.schedule": "exponential",
     "noise.sigma_start": 3e-2,

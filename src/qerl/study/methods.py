@@ -60,16 +60,16 @@ def methods() -> Study:
         Arm(name="jet_uncorrected", about="jet_rl without one, as its paper has it.", fields=flow),
         Arm(name="no_noise", about="TIS without noise.", fields={}),
     )
-    pairs = [
-        *((name, "grpo") for name in (*LOSSES[1:], "rloo")),
-        *((name, "tis") for name in (*CORRECTIONS[1:-1], *RULES, *DRAWS)),
-        ("deep_grpo", "grpo_24"),
-        ("tis", "no_correction"),
-        ("tis", "no_noise"),
-        *((name, "bf16") for name in PRECISIONS),
-        ("flash_fp8", "flash_uncorrected"),
-        ("jet_rl", "jet_uncorrected"),
-    ]
+    families = {
+        "losses": [*((name, "grpo") for name in (*LOSSES[1:], "rloo")), ("deep_grpo", "grpo_24")],
+        "corrections": [*((name, "tis") for name in CORRECTIONS[1:-1]), ("tis", "no_correction")],
+        "exploration": [*((name, "tis") for name in (*RULES, *DRAWS)), ("tis", "no_noise")],
+        "precision": [
+            *((name, "bf16") for name in PRECISIONS),
+            ("flash_fp8", "flash_uncorrected"),
+            ("jet_rl", "jet_uncorrected"),
+        ],
+    }
     return Study(
         name="methods",
         question="Which loss, correction or exploration does best at one budget?",
@@ -81,12 +81,19 @@ def methods() -> Study:
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
         claims=tuple(
-            claim(f"{arm} ends above {against}", arm, against, "accuracy_after") for arm, against in pairs
+            dataclasses.replace(
+                claim(f"{arm} ends above {against}", arm, against, "accuracy_after"), family=family
+            )
+            for family, pairs in families.items()
+            for arm, against in pairs
         ),
         remarks=(
             ONE_MODEL,
             "One learning rate for all arms, 3e-4. Steps are equal, updates and samples are not: the losses"
             " make four updates a step, dapo draws more samples where groups agree, and deep_grpo draws four"
             " branches of each sample that failed; grpo_24 draws about as many samples from their prompts.",
+            "Families of claims: "
+            + ", ".join(f"{name} ({len(pairs)})" for name, pairs in families.items())
+            + "; ten pairs could show nothing of all together.",
         ),
     )

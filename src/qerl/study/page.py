@@ -203,7 +203,9 @@ def _origin(lines: Sequence[Line], trials: Sequence[Line]) -> str:
     if not found["runs"]:
         return "No run has ended."
     workers = "/".join(map(str, found["workers"]))
+    commits = ", ".join(found["commits"])
+    differed = " (+: files differed from it)" if "+" in commits else ""
     return (
         f"{found['runs']} runs, {clock(found['seconds'])} in all, {workers} side by side, on"
-        f" {', '.join(found['devices'])}; commit {', '.join(found['commits'])} (+: files differed from it)."
+        f" {', '.join(found['devices'])}; commit {commits}{differed}."
     )

@@ -16,7 +16,8 @@ HEADINGS: dict[Verdict, str] = {
 RULES = (
     f"A claim holds if p < {LEVEL_OF_PROOF} and the difference has the claimed sign in every task; it is"
     " turned round if p is as small and the sign is the other. p is that of the exact sign-flip test over all"
-    " (task, seed) pairs, corrected by Holm over all claims of this page. Intervals are Student's, 95 %,"
+    " (task, seed) pairs, corrected by Holm over the claims of one family (all"
+    " of this page, unless it names some). Intervals are Student's, 95 %,"
     " over seeds; d is Cohen's for pairs, the mean difference over its standard deviation. 'Not shown' is not"
     " 'not so': the interval says which differences these seeds leave open. In tables p is that of Student's"
     " paired t-test within a task, corrected over all rows of the table: it takes differences to be normal."
@@ -50,8 +51,7 @@ def evidence(study: Study, judged: Judged) -> str:
     """What stands behind a claim: "+0.03 [0.01, 0.05] in mean reward, p = 0.016, d = 1.9, 10 pairs; ..." """
     if judged.over_all is None:
         return "no pair of runs has been made"
-    title = next(m.title for m in study.metrics if m.key == judged.claim.metric).lower()
-    parts = [f"{signed(judged.over_all.difference)} in {title}", p_text(judged.p)]
+    parts = [_difference(study, judged)]
     if judged.over_all.effect_size is not None:
         parts.append(f"d = {effect(judged.over_all)}")
     parts.append(f"{judged.num_pairs} pairs")
@@ -95,6 +95,21 @@ def summary(study: Study, judged: Sequence[Judged], rows: Sequence[Row], origin:
     lines += [_row(("task", "arm", *COLUMNS)), _row(("---",) * (2 + len(COLUMNS)))]
     lines += [_row((row.task, row.arm, *cells(row))) for row in rows]
     return "\n".join([*lines, "", RULES, "", *study.remarks, "", origin, ""])
+
+
+def headline(study: Study, judged: Sequence[Judged]) -> str:
+    """Markdown for a page of all studies: each claim that was decided, and how many were not."""
+    lines = [f"**{study.name}.** {study.question}", ""]
+    for title, own in by_verdict([one for one in judged if one.verdict in ("held", "mixed", "opposite")]):
+        lines += [f"- {title}: {one.claim.says} ({_difference(study, one)})." for one in own]
+    open_claims = sum(one.verdict in ("not shown", "not measured") for one in judged)
+    return "\n".join([*lines, f"- Not shown: {open_claims} of {len(judged)} claims."])
+
+
+def _difference(study: Study, judged: Judged) -> str:
+    assert judged.over_all is not None, judged
+    title = next(m.title for m in study.metrics if m.key == judged.claim.metric).lower()
+    return f"{signed(judged.over_all.difference)} in {title}, {p_text(judged.p)}"
 
 
 def _row(values: Sequence[str]) -> str:

@@ -67,6 +67,8 @@ class Claim:
     metric: str
     sign: int
     """1: arm is above; -1: arm is below."""
+    family: str = ""
+    """p is corrected over the claims of one family: those that answer one question."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
