@@ -1,3 +1,6 @@
+import re
+from importlib import resources
+
 import pytest
 import torch
 
@@ -40,32 +43,45 @@ def test_a_block_of_scale_zero_comes_back_as_zeros(rng):
     assert torch.equal(got_codes, codes)
 
 
-def test_a_packed_word_decodes_to_code_times_scale():
-    """The kernel's own bit operations, in torch: rows g and g + 8 of one warp, k 0, 1, 8 and 9 of a block."""
+def test_every_word_is_the_packing_of_its_codes(rng):
+    tiles = torch.randint(0, 256, (3, 2, 2304), generator=rng, dtype=torch.uint8)
+    tiles[..., 2048:] = op.pack(*weight(192, 128, rng))[..., 2048:]
+    assert torch.equal(op.pack(*op.unpack(tiles)), tiles)
+
+
+@pytest.mark.parametrize("name", ("nvfp4_instructions", "nvfp4_unpack", "head_product"))
+def test_a_packed_word_decodes_to_code_times_scale(name):
+    """By the kernel's own bit operations, read from its source."""
     codes, scales = every_code_with_every_scale()
-    truth = e2m1.decode(codes, torch.float32) * scales.float().repeat_interleave(16, dim=1)
-    words = op.pack(codes, scales).view(torch.int32)[0, 0].long() & 0xFFFFFFFF
-    sign, magnitude = 0x80008000, 0x01C001C0
-    for g in range(8):
-        w, v = words[g * 16], words[512 + g * 2]
-        s = ((v & 0x0FF00FF0) | 0x70007000).item()
-        pairs = (
-            w & (sign | magnitude),
-            (w * 8) & (sign | magnitude),
-            ((w * 64) & magnitude) | ((w * 2) & sign),
-            ((w >> 3) & magnitude) | ((w * 4) & sign),
-        )
-        for i, pair in enumerate(pairs):
-            scale = bfloat16(s >> (16 * (i % 2)))
-            got = torch.stack([bfloat16(pair.item() >> (16 * half)) * scale for half in range(2)])
-            k = 8 * (i // 2)
-            assert torch.equal(got * 2.0**19, truth[g + 8 * (i % 2), k : k + 2])
+    truth = e2m1.decode(codes, torch.float32).double() * scales.double().repeat_interleave(16, dim=1)
+    # to k half, row half; n64, k64, warp, g, t, j, pair
+    truth = truth.view(2, 4, 2, 8, 8, 4, 2, 4, 2).permute(6, 2, 0, 4, 1, 3, 7, 5, 8).flatten(0, 1)
+    words = op.pack(codes, scales).view(torch.int32).long() & 0xFFFFFFFF
+    even = words[..., 512:].view(2, 8, 4, 8, 1, 2)
+    s = torch.stack((even, (even << 8) | (even >> 24)), dim=-1).flatten(-2)
+    s = (s & 0x0FF00FF0) | 0x70007000
+    for i, placed in enumerate(decoded(name, words[..., :512].view(2, 8, 4, 8, 4, 4))):
+        got = torch.stack((bfloat16(placed), bfloat16(placed >> 16)), dim=-1)
+        got = got * bfloat16(s >> (16 * (i % 2)))[..., None]
+        assert torch.equal(got * 2.0**19, truth[i])
+
+
+def decoded(name, words):
+    """What a kernel makes of words before it multiplies by scales: rows g and g + 8, then both at k + 8."""
+    source = resources.files("qerl.kernels").joinpath(f"{name}.cu").read_text()
+    (mask,) = re.findall(r"const u32 m = (0x\w+)u", source)
+    assigned = re.findall(r"a(?:\[j\])?\[(\d)\] = (?:mul\()?mul\w*\((.*), (?:s|low|high)\)", source)
+    assert [int(i) for i, _ in assigned] == [0, 1, 2, 3]
+    names = {
+        "w": words,
+        "m": int(mask, 16),
+        "__funnelshift_r": lambda high, low, by: ((high << 32) | low) >> by,
+    }
+    return [eval(re.sub(r"(\d)u\b", r"\1", text), names) for _, text in assigned]
 
 
 def bfloat16(bits):
-    return (
-        torch.tensor(bits & 0xFFFF, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double().float()
-    )
+    return (bits & 0xFFFF).to(torch.uint16).view(torch.bfloat16).double()
 
 
 def test_the_order_of_gate_and_up_alternates_by_eight_rows():

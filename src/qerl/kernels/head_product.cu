@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 mul_hi(u32 a, u32 b) {
 }
 // nvfp4_decode.py has the layout: the 64 k of a tile that this thread multiplies, in rows g and g + 8.
 __device__ __forceinline__ void decode64(const u8* at, u32 (&a)[4][4]) {
-  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u;
+  const u32 m = 0x81C081C0u;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint4 q = *(const uint4*)(at + warp * 512 + lane * 16);
   const uint2 scales = *(const uint2*)(at + 2048 + warp * 64 + lane / 4 * 8);
@@ -25,10 +25,10 @@ __device__ __forceinline__ void decode64(const u8* at, u32 (&a)[4][4]) {
   for (int j = 0; j < 4; j++) {
     const u32 w = words[j], pair = j < 2 ? scales.x : scales.y;
     const u32 s = ((j & 1 ? __funnelshift_l(pair, pair, 8) : pair) & 0x0FF00FF0u) | 0x70007000u;
-    a[j][0] = mul_lo(w & (sign | magnitude), s);
-    a[j][1] = mul_hi((w * 8u) & (sign | magnitude), s);
-    a[j][2] = mul_lo(((w * 64u) & magnitude) | ((w * 2u) & sign), s);
-    a[j][3] = mul_hi(((w >> 3) & magnitude) | ((w * 4u) & sign), s);
+    a[j][0] = mul_lo(w & m, s);
+    a[j][1] = mul_hi((w * 64u) & m, s);
+    a[j][2] = mul_lo(__funnelshift_r(w, w, 4) & m, s);
+    a[j][3] = mul_hi(((w * 4u) ^ (w >> 6)) & m, s);
   }
 }
 #elif FORMAT == 1

@@ -8,17 +8,22 @@ M tokens (1 to 256), N output and K input features (multiples of 64), R the adap
 number for a row. u is made in the same launch, ahead of the rest (nvfp4_shrink.cu), and waited for only where
 it is added. y is rounded to bfloat16, but not where a residual is added: that is fp32, and so is the sum.
 
-Layout, an exactly invertible permutation of codes and scales, one for every M:
+Layout, exactly invertible, one for every M:
 
     tiles   uint8 [N / 64, K / 64, 2304]   64 rows x 64 k: 4 warps' codes (512 bytes each), then scales (64)
     codes   int32 [4 warps, 8 g, 4 t, 4 j]           rows 16 warp + g and + 8, k = 16 j + 2 t + {0, 1, 8, 9}
     scales  int32 [4 warps, 8 g, 2]                  the same rows; blocks j = 0, 1 and j = 2, 3
 
-That is the order in which wgmma and mma.sync hold their first operand. A code's bits lie where one or two
-shifts bring them to a bfloat16's sign, low exponent and high mantissa bits, worth w * 2^-126. A scale is
-an exponent of 5 bits and a mantissa of 3, every positive E4M3 number exactly: as bfloat16 bits it is worth
-s * 2^107. Their product w * s * 2^-19 is exact and never subnormal; 2^19 is folded into alpha. A scale of 0
-has no such form, so its codes become 0: the one thing that unpack does not give back.
+That is the order in which wgmma and mma.sync hold their first operand. Of a word w of codes, eight operations
+bring four pairs (k, k + 1) to a bfloat16's sign, low exponent and high mantissa bits, m = 0x81C081C0:
+
+    row g, k        w & m           row g, k + 8        (w rotated right by 4) & m
+    row g + 8, k    (w << 6) & m    row g + 8, k + 8    ((w << 2) ^ (w >> 6)) & m
+
+So a code of value c is worth c * 2^-126. A scale is an exponent of 5 bits and a mantissa of 3, every positive
+E4M3 number exactly: as bfloat16 bits it is worth s * 2^107. Their product c * s * 2^-19 is exact and never
+subnormal; 2^19 is folded into alpha. A scale of 0 has no such form, so its codes become 0: the one thing that
+unpack does not give back.
 
 Sums run over k in an order that depends on the tile (nvfp4_tile.py), on nothing else: bitwise equal runs, and
 bitwise equal rows at every M up to 32 (tests/kernels/test_nvfp4_decode.py).
@@ -42,8 +47,7 @@ CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584
 MAX_LOW_RANK_ROWS = 384  # of all a that read one x
 ALPHA_FACTOR = 2.0**19
 
-# Bits of (sign, exponent, exponent, mantissa) of a 16-bit half's codes: rows g, g + 8 at k, then at k + 8.
-_CODE_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
+_PLACED = 0x81C081C0  # where the bits of two codes lie in two bfloat16
 _PARTS = ("nvfp4_instructions", "nvfp4_shrink", "nvfp4_decode")
 _NO_GROUP = 2**31 - 1
 _PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)
@@ -79,10 +83,8 @@ def pack(codes: Tensor, scales: Tensor) -> Tensor:
     used = (scales.float() != 0).repeat_interleave(16, dim=1)
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1) * used
     # rows: n64, warp, row half, g; k: k64, j, k half, t, pair
-    each = each.view(n // 64, 4, 2, 8, k // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 6, 2, 8).int()
-    words = torch.zeros(each.shape[:6], dtype=torch.int32, device=codes.device)
-    for half, pair, code, bit in _code_positions():
-        words |= ((each[..., code // 2, code % 2, half] >> (3 - pair)) & 1) << (bit + 16 * half)
+    each = each.view(n // 64, 4, 2, 8, k // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 6, 2, 8)
+    words = _packed_codes(each.flatten(6, 7))
     return torch.cat((words.flatten(2), _packed_scales(scales).flatten(2)), dim=-1).view(torch.uint8)
 
 
@@ -91,11 +93,7 @@ def unpack(tiles: Tensor) -> tuple[Tensor, Tensor]:
     assert tiles.dtype == torch.uint8 and tiles.dim() == 3 and tiles.shape[2] == TILE_BYTES
     rows, columns = tiles.shape[0], tiles.shape[1]
     words = tiles.view(torch.int32)[..., :512].view(rows, columns, 4, 8, 4, 4)
-    each = torch.zeros(*words.shape, 2, 2, 2, dtype=torch.uint8, device=tiles.device)
-    for half, pair, code, bit in _code_positions():
-        each[..., code // 2, code % 2, half] |= (((words >> (bit + 16 * half)) & 1) << (3 - pair)).to(
-            torch.uint8
-        )
+    each = _unpacked_codes(words).unflatten(-2, (2, 2))
     each = each.permute(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(rows * 64, columns * 32, 2)
     return each[..., 0] | (each[..., 1] << 4), _unpacked_scales(tiles.view(torch.int32)[..., 512:])
 
@@ -282,12 +280,27 @@ def _product(tokens: int) -> str:
 """
 
 
-def _code_positions():
-    """(half of the word, bit of the code from the top, which of the half's codes, where that bit lies)."""
-    for half in range(2):
-        for code, bits in enumerate(_CODE_BITS):
-            for pair, bit in enumerate(bits):
-                yield half, pair, code, bit
+def _packed_codes(each: Tensor) -> Tensor:
+    """int32 [...] of uint8 [..., 4, 2]: rows g, g + 8 at k, then at k + 8; k and k + 1."""
+    both = each[..., 0].long() | (each[..., 1].long() << 16)
+    placed = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
+    first, second, third, fourth = placed.unbind(-1)
+    words = first | (second >> 6) | ((third << 4) & 0xFFFFFFFF) | (third >> 28)
+    rest = fourth ^ (((words << 2) ^ (words >> 6)) & _PLACED)  # what the eight bits still free have to add
+    chain = rest & 0x80808080  # a bit put in for one of these counts 8 places below as well
+    chain = chain ^ (chain >> 8)
+    chain = chain ^ (chain >> 16)
+    words = words | ((chain | (rest & 0x00400040)) >> 2) | ((rest & 0x01000100) << 6)
+    return words.int()
+
+
+def _unpacked_codes(words: Tensor) -> Tensor:
+    """The inverse of `_packed_codes`, by what the kernels do with a word."""
+    turned = ((words >> 4) & 0x0FFFFFFF) | (words << 28)
+    mixed = (words << 2) ^ ((words >> 6) & 0x03FFFFFF)
+    placed = torch.stack((words, words << 6, turned, mixed), dim=-1)
+    both = ((placed >> 12) & 0x00080008) | ((placed >> 6) & 0x00070007)
+    return both.view(torch.uint8).unflatten(-1, (4, 4))[..., ::2]
 
 
 def _packed_scales(scales: Tensor) -> Tensor:

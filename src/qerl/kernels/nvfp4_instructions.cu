@@ -115,13 +115,13 @@ __device__ __forceinline__ void take_partial(u32* from, const u32 (&v)[4], float
   for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(v[i]);
 }
 
-// A word holds 4 codes in each half. Pairs 0 and 2 belong to row g, 1 and 3 to row g + 8.
+// A word holds 4 codes in each half (nvfp4_decode.py); a[0] and a[2] belong to row g, a[1] and a[3] to row g + 8.
 __device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
-  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u;
-  a[0] = mul_lo(w & (sign | magnitude), s);
-  a[1] = mul_hi((w * 8u) & (sign | magnitude), s);
-  a[2] = mul_lo(((w * 64u) & magnitude) | ((w * 2u) & sign), s);
-  a[3] = mul_hi(((w >> 3) & magnitude) | ((w * 4u) & sign), s);
+  const u32 m = 0x81C081C0u;
+  a[0] = mul_lo(w & m, s);
+  a[1] = mul_hi((w * 64u) & m, s);
+  a[2] = mul_lo(__funnelshift_r(w, w, 4) & m, s);
+  a[3] = mul_hi(((w * 4u) ^ (w >> 6)) & m, s);
 }
 
 __device__ __forceinline__ void decode64(uint4 q, uint2 sc, u32 top, int first, u32 (*a)[4]) {

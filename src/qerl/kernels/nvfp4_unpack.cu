@@ -15,12 +15,12 @@ __device__ __forceinline__ u32 mul(u32 a, u32 b) {
 
 // a[0], a[2]: row g, k and k + 8; a[1], a[3]: row g + 8
 __device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
-  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u, two_to_19 = 0x49004900u;
+  const u32 m = 0x81C081C0u, two_to_19 = 0x49004900u;
   const u32 low = __byte_perm(s, 0, 0x1010), high = __byte_perm(s, 0, 0x3232);
-  a[0] = mul(mul(w & (sign | magnitude), low), two_to_19);
-  a[1] = mul(mul((w * 8u) & (sign | magnitude), high), two_to_19);
-  a[2] = mul(mul(((w * 64u) & magnitude) | ((w * 2u) & sign), low), two_to_19);
-  a[3] = mul(mul(((w >> 3) & magnitude) | ((w * 4u) & sign), high), two_to_19);
+  a[0] = mul(mul(w & m, low), two_to_19);
+  a[1] = mul(mul((w * 64u) & m, high), two_to_19);
+  a[2] = mul(mul(__funnelshift_r(w, w, 4) & m, low), two_to_19);
+  a[3] = mul(mul(((w * 4u) ^ (w >> 6)) & m, high), two_to_19);
 }
 
 // Lane t of four has word t of each of four chunks; after it, all words of chunk t.
