@@ -9,7 +9,8 @@
     held       p < 0.05, and the difference has the claimed sign in every task
     mixed      p < 0.05, the claimed sign over all, not in every task
     opposite   p < 0.05, and the other sign
-    not shown  p >= 0.05; where no result of so few pairs could have been below it, that is said
+    depends    p >= 0.05, and the 95 % intervals of two tasks are on opposite sides of 0
+    not shown  p >= 0.05 else; where no result of so few pairs could have been below it, that is said
 
 `matched` compares arms from equal first rewards. For each task the level is the highest mean first reward of
 any arm. A run is read from the step on at which the mean of its last 3 rewards reaches that level, for half
@@ -26,7 +27,7 @@ from qerl.study.results import Line
 from qerl.study.statistics import Estimate, Paired, estimate, holm, paired
 from qerl.study.study import Claim, Study
 
-Verdict = Literal["held", "mixed", "opposite", "not shown", "not measured"]
+Verdict = Literal["held", "mixed", "opposite", "depends", "not shown", "not measured"]
 Values = dict[tuple[str, str], dict[int, float]]
 """By (task, arm), then by seed."""
 LEVEL_OF_PROOF = 0.05
@@ -174,11 +175,19 @@ def _verdict(claim: Claim, over_all: Paired | None, by_task: dict[str, Paired], 
     if over_all is None or p is None:
         return "not measured"
     if p >= LEVEL_OF_PROOF:
-        return "not shown"
+        sides = {_side(found.difference) for found in by_task.values()}
+        return "depends" if {-1, 1} <= sides else "not shown"
     if over_all.difference.mean * claim.sign < 0:
         return "opposite"
     agrees = all(found.difference.mean * claim.sign > 0 for found in by_task.values())
     return "held" if agrees else "mixed"
+
+
+def _side(found: Estimate) -> int:
+    """Of 0, that the whole interval is on; 0 where it is on both."""
+    if found.low is None or found.high is None:
+        return 0
+    return (found.low > 0) - (found.high < 0)
 
 
 def bands(lines: Sequence[Line], x: str, y: str) -> list[tuple[float, Estimate]]:

@@ -10,17 +10,19 @@ HEADINGS: dict[Verdict, str] = {
     "held": "What held",
     "mixed": "What held over all, but not in every task",
     "opposite": "What turned out the other way round",
+    "depends": "What depends on the task",
     "not shown": "What was not shown",
     "not measured": "What was not measured",
 }
 RULES = (
     f"A claim holds if p < {LEVEL_OF_PROOF} and the difference has the claimed sign in every task; it is"
-    " turned round if p is as small and the sign is the other. p is that of the exact sign-flip test over all"
-    " (task, seed) pairs, corrected by Holm over the claims of one family (all"
-    " of this page, unless it names some). Intervals are Student's, 95 %,"
-    " over seeds; d is Cohen's for pairs, the mean difference over its standard deviation. 'Not shown' is not"
-    " 'not so': the interval says which differences these seeds leave open. In tables p is that of Student's"
-    " paired t-test within a task, corrected over all rows of the table: it takes differences to be normal."
+    " turned round if p is as small and the sign is the other; where p is larger and two tasks' intervals"
+    " are on opposite sides of 0, it depends on the task. p is that of the exact sign-flip test over all"
+    " (task, seed) pairs, corrected by Holm over the claims of one family (all of this page, unless it names"
+    " some). Intervals are Student's, 95 %, over seeds; d is Cohen's for pairs, the mean difference over its"
+    " standard deviation. 'Not shown' is not 'not so': the interval says which differences these seeds leave"
+    " open. In tables p is that of Student's paired t-test within a task, corrected over all rows of the"
+    " table: it takes differences to be normal."
 )
 
 
@@ -55,8 +57,7 @@ def evidence(study: Study, judged: Judged) -> str:
     if judged.over_all.effect_size is not None:
         parts.append(f"d = {effect(judged.over_all)}")
     parts.append(f"{judged.num_pairs} pairs")
-    by_task = ", ".join(f"{task} {signed(found.difference)}" for task, found in judged.by_task.items())
-    text = f"{', '.join(parts)}; {by_task}"
+    text = f"{', '.join(parts)}; {_by_task(judged)}"
     if (
         judged.verdict == "not shown"
         and judged.smallest_p is not None
@@ -97,13 +98,32 @@ def summary(study: Study, judged: Sequence[Judged], rows: Sequence[Row], origin:
     return "\n".join([*lines, "", RULES, "", *study.remarks, "", origin, ""])
 
 
+_IN_SHORT: dict[Verdict, str] = {
+    "held": "Held",
+    "mixed": "Held over all, not in every task",
+    "opposite": "The other way round",
+    "depends": "Depends on the task",
+    "not shown": "Not shown",
+    "not measured": "Not measured",
+}
+
+
 def headline(study: Study, judged: Sequence[Judged]) -> str:
-    """Markdown for a page of all studies: each claim that was decided, and how many were not."""
+    """Markdown for a page of all studies: every claim, those that were decided with their differences."""
     lines = [f"**{study.name}.** {study.question}", ""]
-    for title, own in by_verdict([one for one in judged if one.verdict in ("held", "mixed", "opposite")]):
-        lines += [f"- {title}: {one.claim.says} ({_difference(study, one)})." for one in own]
-    open_claims = sum(one.verdict in ("not shown", "not measured") for one in judged)
-    return "\n".join([*lines, f"- Not shown: {open_claims} of {len(judged)} claims."])
+    for verdict, title in _IN_SHORT.items():
+        own = [one for one in judged if one.verdict == verdict]
+        if verdict in ("not shown", "not measured"):
+            lines += [f"- {title}: {'; '.join(one.claim.says for one in own)}."] if own else []
+        else:
+            lines += [
+                f"- {title}: {one.claim.says} ({_difference(study, one)}; {_by_task(one)})." for one in own
+            ]
+    return "\n".join(lines)
+
+
+def _by_task(judged: Judged) -> str:
+    return ", ".join(f"{task} {signed(found.difference)}" for task, found in judged.by_task.items())
 
 
 def _difference(study: Study, judged: Judged) -> str:
