@@ -99,7 +99,6 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["serve", "m", "--api-key-file", "none"], ["api_key_file none", "No such file"]),
         (["report", "/no/run"], ["/no/run"]),
         (["watch"], ["watch needs a run's folder"]),
-        (["watch", "/no/run"], ["/no/run", "holds no metrics.jsonl"]),
         (["watch", "/no/run", "--port", "70000"], ["port must lie in 0 to 65535", "70000"]),
         (["quantize", "/no/model", "out"], ["/no/model"]),
         (["quantize", "m", "out", "--calibrate", "awq"], ["--calibrate awq and --data TEXT need each other"]),
