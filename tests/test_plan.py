@@ -152,8 +152,9 @@ def test_all_layers_operands_are_held_where_they_fit_beside_what_learning_takes(
     need = op.learning_bytes(op.parts(SMALL, config, PROMPT)) + op.held(SMALL, config)
     assert op.holds_operands(SMALL, config, PROMPT, need / 0.95 + 1)
     assert not op.holds_operands(SMALL, config, PROMPT, need / 0.95 - 1)
-    bf16 = dataclasses.replace(config, model=ModelConfig(format="bf16"))
-    assert not op.holds_operands(SMALL, bf16, PROMPT, 1e12)
+    for format in ("bf16", "fp8-flow"):
+        bare = dataclasses.replace(config, model=ModelConfig(format=format))
+        assert not op.holds_operands(SMALL, bare, PROMPT, 1e12)
 
 
 def test_the_command_says_what_holding_takes_where_it_fits(capsys):

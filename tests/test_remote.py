@@ -104,7 +104,9 @@ def test_an_address_where_nobody_listens_is_one_line_at_once(closed, files, tmp_
     assert stderr == f"qerl: ray.address: {closed} cannot be reached (Connection refused)\n"
 
 
-@pytest.mark.parametrize("address", ["somewhere", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", ":6379", ""])
+@pytest.mark.parametrize(
+    "address", ["somewhere", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", "a..b:6379", ":6379", ""]
+)
 def test_what_is_no_address_is_refused_by_its_form(address):
     with pytest.raises(UserError, match="is neither HOST:PORT, auto nor local"):
         check_reachable(address)

@@ -138,6 +138,7 @@ def check_reachable(address: str) -> None:
     try:
         place = urlsplit(asked if "://" in asked else f"//{asked}")
         host, port = place.hostname, place.port
+        (host or "").encode("idna")  # as the socket will, whose error would not be a user's
     except ValueError:
         host = port = None
     require(bool(host and port), f"ray.address: {asked} is neither HOST:PORT, auto nor local")

@@ -130,10 +130,10 @@ class _Session:
         found = plan.settled(a, config, prompt_tokens, gpu_bytes)
         need = plan.learning_bytes(plan.parts(a, found, prompt_tokens))
         holds = plan.holds_operands(a, found, prompt_tokens, gpu_bytes)
-        besides = plan.held(a, found) if holds else 0.0
+        besides = f", and {plan.held(a, found) / 1e9:.1f} for operands held unpacked" if holds else ""
         self.journal.notice(
             f"learn.recompute is {found.learn.recompute}: learning is planned to take {need / 1e9:.1f} of"
-            f" {gpu_bytes / 1e9:.1f} GB, and {besides / 1e9:.1f} for operands held unpacked"
+            f" {gpu_bytes / 1e9:.1f} GB{besides}"
         )
         return found, holds
 

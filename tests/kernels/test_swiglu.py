@@ -79,6 +79,15 @@ def test_small_gates_lose_no_gradient_and_large_ones_stay_finite(dtype, device):
     torch.testing.assert_close(dgate.double(), truth[1].double(), rtol=0.02, atol=1e-30)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_what_is_no_number_stays_none(dtype, device):
+    gate, up = torch.ones(2, 8, device=device), torch.ones(2, 8, device=device)
+    gate[0, 3] = up[1, 5] = torch.nan
+    y, dgate, dup, kept = _wide(gate, up, torch.ones_like(gate), dtype)
+    assert torch.equal(y.isnan(), gate.isnan() | up.isnan()) and torch.equal(dgate.isnan(), y.isnan())
+    assert torch.equal(kept.isnan(), gate.isnan()) and torch.equal(dup.isnan(), gate.isnan())
+
+
 @pytest.mark.gpu
 def test_extreme_gates_stay_finite(device):
     if device.type != "cuda":

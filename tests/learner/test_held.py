@@ -59,7 +59,7 @@ def is_equal(one, other):
 
 @MODES
 @pytest.mark.parametrize("algo", [{}, {"kl_coefficient": 0.3}])
-def test_it_changes_no_bit_of_what_is_learned(recompute, algo, groups, unpacked):
+def test_it_changes_no_bit_of_what_is_learned(recompute, algo, groups):
     """Two updates of two micro-batches."""
     learn = {"micro_tokens": 40, "updates_per_step": 2, "recompute": recompute}
     plain, ours = (learner_of(packed_decoder(), learn, holds=holds, algo=algo) for holds in (False, True))
@@ -107,6 +107,19 @@ def test_out_of_memory_they_are_let_go_before_the_batches_are_halved(groups):
     for _ in range(2):
         assert ours.step(groups) == plain.step(groups) and is_equal(ours, plain)
     assert len(lines) == 1 and "operands are unpacked" in lines[0] and ours.micro_tokens == 40
+
+
+def test_out_of_memory_without_any_held_halves_the_batch_at_once(groups):
+    decoder, lines = packed_decoder(), []
+    ours = learner_of(decoder, {}, holds=True, notice=lines.append)
+
+    def hook(_, arguments, hidden_TD):
+        if all(linear.unpacked is None for _, linear in decoder.linears()):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    decoder.register_forward_hook(hook)
+    ours.step(groups)
+    assert len(lines) == 1 and "learn.micro_tokens is" in lines[0]
 
 
 @pytest.mark.gpu

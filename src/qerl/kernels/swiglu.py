@@ -60,7 +60,7 @@ def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None) -> Non
         _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, kept_TF), (y_TF.stride(0),))
         return
     gate_TF, up_TF = gate_up_T2F.chunk(2, 1)
-    gate_TF = gate_TF.where(gate_TF.abs() >= _LEAST_GATE, _LEAST_GATE)
+    gate_TF = gate_TF.masked_fill(gate_TF.abs() < _LEAST_GATE, _LEAST_GATE)  # NaN stays
     y_TF.copy_(F.silu(gate_TF).mul_(up_TF))
     if kept_TF is not None:
         kept_TF.copy_(gate_TF)

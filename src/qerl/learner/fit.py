@@ -1,6 +1,6 @@
 """How many packed tokens one forward and backward takes: halved whenever the memory does not suffice.
 
-    out of memory -> what can be spared is given up, if anything is left of that; else
+    out of memory -> what can be spared is given up, if anything was taken of that; else
                      half the rows of the largest batch, never more than half of before -> all over again
 
 What was begun is dropped, so nothing of it may have taken effect; the split does not change what is learned
@@ -29,10 +29,10 @@ class Fit:
         self,
         portion: Portion,
         work: Callable[[list[PackedBatch]], R],
-        spare: Callable[[], str | None] = lambda: None,
+        spare: Callable[[list[PackedBatch]], str | None] = lambda batches: None,
     ) -> R:
-        """What `work` returns for the portion's batches. spare: gives up something but them and says what;
-        None: there is nothing left to give up."""
+        """What `work` returns for the portion's batches. spare: gives up something but them that `work` took
+        for these batches, and says what; None: it took nothing of the kind."""
         while True:
             batches = portion.batches(self.micro_tokens)
             try:
@@ -40,7 +40,7 @@ class Fit:
             except torch.OutOfMemoryError:
                 pass  # not halved here: what the error refers to is freed first
             self._free()
-            spared = spare()
+            spared = spare(batches)
             if spared is None:
                 self._halve(batches)
             else:

@@ -157,11 +157,14 @@ class Learner:
         known = [None] * len(batches) if before is None else regrouped(before, batches)
         exact = divided(exact_C, batches)
         linears = [linear for _, linear in self.decoder.linears()]
-        with holding(linears if self._holds_operands and len(batches) > 1 else []):
+        with holding(linears if self._is_holding(batches) else []):
             return [self._learn(*each) for each in zip(batches, exact, known, strict=True)]
 
-    def _let_go(self) -> str | None:
-        if not self._holds_operands:
+    def _is_holding(self, batches: list[PackedBatch]) -> bool:
+        return self._holds_operands and len(batches) > 1
+
+    def _let_go(self, batches: list[PackedBatch]) -> str | None:
+        if not self._is_holding(batches):
             return None
         self._holds_operands = False
         return "operands are unpacked for each product from here on"

@@ -157,8 +157,8 @@ def operands(a: Architecture, config: RunConfig) -> list[float]:
 
 
 def held(a: Architecture, config: RunConfig) -> float:
-    """All layers' operands at once."""
-    return a.num_layers * sum(operands(a, config))
+    """All layers' operands at once; FP8's own products are of codes (kernels/fp8_linear.py)."""
+    return 0.0 if config.model.format == "fp8-flow" else a.num_layers * sum(operands(a, config))
 
 
 def _keeps_up(config: RunConfig) -> bool:
@@ -233,12 +233,12 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
     second = 0 if config.model.sampler is None else weights(a, config.model.sampler)
-    held = tables(a, config.model.head, 1 if config.noise.per == "step" else 1 + config.num_noises)
+    frozen = tables(a, config.model.head, 1 if config.noise.per == "step" else 1 + config.num_noises)
     copies = 4 * n if config.adapter.kind == "lora" else 0
     return [
         Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
         Part(name="sampler's weights", num_bytes=second, when="always"),
-        Part(name="embedding, head, norms", num_bytes=held, when="always"),
+        Part(name="embedding, head, norms", num_bytes=frozen, when="always"),
         Part(name="adapter's masters", num_bytes=4 * n, when="always"),
         Part(name="adapter's 16-bit copies", num_bytes=copies, when="always"),
         Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
