@@ -59,9 +59,9 @@ def the_findings() -> str:
         study = make()
         text = (ROOT / "studies" / name / "results.jsonl").read_text()
         lines = [json.loads(line) for line in text.splitlines()]
-        found.append(headline(study, judge(study, lines)))
+        found.append(headline(study, judge(study, lines), len(lines)))
     return "\n\n".join(
-        [*found, "Intervals are 95 %, p corrected. Tables, curves and rules: `docs/studies.md`."]
+        [*found, "Intervals are 95 %, p corrected. All differences: `docs/findings.md`; rules: `docs/studies.md`."]
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from qerl.config import RunConfig
 from qerl.study.analysis import bands, differences, judge, matched, matched_mean, table, values_of
+from qerl.study.sentence import headline
 from qerl.study.study import Arm, Claim, Metric, Study, StudyTask
 
 
@@ -94,6 +95,21 @@ def test_what_was_not_run_is_not_measured():
 def test_few_seeds_cannot_show_anything():
     judged = judge(study(claim()), lines("a", 0.3, 0.3, seeds=range(2)))[0]
     assert judged.verdict == "not shown" and judged.smallest_p == 0.125
+
+
+def test_what_too_few_runs_could_not_show_is_told_apart_from_what_was_not_shown():
+    asked = study(claim("a"), claim("b", family="other"))
+    few = lines("a", 0.3, 0.3, seeds=range(2))
+    assert headline(asked, judge(asked, few), 8).splitlines() == [
+        "**made**, 8 of 30 runs. which is higher?",
+        "",
+        "- Too few runs yet to show: a differs.",
+        "- Not measured: b differs.",
+    ]
+    assert headline(asked, judge(asked, few + lines("b", 0.0, 0.0)), 24).splitlines()[2:] == [
+        "- Not shown: b differs.",
+        "- Too few runs yet to show: a differs.",
+    ]
 
 
 def test_the_table_compares_with_the_baseline_and_corrects_over_all_its_rows():

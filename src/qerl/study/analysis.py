@@ -48,6 +48,11 @@ class Judged:
     smallest_p: float | None
     """What the corrected p could have been at best with so many pairs."""
 
+    @property
+    def has_too_few_pairs(self) -> bool:
+        """Whether nothing that so few might have given would have been proof."""
+        return self.smallest_p is not None and self.smallest_p >= LEVEL_OF_PROOF
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:

@@ -58,11 +58,7 @@ def evidence(study: Study, judged: Judged) -> str:
         parts.append(f"d = {effect(judged.over_all)}")
     parts.append(f"{judged.num_pairs} pairs")
     text = f"{', '.join(parts)}; {_by_task(judged)}"
-    if (
-        judged.verdict == "not shown"
-        and judged.smallest_p is not None
-        and judged.smallest_p >= LEVEL_OF_PROOF
-    ):
+    if judged.verdict == "not shown" and judged.has_too_few_pairs:
         text += f"; so few pairs could not have gone below {p_text(judged.smallest_p)}"
     return text
 
@@ -108,18 +104,24 @@ _IN_SHORT: dict[Verdict, str] = {
 }
 
 
-def headline(study: Study, judged: Sequence[Judged]) -> str:
+def headline(study: Study, judged: Sequence[Judged], num_runs: int) -> str:
     """Markdown for a page of all studies: every claim, those that were decided with their differences."""
-    lines = [f"**{study.name}.** {study.question}", ""]
+    whole = len(study.arms) * len(study.tasks) * len(study.seeds)
+    lines = [f"**{study.name}**, {num_runs} of {whole} runs. {study.question}", ""]
     for verdict, title in _IN_SHORT.items():
         own = [one for one in judged if one.verdict == verdict]
         if verdict in ("not shown", "not measured"):
-            lines += [f"- {title}: {'; '.join(one.claim.says for one in own)}."] if own else []
+            lines += _list(title, [one for one in own if not one.has_too_few_pairs])
+            lines += _list("Too few runs yet to show", [one for one in own if one.has_too_few_pairs])
         else:
             lines += [
                 f"- {title}: {one.claim.says} ({_difference(study, one)}; {_by_task(one)})." for one in own
             ]
     return "\n".join(lines)
+
+
+def _list(title: str, judged: Sequence[Judged]) -> list[str]:
+    return [f"- {title}: {'; '.join(one.claim.says for one in judged)}."] if judged else []
 
 
 def _by_task(judged: Judged) -> str:
