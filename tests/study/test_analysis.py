@@ -87,6 +87,14 @@ def test_claims_of_another_family_do_not_count():
     assert [one.smallest_p for one in judged] == pytest.approx([2 * 2 / 1024, 2 * 2 / 1024, 2 / 1024])
 
 
+def test_the_best_that_few_pairs_could_give_is_corrected_as_the_others_are():
+    """a: 2 / 1024. b has 8 pairs, 2 / 256 at best: behind a no longer three times that, but twice."""
+    claims = [claim("a"), claim("b"), claim("b", -1)]
+    few = lines("b", 0.01, -0.01, seeds=range(4))
+    judged = judge(study(*claims), lines("a", 0.3, 0.2) + few)
+    assert [one.smallest_p for one in judged] == pytest.approx([3 * 2 / 1024, 2 * 2 / 256, 2 * 2 / 256])
+
+
 def test_what_was_not_run_is_not_measured():
     judged = judge(study(claim("a"), claim("b")), lines("a", 0.3, 0.2))
     assert [one.verdict for one in judged] == ["held", "not measured"] and judged[1].p is None

@@ -19,6 +19,7 @@ counts against it.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal
@@ -46,7 +47,7 @@ class Judged:
     p: float | None
     """Corrected."""
     smallest_p: float | None
-    """What the corrected p could have been at best with so many pairs."""
+    """What the corrected p could have been at best with so many pairs, the family's others as they are."""
 
     @property
     def has_too_few_pairs(self) -> bool:
@@ -140,13 +141,14 @@ def judge(study: Study, lines: Sequence[Line]) -> list[Judged]:
     for claim, (over_all, _, _) in zip(study.claims, evidence, strict=True):
         if over_all is not None:
             p_values.setdefault(claim.family, []).append(over_all.p_exact)
-    corrected = {family: iter(holm(own)) for family, own in p_values.items()}
-    judged = []
+    places, judged = Counter[str](), []
     for claim, (over_all, by_task, num_pairs) in zip(study.claims, evidence, strict=True):
         p, smallest = None, None
         if over_all is not None:
-            p = next(corrected[claim.family])
-            smallest = min(1.0, len(p_values[claim.family]) * 2.0 ** (1 - num_pairs))
+            own, place = p_values[claim.family], places[claim.family]
+            best = [*own[:place], 2.0 ** (1 - num_pairs), *own[place + 1 :]]
+            p, smallest = holm(own)[place], holm(best)[place]
+            places[claim.family] += 1
         judged.append(
             Judged(
                 claim=claim,
