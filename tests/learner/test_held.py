@@ -107,6 +107,7 @@ def test_out_of_memory_they_are_let_go_before_the_batches_are_halved(groups):
     for _ in range(2):
         assert ours.step(groups) == plain.step(groups) and is_equal(ours, plain)
     assert len(lines) == 1 and "operands are unpacked" in lines[0] and ours.micro_tokens == 40
+    assert not ours.holds_operands
 
 
 def test_out_of_memory_without_any_held_halves_the_batch_at_once(groups):
@@ -119,7 +120,7 @@ def test_out_of_memory_without_any_held_halves_the_batch_at_once(groups):
 
     decoder.register_forward_hook(hook)
     ours.step(groups)
-    assert len(lines) == 1 and "learn.micro_tokens is" in lines[0]
+    assert len(lines) == 1 and "learn.micro_tokens is" in lines[0] and ours.holds_operands
 
 
 @pytest.mark.gpu

@@ -151,7 +151,7 @@ def measured(case: Case, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> 
         "growth_gb": round(peaks_gb[-1] - peaks_gb[1], 2),
         "reserved_gb": max(taken.reserved_gb for taken in each),
         "used_micro_tokens": each[-1].used_micro_tokens,
-        "holds_operands": holds,
+        "holds_operands": learner.holds_operands,
         "steps": steps,
         **({} if ranks.count == 1 else {"gpus": ranks.count, **ranks.take_traffic()}),
     }

@@ -77,7 +77,8 @@ class Learner:
         self.decoder = decoder
         self._num_nonfinite = 0
         self._score, self._ranks = score, ranks
-        self._holds_operands = holds_operands
+        self.holds_operands = holds_operands
+        """Until memory does not suffice."""
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
         if config.adapter.kind == "full" and config.algo.kl_coefficient > 0:
@@ -161,12 +162,12 @@ class Learner:
             return [self._learn(*each) for each in zip(batches, exact, known, strict=True)]
 
     def _is_holding(self, batches: list[PackedBatch]) -> bool:
-        return self._holds_operands and len(batches) > 1
+        return self.holds_operands and len(batches) > 1
 
     def _let_go(self, batches: list[PackedBatch]) -> str | None:
         if not self._is_holding(batches):
             return None
-        self._holds_operands = False
+        self.holds_operands = False
         return "operands are unpacked for each product from here on"
 
     def _learn(self, batch: PackedBatch, exact_C: Tensor | None, before: Reading | None) -> Lesson:

@@ -9,7 +9,7 @@ Gradients are bitwise the same: tests/learner/test_recompute.py. A weight unpack
 serves the input's gradient too, so a layer unpacks no more often than without; and a layer's last product,
 29 % of the operations of a forward at the 7B shape, is not repeated, for nothing reads its result.
 
-Peak memory of learning from 8,192 rows at the 7B shape in NVFP4, all else included (H200): 49.3 GB, 13.1
+Peak memory of learning from 8,192 rows at the 7B shape in NVFP4, all else included (H200): 41.2 GB, 13.2
 GB and, planned, 10.8 GB: of the inputs, which are fp32, 3.3 GB are on the device, or 0.5.
 """
 

@@ -22,8 +22,8 @@ learning fits. The KV cache does not count there: it takes the memory that there
 the learner may besides hold all layers' operands for as long as an update lasts, `held`.
 
 tests/test_plan.py has it by hand, and beside what benchmarks measured. Learning from 8,192 rows at the 7B
-shape on an H200, with the model, took 49.56 and 13.16 GB with recompute none and layer while up was kept too,
-which took 8.7 of the former; without it 42.4 and 14.2 are planned.
+shape on an H200, with the model, took 41.19 and 13.19 GB with recompute none and layer; planned 42.4 and
+14.2, of which CUDA's own 0.6 were not measured.
 """
 
 import dataclasses
