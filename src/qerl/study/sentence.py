@@ -108,13 +108,18 @@ _IN_SHORT: dict[Verdict, str] = {
 }
 
 
+_MOST_NAMED = 12
+
+
 def headline(study: Study, judged: Sequence[Judged]) -> str:
     """Markdown for a page of all studies: every claim, those that were decided with their differences."""
     lines = [f"**{study.name}.** {study.question}", ""]
     for verdict, title in _IN_SHORT.items():
         own = [one for one in judged if one.verdict == verdict]
         if verdict in ("not shown", "not measured"):
-            lines += [f"- {title}: {'; '.join(one.claim.says for one in own)}."] if own else []
+            named = "; ".join(one.claim.says for one in own)
+            few = len(own) <= _MOST_NAMED
+            lines += [f"- {title}: {named if few else f'{len(own)} of {len(judged)} claims'}."] if own else []
         else:
             lines += [
                 f"- {title}: {one.claim.says} ({_difference(study, one)}; {_by_task(one)})." for one in own
