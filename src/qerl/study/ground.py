@@ -55,11 +55,11 @@ TRAINING_METRICS = (
     Metric(key="accuracy_before", title="Held-out accuracy before", about="temperature 1"),
     Metric(key="entropy_first", title="First entropy", about="step 0, nats a token"),
     Metric(key="entropy_last", title="Last entropy", about="last step, nats a token"),
-    Metric(key="train_s", title="Seconds", about="in steps"),
+    Metric(key="train_s", title="Seconds", about="in steps, other runs on the same GPU"),
 )
 TRAINING_CURVES = (
     Curve(x="step", y="reward", title="Reward", about="by step"),
-    Curve(x="elapsed_s", y="reward", title="Reward", about="by second"),
+    Curve(x="elapsed_s", y="reward", title="Reward", about="by second, other runs on the same GPU"),
     Curve(x="step", y="entropy", title="Entropy", about="by step, nats a token"),
 )
 ONE_MODEL = (

@@ -104,6 +104,9 @@ _IN_SHORT: dict[Verdict, str] = {
 }
 
 
+_MOST_NAMED = 12
+
+
 def headline(study: Study, judged: Sequence[Judged], num_runs: int) -> str:
     """Markdown for a page of all studies: every claim, those that were decided with their differences."""
     whole = len(study.arms) * len(study.tasks) * len(study.seeds)
@@ -111,8 +114,9 @@ def headline(study: Study, judged: Sequence[Judged], num_runs: int) -> str:
     for verdict, title in _IN_SHORT.items():
         own = [one for one in judged if one.verdict == verdict]
         if verdict in ("not shown", "not measured"):
-            lines += _list(title, [one for one in own if not one.has_too_few_pairs])
-            lines += _list("Too few runs yet to show", [one for one in own if one.has_too_few_pairs])
+            few = [one for one in own if one.has_too_few_pairs]
+            lines += _list(title, [one for one in own if one not in few], len(judged))
+            lines += _list("Too few runs yet to show", few, len(judged))
         else:
             lines += [
                 f"- {title}: {one.claim.says} ({_difference(study, one)}; {_by_task(one)})." for one in own
@@ -120,8 +124,11 @@ def headline(study: Study, judged: Sequence[Judged], num_runs: int) -> str:
     return "\n".join(lines)
 
 
-def _list(title: str, judged: Sequence[Judged]) -> list[str]:
-    return [f"- {title}: {'; '.join(one.claim.says for one in judged)}."] if judged else []
+def _list(title: str, judged: Sequence[Judged], num_claims: int) -> list[str]:
+    """Claims by name if they are few; a line if there are any."""
+    named = "; ".join(one.claim.says for one in judged)
+    said = named if len(judged) <= _MOST_NAMED else f"{len(judged)} of {num_claims} claims"
+    return [f"- {title}: {said}."] if judged else []
 
 
 def _by_task(judged: Judged) -> str:
