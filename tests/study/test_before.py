@@ -55,6 +55,18 @@ def test_the_checkpoint_itself_is_at_no_distance(plain):
     assert 0 < plain["weight_error"] < 2**-8 and plain["output_error"] < 2**-8
 
 
+def test_rewards_that_failed_are_told_with_their_run(files, capsys):
+    code = "def fails(completion_ids):\n    return [1 / (ids[0] % 3) for ids in completion_ids]\n"
+    (files / "fails.py").write_text(code)
+    asked = job(files)
+    asked = dataclasses.replace(
+        asked, config=with_fields(asked.config, {"task.rewards": (f"{files / 'fails.py'}:fails",)})
+    )
+    measure_before(asked)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tiny, sums, a, seed 0: no reward for ") and "ZeroDivisionError" in line
+
+
 def test_a_random_model_s_entropy_is_nearly_that_of_a_fair_draw(plain):
     assert math.log(272) - 0.1 < plain["entropy"] <= math.log(272)
     assert math.log(272) - 0.1 < plain["first_entropy"] <= math.log(272)

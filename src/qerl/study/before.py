@@ -13,6 +13,7 @@ answers of reasoning-gym tasks that no study has.
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
@@ -42,6 +43,7 @@ from qerl.model.source import Checkpoint, locate
 from qerl.model.tokenizer import load_tokenizer, stop_token_ids
 from qerl.study.study import Job
 from qerl.tasks import RewardPool, build_task
+from qerl.tasks.reward import told
 from qerl.tasks.rows import gym_rows
 from qerl.types import Group, Prompt
 
@@ -133,6 +135,8 @@ def measure_before(job: Job) -> dict[str, Any]:
             step=EVALUATION_STEP,
         )
         rewards_P_G = pool.score(groups)
+        for text in told(pool.take_failures()):
+            print(f"{job.study}, {job.task}, {job.arm}, seed {job.seed}: {text}", file=sys.stderr)
     threshold = config.evaluate.right_from
     found = pass_at_powers(
         [[r is not None and r >= threshold for r in rewards_G] for rewards_G in rewards_P_G]
