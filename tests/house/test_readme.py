@@ -61,7 +61,10 @@ def the_findings() -> str:
         lines = [json.loads(line) for line in text.splitlines()]
         found.append(headline(study, judge(study, lines), len(lines)))
     return "\n\n".join(
-        [*found, "Intervals are 95 %, p corrected. All differences: `docs/findings.md`; rules: `docs/studies.md`."]
+        [
+            *found,
+            "Intervals are 95 %, p corrected. All differences: `docs/findings.md`; rules: `docs/studies.md`.",
+        ]
     )
 
 
