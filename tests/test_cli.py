@@ -66,6 +66,11 @@ def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
         assert line.split(maxsplit=1)[1] == recipe.__doc__ and len(line) <= 110
 
 
+def test_import_says_what_it_takes_without_an_adapter(monkeypatch, capsys):
+    assert qerl(monkeypatch, "import", "--help") == 0
+    assert capsys.readouterr().out.startswith("usage: qerl import ADAPTER RECIPE")
+
+
 def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
     assert qerl(monkeypatch, "eval", "--help") == 0
     shown = capsys.readouterr().out
@@ -85,6 +90,8 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["train", "demo", "--task.rewards", "nowhere.py:f"], ["nowhere.py"]),
         (["train", "demo", "--task.rewards", "json:nothing"], ["json", "nothing"]),
         (["train", "demo", "--task.gym", "basic_arithmetc"], ["basic_arithmetc", "basic_arithmetic"]),
+        (["import"], ["import needs a PEFT adapter's folder", "qerl import ADAPTER RECIPE"]),
+        (["import", "/no/adapter", "demo"], ["/no/adapter", "it has no adapter_config.json"]),
         (["eval"], ["eval needs a model"]),
         (["generate"], ["generate needs a model", "at most one prompt"]),
         (["generate", "m", "what", "now"], ["generate needs a model", "in quotes"]),

@@ -22,7 +22,7 @@ from qerl.export import export
 from qerl.learner import Learner, checkpoint
 from qerl.model.adapter import adapter_tensors, add_adapter, load_adapter, publish
 from qerl.model.load import load_decoder
-from qerl.model.peft_folder import read_adapter
+from qerl.model.peft_folder import adapter_config, read_adapter
 from qerl.model.quantized import write_quantized
 from qerl.options import ExportOptions
 
@@ -307,6 +307,42 @@ def test_a_run_goes_on_from_an_exported_adapter(monkeypatch, capsys, tmp_path):
         first["accuracy_before"],
         first["greedy_before"],
     )
+
+
+def test_import_goes_on_from_an_adapter_of_another_rank_alpha_and_targets(monkeypatch, capsys, tmp_path):
+    files = tiny_run.write_files(tmp_path)
+    narrow = ("--adapter.rank", "3", "--adapter.alpha", "5", "--adapter.targets", "q_proj", "down_proj")
+    given = [*tiny_run.options(files, tmp_path / "first"), "--num-steps", "3"]
+    given = given[: given.index("--adapter.rank")] + given[given.index("--adapter.rank") + 2 :]
+    assert qerl(monkeypatch, "train", "demo", *given, *narrow) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert qerl(monkeypatch, "export", tmp_path / "first", tmp_path / "adapter") == 0
+    given[given.index("--out") + 1] = tmp_path / "second"
+    capsys.readouterr()
+    assert qerl(monkeypatch, "import", tmp_path / "adapter", "demo", *given) == 0
+    second = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (second["accuracy_before"], second["greedy_before"]) == (
+        first["accuracy_after"],
+        first["greedy_after"],
+    )
+    said = json.loads((tmp_path / "second" / "run.json").read_text())["config"]["adapter"]
+    assert (said["rank"], said["alpha"], said["targets"]) == (3, 5.0, ["down_proj", "q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"r": "4"}, "r and lora_alpha must be numbers, got '4' and 8.0"),
+        ({"target_modules": ".*_proj"}, "target_modules must be a list of names, got '.*_proj'"),
+        ({"use_dora": True}, "use_dora is True; what is read is plain LoRA"),
+    ],
+)
+def test_what_import_cannot_take_over_is_named(tmp_path, changes, said):
+    _, config, _ = run_of(tmp_path)
+    adapter = exported(tmp_path, config, "peft")
+    described = json.loads((adapter / "adapter_config.json").read_text()) | changes
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    assert said in refusal(lambda: adapter_config(str(adapter)))
 
 
 @pytest.mark.parametrize(

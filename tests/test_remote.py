@@ -12,7 +12,8 @@ import tiny_run
 from qerl.config import AlgoConfig, RayConfig, RunConfig
 from qerl.errors import UserError
 from qerl.journal import is_timing
-from qerl.remote import check_reachable
+from qerl.ranks import Ranks
+from qerl.remote import check_reachable, launched
 from test_session import wait_for_steps
 
 pytest.importorskip("ray")
@@ -102,6 +103,25 @@ def test_an_address_where_nobody_listens_is_one_line_at_once(closed, files, tmp_
         process.kill()
     assert process.returncode == 2
     assert stderr == f"qerl: ray.address: {closed} cannot be reached (Connection refused)\n"
+
+
+def test_a_cluster_that_refuses_may_want_a_token_which_ray_does_not_say(monkeypatch):
+    def refused(**given):
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr("ray.init", refused)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = RunConfig(ray=RayConfig(address=f"127.0.0.1:{server.getsockname()[1]}"))
+        for mode, is_told in ((None, True), ("token", False)):
+            monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+            if mode is not None:
+                monkeypatch.setenv("RAY_AUTH_MODE", mode)
+            with pytest.raises(UserError) as error, launched(config, Ranks(0, 1)):
+                pass
+            assert (
+                str(error.value).endswith("; a cluster that asks for a token needs RAY_AUTH_MODE=token here")
+                == is_told
+            )
 
 
 @pytest.mark.parametrize(

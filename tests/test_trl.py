@@ -170,8 +170,14 @@ def test_the_config_says_here_what_it_says_there(tmp_path):
     algo = made.algo
     assert (algo.kl_coefficient, algo.clip_low, algo.clip_high, algo.advantage) == (0.04, 0.1, 0.1, "mean")
     assert (algo.loss, algo.overlong) == ("dr_grpo", "mask")
-    assert (made.sample.top_p, made.sample.top_k, made.sample.max_tokens) == (0.9, None, 256)
+    assert (made.sample.top_p, made.sample.top_k, made.sample.max_tokens) == (0.9, None, 512)
     assert made.loggers == ("wandb", "trackio") and made.noise.schedule == "none"
+
+
+def test_warm_up_below_one_is_a_share_of_the_steps(tmp_path):
+    for field in ("warmup_steps", "warmup_ratio"):
+        made = config(GRPOConfig(str(tmp_path), max_steps=20, **{field: 0.25}))
+        assert made.learn.warmup_fraction == 0.25
 
 
 def test_base_says_what_trl_has_no_word_for(tmp_path):
@@ -199,6 +205,8 @@ def test_what_has_no_meaning_here_is_refused_by_name(tmp_path):
         ("use_dora", peft.LoraConfig(use_dora=True)),
         ("lora_dropout", peft.LoraConfig(lora_dropout=0.1)),
         ("target_modules", peft.LoraConfig(target_modules=".*_proj")),
+        ("rank_pattern", peft.LoraConfig(rank_pattern={"q_proj": 4})),
+        ("layers_to_transform", peft.LoraConfig(layers_to_transform=[0])),
     ):
         with pytest.raises(UserError, match=f"^peft_config.{name} must be"):
             config(plain, peft_config=lora)

@@ -4,7 +4,7 @@ A mistake of the user's is one line and exit code 2; a run that cannot go on is 
 `--debug` anywhere shows the traceback.
 """
 
-import difflib
+import dataclasses
 import importlib.util
 import inspect
 import itertools
@@ -12,12 +12,11 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import tyro
 
-from qerl.config import ModelConfig, RunConfig
+from qerl.config import AdapterConfig, ModelConfig, RunConfig
 from qerl.errors import RunError, UserError
 from qerl.options import (
     STUDY_NAMES,
@@ -42,7 +41,8 @@ from qerl.options import (
 from qerl.recipes import METHODS, PAPER, RECIPES, own
 from qerl.secret import without_secrets
 from qerl.sets import SETS, chosen
-from qerl.stored import run_config
+from qerl.stored import recorded, run_of
+from qerl.tasks.rows import near
 
 USAGE = """\
 usage: qerl COMMAND ...
@@ -51,6 +51,7 @@ usage: qerl COMMAND ...
                                           and one for each method (qerl train --help)
   qerl train --task FILE --reward FILE.py:FUNCTION [--model MODEL] [...]
                                           the same with rows and a reward of your own
+  qerl import ADAPTER RECIPE [...]        train, going on from a PEFT adapter of any rank, alpha and targets
   qerl eval MODEL_OR_RUN [SET ...] [...]  pass@1, pass@k, majority and greedy accuracy on a run's own task or
                                           on sets: {sets}; SET=FILE reads a file
   qerl generate MODEL_OR_RUN [PROMPT]     an answer to a prompt (or to stdin), or a chat in the terminal
@@ -115,7 +116,8 @@ def command(arguments: list[str]) -> None:
         COMMANDS[_near(name, COMMANDS, "command")](rest)
 
 
-def train(arguments: list[str]) -> None:
+def train(arguments: list[str], adapter: AdapterConfig | None = None) -> None:
+    """`adapter`, if given, takes the place of the recipe's."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(TRAIN_USAGE.format(paper=_listed(PAPER), methods=_listed(METHODS)))
         return
@@ -130,12 +132,26 @@ def train(arguments: list[str]) -> None:
     else:
         name = _near(arguments[0], RECIPES, "recipe")
         recipe, rest = RECIPES[name], arguments[1:]
-    config = tyro.cli(RunConfig, default=recipe(), args=rest, prog=f"qerl train {name}")
+    default = recipe() if adapter is None else dataclasses.replace(recipe(), adapter=adapter)
+    config = tyro.cli(RunConfig, default=default, args=rest, prog=f"qerl train {name}")
     from qerl.session import train as run  # torch and transformers take seconds that --help need not wait
 
     result = run(config)
     if os.environ.get("RANK", "0") == "0":  # of several that torchrun started
         print(json.dumps(result))
+
+
+def import_adapter(arguments: list[str]) -> None:
+    if arguments[:1] in (["-h"], ["--help"]):
+        print("usage: qerl import ADAPTER RECIPE [...]\n\nADAPTER is a PEFT folder; the rest is qerl train's")
+        return
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(
+            "import needs a PEFT adapter's folder: qerl import ADAPTER RECIPE [--FIELD VALUE ...]"
+        )
+    from qerl.model.peft_folder import adapter_config
+
+    train(arguments[1:], adapter_config(arguments[0]))
 
 
 _LONG = {
@@ -159,7 +175,7 @@ def evaluate(arguments: list[str]) -> None:
     if not named:
         raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
     source, sets = named[0], dict(chosen(argument) for argument in named[1:])
-    config = _run_of(source)
+    config = run_of(source)
     default = EvalOptions(model=ModelConfig(path=source))
     if config is not None:
         default = EvalOptions(
@@ -182,15 +198,14 @@ def evaluate(arguments: list[str]) -> None:
 
 
 def generate(arguments: list[str]) -> None:
+    _show_help(arguments, GenerateOptions, "generate MODEL_OR_RUN [PROMPT]")
     named = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
-    if not named and arguments[:1] in (["-h"], ["--help"]):
-        tyro.cli(GenerateOptions, args=["--help"], prog="qerl generate MODEL_OR_RUN [PROMPT]")
     if not 1 <= len(named) <= 2:
         raise UserError(
             "generate needs a model or a run's folder, and at most one prompt, in quotes:"
             " qerl generate MODEL_OR_RUN [PROMPT]"
         )
-    source, config = named[0], _run_of(named[0])
+    source, config = named[0], run_of(named[0])
     default = GenerateOptions(model=ModelConfig(path=source))
     if config is not None:
         sample = config.sample
@@ -210,11 +225,10 @@ def generate(arguments: list[str]) -> None:
 
 
 def serve(arguments: list[str]) -> None:
-    if arguments[:1] in (["-h"], ["--help"]):
-        tyro.cli(ServeOptions, args=["--help"], prog="qerl serve MODEL_OR_RUN")
+    _show_help(arguments, ServeOptions, "serve MODEL_OR_RUN")
     if not arguments or arguments[0].startswith("-"):
         raise UserError("serve needs a model or a run's folder: qerl serve MODEL_OR_RUN")
-    source, config = arguments[0], _run_of(arguments[0])
+    source, config = arguments[0], run_of(arguments[0])
     default = ServeOptions(model=ModelConfig(path=source))
     if config is not None:
         default = ServeOptions(model=config.model, system=config.task.system)
@@ -252,7 +266,7 @@ def export(arguments: list[str]) -> None:
         raise UserError(f"{options.run}: is no run's folder, it has no run.json")
     from qerl.export import export as write
 
-    write(_recorded(run_json), options)
+    write(recorded(run_json), options)
     print(options.out)
 
 
@@ -360,6 +374,7 @@ BENCHES = {
 }
 COMMANDS = {
     "train": train,
+    "import": import_adapter,
     "eval": evaluate,
     "generate": generate,
     "serve": serve,
@@ -376,25 +391,10 @@ COMMANDS = {
 def _near(name: str, known: dict[str, Any], kind: str) -> str:
     if name in known:
         return name
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-    raise UserError(f"no {kind} {name}{hint}")
+    raise UserError(f"no {kind} {name}" + (near(name, known) or f"; there are {', '.join(known)}"))
 
 
 def _listed(recipes: dict[str, Callable[[], RunConfig]]) -> str:
     """A line for each: its name, and the first line that it says of itself."""
     width = max(map(len, recipes)) + 2
     return "\n".join(f"  {name:{width}}{inspect.cleandoc(f.__doc__ or '')}" for name, f in recipes.items())
-
-
-def _run_of(source: str) -> RunConfig | None:
-    """The config of the run in this folder; None if it is none, but a model."""
-    run_json = Path(source) / "run.json"
-    return _recorded(run_json) if run_json.exists() else None
-
-
-def _recorded(path: Path) -> RunConfig:
-    try:
-        return run_config(json.loads(path.read_bytes())["config"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: is damaged ({error})") from None

@@ -121,7 +121,9 @@ def launched(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
         more = {"include_dashboard": False} if is_ours else {}
         ray.init(address=config.ray.address, log_to_driver=False, logging_level="ERROR", **more)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"ray.address: {config.ray.address} cannot be reached ({error})") from None
+        hides_why = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
+        hint = "; a cluster that asks for a token needs RAY_AUTH_MODE=token here" if hides_why else ""
+        raise UserError(f"ray.address: {config.ray.address} cannot be reached ({error}){hint}") from None
     try:
         keeper = _reserved_gpu(ray) if config.model.device == "cuda" else None
         yield Cluster(ray, config)

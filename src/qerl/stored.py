@@ -1,6 +1,8 @@
 """A run's config read back from the plain values that were stored of it."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from qerl.config import RunConfig
@@ -10,6 +12,20 @@ from qerl.errors import UserError
 def run_config(data: dict[str, Any]) -> RunConfig:
     """The RunConfig behind the plain values of `dataclasses.asdict` or JSON; an unknown key is an error."""
     return _build(RunConfig, data, "config")
+
+
+def run_of(source: str) -> RunConfig | None:
+    """The config of the run in this folder; None if it is none, but a model."""
+    run_json = Path(source) / "run.json"
+    return recorded(run_json) if run_json.exists() else None
+
+
+def recorded(path: Path) -> RunConfig:
+    """The config in this run.json."""
+    try:
+        return run_config(json.loads(path.read_bytes())["config"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: is damaged ({error})") from None
 
 
 def _build(cls: type, data: Any, where: str) -> Any:

@@ -3,9 +3,9 @@
     from qerl.trl import GRPOConfig, GRPOTrainer
 
 GRPOConfig has those of TRL's fields that mean something here, with TRL's defaults; any other is refused by
-its name. Three things are not TRL's: without a peft_config the adapter of `base` learns (rank 32), not the
+its name. Four things are not TRL's: without a peft_config the adapter of `base` learns (rank 32), not the
 weights; the rate falls as a cosine unless it is constant, not linearly; `gradient_checkpointing` is off and
-leaves that to learn.recompute of `base`.
+leaves that to learn.recompute of `base`; `report_to` is tensorboard.
 """
 
 import dataclasses
@@ -38,6 +38,10 @@ _PLAIN_LORA = {
     "use_dora": False,
     "use_rslora": False,
     "modules_to_save": None,
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
 }
 
 
@@ -50,7 +54,8 @@ class GRPOConfig:
     learning_rate: float = 1e-6
     lr_scheduler_type: str = "cosine"
     warmup_ratio: float = 0.0
-    warmup_steps: int = 0
+    warmup_steps: float = 0
+    """Below 1 a share of all steps, as in transformers 5."""
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -62,7 +67,7 @@ class GRPOConfig:
     num_train_epochs: float = 3.0
     max_steps: int = -1
     num_generations: int = 8
-    max_completion_length: int = 256
+    max_completion_length: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -152,7 +157,9 @@ def _run_config(args: GRPOConfig, base: RunConfig, *, num_rows: int) -> RunConfi
         args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * (num_rows // num_prompts))
     )
     require(num_steps > 0, f"train_dataset has {num_rows} rows, which makes no step of {num_prompts} prompts")
-    warmup = args.warmup_steps / num_steps if args.warmup_steps else args.warmup_ratio
+    warmup = (
+        args.warmup_steps / num_steps if args.warmup_steps >= 1 else args.warmup_steps or args.warmup_ratio
+    )
     keep = base.checkpoint.keep if args.save_total_limit is None else args.save_total_limit
     report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to
     compute = base.model.compute if args.bf16 is None else ("bf16" if args.bf16 else "fp32")

@@ -22,10 +22,11 @@ from qerl import cli
 from qerl.config import AdapterConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.journal.record import Lines, decode, read_object
-from qerl.model.peft_folder import read_adapter
+from qerl.model.peft_folder import adapter_config, read_adapter
 from qerl.model.source import locate
 from qerl.model.tokenizer import load_tokenizer
 from qerl.report.read import read_run
+from qerl.stored import recorded
 from qerl.tasks import build_task
 from qerl.tasks.prompt import rendered
 from tasks.material import tokenizer
@@ -108,7 +109,7 @@ def test_any_run_json_is_a_config_or_a_user_error(facts, tail):
         path = Path(place) / "run.json"
         for content in (json.dumps(facts).encode(), json.dumps(facts).encode() + tail):
             path.write_bytes(content)
-            one_line(lambda: cli._recorded(path))
+            one_line(lambda: recorded(path))
             one_line(lambda: read_object(path))
 
 
@@ -137,6 +138,7 @@ def test_any_adapter_config_is_an_adapter_or_a_user_error(config):
         (Path(place) / "adapter_config.json").write_text(json.dumps(config))
         (Path(place) / "adapter_model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
         one_line(lambda: read_adapter(place, AdapterConfig()))
+        one_line(lambda: adapter_config(place))
 
 
 def test_a_line_that_nests_too_deeply_is_a_damaged_line():

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TAKEN = {
     "train": RunConfig,
+    "import": RunConfig,
     "plan": options.PlanOptions,
     "eval": options.EvalOptions,
     "generate": options.GenerateOptions,
@@ -67,6 +68,8 @@ def test_what_a_page_tells_to_type_exists(page):
         assert name in COMMANDS, said
         if name == "train" and arguments and not arguments[0].startswith("-"):
             assert arguments[0] in RECIPES or arguments[0] in PLACEHOLDERS, said
+        if name == "import":
+            assert arguments[1] in {*RECIPES, *PLACEHOLDERS}, said
         if name == "bench" and (not arguments or arguments[0] not in BENCHES):
             continue
         assert not options_of(name, arguments), said

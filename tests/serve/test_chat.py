@@ -112,6 +112,12 @@ class Terminal:
         before, _, self.shown = self.shown.partition(text)
         return before
 
+    def wait_until_it_asks(self, text="> ", *, most_s=60):
+        """Asleep in its read, too: a Ctrl-C between prompt and read is not seen before the next key."""
+        self.wait_for(text, most_s=most_s)
+        while "State:\tS" not in Path(f"/proc/{self.process.pid}/status").read_text():
+            time.sleep(0.01)
+
     def _read(self):
         if select.select([self._end], [], [], 0.2)[0]:
             self.shown += os.read(self._end, 4096).decode(errors="replace")
@@ -143,7 +149,7 @@ def test_ctrl_c_ends_an_answer_twice_the_program(long_model):
         while len(terminal.shown) < 20:
             terminal._read()
         terminal.type("\x03")
-        terminal.wait_for("\r\n> ", most_s=10)
+        terminal.wait_until_it_asks("\r\n> ", most_s=10)
         terminal.type("\x03")
         assert terminal.process.wait(timeout=10) == 130
     finally:
@@ -153,7 +159,7 @@ def test_ctrl_c_ends_an_answer_twice_the_program(long_model):
 def test_ctrl_d_ends(long_model):
     terminal = Terminal(long_model, "--max-tokens", "5")
     try:
-        terminal.wait_for("> ")
+        terminal.wait_until_it_asks()
         terminal.type("\x03")
         terminal.wait_for("once more")
         terminal.type("one\n")

@@ -36,14 +36,7 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
     folder = Path(path).expanduser()
     if config.kind != "lora":
         raise UserError(f"adapter.start is {path}, which needs adapter.kind lora; it is {config.kind}")
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise UserError(f"{folder}: is no PEFT adapter's folder, it has no {ADAPTER_CONFIG}")
-    if not (folder / ADAPTER).is_file():
-        raise UserError(f"{folder}: has no {ADAPTER} (pickled adapters are never loaded)")
-    said = read_json(folder / ADAPTER_CONFIG)
-    for key, allowed in _PLAIN.items():
-        if said.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{folder}: {key} is {said[key]!r}; what is read is plain LoRA, {allowed[0]!r}")
+    said = _said(folder)
     for key, option, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
         if said.get(key) != value:
             raise UserError(f"{folder}: {key} is {said.get(key)!r}, adapter.{option} is {value!r}")
@@ -54,6 +47,35 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
         return load_file(folder / ADAPTER)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / ADAPTER}: cannot be read: {error}") from error
+
+
+def adapter_config(path: str) -> AdapterConfig:
+    """What a run needs to go on from this folder: its rank, alpha and targets."""
+    folder = Path(path).expanduser()
+    said = _said(folder)
+    rank, alpha, named = said.get("r"), said.get("lora_alpha"), said.get("target_modules")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
+        raise UserError(f"{folder}: r and lora_alpha must be numbers, got {rank!r} and {alpha!r}")
+    if not isinstance(named, list) or not named:
+        raise UserError(
+            f"{folder}: target_modules must be a list of names, got {named!r}; see adapter.targets"
+        )
+    return AdapterConfig(
+        rank=rank, alpha=float(alpha), targets=tuple(sorted(set(map(_last, named)))), start=path
+    )
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """Its adapter_config.json, that of a plain LoRA."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{folder}: is no PEFT adapter's folder, it has no {ADAPTER_CONFIG}")
+    if not (folder / ADAPTER).is_file():
+        raise UserError(f"{folder}: has no {ADAPTER} (pickled adapters are never loaded)")
+    said = read_json(folder / ADAPTER_CONFIG)
+    for key, allowed in _PLAIN.items():
+        if said.get(key, allowed[0]) not in allowed:
+            raise UserError(f"{folder}: {key} is {said[key]!r}; what is read is plain LoRA, {allowed[0]!r}")
+    return said
 
 
 def _last(name: Any) -> str:
