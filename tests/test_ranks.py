@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,10 @@ def files(tmp_path_factory):
     return folder
 
 
-def start(files, out, *more, num_ranks=2, script="qerl"):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [*(launcher if num_ranks > 1 else []), str(files / script), "train", "demo"]
+def start(files, out, *more, num_ranks=2, script="qerl", meeting=("--standalone",)):
+    launcher = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
+    is_launched = num_ranks > 1 or meeting != ("--standalone",)
+    command = [*(launcher if is_launched else []), str(files / script), "train", "demo"]
     return tiny_run.started(*command, *tiny_run.options(files, out), "--model.device", "cpu", *more)
 
 
@@ -123,6 +125,18 @@ def both(files, tmp_path_factory):
 
 def test_two_ranks_make_the_run_of_one(alone, both):
     assert_same_run(both[0], alone)
+
+
+def test_launchers_of_two_hosts_make_the_run_of_one(files, alone, tmp_path):
+    """Two launchers of one process each meet at an address, as on two hosts; one rank speaks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address)
+    launchers = [start(files, tmp_path / "run", *EXACT, num_ranks=1, meeting=meeting) for _ in range(2)]
+    told = [launcher.communicate(timeout=120) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], told
+    assert_same_run(tmp_path / "run", alone)
+    assert sorted(bool(stdout) for stdout, _ in told) == [False, True]
 
 
 def test_uneven_shares_learn_the_same(files, tmp_path):
