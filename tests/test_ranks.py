@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -226,11 +227,13 @@ def test_a_rank_that_fails_ends_the_run_and_says_why(files, tmp_path):
 
 
 def test_a_rank_that_is_killed_ends_the_run(files, tmp_path):
+    """The other waits for it in vain, or, if it had all of the step, is first ended by torchrun's SIGTERM."""
     process = start(files, tmp_path / "run", "--num-steps", "2000")
     wait_for_steps(process, tmp_path / "run", 1)
     os.kill(workers(process)[1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0 and "qerl: another rank is gone" in stderr
+    assert process.returncode != 0
+    assert "qerl: another rank is gone" in stderr or re.search(r"local_rank: 0\)\s+exitcode  : 143", stderr)
 
 
 def test_a_mistake_is_told_by_one_rank(files, tmp_path):
