@@ -14,12 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qerl import plan
 from qerl.branching import Branching
 from qerl.config import RunConfig
-from qerl.engine.budget import free_bytes
 from qerl.episode import conversing
 from qerl.errors import require
 from qerl.evaluate import evaluate, greedy
@@ -126,7 +123,7 @@ class _Session:
         if device.type == "cpu":
             return config, False
         prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
-        gpu_bytes = free_bytes(device) + torch.cuda.memory_allocated(device) + plan.CONTEXT_BYTES
+        gpu_bytes = plan.usable_bytes(device)
         found = plan.settled(a, config, prompt_tokens, gpu_bytes)
         need = plan.learning_bytes(plan.parts(a, found, prompt_tokens))
         holds = plan.holds_operands(a, found, prompt_tokens, gpu_bytes)

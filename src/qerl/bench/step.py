@@ -30,7 +30,6 @@ from qerl.bench.measure import Meter, attempt, cuda_device
 from qerl.bench.record import Rows, rows_for
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
-from qerl.engine.budget import free_bytes
 from qerl.learner import Learner
 from qerl.loop import learnable, marked, sampling_of
 from qerl.model.architecture import Architecture
@@ -161,8 +160,8 @@ def _holds_operands(case: Case, config: RunConfig, decoder: Decoder) -> bool:
     """As a run does."""
     if decoder.device.type == "cpu":
         return False
-    gpu_bytes = free_bytes(decoder.device) + torch.cuda.memory_allocated(decoder.device) + plan.CONTEXT_BYTES
-    return plan.holds_operands(decoder.architecture, config, case.prompt_tokens, gpu_bytes)
+    usable_bytes = plan.usable_bytes(decoder.device)
+    return plan.holds_operands(decoder.architecture, config, case.prompt_tokens, usable_bytes)
 
 
 def _step(

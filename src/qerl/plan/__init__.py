@@ -2,7 +2,6 @@
 
 from qerl.plan.fit import Largest, largest, plan, remedies
 from qerl.plan.step import (
-    CONTEXT_BYTES,
     Part,
     architecture,
     held,
@@ -11,10 +10,10 @@ from qerl.plan.step import (
     parts,
     settled,
     total,
+    usable_bytes,
 )
 
 __all__ = [
-    "CONTEXT_BYTES",
     "Largest",
     "Part",
     "architecture",
@@ -27,4 +26,5 @@ __all__ = [
     "remedies",
     "settled",
     "total",
+    "usable_bytes",
 ]

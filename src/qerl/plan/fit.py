@@ -90,6 +90,11 @@ def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) ->
     taken = settled(a, config, prompt_tokens, gpu_gb * 1e9)
     found = parts(a, taken, prompt_tokens)
     need, fits = total(found), total(found) <= gpu_gb * 1e9
+    advice = (
+        _what_fits(a, config, taken, prompt_tokens, gpu_gb * 1e9)
+        if fits
+        else _what_would(a, config, prompt_tokens, gpu_gb * 1e9)
+    )
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in found if part.num_bytes
     ]
@@ -103,15 +108,17 @@ def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) ->
             f"{'most at once':36}{need / 1e9:8.2f} GB"
             f"   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB",
             "",
-            *(_what_fits if fits else _what_would)(a, config, prompt_tokens, gpu_gb * 1e9),
+            *advice,
         ]
     )
 
 
-def _what_fits(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
+def _what_fits(
+    a: Architecture, config: RunConfig, taken: RunConfig, prompt_tokens: int, gpu_bytes: float
+) -> list[str]:
+    """taken: the config settled."""
     most = largest(a, config, prompt_tokens, gpu_bytes)
     rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
-    taken = settled(a, config, prompt_tokens, gpu_bytes)
     lines = [
         f"largest batch {most.num_prompts * config.num_samples} samples at once, or samples of"
         f" {most.max_tokens} tokens,{rank} all else as it is"

@@ -31,7 +31,10 @@ import math
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from qerl.config import RunConfig
+from qerl.engine.budget import free_bytes
 from qerl.engine.cache import FP8, page_bytes
 from qerl.engine.scheduler import num_pages, own_pages
 from qerl.errors import UserError
@@ -279,8 +282,14 @@ def settled(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: f
 def holds_operands(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> bool:
     """Whether there are any and they fit; of a config that is settled; on gpu_bytes, the CUDA context's
     included."""
-    need = learning_bytes(parts(a, config, prompt_tokens)) + held(a, config)
-    return held(a, config) > 0 and need <= _AUTO_SHARE * gpu_bytes
+    besides = held(a, config)
+    need = learning_bytes(parts(a, config, prompt_tokens)) + besides
+    return besides > 0 and need <= _AUTO_SHARE * gpu_bytes
+
+
+def usable_bytes(device: torch.device) -> float:
+    """Of this GPU by this process, the CUDA context's included: the gpu_bytes of a run that has begun."""
+    return free_bytes(device) + torch.cuda.memory_allocated(device) + CONTEXT_BYTES
 
 
 def learning_bytes(found: list[Part]) -> float:

@@ -68,5 +68,5 @@ ONE_MODEL = (
 )
 
 
-def claim(says: str, arm: str, against: str, metric: str, sign: int = 1) -> Claim:
-    return Claim(says=says, arm=arm, against=against, metric=metric, sign=sign)
+def claim(says: str, arm: str, against: str, metric: str, sign: int = 1, family: str = "") -> Claim:
+    return Claim(says=says, arm=arm, against=against, metric=metric, sign=sign, family=family)

@@ -81,9 +81,7 @@ def methods() -> Study:
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
         claims=tuple(
-            dataclasses.replace(
-                claim(f"{arm} ends above {against}", arm, against, "accuracy_after"), family=family
-            )
+            claim(f"{arm} ends above {against}", arm, against, "accuracy_after", family=family)
             for family, pairs in families.items()
             for arm, against in pairs
         ),

@@ -102,8 +102,6 @@ _IN_SHORT: dict[Verdict, str] = {
     "not shown": "Not shown",
     "not measured": "Not measured",
 }
-
-
 _MOST_NAMED = 12
 
 
@@ -114,9 +112,9 @@ def headline(study: Study, judged: Sequence[Judged], num_runs: int) -> str:
     for verdict, title in _IN_SHORT.items():
         own = [one for one in judged if one.verdict == verdict]
         if verdict in ("not shown", "not measured"):
+            enough = [one for one in own if not one.has_too_few_pairs]
             few = [one for one in own if one.has_too_few_pairs]
-            lines += _list(title, [one for one in own if one not in few], len(judged))
-            lines += _list("Too few runs yet to show", few, len(judged))
+            lines += _list(title, enough, len(judged)) + _list("Too few runs yet to show", few, len(judged))
         else:
             lines += [
                 f"- {title}: {one.claim.says} ({_difference(study, one)}; {_by_task(one)})." for one in own
