@@ -1,5 +1,6 @@
 """The engine on a Hopper GPU: its kernels, graphs and bursts against the decoder's own packed forward."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,10 @@ from conftest import rms_error
 from engine.parts import branched, compared, drawn, engine_of, packed_logprobs, prompts_of
 from qerl.engine.cache import Cache, page_bytes
 from qerl.engine.hopper import HopperForward
+from qerl.engine.product import PackedProducts
 from qerl.engine.runner import Runner
 from qerl.engine.runners import Runners
+from qerl.kernels import nvfp4_decode
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.head_sample import FP8Head, NVFP4Head
 from qerl.kernels.logprob import chunked_logprob
@@ -79,6 +82,24 @@ def test_logprobs_are_the_packed_forwards(format, rank):
     assert HopperForward.obstacle(decoder, 16) is None
     samples = drawn(engine_of(decoder, stop_token_ids=NEVER), prompts_P, num_samples=4, max_tokens=40)
     assert error_ratio(decoder, prompts_P, samples, 4) < FACTOR
+
+
+@pytest.mark.parametrize(("num_samples", "makers"), [(12, 4), (15, 1), (20, 0)])
+def test_products_make_u_or_are_given_it(num_samples, makers, decoder, monkeypatch):
+    """96, 120 and 160 rows; of a layer's four weights o's alone counts as small."""
+    monkeypatch.setattr(nvfp4_decode, "_SMALL_WEIGHT", SMALL.width * SMALL.num_heads * SMALL.head_size)
+    answers_of, makes_u = defaultdict(list), PackedProducts.makes_u
+
+    def recorded(self, rows, group):
+        answers_of[rows].append(makes_u(self, rows, group))
+        return answers_of[rows][-1]
+
+    monkeypatch.setattr(PackedProducts, "makes_u", recorded)
+    prompts_P, rows = small_prompts(*LENGTHS), len(LENGTHS) * num_samples
+    engine = engine_of(decoder, stop_token_ids=NEVER, max_running=rows)
+    samples = drawn(engine, prompts_P, num_samples=num_samples, max_tokens=12)
+    assert sum(answers_of[max(answers_of)][: 4 * SMALL.num_layers]) == makers * SMALL.num_layers
+    assert error_ratio(decoder, prompts_P, samples, num_samples) < FACTOR
 
 
 @pytest.mark.parametrize("tied", [True, False])

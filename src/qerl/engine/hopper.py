@@ -130,12 +130,12 @@ class HopperForward:
     ) -> tuple[Tensor, Tensor | None]:
         noise, rows_B = norm.noise_of(noise_rows_B)
         operands = h_BD, norm.weight, noise, norm.eps
-        if group.a is None or layer.products.makes_u(len(h_BD)):
+        if group.a is None or layer.products.makes_u(len(h_BD), group):
             return self._shrink.norm(*operands, rows_M=rows_B), None
         return self._shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B)
 
     def _shrunk(self, x_BK: Tensor, layer: "_LayerGroups", group: Group) -> Tensor | None:
-        if group.a is None or layer.products.makes_u(len(x_BK)):
+        if group.a is None or layer.products.makes_u(len(x_BK), group):
             return None
         return self._shrink.shrink(x_BK, group.a, group.scaling)
 

@@ -36,6 +36,7 @@ class Group:
         self.rank = max(linear.rank for linear in linears)
         self.scaling = max(linear.scaling for linear in linears)
         self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
+        self.num_weights = sum(linear.out_width * linear.in_width for linear in linears)
         self.bias_N = _joined_bias(linears)
         self.joined_NK = joined(linears) if self.tiles is None else None
         self.fp8 = joined_fp8(linears)
@@ -84,7 +85,7 @@ def _joined_bias(linears: Sequence[QuantLinear]) -> Tensor | None:
 
 
 class Products(Protocol):
-    def makes_u(self, rows: int) -> bool:
+    def makes_u(self, rows: int, group: Group) -> bool:
         """Whether u of so many rows is made here; else it is given, where the group has an adapter."""
         ...
 
@@ -99,8 +100,8 @@ class PackedProducts:
     def __init__(self, device: torch.device, cache_folder: Path):
         self._kernel = NVFP4Decode(device, cache_folder)
 
-    def makes_u(self, rows: int) -> bool:
-        return pays_to_make_u(rows)
+    def makes_u(self, rows: int, group: Group) -> bool:
+        return pays_to_make_u(rows, group.num_weights)
 
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
         assert group.tiles is not None
@@ -120,7 +121,7 @@ class PackedProducts:
 
 
 class PlainProducts:
-    def makes_u(self, rows: int) -> bool:
+    def makes_u(self, rows: int, group: Group) -> bool:
         return False
 
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:

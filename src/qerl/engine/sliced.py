@@ -21,8 +21,8 @@ class SlicedProducts:
     def __init__(self, device: torch.device, cache_folder: Path):
         self._packed = PackedProducts(device, cache_folder)
 
-    def makes_u(self, rows: int) -> bool:
-        return self._packed.makes_u(ONE_ORDER_ROWS)
+    def makes_u(self, rows: int, group: Group) -> bool:
+        return self._packed.makes_u(ONE_ORDER_ROWS, group)
 
     def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
         return _by_slices(

@@ -50,6 +50,7 @@ ALPHA_FACTOR = 2.0**19
 _PLACED = 0x81C081C0  # where the bits of two codes lie in two bfloat16
 _PARTS = ("nvfp4_instructions", "nvfp4_shrink", "nvfp4_decode")
 _NO_GROUP = 2**31 - 1
+_SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B have more
 _PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)
 _WORKSPACE_WORDS = 2 * 128 * 128  # for a multiprocessor: two places for the largest tile
 _U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
@@ -125,9 +126,10 @@ class Adapter:
     u: Tensor | None = None
 
 
-def pays_to_make_u(M: int) -> bool:
-    """Whether u is made here and not by kernels/shrink.py: measured up to 64 rows only (dev/LOG.md, H200)."""
-    return M <= 64
+def pays_to_make_u(M: int, weight_NK: int) -> bool:
+    """Whether u is made here and not by kernels/shrink.py, by whole decode steps on an H200 (dev/LOG.md).
+    weight_NK: how many numbers the weight has."""
+    return M <= 96 or (M <= 128 and weight_NK <= _SMALL_WEIGHT)
 
 
 class NVFP4Decode:
