@@ -237,8 +237,8 @@ class StudyOptions:
     out: Path = Path("studies")
     """Results and page go to OUT/NAME; what is there already is not run again."""
 
-    seeds: int = 5
-    """Seeds of each arm, from 0 on."""
+    seeds: int | None = None
+    """Seeds of each arm, from 0 on; None: as many as the study asks for."""
 
     workers: int = 1
     """Runs side by side, each in a process of its own; on a GPU each takes its share of the memory."""
@@ -250,4 +250,4 @@ class StudyOptions:
     """These only; empty: all."""
 
     def __post_init__(self):
-        check_counts(seeds=(self.seeds,), workers=(self.workers,))
+        check_counts(seeds=() if self.seeds is None else (self.seeds,), workers=(self.workers,))

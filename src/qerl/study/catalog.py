@@ -123,6 +123,7 @@ def growth() -> Study:
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
         rates=_RATES,
+        seeds=tuple(range(10)),
         claims=(
             claim(f"NVFP4 {faster}", "nvfp4", "bf16", "reward_mean"),
             claim(f"NVFP4 + AQN {faster}", "nvfp4+aqn", "bf16", "reward_mean"),

@@ -168,7 +168,7 @@ def chosen(study: Study, options: StudyOptions) -> Study:
                 raise UserError(f"study {study.name} has no {kind} {name}; there are {', '.join(known)}")
     return dataclasses.replace(
         study,
-        seeds=tuple(range(options.seeds)),
+        seeds=study.seeds if options.seeds is None else tuple(range(options.seeds)),
         run_arms=(study.baseline, *options.arms) if options.arms else (),
         run_tasks=options.tasks,
     )
