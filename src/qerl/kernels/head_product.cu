@@ -4,32 +4,14 @@
 // of its first operand; FP8's scales, one for each 128 x 128, multiply the sums of 128 k.
 
 #if FORMAT == 2
-__device__ __forceinline__ u32 mul_lo(u32 a, u32 b) {  // by the low half of b, folded into one HMUL2
-  u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 mul_hi(u32 a, u32 b) {
-  u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-// nvfp4_decode.py has the layout: the 64 k of a tile that this thread multiplies, in rows g and g + 8.
+// The 64 k of a tile that this thread multiplies, in rows g and g + 8.
 __device__ __forceinline__ void decode64(const u8* at, u32 (&a)[4][4]) {
-  const u32 m = 0x81C081C0u;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint4 q = *(const uint4*)(at + warp * 512 + lane * 16);
   const uint2 scales = *(const uint2*)(at + 2048 + warp * 64 + lane / 4 * 8);
   const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const u32 w = words[j], pair = j < 2 ? scales.x : scales.y;
-    const u32 s = ((j & 1 ? __funnelshift_l(pair, pair, 8) : pair) & 0x0FF00FF0u) | 0x70007000u;
-    a[j][0] = mul_lo(w & m, s);
-    a[j][1] = mul_hi((w * 64u) & m, s);
-    a[j][2] = mul_lo(__funnelshift_r(w, w, 4) & m, s);
-    a[j][3] = mul_hi(((w * 4u) ^ (w >> 6)) & m, s);
-  }
+  for (int j = 0; j < 4; j++) decode(words[j], scale_pair(scales, j, SCALE_TOP), a[j]);
 }
 #elif FORMAT == 1
 __device__ __forceinline__ u32 times_2_120(u32 a) {  // exact; what it multiplies may be subnormal

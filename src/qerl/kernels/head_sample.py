@@ -355,6 +355,8 @@ class HeadSample:
 def source(tile: Tile) -> str:
     """The kernel's CUDA C++ with its products and their instruction, of this width, put in."""
     product = _wgmma(tile.tokens, in_registers=tile.format != 0) + _text("head_product.cu")
+    if tile.format == 2:
+        product = _text("nvfp4_codes.cu") + product
     return _text("head_sample.cu").replace("// PRODUCT\n", product)
 
 

@@ -48,7 +48,7 @@ MAX_LOW_RANK_ROWS = 384  # of all a that read one x
 ALPHA_FACTOR = 2.0**19
 
 _PLACED = 0x81C081C0  # where the bits of two codes lie in two bfloat16
-_PARTS = ("nvfp4_instructions", "nvfp4_shrink", "nvfp4_decode")
+_PARTS = ("nvfp4_codes", "nvfp4_instructions", "nvfp4_shrink", "nvfp4_decode")
 _NO_GROUP = 2**31 - 1
 _SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B have more
 _PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)

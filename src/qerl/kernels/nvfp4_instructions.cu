@@ -42,16 +42,6 @@ __device__ __forceinline__ void load_x(u32 dst, const TensorMap* map, int k64, i
       "l"(map), "r"(0), "r"(m), "r"(k64), "r"(bar), "l"(policy)
       : "memory");
 }
-__device__ __forceinline__ u32 mul_lo(u32 a, u32 b) {  // by the low half of b, folded into one HMUL2
-  u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 mul_hi(u32 a, u32 b) {
-  u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
 __device__ __forceinline__ u32 pack2(float lo, float hi) {
   u32 d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
@@ -115,21 +105,8 @@ __device__ __forceinline__ void take_partial(u32* from, const u32 (&v)[4], float
   for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(v[i]);
 }
 
-// A word holds 4 codes in each half (nvfp4_decode.py); a[0] and a[2] belong to row g, a[1] and a[3] to row g + 8.
-__device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
-  const u32 m = 0x81C081C0u;
-  a[0] = mul_lo(w & m, s);
-  a[1] = mul_hi((w * 64u) & m, s);
-  a[2] = mul_lo(__funnelshift_r(w, w, 4) & m, s);
-  a[3] = mul_hi(((w * 4u) ^ (w >> 6)) & m, s);
-}
-
 __device__ __forceinline__ void decode64(uint4 q, uint2 sc, u32 top, int first, u32 (*a)[4]) {
   const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-  for (int j = first; j < first + GROUP; j++) {
-    u32 v = j < 2 ? sc.x : sc.y;
-    if (j & 1) v = __funnelshift_l(v, v, 8);
-    decode(words[j], (v & 0x0FF00FF0u) | top, a[j - first]);
-  }
+  for (int j = first; j < first + GROUP; j++) decode(words[j], scale_pair(sc, j, top), a[j - first]);
 }

@@ -7,20 +7,10 @@ typedef unsigned char u8;
 
 #define TILE_BYTES 2304
 
-__device__ __forceinline__ u32 mul(u32 a, u32 b) {
+__device__ __forceinline__ u32 times_2_19(u32 a) {
   u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(0x49004900u));
   return d;
-}
-
-// a[0], a[2]: row g, k and k + 8; a[1], a[3]: row g + 8
-__device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
-  const u32 m = 0x81C081C0u, two_to_19 = 0x49004900u;
-  const u32 low = __byte_perm(s, 0, 0x1010), high = __byte_perm(s, 0, 0x3232);
-  a[0] = mul(mul(w & m, low), two_to_19);
-  a[1] = mul(mul((w * 64u) & m, high), two_to_19);
-  a[2] = mul(mul(__funnelshift_r(w, w, 4) & m, low), two_to_19);
-  a[3] = mul(mul(((w * 4u) ^ (w >> 6)) & m, high), two_to_19);
 }
 
 // Lane t of four has word t of each of four chunks; after it, all words of chunk t.
@@ -49,10 +39,11 @@ extern "C" __global__ void __launch_bounds__(256) nvfp4_unpack(const u8* __restr
   u16* target = out + k_tile * 64 + t * 8;
 #pragma unroll
   for (int s = 0; s < 2; s++) {
-    const u32 v = s ? scales.y : scales.x;
     u32 even[4], odd[4];
-    decode(words[2 * s], (v & 0x0FF00FF0u) | 0x70007000u, even);
-    decode(words[2 * s + 1], (__funnelshift_l(v, v, 8) & 0x0FF00FF0u) | 0x70007000u, odd);
+    decode(words[2 * s], scale_pair(scales, 2 * s, SCALE_TOP), even);
+    decode(words[2 * s + 1], scale_pair(scales, 2 * s + 1, SCALE_TOP), odd);
+#pragma unroll
+    for (int i = 0; i < 4; i++) even[i] = times_2_19(even[i]), odd[i] = times_2_19(odd[i]);
     u32 top[4] = {even[0], even[2], odd[0], odd[2]}, bottom[4] = {even[1], even[3], odd[1], odd[3]};
     transpose(top, t);
     transpose(bottom, t);

@@ -56,7 +56,7 @@ def unpack(tiles: Tensor, rows: Rows, dtype: torch.dtype, *, out: Tensor | None 
         Rows.GATE: (0, -1),
         Rows.UP: (-1, 0),
     }[rows]
-    kernel = vectors.kernel("nvfp4_unpack.cu", "nvfp4_unpack", tiles.device)
+    kernel = vectors.kernel("nvfp4_unpack.cu", "nvfp4_unpack", tiles.device, ahead=("nvfp4_codes.cu",))
     kernel.launch(
         grid=len(tiles) * -(-tiles.shape[1] // 2),
         block_threads=256,

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def kernel(file: str, name: str, device: torch.device, **defines: int) -> "CudaKernel":
-    """One kernel of a .cu file on a device, compiled when first asked for."""
+def kernel(
+    file: str, name: str, device: torch.device, *, ahead: tuple[str, ...] = (), **defines: int
+) -> "CudaKernel":
+    """One kernel of a .cu file on a device, behind those of `ahead`, compiled when first asked for."""
     from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
 
     folder = resources.files("qerl.kernels")
-    source = "".join(folder.joinpath(f).read_text() for f in ("vectors.cu", file))
+    source = "".join(folder.joinpath(f).read_text() for f in ("vectors.cu", *ahead, file))
     return cuda_module.CudaModule(source, defines, device, cuda_module.cache_folder()).kernel(name, 0)
 
 

@@ -1,0 +1,30 @@
+// NVFP4's codes and block scales as bfloat16 (nvfp4_decode.py has the layout): put in front of each kernel that reads tiles.
+typedef unsigned int u32;
+
+__device__ __forceinline__ u32 mul_lo(u32 a, u32 b) {  // by the low half of b, folded into one HMUL2
+  u32 d;
+  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 mul_hi(u32 a, u32 b) {
+  u32 d;
+  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+#define SCALE_TOP 0x70007000u
+// Of block j of a tile's four: row g's scale and row g + 8's. top is SCALE_TOP, from where the caller has it.
+__device__ __forceinline__ u32 scale_pair(uint2 scales, int j, u32 top) {
+  u32 v = j < 2 ? scales.x : scales.y;
+  if (j & 1) v = __funnelshift_l(v, v, 8);
+  return (v & 0x0FF00FF0u) | top;
+}
+
+// A word holds 4 codes in each half; a[0] and a[2] belong to row g, a[1] and a[3] to row g + 8.
+__device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
+  const u32 m = 0x81C081C0u;
+  a[0] = mul_lo(w & m, s);
+  a[1] = mul_hi((w * 64u) & m, s);
+  a[2] = mul_lo(__funnelshift_r(w, w, 4) & m, s);
+  a[3] = mul_hi(((w * 4u) ^ (w >> 6)) & m, s);
+}
