@@ -18,6 +18,7 @@ from qerl.study.methods import methods
 from qerl.study.study import Arm, Curve, Fields, Metric, Study, with_fields
 from qerl.study.training import train_job
 
+_TEN = tuple(range(10))
 _RATES = (1e-4, 3e-4, 1e-3)
 _FULL_RATES = (1e-5, 3e-5, 1e-4)
 """Weights themselves learn at a tenth of an adapter's rate."""
@@ -123,7 +124,7 @@ def growth() -> Study:
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
         rates=_RATES,
-        seeds=tuple(range(10)),
+        seeds=_TEN,
         claims=(
             claim(f"NVFP4 {faster}", "nvfp4", "bf16", "reward_mean"),
             claim(f"NVFP4 + AQN {faster}", "nvfp4+aqn", "bf16", "reward_mean"),
@@ -169,6 +170,7 @@ def noise() -> Study:
         measure=train_job,
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
+        seeds=_TEN,
         claims=(
             claim("AQN raises the mean reward", "exponential", "none", "reward_mean"),
             claim("AQN raises the final accuracy", "exponential", "none", "accuracy_after"),
@@ -214,6 +216,7 @@ def rank() -> Study:
         measure=train_job,
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
+        seeds=_TEN,
         claims=(
             *(
                 claim(
