@@ -76,11 +76,13 @@ def test_weights_are_packed_and_have_a_factor_and_perhaps_a_bias_for_each_output
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
-def test_the_frozen_model_is_as_large_as_planned(format):
+@pytest.mark.parametrize(("compute", "word"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_the_frozen_model_is_as_large_as_planned(format, compute, word):
     """A decoder that is made, in the plain layout: that of tiles has the factors too."""
-    arch = dataclasses.replace(shape("smollm2-135m"), num_layers=2)
-    decoder = random_decoder(arch, format=format, rank=32, device=torch.device("cpu"), seed=0)
-    assert op.weights(arch, format) + op.tables(arch) == pytest.approx(decoder.num_bytes, rel=1e-3)
+    arch, cpu = dataclasses.replace(shape("smollm2-135m"), num_layers=2), torch.device("cpu")
+    decoder = random_decoder(arch, format=format, rank=32, device=cpu, seed=0, compute=compute)
+    planned = op.weights(arch, format) + op.tables(arch, word=word)
+    assert planned == pytest.approx(decoder.num_bytes, rel=1e-3)
     config = RunConfig(adapter=AdapterConfig(rank=32))
     assert op.adapter_weights(arch, config) == sum(m.numel() for m in adapter_tensors(decoder).values())
 
@@ -136,6 +138,28 @@ def test_a_row_of_a_layer():
     assert op.activations(SMALL, with_learn(recompute="layer"), 10) == 10 * (3 * 512 + row + backward)
     deep = dataclasses.replace(SMALL, num_layers=9)
     assert op.activations(deep, with_learn(recompute="offload"), 10) == 10 * (4 * 512 + row + backward)
+
+
+def test_in_fp32_what_is_not_packed_takes_four_bytes():
+    config = dataclasses.replace(CONFIG, model=ModelConfig(compute="fp32"))
+    in_bf16, in_fp32 = ({p.name: p.num_bytes for p in op.parts(SMALL, c, PROMPT)} for c in (CONFIG, config))
+    assert {name for name, size in in_fp32.items() if size == in_bf16[name]} == {
+        *(
+            "weights",
+            "sampler's weights",
+            "adapter's masters",
+            "optimizer's moments",
+            "CUDA",
+            "adapter's gradients",
+        )
+    }
+    assert in_fp32["KV cache"] == 2 * in_bf16["KV cache"]
+    assert in_fp32["adapter's working copies"] == 8 * op.adapter_weights(SMALL, config)
+    assert in_fp32["embedding, head, norms"] - in_bf16["embedding, head, norms"] == 2 * 2 * 1000 * 128
+    assert op.layer_row(SMALL, config) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
+    assert op.head(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
+    plain = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16", compute="fp32"))
+    assert op.unpacked(SMALL, plain) == 4 * 640 * 192
 
 
 def test_operands_are_unpacked_one_at_a_time_or_a_layers():

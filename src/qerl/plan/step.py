@@ -2,10 +2,11 @@
 
     total = what is always there + the larger of what sampling and what learning need beside it
 
-For bf16 on a GPU whose memory the KV cache and learning have in turns (kernels/address_range.py), weights
-packed, and all samples as long as they may be; of other lengths they fill learn.micro_tokens better. T rows
-are learned from at once, of which each is asked for one token at most; n weights has the adapter, W weights
-a layer, D F N K H V as in types.py. Bytes:
+For a GPU whose memory the KV cache and learning have in turns (kernels/address_range.py), weights packed,
+and all samples as long as they may be; of other lengths they fill learn.micro_tokens better. T rows are
+learned from at once, of which each is asked for one token at most; n weights has the adapter, W weights a
+layer, D F N K H V as in types.py. Bytes in bf16; with model.compute fp32 (`word`, by no measurement yet) what
+is not packed takes 4 for 2:
 
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
     adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n
@@ -103,14 +104,20 @@ def weights(a: Architecture, format: str) -> float:
     return a.num_layers * (packed + factors + biases)
 
 
-def tables(a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1) -> float:
+def word(config: RunConfig) -> int:
+    """Bytes of an activation, an unpacked weight, a working copy."""
+    return 4 if config.model.compute == "fp32" else 2
+
+
+def tables(a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, word: int = 2) -> float:
     """Embedding, head, norms and their noise."""
     norms = (
         4 * a.width * ((2 + 2 * num_noise_rows) * a.num_layers + 1)
         + a.qk_norm * 8 * a.head_size * a.num_layers
     )
-    own_head = 0 if head_format == "bf16" and a.tied_head else FORMATS[head_format].bytes_per_weight
-    return a.vocab_size * a.width * (2 + own_head) + norms
+    plain_head = 0 if a.tied_head else word
+    own_head = plain_head if head_format == "bf16" else FORMATS[head_format].bytes_per_weight
+    return a.vocab_size * a.width * (word + own_head) + norms
 
 
 def adapter_weights(a: Architecture, config: RunConfig) -> int:
@@ -130,7 +137,7 @@ def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     import torch
 
     engine, max_tokens = config.engine, config.sample.max_tokens
-    dtype = FP8 if engine.kv == "fp8" else torch.bfloat16
+    dtype = FP8 if engine.kv == "fp8" else (torch.float32 if word(config) == 4 else torch.bfloat16)
     running = min(config.num_prompts * config.num_samples, engine.max_running)
     prompts = min(config.num_prompts, engine.max_running)
     pages = prompts * num_pages(prompt_tokens, engine.page_tokens)
@@ -144,17 +151,19 @@ def prefill(a: Architecture, config: RunConfig) -> float:
     """A layer's activations, no more; gate and up, in fp32 for some rows where they are packed; its largest
     operand."""
     heads, rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_size, config.engine.prefill_tokens
-    gate_up = 4 * rows if config.model.format == "bf16" else 8 * min(rows, WIDE_ROWS)
-    row = 2 * (4 * a.width + 2 * heads + a.ff_width)
+    gate_up = 2 * word(config) * rows if config.model.format == "bf16" else 8 * min(rows, WIDE_ROWS)
+    row = word(config) * (4 * a.width + 2 * heads + a.ff_width)
     return rows * row + gate_up * a.ff_width + max(operands(a, config))
 
 
 def operands(a: Architecture, config: RunConfig) -> list[float]:
-    """A layer's four unpacked operands, with room for the adapter's part behind each row; BF16 has none."""
-    if config.model.format == "bf16":
+    """A layer's four unpacked, with room for the adapter's part behind each row; BF16 has none in bf16."""
+    if config.model.format == "bf16" and word(config) == 2:
         return [0.0]
     return [
-        2 * sum(linear.out_width for linear in group) * _with_room(group[0].in_width, group, config)
+        word(config)
+        * sum(linear.out_width for linear in group)
+        * _with_room(group[0].in_width, group, config)
         for group in groups(a)
     ]
 
@@ -171,17 +180,17 @@ def _keeps_up(config: RunConfig) -> bool:
 
 def layer_row(a: Architecture, config: RunConfig) -> float:
     """What a layer's forward pass leaves for its backward pass, for each row: inputs of norms, products and
-    swiglu, q, the branches' k and v, o; 16 bits each, but the norms' inputs and sums of the softmax fp32."""
+    swiglu, q, the branches' k and v, o; a word each, but the norms' inputs and sums of the softmax fp32."""
     gate_up = (1 + _keeps_up(config)) * a.ff_width
     inputs = sum(_with_room(group[0].in_width, group, config) for group in groups(a))
     queries, keys = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
-    return 2 * (inputs + gate_up + 2 * queries + 2 * keys) + 4 * (2 * a.width + a.num_heads)
+    return word(config) * (inputs + gate_up + 2 * queries + 2 * keys) + 4 * (2 * a.width + a.num_heads)
 
 
 def gradient_row(a: Architecture, config: RunConfig) -> float:
-    """At most at once in a layer's backward pass beside what is left of its row: of gate, up, h in 16
-    bits and twice in fp32; and of swiglu, whose place is its input's where that is not read again."""
-    return 2 * ((3 - _keeps_up(config)) * a.ff_width + a.width) + 4 * 2 * a.width
+    """At most at once in a layer's backward pass beside what is left of its row: of gate, up, h in words
+    and twice in fp32; and of swiglu, whose place is its input's where that is not read again."""
+    return word(config) * ((3 - _keeps_up(config)) * a.ff_width + a.width) + 4 * 2 * a.width
 
 
 def activations(a: Architecture, config: RunConfig, rows: int) -> float:
@@ -202,10 +211,10 @@ def unpacked(a: Architecture, config: RunConfig) -> float:
 
 
 def head(a: Architecture, config: RunConfig, rows: int) -> float:
-    """Beside the layers' inputs: logits and 16-bit slopes of a chunk, [T, D] twice in fp32 and in 16 bits."""
+    """Beside the layers' inputs: logits and slopes of a chunk, [T, D] twice in fp32 and once in words."""
     chunk = min(config.learn.logprob_chunk_tokens, rows)
-    operand = 0 if config.model.head == "bf16" else 2 * a.vocab_size * a.width
-    return chunk * a.vocab_size * 6 + rows * a.width * (2 * 4 + 2) + operand
+    operand = 0 if config.model.head == "bf16" else word(config) * a.vocab_size * a.width
+    return chunk * a.vocab_size * (4 + word(config)) + rows * a.width * (2 * 4 + word(config)) + operand
 
 
 def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:
@@ -236,14 +245,15 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
     second = 0 if config.model.sampler is None else weights(a, config.model.sampler)
-    frozen = tables(a, config.model.head, 1 if config.noise.per == "step" else 1 + config.num_noises)
-    copies = 4 * n if config.adapter.kind == "lora" else 0
+    num_noise_rows = 1 if config.noise.per == "step" else 1 + config.num_noises
+    frozen = tables(a, config.model.head, num_noise_rows, word(config))
+    copies = 2 * word(config) * n if config.adapter.kind == "lora" else 0
     return [
         Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
         Part(name="sampler's weights", num_bytes=second, when="always"),
         Part(name="embedding, head, norms", num_bytes=frozen, when="always"),
         Part(name="adapter's masters", num_bytes=4 * n, when="always"),
-        Part(name="adapter's 16-bit copies", num_bytes=copies, when="always"),
+        Part(name="adapter's working copies", num_bytes=copies, when="always"),
         Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
         Part(name="KV cache", num_bytes=kv_cache(a, config, prompt_tokens), when="sampling"),
         Part(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
