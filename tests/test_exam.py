@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -120,6 +121,41 @@ def test_what_is_there_is_not_done_again_and_other_settings_are_another_file(
     write(tmp_path / "aime.jsonl", ROWS["aime24"][:2])
     (fewer,), _ = evaluated(monkeypatch, capsys, model, place, *SHORT)
     assert len({first["file"], other["file"], fewer["file"]}) == 3 and fewer["num_prompts"] == 2
+
+
+def train(monkeypatch, model, out, *more):
+    given = [*tiny_run.options(model, out), "--num-steps", "2", "--evaluate.num-prompts", "0", *more]
+    monkeypatch.setattr("sys.argv", ["qerl", "train", "demo", *given])
+    cli.main()
+
+
+def settings(result):
+    return json.loads(Path(result["file"]).read_text())["settings"]
+
+
+def test_a_runs_own_rows_are_tried_with_all_of_its_sampling_and_sets_with_none(
+    monkeypatch, capsys, model, tmp_path
+):
+    own = {"top_k": 3, "top_p": 0.9, "min_p": 0.01, "stop": ["x", "yz"]}
+    given = ["--sample.top-k", "3", "--sample.top-p", "0.9", "--sample.min-p", "0.01"]
+    train(monkeypatch, model, tmp_path / "run", *given, "--sample.stop", "x", "yz")
+    (result,), _ = evaluated(monkeypatch, capsys, tmp_path / "run", "--num-prompts", 2)
+    assert own.items() <= settings(result).items()
+    (result,), _ = evaluated(monkeypatch, capsys, tmp_path / "run", "--num-prompts", 2, "--top-p", 0.8)
+    assert (own | {"top_p": 0.8}).items() <= settings(result).items()
+    place = f"aime24={write(tmp_path / 'aime.jsonl', ROWS['aime24'])}"
+    (result,), _ = evaluated(monkeypatch, capsys, tmp_path / "run", place, *SHORT)
+    assert {"top_k": None, "top_p": 0.95, "min_p": None, "stop": []}.items() <= settings(result).items()
+
+
+def test_how_a_run_learned_does_not_keep_it_from_a_set(monkeypatch, capsys, model, tmp_path):
+    """Exact mode takes no top_p, a penalty over the last 4 tokens no samples of 3."""
+    shaped = ("--algo.overlong", "shape", "--algo.overlong-buffer", "4")
+    train(monkeypatch, model, tmp_path / "run", "--engine.exact", *shaped)
+    place = f"aime24={write(tmp_path / 'aime.jsonl', ROWS['aime24'])}"
+    short = ("--max-tokens", 3, "--num-samples", 2)
+    (result,), _ = evaluated(monkeypatch, capsys, tmp_path / "run", place, *short)
+    assert settings(result)["top_p"] == 0.95 and result["num_prompts"] == 3
 
 
 def test_a_runs_results_lie_in_its_folder(monkeypatch, capsys, model, tmp_path):

@@ -36,6 +36,7 @@ from qerl.options import (
     StudyOptions,
     WatchOptions,
     memory_options,
+    of_run,
     paper_sampling,
 )
 from qerl.recipes import METHODS, PAPER, RECIPES, own
@@ -176,16 +177,7 @@ def evaluate(arguments: list[str]) -> None:
         raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
     source, sets = named[0], dict(chosen(argument) for argument in named[1:])
     config = run_of(source)
-    default = EvalOptions(model=ModelConfig(path=source))
-    if config is not None:
-        default = EvalOptions(
-            model=config.model,
-            max_tokens=config.sample.max_tokens,
-            temperature=config.sample.temperature,
-            right_from=config.evaluate.right_from,
-            seed=config.seed,
-            task=config.task,
-        )
+    default = EvalOptions(model=ModelConfig(path=source)) if config is None else of_run(config)
     if sets:
         default = paper_sampling(default)
     options = tyro.cli(EvalOptions, default=default, args=arguments[len(named) :], prog=f"qerl eval {source}")
