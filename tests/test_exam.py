@@ -148,6 +148,19 @@ def test_a_runs_own_rows_are_tried_with_all_of_its_sampling_and_sets_with_none(
     assert {"top_k": None, "top_p": 0.95, "min_p": None, "stop": []}.items() <= settings(result).items()
 
 
+def test_rewards_that_are_weighed_otherwise_are_another_file(monkeypatch, capsys, model, tmp_path):
+    train(monkeypatch, model, tmp_path / "run", "--task.rewards", "tags")
+    given = ("--num-prompts", 2, "--num-samples", 2)
+    changes = (
+        (),
+        ("--task.reward-weights", 2.0),
+        ("--task.reward-deadline-s", 5),
+        ("--task.code.credit", "all"),
+    )
+    files = [evaluated(monkeypatch, capsys, tmp_path / "run", *given, *c)[0][0]["file"] for c in changes]
+    assert len(set(files)) == 4
+
+
 def test_how_a_run_learned_does_not_keep_it_from_a_set(monkeypatch, capsys, model, tmp_path):
     """Exact mode takes no top_p, a penalty over the last 4 tokens no samples of 3."""
     shaped = ("--algo.overlong", "shape", "--algo.overlong-buffer", "4")

@@ -64,7 +64,7 @@ def measure(
         results = []
         for name, exam in exams.items():
             task = tasks[name]
-            asked = {"data": task.name, "rewards": list(task.rewards)}
+            asked = {"data": task.name, "rewards": list(task.rewards), **_graded_by(task)}
             if pools[_grading(task)].has_environment:
                 asked["environment"] = dataclasses.asdict(task.environment)
             settings = settings_of(exam, {**facts, **asked})
@@ -107,6 +107,13 @@ def _percent(share: float | None) -> str:
 def _grading(task: TaskConfig) -> tuple[Any, ...]:
     """What a pool depends on: sets that are graded alike share their processes."""
     return task.rewards, task.reward_weights, task.answer_column, task.environment
+
+
+def _graded_by(task: TaskConfig) -> dict[str, Any]:
+    """What rewards depend on besides, where it is not the default."""
+    given, default = dataclasses.asdict(task), dataclasses.asdict(TaskConfig())
+    names = ("reward_weights", "reward_deadline_s", "code")
+    return {name: given[name] for name in names if given[name] != default[name]}
 
 
 def _sampler(
