@@ -138,7 +138,8 @@ class AlgoConfig:
     """shape: the penalty grows from 0 to -1 over the last overlong_buffer tokens before max_tokens."""
 
     def __post_init__(self):
-        for name in ("clip_low", "clip_high", "importance_cap", "importance_floor", "veto_ratio"):
+        clips = "clip_low", "clip_high", "importance_cap", "importance_floor", "veto_ratio"
+        for name in (*clips, "overlong_buffer"):
             value = getattr(self, name)
             require(value > 0, f"algo.{name} must be positive, got {value}")
         require(
