@@ -25,7 +25,7 @@ from rich.console import Console
 
 from qerl.config import RunConfig
 from qerl.errors import UserError
-from qerl.journal.display import PanelDisplay, PlainDisplay
+from qerl.journal.display import Display, PanelDisplay, PlainDisplay
 from qerl.journal.logger import LOGGERS, check_loggers
 from qerl.journal.mirror import Mirror, num_sent
 from qerl.journal.provenance import changes, check_same_run, run_facts
@@ -136,7 +136,8 @@ class Journal:
         self._result: dict[str, Any] | None = None
         console = console or Console()
         is_panel = console.is_terminal and not console.is_dumb_terminal
-        self._display = (PanelDisplay if is_panel else PlainDisplay)(console, num_steps, str(folder))
+        kind = PanelDisplay if is_panel else PlainDisplay
+        self._display: Display = kind(console, num_steps, str(folder))
         self._stopwatch = Stopwatch(self._display.phase)
 
     @property

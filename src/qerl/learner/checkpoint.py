@@ -28,8 +28,8 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
 from qerl.learner.learner import Learner
+from qerl.model.peft_folder import ADAPTER, ADAPTER_CONFIG
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _CONTENTS = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE)
 _NAME = re.compile(r"step-(\d{6,})(-replaced)?")
