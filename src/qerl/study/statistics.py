@@ -42,11 +42,11 @@ class Paired:
     p_exact: float
 
 
-def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     n, mean = len(values), fmean(values)
     if n < 2:
         return Estimate(n=n, mean=mean, low=None, high=None)
-    half = t_quantile(0.5 + confidence / 2, n - 1) * stdev(values) / math.sqrt(n)
+    half = t_quantile(0.975, n - 1) * stdev(values) / math.sqrt(n)
     return Estimate(n=n, mean=mean, low=mean - half, high=mean + half)
 
 
