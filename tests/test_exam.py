@@ -13,9 +13,10 @@ from rich.console import Console
 
 import tiny_run
 from qerl import cli
+from qerl.errors import UserError
 from qerl.exam import Exam, found, result_path, settings_of, sit
 from qerl.measure import table
-from qerl.sets import SETS, chosen
+from qerl.sets import SETS, all_chosen, chosen
 from qerl.tasks.rows import open_rows
 from qerl.tasks.vote import Votes, votes
 from qerl.types import Group, Prompt, Sample, Sampling
@@ -222,6 +223,12 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, model, tmp_path, arguments, 
     results, error = evaluated(monkeypatch, capsys, model, arguments[0], "--max-tokens", 4, *arguments[1:])
     assert not results and error.startswith("qerl: ") and error.count("\n") == 1
     assert all(part in error for part in parts), error
+
+
+def test_a_set_from_two_places_is_refused():
+    assert list(all_chosen(["aime25", "aime24=a.jsonl"])) == ["aime25", "aime24"]
+    with pytest.raises(UserError, match="aime24 is named twice"):
+        all_chosen(["aime24", "aime25", "aime24=a.jsonl"])
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, capsys, model):

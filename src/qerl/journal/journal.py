@@ -165,13 +165,15 @@ class Journal:
 
     def resume(self, next_step: int) -> None:
         """Forgets steps from next_step on: going on from there leaves the files of an unbroken run."""
-        num_kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
+        kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
+        # dynamic sampling may have found no group to keep
+        kept["samples"] |= {record["step"] for record in records if record.get("trained_samples") == 0}
         self._display.restore(records)
         self._next_step = next_step
-        for name, num_steps in num_kept.items():
-            if num_steps < next_step:
-                self.notice(f"{name}.jsonl lacks {next_step - num_steps} of the {next_step} steps taken")
+        for name, steps in kept.items():
+            if len(steps) < next_step:
+                self.notice(f"{name}.jsonl lacks {next_step - len(steps)} of the {next_step} steps taken")
         if next_step:
             self.notice(f"goes on after step {next_step}/{self._num_steps}")
 
