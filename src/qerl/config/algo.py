@@ -159,4 +159,8 @@ class AlgoConfig:
             self.branching == "none" or not self.dynamic_sampling,
             "algo.dynamic_sampling drops the groups that algo.branching is for: set one of them",
         )
+        require(
+            self.advantage != "beta" or self.overlong != "shape",
+            "algo.advantage beta takes rewards from 0 to 1, and algo.overlong shape takes up to 1 off them",
+        )
         require(self.max_rounds >= 1, f"algo.max_rounds must be at least 1, got {self.max_rounds}")
