@@ -84,6 +84,8 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["train"], ["train needs a recipe", "demo"]),
         (["train", "--model", "m"], ["train needs a recipe", "--task FILE"]),
         (["train", "--task", "none.jsonl"], ["none.jsonl", "no such file"]),
+        (["train", "--task=none.jsonl", "--model=smollm2-135m-instruct"], ["none.jsonl", "no such file"]),
+        (["train", "demo", "--model=/no/such/model"], ["/no/such/model", "no such folder or file"]),
         (["train", "dmo"], ["no recipe dmo", "did you mean demo"]),
         (["train", "demo", "--num-samples", "1"], ["num_samples must be at least 2", "got 1"]),
         (["train", "demo", "--model.path", "/no/such/model"], ["/no/such/model", "no such folder or file"]),

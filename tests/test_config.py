@@ -49,6 +49,11 @@ def run_with(**parts):
     ("make", "field"),
     [
         (lambda: LearnConfig(learning_rate=0.0), "learn.learning_rate"),
+        (lambda: LearnConfig(betas=(0.9, 1.0)), "learn.betas"),
+        (lambda: LearnConfig(weight_decay=-0.1), "learn.weight_decay"),
+        (lambda: AdapterConfig(alpha=0.0), "adapter.alpha"),
+        (lambda: AlgoConfig(overlong="shape", overlong_buffer=0), "algo.overlong_buffer"),
+        (lambda: AlgoConfig(advantage="beta", overlong="shape"), "algo.overlong"),
         (lambda: AlgoConfig(importance_cap=0.0), "algo.importance_cap"),
         (lambda: AlgoConfig(importance="icepop", importance_floor=2.0), "algo.importance_floor"),
         (lambda: AlgoConfig(geometric_low=1.1), "algo.geometric_low"),

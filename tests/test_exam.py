@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -12,9 +13,10 @@ from rich.console import Console
 
 import tiny_run
 from qerl import cli
+from qerl.errors import UserError
 from qerl.exam import Exam, found, result_path, settings_of, sit
 from qerl.measure import table
-from qerl.sets import SETS, chosen
+from qerl.sets import SETS, all_chosen, chosen
 from qerl.tasks.rows import open_rows
 from qerl.tasks.vote import Votes, votes
 from qerl.types import Group, Prompt, Sample, Sampling
@@ -122,6 +124,54 @@ def test_what_is_there_is_not_done_again_and_other_settings_are_another_file(
     assert len({first["file"], other["file"], fewer["file"]}) == 3 and fewer["num_prompts"] == 2
 
 
+def train(monkeypatch, model, out, *more):
+    given = [*tiny_run.options(model, out), "--num-steps", "2", "--evaluate.num-prompts", "0", *more]
+    monkeypatch.setattr("sys.argv", ["qerl", "train", "demo", *given])
+    cli.main()
+
+
+def settings(result):
+    return json.loads(Path(result["file"]).read_text())["settings"]
+
+
+def test_a_runs_own_rows_are_tried_with_all_of_its_sampling_and_sets_with_none(
+    monkeypatch, capsys, model, tmp_path
+):
+    own = {"top_k": 3, "top_p": 0.9, "min_p": 0.01, "stop": ["x", "yz"]}
+    given = ["--sample.top-k", "3", "--sample.top-p", "0.9", "--sample.min-p", "0.01"]
+    train(monkeypatch, model, tmp_path / "run", *given, "--sample.stop", "x", "yz")
+    (result,), _ = evaluated(monkeypatch, capsys, tmp_path / "run", "--num-prompts", 2)
+    assert own.items() <= settings(result).items()
+    (result,), _ = evaluated(monkeypatch, capsys, tmp_path / "run", "--num-prompts", 2, "--top-p", 0.8)
+    assert (own | {"top_p": 0.8}).items() <= settings(result).items()
+    place = f"aime24={write(tmp_path / 'aime.jsonl', ROWS['aime24'])}"
+    (result,), _ = evaluated(monkeypatch, capsys, tmp_path / "run", place, *SHORT)
+    assert {"top_k": None, "top_p": 0.95, "min_p": None, "stop": []}.items() <= settings(result).items()
+
+
+def test_rewards_that_are_weighed_otherwise_are_another_file(monkeypatch, capsys, model, tmp_path):
+    train(monkeypatch, model, tmp_path / "run", "--task.rewards", "tags")
+    given = ("--num-prompts", 2, "--num-samples", 2)
+    changes = (
+        (),
+        ("--task.reward-weights", 2.0),
+        ("--task.reward-deadline-s", 5),
+        ("--task.code.credit", "all"),
+    )
+    files = [evaluated(monkeypatch, capsys, tmp_path / "run", *given, *c)[0][0]["file"] for c in changes]
+    assert len(set(files)) == 4
+
+
+def test_how_a_run_learned_does_not_keep_it_from_a_set(monkeypatch, capsys, model, tmp_path):
+    """Exact mode takes no top_p, a penalty over the last 4 tokens no samples of 3."""
+    shaped = ("--algo.overlong", "shape", "--algo.overlong-buffer", "4")
+    train(monkeypatch, model, tmp_path / "run", "--engine.exact", *shaped)
+    place = f"aime24={write(tmp_path / 'aime.jsonl', ROWS['aime24'])}"
+    short = ("--max-tokens", 3, "--num-samples", 2)
+    (result,), _ = evaluated(monkeypatch, capsys, tmp_path / "run", place, *short)
+    assert settings(result)["top_p"] == 0.95 and result["num_prompts"] == 3
+
+
 def test_a_runs_results_lie_in_its_folder(monkeypatch, capsys, model, tmp_path):
     out = tmp_path / "run"
     monkeypatch.setattr(
@@ -173,6 +223,12 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, model, tmp_path, arguments, 
     results, error = evaluated(monkeypatch, capsys, model, arguments[0], "--max-tokens", 4, *arguments[1:])
     assert not results and error.startswith("qerl: ") and error.count("\n") == 1
     assert all(part in error for part in parts), error
+
+
+def test_a_set_from_two_places_is_refused():
+    assert list(all_chosen(["aime25", "aime24=a.jsonl"])) == ["aime25", "aime24"]
+    with pytest.raises(UserError, match="aime24 is named twice"):
+        all_chosen(["aime24", "aime25", "aime24=a.jsonl"])
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, capsys, model):

@@ -87,6 +87,14 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files,
     assert "sampler 1 is gone" in (out / "events.jsonl").read_text()
 
 
+@pytest.mark.slow
+def test_staleness_is_of_a_step_s_oldest_samples_however_many_rounds_it_takes(files, tmp_path):
+    """A later round's prompts are asked for when they are wanted: their samples are of the newest version."""
+    found = metrics(finish(files, tmp_path / "run", *AHEAD, "--algo.dynamic-sampling", "--num-samples", "2"))
+    assert max(m["rounds"] for m in found[2:]) > 1
+    assert [m["staleness"] for m in found] == [0, 1, 2, 2, 2, 2]
+
+
 @pytest.fixture
 def closed():
     """An address of this machine where nobody listens."""

@@ -36,11 +36,12 @@ from qerl.options import (
     StudyOptions,
     WatchOptions,
     memory_options,
+    of_run,
     paper_sampling,
 )
 from qerl.recipes import METHODS, PAPER, RECIPES, own
 from qerl.secret import without_secrets
-from qerl.sets import SETS, chosen
+from qerl.sets import SETS, all_chosen
 from qerl.stored import recorded, run_of
 from qerl.tasks.rows import near
 
@@ -121,8 +122,9 @@ def train(arguments: list[str], adapter: AdapterConfig | None = None) -> None:
     if arguments and arguments[0] in ("-h", "--help"):
         print(TRAIN_USAGE.format(paper=_listed(PAPER), methods=_listed(METHODS)))
         return
-    arguments = [_LONG.get(argument, argument) for argument in arguments]
-    if not arguments or (arguments[0].startswith("-") and "--task.name" not in arguments):
+    arguments = [_long(argument) for argument in arguments]
+    names_rows = any(argument.partition("=")[0] == "--task.name" for argument in arguments)
+    if not arguments or (arguments[0].startswith("-") and not names_rows):
         raise UserError(
             f"train needs a recipe or rows of your own: qerl train RECIPE, one of {', '.join(RECIPES)}, or"
             " qerl train --task FILE --reward FILE.py:FUNCTION"
@@ -163,6 +165,12 @@ _LONG = {
 """Short names of what a run of one's own is made of."""
 
 
+def _long(argument: str) -> str:
+    """--task=FILE is --task.name=FILE."""
+    name, equals, value = argument.partition("=")
+    return _LONG.get(name, name) + equals + value
+
+
 def _show_help(arguments: list[str], options: type, usage: str) -> None:
     """Where it is asked for before what the command is about is named."""
     if arguments[:1] in (["-h"], ["--help"]):
@@ -174,18 +182,9 @@ def evaluate(arguments: list[str]) -> None:
     named = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     if not named:
         raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
-    source, sets = named[0], dict(chosen(argument) for argument in named[1:])
+    source, sets = named[0], all_chosen(named[1:])
     config = run_of(source)
-    default = EvalOptions(model=ModelConfig(path=source))
-    if config is not None:
-        default = EvalOptions(
-            model=config.model,
-            max_tokens=config.sample.max_tokens,
-            temperature=config.sample.temperature,
-            right_from=config.evaluate.right_from,
-            seed=config.seed,
-            task=config.task,
-        )
+    default = EvalOptions(model=ModelConfig(path=source)) if config is None else of_run(config)
     if sets:
         default = paper_sampling(default)
     options = tyro.cli(EvalOptions, default=default, args=arguments[len(named) :], prog=f"qerl eval {source}")

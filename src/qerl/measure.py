@@ -41,7 +41,7 @@ def measure(
     """A summary for each set, with the file of its results; no sets: one for options.task's held-out rows.
 
     `source` is a model, or the folder of the run that `run` is the config of."""
-    config = _config(run, options)
+    config = _config(run, options, is_own=not sets)
     adapters = Path(source) / "checkpoints" if run is not None and options.with_adapter else None
     folder = options.out or (Path("runs/eval") if run is None else Path(source) / "eval")
     tasks = {name: _asked(task, run, options) for name, task in sets.items()} or {"task": options.task}
@@ -64,7 +64,7 @@ def measure(
         results = []
         for name, exam in exams.items():
             task = tasks[name]
-            asked = {"data": task.name, "rewards": list(task.rewards)}
+            asked = {"data": task.name, "rewards": list(task.rewards), **_graded_by(task)}
             if pools[_grading(task)].has_environment:
                 asked["environment"] = dataclasses.asdict(task.environment)
             settings = settings_of(exam, {**facts, **asked})
@@ -109,17 +109,38 @@ def _grading(task: TaskConfig) -> tuple[Any, ...]:
     return task.rewards, task.reward_weights, task.answer_column, task.environment
 
 
+def _graded_by(task: TaskConfig) -> dict[str, Any]:
+    """What rewards depend on besides, where it is not the default."""
+    given, default = dataclasses.asdict(task), dataclasses.asdict(TaskConfig())
+    names = ("reward_weights", "reward_deadline_s", "code")
+    return {name: given[name] for name in names if given[name] != default[name]}
+
+
 def _sampler(
     engine: Callable[[], Engine], pool: RewardPool, task: TaskConfig, room: int
 ) -> Engine | Episodes:
     return conversing(engine(), pool, task.environment, room)
 
 
-def _config(run: RunConfig | None, options: EvalOptions) -> RunConfig:
-    config = run or RunConfig(noise=NoiseConfig(schedule="none"))
-    sample = SampleConfig(max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p)
-    return dataclasses.replace(
-        config, model=resolved(options.model), task=options.task, sample=sample, seed=options.seed
+def _config(run: RunConfig | None, options: EvalOptions, *, is_own: bool) -> RunConfig:
+    """What draws samples, and of the run no more: how it learned need not go with these lengths. On its own
+    rows it keeps its other cuts and its stop strings; exact mode, which is for learning, takes no cuts."""
+    base = run or RunConfig()
+    sample = dataclasses.replace(
+        base.sample if is_own else SampleConfig(),
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+    )
+    engine = dataclasses.replace(base.engine, exact=base.engine.exact and options.top_p is None)
+    return RunConfig(
+        model=resolved(options.model),
+        adapter=base.adapter,
+        task=options.task,
+        sample=sample,
+        engine=engine,
+        noise=NoiseConfig(schedule="none"),
+        seed=options.seed,
     )
 
 

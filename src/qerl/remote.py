@@ -216,7 +216,8 @@ class RemoteEngine:
         parts, draws = zip(*(self._collected(job) for job in jobs), strict=True)
         samples_P_G = self._split.woven(list(parts))
         if step != EVALUATION_STEP:
-            self._metrics["staleness"] = float(self._version - jobs[0].version)
+            staleness = float(self._version - jobs[0].version)  # a later round's samples are fresher
+            self._metrics["staleness"] = max(self._metrics["staleness"], staleness)
             self._metrics["noise_draws"] = self._noise.draws([self._metrics["noise_draws"], *draws])
         pairs = zip(prompts_P, samples_P_G, strict=True)
         return [Group(prompt=prompt, samples_G=samples_G) for prompt, samples_G in pairs]

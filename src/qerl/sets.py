@@ -11,9 +11,10 @@ prompt is the one that the recipes train with.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, require
 from qerl.recipes.paper import MATH_TEMPLATE
 from qerl.tasks.rows import GSM8K_REQUEST, near
 
@@ -54,6 +55,15 @@ SETS: dict[str, TaskConfig] = {
         rewards=("math",),
     ),
 }
+
+
+def all_chosen(arguments: Iterable[str]) -> dict[str, TaskConfig]:
+    """By name, each once."""
+    sets: dict[str, TaskConfig] = {}
+    for name, task in map(chosen, arguments):
+        require(name not in sets, f"{name} is named twice: one evaluation has one of each set")
+        sets[name] = task
+    return sets
 
 
 def chosen(argument: str) -> tuple[str, TaskConfig]:

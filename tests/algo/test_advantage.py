@@ -114,6 +114,15 @@ def test_the_density_of_grpo_is_the_standard_deviation():
     assert beta_density(0.3, 1.0, 1.0) == pytest.approx(1.0, rel=1e-12)
 
 
+def test_rounding_of_weighed_rewards_is_no_spread_and_no_way_out_of_the_interval():
+    equal = [[0.1, 0.5], [0.2, 0.4]]  # means 0.3 and 0.30000000000000004
+    assert beta_normalised(equal) == [mean_only(rewards_G) for rewards_G in equal]
+    nearly = 0.7 + 0.2 + 0.1
+    right, _ = beta_normalised([[1.0, 1.0, nearly], [0.0, 0.5, 1.0]])
+    assert nearly < 1 and max(map(abs, right)) < 1e-9
+    assert beta_normalised([[1.0 + 2e-16, 0.0], FEW])
+
+
 def test_beta_refuses_rewards_that_are_no_probabilities():
     with pytest.raises(UserError, match=r"beta needs rewards from 0 to 1, got 1\.1"):
         beta_normalised([FEW, [0.0, 1.1]])

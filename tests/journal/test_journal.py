@@ -223,6 +223,18 @@ def test_steps_that_the_record_lacks_are_told(tmp_path):
     assert "metrics.jsonl lacks 2 of the 4 steps taken" in [e["text"] for e in records(tmp_path, "events")]
 
 
+def test_a_step_that_found_no_group_to_keep_is_not_missed(tmp_path):
+    with open_journal(tmp_path) as journal:
+        take_steps(journal, 0, 1)
+        with journal.step(1) as log:
+            log.add(trained_samples=0)
+        with journal.step(2) as log:
+            log.add(trained_samples=4)
+        journal.resume(3)
+    told = [event["text"] for event in records(tmp_path, "events")]
+    assert told == ["samples.jsonl lacks 1 of the 3 steps taken", "goes on after step 3/6"]
+
+
 def test_a_number_that_is_not_finite_is_null_and_does_not_stop_the_run(tmp_path):
     for terminal in (False, True):
         with open_journal(tmp_path, Console(file=io.StringIO(), force_terminal=terminal)) as journal:

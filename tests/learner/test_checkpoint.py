@@ -150,6 +150,23 @@ def test_the_adapter_alone_can_be_read_while_the_run_goes_on(folder):
     assert names(folder) == [".unfinished-step-000015", "step-000005", "step-000010"]
 
 
+def test_a_checkpoint_that_the_run_removes_while_it_is_read_gives_way_to_a_newer(monkeypatch, folder):
+    """Once before it is looked at, once between that and reading it."""
+    saved(folder, 1, keep=1)
+    find_damage = checkpoint.find_damage
+
+    def meanwhile(path):
+        if path.name == "step-000001":
+            saved(folder, 2, keep=1)
+        damage = find_damage(path)
+        if path.name == "step-000002":
+            saved(folder, 3, keep=1)
+        return damage
+
+    monkeypatch.setattr(checkpoint, "find_damage", meanwhile)
+    assert all((tensor == 3).all() for tensor in latest_adapter(folder).values())
+
+
 def test_a_folder_without_a_checkpoint_has_no_adapter_to_read(folder):
     with pytest.raises(UserError, match="holds no checkpoint"):
         latest_adapter(folder)

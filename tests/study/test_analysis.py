@@ -44,9 +44,7 @@ def lines(arm, gain_x, gain_y, seeds=range(5)):
 
 
 def test_differences_are_taken_seed_by_seed_where_both_have_it():
-    values = values_of(
-        study(), [line("x", "a", 1, 5), line("x", "a", 0, 3), line("x", "base", 1, 1)], "score"
-    )
+    values = values_of([line("x", "a", 1, 5), line("x", "a", 0, 3), line("x", "base", 1, 1)], "score")
     assert differences(values, "x", "a", "base") == {1: 4}
 
 

@@ -12,8 +12,10 @@ import pytest
 import tiny_run
 from qerl.errors import RunError, UserError
 from qerl.journal import is_timing
+from qerl.options import StudyOptions
 from qerl.study.results import Results
 from qerl.study.run import best_rates, choice_jobs, final_jobs, run_study
+from qerl.study.study import chosen
 from study import tiny_study
 
 
@@ -157,3 +159,10 @@ def test_a_run_that_fails_ends_the_study_with_its_name(files, tmp_path):
     study = tiny_study.make(files, template="{nothing}")
     with pytest.raises(RunError, match=r"sums, bf16, seed 100: UserError: .*nothing.*log\.txt"):
         run_study(study, tmp_path / "bad")
+
+
+def test_more_seeds_than_the_exact_test_can_count_are_refused_before_a_run(files):
+    study = tiny_study.make(files)
+    assert len(chosen(study, StudyOptions(seeds=40)).seeds) == 40
+    with pytest.raises(UserError, match="41 seeds of 1 tasks make 41 pairs, and the exact test takes 40"):
+        chosen(study, StudyOptions(seeds=41))

@@ -1,5 +1,6 @@
 """Against numbers worked by hand or read from printed tables."""
 
+import itertools
 import math
 
 import pytest
@@ -36,6 +37,21 @@ def test_the_exact_p_counts_sign_patterns():
     assert exact_p([-1, 2, 3]) == 4 / 8
     assert exact_p([1, 2, -3]) == 1
     assert exact_p([0.1] * 5) == 2 / 32 and exact_p([-0.3] * 10) == 2 / 1024
+
+
+@pytest.mark.parametrize(
+    "differences", [[3.0], [1, -2], [1, -2, 2, 5, -3, 0, 1], [0.1, 0.2, -0.3, 0.4, 0.1, 0.1]]
+)
+def test_the_exact_p_is_that_of_all_patterns_one_by_one(differences):
+    sums = [
+        abs(sum(map(float.__mul__, signs, map(float, differences))))
+        for signs in itertools.product((1.0, -1.0), repeat=len(differences))
+    ]
+    assert exact_p(differences) == sum(s >= abs(sum(differences)) - 1e-9 for s in sums) / len(sums)
+
+
+def test_twenty_seeds_of_two_tasks_have_an_exact_p():
+    assert exact_p([0.1] * 40) == 2.0**-39
 
 
 def test_the_paired_test_is_worked_by_hand():

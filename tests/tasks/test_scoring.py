@@ -160,6 +160,15 @@ def test_rewards_are_summed_by_weight():
     assert score(functions, [1.0, -3.0], PLAIN) == -0.5
 
 
+def test_the_sum_is_rounded_once_and_finite():
+    def one(**kwargs):
+        return [1.0]
+
+    assert score([one] * 3, [0.7, 0.2, 0.1], PLAIN) == 1.0 > 0.7 + 0.2 + 0.1
+    too_large = score([one] * 2, [1.5e308, 1.5e308], PLAIN)
+    assert too_large == Failure("not finite", "the weighted sum gave inf")
+
+
 def test_a_function_that_abstains_leaves_the_others_sum():
     functions = [lambda completions: [None], lambda completions: [0.5]]
     assert score(functions, [10.0, 2.0], PLAIN) == 1.0

@@ -1,6 +1,5 @@
 """A headless Chromium, spoken to over its debugging pipe: JSON messages, each ended by a zero byte."""
 
-import base64
 import contextlib
 import json
 import os
@@ -116,7 +115,3 @@ class Tab:
 
     def point_at(self, x, y):
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def picture(self, path, *, is_whole=False):
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)
-        path.write_bytes(base64.b64decode(shot["data"]))

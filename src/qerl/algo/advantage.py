@@ -7,7 +7,8 @@
 
 p is the group's mean, f the density of a Beta distribution; a and b are those of the Beta distribution that
 has the mean and the unbiased variance of all groups' p. Rewards are from 0 to 1. A density of 1, which leaves
-r - mean, takes its place where no Beta distribution has these moments.
+r - mean, takes its place where no Beta distribution has these moments, and where the variance is so small
+that rounding would decide (weighed rewards of 0.3 and 0.30000000000000004).
 
 The std is the unbiased one (divided by n - 1): the paper does not say which, and this is what most
 implementations compute. A reward that is None failed: it enters no statistic, and its advantage is 0.
@@ -21,6 +22,8 @@ from statistics import fmean, stdev, variance
 from qerl.errors import require
 
 STD_EPSILON = 1e-4
+_ROUNDING = 1e-12
+"""What rounding alone may make: of a reward or a mean beyond 0 and 1, of a variance of means."""
 Advantages = Callable[[list[list[float | None]]], list[list[float]]]
 """Of all the groups that are compared: rewards_P_G -> advantages_P_G."""
 
@@ -59,14 +62,15 @@ def beta_normalised(rewards_P_G: list[list[float | None]]) -> list[list[float]]:
     """The reward minus its group's mean, in units of the density of such means among the groups."""
     known_P_G = [known for rewards_G in rewards_P_G if (known := _known(rewards_G))]
     for reward in (reward for known in known_P_G for reward in known):
-        require(0 <= reward <= 1, f"algo.advantage beta needs rewards from 0 to 1, got {reward}")
+        is_share = -_ROUNDING <= reward <= 1 + _ROUNDING
+        require(is_share, f"algo.advantage beta needs rewards from 0 to 1, got {reward}")
     means_P = [fmean(known) for known in known_P_G]
     shape = beta_of_moments(means_P)
     if shape is None:
         return [mean_only(rewards_G) for rewards_G in rewards_P_G]
     density = partial(beta_density, a=1.0 + shape[0] / 3.0, b=1.0 + shape[1] / 3.0)
     return [
-        [advantage / density(fmean(_known(rewards_G))) for advantage in mean_only(rewards_G)]
+        [advantage / density(_inside(fmean(_known(rewards_G)))) for advantage in mean_only(rewards_G)]
         if is_informative(rewards_G)
         else [0.0] * len(rewards_G)
         for rewards_G in rewards_P_G
@@ -78,10 +82,14 @@ def beta_of_moments(values: list[float]) -> tuple[float, float] | None:
     if len(values) < 2:
         return None
     mean, spread = fmean(values), variance(values)
-    if not 0 < spread < mean * (1.0 - mean):
+    if not _ROUNDING < spread < mean * (1.0 - mean):
         return None
     size = mean * (1.0 - mean) / spread - 1.0
     return mean * size, (1.0 - mean) * size
+
+
+def _inside(mean: float) -> float:
+    return min(max(mean, _ROUNDING), 1.0 - _ROUNDING)
 
 
 def beta_density(x: float, a: float, b: float) -> float:

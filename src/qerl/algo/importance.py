@@ -29,10 +29,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qerl.algo.kl import MAX_LOG_RATIO
 from qerl.algo.span import Spans
 from qerl.config import AlgoConfig
-
-MAX_LOG_RATIO = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

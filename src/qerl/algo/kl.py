@@ -9,7 +9,7 @@ Source: Schulman, "Approximating KL divergence", 2020; a loss term since arXiv 2
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 is still finite when squared in fp32
 
 
 def k3(logprob_T: Tensor, reference_T: Tensor) -> Tensor:

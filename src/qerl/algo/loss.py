@@ -33,10 +33,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qerl.algo.kl import MAX_LOG_RATIO
 from qerl.algo.span import Spans
 from qerl.config import AlgoConfig
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 is still finite when squared in fp32
 MASPO_MAX_WIDTH, MASPO_MIN_FACTOR, MASPO_MAX_FACTOR = 10.0, 0.1, 10.0  # of the authors' code
 
 

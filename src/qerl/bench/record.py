@@ -38,9 +38,9 @@ class Origin:
     driver: str
 
 
-def origin(*, allow_dirty: bool, root: Path = ROOT) -> Origin:
+def origin(*, allow_dirty: bool) -> Origin:
     """Of what is measured now, on torch's current CUDA device."""
-    commit, is_dirty = source(root, allow_dirty=allow_dirty)
+    commit, is_dirty = source(ROOT, allow_dirty=allow_dirty)
     major, minor = torch.cuda.get_device_capability()
     return Origin(
         commit=commit,

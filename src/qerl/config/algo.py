@@ -138,7 +138,8 @@ class AlgoConfig:
     """shape: the penalty grows from 0 to -1 over the last overlong_buffer tokens before max_tokens."""
 
     def __post_init__(self):
-        for name in ("clip_low", "clip_high", "importance_cap", "importance_floor", "veto_ratio"):
+        clips = "clip_low", "clip_high", "importance_cap", "importance_floor", "veto_ratio"
+        for name in (*clips, "overlong_buffer"):
             value = getattr(self, name)
             require(value > 0, f"algo.{name} must be positive, got {value}")
         require(
@@ -157,5 +158,9 @@ class AlgoConfig:
         require(
             self.branching == "none" or not self.dynamic_sampling,
             "algo.dynamic_sampling drops the groups that algo.branching is for: set one of them",
+        )
+        require(
+            self.advantage != "beta" or self.overlong != "shape",
+            "algo.advantage beta takes rewards from 0 to 1, and algo.overlong shape takes up to 1 off them",
         )
         require(self.max_rounds >= 1, f"algo.max_rounds must be at least 1, got {self.max_rounds}")

@@ -59,7 +59,8 @@ class AdapterConfig:
     """A PEFT folder to go on from; a KL penalty still measures from the model without an adapter."""
 
     def __post_init__(self):
-        require(self.rank > 0, f"adapter.rank must be positive, got {self.rank}")
+        for name in ("rank", "alpha"):
+            require(getattr(self, name) > 0, f"adapter.{name} must be positive, got {getattr(self, name)}")
         require(len(self.targets) > 0, "adapter.targets must name at least one linear, got none")
 
 
@@ -269,6 +270,8 @@ class LearnConfig:
             0 <= self.warmup_fraction <= 1,
             f"learn.warmup_fraction must be in [0, 1], got {self.warmup_fraction}",
         )
+        require(all(0 <= beta < 1 for beta in self.betas), f"learn.betas must be in [0, 1), got {self.betas}")
+        require(self.weight_decay >= 0, f"learn.weight_decay must not be negative, got {self.weight_decay}")
         for name in (
             "updates_per_step",
             "passes_per_step",

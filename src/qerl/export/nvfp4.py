@@ -26,14 +26,7 @@ class _Enough(Exception):
     """The layer has come as far as was asked for."""
 
 
-def requantize(
-    decoder: Decoder,
-    rows: Calibration,
-    *,
-    damping: float = DAMPING,
-    sweeps: int = SWEEPS,
-    notice: Callable[[str], None],
-) -> None:
+def requantize(decoder: Decoder, rows: Calibration, *, notice: Callable[[str], None]) -> None:
     """Puts every linear of a float32 decoder into NVFP4 with its adapter merged in, layer by layer."""
 
     def run_layer(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
@@ -42,8 +35,8 @@ def requantize(
 
         for linears in _groups(layer):
             x_TK = _inputs(linears[0], run)
-            h_KK = damped(x_TK.T @ x_TK, damping)
-            _requantize_group(linears, h_KK, sweeps)
+            h_KK = damped(x_TK.T @ x_TK, DAMPING)
+            _requantize_group(linears, h_KK)
         notice(f"layer {layer_index + 1} of {len(decoder.layers)}")
         return run()
 
@@ -76,11 +69,11 @@ def _inputs(linear: QuantLinear, run: Callable[[], Tensor]) -> Tensor:
     return seen[0].float()
 
 
-def _requantize_group(linears: tuple[QuantLinear, ...], h_KK: Tensor, sweeps: int) -> None:
+def _requantize_group(linears: tuple[QuantLinear, ...], h_KK: Tensor) -> None:
     target_NK = torch.cat([merged(linear) for linear in linears]).float()
     scales, global_scale = _grid(linears, target_NK)
     steps_NK = (scales.float() / global_scale).repeat_interleave(BLOCK_WEIGHTS, dim=1)
-    codes = e2m1.encode(rounded(target_NK, steps_NK, h_KK, sweeps=sweeps))
+    codes = e2m1.encode(rounded(target_NK, steps_NK, h_KK, sweeps=SWEEPS))
     first = 0
     for linear in linears:
         some = slice(first, first := first + linear.out_width)

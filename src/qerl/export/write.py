@@ -23,9 +23,10 @@ from qerl.export.calibration import calibration
 from qerl.export.nvfp4 import requantize
 from qerl.export.policy import merged, policy_in_fp32
 from qerl.formats import NVFP4
-from qerl.learner.checkpoint import ADAPTER, ADAPTER_CONFIG, latest_adapter, peft_config
+from qerl.learner.checkpoint import latest_adapter, peft_config
 from qerl.model.decoder import Decoder
 from qerl.model.names import HEAD, tensor_shapes
+from qerl.model.peft_folder import ADAPTER, ADAPTER_CONFIG
 from qerl.model.quantized import LAYOUTS, unquantized, write_quantized_config
 from qerl.model.source import locate
 from qerl.model.tokenizer import load_tokenizer

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from qerl.config import RunConfig
 from qerl.errors import UserError
-from qerl.journal.display import PanelDisplay, PlainDisplay
+from qerl.journal.display import Display, PanelDisplay, PlainDisplay
 from qerl.journal.logger import LOGGERS, check_loggers
 from qerl.journal.mirror import Mirror, num_sent
 from qerl.journal.provenance import changes, check_same_run, run_facts
@@ -136,7 +136,8 @@ class Journal:
         self._result: dict[str, Any] | None = None
         console = console or Console()
         is_panel = console.is_terminal and not console.is_dumb_terminal
-        self._display = (PanelDisplay if is_panel else PlainDisplay)(console, num_steps, str(folder))
+        kind = PanelDisplay if is_panel else PlainDisplay
+        self._display: Display = kind(console, num_steps, str(folder))
         self._stopwatch = Stopwatch(self._display.phase)
 
     @property
@@ -164,13 +165,15 @@ class Journal:
 
     def resume(self, next_step: int) -> None:
         """Forgets steps from next_step on: going on from there leaves the files of an unbroken run."""
-        num_kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
+        kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
+        # dynamic sampling may have found no group to keep
+        kept["samples"] |= {record["step"] for record in records if record.get("trained_samples") == 0}
         self._display.restore(records)
         self._next_step = next_step
-        for name, num_steps in num_kept.items():
-            if num_steps < next_step:
-                self.notice(f"{name}.jsonl lacks {next_step - num_steps} of the {next_step} steps taken")
+        for name, steps in kept.items():
+            if len(steps) < next_step:
+                self.notice(f"{name}.jsonl lacks {next_step - len(steps)} of the {next_step} steps taken")
         if next_step:
             self.notice(f"goes on after step {next_step}/{self._num_steps}")
 

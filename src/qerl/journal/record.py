@@ -99,8 +99,8 @@ class Lines:
         with open(self._path, "rb") as file:
             yield from map(decode, file)
 
-    def cut(self, next_step: int) -> int:
-        """Drop the lines of steps from next_step on, and damaged lines among them; of how many steps lines
+    def cut(self, next_step: int) -> set[int]:
+        """Drop the lines of steps from next_step on, and damaged lines among them; the steps of which lines
         stay."""
         size, cut_at, steps = 0, None, set()
         with open(self._path, "rb") as file:
@@ -115,7 +115,7 @@ class Lines:
                 size += len(line)
         if cut_at is not None:
             self._truncate(cut_at)
-        return len(steps)
+        return steps
 
     def close(self) -> None:
         self._file.close()

@@ -28,8 +28,8 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
 from qerl.learner.learner import Learner
+from qerl.model.peft_folder import ADAPTER, ADAPTER_CONFIG
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _CONTENTS = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE)
 _NAME = re.compile(r"step-(\d{6,})(-replaced)?")
@@ -85,7 +85,12 @@ def latest_adapter(folder: Path) -> dict[str, Tensor]:
     path, _ = find_latest(folder)
     if path is None:
         raise UserError(f"{folder} holds no checkpoint")
-    return _unpacked(path / ADAPTER)
+    try:
+        return _unpacked(path / ADAPTER)
+    except FileNotFoundError:
+        if path in _newest_first(folder):
+            raise
+    return latest_adapter(folder)  # a run that goes on has a newer one
 
 
 def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -98,6 +103,8 @@ def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
         damage = find_damage(path)
         if damage is None:
             return path, [f"{notice}; using {path.name}" for notice in notices]
+        if path not in _newest_first(folder):  # not damaged but removed, by a run that has a newer one
+            return find_latest(folder)
         notices.append(f"{folder.name}/{path.name} is damaged ({damage})")
     if notices:
         raise CheckpointError(

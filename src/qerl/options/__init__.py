@@ -20,6 +20,7 @@ from qerl.options.commands import (
     ServeOptions,
     StudyOptions,
     WatchOptions,
+    of_run,
     paper_sampling,
 )
 
@@ -41,5 +42,6 @@ __all__ = [
     "StudyOptions",
     "WatchOptions",
     "memory_options",
+    "of_run",
     "paper_sampling",
 ]

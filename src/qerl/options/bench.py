@@ -111,9 +111,7 @@ class BenchDecodeOptions:
         _check_ranks(self.lora_ranks)
         if min(self.noise_sigmas, default=0.0) < 0:
             raise UserError(f"noise_sigmas must not be negative, got {min(self.noise_sigmas)}")
-        for batch in self.batches:
-            if batch % self.group_size:
-                raise UserError(f"batches must be multiples of group_size {self.group_size}, got {batch}")
+        _check_groups(self.batches, self.group_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

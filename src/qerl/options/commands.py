@@ -52,6 +52,19 @@ class EvalOptions:
         check_counts(num_prompts=prompts, num_samples=(self.num_samples,))
 
 
+def of_run(config: RunConfig) -> EvalOptions:
+    """The run's own task and sampling; what else it samples by, measure.py takes from its config."""
+    return EvalOptions(
+        model=config.model,
+        max_tokens=config.sample.max_tokens,
+        temperature=config.sample.temperature,
+        top_p=config.sample.top_p,
+        right_from=config.evaluate.right_from,
+        seed=config.seed,
+        task=config.task,
+    )
+
+
 def paper_sampling(options: EvalOptions) -> EvalOptions:
     """QeRL's evaluation, arXiv 2510.11696, 4; it does not say how many samples a problem has."""
     drawn = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 4096, "num_samples": 16, "right_from": 1.0}

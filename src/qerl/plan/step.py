@@ -134,8 +134,6 @@ def moments(num_weights: int, optimizer: str) -> float:
 
 
 def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
-    import torch
-
     engine, max_tokens = config.engine, config.sample.max_tokens
     dtype = FP8 if engine.kv == "fp8" else (torch.float32 if word(config) == 4 else torch.bfloat16)
     running = min(config.num_prompts * config.num_samples, engine.max_running)

@@ -67,7 +67,7 @@ class Row:
     """Of Student's paired t, corrected over all rows of the metric; None without spread."""
 
 
-def values_of(study: Study, lines: Sequence[Line], metric: str) -> Values:
+def values_of(lines: Sequence[Line], metric: str) -> Values:
     """Runs without the metric are left out."""
     if metric in DERIVED:
         return DERIVED[metric](lines)
@@ -112,7 +112,7 @@ def differences(values: Values, task: str, arm: str, against: str) -> dict[int, 
 
 def table(study: Study, lines: Sequence[Line], metric: str) -> list[Row]:
     """A row for each task and arm that was measured."""
-    values = values_of(study, lines, metric)
+    values = values_of(lines, metric)
     rows: list[tuple[str, str, Paired | None]] = []
     for task in study.tasks:
         for arm in study.arms:
@@ -166,7 +166,7 @@ def judge(study: Study, lines: Sequence[Line]) -> list[Judged]:
 def _evidence(
     study: Study, lines: Sequence[Line], claim: Claim
 ) -> tuple[Paired | None, dict[str, Paired], int]:
-    values = values_of(study, lines, claim.metric)
+    values = values_of(lines, claim.metric)
     pairs = {task.name: differences(values, task.name, claim.arm, claim.against) for task in study.tasks}
     pairs = {task: by_seed for task, by_seed in pairs.items() if by_seed}
     if not pairs:

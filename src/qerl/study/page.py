@@ -48,11 +48,9 @@ def _html(
         "table": _table(study, lines, first),
         "tables": "".join(f"<h3>{escape(m.title)}</h3>" + _table(study, lines, m) for m in others),
         "legend": _legend(study),
-        "curves": _charts(
-            study, [_overview(study, lines, c, t.name) for t in study.tasks for c in study.curves]
-        ),
+        "curves": _charts([_overview(study, lines, c, t.name) for t in study.tasks for c in study.curves]),
         "baseline": escape(study.baseline),
-        "pairs": _charts(study, _pairs(study, lines)),
+        "pairs": _charts(_pairs(study, lines)),
         "choice": _choice(study, trials),
         "arms": _arms(study),
         "remarks": "".join(f"<p>{escape(text)}</p>" for text in (*study.remarks, origin)),
@@ -138,7 +136,7 @@ def _chart(curve: Curve, task: str, series: Sequence[Series], about: str) -> str
     return _figure(title, f"{curve.about}; {about}", curves_svg(title, series))
 
 
-def _charts(study: Study, figures: Sequence[str]) -> str:
+def _charts(figures: Sequence[str]) -> str:
     return f'<div class="charts">{"".join(figures)}</div>'
 
 

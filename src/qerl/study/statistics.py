@@ -7,17 +7,18 @@
     Holm            p_(i) <- max over j <= i of min(1, (m - j) p_(j)), p sorted, j = 0 .. m - 1
 
 The exact test assumes of the differences only that they are as likely to be positive as negative if the
-arms do not differ; its smallest p is 2^(1 - n), 0.0625 for five pairs and 0.002 for ten. Student's t is found
-from the incomplete beta function by its continued fraction (Abramowitz and Stegun 26.5.8), the quantile by
-bisection.
+arms do not differ; its smallest p is 2^(1 - n), 0.0625 for five pairs and 0.002 for ten. Patterns are counted
+from the sums of two halves, which takes under a second for 40 pairs. Student's t is found from the incomplete
+beta function by its continued fraction (Abramowitz and Stegun 26.5.8), the quantile by bisection.
 """
 
 import dataclasses
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-_MAX_EXACT_PAIRS = 20
+MAX_EXACT_PAIRS = 40
 _TINY = 1e-300
 
 
@@ -41,11 +42,11 @@ class Paired:
     p_exact: float
 
 
-def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     n, mean = len(values), fmean(values)
     if n < 2:
         return Estimate(n=n, mean=mean, low=None, high=None)
-    half = t_quantile(0.5 + confidence / 2, n - 1) * stdev(values) / math.sqrt(n)
+    half = t_quantile(0.975, n - 1) * stdev(values) / math.sqrt(n)
     return Estimate(n=n, mean=mean, low=mean - half, high=mean + half)
 
 
@@ -66,12 +67,23 @@ def paired(differences: Sequence[float]) -> Paired:
 def exact_p(differences: Sequence[float]) -> float:
     """Two-sided, over all sign patterns; sums that differ by rounding alone count as equal."""
     n = len(differences)
-    assert 0 < n <= _MAX_EXACT_PAIRS, n
-    sums = [0.0]
-    for d in differences[1:]:  # the first sign is fixed: a pattern and its opposite have the same |sum|
-        sums = [total + sign * d for total in sums for sign in (1, -1)]
+    assert 0 < n <= MAX_EXACT_PAIRS, n
     limit = abs(sum(differences)) - 1e-9 * sum(abs(d) for d in differences)
-    return sum(abs(total + differences[0]) >= limit for total in sums) / len(sums)
+    if limit <= 0:
+        return 1.0
+    first, *others = differences  # its sign is fixed: a pattern and its opposite have the same |sum|
+    firsts, lasts = _signed_sums(first, others[: n // 2]), sorted(_signed_sums(0.0, others[n // 2 :]))
+    above = sum(len(lasts) - bisect_left(lasts, limit - total) for total in firsts)
+    below = sum(bisect_right(lasts, -limit - total) for total in firsts)
+    return (above + below) / (len(firsts) * len(lasts))
+
+
+def _signed_sums(start: float, values: Sequence[float]) -> list[float]:
+    """Of start and the values, each of them added or taken away."""
+    sums = [start]
+    for value in values:
+        sums = [total + sign * value for total in sums for sign in (1, -1)]
+    return sums
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -18,6 +18,7 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.journal.provenance import flatten
 from qerl.options import StudyOptions
+from qerl.study.statistics import MAX_EXACT_PAIRS
 
 Fields = Mapping[str, Any]
 """{"model.format": "bf16", "noise.schedule": "none"}: values by the dotted names of RunConfig's fields."""
@@ -134,6 +135,11 @@ class Study:
         )
         if set(self.seeds) & set(self.choice_seeds):
             raise UserError(f"study {self.name}: seeds {self.choice_seeds} choose the learning rate")
+        if (num_pairs := len(self.tasks) * len(self.seeds)) > MAX_EXACT_PAIRS:
+            raise UserError(
+                f"study {self.name}: {len(self.seeds)} seeds of {len(self.tasks)} tasks make {num_pairs}"
+                f" pairs, and the exact test takes {MAX_EXACT_PAIRS}"
+            )
 
     def is_run(self, task: str, arm: str) -> bool:
         return arm in (self.run_arms or [arm]) and task in (self.run_tasks or [task])

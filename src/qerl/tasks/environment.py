@@ -1,5 +1,8 @@
 """Environments: what a policy talks with for several turns, and the process in which their code runs.
 
+    async def reset(row, seed)     -> what is said after the prompt, before the policy's first turn
+    async def step(completion)     -> (what is said, reward or None, whether the episode is over)
+
 There is one object for each sample. `row` holds the columns and `prompt`. Messages are a text (the user's) or
 a list of {"role", "content"}; the rewards of all steps are added up. The functions may be plain ones; `seed`
 and a `close()` may be left out. The seed is a function of (seed, step, prompt): the samples of a prompt meet
@@ -19,7 +22,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from types import coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from qerl.config import EnvironmentConfig
 from qerl.tasks.scoring import Failure, failure_of, finite_number, name_of
@@ -27,16 +30,6 @@ from qerl.tasks.scoring import Failure, failure_of, finite_number, name_of
 Key = tuple[int, int]
 Messages = list[dict[str, str]]
 _NOTICED_S = 0.01  # a slice of code that blocks the others for longer is given back to their clocks
-
-
-class Environment(Protocol):
-    async def reset(self, row: dict[str, Any], seed: int) -> Messages | str | None:
-        """What is said after the prompt, before the policy's first turn."""
-        ...
-
-    async def step(self, completion: str) -> tuple[Messages | str | None, float | None, bool]:
-        """(what is said, reward, whether the episode is over) after the policy's turn."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
