@@ -197,6 +197,12 @@ def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(fi
         assert text == f"{expected.format(num_failed)} (fails.py:2)"
 
 
+def test_samples_longer_than_the_model_are_refused(files, tmp_path):
+    process = start(files, tmp_path / "run", "--sample.max-tokens", "128")
+    _, stderr = process.communicate(timeout=60)
+    assert stderr == "qerl: sample.max_tokens is 128, and the model has 128 positions\n"
+
+
 def test_another_config_in_the_same_folder_is_refused(files, unbroken):
     process = start(files, unbroken[0], "--seed", "1")
     _, stderr = process.communicate(timeout=60)

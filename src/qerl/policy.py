@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
+from qerl.errors import require
 from qerl.learner import checkpoint
 from qerl.model.adapter import add_adapter, load_adapter
 from qerl.model.decoder import Decoder
@@ -22,6 +23,10 @@ from qerl.tasks import Task, build_task
 def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
     """config.model has no `auto` left. The task comes first: its mistakes show before weights are read."""
     tokenizer, max_prompt_tokens = reader_of(config)
+    max_tokens, positions = config.sample.max_tokens, max_prompt_tokens + config.sample.max_tokens
+    require(
+        max_prompt_tokens > 0, f"sample.max_tokens is {max_tokens}, and the model has {positions} positions"
+    )
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
     return *sampler_of(config, tokenizer), task
 
