@@ -13,9 +13,9 @@ prompt is the one that the recipes train with.
 import dataclasses
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError
+from qerl.config.wording import GSM8K_REQUEST
+from qerl.errors import UserError, near
 from qerl.recipes.paper import MATH_TEMPLATE
-from qerl.tasks.rows import GSM8K_REQUEST, near
 
 SETS: dict[str, TaskConfig] = {
     "gsm8k": TaskConfig(
