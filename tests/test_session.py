@@ -165,8 +165,10 @@ def test_a_signal_finishes_the_step_and_saves_it(files, unbroken, tmp_path, numb
 def test_a_finished_run_is_not_run_again(files, unbroken):
     out, stdout = unbroken
     before = (out / "metrics.jsonl").read_text()
+    (out / "report.html").unlink()  # as a disk that was full in the end leaves it
     assert json.loads(finish(files, out).splitlines()[-1]) == json.loads(stdout.splitlines()[-1])
     assert (out / "metrics.jsonl").read_text() == before
+    assert (out / "report.html").exists()
 
 
 def test_environments_are_no_branches_which_is_told_before_there_is_a_model(files, tmp_path):
@@ -201,6 +203,15 @@ def test_samples_longer_than_the_model_are_refused(files, tmp_path):
     process = start(files, tmp_path / "run", "--sample.max-tokens", "128")
     _, stderr = process.communicate(timeout=60)
     assert stderr == "qerl: sample.max_tokens is 128, and the model has 128 positions\n"
+
+
+def test_too_few_rows_are_told_before_the_first_evaluation(files, tmp_path):
+    row = json.dumps({"prompt": "1 + 2 =", "answer": "3"})
+    (tmp_path / "same.jsonl").write_text(f"{row}\n" * 20)
+    given = "--task.name", str(tmp_path / "same.jsonl"), "--task.num-held-out", "4"
+    stdout, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=60)
+    assert process.returncode == 2 and "has only 0 rows to learn from" in stderr
+    assert "held out, before" not in stdout
 
 
 def test_another_config_in_the_same_folder_is_refused(files, unbroken):

@@ -17,7 +17,7 @@ from typing import Any
 import tyro
 
 from qerl.config import AdapterConfig, ModelConfig, RunConfig
-from qerl.errors import RunError, UserError
+from qerl.errors import RunError, UserError, near
 from qerl.options import (
     STUDY_NAMES,
     BenchDecodeOptions,
@@ -43,7 +43,6 @@ from qerl.recipes import METHODS, PAPER, RECIPES, own
 from qerl.secret import without_secrets
 from qerl.sets import SETS, all_chosen
 from qerl.stored import recorded, run_of
-from qerl.tasks.rows import near
 
 USAGE = """\
 usage: qerl COMMAND ...
@@ -233,7 +232,7 @@ def serve(arguments: list[str]) -> None:
         default = ServeOptions(model=config.model, system=config.task.system)
     options = tyro.cli(ServeOptions, default=default, args=arguments[1:], prog=f"qerl serve {source}")
     if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise UserError(f"serve needs {' and '.join(missing)}: pip install 'qerl[serve]'")
+        raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from qerl.serve.server import serve as run
 
     run(source, config, options)

@@ -1,5 +1,8 @@
 """The two exceptions that the command line prints in one line instead of a traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """The user's to mend; exit code 2. Says what and where: `engine.kv_gb must be positive, got -1`.
@@ -27,3 +30,9 @@ def require(holds: bool, message: str) -> None:
     """The user's mistake, in the message's words, unless it holds."""
     if not holds:
         raise UserError(message)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """`; did you mean a or b?`, or nothing where nothing is near."""
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""

@@ -116,7 +116,7 @@ def launched(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise UserError(f"ray.address needs Ray ({error}): pip install 'qerl[ray]'") from None
+        raise UserError(f"ray.address needs Ray ({error}): pip install ray") from None
     try:
         more = {"include_dashboard": False} if is_ours else {}
         ray.init(address=config.ray.address, log_to_driver=False, logging_level="ERROR", **more)

@@ -61,6 +61,8 @@ def _train(
             if finished is not None:
                 journal.notice(f"{folder} holds this run, finished; nothing is left to do")
                 journal.catch_up()
+                if ranks.is_first and not (folder / "report.html").exists():  # the disk was full
+                    write_report([folder], folder / "report.html")
                 return finished
             with RewardPool(config.task, functions=rewards) as pool:
                 result = _Session(config, folder, journal, pool, stop, ranks, cluster).run()
@@ -120,9 +122,9 @@ class _Session:
         """The config with learn.recompute auto replaced on a GPU, and whether the learner holds operands; the
         journal is told."""
         config, device, a = self.config, self.decoder.device, self.decoder.architecture
+        prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
         if device.type == "cpu":
             return config, False
-        prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
         gpu_bytes = plan.usable_bytes(device)
         found = plan.settled(a, config, prompt_tokens, gpu_bytes)
         need = plan.learning_bytes(plan.parts(a, found, prompt_tokens))

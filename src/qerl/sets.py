@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Iterable
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError, require
+from qerl.config.wording import GSM8K_REQUEST
+from qerl.errors import UserError, near, require
 from qerl.recipes.paper import MATH_TEMPLATE
-from qerl.tasks.rows import GSM8K_REQUEST, near
 
 SETS: dict[str, TaskConfig] = {
     "gsm8k": TaskConfig(

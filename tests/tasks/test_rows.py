@@ -6,8 +6,9 @@ import pytest
 from material import jsonl
 
 from qerl.config import TaskConfig
+from qerl.config.wording import GSM8K_REQUEST
 from qerl.errors import UserError
-from qerl.tasks.rows import GSM8K_REQUEST, open_rows
+from qerl.tasks.rows import open_rows
 
 SUMS = (
     ("min_terms", 2),
@@ -119,6 +120,11 @@ def test_a_data_set_that_is_nowhere_is_refused_in_one_line(tmp_path, monkeypatch
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert "task.name" in refused(name=str(tmp_path / "nowhere"))
     assert "did you mean reasoning-gym" in refused(name="reasoning_gym")
+
+
+def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path):
+    (tmp_path / "x.txt").write_text("1 + 1")
+    assert "ends in .jsonl, .json, .parquet, .csv" in refused(name=str(tmp_path / "x.txt"))
 
 
 def test_jsonl_rows_have_the_columns_of_all_lines(tmp_path):

@@ -83,7 +83,7 @@ class PlanOptions:
     """The run, as `qerl train` takes it."""
 
     def __post_init__(self):
-        if self.gpu_gb <= 0:
+        if not 0 < self.gpu_gb < math.inf:
             raise UserError(f"gpu_gb must be positive, got {self.gpu_gb}")
         check_counts(prompt_tokens=(self.prompt_tokens,))
 

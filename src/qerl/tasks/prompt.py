@@ -73,6 +73,11 @@ class Renderer:
         if self._holds_messages:
             messages = self._with_system(_checked(content, f"{rows.name}: row {row_index + 1}"))
         else:
+            if isinstance(content, list | dict):
+                kind = type(content).__name__
+                raise UserError(
+                    f"{rows.name}: row {row_index + 1}: {rows.prompt_column} is a {kind}, no text"
+                )
             messages = self._with_system([{"role": "user", "content": self._filled(row, content)}])
         render = rendered if self._has_template else joined
         text, tokens_T = render(self._tokenizer, messages)

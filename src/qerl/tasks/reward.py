@@ -23,12 +23,11 @@ from pathlib import Path
 from types import ModuleType
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, near
 from qerl.tasks.crew import Crew, Lost
 from qerl.tasks.environment import Close, Reply, Reset, Stage, Step, is_environment
 from qerl.tasks.grade import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.hints import hints
-from qerl.tasks.rows import near
 from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
 from qerl.types import Group, Prompt, Sample
 
@@ -88,7 +87,7 @@ class RewardPool:
 
     def check(self, prompt: Prompt) -> None:
         """UserError if the functions ask for a column that the prompt, and so the data set, does not have."""
-        there_are = f"there are: {', '.join(prompt.columns)}"
+        there_are = f"there are: {', '.join(prompt.columns) or 'none beside the prompt'}"
         if self._answer_column is not None and self._answer_column not in prompt.columns:
             raise UserError(f"task.answer_column: no column {self._answer_column!r} ({there_are})")
         for function in self._functions:

@@ -13,23 +13,18 @@ task.gym_options gives other ones.
 
 import csv
 import dataclasses
-import difflib
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError
+from qerl.config.wording import GSM8K_REQUEST
+from qerl.errors import UserError, near
 from qerl.seeds import mix
-
-GSM8K_REQUEST = (
-    "Solve the math problem above step by step. Put the reasoning inside <think></think> tags, then only the"
-    " final number inside <answer></answer> tags: <think> reasoning </think><answer> number </answer>."
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +53,13 @@ def open_rows(config: TaskConfig) -> tuple[Rows, Rows | None]:
         if not path.is_file():
             raise UserError(f"task.name {config.name}: there is no such file")
         return _READERS[path.suffix](path, config.prompt_column), None
+    if path.is_file():
+        raise UserError(f"task.name {config.name}: a file of rows ends in {', '.join(_READERS)}")
     return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))
 
 
 def _splits(config: TaskConfig, load: Callable[[str], Rows]) -> tuple[Rows, Rows | None]:
     return load(config.split), None if config.held_out_split is None else load(config.held_out_split)
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """`; did you mean a or b?`, or nothing where nothing is near."""
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def gym_dataset(config: TaskConfig) -> Any:
