@@ -37,11 +37,11 @@ def untimed(value):
     return [untimed(item) for item in value] if isinstance(value, list) else value
 
 
-def run(files, folder, *more):
+def run(files, folder, *more, **options):
     command = [sys.executable, "-m", "study.tiny_study", str(files), str(folder), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
     )
 
 
@@ -117,6 +117,19 @@ def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, u
     assert untimed(lines(folder)) == untimed(lines(unbroken))
     assert untimed(lines(folder, "choice")) == untimed(lines(unbroken, "choice"))
     assert lines(folder)[: len(before)] == before  # what was there was not run again
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, unbroken, tmp_path):
+    folder = tmp_path / "stopped"
+    process = run(files, folder, start_new_session=True)
+    wait_for(process, lambda: list(folder.rglob("checkpoints/step-*")))
+    before = set(folder.rglob("metrics.jsonl"))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    process.communicate(timeout=60)
+    assert process.returncode != 0 and set(folder.rglob("metrics.jsonl")) == before
+    finish(run(files, folder))
+    assert untimed(lines(folder)) == untimed(lines(unbroken))
 
 
 def test_a_finished_study_runs_nothing(files, unbroken):

@@ -9,6 +9,7 @@ A study that was killed goes on: runs that have a line are not run again, one th
 from its checkpoint (session.py). Workers end with the process that started them, however that ends.
 """
 
+import itertools
 import os
 import shutil
 import sys
@@ -119,13 +120,21 @@ def execute(study: Study, jobs: list[Job], results: Results, outcomes: Outcomes)
 
 
 def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> Iterator[tuple[Job, Line]]:
-    """As they end."""
-    futures = {pool.submit(_work, study.measure, workers, job): job for job in jobs}
-    pending = set(futures)
+    """As they end. The pool has no job that no worker has: after Ctrl-C, which ends a run in all processes, a
+    worker would begin it."""
+    waiting, running = iter(jobs), dict[Future[Line], Job]()
+
+    def begin(count: int) -> None:
+        for job in itertools.islice(waiting, count):
+            running[pool.submit(_work, study.measure, workers, job)] = job
+
+    begin(workers)
     try:
-        while pending:
-            done, pending = wait(pending, return_when="FIRST_COMPLETED")
-            yield from ((futures[future], _line_of(futures[future], future)) for future in done)
+        while running:
+            done, _ = wait(running, return_when="FIRST_COMPLETED")
+            ended = [(running.pop(future), future) for future in done]
+            begin(len(ended))
+            yield from ((job, _line_of(job, future)) for job, future in ended)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
