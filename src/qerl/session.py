@@ -122,6 +122,7 @@ class _Session:
         """The config with learn.recompute auto replaced on a GPU, and whether the learner holds operands; the
         journal is told."""
         config, device, a = self.config, self.decoder.device, self.decoder.architecture
+        # On a CPU too: where too few rows are left to learn from it says so, before any is tried.
         prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
         if device.type == "cpu":
             return config, False
