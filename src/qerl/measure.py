@@ -28,7 +28,7 @@ from qerl.loop import sampling_of
 from qerl.model.device import resolved
 from qerl.model.source import locate
 from qerl.options import EvalOptions
-from qerl.policy import learned_sampler_of, reader_of
+from qerl.policy import check_room, learned_sampler_of, reader_of
 from qerl.tasks import RewardPool, Votes, build_task, every_prompt
 from qerl.tasks.reward import REWARDS, told
 from qerl.tasks.vote import voting_grader
@@ -50,9 +50,7 @@ def measure(
         graded = {_grading(task): task for task in tasks.values()}
         pools = {key: stack.enter_context(RewardPool(task)) for key, task in graded.items()}
         tokenizer, room = reader_of(config)
-        if room <= 0:
-            positions = room + options.max_tokens
-            raise UserError(f"max_tokens is {options.max_tokens}, and the model has {positions} positions")
+        check_room(room, options.max_tokens, "max_tokens")
         exams = {}
         for name, task in tasks.items():
             prompts = _prompts(task, tokenizer, config, options.num_prompts, room, is_whole=bool(sets))

@@ -23,10 +23,7 @@ from qerl.tasks import Task, build_task
 def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
     """config.model has no `auto` left. The task comes first: its mistakes show before weights are read."""
     tokenizer, max_prompt_tokens = reader_of(config)
-    max_tokens, positions = config.sample.max_tokens, max_prompt_tokens + config.sample.max_tokens
-    require(
-        max_prompt_tokens > 0, f"sample.max_tokens is {max_tokens}, and the model has {positions} positions"
-    )
+    check_room(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
     return *sampler_of(config, tokenizer), task
 
@@ -35,6 +32,12 @@ def reader_of(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer, and the most tokens that a prompt may have beside sample.max_tokens."""
     architecture = architecture_of(locate(config.model.path).open())
     return load_tokenizer(config.model.path), architecture.max_positions - config.sample.max_tokens
+
+
+def check_room(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
+    """max_prompt_tokens: `reader_of`'s; option: the name that the user gave max_tokens by."""
+    positions = max_prompt_tokens + max_tokens
+    require(max_prompt_tokens > 0, f"{option} is {max_tokens}, and the model has {positions} positions")
 
 
 def sampler_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Decoder, Engine]:

@@ -97,7 +97,9 @@ class _Session:
         room = self.decoder.architecture.max_positions - config.sample.max_tokens
         speaker = conversing(self.engine, pool, config.task.environment, room)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
-        settled, holds = self.settled()
+        # Too few rows to learn from are told here, before any is tried.
+        first_P = self.task.train_prompts(0, config.num_prompts)
+        settled, holds = self.settled(max(len(prompt.tokens_T) for prompt in first_P))
         self.learner = Learner(
             self.decoder, settled, notice=journal.notice, score=score, ranks=ranks, holds_operands=holds
         )
@@ -118,12 +120,10 @@ class _Session:
             notice=self.journal.notice,
         )
 
-    def settled(self) -> tuple[RunConfig, bool]:
+    def settled(self, prompt_tokens: int) -> tuple[RunConfig, bool]:
         """The config with learn.recompute auto replaced on a GPU, and whether the learner holds operands; the
         journal is told."""
         config, device, a = self.config, self.decoder.device, self.decoder.architecture
-        # On a CPU too: where too few rows are left to learn from it says so, before any is tried.
-        prompt_tokens = max(len(p.tokens_T) for p in self.task.train_prompts(0, config.num_prompts))
         if device.type == "cpu":
             return config, False
         gpu_bytes = plan.usable_bytes(device)

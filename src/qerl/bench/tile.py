@@ -108,9 +108,7 @@ class _Product:
     def _work(self, M: int) -> Callable[[], None]:
         x_MK = torch.randn(M, self._gemm.in_width, device=self._device).bfloat16()
         adapter = self._adapter
-        if adapter is not None and not nvfp4_decode.pays_to_make_u(
-            M, self._gemm.out_width * self._gemm.in_width
-        ):
+        if adapter is not None and not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights):
             adapter = dataclasses.replace(adapter, u=x_MK.new_zeros(M, len(adapter.a)))
         has_residual = self._gemm.name in ("o", "down")
         residual_MN = torch.zeros(M, self._gemm.out_width, device=self._device) if has_residual else None

@@ -42,6 +42,7 @@ from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.kernels.joined_linear import WIDE_ROWS
 from qerl.model.architecture import Architecture
+from qerl.model.device import COMPUTE
 from qerl.model.synthetic import SHAPES
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
@@ -106,7 +107,11 @@ def weights(a: Architecture, format: str) -> float:
 
 def word(config: RunConfig) -> int:
     """Bytes of an activation, an unpacked weight, a working copy."""
-    return 4 if config.model.compute == "fp32" else 2
+    return _compute(config).itemsize
+
+
+def _compute(config: RunConfig) -> torch.dtype:
+    return COMPUTE.get(config.model.compute, torch.bfloat16)
 
 
 def tables(a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, word: int = 2) -> float:
@@ -135,7 +140,7 @@ def moments(num_weights: int, optimizer: str) -> float:
 
 def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     engine, max_tokens = config.engine, config.sample.max_tokens
-    dtype = FP8 if engine.kv == "fp8" else (torch.float32 if word(config) == 4 else torch.bfloat16)
+    dtype = FP8 if engine.kv == "fp8" else _compute(config)
     running = min(config.num_prompts * config.num_samples, engine.max_running)
     prompts = min(config.num_prompts, engine.max_running)
     pages = prompts * num_pages(prompt_tokens, engine.page_tokens)
