@@ -14,7 +14,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-QERL = "-c", "from qerl.cli import main; main()"
+QERL = "-c", "from qerl.cli.main import main; main()"
 REWARD = """
 def even(prompts, completions, completion_ids, **columns):
     return [float(ids[0] % 2 == 0) for ids in completion_ids]

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qerl import config, recipes
-from qerl.config import RunConfig
+from qerl import config
+from qerl.config import RunConfig, recipes
 from qerl.errors import RunError, UserError
 
 __all__ = ["RunConfig", "RunError", "UserError", "config", "recipes", "train"]
@@ -17,6 +17,8 @@ def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> d
     they take the place of config.task.rewards. The run's folder holds all else: metrics, samples, the report,
     the adapter. Ctrl-C and SIGTERM finish the step, save, and raise SystemExit; the same call then goes on.
     """
-    from qerl.session import train  # torch and transformers take seconds that a mere import need not wait
+    from qerl.train.session import (
+        train,  # torch and transformers take seconds that a mere import need not wait
+    )
 
     return train(config, rewards=rewards)

@@ -1,6 +1,6 @@
 """`python -m qerl` is `qerl`."""
 
-from qerl.cli import main
+from qerl.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,17 @@
-"""The two exceptions that the command line prints in one line instead of a traceback."""
+"""The two exceptions that the command line prints in one line, and what their texts go through."""
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
+
+_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_LEAST_SECRET = 6  # characters; shorter values are words
+_SHAPES = (
+    (re.compile(r"(://)[^/\s@]+@"), r"\1***@"),
+    (re.compile(r"(\bBearer\s+)[^\s\"']+", re.IGNORECASE), r"\1***"),
+    (re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{12,}"), r"\1***"),
+)
 
 
 class UserError(Exception):
@@ -36,3 +46,14 @@ def near(name: str, known: Iterable[str]) -> str:
     """`; did you mean a or b?`, or nothing where nothing is near."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def redact(text: str) -> str:
+    """Return the text with *** for every key, token and password: values of environment variables that are
+    named like one, passwords in addresses, and strings shaped like a well-known service's token."""
+    for name, value in os.environ.items():
+        if _NAME.search(name) and len(value) >= _LEAST_SECRET:
+            text = text.replace(value, "***")
+    for shape, instead in _SHAPES:
+        text = shape.sub(instead, text)
+    return text

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qerl.config import AdapterConfig, CheckpointConfig, EvalConfig, NoiseConfig, RunConfig, SampleConfig
+from qerl.config.options import ExportOptions
 from qerl.errors import UserError, require
 from qerl.export import export
-from qerl.journal.record import replace
-from qerl.options import ExportOptions
-from qerl.session import train
 from qerl.tasks.scoring import name_of
+from qerl.tracking.atomic_file import replace
+from qerl.train.session import train
 
 _ADVANTAGES = {True: "group", "group": "group", False: "mean", "none": "mean"}
 _OPTIMIZERS = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qerl.algo.importance import IMPORTANCE, correct, effective_fraction
-from qerl.algo.span import Spans
+from qerl.algo.segment import Spans
 from qerl.config import AlgoConfig
 
 RHO = [1.0, 4.0, 0.25, 3.0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qerl.algo.loss import LOSSES, clipped, constant, group_mean, sample_mean, token_mean
-from qerl.algo.span import Spans
+from qerl.algo.segment import Spans
 from qerl.config import AlgoConfig, MaspoConfig, SapoConfig
 
 LOW, HIGH = 0.2, 0.28

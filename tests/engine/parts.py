@@ -4,10 +4,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from model.tiny import logits_of
+from models.tiny import logits_of
 from qerl.config import EngineConfig
 from qerl.engine import Engine
-from qerl.model.decoder import Decoder
+from qerl.models.decoder import Decoder
 from qerl.types import Pivot, Prompt, Sampling
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

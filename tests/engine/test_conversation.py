@@ -8,7 +8,7 @@ import torch
 from engine.parts import EOS, engine_of, packed_logprobs, prompts_of, tokens_of
 from engine.test_engine import assert_same, kv_gb_for
 from engine.test_scheduler import PAGE_TOKENS, FakeRunner, live_group
-from model.tiny import tiny
+from models.tiny import tiny
 from qerl.engine.scheduler import group_pages, num_pages
 from qerl.types import Sampling
 

@@ -6,13 +6,13 @@ import torch
 
 from engine.parts import STOPS, compared, drawn, engine_of, packed_logprobs, prompts_of, tokenizer
 from learner.tiny import VOCAB, tiny_decoder
-from model.tiny import FAMILIES, forest, packed, tiny
+from models.tiny import FAMILIES, forest, packed, tiny
+from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
-from qerl.engine.cache import page_bytes
-from qerl.engine.hopper import HopperForward
+from qerl.engine.decode_hopper import HopperForward
+from qerl.engine.kv_cache import page_bytes
 from qerl.errors import UserError
-from qerl.model.adapter import adapter_tensors, add_adapter
-from qerl.model.noise import noised
+from qerl.models.adapter import adapter_tensors, add_adapter
 
 LENGTHS = (9, 31, 1, 16, 17, 15, 40)
 
@@ -61,7 +61,7 @@ def test_logprobs_are_the_packed_forwards(decoder, temperature):
 
 def test_the_noise_in_the_norms_is_the_sampling_policys(decoder, plain):
     prompts_P = prompts_of(*LENGTHS)
-    with noised(decoder, sigma=0.1, unit="absolute", seed=0, step=1):
+    with noised(decoder.noise_table, sigma=0.1, unit="absolute", seed=0, step=1):
         samples = drawn(engine_of(decoder), prompts_P)
         truth_T = packed_logprobs(decoder, prompts_P[0], samples[0])
     tokens = torch.tensor(samples[0].tokens_T)

@@ -7,13 +7,13 @@ import torch
 
 from engine.parts import branched, drawn, engine_of, packed_logprobs, prompts_of
 from learner.tiny import run_config
-from model.tiny import forest, packed, tiny
+from models.tiny import forest, packed, tiny
+from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
-from qerl.engine.cache import page_bytes
 from qerl.engine.generation import Generation
+from qerl.engine.kv_cache import page_bytes
 from qerl.learner import Learner
-from qerl.model.adapter import add_adapter
-from qerl.model.noise import make_table, noised
+from qerl.models.adapter import add_adapter
 from qerl.types import Group
 
 LENGTHS = (9, 31, 1, 16, 17)
@@ -23,12 +23,12 @@ PER = pytest.mark.parametrize("per", ["group", "sample"])
 
 def decoder_per(per, num_keys=5):
     decoder = tiny()
-    make_table(decoder, per, num_keys)
+    decoder.noise_table.open(per, num_keys)
     return decoder
 
 
 def noisy(decoder, prompts_P=None, *, sigma=0.1, num_samples=3, **settings):
-    with noised(decoder, sigma=sigma, **NOISE):
+    with noised(decoder.noise_table, sigma=sigma, **NOISE):
         return drawn(
             engine_of(decoder, **settings), prompts_P or prompts_of(*LENGTHS), num_samples=num_samples
         )
@@ -37,7 +37,7 @@ def noisy(decoder, prompts_P=None, *, sigma=0.1, num_samples=3, **settings):
 def under(decoder, row, prompt, sample):
     """The sample's logprobs by a forward whose every token has this row's noise."""
     vector = tiny()
-    for ours, theirs in zip(vector.noised_norms(), decoder.noised_norms(), strict=True):
+    for ours, theirs in zip(vector.noise_table.norms, decoder.noise_table.norms, strict=True):
         ours.noise.copy_(theirs.noise[row])
     tokens_T = torch.tensor(sample.tokens_T)
     return packed_logprobs(vector, prompt, sample)[torch.arange(len(tokens_T)), tokens_T].tolist()
@@ -46,7 +46,7 @@ def under(decoder, row, prompt, sample):
 def test_by_group_a_sample_is_drawn_under_its_groups_noise():
     decoder, prompts_P = decoder_per("group"), prompts_of(*LENGTHS)
     samples = noisy(decoder, prompts_P)
-    with noised(decoder, sigma=0.1, **NOISE):
+    with noised(decoder.noise_table, sigma=0.1, **NOISE):
         rows = decoder.noise_table.rows([(p.index, [0]) for p in prompts_P])
         for i, sample in enumerate(samples):
             wanted = [under(decoder, row, prompts_P[i // 3], sample) for row, _ in rows]
@@ -87,7 +87,7 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_pauses(per, settings):
     kv_gb = 14.5 * page_bytes(decoder.architecture, 4, torch.float32) / 1e9
     alone = [s for prompt in reversed(prompts_P) for s in noisy(decoder, [prompt], num_samples=2)]
     some = [whole[3 * p + g] for p in reversed(range(len(prompts_P))) for g in range(2)]
-    with noised(decoder, sigma=0.1, **NOISE):
+    with noised(decoder.noise_table, sigma=0.1, **NOISE):
         engine = engine_of(decoder, page_tokens=4, kv_gb=kv_gb, **settings)
         paused = drawn(engine, prompts_P)
     assert engine.stats.pauses > 0
@@ -101,7 +101,7 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_pauses(per, settings):
 @pytest.mark.parametrize("settings", [{}, {"page_tokens": 4, "exact": True}], ids=str)
 def test_a_branch_is_drawn_under_the_noise_of_its_sample(per, settings):
     decoder, prompts_P = decoder_per(per), prompts_of(*LENGTHS)
-    with noised(decoder, sigma=0.1, **NOISE):
+    with noised(decoder.noise_table, sigma=0.1, **NOISE):
         engine = engine_of(decoder, stop_token_ids=frozenset(), **settings)
         _, branches, found, _ = branched(engine, prompts_P)
         assert len(branches) > 3
@@ -128,7 +128,7 @@ def test_the_learner_reads_each_sample_under_its_own_noise(per, recompute):
     sides, is not without the learner's, and the correction is what was recorded against it."""
     decoder = tiny()
     add_adapter(decoder, AdapterConfig(rank=4), seed=1)
-    make_table(decoder, per, 5)
+    decoder.noise_table.open(per, 5)
     prompts_P, samples = prompts_of(*LENGTHS), noisy(decoder)
     config = run_config(learn={"micro_tokens": 64, "recompute": recompute}, adapter=AdapterConfig(rank=4))
     groups = [
@@ -139,7 +139,7 @@ def test_the_learner_reads_each_sample_under_its_own_noise(per, recompute):
         for p in (3, 0, 4, 1)
     ]
     learner = Learner(decoder, config)
-    with noised(decoder, sigma=0.1, **NOISE):
+    with noised(decoder.noise_table, sigma=0.1, **NOISE):
         both = learner.step(groups)
     assert both["mismatch_max"] < 2e-5 and both["importance_weight_mean"] == pytest.approx(1, abs=1e-5)
     sampler_only = Learner(decoder, config).step(groups)

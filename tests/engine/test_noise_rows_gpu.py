@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from engine.parts import drawn, engine_of
-from engine.test_hopper import NEVER, decoder_of, small_prompts
-from engine.test_hopper import pytestmark as pytestmark
+from engine.test_decode_hopper import NEVER, decoder_of, small_prompts
+from engine.test_decode_hopper import pytestmark as pytestmark
 from learner.tiny import run_config
+from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
 from qerl.kernels.decode_state import DecodeState
 from qerl.learner import Learner
-from qerl.model.noise import make_table, noised
 from qerl.types import Group
 
 NOISE = {"unit": "absolute", "seed": 0, "step": 1}
@@ -21,9 +21,9 @@ NOISE = {"unit": "absolute", "seed": 0, "step": 1}
 @pytest.mark.parametrize("rank", [None, 16])
 def test_a_replayed_graph_is_the_eager_step_bit_for_bit(rank):
     decoder = decoder_of(rank=rank)
-    make_table(decoder, "sample", 4)
+    decoder.noise_table.open("sample", 4)
     engine = engine_of(decoder, stop_token_ids=NEVER)
-    with noised(decoder, sigma=0.1, **NOISE):
+    with noised(decoder.noise_table, sigma=0.1, **NOISE):
         drawn(engine, small_prompts(20), num_samples=2, max_tokens=4)
         runner = next(iter(engine._runners._runners.values()))
         forward, state = runner._forward, DecodeState.empty(8, runner._state.tables_BX.shape[1], 1, "cuda")
@@ -54,15 +54,15 @@ def test_a_replayed_graph_is_the_eager_step_bit_for_bit(rank):
 def test_the_learners_kernels_read_each_sample_under_the_noise_it_was_drawn_with(per):
     """As far from the sampler as without noise, where both have it; and five times as far where one has."""
     decoder, prompts_P = decoder_of(), small_prompts(9, 31, 16, 130)
-    make_table(decoder, per, 4)
+    decoder.noise_table.open(per, 4)
     config = run_config(adapter=AdapterConfig(rank=16))
     found = {}
     for name, sampler, learner in (("none", 0, 0), ("both", 0.1, 0.1), ("sampler", 0.1, 0)):
-        with noised(decoder, sigma=sampler, **NOISE):
+        with noised(decoder.noise_table, sigma=sampler, **NOISE):
             engine = engine_of(decoder, stop_token_ids=NEVER)
             samples = drawn(engine, prompts_P, num_samples=4, max_tokens=30)
         samples = [replace(s, reward=float(i % 4), advantage=i % 4 - 1.5) for i, s in enumerate(samples)]
         groups = [Group(prompt=p, samples_G=samples[4 * i : 4 * i + 4]) for i, p in enumerate(prompts_P)]
-        with noised(decoder, sigma=learner, **NOISE):
+        with noised(decoder.noise_table, sigma=learner, **NOISE):
             found[name] = Learner(decoder, config).step(groups)["mismatch_abs"]
     assert found["both"] < 1.5 * found["none"] and found["sampler"] > 5 * found["none"], found

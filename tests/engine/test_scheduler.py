@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from qerl.engine.pages import Pages
+from qerl.engine.page_pool import Pages
 from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, group_pages, num_pages
 
 PAGE_TOKENS = 4

@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from engine.parts import drawn, engine_of, prompts_of
-from model.tiny import tiny
+from models.tiny import tiny
 from qerl.types import Sampling
 
 

@@ -7,8 +7,8 @@ import tiny_run
 from learner.plain import causal
 from qerl.errors import UserError
 from qerl.export.calibration import calibration
-from qerl.model.load import load_decoder
-from qerl.model.tokenizer import load_tokenizer
+from qerl.models.loader import load_decoder
+from qerl.models.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 ROWS = [("ab ", "old", "length"), ("ab ", "cd", "stop"), ("ab ", "cd", "stop"), ("longer ", "e", "length")]

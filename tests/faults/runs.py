@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
-from qerl import cli, session
-from qerl.journal import is_timing
+from qerl.cli.main import main
+from qerl.tracking import is_timing
+from qerl.train import session
 
 assert session  # imported here, so that a forked run need not
 
@@ -85,7 +86,7 @@ def start_command(arguments: list[str], log: Path, first: Callable[[], object] =
         torch.set_num_threads(1)
         first()
         sys.argv = ["qerl", *map(str, arguments)]
-        cli.main()
+        main.main()
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1

@@ -13,7 +13,7 @@ import tiny_run
 from faults import runs
 from qerl.config import TaskConfig
 from qerl.tasks import RewardPool
-from qerl.tasks.crew import MORE_TASKS, MOST_PRINTED, Crew, Lost
+from qerl.tasks.worker_pool import MORE_TASKS, MOST_PRINTED, Crew, Lost
 from tasks.material import group
 
 BAD = """

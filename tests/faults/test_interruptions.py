@@ -15,10 +15,9 @@ from faults import runs
 from learner.samples import random_groups
 from learner.tiny import VOCAB, tiny_learner
 from qerl.config import RunConfig
-from qerl.errors import RunError
-from qerl.journal.provenance import run_facts
-from qerl.secret import without_secrets
+from qerl.errors import RunError, redact
 from qerl.tasks.scoring import Call, Failure, score
+from qerl.tracking.provenance import run_facts
 
 HELD = """
 import pathlib, time
@@ -194,4 +193,4 @@ def test_what_a_reward_raised_leaves_its_process_without_keys(monkeypatch):
     ],
 )
 def test_what_has_the_shape_of_a_key_is_not_shown(text, shown):
-    assert without_secrets(text) == shown
+    assert redact(text) == shown

@@ -5,7 +5,7 @@ import pytest
 import tiny_run
 from faults import kills, runs
 from qerl.errors import UserError
-from qerl.journal import Journal
+from qerl.tracking import Journal
 
 
 @pytest.fixture(scope="module")

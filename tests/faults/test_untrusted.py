@@ -1,6 +1,6 @@
 """What comes from others: code that is never run, templates that are boxed in, files that may hold anything.
 
-The loaders of models are fuzzed in tests/model/test_fuzz.py; here are rows, a run's own files and adapters.
+The loaders of models are fuzzed in tests/models/test_fuzz.py; here are rows, a run's own files and adapters.
 `python tests/faults/test_untrusted.py 20000` tries so many inputs of each kind.
 """
 
@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
 from faults import runs
-from qerl import cli
+from qerl.cli.main import main
 from qerl.config import AdapterConfig, TaskConfig
+from qerl.config.stored import recorded
 from qerl.errors import UserError
-from qerl.journal.record import Lines, decode, read_object
-from qerl.model.peft_folder import adapter_config, read_adapter
-from qerl.model.source import locate
-from qerl.model.tokenizer import load_tokenizer
-from qerl.report.read import read_run
-from qerl.stored import recorded
+from qerl.models.peft_reader import adapter_config, read_adapter
+from qerl.models.source import locate
+from qerl.models.tokenizer import load_tokenizer
 from qerl.tasks import build_task
 from qerl.tasks.prompt import rendered
+from qerl.tracking.atomic_file import Lines, decode, read_object
+from qerl.tracking.report.read import read_run
 from tasks.material import tokenizer
 
 EXAMPLES = int(sys.argv[1]) if __name__ == "__main__" else 60
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-SRC = Path(cli.__file__).parent
+SRC = Path(main.__file__).parent
 TOKENIZER = tokenizer()
 
 JSON = st.recursive(
@@ -178,7 +178,7 @@ def test_no_line_of_the_source_trusts_remote_code_nor_unpickles():
             elif "trust_remote_code" in keywords:
                 assert ast.unparse(keywords["trust_remote_code"]) == "False", path
             # an inmate is confined, and there to run what a sample says; ranks are one run's own processes
-            if path.name not in ("inmate.py", "ranks.py"):
+            if path.name not in ("inmate.py", "learner/distributed.py"):
                 assert owner not in ("torch.load", "pickle.load", "pickle.loads", "eval", "exec"), path
             assert name not in ("extractall", "unpack_archive"), path
     assert asked

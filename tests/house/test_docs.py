@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from qerl import config, options
-from qerl.cli import BENCHES, COMMANDS
+from qerl import config
+from qerl.cli.main import BENCHES, COMMANDS, options
 from qerl.config import RunConfig
-from qerl.recipes import RECIPES
+from qerl.config.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -5,8 +5,8 @@ import json
 import re
 from pathlib import Path
 
-from qerl.bench.record import RESULTS, read
-from qerl.bench.table import markdown, summary
+from qerl.cli.bench.record import RESULTS, read
+from qerl.cli.bench.table import markdown, summary
 from qerl.study.analysis import judge
 from qerl.study.catalog import STUDIES
 from qerl.study.sentence import headline
@@ -16,7 +16,7 @@ README, SPEED, PACKAGE = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / 
 
 
 def the_loop() -> str:
-    source = (PACKAGE / "loop.py").read_text()
+    source = (PACKAGE / "train/loop.py").read_text()
     function = next(
         node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "run"
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import rms_error
-from qerl.engine.sampling import sample
+from qerl.engine.token_sampling import sample
 from qerl.formats.fp8 import FP8
 from qerl.formats.nvfp4 import NVFP4
 from qerl.kernels import head_sample as op

@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from conftest import rms_error
+from qerl.kernels import row_kernel
 from qerl.kernels import swiglu as op
-from qerl.kernels import vectors
 
 
 def _case(T, F, dtype, device, rng):
@@ -43,7 +43,7 @@ def test_bf16_loses_no_more_than_torchs_operations(T, width, room, device, rng):
 def _wide(gate, up, dy, dtype, room=0):
     """Value, dgate, dup, and the gate that was kept."""
     T, width = gate.shape
-    y = vectors.rows(T, width, room, gate, dtype)
+    y = row_kernel.rows(T, width, room, gate, dtype)
     kept = torch.empty(T, width, dtype=dtype, device=gate.device)
     op.put_swiglu(torch.cat((gate, up), 1), y, kept)
     return y, *op.wide_gradient(dy.to(dtype), kept, y).chunk(2, 1), kept

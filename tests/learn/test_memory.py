@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from engine.parts import engine_of
-from engine.test_hopper import NEVER, decoder_of, small_prompts
-from qerl import memory
+from engine.test_decode_hopper import NEVER, decoder_of, small_prompts
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
+from qerl.kernels import gpu_memory
 from qerl.learner import Learner
-from qerl.loop import learnable, marked, sampling_of
+from qerl.train.loop import learnable, marked, sampling_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,14 +29,14 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
     engine, learner = engine_of(decoder, stop_token_ids=NEVER), Learner(decoder, config)
     device, peaks, left, free = decoder.device, [], [], []
     for step in range(22):
-        memory.reset_peaks(device)
+        gpu_memory.reset_peaks(device)
         groups = engine.generate(prompts_P, num_samples=4, sampling=sampling_of(config), seed=0, step=step)
         rewards_P_G = [[0.0, 1.0, 0.0, 1.0]] * len(groups)
         groups = [learnable(config, group) for group in marked(config, groups, rewards_P_G)]
-        assert memory.peak_bytes(device) > engine.num_bytes
+        assert gpu_memory.peak_bytes(device) > engine.num_bytes
         learner.step(groups)
         engine.publish(learner.version)
-        peaks.append(memory.peak_bytes(device))
+        peaks.append(gpu_memory.peak_bytes(device))
         left.append(torch.cuda.memory_allocated())
         free.append(torch.cuda.mem_get_info()[0])
     assert engine.num_bytes > 10e6

@@ -8,8 +8,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from qerl.learner.rate import learning_rate
-from qerl.model.adapter import adapter_off, adapter_tensors, publish
+from qerl.learner.lr_schedule import learning_rate
+from qerl.models.adapter import adapter_off, adapter_tensors, publish
 
 
 def causal(layer, q_TNH, k_TKH, v_TKH):

@@ -11,8 +11,8 @@ from learner.samples import prompt, random_groups, sample
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.algo.loss import LOSSES
 from qerl.learner import Learner
-from qerl.learner.pack import pack
-from qerl.model.adapter import adapter_tensors
+from qerl.learner.packing import pack
+from qerl.models.adapter import adapter_tensors
 from qerl.types import Group
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_decoder
 from qerl.formats import NVFP4
 from qerl.learner import Learner
-from qerl.model.linear import holding, repeating
-from qerl.model.synthetic import random_decoder, shape
+from qerl.models.linear import holding, repeating
+from qerl.models.random_weights import random_decoder, shape
 
 MODES = pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
 LINEARS = 14

@@ -12,8 +12,8 @@ from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.learner import Learner
-from qerl.learner.rate import learning_rate
-from qerl.model.adapter import load_adapter
+from qerl.learner.lr_schedule import learning_rate
+from qerl.models.adapter import load_adapter
 from qerl.types import Group
 
 

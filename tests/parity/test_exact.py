@@ -2,7 +2,7 @@
 
     prefill in one piece = in chunks      prefill = decode      engine = learner      one batch = another
 
-Graph = eager stands in tests/engine/test_hopper.py; with its kernels: tests/parity/test_exact_hopper.py.
+Graph = eager stands in tests/engine/test_decode_hopper.py; with its kernels: tests/parity/test_exact_hopper.py.
 """
 
 from dataclasses import replace
@@ -13,17 +13,17 @@ import torch
 
 from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
 from learner.tiny import run_config
-from model.tiny import oracle, ported, tiny
+from models.tiny import oracle, ported, tiny
+from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
-from qerl.engine.cache import page_bytes
+from qerl.engine.kv_cache import page_bytes
 from qerl.engine.prefill import Prefill, Run
-from qerl.engine.replay import Replay
-from qerl.engine.runners import Runners
+from qerl.engine.runner_cache import Runners
+from qerl.engine.teacher_forcing import Replay
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.learner import Learner
-from qerl.model.adapter import adapter_tensors, add_adapter, publish
-from qerl.model.noise import noised
+from qerl.models.adapter import adapter_tensors, add_adapter, publish
 from qerl.types import Sampling
 
 LENGTHS = (9, 31, 1, 16, 17, 15, 40)
@@ -207,7 +207,7 @@ def test_scores_follow_the_weights_and_noise_alone_makes_a_difference():
     decoder = policy()
     engine = engine_of(decoder, exact=True, max_running=16)
     groups = groups_of(engine)
-    with noised(decoder, sigma=0.05, unit="absolute", seed=0, step=1):
+    with noised(decoder.noise_table, sigma=0.05, unit="absolute", seed=0, step=1):
         noisy = groups_of(engine)
         assert gap(engine, noisy) == 0
     assert gap(engine, noisy) > 1e-3

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from engine.parts import engine_of
-from engine.test_hopper import LENGTHS, NEVER, SMALL, decoder_of, pytestmark, small_prompts
+from engine.test_decode_hopper import LENGTHS, NEVER, SMALL, decoder_of, pytestmark, small_prompts
 from learner.tiny import run_config
+from qerl.aqn.norm_noise import noised
 from qerl.config import SampleConfig
-from qerl.engine.hopper import HopperForward
+from qerl.engine.decode_hopper import HopperForward
+from qerl.engine.fused_linear import PackedProducts
 from qerl.engine.prefill import Prefill, Run
-from qerl.engine.product import PackedProducts
-from qerl.engine.runners import Runners
+from qerl.engine.runner_cache import Runners
 from qerl.learner import Learner
-from qerl.model.noise import noised
-from qerl.model.synthetic import SHAPES
+from qerl.models.random_weights import SHAPES
 from qerl.types import Sampling
 
 __all__ = ["pytestmark"]
@@ -76,7 +76,7 @@ def test_a_models_widths_split_their_sums_and_change_no_bit(format, max_running)
 
 
 def test_more_rows_at_once_would_change_bits(monkeypatch):
-    monkeypatch.setattr("qerl.engine.runners.SlicedProducts", PackedProducts)
+    monkeypatch.setattr("qerl.engine.runner_cache.SlicedProducts", PackedProducts)
     engine = engine_of(decoder_of(architecture=WIDE), exact=True, max_running=64, stop_token_ids=NEVER)
     assert gap(engine, groups_of(engine, 24)) > 0
 
@@ -139,7 +139,7 @@ def test_the_learners_logprobs_are_the_engines_to_the_bit(learn):
 def test_noise_alone_makes_a_difference():
     decoder = decoder_of()
     engine = engine_of(decoder, exact=True, max_running=8, stop_token_ids=NEVER)
-    with noised(decoder, sigma=0.05, unit="absolute", seed=0, step=1):
+    with noised(decoder.noise_table, sigma=0.05, unit="absolute", seed=0, step=1):
         groups = groups_of(engine)
         assert gap(engine, groups) == 0
     assert gap(engine, groups) > 1e-3

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import tiny_run
-from qerl import cli
+from qerl.cli.main import main
+from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
-from qerl.options import GenerateOptions
 from qerl.serve.chat import Chat
 from serve import parts
 
@@ -34,26 +34,26 @@ def files(tmp_path_factory):
 
 def test_a_prompt_is_answered_on_stdout_and_stdin_is_a_prompt_too(files, capsys, monkeypatch):
     given = ["--model.compute", "fp32", "--max-tokens", "30", "--seed", "4"]
-    cli.command(["generate", str(files), "hello", *given])
+    main.command(["generate", str(files), "hello", *given])
     said = capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
-    cli.command(["generate", str(files), *given])
+    main.command(["generate", str(files), *given])
     assert capsys.readouterr().out == said and len(said) > 5 and said.endswith("\n")
-    cli.command(["generate", str(files), "hello", *given[:-1], "5"])
+    main.command(["generate", str(files), "hello", *given[:-1], "5"])
     assert capsys.readouterr().out != said
-    cli.command(["generate", str(files), "hello", *given, "--system", "x"])
+    main.command(["generate", str(files), "hello", *given, "--system", "x"])
     assert capsys.readouterr().out != said
 
 
 def test_a_run_answers_with_what_it_learned(files, tmp_path, capsys):
     run = tmp_path / "run"
-    cli.command(["train", "demo", *tiny_run.options(files, run), "--learn.learning-rate", "1"])
+    main.command(["train", "demo", *tiny_run.options(files, run), "--learn.learning-rate", "1"])
     capsys.readouterr()
     said = []
     for given in ([], ["--no-with-adapter"]):
-        cli.command(["generate", str(run), "hello", "--seed", "0", "--max-tokens", "30", *given])
+        main.command(["generate", str(run), "hello", "--seed", "0", "--max-tokens", "30", *given])
         said.append(capsys.readouterr().out)
-    cli.command(
+    main.command(
         ["generate", str(files), "hello", "--model.compute", "fp32", "--seed", "0", "--max-tokens", "30"]
     )
     assert said[0] != said[1] == capsys.readouterr().out
@@ -87,7 +87,7 @@ class Terminal:
 
     def __init__(self, folder, *given):
         self._end, inner = pty.openpty()
-        source = "from qerl.cli import main; main()"
+        source = "from qerl.cli.main import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", source, "generate", str(folder), "--model.compute", "fp32", *given],
             stdin=inner,
@@ -172,7 +172,7 @@ def test_ctrl_d_ends(long_model):
 
 
 def test_a_second_ctrl_c_ends_the_program_within_an_answer(long_model):
-    source = "from qerl.cli import main; main()"
+    source = "from qerl.cli.main import main; main()"
     command = [sys.executable, "-c", source, "generate", str(long_model), "hello", "--max-tokens", "15000"]
     process = subprocess.Popen(
         [*command, "--model.compute", "fp32"],

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
+from qerl.config.options import ServeOptions
 from qerl.errors import UserError
-from qerl.options import ServeOptions
 from qerl.serve.server import find_key, serve
 from serve import parts
 
@@ -142,7 +142,7 @@ def test_a_port_in_use_is_one_line():
 def test_the_command_serves_on_loopback_until_ctrl_c(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("command") / "mine"
     parts.tiny_run.write_model(folder)
-    source = "import sys; from qerl.cli import main; main()"
+    source = "import sys; from qerl.cli.main import main; main()"
     command = [sys.executable, "-c", source, "serve", str(folder), "--port", "0", "--model.compute", "fp32"]
     environment = os.environ | {
         "QERL_API_KEY": KEY,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.engine.text import Text
+from qerl.engine.detokenizer import Text
 from qerl.serve.stream import TextStream
 from qerl.types import Sample
 from serve import parts

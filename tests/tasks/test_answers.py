@@ -16,7 +16,7 @@ import math_verify
 import pytest
 
 from qerl.config import TaskConfig
-from qerl.tasks.grade import BUILT_IN
+from qerl.tasks.graders import BUILT_IN
 
 TABLE = Path(__file__).with_name("answers.tsv")
 MATH_VERIFY_RIGHT = 0.75

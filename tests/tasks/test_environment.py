@@ -14,7 +14,7 @@ from qerl.config import EnvironmentConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Close, Reply, Reset, Step
-from qerl.tasks.hints import hints
+from qerl.tasks.higher_lower import hints
 from qerl.tasks.prompt import between, spaced
 from qerl.tasks.reward import resolve
 

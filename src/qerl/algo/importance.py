@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.kl import MAX_LOG_RATIO
-from qerl.algo.span import Spans
+from qerl.algo.segment import Spans
 from qerl.config import AlgoConfig
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.kl import MAX_LOG_RATIO
-from qerl.algo.span import Spans
+from qerl.algo.segment import Spans
 from qerl.config import AlgoConfig
 
 MASPO_MAX_WIDTH, MASPO_MIN_FACTOR, MASPO_MAX_FACTOR = 10.0, 0.1, 10.0  # of the authors' code

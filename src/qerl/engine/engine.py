@@ -23,13 +23,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
-from qerl.engine.budget import free_bytes, kv_bytes, room_bytes
-from qerl.engine.cache import FP8, Cache, page_bytes
+from qerl.engine.branch_batch import Lot, divided
+from qerl.engine.detokenizer import Text
 from qerl.engine.generation import Generation, Stats
-from qerl.engine.lot import Lot, divided
-from qerl.engine.pages import Pages
+from qerl.engine.kv_budget import free_bytes, kv_bytes, room_bytes
+from qerl.engine.kv_cache import FP8, Cache, page_bytes
+from qerl.engine.page_pool import Pages
 from qerl.engine.prefill import Prefill
-from qerl.engine.runners import Runners
+from qerl.engine.runner_cache import Runners
 from qerl.engine.scheduler import (
     LiveGroup,
     LiveSample,
@@ -40,10 +41,9 @@ from qerl.engine.scheduler import (
     own_pages,
 )
 from qerl.engine.score import score
-from qerl.engine.text import Text
 from qerl.errors import UserError
-from qerl.model.adapter import publish
-from qerl.model.decoder import Decoder
+from qerl.models.adapter import publish
+from qerl.models.decoder import Decoder
 from qerl.types import Conversation, Group, Prompt, Sample, Sampling
 
 # A cache as large as the memory allows stays if a new one would be little larger: its graphs go with it.

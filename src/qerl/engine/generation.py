@@ -19,12 +19,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qerl.engine.cache import Cache
+from qerl.engine.decode_runner import Burst, Runner
+from qerl.engine.detokenizer import Text
+from qerl.engine.kv_cache import Cache
 from qerl.engine.prefill import Prefill, Run
-from qerl.engine.replay import Replay
-from qerl.engine.runner import Burst, Runner
 from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler
-from qerl.engine.text import Text
+from qerl.engine.teacher_forcing import Replay
 from qerl.errors import UserError
 from qerl.types import Conversation, Prompt, Turn
 

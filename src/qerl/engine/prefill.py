@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qerl.engine.cache import Cache, slots_of
+from qerl.engine.kv_cache import Cache, slots_of
 from qerl.engine.scheduler import num_pages
 from qerl.kernels.attention import PagedLayout, Span, span_attention
-from qerl.model.decoder import Decoder
+from qerl.models.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

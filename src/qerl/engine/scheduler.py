@@ -23,7 +23,7 @@ import collections
 import dataclasses
 from typing import Literal
 
-from qerl.engine.pages import Pages
+from qerl.engine.page_pool import Pages
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)

@@ -14,12 +14,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from qerl.engine.cache import Cache
-from qerl.engine.draw import Draw
-from qerl.engine.pages import Pages
+from qerl.engine.kv_cache import Cache
+from qerl.engine.page_pool import Pages
 from qerl.engine.prefill import Run
-from qerl.engine.replay import Replay
+from qerl.engine.sampler import Draw
 from qerl.engine.scheduler import num_pages, own_pages
+from qerl.engine.teacher_forcing import Replay
 from qerl.types import Group, Prompt, Sample
 
 

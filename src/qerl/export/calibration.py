@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import UserError
-from qerl.journal.record import decode
 from qerl.kernels.attention import PackedLayout, packed_attention
-from qerl.model.decoder import Attend
+from qerl.models.decoder import Attend
+from qerl.tracking.atomic_file import decode
 from qerl.types import Tree
 
 

@@ -16,8 +16,8 @@ from qerl.export.policy import merged
 from qerl.export.rounding import damped, rounded
 from qerl.formats import NVFP4, e2m1
 from qerl.formats.nvfp4 import BLOCK_WEIGHTS
-from qerl.model.decoder import Attend, Decoder, Layer, Places
-from qerl.model.linear import QuantLinear
+from qerl.models.decoder import Attend, Decoder, Layer, Places
+from qerl.models.linear import QuantLinear
 
 DAMPING, SWEEPS = 0.01, 2
 

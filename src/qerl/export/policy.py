@@ -7,10 +7,10 @@ from torch import Tensor
 
 from qerl.config import RunConfig
 from qerl.learner import checkpoint
-from qerl.model.adapter import add_adapter, load_adapter
-from qerl.model.decoder import Decoder
-from qerl.model.linear import QuantLinear
-from qerl.model.load import load_decoder
+from qerl.models.adapter import add_adapter, load_adapter
+from qerl.models.decoder import Decoder
+from qerl.models.linear import QuantLinear
+from qerl.models.loader import load_decoder
 
 
 def policy_in_fp32(run: Path, config: RunConfig, device: torch.device) -> Decoder:

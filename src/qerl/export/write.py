@@ -18,20 +18,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.config import RunConfig
+from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 from qerl.export.calibration import calibration
 from qerl.export.nvfp4 import requantize
 from qerl.export.policy import merged, policy_in_fp32
 from qerl.formats import NVFP4
 from qerl.learner.checkpoint import latest_adapter, peft_config
-from qerl.model.decoder import Decoder
-from qerl.model.names import HEAD, tensor_shapes
-from qerl.model.peft_folder import ADAPTER, ADAPTER_CONFIG
-from qerl.model.quantized import LAYOUTS, unquantized, write_quantized_config
-from qerl.model.source import locate
-from qerl.model.tokenizer import load_tokenizer
-from qerl.model.written import appearing, check_empty, write_json, write_shards, write_tokenizer
-from qerl.options import ExportOptions
+from qerl.models.compressed_tensors import LAYOUTS, unquantized, write_quantized_config
+from qerl.models.decoder import Decoder
+from qerl.models.hf_writer import appearing, check_empty, write_json, write_shards, write_tokenizer
+from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
+from qerl.models.source import locate
+from qerl.models.state_dict import HEAD, tensor_shapes
+from qerl.models.tokenizer import load_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from qerl.kernels.product import product
+from qerl.kernels.matmul_fp32 import product
 from qerl.types import Tree
 
 CASES = (  # N, K, H, trees as (prompt, branches)

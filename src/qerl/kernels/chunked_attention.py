@@ -12,7 +12,7 @@ test_chunked_attention.py). fp32 inside; p is rounded to the operands' dtype for
 import torch
 from torch import Tensor
 
-from qerl.kernels.product import product
+from qerl.kernels.matmul_fp32 import product
 
 CASES = ((6, 2, 16, 5, 40), (9, 3, 64, 16, 24), (4, 4, 32, 64, 3))  # N, K, H, page_tokens, pages of a table
 CHUNK = 128

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qerl.kernels.cached_method import remembered
 from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.remembered import remembered
 
 CASES = (  # N, K, H
     (28, 4, 128),
@@ -198,7 +198,7 @@ class DecodeAttention:
 
     def _compile(self, shape: Shape):
         """The kernel, and how many CTAs run at once: they wait for one another, so there are no more."""
-        from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
+        from qerl.kernels import nvrtc
 
         is_fp8 = self._kv_dtype != torch.bfloat16
         stage_bytes = 2 * _TILE * (self._head_size * self._kv_dtype.itemsize + (4 if is_fp8 else 0))
@@ -214,7 +214,7 @@ class DecodeAttention:
             "STAGES": stages,
             "CTAS": shape.ctas_per_sm,
         }
-        module = cuda_module.CudaModule(source(), defines, self._device, self._cache_folder)
+        module = nvrtc.CudaModule(source(), defines, self._device, self._cache_folder)
         kernel = module.kernel("decode_attention", stages * stage_bytes + 4 * self._max_rows)
         status, resident = kernel.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             kernel.function, _THREADS, kernel.shared_bytes
@@ -224,12 +224,12 @@ class DecodeAttention:
 
     @functools.cached_property
     def _put(self):
-        from qerl.kernels import cuda_module
+        from qerl.kernels import nvrtc
 
         shape = {"H": self._head_size, "GROUP": self._heads // self._kv_heads, "KV_HEADS": self._kv_heads}
         others = {"PAGE": self._page_tokens, "CHUNK": CHUNK, "FP8": int(self._kv_dtype != torch.bfloat16)}
         text = _text("_units") + _text("_put")
-        module = cuda_module.CudaModule(text, shape | others, self._device, self._cache_folder)
+        module = nvrtc.CudaModule(text, shape | others, self._device, self._cache_folder)
         return module.kernel("decode_attention_put", 0)
 
     def attend_together(

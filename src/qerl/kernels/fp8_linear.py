@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qerl.formats.fp8 import BLOCK
 from qerl.formats.fp8_flow import FP8Flow, rounded_rows
-from qerl.kernels import vectors
+from qerl.kernels import row_kernel
 
 CASES = ((1, 128, 256), (5, 576, 192), (37, 384, 640), (130, 1536, 576))  # T, K, N
 _ROWS = 16  # scales of a group start at multiples of so many
@@ -130,13 +130,13 @@ def _has_kernels(x_TK: Tensor, weight: FP8Flow) -> bool:
 def quantized(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [T', K], scales [T', ceil(K / 128)] whose columns are contiguous), T' = T rounded up to 16: what
     is past T means nothing."""
-    x_TK = x_TK if vectors.are_vectors(x_TK) else x_TK.contiguous()
+    x_TK = x_TK if row_kernel.are_vectors(x_TK) else x_TK.contiguous()
     (T, K), rows = x_TK.shape, -(-x_TK.shape[0] // _ROWS) * _ROWS
     groups = -(-K // BLOCK)
     codes = torch.empty(rows, K, dtype=torch.float8_e4m3fn, device=x_TK.device)
     scales = torch.empty(groups, rows, device=x_TK.device)
     if T:
-        kernel = vectors.kernel("fp8_linear.cu", "quantize_rows", x_TK.device)
+        kernel = row_kernel.kernel("fp8_linear.cu", "quantize_rows", x_TK.device)
         parameters = (x_TK, codes, scales, T, K, x_TK.stride(0), rows)
         kernel.launch(grid=-(-T * groups // 8), block_threads=256, parameters=parameters)
     return codes, scales.T

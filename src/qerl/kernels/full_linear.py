@@ -9,7 +9,7 @@ x's dtype, which is multiplied and gets none.
 import torch
 from torch import Tensor
 
-from qerl.kernels.product import product
+from qerl.kernels.matmul_fp32 import product
 
 CASES = ((1, 64, 96), (37, 128, 48), (128, 576, 192))  # T, K, N
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qerl.kernels.cached_method import remembered
 from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.remembered import remembered
 
 if TYPE_CHECKING:
     from qerl.kernels.head_portable import PortableHeadSample
@@ -241,12 +241,12 @@ class HeadSample:
     """The kernels for one head, compiled when first used, and their workspace: one object for one stream."""
 
     def __init__(self, head: Head, max_rows: int, device: torch.device, *, cache_folder: Path | None = None):
-        from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
+        from qerl.kernels import nvrtc
 
         self.head, self._device = head, device
         self._format, (self._v, self._d) = _FORMATS[type(head)], head.shape
-        self._folder = cache_folder or cuda_module.cache_folder()
-        self._tensor_map = cuda_module.tensor_map
+        self._folder = cache_folder or nvrtc.cache_folder()
+        self._tensor_map = nvrtc.tensor_map
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._partials = torch.empty(max_rows, -(-self._v // CHUNK), 4, device=device)
         self._ordered_MD = torch.empty(max_rows, self._d, dtype=torch.bfloat16, device=device)
@@ -347,9 +347,9 @@ class HeadSample:
         return self._module(_text("head_finish.cu"), {"STEP": step}).kernel("head_finish", 0)
 
     def _module(self, text: str, defines: dict[str, int]):
-        from qerl.kernels import cuda_module
+        from qerl.kernels import nvrtc
 
-        return cuda_module.CudaModule(text, defines, self._device, self._folder)
+        return nvrtc.CudaModule(text, defines, self._device, self._folder)
 
 
 def source(tile: Tile) -> str:

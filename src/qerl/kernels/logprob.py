@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.kernels import vectors
-from qerl.kernels.product import product
+from qerl.kernels import row_kernel
+from qerl.kernels.matmul_fp32 import product
 
 CASES = ((1, 8, 32, 4), (7, 16, 50, 3), (24, 32, 1000, 8), (33, 64, 4099, 64))  # T, D, V, chunk_tokens
 _THREADS = 1024
@@ -41,7 +41,7 @@ def _chunk(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(logprob_C, entropy_C, onehot - p in the head's dtype) of one chunk."""
     logits_CV = product(hidden_CD, head_VD.T)
-    if vectors.are_vectors(head_VD) and logits_CV.shape[1] % 8 == 0:
+    if row_kernel.are_vectors(head_VD) and logits_CV.shape[1] % 8 == 0:
         return _launch(logits_CV, targets_C1, temperature, has_slope)
     logits_CV.div_(temperature).sub_(logits_CV.amax(1, keepdim=True))
     p_CV = logits_CV.exp()
@@ -64,7 +64,7 @@ def _launch(
     device = logits_CV.device
     logprob_C, entropy_C = (torch.empty(C, dtype=torch.float32, device=device) for _ in range(2))
     slope_CV = torch.empty(C, V, dtype=torch.bfloat16, device=device) if has_slope else None
-    vectors.kernel("logprob.cu", "logprob", device, THREADS=_THREADS).launch(
+    row_kernel.kernel("logprob.cu", "logprob", device, THREADS=_THREADS).launch(
         grid=C,
         block_threads=_THREADS,
         parameters=(

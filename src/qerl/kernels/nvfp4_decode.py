@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from qerl.formats import e2m1
+from qerl.kernels.cached_method import remembered
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
-from qerl.kernels.remembered import remembered
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
 MAX_LOW_RANK_ROWS = 384  # of all a that read one x
@@ -127,7 +127,7 @@ class Adapter:
 
 
 def pays_to_make_u(M: int, weight_NK: int) -> bool:
-    """Whether u is made here and not by kernels/shrink.py, by whole decode steps on an H200 (dev/LOG.md).
+    """Whether u is made here and not by kernels/lora_shrink.py, by whole decode steps on an H200 (dev/LOG.md).
     weight_NK: how many numbers the weight has."""
     return M <= 96 or (M <= 128 and weight_NK <= _SMALL_WEIGHT)
 
@@ -240,7 +240,7 @@ class NVFP4Decode:
         return struct.pack("4Qfi", *(t.data_ptr() for t in pointers), adapter.scaling, rows)
 
     def _compile(self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int):
-        from qerl.kernels import cuda_module  # what it needs is there only where a CUDA device is
+        from qerl.kernels import nvrtc
 
         defines = {
             "MT": tile.tokens,
@@ -255,8 +255,8 @@ class NVFP4Decode:
             "U_WORDS": _U_WORDS,
             "GIVEN_U": given_u,
         }
-        module = cuda_module.CudaModule(source(tile.tokens), defines, self._device, self._cache_folder)
-        return module.kernel("nvfp4_decode", tile.shared_bytes), cuda_module.tensor_map
+        module = nvrtc.CudaModule(source(tile.tokens), defines, self._device, self._cache_folder)
+        return module.kernel("nvfp4_decode", tile.shared_bytes), nvrtc.tensor_map
 
 
 def source(tokens: int) -> str:

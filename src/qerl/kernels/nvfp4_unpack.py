@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import NVFP4
-from qerl.kernels import nvfp4_decode, vectors
+from qerl.kernels import nvfp4_decode, row_kernel
 from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
 
 CASES = ((64, 64), (192, 576), (448, 1216), (1152, 3584))  # N, K
@@ -48,7 +48,7 @@ def unpack(tiles: Tensor, rows: Rows, dtype: torch.dtype, *, out: Tensor | None 
         return plain if out is None else out.copy_(plain)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=tiles.device)
-    assert out.shape == shape and vectors.are_vectors(out)
+    assert out.shape == shape and row_kernel.are_vectors(out)
     step, features = 16 if rows is Rows.ALL else 8, shape[0] // 2
     first, second = {
         Rows.ALL: (0, 8),
@@ -56,7 +56,7 @@ def unpack(tiles: Tensor, rows: Rows, dtype: torch.dtype, *, out: Tensor | None 
         Rows.GATE: (0, -1),
         Rows.UP: (-1, 0),
     }[rows]
-    kernel = vectors.kernel("nvfp4_unpack.cu", "nvfp4_unpack", tiles.device, ahead=("nvfp4_codes.cu",))
+    kernel = row_kernel.kernel("nvfp4_unpack.cu", "nvfp4_unpack", tiles.device, ahead=("nvfp4_codes.cu",))
     kernel.launch(
         grid=len(tiles) * -(-tiles.shape[1] // 2),
         block_threads=256,

@@ -13,7 +13,7 @@ import struct
 import torch
 from torch import Tensor
 
-from qerl.kernels import vectors
+from qerl.kernels import row_kernel
 
 CASES = ((1, 64), (7, 96), (33, 896), (5, 3584), (3, 8192))  # rows, width
 _CTAS = 1024  # as many as run at once on most GPUs; each has several of a long prefill's rows
@@ -87,7 +87,7 @@ def _has_kernel(x_TD: Tensor, dtype: torch.dtype) -> bool:
     return (
         dtype == torch.bfloat16
         and x_TD.dtype in (torch.float32, torch.bfloat16)
-        and vectors.are_vectors(x_TD, dtype=x_TD.dtype)
+        and row_kernel.are_vectors(x_TD, dtype=x_TD.dtype)
         and x_TD.shape[1] <= _MAX_WIDTH
     )
 
@@ -132,7 +132,7 @@ class _CudaFork(torch.autograd.Function):
 def _normed(ctx, x_TD, weight_D, noise, rows_T, eps, room, copy_TD: Tensor | None) -> Tensor:
     """Fills in the copy."""
     T, D = x_TD.shape
-    y_TD = vectors.rows(T, D, room, x_TD, torch.bfloat16)
+    y_TD = row_kernel.rows(T, D, room, x_TD, torch.bfloat16)
     assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()
     check_noise(noise, rows_T, T, D)
     inverse_T = torch.empty(T, dtype=torch.float32, device=x_TD.device)
@@ -144,7 +144,7 @@ def _normed(ctx, x_TD, weight_D, noise, rows_T, eps, room, copy_TD: Tensor | Non
 
 def _gradient(ctx, dy_TD: Tensor, dcopy_TD: Tensor | None) -> Tensor:
     x_TD, weight_D, noise, rows_T, inverse_T = ctx.saved_tensors
-    dy_TD = dy_TD if vectors.are_vectors(dy_TD) else dy_TD.contiguous()
+    dy_TD = dy_TD if row_kernel.are_vectors(dy_TD) else dy_TD.contiguous()
     dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     tensors = dy_TD, x_TD, weight_D, noise, rows_T, inverse_T, dcopy_TD, dx_TD
     _launch("rms_norm_backward", x_TD, rows_T, (*tensors, len(x_TD), dy_TD.stride(0), x_TD.stride(0)))
@@ -162,5 +162,5 @@ def _launch(name: str, x_TD: Tensor, rows_T: Tensor | None, parameters: tuple) -
         "X_BYTES": x_TD.element_size(),
         "TABLE": int(rows_T is not None),
     }
-    kernel = vectors.kernel("rms_norm.cu", name, x_TD.device, **defines)
+    kernel = row_kernel.kernel("rms_norm.cu", name, x_TD.device, **defines)
     kernel.launch(grid=min(T, _CTAS), block_threads=threads, parameters=parameters)

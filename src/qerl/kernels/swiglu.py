@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.kernels import vectors
+from qerl.kernels import row_kernel
 
 CASES = ((1, 8), (5, 96), (33, 2056), (7, 18_944))  # T, F
 _BLOCK_THREADS = 256
@@ -32,7 +32,7 @@ def reference(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
 def swiglu(gate_TF: Tensor, up_TF: Tensor, *, room: int = 0) -> Tensor:
     """y_TF; on a GPU with room for so many columns behind each row."""
     assert gate_TF.shape == up_TF.shape and gate_TF.dim() == 2
-    if vectors.are_vectors(gate_TF, up_TF) and gate_TF.stride() == up_TF.stride():
+    if row_kernel.are_vectors(gate_TF, up_TF) and gate_TF.stride() == up_TF.stride():
         return _SwiGLU.apply(gate_TF, up_TF, room)
     return F.silu(gate_TF) * up_TF
 
@@ -41,7 +41,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_TF, up_TF, room):
         T, F = gate_TF.shape
-        y_TF = vectors.rows(T, F, room, gate_TF)
+        y_TF = row_kernel.rows(T, F, room, gate_TF)
         _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), (gate_TF.stride(0), y_TF.stride(0)))
         ctx.save_for_backward(gate_TF, up_TF)
         return y_TF
@@ -56,7 +56,7 @@ def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None) -> Non
     """Fills y from fp32, and kept, if given, with gate as `wide_gradient` takes it."""
     assert gate_up_T2F.shape == (len(y_TF), 2 * y_TF.shape[1]) and gate_up_T2F.dtype == torch.float32
     assert gate_up_T2F.is_contiguous() and (kept_TF is None or kept_TF.is_contiguous())
-    if vectors.are_vectors(y_TF):
+    if row_kernel.are_vectors(y_TF):
         _launch("swiglu_wide", y_TF, (gate_up_T2F, y_TF, kept_TF), (y_TF.stride(0),))
         return
     gate_TF, up_TF = gate_up_T2F.chunk(2, 1)
@@ -71,8 +71,8 @@ def wide_gradient(dy_TF: Tensor, gate_TF: Tensor, y_TF: Tensor) -> Tensor:
     T, width = gate_TF.shape
     assert gate_TF.is_contiguous() and y_TF.shape == gate_TF.shape
     d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
-    if vectors.are_vectors(gate_TF, y_TF):
-        dy_TF = dy_TF if vectors.are_vectors(dy_TF) else dy_TF.contiguous()
+    if row_kernel.are_vectors(gate_TF, y_TF):
+        dy_TF = dy_TF if row_kernel.are_vectors(dy_TF) else dy_TF.contiguous()
         strides = y_TF.stride(0), dy_TF.stride(0)
         _launch("swiglu_wide_backward", dy_TF, (dy_TF, gate_TF, y_TF, d_T2F), strides)
         return d_T2F
@@ -87,8 +87,8 @@ def _gradient(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """[dgate, dup], one tensor."""
     T, width = gate_TF.shape
     d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
-    if vectors.are_vectors(gate_TF, up_TF):
-        dy_TF = dy_TF if vectors.are_vectors(dy_TF) else dy_TF.contiguous()
+    if row_kernel.are_vectors(gate_TF, up_TF):
+        dy_TF = dy_TF if row_kernel.are_vectors(dy_TF) else dy_TF.contiguous()
         strides = gate_TF.stride(0), dy_TF.stride(0)
         _launch("swiglu_backward", dy_TF, (dy_TF, gate_TF, up_TF, d_T2F), strides)
         return d_T2F
@@ -103,7 +103,7 @@ def _launch(name: str, like_TF: Tensor, tensors: tuple[Tensor | None, ...], stri
     T, F = like_TF.shape
     blocks_a_row = -(-F // (8 * _BLOCK_THREADS))
     if T:
-        vectors.kernel("swiglu.cu", name, like_TF.device).launch(
+        row_kernel.kernel("swiglu.cu", name, like_TF.device).launch(
             grid=T * blocks_a_row,
             block_threads=_BLOCK_THREADS,
             parameters=(*tensors, F, blocks_a_row, *strides),

@@ -28,7 +28,7 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
 from qerl.learner.learner import Learner
-from qerl.model.peft_folder import ADAPTER, ADAPTER_CONFIG
+from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 
 OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _CONTENTS = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE)

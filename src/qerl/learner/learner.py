@@ -15,7 +15,7 @@ In exact mode the logprobs' values are the sampler's forward's, `score`, before 
 gradient, the entropy and the KL to the reference are by the learner's own kernels.
 
 With several ranks each learns from its part of an update's groups; the gradients are added before they are
-clipped, so that every rank takes the same update of its own copy of the masters (tests/test_ranks.py).
+clipped, so that every rank takes the same update of its own copy of the masters (tests/train/test_distributed.py).
 """
 
 from collections.abc import Callable
@@ -30,11 +30,10 @@ from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
-from qerl.learner.fit import Fit
-from qerl.learner.optimizer import load_state, new_optimizer, state_of
-from qerl.learner.pack import PackedBatch
-from qerl.learner.rate import learning_rate
-from qerl.learner.reading import (
+from qerl.learner.activation_checkpointing import RECOMPUTE
+from qerl.learner.distributed import ALONE, Ranks
+from qerl.learner.lr_schedule import learning_rate
+from qerl.learner.metrics import (
     Lesson,
     Reading,
     Update,
@@ -46,12 +45,13 @@ from qerl.learner.reading import (
     update_metrics,
     update_tallies,
 )
-from qerl.learner.recompute import RECOMPUTE
-from qerl.learner.share import Portion, Share, split
-from qerl.model.adapter import adapter_off, adapter_tensors, load_adapter, publish
-from qerl.model.decoder import Decoder
-from qerl.model.linear import holding
-from qerl.ranks import ALONE, Ranks
+from qerl.learner.minibatch import Portion, Share, split
+from qerl.learner.oom_retry import Fit
+from qerl.learner.optimizer import load_state, new_optimizer, state_of
+from qerl.learner.packing import PackedBatch
+from qerl.models.adapter import adapter_off, adapter_tensors, load_adapter, publish
+from qerl.models.decoder import Decoder
+from qerl.models.linear import holding
 from qerl.types import Group
 
 

@@ -19,11 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from qerl.errors import UserError
-from qerl.loopback import names_this_machine
-from qerl.serve.desk import BusyError, Desk, GoneError, Job
+from qerl.serve.batcher import BusyError, Desk, GoneError, Job
 from qerl.serve.reply import CHAT, COMPLETION, Form, Reply
 from qerl.serve.request import ApiError, Ask, Reader
 from qerl.serve.stream import TextStream
+from qerl.tracking.loopback import names_this_machine
 from qerl.types import Sample
 
 _GONE = ApiError(499, "the client has gone")  # nobody reads it

@@ -10,12 +10,12 @@ import sys
 from typing import TextIO
 
 from qerl.config import RunConfig
+from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
-from qerl.options import GenerateOptions
-from qerl.serve.opened import Opened, opened
+from qerl.serve.loaded_model import Opened, opened
 from qerl.serve.stream import TextStream
-from qerl.stop import Stop
 from qerl.tasks.prompt import rendered
+from qerl.train.signals import Stop
 from qerl.types import Prompt, Sample, Sampling
 
 Message = dict[str, str]

@@ -10,10 +10,10 @@ import math
 import secrets
 from typing import Any
 
+from qerl.algo.seeds import mix
+from qerl.config.options import ServeOptions
 from qerl.errors import UserError
-from qerl.options import ServeOptions
-from qerl.seeds import mix
-from qerl.serve.opened import Opened
+from qerl.serve.loaded_model import Opened
 from qerl.tasks.prompt import rendered
 from qerl.types import Prompt, Sampling
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import uvicorn
 
 from qerl.config import RunConfig
+from qerl.config.options import ServeOptions
 from qerl.errors import UserError, require
-from qerl.options import ServeOptions
 from qerl.serve.app import make_app
-from qerl.serve.desk import Desk
-from qerl.serve.opened import Opened, opened
+from qerl.serve.batcher import Desk
+from qerl.serve.loaded_model import Opened, opened
 from qerl.serve.request import Reader
 from qerl.types import Prompt, Sampling
 

@@ -6,7 +6,7 @@ what it decodes, and from nothing after it. All pieces together are the engine's
 tests/serve/test_stream.py.
 """
 
-from qerl.serve.opened import Opened
+from qerl.serve.loaded_model import Opened
 from qerl.types import Sample
 
 _INCOMPLETE = "\ufffd"

@@ -25,26 +25,26 @@ from transformers import PreTrainedTokenizerBase
 from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig, TaskConfig
 from qerl.engine import Engine
-from qerl.evaluate import EVALUATION_STEP
 from qerl.formats import FORMATS, NVFP4
 from qerl.formats.block_scale import least_squares
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
-from qerl.learner.pack import PackedBatch, pack
-from qerl.loop import sampling_of
-from qerl.model.calibrate import Folded, awq, inputs_of, packed_batches, run_sequences
-from qerl.model.decoder import Decoder
-from qerl.model.device import COMPUTE, resolved
-from qerl.model.load import decoder_of
-from qerl.model.names import architecture_of, linear_groups, read_float
-from qerl.model.perturb import Perturbed
-from qerl.model.quantized import Scales, encoded_together, plain_scales
-from qerl.model.source import Checkpoint, locate
-from qerl.model.tokenizer import load_tokenizer, stop_token_ids
+from qerl.learner.packing import PackedBatch, pack
+from qerl.models.awq import Folded, awq, inputs_of, packed_batches, run_sequences
+from qerl.models.compressed_tensors import Scales, encoded_together, plain_scales
+from qerl.models.decoder import Decoder
+from qerl.models.device import COMPUTE, resolved
+from qerl.models.gaussian_noise import Perturbed
+from qerl.models.loader import decoder_of
+from qerl.models.source import Checkpoint, locate
+from qerl.models.state_dict import architecture_of, linear_groups, read_float
+from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.study.study import Job
 from qerl.tasks import RewardPool, build_task
 from qerl.tasks.reward import told
 from qerl.tasks.rows import gym_rows
+from qerl.train.evaluation import EVALUATION_STEP
+from qerl.train.loop import sampling_of
 from qerl.types import Group, Prompt
 
 _CALIBRATION_GYMS = ("gsm_symbolic", "syllogism", "letter_jumble", "time_intervals", "family_relationships")

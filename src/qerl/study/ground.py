@@ -6,7 +6,7 @@ samples each in NVFP4: sums of two numbers (pass@1 0.067, pass@16 0.34) and ridd
 learns to say just that.
 """
 
-from qerl.recipes import demo
+from qerl.config.recipes import demo
 from qerl.study.study import Claim, Curve, Fields, Metric, StudyTask, with_fields
 
 BASE = with_fields(

@@ -13,7 +13,7 @@ The arms are the recipes of docs/methods.md, over the study's own base.
 import dataclasses
 from collections.abc import Iterable
 
-from qerl.recipes import METHODS
+from qerl.config.recipes import METHODS
 from qerl.study.ground import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
 from qerl.study.study import Arm, Fields, Study, with_fields
 from qerl.study.training import train_job

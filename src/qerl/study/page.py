@@ -10,14 +10,14 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 
-from qerl.journal.metric import clock
-from qerl.journal.record import replace
-from qerl.report.curve import Series, curves_svg
 from qerl.study import sentence
 from qerl.study.analysis import Judged, Row, bands, facts, judge, table
 from qerl.study.forest import forest_svg
 from qerl.study.results import Line
 from qerl.study.study import Curve, Metric, Study
+from qerl.tracking.atomic_file import replace
+from qerl.tracking.metric_text import clock
+from qerl.tracking.report.curve import Series, curves_svg
 
 
 def write_pages(study: Study, folder: Path, lines: Sequence[Line], trials: Sequence[Line]) -> Path:
@@ -38,7 +38,7 @@ def _html(
     missing = planned - len(lines)
     parts = {
         "title": escape(study.name),
-        "style": files("qerl.report").joinpath("page.css").read_text(encoding="utf-8"),
+        "style": files("qerl.tracking.report").joinpath("page.css").read_text(encoding="utf-8"),
         "notices": f"{missing} of {planned} runs are missing" if missing else "",
         "question": escape(study.question),
         "verdicts": _verdicts(study, judged),

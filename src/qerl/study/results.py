@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.journal.record import encode, replace
 from qerl.study.study import Job
+from qerl.tracking.atomic_file import encode, replace
 
 Line = dict[str, Any]
 Key = tuple[str, str, int, float]

@@ -6,7 +6,7 @@
                  runs/           each run's own folder; its checkpoints go once its line is written
 
 A study that was killed goes on: runs that have a line are not run again, one that was under way continues
-from its checkpoint (session.py). Workers end with the process that started them, however that ends.
+from its checkpoint (train/session.py). Workers end with the process that started them, however that ends.
 """
 
 import itertools
@@ -25,11 +25,11 @@ from statistics import fmean
 from typing import Any
 
 from qerl.errors import RunError, UserError
-from qerl.journal.provenance import environment
-from qerl.journal.record import Lock
 from qerl.study.page import write_pages
 from qerl.study.results import Line, Results
 from qerl.study.study import Job, Study
+from qerl.tracking.atomic_file import Lock
+from qerl.tracking.provenance import environment
 
 _WATCH_S = 0.3
 Outcomes = Callable[[list[Job]], Iterator[tuple[Job, Line]]]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import RunConfig
+from qerl.config.options import StudyOptions
 from qerl.errors import UserError
-from qerl.journal.provenance import flatten
-from qerl.options import StudyOptions
 from qerl.study.statistics import MAX_EXACT_PAIRS
+from qerl.tracking.provenance import flatten
 
 Fields = Mapping[str, Any]
 """{"model.format": "bf16", "noise.schedule": "none"}: values by the dotted names of RunConfig's fields."""

@@ -10,8 +10,8 @@ import json
 from statistics import fmean
 from typing import Any
 
-from qerl.session import train
 from qerl.study.study import Job
+from qerl.train.session import train
 
 _KEPT = ("reward", "accuracy", "entropy", "mismatch_kl", "informative", "distinct", "sigma")
 

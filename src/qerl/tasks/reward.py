@@ -24,11 +24,11 @@ from types import ModuleType
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError, near
-from qerl.tasks.crew import Crew, Lost
 from qerl.tasks.environment import Close, Reply, Reset, Stage, Step, is_environment
-from qerl.tasks.grade import BUILT_IN, NEED_ANSWER, Reward
-from qerl.tasks.hints import hints
+from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
+from qerl.tasks.higher_lower import hints
 from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
+from qerl.tasks.worker_pool import Crew, Lost
 from qerl.types import Group, Prompt, Sample
 
 REWARDS = {**BUILT_IN, "hints": hints}

@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.config.wording import GSM8K_REQUEST
 from qerl.errors import UserError, near
-from qerl.seeds import mix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from qerl.secret import without_secrets
+from qerl.errors import redact
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """What every function may ask for; a column of such a name cannot take its place."""
@@ -83,7 +83,7 @@ def _value(function: Callable[..., Any], call: Call) -> float | Failure | None:
 
 def failure_of(name: str, error: BaseException) -> Failure:
     """That the user's code of this name raised it."""
-    reason = without_secrets(" ".join("".join(traceback.format_exception_only(error)).split()))
+    reason = redact(" ".join("".join(traceback.format_exception_only(error)).split()))
     return Failure(f"raised {type(error).__name__}", f"{name}: {reason[:300]}{_place(error)}")
 
 

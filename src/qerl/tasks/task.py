@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.seeds import mix
 from qerl.tasks.prompt import Renderer
 from qerl.tasks.rows import open_rows
 from qerl.types import Prompt

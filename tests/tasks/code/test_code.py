@@ -11,9 +11,16 @@ import pytest
 from qerl.config import CodeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.code import cell
-from qerl.tasks.code.case import AssertCase, CallCase, InputCase, cases_of, is_right_output, is_right_value
+from qerl.tasks.code import runner
 from qerl.tasks.code.grade import code, program_of
+from qerl.tasks.code.test_cases import (
+    AssertCase,
+    CallCase,
+    InputCase,
+    cases_of,
+    is_right_output,
+    is_right_value,
+)
 from qerl.types import Group, Prompt, Sample
 
 TASK = TaskConfig(rewards=("code",), answer_column="tests", code=CodeConfig(test_deadline_s=1.0))
@@ -159,17 +166,17 @@ def test_the_program_is_the_last_python_block_or_all():
 
 
 def replaced(tmp_path, monkeypatch, confine):
-    shutil.copy(cell._INMATE, tmp_path / "inmate.py")
-    (tmp_path / "confine.py").write_text(confine)
-    monkeypatch.setattr(cell, "_INMATE", tmp_path / "inmate.py")
+    shutil.copy(runner._CHILD, tmp_path / "child.py")
+    (tmp_path / "sandbox.py").write_text(confine)
+    monkeypatch.setattr(runner, "_CHILD", tmp_path / "child.py")
 
 
 def test_where_a_program_cannot_be_confined_it_is_not_run(tmp_path, monkeypatch):
     replaced(tmp_path, monkeypatch, "def confine(*a, **k): raise OSError('no seccomp')")
     with pytest.raises(UserError, match="code cannot confine a program on this machine: OSError: no seccomp"):
         code(TASK)
-    with pytest.raises(cell.Unconfined):
-        cell.run_with_input("print(1)", "", cell.Limits(5.0, 1 << 29, 1000))
+    with pytest.raises(runner.Unconfined):
+        runner.run_with_input("print(1)", "", runner.Limits(5.0, 1 << 29, 1000))
 
 
 def test_a_kernel_without_landlock_is_warned_of(tmp_path, monkeypatch, caplog):

@@ -1,8 +1,8 @@
 """The reward `code`: a sample's Python, run against the row's tests in a process that is confined.
 
-confine.py   what the process may ask of the kernel
-inmate.py    what runs inside: the program, or the test that asks it
-cell.py      starts such processes, reads what they say up to a limit, and kills them at the deadline
+sandbox.py   what the process may ask of the kernel
+child.py    what runs inside: the program, or the test that asks it
+runner.py      starts such processes, reads what they say up to a limit, and kills them at the deadline
 case.py      the tests of a row, in the forms that data sets have them; what output is right
 grade.py     the reward
 """

@@ -1,12 +1,12 @@
 """The reward of a sample's Python: the fraction of the row's tests that it passes, or 1 for all and else 0.
 
 The program is the last ```python block of the sample, else its last block of any kind, else all of it. Each
-test has a process of its own, confined (confine.py), and a deadline; tests that the whole reward's deadline
+test has a process of its own, confined (sandbox.py), and a deadline; tests that the whole reward's deadline
 leaves no time for are failed.
 
 What the program says of itself counts for nothing. It is given inputs and never what is expected: printed
 text and values are compared out here, and a test in Python runs in another process, which asks the program
-for plain data (inmate.py). So it gains nothing by leaving with 0, by printing "passed", by patching what
+for plain data (child.py). So it gains nothing by leaving with 0, by printing "passed", by patching what
 it finds around it, by writing to every descriptor or by objects that equal everything.
 
 Not guarded against: a program that knows the answers to these very inputs; tests whose truth is left to the
@@ -26,7 +26,8 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.code.case import (
+from qerl.tasks.code.runner import Limits, Unconfined, probe, run_call, run_test, run_with_input
+from qerl.tasks.code.test_cases import (
     AssertCase,
     Case,
     InputCase,
@@ -34,7 +35,6 @@ from qerl.tasks.code.case import (
     is_right_output,
     is_right_value,
 )
-from qerl.tasks.code.cell import Limits, Unconfined, probe, run_call, run_test, run_with_input
 
 _logger = logging.getLogger(__name__)
 

@@ -1,0 +1,67 @@
+"""The noise of a run's policies: sigma by the config's rule, put into the norms, steered by what it did."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from qerl.aqn.control import RULES, restored, started, stored
+from qerl.aqn.noise_table import NoiseTable
+from qerl.aqn.norm_noise import noised
+from qerl.config import RunConfig
+from qerl.errors import UserError
+
+
+class AQN:
+    """AQN: the norms of one or both policies carry sigma * Z, Z drawn from (seed, step, layer), and by
+    noise.per from the prompt's or the sample's index."""
+
+    def __init__(
+        self,
+        table: NoiseTable,
+        config: RunConfig,
+        gather: Callable[[int], list[int]] = lambda value: [value],
+    ):
+        """gather: gives every rank's value to every rank."""
+        self.num_drawn = 0
+        """Different Z of the latest `sampling`."""
+        if config.noise.schedule != "none" and not table.norms:
+            raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
+        self._table, self._config, self._gather = table, config, gather
+        if config.noise.per != "step":
+            table.open(config.noise.per, config.num_noises)
+        self._rule, self._state = RULES[config.noise.schedule], started(config.noise)
+
+    @contextmanager
+    def sampling(self, step: int) -> Iterator[float]:
+        with self._noised(step) as sigma:
+            yield sigma
+            drawn = self._table.num_drawn if self._table.is_open else 1
+            self.num_drawn = drawn if sigma > 0 else 0
+
+    def learning(self, step: int) -> AbstractContextManager[Any]:
+        return self._noised(step) if self._config.noise.noise_in == "both" else nullcontext()
+
+    @contextmanager
+    def _noised(self, step: int) -> Iterator[float]:
+        noise, config = self._config.noise, self._config
+        sigma = self._rule.sigma(self._state, step, config.num_steps, noise)
+        with noised(self._table, sigma=sigma, unit=noise.unit, seed=config.seed, step=step):
+            yield sigma
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Takes the step's metrics in; gives what a steered run logs of it."""
+        self._state = self._rule.after(self._state, step, metrics, self._config.noise)
+        found = {"noise_draws": self.draws(self._gather(self.num_drawn))}
+        return found | ({"noise_floor": self._state.floor} if self._config.noise.is_steered else {})
+
+    def draws(self, parts: Sequence[float]) -> float:
+        """Of a whole whose parts drew so many: each has prompts of its own, and all have the same indices of
+        samples."""
+        return sum(parts) if self._config.noise.per == "group" else max(parts)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return stored(self._state)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._state = restored(state)

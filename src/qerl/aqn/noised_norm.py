@@ -1,0 +1,37 @@
+"""RMSNorm with a noise tensor beside its weight.
+
+    y = x / sqrt(mean(x^2) + eps) * (weight + noise)        fp32 inside, y in the compute dtype
+
+The noise is a separate fp32 tensor, zero when off (`norm_noise.py` fills it): one vector for all tokens, or a
+table with one row for each noise key (`noise_table.py`). It is never added to the weight: in bf16 a sigma
+below 2e-3 would be rounded away where the weight is near 1. Weights are frozen: only x gets a gradient.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from qerl.kernels.rms_norm import fork
+
+
+class NoisedRMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float, *, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.eps, self.compute = eps, compute
+        self.weight: Tensor
+        self.noise: Tensor
+        self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
+        self.register_buffer("noise", torch.zeros(width, dtype=torch.float32, device=device))
+
+    def forward(
+        self, h_TD: Tensor, noise_rows_T: Tensor | None = None, *, room: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """(x, h): x with room for so many columns behind each row, where the kernel can leave it; h to be
+        added to in its place."""
+        noise, rows_T = self.noise_of(noise_rows_T)
+        return fork(h_TD, self.weight, noise, self.eps, dtype=self.compute, room=room, rows_T=rows_T)
+
+    def noise_of(self, noise_rows_T: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(noise, rows of it) as the kernels take them; a table without rows is no noise."""
+        if self.noise.dim() == 1:
+            return self.noise, None
+        return None if noise_rows_T is None else self.noise, noise_rows_T

@@ -1,0 +1,62 @@
+"""Adaptive quantization noise: a Gaussian beside the norm weights, while samples are drawn.
+
+    noise = sigma * Z              unit "absolute": sigma in the weights' own units (QeRL, arXiv 2510.11696)
+    noise = sigma * rms(w) * Z     unit "relative": sigma as a fraction of each norm's size
+
+One Z for the norm before q|k|v and one for that before gate|up of each layer; no other norm is noised. Z
+depends on (seed, step, layer) alone, and where the decoder has a noise table on the row's key besides. It is
+drawn on the CPU, so it is the same on every device.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qerl.algo.seeds import mix
+from qerl.aqn.noise_table import NoiseTable
+from qerl.aqn.noised_norm import NoisedRMSNorm
+
+
+@contextlib.contextmanager
+def noised(
+    table: NoiseTable, *, sigma: float, unit: Literal["absolute", "relative"], seed: int, step: int
+) -> Iterator[int]:
+    """Noise inside, none after; yields how many norms took it, 0 if sigma is 0."""
+    norms = table.norms if sigma > 0 else []
+    draw = _Draw(norms, sigma, unit, seed, step)
+    try:
+        if norms and not table.is_open:
+            draw.into([norm.noise for norm in norms], [()])
+        elif norms:
+            table.start(lambda rows, keys: draw.into([n.noise[rows] for n in norms], [(k,) for k in keys]))
+        yield len(norms)
+    finally:
+        table.stop()
+        for norm in norms:
+            norm.noise.zero_()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Draw:
+    norms: Sequence[NoisedRMSNorm]
+    sigma: float
+    unit: Literal["absolute", "relative"]
+    seed: int
+    step: int
+
+    def into(self, targets: Sequence[Tensor], keys: Sequence[tuple[int, ...]]) -> None:
+        """Each norm's noise into its target: a row for each key, or [D] for the one key."""
+        for layer_index, pair in enumerate(zip(self.norms[::2], self.norms[1::2], strict=True)):
+            z_S2D = torch.stack([self._z(layer_index, key, len(pair[0].weight)) for key in keys])
+            for place, norm in enumerate(pair):
+                target = targets[2 * layer_index + place]
+                size = norm.weight.square().mean().sqrt() if self.unit == "relative" else 1.0
+                target.copy_(z_S2D[:, place].reshape(target.shape)).mul_(self.sigma * size)
+
+    def _z(self, layer_index: int, key: tuple[int, ...], width: int) -> Tensor:
+        rng = torch.Generator().manual_seed(mix(self.seed, self.step, layer_index, *key))
+        return torch.randn(2, width, generator=rng)

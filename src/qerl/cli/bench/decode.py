@@ -1,0 +1,181 @@
+"""`qerl bench decode`: what a rollout takes, from prompts to samples, on a decoder with random weights.
+
+    tok_per_s  sampled tokens / wall clock of one call of the engine's generate, prefill included
+    step_ms    (wall clock - prefill) / decode steps
+    prefill_s  of that wall clock
+    start_s    until the engine has sampled for the first time: weights made on the device (not read from a
+               disk), kernels compiled or found compiled, graphs recorded, a few tokens drawn; without imports
+
+Medians of the runs; the first of them also makes the KV cache as large as it needs to be. Prompts are random
+tokens, all different; each has group_size samples, batch / group_size prompts in all. Samples never stop
+early, and a run in which one did is an error.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from qerl.algo.seeds import mix
+from qerl.aqn.norm_noise import noised
+from qerl.cli.bench.case import FORMATS, case_of
+from qerl.cli.bench.measure import Meter, cuda_device
+from qerl.cli.bench.record import Origin, rows_for
+from qerl.cli.bench.roofline import LIMITS, step_floor_ms
+from qerl.cli.bench_options import BenchDecodeOptions
+from qerl.config import EngineConfig
+from qerl.engine import Engine, Stats
+from qerl.errors import RunError
+from qerl.models.decoder import Decoder
+from qerl.models.random_weights import random_decoder, shape
+from qerl.types import Prompt, Sampling
+
+_FIRST_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What tells a row from others; its fields are the row's."""
+
+    shape: str
+    batch: int
+    provider: str
+    lora_rank: int
+    noise_sigma: float
+    group_size: int
+    kv: str
+    head: str
+    prompt_tokens: int
+    max_tokens: int
+
+
+class Wordless:
+    """A tokenizer of a model whose tokens mean nothing: any of them decode to no text."""
+
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012 (a tokenizer's attribute)
+    all_special_ids: tuple[int, ...] = ()
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self._vocab_size
+
+    def decode(self, tokens_T: list[int], **_: Any) -> str:
+        return ""
+
+
+def bench_decode(options: BenchDecodeOptions) -> None:
+    """Appends a row for each provider, rank, batch and noise, and prints it."""
+    architecture = shape(options.shape)
+    device = cuda_device()
+    rows = rows_for(options)
+    for provider in options.providers:
+        for rank in options.lora_ranks:
+            start_s = time.perf_counter()
+            decoder = random_decoder(
+                architecture,
+                format=FORMATS[provider],
+                rank=rank or None,
+                device=device,
+                seed=0,
+                head=options.head,
+            )
+            torch.cuda.synchronize()
+            made_s = time.perf_counter() - start_s
+            for case in _cases(options, provider, rank):
+                rows.add(row_of(case, measured(case, decoder, made_s, options.runs), rows.made_of))
+            del decoder
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def measured(case: Case, decoder: Decoder, ready_s: float, runs: int) -> dict[str, Any]:
+    """A fresh engine's first call, then the medians of `runs` calls; the decoder took ready_s to make."""
+    meter = Meter(decoder.device)
+    meter.clear()  # an earlier case's engine
+    meter.start()
+    start_s = time.perf_counter()
+    vocab_size = decoder.architecture.vocab_size
+    tokenizer: Any = Wordless(vocab_size)
+    kv = "compute" if case.kv == "bf16" else "fp8"
+    engine = Engine(
+        decoder, tokenizer, EngineConfig(max_running=case.batch, kv=kv), stop_token_ids=frozenset()
+    )
+    prompts_P = random_prompts(case.batch // case.group_size, case.prompt_tokens, vocab_size)
+    with _noise(decoder, case.noise_sigma):
+        _generate(engine, case, prompts_P, max_tokens=_FIRST_TOKENS, step=0)
+        ready_s += time.perf_counter() - start_s
+        each = [_generate(engine, case, prompts_P, case.max_tokens, step=1 + run) for run in range(runs)]
+    return {
+        "tok_per_s": round(statistics.median(stats.tokens_per_s for stats in each), 1),
+        "step_ms": round(statistics.median(step_ms(stats) for stats in each), 4),
+        "prefill_s": round(statistics.median(stats.prefill_s for stats in each), 4),
+        "start_s": round(ready_s, 2),
+        "peak_gb": meter.peak_gb(),
+        "runs": runs,
+    }
+
+
+def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[Prompt]:
+    return [
+        Prompt(
+            index=index,
+            text="",
+            tokens_T=random.Random(mix(0, index)).choices(range(vocab_size), k=num_tokens),
+            messages=None,
+            columns={},
+        )
+        for index in range(num_prompts)
+    ]
+
+
+def step_ms(stats: Stats) -> float:
+    return 1e3 * (stats.generate_s - stats.prefill_s) / stats.decode_forwards
+
+
+def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[Case]:
+    for batch in options.batches:
+        for sigma in options.noise_sigmas:
+            yield case_of(Case, options, provider=provider, lora_rank=rank, batch=batch, noise_sigma=sigma)
+
+
+@contextlib.contextmanager
+def _noise(decoder: Decoder, sigma: float) -> Iterator[None]:
+    with noised(decoder.noise_table, sigma=sigma, unit="absolute", seed=0, step=0) as num_norms:
+        assert bool(num_norms) == (sigma > 0)
+        yield
+
+
+def _generate(engine: Engine, case: Case, prompts_P: list[Prompt], max_tokens: int, step: int) -> Stats:
+    sampling = Sampling(max_tokens=max_tokens, temperature=1.0)
+    engine.generate(prompts_P, num_samples=case.group_size, sampling=sampling, seed=0, step=step)
+    stats = engine.stats
+    if stats.num_tokens != case.batch * max_tokens:
+        raise RunError(f"{stats.num_tokens} tokens were sampled instead of {case.batch * max_tokens}")
+    return stats
+
+
+def row_of(case: Case, figures: dict[str, Any], made_of: Origin) -> dict[str, Any]:
+    limit, fraction = LIMITS.get(made_of.gpu), None
+    if limit is not None:
+        least_ms = step_floor_ms(
+            limit,
+            shape(case.shape),
+            format=FORMATS[case.provider],
+            rank=case.lora_rank,
+            batch=case.batch,
+            prompt_tokens=case.prompt_tokens,
+            max_tokens=case.max_tokens,
+            group_size=case.group_size,
+            kv=case.kv,
+            head=case.head,
+        )
+        fraction = round(figures["tok_per_s"] * least_ms / 1e3 / case.batch, 4)
+    return {"bench": "decode"} | dataclasses.asdict(case) | figures | {"floor_fraction": fraction}

@@ -1,0 +1,84 @@
+"""`qerl bench linear`: the four products of every layer of a shape, in one CUDA graph, beside others'."""
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import torch
+
+from qerl.cli.bench.measure import Times, cuda_device, graph_times
+from qerl.cli.bench.provider import PROVIDERS, Products, Provider
+from qerl.cli.bench.record import Origin, rows_for
+from qerl.cli.bench.roofline import LIMITS, linear_floor_ms
+from qerl.cli.bench_options import BenchLinearOptions
+from qerl.errors import RunError, UserError
+from qerl.kernels.nvfp4_decode import MAX_TOKENS
+from qerl.models.architecture import Architecture
+from qerl.models.device import has_tile_kernels
+from qerl.models.random_weights import shape
+
+_MOST_ERROR = 0.01
+"""Relative RMS against float64: rounding y to bfloat16 is 0.0017; a provider that is over it is not timed."""
+
+
+def bench_linear(options: BenchLinearOptions) -> None:
+    """Appends a row for each provider, rank and batch, and prints it."""
+    architecture = shape(options.shape)
+    device = cuda_device()
+    for name in options.providers:
+        check_installed(name, PROVIDERS[name])
+    if "qerl-nvfp4" in options.providers:
+        check_takes(device, options.batches)
+    rows = rows_for(options)
+    for name in options.providers:
+        products = PROVIDERS[name].make(architecture, device)
+        for batch in options.batches:
+            check_products(name, products, batch)
+            for rank in options.lora_ranks:
+                times = graph_times(products.work(batch, rank), options.runs)
+                rows.add(_row(options.shape, architecture, name, batch, rank, times, rows.made_of))
+        del products
+        torch.cuda.empty_cache()
+
+
+def check_installed(name: str, provider: Provider) -> None:
+    try:
+        is_there = provider.module is None or importlib.util.find_spec(provider.module) is not None
+    except ModuleNotFoundError:  # of a dotted name's parent
+        is_there = False
+    if not is_there:
+        raise UserError(f"provider {name} needs {provider.package}: install it, or choose other --providers")
+
+
+def check_takes(device: torch.device, batches: tuple[int, ...]) -> None:
+    if not has_tile_kernels(device):
+        raise UserError("provider qerl-nvfp4 is written for Hopper GPUs: choose other --providers")
+    if max(batches, default=0) > MAX_TOKENS:
+        raise UserError(f"provider qerl-nvfp4 takes batches up to {MAX_TOKENS}, got {max(batches)}")
+
+
+def check_products(name: str, products: Products, batch: int) -> None:
+    x_MK, y_MN, weight_NK = products.one(batch)
+    truth_MN = x_MK.double() @ weight_NK.double().T
+    error = ((y_MN.double() - truth_MN).square().mean() / truth_MN.square().mean()).sqrt().item()
+    if not error <= _MOST_ERROR:
+        raise RunError(f"{name} is wrong by {error:.2g} at batch {batch}: it is not timed")
+
+
+def _row(
+    shape_name: str,
+    architecture: Architecture,
+    name: str,
+    batch: int,
+    rank: int,
+    times: Times,
+    made_of: Origin,
+) -> dict[str, Any]:
+    limit, fraction = LIMITS.get(made_of.gpu), None
+    if limit is not None:
+        num_bytes = PROVIDERS[name].bytes_per_weight
+        least_ms = linear_floor_ms(limit, architecture, bytes_per_weight=num_bytes, rank=rank, batch=batch)
+        fraction = round(least_ms / times.ms, 4)
+    key = {"bench": "linear", "shape": shape_name, "batch": batch, "provider": name, "lora_rank": rank}
+    measured = {k: round(v, 5) for k, v in dataclasses.asdict(times).items()}
+    return key | measured | {"floor_fraction": fraction}

@@ -1,0 +1,164 @@
+"""`qerl bench parity`: how far the learner's logprobs of the engine's samples are from the engine's own.
+
+    d_t       learner_t - engine_t             of every sampled token, noise off, no update between
+    abs_diff  mean |d|       max_diff  max |d|       kl  mean(exp(d) - 1 - d), k3 of KL(engine || learner)
+    early_diff, late_diff    abs_diff of each sample's first and last quarter
+    sample_diff              mean |sum of d| of a sample: by max_tokens, how a mismatch adds up
+    entropy   the learner's mean over the tokens, in nats
+    exact     whether every d_t is 0; exact_mode: whether engine.exact is on
+    rollout_tok_per_s, read_s    of a second run: sampling, and the learner's pass over all samples (with
+              exact_mode it has the engine score them too); `qerl bench step --exact` has whole steps
+
+A random head gives distributions that are all but flat, which a model's are not, and differences grow with
+the logits: the head's rows are drawn for a mean entropy. Logits are then normal, of a deviation s, since the
+final norm gives hidden states of length sqrt(D); s is found by bisection over draws of them, and
+W ~ N(0, s^2 / D). The learner reads through its own step: samples without an advantage teach nothing.
+"""
+
+import dataclasses
+import math
+import time
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl.cli.bench.case import SAMPLERS, case_of, random_policy
+from qerl.cli.bench.decode import Wordless, random_prompts
+from qerl.cli.bench.measure import Meter, attempt, cuda_device
+from qerl.cli.bench.record import Rows, rows_for
+from qerl.cli.bench_options import BenchParityOptions
+from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
+from qerl.engine import Engine
+from qerl.learner import Learner
+from qerl.models.architecture import Architecture
+from qerl.models.decoder import Decoder
+from qerl.models.lm_head import Head, check_head
+from qerl.models.random_weights import shape
+from qerl.models.sampler_copy import twin_of
+from qerl.train.loop import sampling_of
+from qerl.types import Group
+
+_HALVINGS, _DRAWS = 20, 1 << 21
+_MOST_SPREAD = 32.0  # of logits: at 152,064 tokens an entropy of 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What tells a row from others; its fields are the row's."""
+
+    shape: str
+    provider: str
+    lora_rank: int
+    kv: str
+    head: str
+    target_entropy: float
+    exact_mode: bool
+    batch: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+def bench_parity(options: BenchParityOptions) -> None:
+    """Appends a row for each provider, entropy, head and cache, and prints it."""
+    architecture, device = shape(options.shape), cuda_device()
+    measure(options, architecture, device, rows_for(options))
+
+
+def measure(
+    options: BenchParityOptions, architecture: Architecture, device: torch.device, rows: Rows
+) -> None:
+    for head in options.heads:
+        check_head(head, architecture.vocab_size, architecture.width)
+    for provider in options.providers:
+        decoder, error = random_policy(architecture, provider, options.lora_rank, device)
+        varied = product(options.entropies, options.heads, options.kvs, options.exacts)
+        for entropy, head, kv, exact in varied:
+            own = {"kv": kv, "head": head, "target_entropy": entropy, "exact_mode": exact}
+            case = case_of(Case, options, provider=provider, **own)
+            figures = None
+            if decoder is not None:
+                figures, error = attempt(partial(measured, case, decoder), device)
+            rows.add({"bench": "parity"} | dataclasses.asdict(case) | (figures or {"error": error}))
+        del decoder
+        Meter(device).clear()
+
+
+def measured(case: Case, decoder: Decoder) -> dict[str, Any]:
+    """The decoder gets a new head."""
+    Meter(decoder.device).clear()
+    vocab_size = decoder.architecture.vocab_size
+    decoder.lm_head = Head(random_head(decoder, spread_for(case.target_entropy, vocab_size)))
+    decoder.lm_head.pack(case.head)
+    config = config_of(case)
+    tokenizer: Any = Wordless(vocab_size)
+    format = SAMPLERS.get(case.provider)
+    sampler = decoder if format is None else twin_of(decoder, format)
+    engine = Engine(sampler, tokenizer, config.engine, stop_token_ids=frozenset())
+    prompts_P = random_prompts(case.batch, case.prompt_tokens, vocab_size)
+    sampling = sampling_of(config)
+    score = partial(engine.score, sampling=sampling) if case.exact_mode else None
+    learner = Learner(decoder, config, score=score)
+
+    def run() -> tuple[list[Group], dict[str, float], float]:
+        groups = engine.generate(prompts_P, num_samples=1, sampling=sampling, seed=0, step=0)
+        start_s = time.perf_counter()
+        metrics = learner.step([_untaught(group) for group in groups])
+        return groups, metrics, time.perf_counter() - start_s
+
+    run()  # records graphs and compiles
+    groups, metrics, read_s = run()
+    return {
+        "abs_diff": metrics["mismatch_abs"],
+        "kl": metrics["mismatch_kl"],
+        "max_diff": metrics["mismatch_max"],
+        "early_diff": metrics["mismatch_early"],
+        "late_diff": metrics["mismatch_late"],
+        "sample_diff": metrics["mismatch_sample"],
+        "entropy": round(metrics["entropy"], 4),
+        "exact": metrics["mismatch_max"] == 0,
+        "rollout_tok_per_s": round(engine.stats.tokens_per_s, 1),
+        "read_s": round(read_s, 4),
+        "sampled_tokens": sum(len(s.tokens_T) for group in groups for s in group.samples_G),
+    }
+
+
+def spread_for(entropy: float, vocab_size: int) -> float:
+    """The deviation of normal logits whose softmax has this mean entropy."""
+    if entropy >= math.log(vocab_size):
+        return 0.0
+    shape_TV = max(_DRAWS // vocab_size, 1), vocab_size
+    logits_TV = torch.randn(shape_TV, generator=torch.Generator().manual_seed(0))
+    low, high = 0.0, _MOST_SPREAD
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        mean = torch.distributions.Categorical(logits=middle * logits_TV).entropy().mean().item()
+        low, high = (middle, high) if mean > entropy else (low, middle)
+    return low
+
+
+def random_head(decoder: Decoder, spread: float) -> Tensor:
+    a, device = decoder.architecture, decoder.device
+    weight_VD = torch.empty(a.vocab_size, a.width, dtype=decoder.compute, device=device)
+    rng = torch.Generator(device).manual_seed(0)
+    return weight_VD.normal_(0, spread / math.sqrt(a.width), generator=rng)
+
+
+def _untaught(group: Group) -> Group:
+    """A reward, so that the samples count; no advantage, so that they are only read."""
+    samples_G = [dataclasses.replace(s, reward=0.0, advantage=0.0) for s in group.samples_G]
+    return dataclasses.replace(group, samples_G=samples_G)
+
+
+def config_of(case: Case) -> RunConfig:
+    return RunConfig(
+        num_prompts=case.batch,
+        num_samples=2,  # of which one is there: nothing is learned from it
+        adapter=AdapterConfig(rank=case.lora_rank),
+        sample=SampleConfig(max_tokens=case.max_tokens),
+        engine=EngineConfig(
+            max_running=case.batch, kv="fp8" if case.kv == "fp8" else "compute", exact=case.exact_mode
+        ),
+    )

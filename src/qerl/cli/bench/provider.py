@@ -1,0 +1,236 @@
+"""What multiplies in `qerl bench linear`: the four products of every layer, each provider in its own format.
+
+    qerl-nvfp4        one launch each; LoRA's expansion, bias, residual and SwiGLU ride in its epilogue
+    cublas-bf16       torch's product of bfloat16 matrices
+    humming           humming-kernels' NVFP4 layer, with its own choice of tiles
+    bitsandbytes-nf4  matmul_4bit on NF4 in blocks of 64
+
+All but the first compute the product alone. Rank R adds u = x A^T to each product, A stacked over the linears
+that share x, and to each linear y += u B^T: one launch before the product and B inside it where it is ours,
+torch's products beside it elsewhere. Layers differ in memory, not in values, which no timing depends on.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qerl.cli.bench.case import Gemm, gemms
+from qerl.formats import BF16, NVFP4
+from qerl.kernels import nvfp4_decode
+from qerl.kernels.lora_shrink import Shrink
+from qerl.kernels.nvrtc import cache_folder
+from qerl.models.architecture import Architecture
+from qerl.models.random_weights import random_bf16, random_nvfp4
+
+Product = Callable[[Tensor, Tensor], Tensor]  # (x_MK, y_MN to be used or not) -> y_MN
+_QKV, _O, _GATE_UP, _DOWN = range(4)
+
+
+class Products(Protocol):
+    def work(self, batch: int, rank: int) -> Callable[[], None]:
+        """All products of all layers once, with an adapter of this rank; 0 is none."""
+        ...
+
+    def one(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x_MK and y_MN of the o product, and the float weight [N, K] that its codes stand for."""
+        ...
+
+
+class QerlNVFP4:
+    def __init__(self, architecture: Architecture, device: torch.device):
+        self._gemms, self._num_layers, self._device = gemms(architecture), architecture.num_layers, device
+        self._decode = nvfp4_decode.NVFP4Decode(device, cache_folder())
+        self._shrink = Shrink(device, cache_folder())
+        weights = [random_nvfp4(g.out_width, g.in_width, _rng(device)) for g in self._gemms]
+        self._o_weight_NK = weights[_O].decode()
+        self._factors = [nvfp4_decode.row_factors(w.alpha, w.shape[0]) for w in weights]
+        order = nvfp4_decode.swiglu_order(architecture.ff_width, device)
+        plain = [(w.codes, w.scales) for w in weights]
+        plain[_GATE_UP] = weights[_GATE_UP].codes[order], weights[_GATE_UP].scales[order]
+        packed = [nvfp4_decode.pack(codes, scales) for codes, scales in plain]
+        self._tiles_LG = [[tiles.clone() for tiles in packed] for _ in range(self._num_layers)]
+
+    def work(self, batch: int, rank: int) -> Callable[[], None]:
+        qkv, o = self._gemms[_QKV], self._gemms[_O]
+        x_G = _random_inputs(self._gemms, batch, self._device)
+        residual_MD = torch.randn(batch, o.out_width, device=self._device)
+        bias_N = torch.randn(qkv.out_width, device=self._device)
+        a_LG, b_LG = _adapters(self._gemms, self._num_layers, rank, self._device)
+        starts = (qkv.out_widths[0], sum(qkv.out_widths[:2]))
+
+        def adapter(layer: int, i: int) -> nvfp4_decode.Adapter | None:
+            if rank == 0:
+                return None
+            a_RK, b_NR, is_qkv = a_LG[layer][i], b_LG[layer][i], i == _QKV
+            u_MR = None
+            if not nvfp4_decode.pays_to_make_u(batch, self._gemms[i].num_weights):
+                u_MR = self._shrink.shrink(x_G[i], a_RK, 1.0)
+            return nvfp4_decode.Adapter(a_RK, b_NR, 1.0, starts if is_qkv else (), u_MR)
+
+        def linear(layer: int, i: int, **epilogue: Tensor) -> Tensor:
+            tiles, factors_N = self._tiles_LG[layer][i], self._factors[i]
+            return self._decode.linear(x_G[i], tiles, factors_N, adapter=adapter(layer, i), **epilogue)
+
+        def run() -> None:
+            for layer, tiles_G in enumerate(self._tiles_LG):
+                linear(layer, _QKV, bias_N=bias_N)
+                linear(layer, _O, residual_MN=residual_MD)
+                beside = adapter(layer, _GATE_UP)
+                factors_N = self._factors[_GATE_UP]
+                self._decode.swiglu(x_G[_GATE_UP], tiles_G[_GATE_UP], factors_N, adapter=beside)
+                linear(layer, _DOWN, residual_MN=residual_MD)
+
+        return run
+
+    def one(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        x_MK = _random_inputs(self._gemms, batch, self._device)[_O]
+        y_MN = self._decode.linear(x_MK, self._tiles_LG[0][_O], self._factors[_O])
+        return x_MK, y_MN, self._o_weight_NK
+
+
+class Beside:
+    """Products of others, with the adapter multiplied beside them."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        device: torch.device,
+        products_LG: list[list[Product]],
+        o_weight_NK: Tensor,
+    ):
+        self._gemms, self._device = gemms(architecture), device
+        self._products_LG, self._o_weight_NK = products_LG, o_weight_NK
+
+    def work(self, batch: int, rank: int) -> Callable[[], None]:
+        x_G = _random_inputs(self._gemms, batch, self._device)
+        y_G = _outputs(self._gemms, batch, self._device)
+        a_LG, b_LG = _adapters(self._gemms, len(self._products_LG), rank, self._device)
+
+        def run() -> None:
+            for layer, products in enumerate(self._products_LG):
+                for i, gemm in enumerate(self._gemms):
+                    y_MN = products[i](x_G[i], y_G[i])
+                    if rank:
+                        add_beside(y_MN, x_G[i], a_LG[layer][i], b_LG[layer][i], gemm)
+
+        return run
+
+    def one(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        x_MK = _random_inputs(self._gemms, batch, self._device)[_O]
+        y_MN = self._products_LG[0][_O](x_MK, _outputs(self._gemms, batch, self._device)[_O])
+        return x_MK, y_MN, self._o_weight_NK
+
+
+def add_beside(y_MN: Tensor, x_MK: Tensor, a_RK: Tensor, b_NR: Tensor, gemm: Gemm) -> None:
+    """y += (x A^T) B^T in place: one product with the stacked A, then one for each linear."""
+    rows = list(gemm.out_widths)
+    parts = (x_MK @ a_RK.T).chunk(len(rows), dim=1)
+    for y, u, b in zip(y_MN.split(rows, dim=1), parts, b_NR.split(rows), strict=True):
+        y.addmm_(u, b.T)
+
+
+def cublas_bf16(architecture: Architecture, device: torch.device) -> Beside:
+    weights = [random_bf16(g.out_width, g.in_width, _rng(device)).weight for g in gemms(architecture)]
+
+    def product(weight_NK: Tensor) -> Product:
+        return lambda x_MK, y_MN: torch.mm(x_MK, weight_NK.T, out=y_MN)
+
+    products_LG = [[product(w.clone()) for w in weights] for _ in range(architecture.num_layers)]
+    return Beside(architecture, device, products_LG, weights[_O].float())
+
+
+def humming_nvfp4(architecture: Architecture, device: torch.device) -> Beside:
+    make_layer = importlib.import_module("humming.layer").HummingLayer
+    nvfp4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    nvfp4 |= {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    weights = [random_nvfp4(g.out_width, g.in_width, _rng(device)) for g in gemms(architecture)]
+
+    def product(i: int) -> Product:
+        (n, k), weight = weights[i].shape, weights[i]
+        layer = make_layer(shape_n=n, shape_k=k, weight_config=dict(nvfp4), torch_dtype=torch.bfloat16).to(
+            device
+        )
+        names = {"weight_packed": weight.codes, "weight_scale": weight.scales}
+        layer.load_from_tensors(names | {"weight_global_scale": weight.global_scale})
+        layer.transform()
+        return lambda x_MK, y_MN: layer(x_MK, outputs=y_MN)
+
+    products_LG = [[product(i) for i in range(len(weights))] for _ in range(architecture.num_layers)]
+    return Beside(architecture, device, products_LG, weights[_O].decode())
+
+
+def bitsandbytes_nf4(architecture: Architecture, device: torch.device) -> Beside:
+    package = importlib.import_module("bitsandbytes")
+    weights = [random_bf16(g.out_width, g.in_width, _rng(device)).weight for g in gemms(architecture)]
+
+    def product(weight_NK: Tensor) -> Product:
+        codes, state = package.functional.quantize_4bit(weight_NK, quant_type="nf4")
+        return lambda x_MK, y_MN: package.matmul_4bit(x_MK, codes.t(), state)
+
+    products_LG = [[product(w) for w in weights] for _ in range(architecture.num_layers)]
+    codes, state = package.functional.quantize_4bit(weights[_O], quant_type="nf4")
+    o_weight_NK = package.functional.dequantize_4bit(codes, state)
+    return Beside(architecture, device, products_LG, o_weight_NK.float())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Provider:
+    make: Callable[[Architecture, torch.device], Products]
+    bytes_per_weight: float
+    """Scales included."""
+    module: str | None = None
+    """What is imported for it besides qerl's own dependencies."""
+    package: str | None = None
+    """What that is called where pip finds it."""
+
+
+PROVIDERS = {
+    "qerl-nvfp4": Provider(
+        make=QerlNVFP4,
+        bytes_per_weight=NVFP4.bytes_per_weight,
+        module="cuda.bindings",
+        package="cuda-bindings",
+    ),
+    "cublas-bf16": Provider(make=cublas_bf16, bytes_per_weight=BF16.bytes_per_weight),
+    "humming": Provider(
+        make=humming_nvfp4,
+        bytes_per_weight=NVFP4.bytes_per_weight,
+        module="humming",
+        package="humming-kernels==0.1.19",
+    ),
+    "bitsandbytes-nf4": Provider(
+        make=bitsandbytes_nf4,
+        bytes_per_weight=0.5 + 4 / 64,
+        module="bitsandbytes",
+        package="bitsandbytes==0.50.0",
+    ),
+}
+
+
+def _rng(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def _random_inputs(gemms_G: tuple[Gemm, ...], batch: int, device: torch.device) -> list[Tensor]:
+    return [torch.randn(batch, g.in_width, device=device).bfloat16() for g in gemms_G]
+
+
+def _outputs(gemms_G: tuple[Gemm, ...], batch: int, device: torch.device) -> list[Tensor]:
+    return [torch.empty(batch, g.out_width, dtype=torch.bfloat16, device=device) for g in gemms_G]
+
+
+def _adapters(
+    gemms_G: tuple[Gemm, ...], num_layers: int, rank: int, device: torch.device
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """A [G R, K] of each product with G linears, and B [N, R], for every layer; nothing for rank 0."""
+
+    def random(rows: int, columns: int) -> Tensor | None:
+        return torch.randn(rows, columns, device=device).mul_(0.02).bfloat16() if rank else None
+
+    layers = range(num_layers)
+    a_LG = [[random(len(g.out_widths) * rank, g.in_width) for g in gemms_G] for _ in layers]
+    return a_LG, [[random(g.out_width, rank) for g in gemms_G] for _ in layers]

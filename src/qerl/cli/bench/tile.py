@@ -1,0 +1,124 @@
+"""`qerl bench tile`: the quickest tiles of each packed product, written as the table that kernels read.
+
+Each candidate of kernels/nvfp4_tile.py is timed alone, in a CUDA graph of launches with weights of their own,
+as a decode step launches it: adapter, bias, residual and SwiGLU included, u given where the engine gives it.
+For up to 32 tokens the times at 8 and at 32 count alike, for one choice serves all. This GPU's entry is
+replaced, those of others stay.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.cli.bench.case import Gemm, gemms
+from qerl.cli.bench.linear import check_takes
+from qerl.cli.bench.measure import cuda_device, graph_times
+from qerl.cli.bench.record import ROOT, origin
+from qerl.cli.bench_options import BenchTileOptions
+from qerl.kernels import nvfp4_decode, nvfp4_tile
+from qerl.kernels.nvfp4_tile import Choice, Tile, candidates
+from qerl.kernels.nvrtc import cache_folder
+from qerl.models.random_weights import shape
+
+TABLE = Path("src", "qerl", "kernels", "nvfp4_tile.json")
+_WEIGHT_BYTES = 4e8
+"""Of all copies of a weight: eight times what the L2 cache of an H200 holds."""
+
+
+def bench_tile(options: BenchTileOptions) -> None:
+    """Prints each product's candidates and writes the table."""
+    each = {(g.out_width, g.in_width): g for name in options.shapes for g in gemms(shape(name))}
+    device = cuda_device()
+    check_takes(device, options.batches)
+    made_of = origin(allow_dirty=options.allow_dirty)
+    best = []
+    for size, gemm in each.items():
+        product = _Product(gemm, options.lora_rank, device)
+        for most_tokens in options.batches:
+            measured = [product.timed(choice, options.runs) for choice in candidates(*size, most_tokens)]
+            measured.sort(key=lambda choice: choice.us)
+            print(*measured, sep="\n", flush=True)
+            best.append(measured[0])
+        del product
+        torch.cuda.empty_cache()
+    file = options.out or ROOT / TABLE
+    facts = {"gpu": made_of.gpu, "commit": made_of.commit, "torch": made_of.torch, "driver": made_of.driver}
+    facts |= {"date": datetime.now(UTC).date().isoformat()}
+    file.write_text(merged((ROOT / TABLE).read_text(), facts, best))
+
+
+def merged(old: str, facts: dict[str, str], best: list[Choice]) -> str:
+    """The table with these choices alone for this GPU."""
+    entries = {entry["gpu"]: entry for entry in json.loads(old)}
+    entries[facts["gpu"]] = facts | {"choices": [dataclasses.asdict(choice) for choice in best]}
+    return "[" + ",\n".join(_written(entry) for entry in entries.values()) + "]\n"
+
+
+def _written(entry: dict[str, Any]) -> str:
+    """A line for each choice."""
+    head = json.dumps({key: value for key, value in entry.items() if key != "choices"})[:-1]
+    lines = ",\n".join("  " + json.dumps(choice) for choice in entry["choices"])
+    return f'{head}, "choices": [\n{lines}\n]}}'
+
+
+class _Product:
+    """A launch of the decode step, its weights in as many copies as outgrow the cache."""
+
+    def __init__(self, gemm: Gemm, rank: int, device: torch.device):
+        self._gemm, self._device = gemm, device
+        self._tile: Tile | None = None
+        self._kernels = nvfp4_decode.NVFP4Decode(device, cache_folder(), lambda M, N, K: self._chosen())
+        N, K = gemm.out_width, gemm.in_width
+        one = nvfp4_decode.pack(
+            torch.full((64, 32), 0x3A, dtype=torch.uint8), torch.ones(64, 4).to(torch.float8_e4m3fn)
+        )
+        copies = max(2, int(_WEIGHT_BYTES / (N * K * 0.5625)))
+        tiles = one.to(device).expand(N // 64, K // 64, -1)
+        self._copies = [tiles.contiguous() for _ in range(copies)]
+        self._factors_N = torch.full((N,), 1e-3, device=device)
+        self._bias_N = torch.zeros(N, device=device) if gemm.name == "qkv" else None
+        groups = len(gemm.out_widths)
+        starts = tuple(torch.tensor(gemm.out_widths).cumsum(0).tolist()[:-1]) if gemm.name == "qkv" else ()
+        a, b = (torch.zeros(shape, device=device).bfloat16() for shape in ((groups * rank, K), (N, rank)))
+        self._adapter = nvfp4_decode.Adapter(a, b, 1.0, starts) if rank else None
+
+    def timed(self, choice: Choice, runs: int) -> Choice:
+        """With the time of a launch, in us; the geometric mean of two where one choice serves many M."""
+        tokens = (
+            (8, choice.most_tokens)
+            if choice.most_tokens == nvfp4_tile.MOST_TOKENS[0]
+            else (choice.most_tokens,)
+        )
+        each_us = []
+        for M in tokens:
+            self._tile = choice.tile(M, self._gemm.in_width)
+            each_us.append(1e3 * graph_times(self._work(M), runs).ms / len(self._copies))
+        return dataclasses.replace(choice, us=round(math.prod(each_us) ** (1 / len(each_us)), 2))
+
+    def _chosen(self) -> Tile:
+        assert self._tile is not None
+        return self._tile
+
+    def _work(self, M: int) -> Callable[[], None]:
+        x_MK = torch.randn(M, self._gemm.in_width, device=self._device).bfloat16()
+        adapter = self._adapter
+        if adapter is not None and not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights):
+            adapter = dataclasses.replace(adapter, u=x_MK.new_zeros(M, len(adapter.a)))
+        has_residual = self._gemm.name in ("o", "down")
+        residual_MN = torch.zeros(M, self._gemm.out_width, device=self._device) if has_residual else None
+
+        def run() -> None:
+            for tiles in self._copies:
+                if self._gemm.name == "gate_up":
+                    self._kernels.swiglu(x_MK, tiles, self._factors_N, adapter=adapter)
+                else:
+                    rest = {"bias_N": self._bias_N, "residual_MN": residual_MN}
+                    self._kernels.linear(x_MK, tiles, self._factors_N, adapter=adapter, **rest)
+
+        return run

@@ -1,0 +1,27 @@
+"""Complete configs to run as they are or to start from; each is a function that returns one.
+
+paper.py      the demo, and QeRL's own runs
+methods.py    the demo with one method each: losses, advantages, corrections, noise
+"""
+
+from collections.abc import Callable
+
+from qerl.config import RunConfig
+from qerl.config.recipes.methods import METHODS
+from qerl.config.recipes.paper import PAPER, big_math, code, dapo_math, demo, gsm8k, hints, math, own
+
+__all__ = [
+    "METHODS",
+    "PAPER",
+    "RECIPES",
+    "big_math",
+    "code",
+    "dapo_math",
+    "demo",
+    "gsm8k",
+    "hints",
+    "math",
+    "own",
+]
+
+RECIPES: dict[str, Callable[[], RunConfig]] = PAPER | METHODS

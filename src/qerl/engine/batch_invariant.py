@@ -1,0 +1,42 @@
+"""Packed products whose bits depend on their row alone: x is multiplied ONE_ORDER_ROWS rows at a time.
+
+    y = product(x[0:32]), product(x[32:64]), ...        PackedProducts, product by product
+
+More rows at once are several tiles of tokens, which the multiprocessors share so that each tile's k is cut
+elsewhere: at 3584 x 3584 rows 0..31 and 32..63 of 64 then differ in bits (tests/parity/test_exact_hopper.py).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.engine.fused_linear import Group, PackedProducts
+
+ONE_ORDER_ROWS = 32  # up to so many, sums have one order: tests/kernels/test_nvfp4_decode.py
+
+
+class SlicedProducts:
+    def __init__(self, device: torch.device, cache_folder: Path):
+        self._packed = PackedProducts(device, cache_folder)
+
+    def makes_u(self, rows: int, group: Group) -> bool:
+        return self._packed.makes_u(ONE_ORDER_ROWS, group)
+
+    def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
+        return _by_slices(
+            lambda x, u, residual: self._packed.linear(x, group, u, residual), x_BK, u_BR, residual_BN
+        )
+
+    def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
+        return _by_slices(lambda x, u: self._packed.swiglu(x, group, u), x_BK, u_BR)
+
+
+def _by_slices(product: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    starts = range(0, next(len(t) for t in tensors if t is not None), ONE_ORDER_ROWS)
+    parts = [
+        product(*(None if t is None else t[start : start + ONE_ORDER_ROWS] for t in tensors))
+        for start in starts
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

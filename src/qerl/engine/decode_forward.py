@@ -1,0 +1,67 @@
+"""The forward of one decode step: the newest token of each of the first B rows, to its final hidden state.
+
+    PlainForward    the decoder's own modules over a paged attention of torch's: any device, format and dtype
+    HopperForward   hopper.py: the project's kernels, for a packed decoder on a Hopper GPU
+
+Rows that are not in use (position -1) write to the cache's unused slot and give numbers that nobody reads.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from qerl.engine.kv_cache import Cache, slots_of
+from qerl.kernels.attention import paged_decode
+from qerl.kernels.decode_state import DecodeState
+from qerl.models.decoder import Decoder
+
+
+class Forward(Protocol):
+    def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
+        """hidden_BD; writes the keys and values of the rows' positions, each of a sequence of its own."""
+        ...
+
+    def together(self, state: DecodeState, num_rows: int) -> Tensor:
+        """The same bits for rows that may be of one sequence, and then attend to each other."""
+        ...
+
+    def publish(self) -> None:
+        """Take over the adapter's working copies as they now are."""
+        ...
+
+
+class PlainForward:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        max_rows: int,
+        max_pages: int,
+        decode: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = paged_decode,
+    ):
+        """decode: paged_decode, or what takes and gives the same."""
+        self._decoder, self._cache, self._decode = decoder, cache, decode
+
+    def publish(self) -> None:
+        """Nothing: the decoder's modules read the working copies themselves."""
+
+    def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
+        cache = self._cache
+        positions_B = state.positions_B[:num_rows].long()
+        tables_BX = state.tables_BX[:num_rows].long()
+        is_live_B = positions_B >= 0
+        positions_B = positions_B.clamp(min=0)
+        pages_B = tables_BX.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
+        slots_B = slots_of(pages_B, positions_B, cache.page_tokens).where(is_live_B, cache.unused_slot)
+        lengths_B = positions_B + 1
+
+        def attend(layer_index: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor) -> Tensor:
+            cache.write(layer_index, slots_B, k_BKH, v_BKH)
+            k, v, tables = cache.readable(layer_index, tables_BX, q_BNH.dtype)
+            return self._decode(q_BNH, k, v, tables, lengths_B)
+
+        tokens_B = state.tokens_B[:num_rows].long()
+        return self._decoder(tokens_B, positions_B, attend, noise_rows_T=state.noise_rows_B[:num_rows])
+
+    together = __call__

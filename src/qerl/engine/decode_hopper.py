@@ -1,0 +1,168 @@
+"""The decode step on a Hopper GPU: seven launches a layer, or nine, each linear with its adapter in one.
+
+    h = embed(token)
+    x = norm(h)         q|k|v = x W^T + u B^T + bias                    o = attention(rope(q|k|v))
+                        h += o W^T + u B^T
+    x = norm(h)         y = silu(gate) * up of x W^T + u B^T
+                        h += y W^T + u B^T                              L times
+    hidden = norm(h)                                                    h in fp32, all else in bf16
+
+u = scaling * x @ A^T of what the product reads; where linears are not packed, and with many rows, it is made
+before each product, in the norm's launch where there is one.
+
+The modules' own weights, norms and noise are read: no copy of them is kept. The adapter's working copies are
+stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshed in place by `publish`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.aqn.noised_norm import NoisedRMSNorm
+from qerl.engine.fused_linear import Group, PackedProducts, PlainProducts, Products
+from qerl.engine.kv_cache import Cache
+from qerl.kernels.decode_attention import DecodeAttention, Norms
+from qerl.kernels.decode_attention import supports as supports_attention
+from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.lora_shrink import Shrink
+from qerl.kernels.nvrtc import cache_folder
+from qerl.models.decoder import Decoder, Layer
+from qerl.models.device import has_tile_kernels
+from qerl.models.norm import RMSNorm
+from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
+
+MAX_ROWS = 256
+
+
+class HopperForward:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        max_rows: int,
+        max_pages: int,
+        products: Callable[[torch.device, Path], Products] = PackedProducts,
+        chunk: int | None = None,
+    ):
+        """products: what multiplies the linears that are packed; chunk: of attention, as it takes it."""
+        a, device, folder = decoder.architecture, decoder.device, cache_folder()
+        self._decoder, self._cache = decoder, cache
+        self._shrink = Shrink(device, folder)
+        packed = products(device, folder)
+        self._layers = [_LayerGroups(layer, packed) for layer in decoder.layers if isinstance(layer, Layer)]
+        positions_T = torch.arange(max_pages * cache.page_tokens, device=device)
+        self._angles = _angles(decoder, positions_T)
+        self._attention = DecodeAttention(
+            num_heads=a.num_heads,
+            num_kv_heads=a.num_kv_heads,
+            head_size=a.head_size,
+            page_tokens=cache.page_tokens,
+            kv_dtype=cache.k.dtype,
+            max_rows=max_rows,
+            max_pages=max_pages,
+            device=device,
+            cache_folder=folder,
+            chunk=chunk,
+        )
+
+    @staticmethod
+    def obstacle(decoder: Decoder, page_tokens: int) -> str | None:
+        """Why the kernels cannot run this decoder; None if they can."""
+        a = decoder.architecture
+        if not has_tile_kernels(decoder.device):
+            return "they are for Hopper GPUs"
+        if decoder.compute != torch.bfloat16:
+            return "they compute in bf16"
+        if a.mlp_bias:
+            return "they take no biases in the MLP"
+        if not supports_attention(a.num_heads, a.num_kv_heads, a.head_size, page_tokens):
+            return (
+                "attention takes heads of 64 or 128, up to 16 to a key, and pages of a multiple of 16 tokens;"
+                f" here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, pages of {page_tokens}"
+            )
+        widths = (a.width, a.ff_width, a.num_heads * a.head_size, a.num_kv_heads * a.head_size)
+        if odd := [width for width in widths if width % 64]:
+            return f"they take widths that are multiples of 64, here {odd[0]}"
+        ranks = {linear.rank for _, linear in decoder.linears()}
+        if odd := [rank for rank in ranks if rank % 16 or rank > 128]:
+            return f"they take ranks of 16, 32, ... 128, here {odd[0]}"
+        return None
+
+    def publish(self) -> None:
+        for layer in self._layers:
+            for group in layer.groups:
+                group.publish()
+
+    def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
+        return self._run(state, num_rows, self._attention.attend)
+
+    def together(self, state: DecodeState, num_rows: int) -> Tensor:
+        return self._run(state, num_rows, self._attention.attend_together)
+
+    def _run(self, state: DecodeState, num_rows: int, attend: Callable[..., Tensor]) -> Tensor:
+        decoder = self._decoder
+        h_BD = self._shrink.embed(state.tokens_B[:num_rows], decoder.embed_tokens.weight)
+        for index, layer in enumerate(self._layers):
+            h_BD = self._layer(index, layer, h_BD, state, attend)
+        return self._shrink.norm(h_BD, decoder.norm.weight, None, decoder.norm.eps)
+
+    def _layer(
+        self,
+        index: int,
+        layer: "_LayerGroups",
+        h_BD: Tensor,
+        state: DecodeState,
+        attend: Callable[..., Tensor],
+    ) -> Tensor:
+        module = layer.module
+        noise_rows_B = state.noise_rows_B[: len(h_BD)]
+        x_BD, u = self._normed(h_BD, module.input_layernorm, noise_rows_B, layer, layer.qkv)
+        qkv_BX = layer.products.linear(x_BD, layer.qkv, u, None)
+        o_BX = attend(qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms)
+        h_BD = layer.products.linear(o_BX, layer.o, self._shrunk(o_BX, layer, layer.o), h_BD)
+        x_BD, u = self._normed(h_BD, module.post_attention_layernorm, noise_rows_B, layer, layer.gate_up)
+        y_BF = layer.products.swiglu(x_BD, layer.gate_up, u)
+        return layer.products.linear(y_BF, layer.down, self._shrunk(y_BF, layer, layer.down), h_BD)
+
+    def _normed(
+        self, h_BD: Tensor, norm: NoisedRMSNorm, noise_rows_B: Tensor, layer: "_LayerGroups", group: Group
+    ) -> tuple[Tensor, Tensor | None]:
+        noise, rows_B = norm.noise_of(noise_rows_B)
+        operands = h_BD, norm.weight, noise, norm.eps
+        if group.a is None or layer.products.makes_u(len(h_BD), group):
+            return self._shrink.norm(*operands, rows_M=rows_B), None
+        return self._shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B)
+
+    def _shrunk(self, x_BK: Tensor, layer: "_LayerGroups", group: Group) -> Tensor | None:
+        if group.a is None or layer.products.makes_u(len(x_BK), group):
+            return None
+        return self._shrink.shrink(x_BK, group.a, group.scaling)
+
+
+class _LayerGroups:
+    """A layer's linears as they are launched."""
+
+    def __init__(self, layer: Layer, packed: Products):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.module = layer
+        self.qkv, self.o = Group(attention.qkv_projs), Group((attention.o_proj,))
+        self.gate_up, self.down = Group(mlp.gate_up_projs), Group((mlp.down_proj,))
+        self.groups = (self.qkv, self.o, self.gate_up, self.down)
+        is_packed = all(group.tiles is not None for group in self.groups)
+        self.products: Products = packed if is_packed else PlainProducts()
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        self.head_norms: Norms | None = None
+        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+            self.head_norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+
+
+def _angles(decoder: Decoder, positions_T: Tensor) -> Tensor:
+    """fp32 [positions, H]: the cosines of all frequencies, then their sines."""
+    a = decoder.architecture
+    half = a.head_size // 2
+    cosine_T1H, sine_T1H = cosine_sine(
+        positions_T, inverse_frequencies(a.rope, a.head_size).to(decoder.device), magnitude(a.rope)
+    )
+    return torch.cat((cosine_T1H[:, 0, :half], sine_T1H[:, 0, half:]), dim=-1).contiguous()

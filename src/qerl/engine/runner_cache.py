@@ -1,0 +1,147 @@
+"""Which forward and which draw a call's steps are made of, and the runners that earlier calls left.
+
+    forward   HopperForward where its kernels run and the decoder is what they expect, else PlainForward
+    draw      FusedDraw with it, where tokens are drawn by temperature alone, else PlainDraw
+
+A runner keeps its recorded graphs, so it is kept for as long as the cache that they point into. In exact
+mode every forward, a replay's too, has numbers of rows between which a row's bits do not change.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from qerl.config import EngineConfig
+from qerl.engine.batch_invariant import ONE_ORDER_ROWS, SlicedProducts
+from qerl.engine.decode_forward import Forward, PlainForward
+from qerl.engine.decode_hopper import MAX_ROWS, HopperForward
+from qerl.engine.decode_runner import Runner, bucket_of
+from qerl.engine.kv_cache import Cache
+from qerl.engine.sampler import Draw, FusedDraw, HeadDraw, PlainDraw
+from qerl.engine.teacher_forcing import Replay
+from qerl.formats import FP8
+from qerl.kernels.chunked_attention import chunked_decode
+from qerl.kernels.decode_attention import CHUNK
+from qerl.kernels.head_sample import BF16Head, FP8Head, Head, NVFP4Head, head_sampler
+from qerl.models.decoder import Decoder
+from qerl.models.packed_linear import Tiled
+from qerl.types import Sampling
+
+_GPU_STEPS = 16
+_WHOLE_ROWS = 16
+_MOST_RUNNERS = 8  # a server's users choose temperatures; each runner may hold graphs for every bucket
+_PAGES_AT_ONCE = 16  # a table is made a little wider than asked, for the call after
+
+
+class Runners:
+    def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
+        self._decoder, self._config = decoder, config
+        self.obstacle = HopperForward.obstacle(decoder, config.page_tokens)
+        """Why decode steps are torch's operations; None if they are the kernels'."""
+        self._is_fast = self.obstacle is None
+        self.max_rows = min(config.max_running, MAX_ROWS) if self._is_fast else config.max_running
+        self._least_rows, self._rows = 1, bucket_of(self.max_rows, self.max_rows)
+        if config.exact:
+            self._least_rows, self._rows = self._exact_rows()
+        self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(decoder.device)
+        self._head: HeadDraw | None = None
+        self._forward: Forward | None = None
+        self._max_pages = 0
+        self._runners: dict[Sampling, Runner] = {}
+        self._replay: Replay | None = None
+        self._pool: Any = None
+
+    def of(self, cache: Cache, sampling: Sampling, max_pages: int) -> Runner:
+        """For sequences of up to so many pages of this cache."""
+        if max_pages > self._max_pages:
+            self.clear()
+            self._max_pages = -(-max_pages // _PAGES_AT_ONCE) * _PAGES_AT_ONCE
+        if self._forward is None:
+            self._forward = self._make_forward()(self._decoder, cache, self._rows, self._max_pages)
+        key = dataclasses.replace(sampling, max_tokens=1, stop=())  # these the runner does not see
+        if key not in self._runners:
+            while len(self._runners) >= _MOST_RUNNERS:
+                del self._runners[next(iter(self._runners))]
+            self._runners[key] = self._made(key, self._forward)
+        runner = self._runners[key]
+        runner.forget()
+        return runner
+
+    def replay(self) -> Replay:
+        """For the same sequences as the latest `of`."""
+        assert self._config.exact and self._forward is not None
+        if self._replay is None:
+            self._replay = Replay(
+                self._forward,
+                rows=self._rows,
+                max_pages=self._max_pages,
+                page_tokens=self._config.page_tokens,
+                device=self._decoder.device,
+                pool=self._pool,
+            )
+        self._replay.num_tokens = self._replay.num_forwards = 0
+        return self._replay
+
+    def clear(self) -> None:
+        self._runners.clear()
+        self._forward = self._replay = None
+        # freed with its last graph
+        self._pool = torch.cuda.graph_pool_handle() if self._decoder.device.type == "cuda" else None
+
+    def publish(self) -> None:
+        if self._forward is not None:
+            self._forward.publish()
+
+    def _made(self, sampling: Sampling, forward: Forward) -> Runner:
+        config, device = self._config, self._decoder.device
+        return Runner(
+            forward,
+            self._draw(sampling),
+            max_rows=self._rows,
+            max_pages=self._max_pages,
+            page_tokens=config.page_tokens,
+            max_steps=config.burst_steps or (1 if device.type == "cpu" else _GPU_STEPS),
+            least_rows=self._least_rows,
+            device=device,
+            pool=self._pool,
+        )
+
+    def _make_forward(self):
+        if self._config.exact:
+            by_torch = functools.partial(PlainForward, decode=chunked_decode)
+            one_order = functools.partial(HopperForward, products=SlicedProducts, chunk=CHUNK)
+            return one_order if self._is_fast else by_torch
+        return HopperForward if self._is_fast else PlainForward
+
+    def _exact_rows(self) -> tuple[int, int]:
+        """(fewest of a step, those of a replay). The packed kernels take any number; torch's products give a
+        row other bits at other numbers, and on a CPU in other places too, unless 16 divides the number."""
+        is_packed = all(isinstance(linear.weight, Tiled) for _, linear in self._decoder.linears())
+        if self._is_fast and is_packed and _kernel_head(self._decoder) is not None:
+            return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
+        rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
+        return rows, rows
+
+    def _draw(self, sampling: Sampling) -> Draw:
+        truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
+        head = None if truncates else _kernel_head(self._decoder)
+        if head is None:
+            return PlainDraw(self._decoder, sampling, self._stop_tokens)
+        if self._head is None:
+            self._head = head_sampler(head, self._rows, self._decoder.device)
+        return FusedDraw(self._head, sampling.temperature, self._stop_tokens)
+
+
+def _kernel_head(decoder: Decoder) -> Head | None:
+    """The decoder's own head as a kernel takes it; None where none does."""
+    head, (vocab_size, width) = decoder.lm_head, decoder.lm_head.shape
+    fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
+    if decoder.device.type != "cuda" or not fits:
+        return None
+    if isinstance(head.packed, FP8):
+        return FP8Head(head.packed.codes, head.packed.scales)
+    if isinstance(head.packed, Tiled):
+        return NVFP4Head(head.packed.group.tiles, head.packed.group.factors_N)
+    return BF16Head(head.operand()) if head.packed is None else None

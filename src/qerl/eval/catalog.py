@@ -1,0 +1,77 @@
+r"""The sets that `qerl eval` knows by name: where the problems are, what is asked, and who grades.
+
+    gsm8k      openai/gsm8k:main          test    1,319   question, answer (ends in #### and a number)
+    math-500   HuggingFaceH4/MATH-500     test      500   problem, answer
+    aime24     HuggingFaceH4/aime_2024    train      30   problem, answer
+    aime25     math-ai/aime25             test       30   problem, answer
+    amc23      math-ai/amc23              test       40   question, answer (27.0 stands for 27)
+
+`math-500=FILE` reads a file of the same columns. The paper names the sets but neither copies nor prompts; the
+prompt is the one that the recipes train with.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from qerl.config import TaskConfig
+from qerl.config.recipes.paper import MATH_TEMPLATE
+from qerl.config.wording import GSM8K_REQUEST
+from qerl.errors import UserError, near, require
+
+SETS: dict[str, TaskConfig] = {
+    "gsm8k": TaskConfig(
+        name="openai/gsm8k:main",
+        split="test",
+        prompt_column="question",
+        template="{question}\n\n" + GSM8K_REQUEST,
+        rewards=("math",),
+    ),
+    "math-500": TaskConfig(
+        name="HuggingFaceH4/MATH-500",
+        split="test",
+        prompt_column="problem",
+        template=MATH_TEMPLATE,
+        rewards=("math",),
+    ),
+    "aime24": TaskConfig(
+        name="HuggingFaceH4/aime_2024",
+        split="train",
+        prompt_column="problem",
+        template=MATH_TEMPLATE,
+        rewards=("math",),
+    ),
+    "aime25": TaskConfig(
+        name="math-ai/aime25",
+        split="test",
+        prompt_column="problem",
+        template=MATH_TEMPLATE,
+        rewards=("math",),
+    ),
+    "amc23": TaskConfig(
+        name="math-ai/amc23",
+        split="test",
+        prompt_column="question",
+        template=MATH_TEMPLATE,
+        rewards=("math",),
+    ),
+}
+
+
+def all_chosen(arguments: Iterable[str]) -> dict[str, TaskConfig]:
+    """By name, each once."""
+    sets: dict[str, TaskConfig] = {}
+    for name, task in map(chosen, arguments):
+        require(name not in sets, f"{name} is named twice: one evaluation has one of each set")
+        sets[name] = task
+    return sets
+
+
+def chosen(argument: str) -> tuple[str, TaskConfig]:
+    """(name, task) of `aime24`, or of `aime24=FILE`: the same set from a file, a folder or another hub id."""
+    name, equals, place = argument.partition("=")
+    if name not in SETS:
+        hint = near(name, SETS) or f"; there are {', '.join(SETS)}, and SET=FILE reads a file"
+        raise UserError(f"no set {name}{hint}")
+    if equals and not place:
+        raise UserError(f"{argument}: a file, a folder or a hub id is missing after =")
+    return name, dataclasses.replace(SETS[name], name=place or SETS[name].name)

@@ -1,0 +1,324 @@
+"""Linears of one input as one product, each with its own adapter, alpha and bias.
+
+    y_i = alpha_i * (x @ W_i^T) + scaling_i * (x @ a_i^T) @ b_i^T + bias_i
+
+    [x | u]              [T, K + R]    u_i = scaling_i / alpha_i * (x @ a_i^T), rounded once
+    [W_1 | b_1       ]   [N, K + R]    R: the ranks of all adapters; the rest is zero
+    [W_2 |     b_2   ]                 y = alpha * [x | u] @ [W | b]^T
+
+The adapters ride in the frozen product. That makes cuBLAS 1.7 % slower (the four products of a 7B layer at
+4,096 tokens, R = 32: 2.85 ms, now 2.90; H200); products of their own would write all of y and read it again,
+0.8 GB a layer and 0.19 ms. u goes where `row_kernel.rows` left room behind each row of x; without room x is
+copied. `linear_onto` adds to the residual stream, which is fp32, in the same product, as the decode kernel
+does: nothing is rounded to x's dtype on the way. `joined_swiglu` rounds silu(gate) * up alone, as the decode
+kernel does: of the roundings in which a 7B model's engine and learner differed that of gate and up was one
+whose end brings them nearer (dev/LOG.md). gate and up are in fp32 for some rows at a time; its backward pass
+reads gate and the result, which the next product keeps anyway.
+
+dx = alpha * dy @ W + scaling (dy @ b) @ a;  da = scaling * (dy @ b)^T @ x;  db = alpha * dy^T @ u
+"""
+
+import dataclasses
+import itertools
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from qerl.kernels import row_kernel, swiglu
+from qerl.kernels.matmul_fp32 import add_product, product, put_product
+
+CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
+
+
+# Of gate and up in fp32: 310 MB at the 7B shape, and the multiprocessors' tiles of the product come out even.
+WIDE_ROWS = 2048
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Adapter:
+    """a, b: fp32 masters, which get the gradients; the working copies in x's dtype are multiplied."""
+
+    a_RK: Tensor
+    b_NR: Tensor
+    a_work_RK: Tensor
+    b_work_NR: Tensor
+    scaling: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """One of the linears."""
+
+    width: int
+    alpha: float
+    bias_N: Tensor | None
+    adapter: Adapter | None
+    is_read: bool = True
+    """False where nobody reads y, only gradients are wanted: `linear_onto` then leaves y out."""
+
+
+Unpack = Callable[[torch.dtype, Tensor | None], Tensor]  # the joined operand [N, K], into the tensor if given
+
+
+def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[Part]) -> Tensor:
+    """The definition in float64, y_TN of all parts side by side; differentiable in x and the masters."""
+    found, x_TK = [], x_TK.double()
+    for part, w_NK in zip(parts, operand_NK.double().split([p.width for p in parts]), strict=True):
+        y_TN = part.alpha * x_TK @ w_NK.T
+        if part.adapter is not None:
+            a = part.adapter
+            y_TN = y_TN + a.scaling * (x_TK @ a.a_RK.double().T) @ a.b_NR.double().T
+        found.append(y_TN if part.bias_N is None else y_TN + part.bias_N.double())
+    return torch.cat(found, 1)
+
+
+def joined_linear(
+    x_TK: Tensor, unpack: Unpack, parts: Sequence[Part], *, gaps_are_free: bool = False
+) -> tuple[Tensor, ...]:
+    """y_TN of each part, columns of one tensor; differentiable in x and the masters. Unpacks in each pass.
+
+    gaps_are_free: what lies between the rows of x is nobody's, u may be put there.
+    """
+    assert x_TK.dim() == 2
+    return _Joined.apply(x_TK, None, unpack, tuple(parts), gaps_are_free, *_masters(parts))
+
+
+def linear_onto(
+    h_TN: Tensor, x_TK: Tensor, unpack: Unpack, part: Part, *, gaps_are_free: bool = False
+) -> Tensor:
+    """h + y, both in fp32, in the place of h; differentiable in h too."""
+    assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
+    return _Joined.apply(x_TK, h_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
+
+
+def joined_swiglu(
+    x_TK: Tensor, unpack: Unpack, parts: Sequence[Part], *, room: int = 0, gaps_are_free: bool = False
+) -> Tensor:
+    """silu(y_1) * y_2 [T, F] of two parts, rounded once, with room for so many columns behind each row."""
+    assert x_TK.dim() == 2 and len(parts) == 2 and parts[0].width == parts[1].width
+    is_learning = torch.is_grad_enabled()
+    return _JoinedSwiGLU.apply(x_TK, unpack, tuple(parts), room, gaps_are_free, is_learning, *_masters(parts))
+
+
+def _masters(parts: Sequence[Part]) -> list[Tensor]:
+    return [m for part in parts if part.adapter for m in (part.adapter.a_RK, part.adapter.b_NR)]
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, sum_TN, unpack, parts, gaps_are_free, *masters):
+        ctx.unpack, ctx.parts = unpack, parts
+        x_TC = _with_u(x_TK, parts, gaps_are_free)
+        ctx.save_for_backward(x_TC)
+        if sum_TN is not None and not parts[0].is_read:
+            ctx.mark_dirty(sum_TN)
+            return (sum_TN,)
+        w_NC = _widened(unpack, x_TK, parts)
+        if sum_TN is not None:
+            ctx.mark_dirty(sum_TN)
+            return (_add_product(sum_TN, x_TC, w_NC, parts[0]),)
+        y_TN = torch.empty(len(x_TC), len(w_NC), dtype=x_TC.dtype, device=x_TC.device)
+        _put(y_TN, x_TC, w_NC, parts)
+        return y_TN.split([part.width for part in parts], 1)
+
+    @staticmethod
+    def backward(ctx, *dy):
+        (x_TC,) = ctx.saved_tensors
+        dy_TN = side_by_side(dy).to(x_TC.dtype)
+        dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.unpack, ctx.parts, ctx.needs_input_grad[0])
+        dsum_TN = dy[0] if ctx.needs_input_grad[1] else None
+        return dx_TK, dsum_TN, None, None, None, *gradients
+
+
+class _JoinedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, unpack, parts, room, gaps_are_free, is_learning, *masters):
+        x_TC, w_NC = _with_u(x_TK, parts, gaps_are_free), _widened(unpack, x_TK, parts)
+        T, N, device = len(x_TC), len(w_NC), x_TC.device
+        y_TF = row_kernel.rows(T, N // 2, room, x_TC)
+        gate_TF = torch.empty(T, N // 2, dtype=x_TC.dtype, device=device) if is_learning else None
+        wide_TN = torch.empty(min(T, WIDE_ROWS), N, dtype=torch.float32, device=device)
+        for start in range(0, T, WIDE_ROWS):
+            some = slice(start, min(start + WIDE_ROWS, T))
+            gate_up_TN = wide_TN[: some.stop - start]
+            _put(gate_up_TN, x_TC[some], w_NC, parts)
+            swiglu.put_swiglu(gate_up_TN, y_TF[some], None if gate_TF is None else gate_TF[some])
+        if is_learning:
+            # y.data: the next product puts its u behind y's rows, which autograd would take for a change of y
+            ctx.save_for_backward(x_TC, gate_TF, y_TF.data)
+            ctx.unpack, ctx.parts = unpack, parts
+        return y_TF
+
+    @staticmethod
+    def backward(ctx, dy_TF):  # type: ignore[override]
+        x_TC, gate_TF, y_TF = ctx.saved_tensors
+        dy_TN = swiglu.wide_gradient(dy_TF, gate_TF, y_TF)
+        dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.unpack, ctx.parts, ctx.needs_input_grad[0])
+        return dx_TK, None, None, None, None, None, *gradients
+
+
+def _gradients(
+    dy_TN: Tensor, x_TC: Tensor, unpack: Unpack, parts: Sequence[Part], wants_dx: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """dx, and each master's."""
+    columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
+    x_TK = x_TC[:, :columns]
+    for part in parts:
+        if part.adapter is not None:
+            dy_part = dy_TN[:, rows : rows + part.width]
+            u_TR = x_TC[:, columns : columns + _rank(part)]
+            du.append((dy_part @ part.adapter.b_work_NR).mul_(part.adapter.scaling))
+            gradients += [product(du[-1].T, x_TK), product(dy_part.T, u_TR).mul_(part.alpha)]
+            columns += _rank(part)
+        rows += part.width
+    return _input_gradient(dy_TN, du, unpack, parts) if wants_dx else None, gradients
+
+
+def side_by_side(pieces: Sequence[Tensor]) -> Tensor:
+    """[T, sum N] of pieces [T, N]: no copy if they are columns of one tensor already."""
+    first, width = pieces[0], sum(piece.shape[1] for piece in pieces)
+    if len(pieces) == 1:
+        return first
+    end = first.data_ptr()
+    for piece in pieces:
+        same = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or piece.data_ptr() != end or piece.stride() != (first.stride(0), 1):
+            return torch.cat(list(pieces), 1)
+        end += piece.shape[1] * piece.element_size()
+    if first.stride(0) < width:
+        return torch.cat(list(pieces), 1)
+    return first.as_strided((len(first), width), first.stride())
+
+
+def _rank(part: Part) -> int:
+    return 0 if part.adapter is None else len(part.adapter.a_RK)
+
+
+def _with_room(x_TK: Tensor, rank: int, gaps_are_free: bool) -> Tensor:
+    """[T, K + rank] whose first K columns are x: x itself if there is room behind its rows."""
+    T, K = x_TK.shape
+    if rank == 0:
+        return x_TK
+    if not gaps_are_free or x_TK.stride(1) != 1 or x_TK.stride(0) < K + rank:
+        x_TK = _copied(x_TK, row_kernel.rows(T, K, rank, x_TK))
+    return x_TK.as_strided((T, K + rank), x_TK.stride())
+
+
+def _with_u(x_TK: Tensor, parts: Sequence[Part], gaps_are_free: bool) -> Tensor:
+    """[x | u]."""
+    rank = sum(_rank(part) for part in parts)
+    x_TC = _with_room(x_TK, rank, gaps_are_free)
+    if rank:
+        _shrink(x_TC, x_TK.shape[1], parts)
+    return x_TC
+
+
+def _copied(x_TK: Tensor, y_TK: Tensor) -> Tensor:
+    """y, with x in it."""
+    (T, K), strides = x_TK.shape, (x_TK.stride(0), y_TK.stride(0))
+    if T == 0 or not row_kernel.are_vectors(x_TK, y_TK):
+        return y_TK.copy_(x_TK)
+    kernel = row_kernel.kernel("joined_linear.cu", "copy_rows", x_TK.device, PARTS=1)
+    kernel.launch(grid=T, block_threads=256, parameters=(x_TK, y_TK, T, K, *strides))
+    return y_TK
+
+
+def _shrink(x_TC: Tensor, columns: int, parts: Sequence[Part]) -> None:
+    """Fills in u: one product for adapters with one factor."""
+    x_TK, none = x_TC[:, :columns], x_TC.new_empty(1)
+    adapters = [(part.adapter.a_work_RK, _factor(part)) for part in parts if part.adapter is not None]
+    for factor, alike in itertools.groupby(adapters, key=lambda adapter: adapter[1]):
+        a_RK = _stacked([a_RK for a_RK, _ in alike])
+        u_TR = x_TC[:, columns : columns + len(a_RK)]
+        torch.addmm(none, x_TK, a_RK.T, beta=0, alpha=factor, out=u_TR)
+        columns += len(a_RK)
+
+
+def _factor(part: Part) -> float:
+    assert part.adapter is not None
+    return part.adapter.scaling / part.alpha
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _widened(unpack: Unpack, x_TK: Tensor, parts: Sequence[Part]) -> Tensor:
+    """[W | b], [N, K + rank]."""
+    rank = sum(_rank(part) for part in parts)
+    rows, columns = sum(part.width for part in parts), x_TK.shape[1]
+    w_NK = unpack(x_TK.dtype, row_kernel.rows(rows, columns, rank, x_TK))
+    assert w_NK.stride(0) >= columns + rank
+    w_NC = w_NK.as_strided((rows, columns + rank), w_NK.stride())
+    if rank:
+        _place_adapters(w_NC[:, columns:], parts)
+    return w_NC
+
+
+def _place_adapters(b_NR: Tensor, parts: Sequence[Part]) -> None:
+    """Each part's b in its own rows and columns, zeros in the others."""
+    if row_kernel.are_vectors(b_NR) and all(_rank(part) % 8 == 0 for part in parts):
+        rows, columns = b_NR.shape
+        tensors = [None if p.adapter is None else p.adapter.b_work_NR for p in parts]
+        assert all(b is None or (b.is_contiguous() and b.dtype == b_NR.dtype) for b in tensors)
+        row_ends = itertools.accumulate(part.width for part in parts)
+        column_ends = itertools.accumulate(_rank(part) for part in parts)
+        addresses = (0 if b is None else b.data_ptr() for b in tensors)
+        packed = struct.pack(f"{len(parts)}Q{2 * len(parts)}i", *addresses, *row_ends, *column_ends)
+        kernel = row_kernel.kernel("joined_linear.cu", "place_adapters", b_NR.device, PARTS=len(parts))
+        kernel.launch(
+            grid=-(-rows * (columns // 8) // 256),
+            block_threads=256,
+            parameters=(b_NR, b_NR.stride(0), rows, columns, packed),
+        )
+        return
+    b_NR.zero_()
+    row = column = 0
+    for part in parts:
+        if part.adapter is not None:
+            b_NR[row : row + part.width, column : column + _rank(part)] = part.adapter.b_work_NR
+        row, column = row + part.width, column + _rank(part)
+
+
+def _put(y_TN: Tensor, x_TC: Tensor, w_NC: Tensor, parts: Sequence[Part]) -> None:
+    """Fills y, in x's dtype or fp32: one product where the parts are alike in alpha and bias, as those that
+    were quantized together are."""
+    row = 0
+    for run in _runs(parts):
+        rows = slice(row, row + sum(part.width for part in run))
+        y, w, alpha, row = y_TN[:, rows], w_NC[rows].T, run[0].alpha, rows.stop
+        biases = [part.bias_N for part in run if part.bias_N is not None]
+        bias_N = _stacked(biases) if biases else x_TC.new_empty(1)
+        if y.dtype == x_TC.dtype:
+            torch.addmm(bias_N, x_TC, w, beta=1 if biases else 0, alpha=alpha, out=y)
+            continue
+        put_product(y, x_TC, w, alpha)
+        if biases:
+            y.add_(bias_N)
+
+
+def _add_product(sum_TN: Tensor, x_TC: Tensor, w_NC: Tensor, part: Part) -> Tensor:
+    add_product(sum_TN, x_TC, w_NC.T, part.alpha)
+    return sum_TN if part.bias_N is None else sum_TN.add_(part.bias_N)
+
+
+def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+    """Neighbours with the same alpha, all or none of them with a bias."""
+    alike = itertools.groupby(parts, key=lambda part: (part.alpha, part.bias_N is None))
+    return [list(run) for _, run in alike]
+
+
+def _input_gradient(dy_TN: Tensor, du: list[Tensor], unpack: Unpack, parts: Sequence[Part]) -> Tensor:
+    w_NK, row = unpack(dy_TN.dtype, None), 0
+    if du:
+        a_RK = _stacked([part.adapter.a_work_RK for part in parts if part.adapter is not None])
+        dx_TK = torch.cat(du, 1) @ a_RK
+    else:
+        dx_TK = dy_TN.new_empty(len(dy_TN), w_NK.shape[1])
+    for run in _runs(parts):
+        rows = slice(row, row + sum(part.width for part in run))
+        dx_TK.addmm_(dy_TN[:, rows], w_NK[rows], beta=1 if du or row else 0, alpha=run[0].alpha)
+        row = rows.stop
+    return dx_TK

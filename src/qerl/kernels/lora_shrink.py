@@ -1,0 +1,211 @@
+"""x = norm(h) and u = scaling * x @ A^T in one launch: what stands before a linear with an adapter.
+
+    x_MK = bf16(h_MK / sqrt(mean_k(h^2) + eps) * (weight_K + noise))        or, for `shrink`, x_MK as it comes
+    u_MR = bf16(scaling * x_MK @ a_RK^T)
+
+M tokens (1 to 256), K input features (a multiple of 64), R rows of all adapters that read x, stacked (a
+multiple of 16, up to 384). h, weight and noise in fp32, x, a, u in bfloat16; sums in fp32, of the rounded x.
+The noise is a vector [K] or, with rows_M, a table of which each token takes a row.
+
+A cluster of CTAs shares K and adds its sums through distributed shared memory. The split of K depends on K
+alone and a token's sums meet no other token's: its row is bitwise the same at any M (tests/kernels/
+test_shrink.py). On an H200 the four launches of a 7B layer (3584 k twice with the norm, 3584, 18944; rank
+32) add 8 us to its GEMMs at 8 tokens, 17 at 64, 29 at 256. a, weight and noise are fetched before the
+kernel ahead has ended: nothing may write them with an early launch of what follows, as this package's CUDA
+kernels do; torch's do not.
+"""
+
+import dataclasses
+import enum
+import struct
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.cached_method import remembered
+from qerl.kernels.rms_norm import check_noise
+
+CASES = (
+    (1, 896, 16),
+    (8, 3584, 96),
+    (17, 1152, 48),
+    (33, 8192, 64),
+    (64, 18944, 32),
+    (100, 64, 128),
+    (256, 2048, 384),
+)
+MAX_TOKENS, MAX_ROWS = 256, 384
+_UNIT, _WARPS = 32, 8
+_CTAS_AT_ONCE = 200  # more and narrower token tiles answer sooner, up to here (H200)
+
+
+def reference(
+    h_MK: Tensor, weight_K: Tensor, noise_K: Tensor | None, eps: float, a_RK: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """(x, u) in float64, nothing rounded."""
+    h_MK = h_MK.double()
+    weight_K = weight_K.double() if noise_K is None else weight_K.double() + noise_K.double()
+    x_MK = h_MK / (h_MK.square().mean(-1, keepdim=True) + eps).sqrt() * weight_K
+    return x_MK, scaling * x_MK @ a_RK.double().T
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """Split(cluster=8, units=2): 8 CTAs of 8 warps share K, each warp has up to 2 pieces of 32."""
+
+    cluster: int
+    units: int
+
+
+def choose_split(K: int) -> Split:
+    """A cluster of 16, which may be harder to place, only where a warp would hold more than 4 pieces."""
+    assert K % 64 == 0
+    for cluster in (8, 16):
+        split = Split(cluster, _ceil(_ceil(K // _UNIT, cluster), _WARPS))
+        if split.units <= 4:
+            break
+    return split
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile(tokens=8, rows=32): of a cluster; rows=0: the norm alone."""
+
+    tokens: int
+    rows: int
+
+    def clusters(self, M: int, R: int) -> int:
+        return _ceil(M, self.tokens) * (_ceil(R, self.rows) if self.rows else 1)
+
+
+def choose_tile(M: int, K: int, R: int) -> Tile:
+    """As many tokens as fill the device once, unless their registers would not do."""
+    assert 1 <= M <= MAX_TOKENS and R % 16 == 0 and 0 <= R <= MAX_ROWS
+    split = choose_split(K)
+    rows = 0 if R == 0 else 16 if R == 16 or split.units > 3 else 32
+    tiles = [Tile(tokens, rows) for tokens in (8, 16, 32) if tokens * split.units <= 160 or tokens == 8]
+    return next((tile for tile in tiles if tile.clusters(M, R) * split.cluster <= _CTAS_AT_ONCE), tiles[-1])
+
+
+class _Norm(enum.Enum):
+    NONE = "x as it comes"
+    OF_ALL = "one noise"
+    OF_ROWS = "a table of noise"
+
+    @classmethod
+    def of(cls, weight_K: Tensor | None, rows_M: Tensor | None) -> "_Norm":
+        if weight_K is None:
+            return cls.NONE
+        return cls.OF_ALL if rows_M is None else cls.OF_ROWS
+
+
+class Shrink:
+    """The kernels of one device, compiled when first used: one object for one stream."""
+
+    def __init__(self, device: torch.device, cache_folder: Path):
+        self._device, self._cache_folder = device, cache_folder
+        self._kernel = remembered(self._compile)
+
+    def embed(self, tokens_B: Tensor, table_VD: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Rows of the table [B, D] in fp32; tokens outside it, which empty rows may hold, are clamped."""
+        (b,), (v, d) = tokens_B.shape, table_VD.shape
+        assert tokens_B.dtype == torch.int32 and tokens_B.is_contiguous() and d % 8 == 0
+        _check(table_VD, (v, d), torch.bfloat16)
+        h_BD = _output((b, d), tokens_B.device, out, torch.float32)
+        embed = self._kernel("embed", _Norm.NONE, Tile(8, 0), Split(1, 1))
+        embed.launch(grid=b, block_threads=256, parameters=(tokens_B, table_VD, h_BD, v, d // 4))
+        return h_BD
+
+    def norm(
+        self,
+        h_MD: Tensor,
+        weight_D: Tensor,
+        noise: Tensor | None,
+        eps: float,
+        *,
+        rows_M: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x_MD alone."""
+        x_MD = _output(h_MD.shape, h_MD.device, out)
+        self._launch(h_MD, weight_D, noise, rows_M, eps, None, 0.0, x_MD, None)
+        return x_MD
+
+    def norm_shrink(
+        self,
+        h_MD: Tensor,
+        weight_D: Tensor,
+        noise: Tensor | None,
+        eps: float,
+        a_RD: Tensor,
+        scaling: float,
+        *,
+        rows_M: Tensor | None = None,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(x_MD, u_MR)"""
+        x_MD = _output(h_MD.shape, h_MD.device, None if out is None else out[0])
+        u_MR = _output((h_MD.shape[0], a_RD.shape[0]), h_MD.device, None if out is None else out[1])
+        self._launch(h_MD, weight_D, noise, rows_M, eps, a_RD, scaling, x_MD, u_MR)
+        return x_MD, u_MR
+
+    def shrink(self, x_MK: Tensor, a_RK: Tensor, scaling: float, *, out: Tensor | None = None) -> Tensor:
+        """u_MR of an x that is ready."""
+        u_MR = _output((x_MK.shape[0], a_RK.shape[0]), x_MK.device, out)
+        self._launch(x_MK, None, None, None, 0.0, a_RK, scaling, None, u_MR)
+        return u_MR
+
+    def _launch(self, h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR) -> None:
+        m, k = h_MK.shape
+        _check(h_MK, (m, k), torch.bfloat16 if weight_K is None else torch.float32)
+        if weight_K is not None:
+            _check(weight_K, (k,), torch.float32)
+        check_noise(noise, rows_M, m, k)
+        rows = 0
+        if a_RK is not None:
+            rows = a_RK.shape[0]
+            _check(a_RK, (rows, k), torch.bfloat16)
+        split, tile = choose_split(k), choose_tile(m, k, rows)
+        pointers = (h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
+        addresses = (0 if t is None else t.data_ptr() for t in pointers)
+        operands = struct.pack("7Q3i2f4x", *addresses, m, k, rows, eps, scaling)
+        kernel = self._kernel("shrink", _Norm.of(weight_K, rows_M), tile, split)
+        kernel.launch(
+            grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * _WARPS, parameters=(operands,)
+        )
+
+    def _compile(self, name: str, norm: "_Norm", tile: Tile, split: Split):
+        from qerl.kernels import nvrtc
+
+        defines = {
+            "NORM": int(norm is not _Norm.NONE),
+            "TABLE": int(norm is _Norm.OF_ROWS),
+            "TOKEN_TILES": tile.tokens // 8,
+            "ROW_TILES": tile.rows // 16,
+            "UNITS": split.units,
+            "WARPS": _WARPS,
+            "CLUSTER": split.cluster,
+        }
+        source = resources.files("qerl.kernels").joinpath("shrink.cu").read_text()
+        module = nvrtc.CudaModule(source, defines, self._device, self._cache_folder)
+        return module.kernel(name, 0, cluster=split.cluster)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert tensor.shape == shape and tensor.dtype == dtype, (tensor.shape, tensor.dtype, shape, dtype)
+    assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def _output(
+    shape: tuple[int, ...], device: torch.device, out: Tensor | None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    _check(out, shape, dtype)
+    return out

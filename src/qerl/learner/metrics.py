@@ -1,0 +1,228 @@
+"""What passes over packed batches say of the policies, and the step's metrics from it.
+
+    d_t = learner_t - sampler_t             of every sampled token, before the step's first update
+    mismatch_abs = mean |d|                 mismatch_max = max |d|
+    mismatch_kl  = mean(exp(d) - 1 - d)     k3 of KL(sampler || learner)
+    mismatch_early, mismatch_late           mean |d| over the first and the last quarter of each sample
+    mismatch_sample = mean |sum of d|       over samples: how far the ratio of a whole one is from 1, in log
+    entropy = mean of the learner's at every token            sampler_entropy = -mean(sampler_t), an estimate
+
+What the correction for the sampler did, over the tokens of all updates: capped_fraction, masked_fraction,
+effective_fraction, and rejected_fraction of the samples (`algo/importance.py`).
+
+In exact mode learner_t is by the sampler's own forward; own_mismatch_abs and so on then say the same of the
+learner's kernels, which the gradient is from. A metric of no tokens is left out, never NaN.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from qerl.algo.importance import Correction, effective_fraction
+from qerl.algo.kl import k3
+from qerl.learner.packing import PackedBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What the learner says of a batch's sampled tokens at one version; no gradient."""
+
+    batch: PackedBatch
+    logprob_C: Tensor
+    entropy_C: Tensor
+    reference_C: Tensor | None
+    """Logprobs of the model without its adapter; None where no KL is taken."""
+    own_C: Tensor | None = None
+    """By the learner's own kernels, where logprob_C is by the sampler's; else None."""
+
+
+def divided(values_C: Tensor | None, batches: list[PackedBatch]) -> Sequence[Tensor | None]:
+    """Each batch's own of what is known of all their tokens."""
+    if values_C is None:
+        return [None] * len(batches)
+    return values_C.split([len(batch.targets_C) for batch in batches])
+
+
+def regrouped(readings: list[Reading], batches: list[PackedBatch]) -> list[Reading]:
+    """The same readings for the same sampled tokens, packed in another way."""
+    lengths = [len(batch.targets_C) for batch in batches]
+    if [len(reading.logprob_C) for reading in readings] == lengths:
+        return readings
+
+    def split(parts_C: list[Tensor | None]) -> Sequence[Tensor | None]:
+        found_C = [part_C for part_C in parts_C if part_C is not None]
+        return divided(torch.cat(found_C) if found_C else None, batches)
+
+    logprobs = split([r.logprob_C for r in readings])
+    entropies = split([r.entropy_C for r in readings])
+    references = split([r.reference_C for r in readings])
+    owns = split([r.own_C for r in readings])
+    return [
+        Reading(batch=batch, logprob_C=logprob_C, entropy_C=entropy_C, reference_C=reference_C, own_C=own_C)
+        for batch, logprob_C, entropy_C, reference_C, own_C in zip(
+            batches, logprobs, entropies, references, owns, strict=True
+        )
+        if logprob_C is not None and entropy_C is not None
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lesson:
+    """What a batch contributed to one update."""
+
+    before: Reading
+    loss: Tensor
+    ratio_C: Tensor
+    held_C: Tensor
+    """The share of each token's gradient that the policy loss held back."""
+    correction: Correction
+    kl_C: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One planned optimizer update."""
+
+    lessons: list[Lesson]
+    """Of this rank."""
+    is_skipped: bool
+    """No rank had anything to learn."""
+    grad_norm: float | None
+    """Before clipping. None where nothing was applied: skipped, or a norm that was not finite."""
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tally:
+    """Of numbers, here or on several ranks: Tally(total=6.0, count=3, most=4.0).mean is 2.0."""
+
+    total: float
+    count: int
+    most: float
+
+    @staticmethod
+    def of(parts_C: list[Tensor]) -> "Tally":
+        values_C = torch.cat(parts_C).double()
+        total, most = torch.stack([values_C.sum(), values_C.max()]).tolist()
+        return Tally(total, len(values_C), most)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    def __add__(self, other: "Tally") -> "Tally":
+        is_number = not (math.isnan(self.most) or math.isnan(other.most))
+        most = max(self.most, other.most) if is_number else math.nan
+        return Tally(self.total + other.total, self.count + other.count, most)
+
+
+Tallies = dict[str, Tally]
+
+
+def added(tallies: list[Tallies]) -> Tallies:
+    """Of all ranks, in their order; one that has no tokens has no tallies."""
+    names = dict.fromkeys(name for each in tallies for name in each)
+    return {name: reduce(Tally.__add__, [t[name] for t in tallies if name in t]) for name in names}
+
+
+def sampling_tallies(first: list[Reading]) -> Tallies:
+    """The learner against the sampler, from the step's first pass."""
+    if not first:
+        return {}
+    sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])
+    owns = [reading.own_C for reading in first if reading.own_C is not None]
+    return {
+        "rows": Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0),
+        "entropy": Tally.of([reading.entropy_C for reading in first]),
+        "sampler": Tally.of([sampler_C]),
+        **_mismatch("mismatch", sampler_C, [reading.logprob_C for reading in first]),
+        **_by_length(first),
+        **(_mismatch("own_mismatch", sampler_C, owns) if owns else {}),
+    }
+
+
+def _mismatch(name: str, sampler_C: Tensor, learner: list[Tensor]) -> Tallies:
+    learner_C = torch.cat(learner)
+    distance_C = (learner_C - sampler_C).abs()
+    return {name: Tally.of([distance_C]), f"{name}_kl": Tally.of([k3(sampler_C, learner_C)])}
+
+
+def update_tallies(updates: list[Update]) -> Tallies:
+    """Over the tokens of the updates that happened."""
+    lessons = [lesson for u in updates if u.grad_norm is not None for lesson in u.lessons]
+    if not lessons:
+        return {}
+    corrections = [lesson.correction for lesson in lessons]
+    weight_C = torch.cat([correction.weight_T for correction in corrections]).double()
+    kl = [lesson.kl_C for lesson in lessons if lesson.kl_C is not None]
+    return {
+        "loss": Tally.of([lesson.loss[None] for lesson in lessons]),
+        "ratio": Tally.of([lesson.ratio_C for lesson in lessons]),
+        "held": Tally.of([lesson.held_C for lesson in lessons]),
+        "weight": Tally.of([weight_C]),
+        "weight_squared": Tally.of([weight_C.square()]),
+        "capped": Tally.of([correction.was_capped_T for correction in corrections]),
+        "masked": Tally.of([correction.was_masked_T for correction in corrections]),
+        "rejected": Tally.of([correction.was_rejected_S for correction in corrections]),
+        **({"kl": Tally.of(kl)} if kl else {}),
+    }
+
+
+def _by_length(readings: list[Reading]) -> Tallies:
+    """Long samples are where a mismatch of tokens adds up (Jet-RL, arXiv 2601.14243)."""
+    early, late, samples = [], [], []
+    for reading in readings:
+        spans = reading.batch.spans
+        d_C = reading.logprob_C - reading.batch.sampler_logprobs_C
+        quarter_C = 4 * (spans.places_T % max(spans.longest, 1)) // spans.per_token(spans.lengths_S)
+        early.append(d_C[quarter_C == 0].abs())
+        late.append(d_C[quarter_C == 3].abs())
+        samples.append(spans.total(d_C).abs())
+    parts = {"early": early, "late": late, "sample": samples}
+    return {f"mismatch_{name}": Tally.of(each) for name, each in parts.items() if sum(map(len, each))}
+
+
+def sampling_metrics(tallies: Tallies) -> dict[str, float]:
+    if "rows" not in tallies:
+        return {"learn_tokens": 0}
+    metrics = {"learn_tokens": tallies["rows"].total, "entropy": tallies["entropy"].mean}
+    metrics |= {"sampler_entropy": -tallies["sampler"].mean}
+    for name in ("mismatch", "own_mismatch"):
+        if name in tallies:
+            metrics |= {f"{name}_abs": tallies[name].mean, f"{name}_max": tallies[name].most}
+            metrics |= {f"{name}_kl": tallies[f"{name}_kl"].mean}
+    for name in ("mismatch_early", "mismatch_late", "mismatch_sample"):
+        if name in tallies:
+            metrics[name] = tallies[name].mean
+    return metrics
+
+
+def update_metrics(updates: list[Update], tallies: Tallies) -> dict[str, float]:
+    """The step's updates; means over those that happened, or over their tokens."""
+    norms = [u.grad_norm for u in updates if u.grad_norm is not None]
+    num_skipped = sum(u.is_skipped for u in updates)
+    metrics: dict[str, float] = {
+        "learning_rate": updates[-1].learning_rate,
+        "skipped_updates": num_skipped,
+        "nonfinite_updates": len(updates) - num_skipped - len(norms),
+    }
+    if not norms:
+        return metrics
+    weight, squared = tallies["weight"], tallies["weight_squared"].total
+    metrics |= {
+        "loss": tallies["loss"].total / len(norms),
+        "grad_norm": sum(norms) / len(norms),
+        "ratio_mean": tallies["ratio"].mean,
+        "clip_fraction": tallies["held"].mean,
+        "importance_weight_mean": weight.mean,
+        "capped_fraction": tallies["capped"].mean,
+        "masked_fraction": tallies["masked"].mean,
+        "rejected_fraction": tallies["rejected"].mean,
+    }
+    if squared > 0 and math.isfinite(squared):
+        metrics["effective_fraction"] = effective_fraction(weight.total, squared, weight.count)
+    return metrics | ({"kl_reference": tallies["kl"].mean} if "kl" in tallies else {})

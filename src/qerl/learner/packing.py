@@ -1,0 +1,137 @@
+"""Lays the samples of many groups into packed batches, each prompt computed once for all of its samples.
+
+A group whose prompt is p0 p1 p2 and whose samples are a0 a1 a2 and b0 becomes one tree of five rows:
+
+    row            0    1    2    3    4          branch_tokens (2, 0): a sample's last token is only
+    token          p0   p1   p2   a0   a1         ever predicted, so it has no row
+    position       0    1    2    3    4
+    predicts                 a0   a1   a2         source_rows_C = 2 3 4 2
+                             b0                   targets_C     = a0 a1 a2 b0
+
+C counts the sampled tokens of a batch; what is known of each lies in [C] tensors, sample after sample. What
+an environment put between turns has rows and predicts, but is predicted by none: it is not among the C.
+The order is that of the groups and their samples. A group is split only if it alone exceeds the budget:
+each part then computes the prompt again, and the first fills the batch before: of 64 samples of 1,024 tokens
+in groups of eight, ten batches of 8,192 rows at most, not sixteen, half of which had one sample each.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from qerl.algo.segment import Spans
+from qerl.kernels.tree_attention import TreeLayout
+from qerl.types import Group, Prompt, Sample, Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """hidden_TD[source_rows_C] are the rows whose distributions targets_C were drawn from."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    trees: list[Tree]
+    members: list[tuple[int, list[int]]]
+    """Of each tree: its prompt's index, and its branches' sample_index."""
+    layout: TreeLayout
+    """The trees as attention wants them, the same for every layer and pass."""
+    source_rows_C: Tensor
+    targets_C: Tensor
+    sampler_logprobs_C: Tensor
+    advantages_C: Tensor
+    weights_C: Tensor
+    """What each token's loss is multiplied by before it is summed."""
+    spans: Spans
+    """Which of the C tokens are of one sample; no sample is in two batches."""
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(tree.branch_tokens) for tree in self.trees)
+
+
+@dataclasses.dataclass(slots=True)
+class _Branches:
+    """The samples of one prompt that lie in one batch, each with the weight of its tokens."""
+
+    prompt: Prompt
+    samples: list[tuple[Sample, float]]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.tokens_T) + sum(len(sample.tokens_T) - 1 for sample, _ in self.samples)
+
+
+def pack(
+    weighted_P: list[tuple[Group, list[float]]], *, max_tokens: int, device: torch.device
+) -> list[PackedBatch]:
+    """Batches of at most max_tokens rows, but for a prompt and sample longer than that by themselves.
+
+    Beside each group stand the weights of its samples' tokens; a sample of weight 0 is left out.
+    """
+    batches: list[list[_Branches]] = []
+    space = 0
+    for group, weights_G in weighted_P:
+        for branches in _parts(group, weights_G, max_tokens, space):
+            if branches.num_tokens > space:
+                batches.append([])
+                space = max_tokens
+            batches[-1].append(branches)
+            space -= branches.num_tokens
+    return [_lay_out(batch, device) for batch in batches]
+
+
+def _parts(group: Group, weights_G: list[float], max_tokens: int, space: int) -> list[_Branches]:
+    """The group's samples in runs that fit into an empty batch, usually one; the first of several into the
+    space that is left, if any sample does."""
+    pairs = [pair for pair in zip(group.samples_G, weights_G, strict=True) if pair[1] != 0]
+    if not pairs or _Branches(group.prompt, pairs).num_tokens <= max_tokens:
+        return [_Branches(group.prompt, pairs)] if pairs else []
+    parts = [_Branches(group.prompt, pairs[:1])]
+    limit = space if parts[0].num_tokens <= space else max_tokens
+    for sample, weight in pairs[1:]:
+        if parts[-1].num_tokens + len(sample.tokens_T) - 1 > limit:
+            parts.append(_Branches(group.prompt, []))
+            limit = max_tokens
+        parts[-1].samples.append((sample, weight))
+    return parts
+
+
+def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
+    tokens_T: list[int] = []
+    positions_T: list[int] = []
+    trees: list[Tree] = []
+    source_rows_C: list[int] = []
+    for branches in batch:
+        prompt_T = branches.prompt.tokens_T
+        assert prompt_T, "a prompt without tokens has no row to predict from"
+        start = len(tokens_T)
+        tokens_T += prompt_T
+        positions_T += range(len(prompt_T))
+        for sample, _ in branches.samples:
+            places, inputs_T = sample.places, sample.tokens_T[:-1]
+            assert len(places) == len(sample.logprobs_T) > 0
+            rows_T = [start + len(prompt_T) - 1, *range(len(tokens_T), len(tokens_T) + len(inputs_T))]
+            source_rows_C += [rows_T[place] for place in places]
+            positions_T += range(len(prompt_T), len(prompt_T) + len(inputs_T))
+            tokens_T += inputs_T
+        lengths = tuple(len(sample.tokens_T) - 1 for sample, _ in branches.samples)
+        trees.append(Tree(start=start, prompt_tokens=len(prompt_T), branch_tokens=lengths))
+    samples = [pair for branches in batch for pair in branches.samples]
+    return PackedBatch(
+        tokens_T=torch.tensor(tokens_T, device=device),
+        positions_T=torch.tensor(positions_T, device=device),
+        trees=trees,
+        members=[(b.prompt.index, [s.sample_index for s, _ in b.samples]) for b in batch],
+        layout=TreeLayout.of(trees, device),
+        source_rows_C=torch.tensor(source_rows_C, device=device),
+        targets_C=torch.tensor([s.tokens_T[place] for s, _ in samples for place in s.places], device=device),
+        sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),
+        advantages_C=_reals([s.advantage for s, _ in samples for _ in s.logprobs_T], device),
+        weights_C=_reals([weight for sample, weight in samples for _ in sample.logprobs_T], device),
+        spans=Spans.of([len(sample.logprobs_T) for sample, _ in samples], device),
+    )
+
+
+def _reals(values_C: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values_C, dtype=torch.float32, device=device)

@@ -1,0 +1,98 @@
+"""Low-rank adapters on a decoder: made, published, switched off, saved and loaded under PEFT's names.
+
+    W + scaling * B @ A,   scaling = alpha / rank,   A_RK uniform in +-1 / sqrt(K),   B_NR zero
+
+A decoder with a new adapter computes bit for bit what it did without: `tests/models/test_adapter.py`.
+Where weights learn themselves (kind "full"), their masters take its place, under Hugging Face's names.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qerl.algo.seeds import mix
+from qerl.config import AdapterConfig
+from qerl.errors import UserError
+from qerl.formats import BF16
+from qerl.models.decoder import Decoder
+from qerl.models.linear import QuantLinear
+
+PREFIX = "base_model.model.model."
+
+
+def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
+    """Give every linear named in config.targets an adapter, whose A depends on the seed and the linear alone;
+    or, if the config says full, let its weight learn."""
+    names = {name.rpartition(".")[2] for name, _ in decoder.linears()}
+    if unbound := [target for target in config.targets if target not in names]:
+        raise UserError(
+            f"adapter.targets names no linear of the model: {unbound[0]!r}; it has {sorted(names)}"
+        )
+    for index, (name, linear) in enumerate(decoder.linears()):
+        if name.rpartition(".")[2] in config.targets and config.kind == "full":
+            if not isinstance(linear.weight, BF16):
+                raise UserError("adapter.kind full needs weights that can learn: set model.format to bf16")
+            linear.learn_weight()
+        elif name.rpartition(".")[2] in config.targets:
+            bound = 1 / math.sqrt(linear.in_width)
+            rng = torch.Generator().manual_seed(mix(seed, index))
+            a_RK = torch.rand(config.rank, linear.in_width, generator=rng).mul_(2 * bound).sub_(bound)
+            b_NR = torch.zeros(linear.out_width, config.rank)
+            linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), config.alpha / config.rank)
+
+
+def publish(decoder: Decoder) -> None:
+    """From here on the forward pass multiplies by the masters as they are now."""
+    for _, linear in decoder.linears():
+        linear.publish()
+
+
+@contextlib.contextmanager
+def adapter_off(decoder: Decoder) -> Iterator[None]:
+    """Inside, the decoder is the frozen model alone."""
+    before = [(linear, linear.adapter_enabled) for _, linear in decoder.linears()]
+    try:
+        for linear, _ in before:
+            linear.adapter_enabled = False
+        yield
+    finally:
+        for linear, enabled in before:
+            linear.adapter_enabled = enabled
+
+
+def adapter_tensors(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """The masters themselves, by the names PEFT gives them in a checkpoint."""
+    return {
+        master_name: master
+        for name, linear in decoder.linears()
+        for master_name, master in _masters(name, linear)
+        if master is not None
+    }
+
+
+def _masters(name: str, linear: QuantLinear) -> list[tuple[str, nn.Parameter | None]]:
+    return [
+        (f"{PREFIX}{name}.lora_A.weight", linear.lora_A),
+        (f"{PREFIX}{name}.lora_B.weight", linear.lora_B),
+        (f"model.{name}.weight", linear.full),
+    ]
+
+
+@torch.no_grad()
+def load_adapter(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Set the masters from tensors with PEFT's names, then publish."""
+    masters = adapter_tensors(decoder)
+    if strange := sorted(masters.keys() ^ tensors.keys()):
+        where = "lacks" if strange[0] in masters else "has an unknown"
+        raise UserError(f"the adapter {where} tensor {strange[0]} ({len(strange)} names differ)")
+    for name, master in masters.items():
+        if master.shape != tensors[name].shape:
+            raise UserError(
+                f"{name} must have the shape {tuple(master.shape)}, got {tuple(tensors[name].shape)}"
+            )
+    for name, master in masters.items():
+        master.copy_(tensors[name])
+    publish(decoder)

@@ -1,0 +1,223 @@
+"""Activation-aware weights (AWQ, arXiv 2306.00978): channels that carry large inputs are quantized finer.
+
+    y = W x = (W diag(s)) (diag(1 / s) x)        s_k = m_k^alpha / sqrt(max m^alpha * min m^alpha)
+
+m_k is the mean |x_k| over a text. diag(1 / s) goes into what makes x, so that nothing but weights changes:
+
+    q | k | v    into the norm before them          gate | up    into the norm before them
+    o            into v's rows; where heads share a v head (GQA), so do their columns s: m is their mean
+    down         into up's rows
+
+The norm's weight is stored in bfloat16: s is what that rounding leaves of it, so that the two still cancel.
+alpha is the one of 0, 1/20, ... 1 with the least sum over the linears of |W x - Q(W diag(s)) diag(1 / s) x|^2
+over rows x of the text; alpha 0 is s = 1, plain rounding, so no group is searched to more error than that.
+Each group is searched by itself with the original model's inputs; folding the factors of o and down then
+rescales rows of v and up, which block scales follow. Clipping, which AWQ adds, is `least_squares` here.
+
+A folded checkpoint is a Checkpoint: it is read, quantized and written like any other.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl.errors import UserError
+from qerl.formats import PackedWeight
+from qerl.kernels.tree_attention import TreeLayout, tree_attention
+from qerl.models.architecture import Architecture
+from qerl.models.decoder import Decoder
+from qerl.models.source import Checkpoint
+from qerl.models.state_dict import read_float
+from qerl.types import Tree
+
+NUM_ALPHAS = 20
+KEPT_ROWS = 512
+"""Inputs of each group that errors are measured on; the means are over all."""
+_BATCH_TOKENS = 4096
+
+Encode = Callable[[list[Tensor]], list[PackedWeight]]
+"""The weights of linears that multiply the same input, encoded together."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a group of linears multiplies: mean |x| [K] over a text, and some of its rows [S, K]; fp32."""
+
+    mean_K: Tensor
+    rows_SK: Tensor
+
+
+@torch.no_grad()
+def inputs_of(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str, Inputs]:
+    """By the name of each group's first linear: q_proj, o_proj, gate_proj and down_proj of every layer. The
+    kept rows are spread evenly over the text."""
+    num_tokens = sum(map(len, sequences))
+    if num_tokens == 0:
+        raise UserError("calibration needs a text, got none")
+    every = max(1, num_tokens // KEPT_ROWS)
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {}
+    seen = 0
+
+    def listen(name: str) -> Callable[..., None]:
+        def hook(module: Any, arguments: tuple[Tensor, ...]) -> None:
+            x_TK = arguments[0].float()
+            sums[name] = sums.get(name, torch.zeros_like(x_TK[0])) + x_TK.abs().sum(0)
+            rows.setdefault(name, []).append(x_TK[-seen % every :: every].clone())
+
+        return hook
+
+    firsts = ("q_proj", "o_proj", "gate_proj", "down_proj")
+    hooks = [
+        linear.register_forward_pre_hook(listen(f"model.{name}"))
+        for name, linear in decoder.linears()
+        if name.endswith(firsts)
+    ]
+    try:
+        for batch in packed_batches(sequences):
+            run_sequences(decoder, batch)
+            seen += sum(map(len, batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: Inputs(sums[name] / num_tokens, torch.cat(rows[name])[:KEPT_ROWS]) for name in sums}
+
+
+def packed_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Neighbouring sequences for one forward pass each."""
+    batch, num_tokens = [], 0
+    for tokens in sequences:
+        if batch and num_tokens + len(tokens) > _BATCH_TOKENS:
+            yield batch
+            batch, num_tokens = [], 0
+        batch.append(tokens)
+        num_tokens += len(tokens)
+    if batch:
+        yield batch
+
+
+def run_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """hidden_TD of the sequences, one after the other."""
+    device = decoder.device
+    starts = itertools.accumulate(map(len, sequences), initial=0)
+    trees = [
+        Tree(start=start, prompt_tokens=len(tokens), branch_tokens=())
+        for start, tokens in zip(starts, sequences, strict=False)
+    ]
+    layout = TreeLayout.of(trees, device)
+
+    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        return tree_attention(q_TNH, k_TKH, v_TKH, layout)
+
+    tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
+    positions_T = torch.cat([torch.arange(len(tokens), device=device) for tokens in sequences])
+    return decoder(tokens_T, positions_T, attend)
+
+
+def awq(
+    checkpoint: Checkpoint, architecture: Architecture, inputs: dict[str, Inputs], encode: Encode
+) -> "Folded":
+    """The checkpoint with the factors that are best for this encoding folded in."""
+    factors: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    for layer in range(architecture.num_layers):
+        at = f"model.layers.{layer}"
+        for group, before in _groups(at):
+            found = inputs[group[0]]
+            is_o = group[0].endswith("o_proj")
+            mean_K = _shared_by_heads(found.mean_K, architecture) if is_o else found.mean_K
+            weights = [read_float(checkpoint, f"{linear}.weight").to(mean_K.device) for linear in group]
+            s_K = best_factors(weights, mean_K, found.rows_SK, encode).cpu()
+            if before.endswith("layernorm"):
+                s_K = _kept_by(read_float(checkpoint, f"{before}.weight").float(), s_K)
+            for linear in group:
+                factors[f"{linear}.weight"] = (factors.get(f"{linear}.weight", (None, None))[0], s_K)
+            shared = _of_kv_heads(s_K, architecture) if is_o else s_K
+            for name in (f"{before}.weight", f"{before}.bias"):
+                factors[name] = (1 / shared, factors.get(name, (None, None))[1])
+    return Folded(checkpoint, factors)
+
+
+def best_factors(weights: list[Tensor], mean_K: Tensor, rows_SK: Tensor, encode: Encode) -> Tensor:
+    """s [K], fp32."""
+    best, least = torch.ones_like(mean_K), math.inf
+    for step in range(NUM_ALPHAS + 1):
+        s_K = factors_of(mean_K, step / NUM_ALPHAS)
+        packed = encode([weight.float() * s_K for weight in weights])
+        error = sum(
+            ((p.decode() / s_K - weight.float()) @ rows_SK.T).square().sum().item()
+            for p, weight in zip(packed, weights, strict=True)
+        )
+        if error < least:
+            best, least = s_K, error
+    return best
+
+
+def factors_of(mean_K: Tensor, alpha: float) -> Tensor:
+    powers = mean_K.clamp(min=1e-4 * mean_K.max().item() or 1.0).pow(alpha)
+    return powers / (powers.max() * powers.min()).sqrt()
+
+
+def _kept_by(norm_K: Tensor, s_K: Tensor) -> Tensor:
+    """The factors next to s by which the norm's weight, stored in bfloat16, is divided without rounding."""
+    divided = (norm_K / s_K).bfloat16().float()
+    return torch.where(divided == 0, torch.ones_like(s_K), norm_K / divided)
+
+
+def _groups(at: str) -> list[tuple[tuple[str, ...], str]]:
+    """Linears of one input, and what their factors are folded into: its rows, or the norm's weight."""
+    attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+    return [
+        (tuple(f"{attention}.{name}_proj" for name in "qkv"), f"{at}.input_layernorm"),
+        ((f"{attention}.o_proj",), f"{attention}.v_proj"),
+        ((f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{at}.post_attention_layernorm"),
+        ((f"{mlp}.down_proj",), f"{mlp}.up_proj"),
+    ]
+
+
+def _shared_by_heads(mean_NH: Tensor, a: Architecture) -> Tensor:
+    """Query heads with one v head get its heads' mean."""
+    by_head = mean_NH.view(a.num_kv_heads, -1, a.head_size)
+    return by_head.mean(1, keepdim=True).expand_as(by_head).reshape(-1)
+
+
+def _of_kv_heads(s_NH: Tensor, a: Architecture) -> Tensor:
+    return s_NH.view(a.num_kv_heads, -1, a.head_size)[:, 0].reshape(-1)
+
+
+class Folded:
+    """A checkpoint whose tensors are multiplied as they are read: rows, and columns, by fp32 factors."""
+
+    def __init__(self, checkpoint: Checkpoint, factors: dict[str, tuple[Tensor | None, Tensor | None]]):
+        self.path: Path = checkpoint.path
+        self.config: dict[str, Any] = checkpoint.config
+        self.shapes: dict[str, tuple[int, ...]] = checkpoint.shapes
+        self._checkpoint, self._factors = checkpoint, factors
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._checkpoint.read(name)
+        if name not in self._factors:
+            return tensor
+        # float32: rounded to the file's 16 bits again, it would no longer compute the same
+        rows_N, columns_K = self.rows(name), self.columns(name)
+        return tensor.float() * (rows_N if tensor.dim() == 1 else rows_N[:, None] * columns_K)
+
+    def rows(self, name: str) -> Tensor:
+        """What each row, or each number of a vector, is multiplied by."""
+        return self._of(name, 0)
+
+    def columns(self, name: str) -> Tensor:
+        return self._of(name, 1)
+
+    def _of(self, name: str, axis: int) -> Tensor:
+        factors = self._factors.get(name, (None, None))[axis]
+        return (
+            torch.ones(self.shapes[name][min(axis, len(self.shapes[name]) - 1)])
+            if factors is None
+            else factors
+        )

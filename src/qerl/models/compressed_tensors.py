@@ -1,0 +1,294 @@
+"""Reads and writes 4-bit checkpoints as compressed-tensors lays them out, which transformers and vLLM load.
+
+    NVFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            nvfp4-pack-quantized
+          scales         {linear}.weight_scale         float8_e4m3fn [N, K / 16]
+          global_scale   {linear}.weight_global_scale  float32 [1]
+    MXFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            mxfp4-pack-quantized
+          scales         {linear}.weight_scale         uint8 [N, K / 32]
+
+The codes go in and out untouched. NVFP4 linears that multiply the same input (q, k, v; gate, up) share one
+global scale: vLLM fuses them and keeps only the largest of their scales, which would distort the others. A
+model that is quantized when it is loaded shares them too: its linears are bit for bit those that are written.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl.errors import UserError
+from qerl.formats import FORMATS, NVFP4, PackedWeight
+from qerl.models.architecture import Architecture
+from qerl.models.hf_writer import appearing, check_empty, write_json, write_shards, write_tokenizer
+from qerl.models.source import Checkpoint, locate
+from qerl.models.state_dict import (
+    HEAD,
+    architecture_of,
+    check_tensors,
+    linear_groups,
+    read_float,
+    tensor_shapes,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How a checkpoint stores the tensors of one format."""
+
+    format: str
+    checkpoint_format: str
+    """quantization_config's name for it."""
+    block_weights: int
+    strategy: str
+    scale_dtype: torch.dtype
+    suffixes: dict[str, str]
+    """The tensor's name after the linear's, by the field it is in our format."""
+
+    def shapes(self, linear: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
+        of_field = {"codes": (n, k // 2), "scales": (n, k // self.block_weights), "global_scale": (1,)}
+        return {f"{linear}.{suffix}": of_field[field] for field, suffix in self.suffixes.items()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {"codes": torch.uint8, "scales": self.scale_dtype, "global_scale": torch.float32}
+
+
+Scales = Callable[[PackedWeight, Tensor], PackedWeight]
+"""(a weight's plain encoding, the weight) -> its encoding with the block scales that it is to have."""
+
+_CHUNK_WEIGHTS = 1 << 20
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_FIELDS = {"codes": "weight_packed", "scales": "weight_scale"}
+LAYOUTS = {
+    "nvfp4": Layout(
+        "nvfp4",
+        "nvfp4-pack-quantized",
+        16,
+        "tensor_group",
+        torch.float8_e4m3fn,
+        _FIELDS | {"global_scale": "weight_global_scale"},
+    ),
+    "mxfp4": Layout("mxfp4", "mxfp4-pack-quantized", 32, "group", torch.uint8, _FIELDS),
+}
+
+
+def packed_layout(checkpoint: Checkpoint) -> Layout | None:
+    """How the checkpoint's linears are packed; None if they are floats; any other quantization is refused."""
+    config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise UserError(f"{checkpoint.path}: quantization_config must be an object, is {config!r}")
+    method, name = config.get("quant_method"), config.get("format")
+    layout = next((layout for layout in LAYOUTS.values() if layout.checkpoint_format == name), None)
+    groups = config.get("config_groups")
+    if method == "compressed-tensors" and layout is not None and isinstance(groups, dict):
+        for group in groups.values():
+            _check_group(checkpoint.path, layout, group)
+        return layout
+    kind = f"{method} {name}" if name else f"{method}"
+    raise UserError(
+        f"{checkpoint.path}: is quantized with {kind}; what is read is float weights and compressed-tensors "
+        + " or ".join(layout.checkpoint_format for layout in LAYOUTS.values())
+    )
+
+
+def _check_group(path: Path, layout: Layout, group: Any) -> None:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    expected = {"num_bits": 4, "type": "float", "group_size": layout.block_weights, "symmetric": True}
+    for key, value in expected.items():
+        if not isinstance(weights, dict) or weights.get(key) != value:
+            found = weights.get(key) if isinstance(weights, dict) else weights
+            raise UserError(
+                f"{path}: quantization_config: {layout.checkpoint_format} needs {key} {value}, got {found}"
+            )
+
+
+def read_packed(checkpoint: Checkpoint, layout: Layout, linear: str) -> PackedWeight:
+    """One linear's weight with its codes untouched; the shapes have been checked."""
+    tensors: dict[str, Any] = {}
+    for field, suffix in layout.suffixes.items():
+        tensor, dtype = checkpoint.read(f"{linear}.{suffix}"), layout.dtypes()[field]
+        if tensor.dtype != dtype:
+            raise UserError(f"{checkpoint.path}: {linear}.{suffix} must be {dtype}, is {tensor.dtype}")
+        _check_values(checkpoint, f"{linear}.{suffix}", tensor, field)
+        tensors[field] = tensor
+    return FORMATS[layout.format](**tensors)
+
+
+def _check_values(checkpoint: Checkpoint, name: str, tensor: Tensor, field: str) -> None:
+    """Every code means a number; a scale may not, and a global scale divides."""
+    if field == "codes":
+        return
+    scales = tensor.view(torch.float8_e8m0fnu) if tensor.dtype == torch.uint8 else tensor
+    if not scales.float().isfinite().all():
+        raise UserError(f"{checkpoint.path}: {name} holds NaN or infinity")
+    if field == "global_scale" and tensor.item() <= 0:
+        raise UserError(f"{checkpoint.path}: {name} must be positive, is {tensor.item()}")
+
+
+def plain_scales(packed: PackedWeight, weight_NK: Tensor) -> PackedWeight:
+    """Each block's largest weight on the largest code, as `encode` has it."""
+    return packed
+
+
+def write_quantized(
+    path: str,
+    out_folder: str | Path,
+    *,
+    format: str = "nvfp4",
+    scales: Scales = plain_scales,
+    fold: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Quantize a checkpoint into a new folder, which appears only when it is whole. `fold` gives what is
+    quantized in its place, and computes the same (calibrate.py)."""
+    out = Path(out_folder)
+    if format not in LAYOUTS:
+        raise UserError(f"{format} has no checkpoint layout to write; {' and '.join(LAYOUTS)} have one")
+    check_empty(out)
+    source = locate(path)
+    checkpoint = source.open()
+    if packed_layout(checkpoint) is not None:
+        raise UserError(f"{path}: is quantized already")
+    architecture = architecture_of(checkpoint)
+    check_tensors(checkpoint, tensor_shapes(architecture))
+    folded = fold(checkpoint)
+    with appearing(out) as folder:
+        write_shards(folder, _quantized(folded, architecture, LAYOUTS[format], scales), shard_bytes)
+        write_quantized_config(folder, checkpoint.config, LAYOUTS[format])
+        write_tokenizer(folder, source)
+
+
+def packed_shapes(
+    checkpoint: Checkpoint, architecture: Architecture, layout: Layout | None
+) -> dict[str, tuple[int, ...]]:
+    """What tensors the checkpoint must hold, where some or all of its linears are packed."""
+    shapes = tensor_shapes(architecture)
+    linears = [name for group in linear_groups(architecture) for name in group]
+    for linear in [*linears, HEAD.removesuffix(".weight")]:
+        if (
+            layout is not None
+            and f"{linear}.weight_packed" in checkpoint.shapes
+            and f"{linear}.weight" in shapes
+        ):
+            n, k = shapes.pop(f"{linear}.weight")
+            shapes |= layout.shapes(linear, n, k)
+    return shapes
+
+
+def encoded(
+    checkpoint: Checkpoint,
+    group: tuple[str, ...],
+    kind: type[PackedWeight],
+    device: torch.device,
+    scales: Scales = plain_scales,
+) -> Iterator[tuple[str, PackedWeight]]:
+    """A group's linears and their weights, one float weight in memory at a time, encoded on the device."""
+    weights = (read_float(checkpoint, f"{linear}.weight") for linear in group)
+    largest = _shared_largest(weights, kind, len(group))
+    for linear in group:
+        yield linear, _read_encoded(checkpoint, f"{linear}.weight", kind, largest, device, scales)
+
+
+def _read_encoded(
+    checkpoint: Checkpoint,
+    name: str,
+    kind: type[PackedWeight],
+    largest: float | None,
+    device: torch.device,
+    scales: Scales,
+) -> PackedWeight:
+    weight_NK = read_float(checkpoint, name).to(device)
+    try:
+        return _encoded_one(weight_NK, kind, largest, scales)
+    except UserError as error:
+        raise UserError(f"{checkpoint.path}: {name}: {error}") from error
+
+
+def encoded_together(
+    weights: list[Tensor], kind: type[PackedWeight], scales: Scales = plain_scales
+) -> list[PackedWeight]:
+    """The same of a group's weights that are in memory."""
+    largest = _shared_largest(iter(weights), kind, len(weights))
+    return [_encoded_one(weight_NK, kind, largest, scales) for weight_NK in weights]
+
+
+def _shared_largest(weights: Iterator[Tensor], kind: type[PackedWeight], num: int) -> float | None:
+    """What a group's global scale is made from; None where each has its own."""
+    return max(map(_largest, weights)) if kind is NVFP4 and num > 1 else None
+
+
+def _encoded_one(
+    weight_NK: Tensor, kind: type[PackedWeight], largest: float | None, scales: Scales
+) -> PackedWeight:
+    packed = kind.encode(weight_NK) if largest is None else _encoded_under(weight_NK, largest)
+    return scales(packed, weight_NK)
+
+
+def _largest(weight_NK: Tensor) -> float:
+    """Without a copy of the weight, which abs() would be."""
+    return torch.stack(torch.aminmax(weight_NK)).abs().max().item()
+
+
+def _encoded_under(weight_NK: Tensor, largest: float) -> NVFP4:
+    """With the global scale that this largest magnitude gives: a row that holds it is encoded along."""
+    k = weight_NK.shape[1]
+    marker_1K = torch.zeros(1, k, device=weight_NK.device)
+    marker_1K[0, 0] = largest
+    chunks = weight_NK.split(max(1, _CHUNK_WEIGHTS // k))
+    parts = [NVFP4.encode(torch.cat([rows.float(), marker_1K])) for rows in chunks]
+    codes, scales = ([getattr(part, field)[:-1] for part in parts] for field in ("codes", "scales"))
+    return NVFP4(torch.cat(codes), torch.cat(scales), parts[0].global_scale)
+
+
+def _quantized(
+    checkpoint: Checkpoint, architecture: Architecture, layout: Layout, scales: Scales
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the new checkpoint."""
+    shapes = tensor_shapes(architecture)
+    groups = linear_groups(architecture)
+    weights = {f"{linear}.weight" for group in groups for linear in group}
+    for name in shapes:
+        if name not in weights:
+            yield name, _as_config_says(checkpoint, read_float(checkpoint, name))
+    for group in groups:
+        device = torch.device("cpu")
+        for linear, weight in encoded(checkpoint, group, FORMATS[layout.format], device, scales):
+            tensors = weight.tensors()
+            yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
+
+
+def _as_config_says(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
+    """A GGUF decodes to float32 what its model held in bfloat16."""
+    return tensor.bfloat16() if checkpoint.path.suffix == ".gguf" else tensor
+
+
+def write_quantized_config(folder: Path, config: dict[str, Any], layout: Layout) -> None:
+    """A model's config.json for the same model in this layout."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": layout.strategy,
+        "group_size": layout.block_weights,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": str(layout.scale_dtype),
+    }
+    group = {"targets": ["Linear"], "weights": weights, "format": layout.checkpoint_format}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": layout.checkpoint_format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"input_activations": None, "output_activations": None}},
+        "ignore": [HEAD.removesuffix(".weight")],
+        "kv_cache_scheme": None,
+    }
+    write_json(folder / "config.json", unquantized(config) | {"quantization_config": quantization})
+
+
+def unquantized(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what it says of a quantization."""
+    return {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}

@@ -1,0 +1,210 @@
+"""The decoder: one module tree and one forward pass for learning, prefill and decode.
+
+    h = embed(tokens)
+    h = h + o_proj(attend(rotate(q), rotate(k), v))      q, k, v of input_layernorm(h); L times
+    h = h + down_proj(silu(gate) * up)                   gate, up of post_attention_layernorm(h)
+    hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32 (head.py)
+
+h is fp32, what is between two sums is in the compute dtype: were h rounded to bf16 at each of a 7B model's 56
+sums, that would be most of what its engine and its learner differ in.
+
+What the passes do not share is a value: attend(layer_index, q_TNH, k_TKH, v_TKH) -> o_TNH. A learner's
+attends within packed rows; an engine's writes k and v to its cache and attends to that. Submodules have
+Hugging Face's names without the leading "model.".
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qerl.aqn.noise_table import NoiseTable
+from qerl.aqn.noised_norm import NoisedRMSNorm
+from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.rotary import rotate
+from qerl.models.architecture import Architecture
+from qerl.models.linear import QuantLinear
+from qerl.models.lm_head import Head
+from qerl.models.norm import RMSNorm
+from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
+from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Places(NamedTuple):
+    """What the layers are told of each row."""
+
+    angles: tuple[Tensor, Tensor]
+    """Cosines and sines of its position."""
+    noise_rows_T: Tensor | None
+    """int32: which row of the norms' noise is its own, where that is a table; None: none."""
+
+
+RunLayer = Callable[["Layer", Tensor, Places, int, Attend], Tensor]
+
+
+class Table(nn.Module):
+    """One vector for each token: the embedding, and a head of its own."""
+
+    def __init__(self, vocab_size: int, width: int, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight: Tensor
+        self.register_buffer("weight", torch.empty(vocab_size, width, dtype=compute, device=device))
+
+
+class Attention(nn.Module):
+    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.head_size = arch.head_size
+        queries, keys = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
+
+        def linear(in_width: int, out_width: int, has_bias: bool) -> QuantLinear:
+            return QuantLinear(in_width, out_width, has_bias=has_bias, compute=compute, device=device)
+
+        self.q_proj = linear(arch.width, queries, arch.qkv_bias)
+        self.k_proj = linear(arch.width, keys, arch.qkv_bias)
+        self.v_proj = linear(arch.width, keys, arch.qkv_bias)
+        self.o_proj = linear(queries, arch.width, arch.output_bias)
+        if arch.qk_norm:
+            self.q_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, compute=compute, device=device)
+            self.k_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, compute=compute, device=device)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(
+        self, h_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
+    ) -> Tensor:
+        """h and the layer's attention over x, in the place of h."""
+        q_TNH, k_TKH, v_TKH = (
+            y_TN.unflatten(1, (-1, self.head_size))
+            for y_TN in project(x_TD, self.qkv_projs, gaps_are_free=True)
+        )
+        q_TNH, k_TKH = rotate(self.q_norm(q_TNH), *angles), rotate(self.k_norm(k_TKH), *angles)
+        o_TNH = attend(layer_index, q_TNH, k_TKH, v_TKH)
+        return project_onto(h_TD, o_TNH.flatten(1), self.o_proj)
+
+    @property
+    def qkv_projs(self) -> tuple[QuantLinear, QuantLinear, QuantLinear]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+
+class MLP(nn.Module):
+    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+        super().__init__()
+
+        def linear(in_width: int, out_width: int) -> QuantLinear:
+            return QuantLinear(in_width, out_width, has_bias=arch.mlp_bias, compute=compute, device=device)
+
+        self.gate_proj = linear(arch.width, arch.ff_width)
+        self.up_proj = linear(arch.width, arch.ff_width)
+        self.down_proj = linear(arch.ff_width, arch.width)
+
+    def forward(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """h and what the layer makes of x, in the place of h."""
+        act_TF = project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
+        return project_onto(h_TD, act_TF, self.down_proj, gaps_are_free=True)
+
+    @property
+    def gate_up_projs(self) -> tuple[QuantLinear, QuantLinear]:
+        return self.gate_proj, self.up_proj
+
+
+class Layer(nn.Module):
+    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.self_attn = Attention(arch, compute, device)
+        self.mlp = MLP(arch, compute, device)
+        self.input_layernorm = NoisedRMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
+        self.post_attention_layernorm = NoisedRMSNorm(
+            arch.width, arch.norm_eps, compute=compute, device=device
+        )
+
+    def forward(self, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
+        angles, noise_rows_T = places
+        x_TD, h_TD = self.input_layernorm(h_TD, noise_rows_T, room=room(self.self_attn.qkv_projs))
+        h_TD = self.self_attn(h_TD, x_TD, angles, layer_index, attend)
+        x_TD, h_TD = self.post_attention_layernorm(h_TD, noise_rows_T, room=room(self.mlp.gate_up_projs))
+        return self.mlp(h_TD, x_TD)
+
+    def tile(self) -> None:
+        """Put the weights into tiles, those that fit (tiled.py)."""
+        tile_linears(self.self_attn.qkv_projs, Rows.ALL)
+        tile_linears((self.self_attn.o_proj,), Rows.ALL)
+        tile_linears(self.mlp.gate_up_projs, Rows.GATE_UP)
+        tile_linears((self.mlp.down_proj,), Rows.ALL)
+
+
+def run_layer(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
+    """Plainly."""
+    return layer(h_TD, places, layer_index, attend)
+
+
+class Decoder(nn.Module):
+    """Made with unset weights. Everything but the adapter is a buffer: its parameters are what learns."""
+
+    def __init__(self, architecture: Architecture, *, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        arch = self.architecture = architecture
+        self.compute, self.device = compute, device
+        self.embed_tokens = Table(arch.vocab_size, arch.width, compute, device)
+        self.layers = nn.ModuleList(Layer(arch, compute, device) for _ in range(arch.num_layers))
+        self.norm = RMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
+        table = self.embed_tokens if arch.tied_head else Table(arch.vocab_size, arch.width, compute, device)
+        self.lm_head = Head(table.weight)
+        self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
+        self._magnitude = magnitude(arch.rope)
+        self.noise_table = NoiseTable(self._noised_norms())
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        run_layer: RunLayer = run_layer,
+        noise_rows_T: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_TD after the final norm, in the compute dtype. run_layer: how a layer is called.
+        noise_rows_T: of noise_table, int32; None: none of it."""
+        places = Places(cosine_sine(positions_T, self._frequencies, self._magnitude), noise_rows_T)
+        h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
+        for layer_index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            h_TD = run_layer(layer, h_TD, places, layer_index, attend)
+        return self.norm(h_TD)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """fp32 [T, V], without a gradient."""
+        return self.lm_head.logits(hidden_TD)
+
+    def linears(self) -> Iterator[tuple[str, QuantLinear]]:
+        """Every packed linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
+        return ((name, m) for name, m in self.named_modules() if isinstance(m, QuantLinear))
+
+    def _noised_norms(self) -> list[NoisedRMSNorm]:
+        """Two for each layer, in the layers' order: before q|k|v, before gate|up."""
+        return [m for m in self.modules() if isinstance(m, NoisedRMSNorm)]
+
+    def make_resident(self) -> None:
+        """Keep every linear's unpacked operand, and the head's; call it after all weights are loaded."""
+        self.lm_head.make_resident()
+        for _, linear in self.linears():
+            linear.make_resident()
+
+    def tile(self) -> None:
+        """Put NVFP4 weights into the decode kernel's tiles (tiled.py) and free their plain form."""
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.tile()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all frozen weights as they are held, the adapter not counted."""
+        held = [
+            *self.buffers(),
+            *self.lm_head.tensors,
+            *(t for _, linear in self.linears() for t in linear.tensors),
+        ]
+        return sum({id(t): t.nbytes for t in held}.values())

@@ -1,0 +1,101 @@
+"""Writes the folder of a model or an adapter, which appears only when it is whole."""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qerl.errors import RunError, UserError
+from qerl.models.safetensors_file import INDEX_NAME, read_json
+from qerl.models.source import Source
+from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+
+_COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+_COPIED += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
+
+
+def check_empty(out: Path) -> None:
+    """What is there already is not ours to overwrite."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists already and is not an empty folder")
+
+
+@contextlib.contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out`, renamed to it at the end, or removed."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror}") from error
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp keeps everyone else out
+        folder.replace(out)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_shards(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = 5_000_000_000
+) -> None:
+    """model.safetensors, or as many shards of at most shard_bytes as it takes and their index."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total_bytes = pending_bytes = 0
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > shard_bytes:
+            shards.append(_write_shard(folder, len(shards), pending))
+            pending, pending_bytes = {}, 0
+        pending[name] = tensor
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    shards.append(_write_shard(folder, len(shards), pending))
+    if len(shards) == 1:
+        (folder / _unnamed(0)).rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / _unnamed(index)).rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, folder / _unnamed(index), metadata={"format": "pt"})
+    (folder / _unnamed(index)).chmod(0o644)  # safetensors lets only the owner read
+    return list(tensors)
+
+
+def _unnamed(index: int) -> str:
+    """A shard's name while it is not known how many there will be."""
+    return f"shard-{index}"
+
+
+def write_tokenizer(folder: Path, source: Source) -> None:
+    """The tokenizer's own files, or those of the tokenizer built from a GGUF."""
+    if not source.is_gguf:
+        for pattern in _COPIED:
+            for file in source.path.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
+        return
+    tokenizer = load_tokenizer(str(source.path))
+    tokenizer.save_pretrained(folder)
+    # transformers 5 names a class here that 4 and vLLM do not know; both know this one.
+    config = read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "generation_config.json", {"eos_token_id": sorted(stop_token_ids(tokenizer, source))})
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,115 @@
+"""The LM head: logits of hidden states, from one weight that sampler and learner share.
+
+    logits_TV = alpha * (hidden_TD @ operand_VD^T)        fp32
+
+    bf16    the weight in the compute dtype               the embedding's own, if they are tied
+    fp8     codes, a scale for 128 x 128 of them          formats/fp8.py, scales of four significant bits
+    nvfp4   tiles where the decode kernels run (tiled.py), else plain; alpha is 1 / g
+
+A decode step's kernel (kernels/head_sample.py) reads the packed weight itself, every other pass its operand,
+which is exact in bfloat16: one policy (tests/models/test_lm_head.py). A packed head is a copy of its own, and the
+embedding keeps its table in the compute dtype; an untied head's full weight is freed once it is packed.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from qerl.errors import UserError
+from qerl.formats import FP8, NVFP4, PackedWeight
+from qerl.formats.fp8 import BLOCK as FP8_BLOCK
+from qerl.kernels import nvfp4_unpack
+from qerl.kernels.matmul_fp32 import product
+from qerl.kernels.nvfp4_decode import TILE_ROWS
+from qerl.kernels.nvfp4_unpack import Rows
+from qerl.models.device import has_tile_kernels
+from qerl.models.packed_linear import Tiled, tile_group
+
+# Weights that are unpacked at a time for logits: 134 MB in bfloat16, where 152064 x 3584 of them are 1.1 GB.
+_CHUNK_WEIGHTS = 1 << 26
+_BLOCK_ROWS = 128  # so that a chunk is made of whole blocks of FP8 and whole tiles
+_MULTIPLES = {"bf16": (1, 1), "fp8": (1, 128), "nvfp4": (64, 128)}
+_ENCODE = {"fp8": FP8.encode_exact, "nvfp4": NVFP4.encode}
+
+
+def check_head(format: str, vocab_size: int, width: int) -> None:
+    """UserError where a head of this shape cannot be held in this format."""
+    rows, columns = _MULTIPLES[format]
+    if vocab_size % rows or width % columns:
+        vocabulary = f"a vocabulary that is a multiple of {rows} and " if rows > 1 else ""
+        raise UserError(
+            f"model.head: {format} needs {vocabulary}a width that is a multiple of {columns};"
+            f" the model has {vocab_size} tokens and width {width}"
+        )
+
+
+class Head(nn.Module):
+    def __init__(self, weight_VD: Tensor):
+        super().__init__()
+        self.compute, self.shape = weight_VD.dtype, (weight_VD.shape[0], weight_VD.shape[1])
+        self.weight: Tensor | None
+        self.register_buffer("weight", weight_VD)
+        self.packed: PackedWeight | None = None
+        """What takes the place of `weight`."""
+        self.alpha = 1.0
+        """What the operand leaves out."""
+        self._operand: Tensor | None = None
+
+    def pack(self, format: str) -> None:
+        """Hold the weight in this format from now on; in bf16 it stays as it is."""
+        if format != "bf16":
+            assert self.weight is not None, "is packed already"
+            self.load_packed(_ENCODE[format](self.weight))
+
+    def load_packed(self, packed: PackedWeight) -> None:
+        """Take an FP8 or NVFP4 weight in place of the full one."""
+        assert packed.shape == self.shape
+        is_tiled = self.compute == torch.bfloat16 and has_tile_kernels(packed.alpha.device)
+        if isinstance(packed, NVFP4) and is_tiled:
+            packed = Tiled(tile_group([packed], Rows.ALL), 0)
+        self.packed, self.alpha = packed, packed.alpha.item()
+        self.weight = self._operand = None
+
+    def make_resident(self) -> None:
+        """Keep the unpacked operand beside a packed weight: the same numbers, unpacked once."""
+        if self.packed is not None:
+            self._operand = self.operand()
+
+    def operand(self) -> Tensor:
+        """What is multiplied, [V, D] in the compute dtype, without the factor alpha."""
+        if self.packed is None:
+            assert self.weight is not None
+            return self.weight
+        return self.packed.operand(self.compute) if self._operand is None else self._operand
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """fp32 [T, V], without a gradient."""
+        if self.packed is None:
+            return product(hidden_TD, self.operand().T)
+        if self._operand is not None:
+            return product(hidden_TD, self._operand.T).mul_(self.alpha)
+        v, d = self.shape
+        logits_TV = torch.empty(len(hidden_TD), v, device=hidden_TD.device)
+        step = max(_CHUNK_WEIGHTS // d // _BLOCK_ROWS, 1) * _BLOCK_ROWS
+        for start in range(0, v, step):
+            rows = slice(start, min(start + step, v))
+            operand = _operand_rows(self.packed, rows, self.compute)
+            torch.mul(product(hidden_TD, operand.T), self.alpha, out=logits_TV[:, rows])
+        return logits_TV
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The packed weight's, and its resident operand."""
+        packed = () if self.packed is None else self.packed.tensors().values()
+        return [t for t in (*packed, self._operand) if t is not None]
+
+
+def _operand_rows(weight: PackedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Some of the operand; they begin at a multiple of _BLOCK_ROWS."""
+    if isinstance(weight, FP8):
+        blocks = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
+        return FP8(weight.codes[rows], weight.scales[blocks]).operand(dtype)
+    if isinstance(weight, Tiled):
+        tiles = weight.group.tiles[rows.start // TILE_ROWS : rows.stop // TILE_ROWS]
+        return nvfp4_unpack.unpack(tiles, Rows.ALL, dtype)
+    assert isinstance(weight, NVFP4)
+    return NVFP4(weight.codes[rows], weight.scales[rows], weight.global_scale).operand(dtype)

@@ -1,0 +1,124 @@
+"""Fills a decoder from a checkpoint, tensor by tensor: each linear is quantized when it arrives.
+
+    peak memory = the quantized model + one tensor of the checkpoint      tests/models/test_loader.py
+
+Names, shapes and the config are checked against each other before the first tensor is read. Tensors are asked
+for by name, so the order in which the files hold them does not matter. Where the decode kernels run, weights
+that multiply the same input go into tiles (tiled.py) as soon as all of them are there.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from qerl.errors import UserError
+from qerl.formats import BF16, FORMATS, PackedWeight
+from qerl.kernels.nvfp4_unpack import Rows
+from qerl.models.architecture import Architecture
+from qerl.models.compressed_tensors import (
+    Layout,
+    Scales,
+    encoded,
+    packed_layout,
+    packed_shapes,
+    plain_scales,
+    read_packed,
+)
+from qerl.models.decoder import Decoder
+from qerl.models.device import has_tile_kernels
+from qerl.models.lm_head import Head, check_head
+from qerl.models.packed_linear import tile_linears
+from qerl.models.source import Checkpoint, locate
+from qerl.models.state_dict import HEAD, architecture_of, check_tensors, linear_groups, read_float
+
+
+def load_decoder(
+    path: str,
+    *,
+    format: str,
+    compute: torch.dtype,
+    device: torch.device,
+    resident: bool,
+    head: str = "bf16",
+) -> Decoder:
+    """The decoder of a model wherever it lies; see `decoder_of`."""
+    checkpoint = locate(path).open()
+    return decoder_of(checkpoint, format=format, compute=compute, device=device, resident=resident, head=head)
+
+
+def decoder_of(
+    checkpoint: Checkpoint,
+    *,
+    format: str,
+    compute: torch.dtype,
+    device: torch.device,
+    resident: bool,
+    head: str = "bf16",
+    scales: Scales = plain_scales,
+) -> Decoder:
+    """Linears in `format`, the head in `head` (bf16: in `compute`), the rest in `compute`.
+
+    A packed checkpoint must be in that format already. Its packed head is taken as it is where `head` is its
+    format, and unpacked first where it is not.
+    """
+    path, layout = str(checkpoint.path), packed_layout(checkpoint)
+    if layout is not None and layout.format != format:
+        raise UserError(f"{path}: holds {layout.format}, which is taken as it is; model.format says {format}")
+    architecture = architecture_of(checkpoint)
+    shapes = packed_shapes(checkpoint, architecture, layout)
+    check_tensors(checkpoint, shapes)
+    _check_head(path, head, architecture)
+    decoder = Decoder(architecture, compute=compute, device=device)
+    for name, buffer in decoder.named_buffers():
+        hf_name = name if name == HEAD else f"model.{name}"
+        if hf_name in shapes:
+            buffer.copy_(read_float(checkpoint, hf_name))
+    _load_head(decoder.lm_head, checkpoint, layout if f"{HEAD}_packed" in shapes else None, head)
+    tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
+    linears = {f"model.{name}": linear for name, linear in decoder.linears()}
+    for group in linear_groups(architecture):
+        for name, weight in _weights(checkpoint, layout, group, format, device, scales):
+            linears[name].load_weight(weight)
+        if tiled:
+            together = [linears[name] for name in group]
+            tile_linears(together, Rows.GATE_UP if group[0].endswith("gate_proj") else Rows.ALL)
+    if resident:
+        decoder.make_resident()
+    return decoder
+
+
+def _check_head(path: str, format: str, architecture: Architecture) -> None:
+    try:
+        check_head(format, architecture.vocab_size, architecture.width)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _load_head(head: Head, checkpoint: Checkpoint, layout: Layout | None, format: str) -> None:
+    """Before the linears, so that there is room for the full weight; a layout is that of a packed head."""
+    if layout is not None:
+        assert head.weight is not None
+        packed = read_packed(checkpoint, layout, HEAD.removesuffix(".weight"))
+        if layout.format == format:
+            head.load_packed(packed.to(head.weight.device))
+            return
+        head.weight.copy_(packed.decode())
+    head.pack(format)
+
+
+def _weights(
+    checkpoint: Checkpoint,
+    layout: Layout | None,
+    group: tuple[str, ...],
+    format: str,
+    device: torch.device,
+    scales: Scales,
+) -> Iterator[tuple[str, PackedWeight]]:
+    if layout is None:
+        yield from encoded(checkpoint, group, FORMATS[format], device, scales)
+        return
+    for linear in group:
+        if f"{linear}.weight_packed" in checkpoint.shapes:
+            yield linear, read_packed(checkpoint, layout, linear).to(device)
+        else:  # what a packed checkpoint leaves unpacked was meant to stay precise
+            yield from encoded(checkpoint, (linear,), BF16, device)

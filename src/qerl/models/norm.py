@@ -1,0 +1,20 @@
+"""RMSNorm without noise: y = x / sqrt(mean(x^2) + eps) * weight, fp32 inside, y in the compute dtype.
+
+The norms that AQN perturbs are `aqn/noised_norm.py`'s. Weights are frozen: only x gets a gradient.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from qerl.kernels.rms_norm import rms_norm
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float, *, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.eps, self.compute = eps, compute
+        self.weight: Tensor
+        self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, None, self.eps, dtype=self.compute)

@@ -1,0 +1,241 @@
+"""NVFP4 weights in the decode kernel's tiles, one tensor for the linears that multiply the same input.
+
+    q | k | v     tiles [sum N / 64, K / 64, 2304], rows one after the other       o, down    the same, alone
+    gate | up     tiles [2 F / 64, D / 64, 2304], rows in `swiglu_order`
+
+Each linear's weight becomes a `Tiled`, its share of a `TileGroup`; the plain codes and scales are freed. All
+passes read the one copy: a decode step the tiles themselves, every other pass their operand, unpacked for the
+time of one product (kernels/nvfp4_unpack.py). `tiles_of` finds them.
+
+The permutation is exact but for blocks whose scale is 0, whose codes become 0 (nvfp4_decode.py). Outputs are
+bitwise the same before and after on a CPU: tests/models/test_packed_linear.py.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from qerl.formats import NVFP4, PackedWeight
+from qerl.kernels import nvfp4_decode, nvfp4_unpack
+from qerl.kernels.fused_linear import Adapter, Part, Unpack, joined_linear, joined_swiglu, linear_onto
+from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.swiglu import swiglu
+from qerl.models.linear import QuantLinear
+
+# Packing spreads each code over an int32 and some: 16 Mi weights at a time take 0.5 GB beside the model.
+_CHUNK_WEIGHTS = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TileGroup:
+    """tiles [18, 9, 2304], factors_N [1152], widths (576, 288, 288): q|k|v of K = 576 in one tensor."""
+
+    tiles: Tensor
+    factors_N: Tensor
+    """`row_factors` of each row, in the order in which the tiles hold them."""
+    global_scales: tuple[Tensor, ...]
+    """fp32 [1] of each linear."""
+    widths: tuple[int, ...]
+    """Outputs of each linear."""
+    rows: Rows
+    """ALL, or GATE_UP for two linears in `swiglu_order`."""
+
+    @property
+    def in_width(self) -> int:
+        return TILE_K * self.tiles.shape[1]
+
+    def operand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Of all linears, one after the other, [sum N, K]."""
+        return nvfp4_unpack.unpack(self.tiles, self.rows, dtype, out=out)
+
+    def part(self, index: int) -> tuple[Tensor, Rows]:
+        """One linear's tiles, and which of their rows are its own."""
+        if self.rows is Rows.GATE_UP:
+            return self.tiles, (Rows.GATE, Rows.UP)[index]
+        first = sum(self.widths[:index]) // TILE_ROWS
+        return self.tiles[first : first + self.widths[index] // TILE_ROWS], Rows.ALL
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tiled(PackedWeight):
+    """Tiled(group, index=1) of q|k|v: k's weight."""
+
+    name: ClassVar[str] = NVFP4.name
+    bytes_per_weight: ClassVar[float] = NVFP4.bytes_per_weight
+
+    group: TileGroup
+    index: int
+    alpha: Tensor = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        alpha = self.group.global_scales[self.index].reciprocal().squeeze(0)
+        object.__setattr__(self, "alpha", alpha)
+
+    @classmethod
+    def encode(cls, weight_NK: Tensor) -> Self:
+        return cls(tile_group([NVFP4.encode(weight_NK)], Rows.ALL), 0)
+
+    def operand(self, dtype: torch.dtype) -> Tensor:
+        return nvfp4_unpack.unpack(*self.group.part(self.index), dtype)
+
+    def plain(self) -> NVFP4:
+        """The weight as it was before."""
+        codes, scales = nvfp4_unpack.plain(*self.group.part(self.index))
+        return NVFP4(codes, scales, self.group.global_scales[self.index])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.group.widths[self.index], self.group.in_width
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The group's: its other linears name the same ones."""
+        group = self.group
+        scale = group.global_scales[self.index]
+        return {"tiles": group.tiles, "factors_N": group.factors_N, "global_scale": scale}
+
+    @property
+    def num_bytes(self) -> int:
+        """Its own share."""
+        n, k = self.shape
+        return n // TILE_ROWS * (k // TILE_K) * TILE_BYTES + 4 * n + 4
+
+    def to(self, device: torch.device | str) -> Self:
+        weight = NVFP4.to(self.plain(), device)
+        return type(self)(tile_group([weight], Rows.ALL), 0)
+
+
+def can_tile(weights: Sequence[PackedWeight | None], rows: Rows) -> bool:
+    """Whether these weights of one input fit into tiles together."""
+    if not all(isinstance(weight, NVFP4) for weight in weights):
+        return False
+    shapes = [weight.shape for weight in weights if weight is not None]
+    if rows is Rows.GATE_UP:
+        return shapes[0] == shapes[1] and shapes[0][0] % 32 == shapes[0][1] % TILE_K == 0
+    return all(n % TILE_ROWS == k % TILE_K == 0 for n, k in shapes)
+
+
+def tile_group(weights: Sequence[NVFP4], rows: Rows) -> TileGroup:
+    """Packed some rows at a time."""
+    assert can_tile(weights, rows)
+    widths, k = tuple(weight.shape[0] for weight in weights), weights[0].shape[1]
+    device = weights[0].codes.device
+    shape = sum(widths) // TILE_ROWS, k // TILE_K, TILE_BYTES
+    tiles = torch.empty(shape, dtype=torch.uint8, device=device)
+    step = max(_CHUNK_WEIGHTS // k // TILE_ROWS, 1) * TILE_ROWS
+    if rows is Rows.GATE_UP:
+        gate, up = weights
+        for start in range(0, widths[0], step):
+            some = slice(start, start + step)
+            codes = _alternating(gate.codes[some], up.codes[some])
+            scales = _alternating(gate.scales[some].view(torch.uint8), up.scales[some].view(torch.uint8))
+            _put(tiles, 2 * start, codes, scales.view(torch.float8_e4m3fn))
+    else:
+        first = 0
+        for weight, n in zip(weights, widths, strict=True):
+            for start in range(0, n, step):
+                some = slice(start, start + step)
+                _put(tiles, first + start, weight.codes[some], weight.scales[some])
+            first += n
+    factors = [nvfp4_decode.row_factors(w.alpha, n) for w, n in zip(weights, widths, strict=True)]
+    factors_N = torch.cat(factors) if rows is Rows.ALL else _alternating(*(f[:, None] for f in factors))[:, 0]
+    return TileGroup(tiles, factors_N.contiguous(), tuple(w.global_scale for w in weights), widths, rows)
+
+
+def _alternating(gate_FB: Tensor, up_FB: Tensor) -> Tensor:
+    """Their rows in `swiglu_order`."""
+    return torch.stack((gate_FB.view(-1, 8, gate_FB.shape[1]), up_FB.view(-1, 8, up_FB.shape[1])), 1).flatten(
+        0, 2
+    )
+
+
+def _put(tiles: Tensor, first_row: int, codes: Tensor, scales: Tensor) -> None:
+    first = first_row // TILE_ROWS
+    tiles[first : first + len(codes) // TILE_ROWS] = nvfp4_decode.pack(codes, scales)
+
+
+def tile_linears(linears: Sequence[QuantLinear], rows: Rows) -> bool:
+    """Puts the linears' weights into one tensor of tiles, if they fit; whether they did."""
+    weights = [linear.weight for linear in linears]
+    if not can_tile(weights, rows):
+        return False
+    group = tile_group([weight for weight in weights if isinstance(weight, NVFP4)], rows)
+    for index, linear in enumerate(linears):
+        linear.load_weight(Tiled(group, index))
+    return True
+
+
+def tiles_of(linears: Sequence[QuantLinear]) -> TileGroup | None:
+    """The group that these linears, and no other, are in this order; None if their weights are no tiles."""
+    weights = [linear.weight for linear in linears]
+    first = weights[0]
+    if not isinstance(first, Tiled) or len(first.group.widths) != len(weights):
+        return None
+    for index, weight in enumerate(weights):
+        if not isinstance(weight, Tiled) or weight.group is not first.group or weight.index != index:
+            return None
+    return first.group
+
+
+def project(
+    x_TK: Tensor, linears: Sequence[QuantLinear], *, gaps_are_free: bool = False
+) -> tuple[Tensor, ...]:
+    """Each linear's y_TN: one product for all of them where their weights share tiles on a GPU.
+
+    gaps_are_free: x was made with `room` behind its rows, or with none.
+    """
+    group = _product_group(x_TK, linears)
+    if group is None:
+        return tuple(linear(x_TK) for linear in linears)
+    return joined_linear(
+        x_TK, _unpack(group, linears), [_part(linear) for linear in linears], gaps_are_free=gaps_are_free
+    )
+
+
+def project_swiglu(x_TK: Tensor, gate_up: Sequence[QuantLinear], *, room: int) -> Tensor:
+    """silu(gate) * up, with room for so many columns behind each row if on a GPU; x as `gaps_are_free` says
+    of `project`."""
+    group = _product_group(x_TK, gate_up)
+    if group is None:
+        gate_TF, up_TF = (linear(x_TK) for linear in gate_up)
+        return swiglu(gate_TF, up_TF, room=room)
+    parts = [_part(linear) for linear in gate_up]
+    return joined_swiglu(x_TK, _unpack(group, gate_up), parts, room=room, gaps_are_free=True)
+
+
+def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_free: bool = False) -> Tensor:
+    """h + y in fp32, in the place of h."""
+    group = _product_group(x_TK, (linear,))
+    if group is None:
+        return h_TN.add_(linear(x_TK))
+    return linear_onto(h_TN, x_TK, _unpack(group, (linear,)), _part(linear), gaps_are_free=gaps_are_free)
+
+
+def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> TileGroup | None:
+    """None where each linear is to multiply for itself."""
+    is_apart = not x_TK.is_cuda or any(linear.is_resident for linear in linears)
+    return None if is_apart else tiles_of(linears)
+
+
+def _unpack(group: TileGroup, linears: Sequence[QuantLinear]) -> Unpack:
+    unpacked = linears[0].unpacked
+    if unpacked is None:
+        return group.operand
+    return lambda dtype, out: unpacked.of(group, functools.partial(group.operand, dtype, out))
+
+
+def room(linears: Sequence[QuantLinear]) -> int:
+    """Columns that `project` wants behind each row of x, so as not to copy it."""
+    return sum(linear.rank for linear in linears)
+
+
+def _part(linear: QuantLinear) -> Part:
+    assert isinstance(linear.alpha, float)
+    adapter = None
+    if linear.a_work is not None and linear.b_work is not None and linear.adapter_enabled:
+        adapter = Adapter(linear.lora_A, linear.lora_B, linear.a_work, linear.b_work, linear.scaling)
+    return Part(linear.out_width, linear.alpha, linear.bias, adapter, linear.is_read)

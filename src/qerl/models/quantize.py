@@ -1,0 +1,62 @@
+"""`qerl quantize`: a float checkpoint to a packed one, plainly or calibrated on a text.
+
+The text is cut into sequences; their inputs to each linear decide the factors that calibrate.py folds in.
+The float model runs once for that, in bf16 or fp32 as the device likes, and is gone before the search.
+"""
+
+from functools import partial
+
+import torch
+
+from qerl.config import ModelConfig
+from qerl.config.options import QuantizeOptions
+from qerl.errors import UserError
+from qerl.formats import FORMATS
+from qerl.formats.block_scale import least_squares
+from qerl.models.awq import Folded, awq, inputs_of
+from qerl.models.compressed_tensors import Scales, encoded_together, plain_scales, write_quantized
+from qerl.models.device import COMPUTE, resolved
+from qerl.models.loader import decoder_of
+from qerl.models.source import Checkpoint
+from qerl.models.state_dict import architecture_of
+from qerl.models.tokenizer import load_tokenizer
+
+SCALES: dict[str, Scales] = {"plain": plain_scales, "mse": least_squares}
+
+
+def quantize(options: QuantizeOptions) -> None:
+    scales = SCALES[options.scales]
+    if options.calibrate == "none":
+        write_quantized(options.model, options.out, format=options.format, scales=scales)
+        return
+    fold = partial(_fold, sequences=_sequences(options), format=options.format, scales=scales)
+    write_quantized(options.model, options.out, format=options.format, scales=scales, fold=fold)
+
+
+def _sequences(options: QuantizeOptions) -> list[list[int]]:
+    assert options.data is not None
+    try:
+        text = options.data.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{options.data}: cannot be read as text: {error}") from None
+    tokens = list(load_tokenizer(options.model)(text)["input_ids"])
+    if not tokens:
+        raise UserError(f"{options.data}: holds no text")
+    length = options.sequence_tokens
+    return [tokens[at : at + length] for at in range(0, len(tokens), length)][: options.sequences]
+
+
+def _fold(checkpoint: Checkpoint, *, sequences: list[list[int]], format: str, scales: Scales) -> Folded:
+    architecture, model = architecture_of(checkpoint), resolved(ModelConfig(format="bf16"))
+    longest = architecture.max_positions
+    decoder = decoder_of(
+        checkpoint,
+        format="bf16",
+        compute=COMPUTE[model.compute],
+        device=torch.device(model.device),
+        resident=model.operand == "resident",
+    )
+    inputs = inputs_of(decoder, [tokens[:longest] for tokens in sequences])
+    del decoder
+    kind = FORMATS[format]
+    return awq(checkpoint, architecture, inputs, lambda weights: encoded_together(weights, kind, scales))

@@ -1,0 +1,202 @@
+"""A decoder of a real shape with random weights, made on the device in the format they are held in.
+
+    W ~ std 1 / sqrt(K)     E2M1 codes drawn evenly, E4M3 scales from 128 to 448, the rest in the global scale
+    embedding, head, bias ~ N(0, 0.02^2),     norms 1,     A_RK uniform in +-1 / sqrt(K),  B_NR ~ N(0, 0.02^2)
+
+For speed and memory where no checkpoint is at hand: shapes, formats and passes are a real model's, what it
+says is noise. There is never a copy in full precision, but of a head that is about to be packed; layer after
+layer goes into tiles where the decode kernels run (tiled.py), so a 72B shape is made in NVFP4 on one GPU of
+80 GB.
+SHAPES are those of the instruction models' config.json.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qerl.aqn.noised_norm import NoisedRMSNorm
+from qerl.errors import UserError
+from qerl.formats import BF16, NVFP4, FP8Flow, PackedWeight
+from qerl.models.architecture import Architecture, Rope
+from qerl.models.decoder import Decoder, Layer
+from qerl.models.device import has_tile_kernels
+from qerl.models.linear import QuantLinear
+from qerl.models.lm_head import check_head
+from qerl.models.norm import RMSNorm
+
+_STD = 0.02
+_CODE_MEAN_SQUARE = 68.5 / 8  # of 0, 1/2, 1, 3/2, 2, 3, 4, 6
+_SCALE_BYTES = (0x70, 0x7F)  # E4M3's numbers from 128 to 448; the last is not taken, it is NaN
+_LORA_ALPHA = 32
+
+
+def _shape(
+    family: str,
+    num_layers: int,
+    width: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ff_width: int,
+    vocab_size: int,
+    rope: Rope,
+    *,
+    head_size: int | None = None,
+    norm_eps: float = 1e-6,
+    max_positions: int = 32_768,
+    tied_head: bool = False,
+) -> Architecture:
+    return Architecture(
+        family=family,
+        num_layers=num_layers,
+        width=width,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size or width // num_heads,
+        ff_width=ff_width,
+        vocab_size=vocab_size,
+        norm_eps=norm_eps,
+        rope=rope,
+        max_positions=max_positions,
+        qkv_bias=family == "Qwen2ForCausalLM",
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=family == "Qwen3ForCausalLM",
+        tied_head=tied_head,
+    )
+
+
+def _qwen2(num_layers: int, width: int, heads: int, kv_heads: int, ff_width: int, tied_head: bool = False):
+    rope = Rope(kind="default", theta=1e6, original_positions=32_768)
+    vocab_size = 151_936 if tied_head else 152_064
+    shape = (num_layers, width, heads, kv_heads, ff_width, vocab_size, rope)
+    return _shape("Qwen2ForCausalLM", *shape, tied_head=tied_head)
+
+
+def _qwen3(num_layers: int, width: int, heads: int, ff_width: int, tied_head: bool = False) -> Architecture:
+    rope = Rope(kind="default", theta=1e6, original_positions=40_960)
+    shape = (num_layers, width, heads, 8, ff_width, 151_936, rope)
+    return _shape("Qwen3ForCausalLM", *shape, head_size=128, max_positions=40_960, tied_head=tied_head)
+
+
+def _llama3(num_layers: int, width: int, heads: int, ff_width: int, factor: float, tied_head: bool = False):
+    rope = Rope(kind="llama3", theta=5e5, factor=factor, original_positions=8192)
+    shape = (num_layers, width, heads, 8, ff_width, 128_256, rope)
+    sizes = {"norm_eps": 1e-5, "max_positions": 131_072}
+    return _shape("LlamaForCausalLM", *shape, **sizes, tied_head=tied_head)
+
+
+def _smollm2(num_layers: int, width: int, heads: int, kv_heads: int, ff_width: int, theta: float):
+    rope = Rope(kind="default", theta=theta, original_positions=8192)
+    shape = (num_layers, width, heads, kv_heads, ff_width, 49_152, rope)
+    return _shape("LlamaForCausalLM", *shape, norm_eps=1e-5, max_positions=8192, tied_head=True)
+
+
+def _mistral(num_layers: int, width: int, ff_width: int, vocab_size: int, theta: float) -> Architecture:
+    rope = Rope(kind="default", theta=theta, original_positions=32_768)
+    shape = (num_layers, width, 32, 8, ff_width, vocab_size, rope)
+    return _shape("MistralForCausalLM", *shape, head_size=128, norm_eps=1e-5)
+
+
+SHAPES = {
+    "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, 1e5),
+    "smollm2-360m": _smollm2(32, 960, 15, 5, 2560, 1e5),
+    "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, 1.3e5),
+    "qwen2.5-0.5b": _qwen2(24, 896, 14, 2, 4864, tied_head=True),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, tied_head=True),
+    "qwen2.5-3b": _qwen2(36, 2048, 16, 2, 11_008, tied_head=True),
+    "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18_944),
+    "qwen2.5-14b": _qwen2(48, 5120, 40, 8, 13_824),
+    "qwen2.5-32b": _qwen2(64, 5120, 40, 8, 27_648),
+    "qwen2.5-72b": _qwen2(80, 8192, 64, 8, 29_568),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_head=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied_head=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied_head=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
+    "llama-3.1-8b": _llama3(32, 4096, 32, 14_336, 8.0),
+    "llama-3.2-1b": _llama3(16, 2048, 32, 8192, 32.0, tied_head=True),
+    "llama-3.2-3b": _llama3(28, 3072, 24, 8192, 32.0, tied_head=True),
+    "llama-3.3-70b": _llama3(80, 8192, 64, 28_672, 8.0),
+    "mistral-7b-v0.3": _mistral(32, 4096, 14_336, 32_768, 1e6),
+    "mistral-small-24b": _mistral(40, 5120, 32_768, 131_072, 1e8),
+}
+
+
+def shape(name: str) -> Architecture:
+    if name not in SHAPES:
+        raise UserError(f"no shape {name}; there are {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+@torch.no_grad()
+def random_decoder(
+    architecture: Architecture,
+    *,
+    format: str,
+    rank: int | None,
+    device: torch.device,
+    seed: int,
+    compute: torch.dtype = torch.bfloat16,
+    head: str = "bf16",
+) -> Decoder:
+    """Linears in one of _WEIGHTS, with an adapter of this rank whose B is not zero; None makes none."""
+    if format not in _WEIGHTS:
+        raise UserError(f"random weights are made in {', '.join(_WEIGHTS)}, not in {format}")
+    check_head(head, architecture.vocab_size, architecture.width)
+    rng = torch.Generator(device).manual_seed(seed)
+    decoder = Decoder(architecture, compute=compute, device=device)
+    is_tiled = compute == torch.bfloat16 and has_tile_kernels(device)
+    for module in decoder.modules():
+        if isinstance(module, RMSNorm | NoisedRMSNorm):
+            module.weight.fill_(1)
+    decoder.embed_tokens.weight.normal_(0, _STD, generator=rng)
+    if not architecture.tied_head:
+        decoder.lm_head.operand().normal_(0, _STD, generator=rng)
+    decoder.lm_head.pack(head)
+    for layer in decoder.layers:
+        assert isinstance(layer, Layer)
+        for linear in layer.modules():
+            if isinstance(linear, QuantLinear):
+                _fill(linear, format, rank, rng)
+        if is_tiled:
+            layer.tile()
+    return decoder
+
+
+def random_nvfp4(n: int, k: int, rng: torch.Generator) -> NVFP4:
+    """Weights [N, K] of standard deviation 1 / sqrt(K)."""
+    device = rng.device
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device, generator=rng)
+    scales = torch.randint(*_SCALE_BYTES, (n, k // 16), dtype=torch.uint8, device=device, generator=rng)
+    every_scale = torch.arange(*_SCALE_BYTES, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    spread = math.sqrt(_CODE_MEAN_SQUARE * every_scale.square().mean().item() * k)
+    return NVFP4(codes, scales.view(torch.float8_e4m3fn), torch.full((1,), spread, device=device))
+
+
+def random_bf16(n: int, k: int, rng: torch.Generator) -> BF16:
+    return BF16(_normal((n, k), 1 / math.sqrt(k), torch.bfloat16, rng))
+
+
+def random_fp8_flow(n: int, k: int, rng: torch.Generator) -> FP8Flow:
+    return FP8Flow.encode(random_bf16(n, k, rng).weight)
+
+
+_WEIGHTS = {"nvfp4": random_nvfp4, "bf16": random_bf16, "fp8-flow": random_fp8_flow}
+
+
+def _fill(linear: QuantLinear, format: str, rank: int | None, rng: torch.Generator) -> None:
+    n, k = linear.out_width, linear.in_width
+    weight: PackedWeight = _WEIGHTS[format](n, k, rng)
+    linear.load_weight(weight)
+    if linear.bias is not None:
+        linear.bias.normal_(0, _STD, generator=rng)
+    if rank is not None:
+        bound = 1 / math.sqrt(k)
+        a_RK = torch.empty(rank, k, device=rng.device).uniform_(-bound, bound, generator=rng)
+        linear.add_adapter(a_RK, _normal((n, rank), _STD, torch.float32, rng), _LORA_ALPHA / rank)
+
+
+def _normal(shape: tuple[int, int], std: float, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=rng.device).normal_(0, std, generator=rng)

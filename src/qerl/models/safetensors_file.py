@@ -1,0 +1,163 @@
+"""Reads the tensors of a folder of safetensors files, one at a time, by their offsets in the file.
+
+    file = length of header (8 bytes, little-endian) | header (JSON) | data
+    header = {name: {"dtype": "BF16", "shape": [N, K], "data_offsets": [begin, end]}, ...}
+
+Reading by offset and not by memory map: the pages of a map count as the process's own memory until the file
+is closed, so a load would peak at twice the checkpoint (`tests/models/test_loader.py` measures the peak).
+Every header is checked against the length of its file before the first tensor is read.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qerl.errors import UserError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
+_MOST_SHOWN = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where one tensor lies: its bytes are file[begin : begin + num_bytes]."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+class SafetensorsFolder:
+    """A folder with config.json and safetensors: its config, its tensors' shapes, and any tensor by name."""
+
+    def __init__(self, folder: Path):
+        self.path = folder
+        self.config = read_json(folder / "config.json")
+        self._entries: dict[str, _Entry] = {}
+        for file in _shards(folder):
+            for name, entry in _entries(file).items():
+                if name in self._entries:
+                    raise UserError(f"{file}: {name} is also in {self._entries[name].file.name}")
+                self._entries[name] = entry
+        self.shapes = {name: entry.shape for name, entry in self._entries.items()}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as stored, on the CPU, in memory of its own."""
+        entry = self._entries[name]
+        try:
+            with entry.file.open("rb") as file:
+                file.seek(entry.begin)
+                data = np.fromfile(file, dtype=np.uint8, count=entry.num_bytes)
+        except OSError as error:
+            raise UserError(f"{entry.file}: {name} cannot be read: {error.strerror}") from error
+        if len(data) < entry.num_bytes:
+            raise UserError(f"{entry.file}: truncated: {name} ends before its {entry.num_bytes} bytes")
+        if not entry.num_bytes:
+            return torch.zeros(entry.shape, dtype=entry.dtype)
+        return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; anything else in it is the user's mistake."""
+    try:
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: must hold a JSON object, holds a {type(value).__name__}")
+    return value
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files of the index if there is one, else model.safetensors, else every safetensors file."""
+    if (folder / INDEX_NAME).exists():
+        names = set(_weight_map(folder / INDEX_NAME).values())
+        files = [folder / name for name in sorted(names)]
+        for file in files:
+            if not file.is_file():
+                raise UserError(f"{file}: missing, though {INDEX_NAME} lists it")
+        return files
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: has no weight_map")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+    return weight_map
+
+
+def _entries(file: Path) -> dict[str, _Entry]:
+    header, data_begin, file_bytes = _header(file)
+    header.pop("__metadata__", None)
+    return {name: _entry(file, name, facts, data_begin, file_bytes) for name, facts in header.items()}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int, int]:
+    """(header, where the data begins, bytes in the file)"""
+    try:
+        file_bytes = file.stat().st_size
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            text = stream.read(min(header_bytes, _MAX_HEADER_BYTES))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    if file_bytes < 8 or len(text) < header_bytes:
+        raise UserError(f"{file}: truncated, or not a safetensors file: its header is incomplete")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: damaged, or not a safetensors file: its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise UserError(f"{file}: damaged, or not a safetensors file: its header is not a JSON object")
+    return header, 8 + header_bytes, file_bytes
+
+
+def _entry(file: Path, name: str, facts: Any, data_begin: int, file_bytes: int) -> _Entry:
+    shown = " ".join(name.split())[:_MOST_SHOWN]
+    try:
+        dtype_name, shape, (begin, end) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
+        dtype = _DTYPES[dtype_name]
+        if any(type(number) is not int for number in (*shape, begin, end)):
+            raise ValueError("not integers")
+    except (KeyError, TypeError, ValueError) as error:
+        given = repr(facts)[:_MOST_SHOWN]
+        raise UserError(f"{file}: {shown}: its header entry cannot be understood: {given}") from error
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != num_bytes:
+        offsets = f"{begin}..{end}"[:_MOST_SHOWN]
+        raise UserError(f"{file}: {shown}: its offsets {offsets} do not fit {dtype_name} {list(shape)[:8]}")
+    if data_begin + end > file_bytes:
+        raise UserError(
+            f"{file}: truncated: {shown} ends at byte {data_begin + end}, the file has {file_bytes}"
+        )
+    return _Entry(file, dtype, shape, data_begin + begin, num_bytes)

@@ -1,0 +1,161 @@
+"""Loads a model's tokenizer: by transformers from a folder, built from the metadata of a GGUF file.
+
+A GGUF holds the vocabulary, the merges, the kind of each token, a chat template, and of the pre-tokenizer
+only a name. The name stands for how text is split before merging; the splits below are those in the
+tokenizer.json of the models they are named after. Any other name is refused: a wrong split gives tokens that
+the model was never trained on, and nothing else would show it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from qerl.errors import UserError
+from qerl.models.gguf_file import GgufFile
+from qerl.models.safetensors_file import read_json
+from qerl.models.source import Source, locate
+
+_CONTROL, _USER_DEFINED = 3, 4  # ggml's kinds of token: never text; text that is always one token
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _gpt2() -> PreTokenizer:
+    return ByteLevel(add_prefix_space=False)
+
+
+def _smollm() -> PreTokenizer:
+    return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+
+
+def _llama3() -> PreTokenizer:
+    return _split_then_bytes(_LLAMA3_SPLIT)
+
+
+def _qwen2() -> PreTokenizer:
+    return _split_then_bytes(_QWEN2_SPLIT)
+
+
+def _split_then_bytes(pattern: str) -> PreTokenizer:
+    return Sequence(
+        [Split(Regex(pattern), behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
+    "smollm": _smollm,
+    "gpt-2": _gpt2,
+    "default": _gpt2,
+    "llama-bpe": _llama3,
+    "qwen2": _qwen2,
+}
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    source = locate(path)
+    if source.is_gguf:
+        return _from_gguf(GgufFile(source.path))
+    if not any((source.path / name).is_file() for name in _VOCABULARIES):
+        raise UserError(f"{source.path}: has no tokenizer: none of {', '.join(_VOCABULARIES)}")
+    try:
+        return AutoTokenizer.from_pretrained(str(source.path), trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # what the files hold decides the type; damage inside tokenizers has none of its own
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{source.path}: its tokenizer cannot be loaded: {said}") from error
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: Source) -> frozenset[int]:
+    """The tokens that end a sample: the tokenizer's eos and those that generation_config.json adds."""
+    found: list[Any] = [tokenizer.eos_token_id]
+    if source.is_gguf:
+        found.append(GgufFile(source.path).metadata.get("tokenizer.ggml.eot_token_id"))
+    elif (source.path / "generation_config.json").is_file():
+        listed = read_json(source.path / "generation_config.json").get("eos_token_id")
+        found += listed if isinstance(listed, list) else [listed]
+    return frozenset(token for token in found if token is not None)
+
+
+def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
+    metadata = file.metadata
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2":
+        raise UserError(
+            f"{file.path}: tokenizer {kind!r} is not supported in GGUF; supported: gpt2 (byte-level BPE)"
+        )
+    if split not in _PRE_TOKENIZERS:
+        raise UserError(
+            f"{file.path}: pre-tokenizer {split!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}"
+        )
+    tokens = _array(file, "tokens", str)
+    tokenizer = _bpe(file, tokens, split)
+    named = {
+        name: tokens[index]
+        for name, key in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        )
+        if (index := _token_id(file, key, len(tokens))) is not None
+    }
+    if metadata.get("tokenizer.ggml.add_bos_token", split == "llama-bpe") and "bos_token" in named:
+        bos = named["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, tokens.index(bos))],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _bpe(file: GgufFile, tokens: list[str], split: str) -> Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
+    try:
+        # Llama 3's vocabulary holds whole words that its merges do not reach.
+        tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=split == "llama-bpe"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UserError(f"{file.path}: its merges do not fit its vocabulary: {error}") from error
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[split]()
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = list(zip(tokens, _array(file, "token_type", int), strict=False))
+    whole = [
+        AddedToken(token, normalized=False, special=False) for token, kind in kinds if kind == _USER_DEFINED
+    ]
+    control = [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind == _CONTROL]
+    tokenizer.add_tokens(whole)
+    tokenizer.add_special_tokens(control)
+    return tokenizer
+
+
+def _array(file: GgufFile, key: str, item_type: type) -> list[Any]:
+    values = file.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not all(isinstance(value, item_type) for value in values):
+        raise UserError(f"{file.path}: has no list tokenizer.ggml.{key}, so no tokenizer")
+    return values
+
+
+def _token_id(file: GgufFile, key: str, num_tokens: int) -> int | None:
+    index = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if index is not None and not 0 <= index < num_tokens:
+        raise UserError(
+            f"{file.path}: tokenizer.ggml.{key}_token_id is {index}, the vocabulary has {num_tokens}"
+        )
+    return index

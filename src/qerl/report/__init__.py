@@ -1,5 +1,0 @@
-"""A run, or several beside each other, as one HTML page that needs nothing else."""
-
-from qerl.report.page import write_report
-
-__all__ = ["write_report"]

@@ -1,0 +1,36 @@
+"""A model, or what a run has learned, opened to answer."""
+
+import dataclasses
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import ModelConfig, NoiseConfig, RunConfig
+from qerl.engine import Engine
+from qerl.models.device import resolved
+from qerl.models.source import locate
+from qerl.models.tokenizer import stop_token_ids
+from qerl.train.policy import learned_sampler_of, reader_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    stop_tokens: frozenset[int]
+    max_positions: int
+    """Of prompt and answer together."""
+
+
+def opened(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> Opened:
+    """`source` is a model, or the folder of the run that `run` is the config of."""
+    config = run or RunConfig(noise=NoiseConfig(schedule="none"))
+    config = dataclasses.replace(config, model=resolved(model))
+    tokenizer, room = reader_of(config)
+    checkpoints = Path(source) / "checkpoints" if run is not None and with_adapter else None
+    return Opened(
+        engine=learned_sampler_of(config, tokenizer, checkpoints),
+        tokenizer=tokenizer,
+        stop_tokens=stop_token_ids(tokenizer, locate(config.model.path)),
+        max_positions=room + config.sample.max_tokens,
+    )

@@ -1,0 +1,141 @@
+"""The rewards that come with the package: how a sample's text is held against the answer column.
+
+    exact     the text is the answer, apart from white space around it
+    numeric   the last number in the text equals the last number in the answer: 1,234.50 = 1234.5, 1/2 = 0.5
+    math      the final answer is the same mathematics: \\frac{1}{2} = 0.5, (x-1)(x+1) = x^2-1 (equal.py)
+    tags      <think>...</think><answer>...</answer>, each once, in this order, and nothing around them
+    gym       the score of the reasoning-gym task itself, for what is inside <answer></answer> or for all
+    code      the sample's Python passes the tests that the answer column holds (code/)
+
+Each gives 1 or 0, gym and code anything between. They have TRL's form, and so stand where a user's function
+would. A row without a usable answer is an error: it would teach that every sample is wrong.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from qerl.config import TaskConfig
+from qerl.errors import UserError
+from qerl.tasks.answer import final_answers, gold_answer
+from qerl.tasks.code import code
+from qerl.tasks.math_equal import is_equal
+from qerl.tasks.rows import gym_dataset
+
+Reward = Callable[..., Any]
+"""f(prompts, completions, completion_ids, **columns) -> list[float | None], or a coroutine of it."""
+
+_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}\b)?"
+# A sign right after a digit, a letter or a bracket is an operation: in 10-3 the last number is 3.
+_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-+])?{_UNSIGNED}(?:\s*/\s*{_UNSIGNED})?")
+_MAX_NUMBER_CHARACTERS = 1000  # Python refuses to convert from 4,300 digits on
+_TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def exact(config: TaskConfig) -> Reward:
+    def exact(completions: list[Any], **columns: list[Any]) -> list[float]:
+        pairs = zip(completions, columns[config.answer_column], strict=True)
+        return [float(text_of(completion).strip() == _stripped(answer)) for completion, answer in pairs]
+
+    return exact
+
+
+def _stripped(answer: Any) -> str:
+    if answer is None:
+        raise ValueError("the row has no answer")
+    return str(answer).strip()
+
+
+def numeric(config: TaskConfig) -> Reward:
+    def numeric(completions: list[Any], **columns: list[Any]) -> list[float]:
+        pairs = zip(completions, columns[config.answer_column], strict=True)
+        return [float(last_number(text_of(given)) == gold_number(answer)) for given, answer in pairs]
+
+    return numeric
+
+
+def gold_number(answer: Any) -> Fraction:
+    number = last_number(str(answer))
+    if number is None:
+        raise ValueError(f"the answer {answer!r} holds no number")
+    return number
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number written in the text; a fraction a/b is one number."""
+    found = deque(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")), maxlen=1)
+    if not found or len(found[0][0]) > _MAX_NUMBER_CHARACTERS:
+        return None
+    over, _, under = found[0][0].replace(",", "").partition("/")
+    divisor = Fraction(under.strip() or 1)
+    return Fraction(over.strip()) / divisor if divisor else None
+
+
+def math(config: TaskConfig) -> Reward:
+    def is_right(completion: str, answer: Any) -> bool:
+        gold = "" if answer is None else gold_answer(str(answer))
+        if not gold:
+            raise ValueError(f"the row holds no answer: {answer!r}")
+        return any(is_equal(gold, given) for given in final_answers(completion))
+
+    def math(completions: list[Any], **columns: list[Any]) -> list[float]:
+        pairs = zip(completions, columns[config.answer_column], strict=True)
+        return [float(is_right(text_of(completion), answer)) for completion, answer in pairs]
+
+    return math
+
+
+def tags(config: TaskConfig) -> Reward:
+    def tags(completions: list[Any], **columns: list[Any]) -> list[float]:
+        return [float(_is_tagged(text_of(completion))) for completion in completions]
+
+    return tags
+
+
+def _is_tagged(text: str) -> bool:
+    is_once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    return is_once and _TAGGED.fullmatch(text) is not None
+
+
+def gym(config: TaskConfig) -> Reward:
+    if config.name != "reasoning-gym":
+        raise UserError(f"task.rewards: gym scores reasoning-gym's tasks, task.name is {config.name}")
+    dataset = gym_dataset(config)
+
+    def gym(completions: list[Any], **columns: list[Any]) -> list[float]:
+        names = ("question", "answer", "metadata")
+        entries = [
+            dict(zip(names, row, strict=True)) for row in zip(*(columns[n] for n in names), strict=True)
+        ]
+        pairs = zip(completions, entries, strict=True)
+        return [dataset.score_answer(_answered(text_of(c)), entry=entry) for c, entry in pairs]
+
+    return gym
+
+
+def _answered(text: str) -> str:
+    tagged = _ANSWER.findall(text)
+    return (tagged[-1] if tagged else text).strip()
+
+
+def text_of(completion: str | list[dict[str, str]]) -> str:
+    """Of a conversation, what the policy said last."""
+    if isinstance(completion, str):
+        return completion
+    return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
+
+
+NEED_ANSWER = ("exact", "numeric", "math", "code")
+"""Those that read task.answer_column."""
+
+BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
+    "exact": exact,
+    "numeric": numeric,
+    "math": math,
+    "tags": tags,
+    "gym": gym,
+    "code": code,
+}

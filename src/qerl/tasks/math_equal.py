@@ -1,0 +1,294 @@
+r"""Whether two answers are the same mathematics, by what they are and not by how they are written.
+
+    several     1, 2  =  2 and 1  =  \{2, 1\}  =  x = 1 or x = 2;   \pm a is a and -a;   order does not count
+    in order    (1, 2), [0, 1), matrices, 10:30, x = 1, y = 2   part by part, and the brackets must agree;
+                an inequality is its interval, a union several of them
+    equation    f = g is h = k where f - g is a constant times h - k;   x = 5 is also 5
+    quantity    a unit that one side leaves out is not missed (5 = 5 cm), 5 cm is not 5 m, and 10% = 10 = 0.1
+    number      exact: 0.5 = 1/2 = \frac{2}{4}, and 0.333 is not 1/3; mixed numbers, bases, repeating decimals
+    expression  read by latex2sympy2_extended, the reader of math-verify, and compared at several points with
+                50 digits: what agrees there to 40 is equal. No simplification, which may not end.
+    text        the same words, whatever their case
+
+What this must decide is a table: tests/tasks/answers.tsv.
+"""
+
+import dataclasses
+import re
+from fractions import Fraction
+from typing import Any
+
+from qerl.tasks.answer import plain
+from qerl.tasks.symbolic import agree, is_multiple
+from qerl.tasks.units import as_number, split_unit
+
+_OPEN, _CLOSED = "([{", ")]}"
+_RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|<|>")
+_MATRIX = re.compile(r"^\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}$", re.DOTALL)
+_NAME = re.compile(
+    r"^(?:m? ?\\angle ?[A-Z]+|\\?[A-Za-z]+(?:_\{?\w+\}?)?'?"
+    r"|[A-Za-z]\([A-Za-z, ]+\)|\([A-Za-z](?:, ?[A-Za-z])+\))$"
+)
+# 1,234 with whatever stands beside it; in brackets, or with a comma more, the comma is one between parts.
+_GROUPED = re.compile(r"^[^,()\[\]{}]*(?<!\d)\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)[^,()\[\]{}]*$")
+_CHOICE = re.compile(r"^(?:(?:option|choice)?\s*\(?\s*([A-Za-z])\s*\)?|\(\s*([A-E])\s*\)\s+\S.*)$")
+_BASE = re.compile(r"^([0-9A-F]+)_\{?(\d+)\}?$")
+_MAX_CHARACTERS = 500
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Several:
+    """1, 2: an answer that has several parts in no order."""
+
+    parts: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """(1, 2): parts in order, and what stands around them: "()", "[)", "matrix" for rows."""
+
+    around: str
+    parts: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Time:
+    """10:30, 2:30 pm; a ratio is written the same."""
+
+    parts: tuple[str, ...]
+    half: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equation:
+    left: str
+    right: str
+
+
+def is_equal(expected: str, given: str) -> bool:
+    if max(len(expected), len(given)) > _MAX_CHARACTERS:  # no answer, and brackets as deep as Python can call
+        return expected == given
+    a, b = plain(expected), plain(given)
+    if _squeezed(a) == _squeezed(b):
+        return True
+    if (choice := _CHOICE.match(a)) and (given_choice := _CHOICE.match(b)):
+        return _letter(choice) == _letter(given_choice)
+    return _same(_read(a), _read(b))
+
+
+def _letter(choice: re.Match[str]) -> str:
+    return (choice[1] or choice[2]).upper()
+
+
+def _squeezed(text: str) -> str:
+    return text.replace(" ", "").casefold() if _is_words(text) else text.replace(" ", "")
+
+
+def _is_words(text: str) -> bool:
+    """Four letters at least, since ab is a product, and nothing that is mathematics."""
+    letters = re.sub(r"[\s.'-]", "", text)
+    return letters.isalpha() and (len(letters) > 3 or letters.casefold() in ("yes", "no"))
+
+
+def _read(text: str) -> Any:
+    r"""A text in `plain` spelling as Several, Row, Equation or, where it is one thing, the text itself."""
+    text = text.strip()
+    if r"\pm" in text:
+        signs = (("+", "-"), ("-", "+"))
+        return Several(tuple(_read(text.replace(r"\pm", s).replace(r"\mp", t)) for s, t in signs))
+    if matrix := _MATRIX.match(text):
+        rows = [row for row in re.split(r"\\\\(?:\[[^]]*\])?", matrix[2]) if row.strip()]
+        cells = [tuple(_read(cell) for cell in row.split("&")) for row in rows]
+        return Row("matrix", tuple(Row("row", row) for row in cells))
+    if text in (r"\emptyset", r"\{\}", r"\{ \}", "{}"):
+        return Several(())
+    if re.fullmatch(r"\\(?:mathbb|mathbf) ?\{?R\}?", text):
+        return _interval("-\\infty", "<", "\\infty", "<")
+    if _GROUPED.match(text):
+        text = text.replace(",", "")
+    parts = _split(text, r",|;|\\cup(?![a-z])|\\?\band\b|\\?\bor\b|\\lor|\\vee")
+    if len(parts) > 1:
+        return _several([_read(part) for part in parts if part.strip()])
+    if around := _brackets(text):
+        inside = _inside(text)
+        parts = tuple(_read(part) for part in _split(inside, ",|;"))
+        if around == "{}":
+            return Several(parts)
+        if len(parts) > 1:
+            return Row(around, parts)
+        return _read(inside) if around == "()" else Row(around, parts)
+    return _relation(text)
+
+
+def _relation(text: str) -> Any:
+    element = re.split(r"\\in(?![a-z])", text, maxsplit=1)
+    if len(element) == 2 and _NAME.match(element[0].strip()):
+        return _read(element[1])
+    relations, sides = _RELATION.findall(text), [side.strip() for side in _RELATION.split(text)]
+    if relations and all(sides):
+        return _bounds(sides, relations) or text
+    if "=" in text and not re.search(r"[<>!]|\\ne", text):
+        sides = [side.strip() for side in text.split("=")]
+        if all(sides):
+            return Equation(sides[0], sides[-1])
+    if time := re.fullmatch(r"(\d+ ?(?:: ?\d+)+)(?: ([ap]m))?", text):
+        return Time(tuple(time[1].replace(" ", "").split(":")), time[2])
+    return text
+
+
+def _bounds(sides: list[str], relations: list[str]) -> Any:
+    """The interval that a < x <= b, x < b or a < x says; None for anything else."""
+    if any(relation in (r"\ge", ">") for relation in relations):
+        flipped = {r"\ge": r"\le", ">": "<"}
+        if not all(relation in flipped for relation in relations):
+            return None
+        sides, relations = sides[::-1], [flipped[relation] for relation in relations[::-1]]
+    if len(sides) == 3 and _NAME.match(sides[1]):
+        return _interval(sides[0], relations[0], sides[2], relations[1])
+    if len(sides) == 2 and (size := re.fullmatch(r"\|(.+)\|", sides[0])) and _NAME.match(size[1]):
+        return _interval(f"-({sides[1]})", relations[0], sides[1], relations[0])
+    if len(sides) == 2 and _NAME.match(sides[0]):
+        return _interval(r"-\infty", "<", sides[1], relations[0])
+    if len(sides) == 2 and _NAME.match(sides[1]):
+        return _interval(sides[0], relations[0], r"\infty", "<")
+    return None
+
+
+def _interval(low: str, low_relation: str, high: str, high_relation: str) -> Row:
+    return Row(("(" if low_relation == "<" else "[") + (")" if high_relation == "<" else "]"), (low, high))
+
+
+def _several(parts: list[Any]) -> Any:
+    """Equations for different names are values in the names' order; others are just several."""
+    if all(isinstance(part, Equation) and _NAME.match(part.left) for part in parts):
+        names = [part.left for part in parts]
+        if len(set(names)) == len(names):
+            return Row("()", tuple(part.right for part in sorted(parts, key=lambda part: part.left)))
+    flat = [p for part in parts for p in (part.parts if isinstance(part, Several) else (part,))]
+    return Several(tuple(flat))
+
+
+def _brackets(text: str) -> str | None:
+    r"""`()`, `[)`, `{}` and so on if one pair stands around the whole text."""
+    bare = text.replace(r"\{", "{").replace(r"\}", "}")
+    if len(bare) < 2 or bare[0] not in _OPEN or bare[-1] not in _CLOSED:
+        return None
+    depth = 0
+    for place, c in enumerate(bare):
+        depth += (c in _OPEN) - (c in _CLOSED)
+        if depth == 0 and place < len(bare) - 1:
+            return None
+    return bare[0] + bare[-1] if depth == 0 else None
+
+
+def _inside(text: str) -> str:
+    text = text[2:] if text.startswith(r"\{") else text[1:]
+    return text[:-2] if text.endswith(r"\}") else text[:-1]
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """At the separators that stand in no brackets."""
+    parts, depth, start = [], 0, 0
+    for token in re.finditer(rf"(?P<open>[(\[{{])|(?P<closed>[)\]}}])|(?P<cut>{separators})", text):
+        if token["cut"] is None:
+            depth += 1 if token["open"] else -1
+        elif depth == 0:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    return [*parts, text[start:]]
+
+
+def _same(a: Any, b: Any) -> bool:
+    a, b = _alone(a), _alone(b)
+    if isinstance(a, Several) or isinstance(b, Several):
+        return isinstance(a, Several) and isinstance(b, Several) and _covers(a, b) and _covers(b, a)
+    if isinstance(a, Row) and isinstance(b, Row):
+        is_alike = a.around == b.around and len(a.parts) == len(b.parts)
+        return is_alike and all(_same(x, y) for x, y in zip(a.parts, b.parts, strict=True))
+    if isinstance(a, Time) and isinstance(b, Time):
+        return a.parts == b.parts and (a.half == b.half or None in (a.half, b.half))
+    if isinstance(a, Equation) and isinstance(b, Equation):
+        return (a.left == b.left and _same(_value(a), _value(b))) or _same_equation(a, b)
+    if isinstance(a, Equation) or isinstance(b, Equation):
+        a, b = _value(a), _value(b)
+        return a is not None and b is not None and not isinstance(a, Equation) and _same(a, b)
+    return isinstance(a, str) and isinstance(b, str) and _same_quantity(a, b)
+
+
+def _alone(value: Any) -> Any:
+    return _alone(value.parts[0]) if isinstance(value, Several) and len(value.parts) == 1 else value
+
+
+def _covers(a: Several, b: Several) -> bool:
+    return all(any(_same(x, y) for y in b.parts) for x in a.parts)
+
+
+def _value(answer: Any) -> Any:
+    """What an equation gives to the name on one of its sides; None if neither is a name."""
+    if not isinstance(answer, Equation):
+        return answer
+    if _NAME.match(answer.left) or not re.search("[A-Za-z]", answer.left + answer.right):
+        return _read(answer.right)
+    return _read(answer.left) if _NAME.match(answer.right) else None
+
+
+def _same_equation(a: Equation, b: Equation) -> bool:
+    sides = [_exact(side) for equation in (a, b) for side in (equation.left, equation.right)]
+    return is_multiple(f"({sides[0]}) - ({sides[1]})", f"({sides[2]}) - ({sides[3]})")
+
+
+def _same_quantity(a: str, b: str) -> bool:
+    (number_a, unit_a), (number_b, unit_b) = split_unit(a), split_unit(b)
+    if unit_a is not None and unit_b is not None:
+        if unit_a.powers != unit_b.powers:
+            return _squeezed(a) == _squeezed(b)
+        return _same_number(number_a, number_b, unit_a.factor / unit_b.factor)
+    if _same_number(number_a, number_b):
+        return True
+    for number, unit, other in ((number_a, unit_a, number_b), (number_b, unit_b, number_a)):
+        if unit is not None and (times := as_number(unit)):
+            return agree(rf"{times} \cdot ({_exact(number)})", _exact(other))
+    return False
+
+
+def _same_number(a: str, b: str, ratio: Fraction = Fraction(1)) -> bool:
+    a, b = a.strip(), b.strip()
+    if _squeezed(a) == _squeezed(b):
+        return ratio == 1
+    if _is_words(a) or _is_words(b):
+        return False
+    return agree(rf"{ratio.numerator} \cdot ({_exact(a)})", rf"{ratio.denominator} \cdot ({_exact(b)})")
+
+
+def _exact(text: str) -> str:
+    """The same with its numbers as fractions of integers, for a reader whose decimals are floats."""
+    text = text.strip()
+    if base := _BASE.match(text):
+        try:
+            return str(int(base[1], int(base[2])))
+        except ValueError:
+            return text
+    text = _REPEATING.sub(_repeating, text)
+    text = re.sub(r"^(-?) ?(\d+) ?\\frac\{(\d+)\}\{(\d+)\}$", r"\1(\2 + \\frac{\3}{\4})", text)
+    text = re.sub(r"^(-?) ?(\d+) (\d+) ?/ ?(\d+)$", r"\1(\2 + \\frac{\3}{\4})", text)
+    text = re.sub(r"(\d+(?:\.\d+)?) ?\^\\circ", r"(\\frac{\1 \\pi}{180})", text)
+    text = re.sub(r"(?<![\w}])(\d+\.?\d*)[eE]([-+]?\d{1,3})\b", r"(\1 \\cdot 10^{\2})", text)
+    text = re.sub(r"(\^|_)(\d{2,})", r"\1{\2}", text)
+    return re.sub(r"(?<![\d.])(\d*)\.(\d*)(?![\d.])", _fraction, text)
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, repeated = match[1] or "0", match[2], match[3]
+    nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    value = Fraction(int(whole + fixed), 10 ** len(fixed)) + Fraction(int(repeated), nines)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, decimals = match[1], match[2]
+    if not whole and not decimals:
+        return match[0]
+    if not decimals:
+        return whole
+    return rf"\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}"

@@ -1,0 +1,147 @@
+"""What the console shows of a run: a line for each step or, on a terminal, a panel that stays in place."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from qerl.tracking.metric_text import clock, one_line, plain_line, seconds_left, shown, sparkline
+
+_REFRESHES_PER_S = 2
+_SPARK_WIDTH = 40
+
+
+class Display(Protocol):
+    def restore(self, records: list[dict[str, Any]]) -> None:
+        """The steps that an earlier process finished."""
+        ...
+
+    def phase(self, name: str | None) -> None:
+        """The phase that runs from now on; None between phases."""
+        ...
+
+    def finished(self, step: int, metrics: Mapping[str, float], sample: str | None) -> None:
+        """A step's metrics, and one of its samples as text."""
+        ...
+
+    def notice(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainDisplay:
+    """For a file or a pipe."""
+
+    def __init__(self, console: Console, num_steps: int, title: str):
+        self._console, self._num_steps = console, num_steps
+        self._step_seconds: list[float] = []
+
+    def restore(self, records: list[dict[str, Any]]) -> None:
+        self._step_seconds = [record["step_s"] for record in records]
+
+    def phase(self, name: str | None) -> None:
+        pass
+
+    def finished(self, step: int, metrics: Mapping[str, float], sample: str | None) -> None:
+        self._step_seconds.append(metrics["step_s"])
+        left_s = seconds_left(self._step_seconds, self._num_steps - step - 1)
+        self._print(plain_line(metrics, steps_done=step + 1, num_steps=self._num_steps, left_s=left_s))
+
+    def notice(self, text: str) -> None:
+        self._print(one_line(text))
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+class PanelDisplay:
+    """For a terminal: drawn again twice a second, so that the phase's seconds are seen to run."""
+
+    def __init__(self, console: Console, num_steps: int, title: str):
+        self._console, self._num_steps, self._title = console, num_steps, title
+        self._steps_done = 0
+        self._metrics: Mapping[str, float] = {}
+        self._rewards: list[float] = []
+        self._step_seconds: list[float] = []
+        self._sample: str | None = None
+        self._phase: str | None = None
+        self._started = self._phase_started = time.monotonic()
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=_REFRESHES_PER_S)
+
+    def restore(self, records: list[dict[str, Any]]) -> None:
+        self._live.start()
+        self._steps_done = len(records)
+        self._rewards = [record["reward"] for record in records if record.get("reward") is not None]
+        self._step_seconds = [record["step_s"] for record in records]
+
+    def phase(self, name: str | None) -> None:
+        self._live.start()
+        self._phase, self._phase_started = name, time.monotonic()
+
+    def finished(self, step: int, metrics: Mapping[str, float], sample: str | None) -> None:
+        self._live.start()
+        self._steps_done, self._metrics = step + 1, metrics
+        self._step_seconds.append(metrics["step_s"])
+        self._rewards += [metrics["reward"]] if math.isfinite(metrics.get("reward", math.nan)) else []
+        self._sample = self._sample if sample is None else sample
+        self._live.refresh()
+
+    def notice(self, text: str) -> None:
+        self._console.print(one_line(text), markup=False, highlight=False, emoji=False)
+
+    def close(self) -> None:
+        self._phase = None
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        rows = Group(self._progress(), self._numbers(), self._course(), self._newest())
+        return Panel(rows, title=Text(self._title), title_align="left", border_style="dim")
+
+    def _progress(self) -> RenderableType:
+        left_s = seconds_left(self._step_seconds, self._num_steps - self._steps_done)
+        times = f"elapsed {clock(time.monotonic() - self._started)}"
+        row = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_row(
+            Text(f"step {self._steps_done}/{self._num_steps}", style="bold"),
+            ProgressBar(total=self._num_steps, completed=self._steps_done),
+            Text(times if left_s is None else f"{times}  left {clock(left_s)}"),
+        )
+        return row
+
+    def _numbers(self) -> Text:
+        line = Text()
+        for label, number in shown(self._metrics):
+            # No-break spaces: a narrow terminal wraps between the metrics, not within one.
+            line.append(f"{label}\u00a0", style="dim").append(
+                number.replace(" ", "\u00a0"), style="bold"
+            ).append("  ")
+        return line if line.plain else Text("no step finished yet", style="dim")
+
+    def _course(self) -> Text:
+        line, phase = Text(no_wrap=True), self._phase
+        bars = sparkline(self._rewards, width=_SPARK_WIDTH, is_ascii=self._console.options.ascii_only)
+        if bars:
+            line.append("reward ", style="dim").append(f"{bars}  ", style="green")
+        if phase is not None:
+            line.append("now ", style="dim").append(phase, style="cyan")
+            line.append(f" {clock(time.monotonic() - self._phase_started)}", style="dim")
+        return line
+
+    def _newest(self) -> Text:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        if self._sample is None:
+            return line.append("no sample yet", style="dim")
+        return line.append("sample ", style="dim").append(one_line(self._sample), style="italic")

@@ -1,0 +1,78 @@
+"""What the page asks for: itself, how the runs are now, its parts as they have become, the samples of a step.
+
+/          the page                            /now       states, GPUs, and a tag of all the rest
+/update    parts and data, under their tag     /samples   the groups of ?run=0&step=12
+"""
+
+import threading
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs
+
+from qerl.tracking.atomic_file import encode
+from qerl.tracking.dashboard.follow import Follower
+from qerl.tracking.dashboard.gpu import Gpus
+from qerl.tracking.report import page
+
+POLICY = "; connect-src 'self'"
+
+
+class Live:
+    """Each answer is of the files as they are when it is asked for; threads may ask at once."""
+
+    def __init__(self, followers: Sequence[Follower]):
+        self._followers, self._gpus = followers, Gpus()
+        self._lock = threading.Lock()
+        self._tag, self._update = "", b""
+
+    def page(self) -> bytes:
+        with self._lock:
+            self._look()
+            parts, data = self._contents()
+        style, script = (page.asset(f"page.{kind}") + _asset(f"watch.{kind}") for kind in ("css", "js"))
+        runs = [follower.run() for follower in self._followers]
+        text = page.document(runs, parts, data, style=style, script=script, policy=POLICY)
+        return text.encode("utf-8", errors="backslashreplace")
+
+    def now(self) -> bytes:
+        with self._lock:
+            tag = self._look()
+            states = [follower.state() for follower in self._followers]
+        return encode({"tag": tag, "runs": states, "gpus": self._gpus.now()})
+
+    def update(self) -> bytes:
+        with self._lock:
+            tag = self._look()
+            if tag != self._tag:
+                parts, data = self._contents()
+                self._tag, self._update = tag, encode({"parts": parts, "data": data})
+            return self._update
+
+    def samples(self, query: str) -> bytes | None:
+        """None where there is no such run or step."""
+        try:
+            asked = {name: int(values[0]) for name, values in parse_qs(query).items()}
+            run, step = asked["run"], asked["step"]
+        except (KeyError, ValueError):
+            return None
+        if not 0 <= run < len(self._followers):
+            return None
+        with self._lock:
+            groups = self._followers[run].groups(step)
+        return encode(groups) if groups else None
+
+    def _look(self) -> str:
+        for follower in self._followers:
+            follower.look()
+        return "-".join(follower.tag for follower in self._followers)
+
+    def _contents(self) -> tuple[dict[str, str], dict[str, Any]]:
+        parts, charts = page.contents([follower.run() for follower in self._followers])
+        runs = [{"name": f.name, "groups": [], "steps": f.steps()} for f in self._followers]
+        tag = "-".join(follower.tag for follower in self._followers)
+        return parts, {"isLive": True, "tag": tag, "charts": charts, "runs": runs}
+
+
+def _asset(name: str) -> str:
+    return files("qerl.tracking.dashboard").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,122 @@
+"""The page's server: on 127.0.0.1 alone, for requests that name this machine; nothing can be changed by it.
+
+From elsewhere: ssh -L 8080:127.0.0.1:8080 MACHINE.
+"""
+
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from qerl.errors import UserError
+from qerl.tracking.dashboard.follow import Follower
+from qerl.tracking.dashboard.live import Live
+from qerl.tracking.loopback import names_this_machine
+from qerl.tracking.report.page import names_of
+from qerl.tracking.report.read import is_run
+
+_HOST = "127.0.0.1"
+_LOOK_S = 0.1
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def watch(folders: Sequence[Path], *, port: int, opens_browser: bool, patience_s: float = 60.0) -> None:
+    """Until Ctrl-C. Runs that are just being started have patience_s to begin their files."""
+    names = names_of(folders)
+    _await(folders, patience_s)
+    live = Live([Follower(folder, name) for folder, name in zip(folders, names, strict=True)])
+    with listening(port, live) as server:
+        address = f"http://{_HOST}:{server.server_address[1]}/"
+        print(f"{', '.join(names)} at {address}", flush=True)
+        if opens_browser:
+            threading.Thread(target=_open, args=(address,), daemon=True).start()
+        server.serve_forever()
+
+
+def _await(folders: Sequence[Path], patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    if missing := [str(folder) for folder in folders if not is_run(folder)]:
+        said = f"waiting up to {patience_s:.0f} s for {', '.join(missing)} to begin"
+        print(said, file=sys.stderr, flush=True)
+    while time.monotonic() < end and not all(map(is_run, folders)):
+        time.sleep(_LOOK_S)
+
+
+class Server(ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+    live: Live
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A browser that leaves in the middle of an answer is no error.
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    server_version, sys_version = "qerl", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        if not names_this_machine(self.headers.get("Host", "")):
+            self._send(403, "text/plain", b"only requests to this machine's own address are answered\n")
+            return
+        try:
+            answer = self._answer()
+        except OSError as error:  # of the run's files
+            answer = 503, "text/plain", f"the run cannot be read: {error.strerror}\n".encode()
+        self._send(*answer)
+
+    def _answer(self) -> tuple[int, str, bytes]:
+        url, live = urlsplit(self.path), self.server.live
+        if url.path == "/":
+            return 200, "text/html", live.page()
+        if url.path == "/favicon.ico":
+            return 204, "text/plain", b""
+        answers = {"/now": live.now, "/update": live.update, "/samples": lambda: live.samples(url.query)}
+        body = answers.get(url.path, lambda: None)()
+        if body is None:
+            return 404, "text/plain", b"there is no such thing\n"
+        return 200, "application/json", body
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def listening(port: int, live: Live) -> Server:
+    try:
+        server = Server((_HOST, port), Handler)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {_HOST} port {port}: {error.strerror}; --port 0 takes a free one"
+        ) from None
+    server.live = live
+    return server
+
+
+def _open(address: str) -> None:
+    if not webbrowser.open(address):
+        print("no browser was found to open it in", file=sys.stderr)

@@ -1,0 +1,42 @@
+"""What a rank that is not the first has in the journal's place: it keeps nothing and shows nothing."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+from qerl.config import RunConfig
+from qerl.tracking.journal import StepLog, Stopwatch
+
+
+class Silent:
+    """The same calls as Journal's, which the first rank makes at the same places of the run."""
+
+    result: dict[str, Any] | None = None
+
+    def __init__(self):
+        self._stopwatch = Stopwatch(lambda phase: None)
+
+    def start(self, config: RunConfig) -> None: ...
+
+    def resume(self, next_step: int) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def finish(self, result: dict[str, Any]) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[StepLog]:
+        yield StepLog(step, self._stopwatch, "answer")
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self._stopwatch.span(name)
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...

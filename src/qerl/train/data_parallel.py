@@ -1,0 +1,83 @@
+"""Sampling and rewards spread over the ranks: each does its share, and all have the whole.
+
+    prompt i of a call    is sampled and scored by rank i mod count
+
+A draw's randomness is named by (seed, step, prompt, sample), so who draws it changes nothing. What travels is
+12 bytes a token, and each sample's text: with it every rank computes the same advantages and metrics, and
+learning can be dealt out by what the samples turned out to be. Tests: tests/train/test_distributed.py.
+"""
+
+import dataclasses
+from array import array
+from typing import Any
+
+from qerl.learner.distributed import Ranks
+from qerl.tasks import RewardPool
+from qerl.types import Engine, Group, Prompt, Sample, Sampling
+
+
+class SpreadEngine:
+    def __init__(self, engine: Engine, ranks: Ranks):
+        self._engine, self._ranks = engine, ranks
+
+    def generate(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> list[Group]:
+        own_P = self._engine.generate(
+            self._ranks.own(prompts_P), num_samples=num_samples, sampling=sampling, seed=seed, step=step
+        )
+        if self._ranks.count == 1:
+            return own_P
+        own = zip(self._ranks.own(prompts_P), own_P, strict=True)
+        # an environment may have added to a prompt; others are known to every rank
+        packed = [(None if g.prompt is p else g.prompt, [_packed(s) for s in g.samples_G]) for p, g in own]
+        return [
+            Group(prompt=opened or prompt, samples_G=[_unpacked(sample) for sample in packed_G])
+            for prompt, (opened, packed_G) in zip(
+                prompts_P, self._ranks.woven(self._ranks.gather(packed)), strict=True
+            )
+        ]
+
+    def publish(self, version: int) -> None:
+        self._engine.publish(version)
+
+    def take_metrics(self) -> dict[str, float]:
+        return self._engine.take_metrics()
+
+
+class SpreadRewards:
+    def __init__(self, pool: RewardPool, ranks: Ranks):
+        self._pool, self._ranks = pool, ranks
+
+    def attempt(self, groups: list[Group]) -> list[list[float | None]]:
+        return self._ranks.woven(self._ranks.gather(self._pool.attempt(self._ranks.own(groups))))
+
+    def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
+        self._pool.check_some(rewards_P_G)
+
+    def score(self, groups: list[Group]) -> list[list[float | None]]:
+        """UserError if not one sample on any rank could be given a reward."""
+        rewards_P_G = self.attempt(groups)
+        self.check_some(rewards_P_G)
+        return rewards_P_G
+
+    def take_failures(self) -> dict[str, tuple[int, str]]:
+        """RewardPool's, of all ranks; an example is the first one's that has any."""
+        taken: dict[str, tuple[int, str]] = {}
+        for failures in self._ranks.gather(self._pool.take_failures()):
+            for cause, (count, example) in failures.items():
+                before, first = taken.get(cause, (0, example))
+                taken[cause] = (before + count, first)
+        return taken
+
+
+def _packed(sample: Sample) -> Any:
+    """With arrays, which pickle to their bytes: lists take three times as many, and far longer."""
+    tokens_T, logprobs_T = array("i", sample.tokens_T), array("d", sample.logprobs_T)
+    return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)
+
+
+def _unpacked(sample: Any) -> Sample:
+    return dataclasses.replace(
+        sample, tokens_T=sample.tokens_T.tolist(), logprobs_T=sample.logprobs_T.tolist()
+    )

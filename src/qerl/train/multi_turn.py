@@ -1,0 +1,209 @@
+"""Samples that are conversations with an environment: an engine to the loop, whatever is said in between.
+
+    reset all  ->  first turns  ->  step all  ->  second turns  ->  ...        one call of the engine
+
+All samples that wait for the policy are drawn together, all that wait for their environment are answered
+together. The tokens that were sampled are what is learned from: they are never made from text again. Between
+two turns stands what the chat template puts there, with the environment's messages in it (`Sample.given`).
+
+A sample ends when its environment says so, after max_turns, or when sample.max_tokens leaves no room to go
+on: it then counts as cut (finish is "length"), with the rewards so far.
+"""
+
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.algo.seeds import mix
+from qerl.config import EnvironmentConfig
+from qerl.engine.engine import Engine
+from qerl.errors import UserError, require
+from qerl.tasks import RewardPool
+from qerl.tasks.environment import Close, Key, Messages, Reply, Reset, Step
+from qerl.tasks.prompt import between, joined, rendered, spaced
+from qerl.tasks.scoring import Failure
+from qerl.types import Group, Prompt, Sample, Sampling, Turn
+
+Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
+_logger = logging.getLogger(__name__)
+_ENVIRONMENT = 3  # a stream of seeds of its own
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Episode:
+    """What is known of one sample while it lasts."""
+
+    key: Key
+    between: Between
+    opening: Messages = dataclasses.field(default_factory=list)
+    messages: Messages = dataclasses.field(default_factory=list)
+    num_turns: int = 0
+    reward: float | None = None
+    failure: Failure | None = None
+    is_cut: bool = False
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Talk:
+    """One call's conversations."""
+
+    turn_tokens: int | None
+    answer: Callable[[list[Turn]], list[list[int] | None]]
+
+
+class Episodes:
+    def __init__(self, engine: Engine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int):
+        """max_prompt_tokens: most that a prompt may have together with what reset adds to it."""
+        self._engine, self._pool, self._tokenizer = engine, pool, engine.tokenizer
+        self._config, self._max_prompt_tokens = config, max_prompt_tokens
+        self._step: int | None = None
+        self.waited_s = 0.0
+        """Seconds spent on environments in the latest step, all its calls together."""
+
+    def publish(self, version: int) -> None:
+        self._engine.publish(version)
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"environment_s": self.waited_s}
+
+    def generate(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> list[Group]:
+        if step != self._step:
+            self._step, self.waited_s = step, 0.0
+        episodes_P_G = [
+            [_Episode((p, g), self._between(prompt)) for g in range(num_samples)]
+            for p, prompt in enumerate(prompts_P)
+        ]
+        everyone = [episode for episodes_G in episodes_P_G for episode in episodes_G]
+        resets = [
+            Reset(
+                episode.key,
+                prompt.columns | {"prompt": prompt.messages or prompt.text},
+                mix(seed, _ENVIRONMENT, step, prompt.index),
+            )
+            for prompt, episodes_G in zip(prompts_P, episodes_P_G, strict=True)
+            for episode in episodes_G
+        ]
+        try:
+            for episode, reply in zip(everyone, self._play(resets), strict=True):
+                if isinstance(reply, Failure):
+                    episode.failure = reply
+                else:
+                    episode.opening = reply.messages
+            opened_P = [self._opened(*pair) for pair in zip(prompts_P, episodes_P_G, strict=True)]
+            groups = self._engine.generate(
+                opened_P,
+                num_samples=num_samples,
+                sampling=sampling,
+                seed=seed,
+                step=step,
+                conversation=_Talk(
+                    self._config.turn_tokens,
+                    lambda turns: self._answers([(episodes_P_G[t.index][t.sample_index], t) for t in turns]),
+                ),
+            )
+        finally:
+            closed = self._play([Close(episode.key) for episode in everyone])
+            for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
+                _logger.warning("%d environments: %s: %s", count, failure.cause, failure.message)
+        return [
+            dataclasses.replace(group, samples_G=list(map(_told, group.samples_G, episodes_G)))
+            for group, episodes_G in zip(groups, episodes_P_G, strict=True)
+        ]
+
+    def _play(self, calls: Sequence[Reset | Step | Close]) -> list[Reply | Failure]:
+        start_s = time.perf_counter()
+        replies = self._pool.play(calls)
+        self.waited_s += time.perf_counter() - start_s
+        return replies
+
+    def _between(self, prompt: Prompt) -> Between:
+        has_template = prompt.messages is not None and self._tokenizer.chat_template
+        return between if has_template else spaced
+
+    def _opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
+        """The prompt with what the resets said, which must be the same for all of its samples."""
+        live_G = [episode for episode in episodes_G if episode.failure is None]
+        opening = live_G[0].opening if live_G else []
+        for episode in live_G:
+            if episode.opening != opening:
+                message = "reset said other things to one sample of a prompt than to another"
+                episode.failure = Failure("other messages", message)
+        if not opening:
+            return prompt
+        messages = [*(prompt.messages or [{"role": "user", "content": prompt.text}]), *opening]
+        render = rendered if self._between(prompt) is between else joined
+        try:
+            text, tokens_T = render(self._tokenizer, messages)
+            if len(tokens_T) <= self._max_prompt_tokens:
+                return dataclasses.replace(prompt, text=text, tokens_T=tokens_T, messages=messages)
+            failure = Failure("too long", f"a prompt of {len(tokens_T)} tokens, of {self._max_prompt_tokens}")
+        except UserError as error:
+            failure = Failure("not messages", str(error))
+        for episode in live_G:
+            episode.failure = failure
+        return prompt
+
+    def _answers(self, pairs: list[tuple[_Episode, Turn]]) -> list[list[int] | None]:
+        """What follows the turns, whose environments step together."""
+        for episode, turn in pairs:
+            episode.messages.append({"role": "assistant", "content": turn.text})
+            episode.num_turns += 1
+        live = [episode for episode, _ in pairs if episode.failure is None]
+        steps = [Step(episode.key, episode.messages[-1]["content"]) for episode in live]
+        replies = dict(zip((episode.key for episode in live), self._play(steps), strict=True))
+        return [self._continued(episode, turn, replies.get(episode.key)) for episode, turn in pairs]
+
+    def _continued(self, episode: _Episode, turn: Turn, reply: Reply | Failure | None) -> list[int] | None:
+        """reply: None where the environment had failed before."""
+        episode.is_cut = turn.finish == "length" and turn.num_left == 0
+        if reply is None or isinstance(reply, Failure):
+            episode.failure = episode.failure or reply
+            return None
+        if reply.reward is not None:
+            episode.reward = (episode.reward or 0.0) + reply.reward
+        if reply.is_done or episode.num_turns == self._config.max_turns:
+            episode.messages += reply.messages
+            return None
+        try:
+            given_T = episode.between(self._tokenizer, reply.messages, self._special_end(turn))
+            require(bool(reply.messages and given_T), "a step said nothing, and the episode was not over")
+        except UserError as error:
+            episode.failure = Failure("not messages", str(error))
+            return None
+        if len(given_T) >= turn.num_left:
+            episode.is_cut = True
+            return None
+        episode.messages += reply.messages
+        return given_T
+
+    def _special_end(self, turn: Turn) -> str:
+        """The text of the turn's last token, if it is none of what was said."""
+        last = turn.tokens_T[-1:]
+        is_said = self._tokenizer.decode(last, skip_special_tokens=True)
+        return "" if is_said else str(self._tokenizer.decode(last))
+
+
+def conversing(
+    engine: Engine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
+) -> Engine | Episodes:
+    """The engine itself, if there is no environment among the rewards."""
+    return Episodes(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
+
+
+def _told(sample: Sample, episode: _Episode) -> Sample:
+    """The sample with its whole story."""
+    failure = episode.failure
+    return dataclasses.replace(
+        sample,
+        text="\n".join(f"{message['role']}: {message['content']}" for message in episode.messages),
+        messages=episode.messages,
+        finish="length" if episode.is_cut else "stop",
+        reward=None if failure else episode.reward,
+        failure=(failure.cause, failure.message) if failure else None,
+    )

@@ -1,0 +1,293 @@
+"""Sampling by workers that Ray starts and watches, beside the learner, some versions ahead of it.
+
+    step s is asked for    with the newest version at the time when step s - num_ahead is wanted
+    so it is drawn by      the version before update step s - num_ahead, whichever worker draws it and when
+    staleness              versions between the one that drew a sample and the one that learns from it
+
+Which policy draws a sample is settled when it is asked for, and how by (seed, step, prompt, sample): with the
+same number of workers a run is the same however fast they are, and if some die. A worker that is gone is
+replaced and asked again for all that it still owed; what it has given is kept. `algo.importance` corrects for
+the staleness as for any other difference of the policies. Tests: tests/train/test_ray_engine.py.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from qerl.aqn.aqn import AQN
+from qerl.config import RunConfig
+from qerl.errors import RunError, UserError, require
+from qerl.learner.distributed import Ranks
+from qerl.models.adapter import load_adapter
+from qerl.train.evaluation import EVALUATION_STEP
+from qerl.train.policy import reader_of, sampler_of
+from qerl.types import Group, Prompt, Sample, Sampling
+
+_MAX_ATTEMPTS = 3
+_REACHING_S = 5.0
+
+
+class Worker:
+    """An engine with a base model and an adapter of its own, in a process of Ray's."""
+
+    def __init__(self, config: RunConfig):
+        tokenizer, _ = reader_of(config)
+        self._decoder, self._engine = sampler_of(config, tokenizer)
+        self._noise = AQN(self._decoder.noise_table, config)
+        self._get: Callable[[Any], Any] = importlib.import_module("ray").get
+
+    def place(self) -> str:
+        return f"process {os.getpid()} on {socket.gethostname()}"
+
+    def draw(
+        self,
+        version: int,
+        adapter: list[Any],
+        noise: Mapping[str, Any] | None,
+        prompts_P: list[Prompt],
+        asked: dict[str, Any],
+    ) -> tuple[list[list[Sample]], int]:
+        """By this version, whose adapter is fetched if it is another than the last, and how many Z it drew;
+        noise None: without."""
+        if version != self._engine.version or version == 0:
+            load_adapter(self._decoder, self._get(adapter[0]))
+            self._engine.publish(version)
+        with contextlib.ExitStack() as stack:
+            if noise is not None:
+                self._noise.load(noise)
+                stack.enter_context(self._noise.sampling(asked["step"]))
+            samples_P_G = [group.samples_G for group in self._engine.generate(prompts_P, **asked)]
+        return samples_P_G, 0 if noise is None else self._noise.num_drawn
+
+
+class Cluster:
+    """Ray, and the workers it has started for this run."""
+
+    def __init__(self, ray: Any, config: RunConfig):
+        self.ray, self._config = ray, config
+        num_gpus = 1 if config.model.device == "cuda" else 0
+        self._make = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=0)(Worker).remote
+        self.workers = [self._make(config) for _ in range(config.ray.num_samplers)]
+
+    def replace(self, index: int) -> None:
+        self.workers[index] = self._make(self._config)
+
+    def places(self) -> list[str]:
+        """Once all have loaded."""
+        with self.understood():
+            return self.ray.get([worker.place.remote() for worker in self.workers])
+
+    @property
+    def losses(self) -> tuple[type[Exception], ...]:
+        """How Ray says that a worker, or what it had given, is gone."""
+        return self.ray.exceptions.RayActorError, self.ray.exceptions.ObjectLostError
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """What a worker raised, as it raised it."""
+        try:
+            yield
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError | RunError):
+                raise type(error.cause)(str(error.cause)) from None
+            raise
+
+
+@contextlib.contextmanager
+def launched(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
+    """The workers that config.ray asks for; None if it asks for none."""
+    if config.ray.address is None:
+        yield None
+        return
+    if ranks.count > 1:
+        raise UserError("ray.address: Ray's workers serve one learner; start it without torchrun")
+    check_reachable(config.ray.address)
+    is_ours = config.ray.address == "local"
+    if is_ours:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own tells nobody of itself
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise UserError(f"ray.address needs Ray ({error}): pip install ray") from None
+    try:
+        more = {"include_dashboard": False} if is_ours else {}
+        ray.init(address=config.ray.address, log_to_driver=False, logging_level="ERROR", **more)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        hides_why = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
+        hint = "; a cluster that asks for a token needs RAY_AUTH_MODE=token here" if hides_why else ""
+        raise UserError(f"ray.address: {config.ray.address} cannot be reached ({error}){hint}") from None
+    try:
+        keeper = _reserved_gpu(ray) if config.model.device == "cuda" else None
+        yield Cluster(ray, config)
+        del keeper
+    finally:
+        ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """UserError within seconds where nobody listens: Ray itself goes on trying for minutes."""
+    asked = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address  # as Ray takes it
+    if asked in ("auto", "local"):
+        return
+    try:
+        place = urlsplit(asked if "://" in asked else f"//{asked}")
+        host, port = place.hostname, place.port
+        (host or "").encode("idna")  # as the socket will, whose error would not be a user's
+    except ValueError:
+        host = port = None
+    require(bool(host and port), f"ray.address: {asked} is neither HOST:PORT, auto nor local")
+    try:
+        socket.create_connection((host, port), timeout=_REACHING_S).close()
+    except OSError as error:
+        raise UserError(f"ray.address: {asked} cannot be reached ({error.strerror or error})") from None
+
+
+def _reserved_gpu(ray: Any) -> Any:
+    """The learner's own GPU on this host, taken from Ray for as long as what is returned lives."""
+    node_id = ray.get_runtime_context().get_node_id()
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+    keeper = ray.remote(num_cpus=0, num_gpus=1, scheduling_strategy=here)(_Keeper).remote()
+    torch.cuda.set_device(int(ray.get(keeper.gpu.remote())))
+    return keeper
+
+
+class _Keeper:
+    def gpu(self) -> str:
+        return str(importlib.import_module("ray").get_gpu_ids()[0])
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Job:
+    """A worker's part of the prompts of one call."""
+
+    worker_index: int
+    version: int
+    arguments: tuple[Any, ...]
+    worker: Any = None
+    answer: Any = None
+    attempts: int = 0
+
+
+class RemoteEngine:
+    """Takes an engine's place in the loop; each worker draws every num_samplers-th prompt of a call."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: RunConfig,
+        *,
+        prompts: Callable[[int, int], list[Prompt]],
+        noise: AQN,
+        adapter: Callable[[], Mapping[str, Tensor]],
+        notice: Callable[[str], None],
+    ):
+        """prompts: (step, num_prompts) -> those of its first round. adapter: the masters as they now are."""
+        self._cluster, self._config = cluster, config
+        self._prompts, self._noise, self._adapter, self._notice = prompts, noise, adapter, notice
+        self._split = Ranks(0, config.ray.num_samplers)
+        self._version, self._published = 0, [None]
+        self._ahead: dict[tuple[int, tuple[int, ...]], list[_Job]] = {}
+        self._newest_step = -1
+        self._open: list[_Job] = []
+        named = ("staleness", "replaced_samplers", "resampled_prompts", "noise_draws")
+        self._metrics: dict[str, float] = dict.fromkeys(named, 0.0)
+        for index, place in enumerate(cluster.places()):
+            notice(f"sampler {index} is {place}")
+
+    def publish(self, version: int) -> None:
+        masters = {name: master.cpu() for name, master in self._adapter().items()}
+        self._version, self._published = version, [self._cluster.ray.put(masters)]
+
+    def generate(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> list[Group]:
+        asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed}
+        if step != EVALUATION_STEP:
+            self._ask_ahead(step, asked)
+        jobs = self._ahead.pop(_key(step, prompts_P), None) or self._ask(prompts_P, asked, step)
+        parts, draws = zip(*(self._collected(job) for job in jobs), strict=True)
+        samples_P_G = self._split.woven(list(parts))
+        if step != EVALUATION_STEP:
+            staleness = float(self._version - jobs[0].version)  # a later round's samples are fresher
+            self._metrics["staleness"] = max(self._metrics["staleness"], staleness)
+            self._metrics["noise_draws"] = self._noise.draws([self._metrics["noise_draws"], *draws])
+        pairs = zip(prompts_P, samples_P_G, strict=True)
+        return [Group(prompt=prompt, samples_G=samples_G) for prompt, samples_G in pairs]
+
+    def take_metrics(self) -> dict[str, float]:
+        taken, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
+        return taken
+
+    def _ask_ahead(self, step: int, asked: dict[str, Any]) -> None:
+        last = min(step + self._config.ray.num_ahead, self._config.num_steps - 1)
+        for later in range(max(step, self._newest_step + 1), last + 1):
+            prompts_P = self._prompts(later, self._config.num_prompts)
+            self._ahead[_key(later, prompts_P)] = self._ask(prompts_P, asked, later)
+        self._newest_step = max(last, self._newest_step)
+
+    def _ask(self, prompts_P: list[Prompt], asked: dict[str, Any], step: int) -> list[_Job]:
+        noise = None if step == EVALUATION_STEP else self._noise.state()
+        jobs = []
+        for index in range(self._split.count):
+            own_P = Ranks(index, self._split.count).own(prompts_P)
+            arguments = (self._version, self._published, noise, own_P, asked | {"step": step})
+            jobs.append(_Job(index, self._version, arguments))
+            self._send(jobs[-1])
+        self._open += jobs
+        return jobs
+
+    def _send(self, job: _Job) -> None:
+        job.worker = self._cluster.workers[job.worker_index]
+        job.answer = job.worker.draw.remote(*job.arguments)
+        job.attempts += 1
+
+    def _collected(self, job: _Job) -> tuple[list[list[Sample]], int]:
+        while True:
+            try:
+                with self._cluster.understood():
+                    answer = self._cluster.ray.get(job.answer)
+            except self._cluster.losses as error:
+                if job.attempts == _MAX_ATTEMPTS:
+                    raise RunError(
+                        f"sampler {job.worker_index} died {_MAX_ATTEMPTS} times: {error}"
+                    ) from None
+                self._replace(job)
+                continue
+            self._open.remove(job)
+            return answer
+
+    def _replace(self, lost: _Job) -> None:
+        """Another worker in the place of the one that owed this, asked for all that it has not given."""
+        gone = lost.worker
+        self._cluster.replace(lost.worker_index)
+        owed = [job for job in self._open if job.worker is gone and not self._is_given(job)]
+        for job in owed:
+            self._send(job)
+        num_prompts = sum(len(job.arguments[3]) for job in owed)
+        self._metrics["replaced_samplers"] += 1
+        self._metrics["resampled_prompts"] += num_prompts
+        self._notice(f"sampler {lost.worker_index} is gone; another samples its {num_prompts} prompts")
+
+    def _is_given(self, job: _Job) -> bool:
+        ray = self._cluster.ray
+        if not ray.wait([job.answer], timeout=0)[0]:
+            return False
+        try:
+            ray.get(job.answer)
+        except self._cluster.losses:
+            return False
+        except ray.exceptions.RayTaskError:
+            pass  # raised again when it is collected
+        return True
+
+
+def _key(step: int, prompts_P: list[Prompt]) -> tuple[int, tuple[int, ...]]:
+    return step, tuple(prompt.index for prompt in prompts_P)

@@ -1,0 +1,42 @@
+"""One decoder at a time, as a GPU would hold no two of the largest."""
+
+import dataclasses
+import gc
+import weakref
+from functools import partial
+
+import pytest
+from qerl.cli.main.bench import case, learn, parity, step
+
+from cli.bench import test_learn, test_parity, test_step
+from cli.bench.rows import CPU, rows_of
+
+
+@pytest.mark.parametrize(
+    ("module", "measure", "options"),
+    [
+        (learn, learn.measure, test_learn.OPTIONS),
+        (step, partial(step.measure, "step"), test_step.OPTIONS),
+        (parity, parity.measure, dataclasses.replace(test_parity.OPTIONS, heads=("bf16",))),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_decoder_is_gone_before_the_next_is_made(tmp_path, monkeypatch, module, measure, options, fails):
+    made, make, work = [], case.random_decoder, module.measured
+
+    def one(*arguments, **settings):
+        gc.collect()
+        assert [decoder() for decoder in made] == [None] * len(made)
+        decoder = make(*arguments, **settings)
+        made.append(weakref.ref(decoder))
+        return decoder
+
+    def breaks(_, decoder, *more):
+        if fails:
+            raise RuntimeError(f"lacks memory beside {decoder.num_bytes}")
+        return work(_, decoder, *more)
+
+    monkeypatch.setattr(case, "random_decoder", one)
+    monkeypatch.setattr(module, "measured", breaks)
+    rows = rows_of(tmp_path, lambda rows: measure(options, test_parity.SHAPE, CPU, rows))
+    assert len(made) == 2 and all(("error" in row) == fails for row in rows)

@@ -1,0 +1,74 @@
+"""The learner's benchmark on a tiny decoder."""
+
+import json
+
+import pytest
+from qerl.cli.main.bench import learn
+
+from cli.bench.rows import CPU, rows_of
+from cli.bench.shapes import TINY
+from cli.bench.test_record import ORIGIN
+from qerl.cli.bench_options import BenchLearnOptions
+from qerl.errors import UserError
+from qerl.models.random_weights import SHAPES, random_decoder
+
+OPTIONS = BenchLearnOptions(
+    tokens=64,
+    sequence_tokens=16,
+    recomputes=("none", "layer", "offload"),
+    micro_batches=(1, 4),
+    lora_rank=16,
+    runs=1,
+)
+
+
+def case(**changes):
+    given = {"shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "lora_rank": 16, "recompute": "none"}
+    return learn.Case(**(given | {"tokens": 64, "sequence_tokens": 16, "micro_tokens": 32} | changes))
+
+
+def test_each_case_is_a_row_that_is_printed(tmp_path, capsys):
+    rows = rows_of(tmp_path, lambda rows: learn.measure(OPTIONS, TINY, CPU, rows))
+    shown = [(r["provider"], r["recompute"], r["micro_tokens"]) for r in rows]
+    assert shown == [
+        (provider, recompute, micro_tokens)
+        for provider in ("qerl-nvfp4", "qerl-bf16")
+        for recompute in ("none", "layer", "offload")
+        for micro_tokens in (64, 16)
+    ]
+    assert all(r["tok_per_s"] > 0 and r["step_s"] > 0 and "error" not in r for r in rows)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+
+
+def test_what_is_lacking_is_a_row_that_says_so(tmp_path, monkeypatch):
+    def lacks_memory(case, decoder, runs):
+        if case.recompute == "none":
+            raise RuntimeError("CUDA out of memory. Tried\nto")
+        return {"tok_per_s": 1.0}
+
+    monkeypatch.setattr(learn, "measured", lacks_memory)
+    rows = rows_of(tmp_path, lambda rows: learn.measure(OPTIONS, TINY, CPU, rows))
+    assert [r.get("error") for r in rows[:3]] == ["RuntimeError: CUDA out of memory. Tried"] * 2 + [None]
+
+
+def test_utilisation_counts_a_forward_pass_that_is_repeated():
+    """7.07e9 weights: 4 x 7.07e9 x 14,000 / 790e12 = 0.501."""
+    a = SHAPES["qwen2.5-7b"]
+    assert learn.num_weights(a) == 28 * 233_046_016 + 152_064 * 3584
+    plain = learn.row_of(case(), a, {"tok_per_s": 14_000.0}, ORIGIN)
+    again = learn.row_of(case(recompute="layer"), a, {"tok_per_s": 14_000.0}, ORIGIN)
+    assert plain["mfu"] == pytest.approx(0.501, abs=1e-3) and again["mfu"] == pytest.approx(0.752, abs=1e-3)
+    assert learn.row_of(case(), a, {"error": "x"}, ORIGIN)["mfu"] is None
+
+
+def test_a_sequence_has_as_many_rows_as_it_says():
+    decoder = random_decoder(TINY, format="bf16", rank=16, device=CPU, seed=0)
+    groups = learn.random_groups(3, 16, decoder)
+    assert [len(g.prompt.tokens_T) + len(g.samples_G[0].tokens_T) - 1 for g in groups] == [16] * 3
+    assert len({tuple(g.samples_G[0].tokens_T) for g in groups}) == 3
+
+
+def test_sequences_and_splits_must_come_out_even():
+    with pytest.raises(UserError, match="multiple of micro_batches x sequence_tokens, got 8192 for 8 x 2048"):
+        BenchLearnOptions(micro_batches=(1, 8))
+    BenchLearnOptions(micro_batches=(1, 8), sequence_tokens=1024)

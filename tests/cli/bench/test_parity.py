@@ -1,0 +1,79 @@
+"""The parity benchmark on a tiny decoder."""
+
+import dataclasses
+
+import pytest
+import torch
+from qerl.cli.main.bench import parity
+
+from cli.bench.rows import CPU, rows_of
+from cli.bench.shapes import TINY
+from qerl.cli.bench_options import BenchParityOptions
+from qerl.models.random_weights import random_decoder
+
+SHAPE = dataclasses.replace(TINY, vocab_size=128)
+OPTIONS = BenchParityOptions(
+    shape="tiny",
+    batch=3,
+    prompt_tokens=5,
+    max_tokens=24,
+    lora_rank=16,
+    heads=("bf16", "nvfp4"),
+    entropies=(4.0, 2.0),
+)
+
+
+def test_each_case_is_a_row(tmp_path):
+    rows = rows_of(tmp_path, lambda rows: parity.measure(OPTIONS, SHAPE, CPU, rows))
+    assert len(rows) == 16 and not any("error" in r for r in rows)
+    assert all(r["sampled_tokens"] == 72 and r["rollout_tok_per_s"] > 0 and r["read_s"] > 0 for r in rows)
+    plain, exact = ([r for r in rows if r["exact_mode"] == mode] for mode in (False, True))
+    assert all(0 < r["abs_diff"] <= r["max_diff"] and r["kl"] > 0 and not r["exact"] for r in plain)
+    assert all(r["abs_diff"] == r["max_diff"] == r["kl"] == 0 and r["exact"] is True for r in exact)
+    assert len(plain) == len(exact)
+    assert all(r["entropy"] == pytest.approx(r["target_entropy"], abs=0.6) for r in rows)
+
+
+def test_a_cache_in_fp8_is_further_off(tmp_path):
+    options = dataclasses.replace(
+        OPTIONS,
+        kvs=("bf16", "fp8"),
+        heads=("bf16",),
+        entropies=(2.0,),
+        providers=("qerl-bf16",),
+        exacts=(False,),
+    )
+    plain, packed = rows_of(tmp_path, lambda rows: parity.measure(options, SHAPE, CPU, rows))
+    assert (plain["kv"], packed["kv"]) == ("bf16", "fp8")
+    assert plain["abs_diff"] < packed["abs_diff"]
+
+
+def test_in_fp32_the_difference_is_rounding():
+    decoder = random_decoder(SHAPE, format="nvfp4", rank=16, device=CPU, seed=0, compute=torch.float32)
+    case = parity.Case(
+        shape="tiny",
+        provider="qerl-nvfp4",
+        lora_rank=16,
+        kv="bf16",
+        head="bf16",
+        target_entropy=2.0,
+        exact_mode=False,
+        batch=3,
+        prompt_tokens=5,
+        max_tokens=20,
+    )
+    assert parity.measured(case, decoder)["max_diff"] < 2e-5
+
+
+@pytest.mark.parametrize(("entropy", "vocab_size"), [(2.0, 152_064), (11.2, 152_064), (3.0, 128)])
+def test_logits_are_spread_for_the_entropy(entropy, vocab_size):
+    spread = parity.spread_for(entropy, vocab_size)
+    logits_TV = spread * torch.randn(
+        2**21 // vocab_size, vocab_size, generator=torch.Generator().manual_seed(1)
+    )
+    found = torch.distributions.Categorical(logits=logits_TV).entropy().mean().item()
+    assert found == pytest.approx(entropy, abs=0.35)
+
+
+def test_more_entropy_than_there_can_be_is_flat():
+    assert parity.spread_for(20.0, 128) == 0.0

@@ -1,0 +1,79 @@
+"""A row says where it comes from, or is not written."""
+
+import json
+import subprocess
+
+import pytest
+
+from qerl.cli.bench.record import Origin, append, default_file, read, source
+from qerl.errors import RunError, UserError
+
+ORIGIN = Origin(
+    commit="a" * 40,
+    is_dirty=False,
+    gpu="NVIDIA H200",
+    capability="9.0",
+    torch="2.11.0",
+    triton="3.6.0",
+    driver="580.1",
+)
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    git(tmp_path, "init")
+    (tmp_path / "file.py").write_text("x = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    return tmp_path
+
+
+def test_a_clean_checkout_gives_its_commit(checkout):
+    commit, is_dirty = source(checkout, allow_dirty=False)
+    assert len(commit) == 40 and not is_dirty
+
+
+@pytest.mark.parametrize("name", ["file.py", "new.py"])
+def test_a_changed_or_new_file_is_refused_by_name_unless_allowed(checkout, name):
+    (checkout / name).write_text("x = 2\n")
+    with pytest.raises(UserError, match=f"^{name} differs"):
+        source(checkout, allow_dirty=False)
+    assert source(checkout, allow_dirty=True)[1]
+
+
+def test_rows_of_an_earlier_benchmark_do_not_make_a_checkout_dirty(checkout):
+    append(default_file("NVIDIA H200", checkout), {"bench": "linear"}, ORIGIN)
+    assert source(checkout, allow_dirty=False)[1] is False
+
+
+def test_without_a_commit_nothing_is_measured(tmp_path, checkout):
+    inside = checkout / "installed"
+    inside.mkdir()
+    for folder in (inside, tmp_path / "missing"):
+        with pytest.raises(UserError, match="no git checkout"):
+            source(folder, allow_dirty=True)
+
+
+def test_a_row_carries_its_origin_and_rows_are_appended(tmp_path):
+    file = tmp_path / "results" / "h200.jsonl"
+    for batch in (8, 16):
+        append(file, {"bench": "linear", "batch": batch}, ORIGIN)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["batch"] for row in rows] == [8, 16] and rows == read(file.parent)
+    assert rows[0]["commit"] == "a" * 40 and rows[0]["gpu"] == "NVIDIA H200" and len(rows[0]["date"]) == 10
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"rows\.jsonl: cannot be written"):
+        append(tmp_path / "file" / "rows.jsonl", {}, ORIGIN)
+
+
+def test_a_gpu_has_its_own_file(tmp_path):
+    names = {gpu: default_file(gpu, tmp_path).name for gpu in ("NVIDIA H200", "NVIDIA GeForce RTX 4090")}
+    assert list(names.values()) == ["h200.jsonl", "geforce-rtx-4090.jsonl"]

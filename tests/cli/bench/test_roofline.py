@@ -1,0 +1,72 @@
+"""The limits worked by hand, and against what was worked out apart from this code."""
+
+import pytest
+
+from qerl.cli.bench.case import gemms
+from qerl.cli.bench.roofline import LIMITS, Limit, linear_floor_ms, step_floor_ms
+from qerl.models.random_weights import SHAPES
+
+H200, A = LIMITS["NVIDIA H200"], SHAPES["qwen2.5-7b"]
+
+
+def step_ms(batch, *, shape="qwen2.5-7b", format="nvfp4", rank=32, **more):
+    more = {"prompt_tokens": 256, "max_tokens": 1024} | more
+    return step_floor_ms(H200, SHAPES[shape], format=format, rank=rank, batch=batch, **more)
+
+
+def test_the_products_of_a_layer_of_the_7b_shape():
+    shown = [(g.in_width, g.out_width, len(g.out_widths)) for g in gemms(A)]
+    assert shown == [(3584, 4608, 3), (3584, 3584, 1), (3584, 37888, 2), (18944, 3584, 1)]
+    assert sum(g.num_weights for g in gemms(A)) == 233_046_016
+    assert sum(g.num_adapter_weights(32) for g in gemms(A)) == 90_112 * 32
+
+
+@pytest.mark.parametrize(
+    ("batch", "tok_per_s"), [(8, 8016), (32, 25956), (64, 41397), (128, 55237), (256, 55237)]
+)
+def test_the_nvfp4_limit_of_the_7b_shape(batch, tok_per_s):
+    assert batch / step_ms(batch) * 1e3 == pytest.approx(tok_per_s, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tok_per_s"), [(8, 2457), (32, 9165), (64, 16822), (128, 28888), (256, 45042)]
+)
+def test_the_bf16_limit_of_the_7b_shape(batch, tok_per_s):
+    assert batch / step_ms(batch, format="bf16") * 1e3 == pytest.approx(tok_per_s, abs=1)
+
+
+@pytest.mark.parametrize(("batch", "tok_per_s"), [(8, 1788), (32, 5767), (64, 9168)])
+def test_the_nvfp4_limit_of_the_32b_shape(batch, tok_per_s):
+    assert batch / step_ms(batch, shape="qwen2.5-32b") * 1e3 == pytest.approx(tok_per_s, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "ms"), [(8, 0.82), (16, 0.82), (32, 0.82), (64, 1.06), (128, 2.11), (4096, 67.66)]
+)
+def test_the_limit_of_the_linears(batch, ms):
+    assert linear_floor_ms(H200, A, bytes_per_weight=0.5625, rank=0, batch=batch) == pytest.approx(
+        ms, abs=0.005
+    )
+
+
+def test_a_limit_is_the_slower_of_memory_and_products():
+    limit = Limit(bytes_per_s=1e9, flop_per_s=2e9)
+    assert limit.least_ms(5e6, 2e6) == 5 and limit.least_ms(5e6, 20e6) == 10
+
+
+def test_a_shared_prompt_is_read_once():
+    kv_token_ms = 57_344 / 4.5e12 * 1e3
+    assert step_ms(8) - step_ms(8, group_size=4) == pytest.approx(6 * 256 * kv_token_ms)
+
+
+def test_a_packed_head_counts_in_its_own_format_and_another_in_the_linears():
+    byte_ms = 152_064 * 3584 / 4.5e12 * 1e3
+    assert step_ms(8, head="nvfp4") == step_ms(8) == step_ms(8, head="bf16")
+    assert step_ms(8, head="fp8") - step_ms(8) == pytest.approx((1 + 4 / 128**2 - 0.5625) * byte_ms)
+    bf16 = step_ms(8, format="bf16")
+    assert bf16 - step_ms(8, format="bf16", head="nvfp4") == pytest.approx((2 - 0.5625) * byte_ms)
+
+
+def test_fp8_halves_what_the_cache_costs():
+    cache_ms = 8 * 768 * 57_344 / 4.5e12 * 1e3
+    assert step_ms(8) - step_ms(8, kv="fp8") == pytest.approx(cache_ms / 2)

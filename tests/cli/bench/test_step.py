@@ -1,0 +1,75 @@
+"""The whole step's benchmark on a tiny decoder."""
+
+import dataclasses
+
+import pytest
+from qerl.cli.main.bench import step
+
+from cli.bench.rows import CPU, rows_of
+from cli.bench.shapes import TINY
+from qerl.cli.bench_options import BenchStepOptions, memory_options
+from qerl.errors import UserError
+from qerl.models.random_weights import random_decoder
+
+OPTIONS = BenchStepOptions(
+    shape="tiny",
+    batches=(4, 6),
+    group_size=2,
+    prompt_tokens=5,
+    max_tokens=6,
+    lora_rank=16,
+    steps=2,
+    recompute="layer",
+    cap_gb=1.0,
+)
+
+
+def test_each_case_is_a_row(tmp_path):
+    rows = rows_of(tmp_path, lambda rows: step.measure("step", OPTIONS, TINY, CPU, rows))
+    shown = [(r["bench"], r["provider"], r["batch"], r["cap_gb"]) for r in rows]
+    assert shown == [("step", f"qerl-{f}", batch, 1.0) for f in ("nvfp4", "bf16") for batch in (4, 6)]
+    assert all("error" not in r and r["step_s"] >= r["rollout_s"] > 0 and r["learn_s"] > 0 for r in rows)
+    assert all(r["used_micro_tokens"] == 8192 and len(r["peaks_gb"]) == 3 for r in rows)
+
+
+def test_it_learns_from_its_samples(tmp_path):
+    decoder = random_decoder(TINY, format="nvfp4", rank=16, device=CPU, seed=0)
+    before = [p.detach().clone() for p in decoder.parameters()]
+    (case, *_) = step.cases("step", dataclasses.replace(OPTIONS, steps=1), "qerl-nvfp4")
+    step.measured(case, decoder, 1)
+    assert all((a != b).any() for a, b in zip(before, decoder.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_settings_reach_engine_and_learner(kv):
+    options = dataclasses.replace(OPTIONS, kv=kv, kv_gb=0.5, micro_tokens=77, optimizer="adamw8bit")
+    config = step.config_of(next(step.cases("memory", options, "qerl-bf16")))
+    assert (config.engine.kv, config.engine.kv_gb) == ("fp8" if kv == "fp8" else "compute", 0.5)
+    learn = config.learn
+    assert (learn.recompute, learn.micro_tokens, learn.optimizer) == ("layer", 77, "adamw8bit")
+    assert (config.num_prompts, config.num_samples, config.sample.max_tokens) == (2, 2, 6)
+
+
+def test_too_little_memory_for_the_cache_is_a_row_and_the_next_case_goes_on(tmp_path):
+    options = dataclasses.replace(OPTIONS, providers=("qerl-bf16",), kv_gb=1e-9)
+    rows = rows_of(tmp_path, lambda rows: step.measure("memory", options, TINY, CPU, rows))
+    assert len(rows) == 2 and all(r["error"].startswith("UserError: prompt 0 needs") for r in rows)
+
+
+def test_memory_is_measured_at_the_largest_shape_under_a_cap():
+    o = memory_options()
+    assert (o.shape, o.batches, o.max_tokens, o.cap_gb) == ("qwen2.5-72b", (8,), 2048, 80)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": 1}, "group_size must be at least 2"),
+        ({"batches": (8, 9)}, "multiples of group_size 8, got 9"),
+        ({"cap_gb": 0.0}, "cap_gb must be positive"),
+        ({"lora_rank": 0}, "lora_rank must be a multiple of 16, got 0"),
+    ],
+)
+def test_a_mistake_is_named(change, message):
+    with pytest.raises(UserError, match=message):
+        BenchStepOptions(**change)

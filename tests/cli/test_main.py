@@ -1,0 +1,295 @@
+"""Each mistake is one line that says what and where, and exit code 2."""
+
+import json
+import runpy
+import struct
+import sys
+
+import pytest
+
+import tiny_run
+from qerl.cli.main import main
+from qerl.config.recipes import RECIPES
+from qerl.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+
+
+def qerl(monkeypatch, *arguments):
+    """Runs the command in this process; the exit code, 0 if it returns."""
+    monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
+    try:
+        main.main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def copied(files, folder, **changes):
+    """The tiny model in another folder, with fields of its config.json changed."""
+    for path in files.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def assert_one_line(capsys, code, *parts):
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("qerl: ") and error.count("\n") == 1 and "Traceback" not in error
+    for part in parts:
+        assert part in error
+
+
+def test_help_names_the_commands_and_recipes(monkeypatch, capsys):
+    assert qerl(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    for word in ("train", "eval", "quantize", "report", "demo", "gsm8k", "dapo_math"):
+        assert word in shown
+
+
+def test_help_and_mistakes_do_not_wait_for_torch():
+    code = "import sys, qerl.cli.main; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    process = tiny_run.started("-c", code)
+    assert process.communicate() == ("[]\n", "")
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["qerl", "--help"])
+    runpy.run_module("qerl", run_name="__main__")
+    assert capsys.readouterr().out.startswith("usage: qerl COMMAND")
+
+
+def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
+    assert qerl(monkeypatch, "train", "--help") == 0
+    shown = capsys.readouterr().out.splitlines()
+    for name, recipe in RECIPES.items():
+        (line,) = [line for line in shown if line.split()[:1] == [name]]
+        assert line.split(maxsplit=1)[1] == recipe.__doc__ and len(line) <= 110
+
+
+def test_import_says_what_it_takes_without_an_adapter(monkeypatch, capsys):
+    assert qerl(monkeypatch, "import", "--help") == 0
+    assert capsys.readouterr().out.startswith("usage: qerl import ADAPTER RECIPE")
+
+
+def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
+    assert qerl(monkeypatch, "eval", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "MODEL_OR_RUN [SET ...]" in shown and "--num-samples" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["trane", "demo"], ["no command trane", "did you mean train"]),
+        (["train"], ["train needs a recipe", "demo"]),
+        (["train", "--model", "m"], ["train needs a recipe", "--task FILE"]),
+        (["train", "--task", "none.jsonl"], ["none.jsonl", "no such file"]),
+        (["train", "--task=none.jsonl", "--model=smollm2-135m-instruct"], ["none.jsonl", "no such file"]),
+        (["train", "demo", "--model=/no/such/model"], ["/no/such/model", "no such folder or file"]),
+        (["train", "dmo"], ["no recipe dmo", "did you mean demo"]),
+        (["train", "demo", "--num-samples", "1"], ["num_samples must be at least 2", "got 1"]),
+        (["train", "demo", "--model.path", "/no/such/model"], ["/no/such/model", "no such folder or file"]),
+        (["train", "demo", "--task.rewards", "nowhere.py:f"], ["nowhere.py"]),
+        (["train", "demo", "--task.rewards", "json:nothing"], ["json", "nothing"]),
+        (["train", "demo", "--task.gym", "basic_arithmetc"], ["basic_arithmetc", "basic_arithmetic"]),
+        (["import"], ["import needs a PEFT adapter's folder", "qerl import ADAPTER RECIPE"]),
+        (["import", "/no/adapter", "demo"], ["/no/adapter", "it has no adapter_config.json"]),
+        (["eval"], ["eval needs a model"]),
+        (["generate"], ["generate needs a model", "at most one prompt"]),
+        (["generate", "m", "what", "now"], ["generate needs a model", "in quotes"]),
+        (["generate", "/no/model", "hello"], ["/no/model", "no such folder or file"]),
+        (["generate", "m", " "], ["the prompt is empty"]),
+        (["generate", "m", "hello", "--top-p", "0"], ["top_p", "got 0"]),
+        (["generate", "m", "hello", "--max-tokens", "0"], ["max_tokens", "got 0"]),
+        (["serve"], ["serve needs a model"]),
+        (["serve", "/no/model", "--port", "0"], ["/no/model", "no such folder or file"]),
+        (["serve", "m", "--port", "70000"], ["port", "70000"]),
+        (["serve", "m", "--host", "0.0.0.0"], ["0.0.0.0", "--api-key-file"]),
+        (["serve", "m", "--api-key-file", "none"], ["api_key_file none", "No such file"]),
+        (["report", "/no/run"], ["/no/run"]),
+        (["watch"], ["watch needs a run's folder"]),
+        (["watch", "/no/run", "--port", "70000"], ["port must lie in 0 to 65535", "70000"]),
+        (["quantize", "/no/model", "out"], ["/no/model"]),
+        (["quantize", "m", "out", "--calibrate", "awq"], ["--calibrate awq and --data TEXT need each other"]),
+        (["quantize", "m", "out", "--data", "t"], ["--calibrate awq and --data TEXT need each other"]),
+        (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be positive, got nan"]),
+        (["study"], ["study needs its name", "entropy", "growth"]),
+        (["study", "grwth"], ["no study grwth", "did you mean growth"]),
+        (["study", "growth", "--arms", "nvfp5"], ["study growth has no arm nvfp5", "nvfp4"]),
+        (["study", "growth", "--seeds", "0"], ["seeds"]),
+    ],
+)
+def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, parts):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(capsys, qerl(monkeypatch, *arguments), *parts)
+
+
+def test_serve_says_what_is_not_installed(monkeypatch, capsys, files):
+    from importlib import util
+
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == "uvicorn" else object())
+    assert_one_line(capsys, qerl(monkeypatch, "serve", files), "serve needs uvicorn", "pip install uvicorn")
+
+
+def test_a_study_is_run_in_part_where_that_is_asked_for(monkeypatch, capsys, tmp_path):
+    from qerl.study import run
+
+    asked = []
+    monkeypatch.setattr(run, "run_study", lambda *a, **k: asked.append((a, k)) or tmp_path / "index.html")
+    options = ["--seeds", "7", "--arms", "nf4", "--tasks", "add", "--workers", "3", "--out", tmp_path]
+    assert qerl(monkeypatch, "study", "growth", *options) == 0
+    ((study, folder), settings) = asked[0]
+    assert (folder, settings) == (tmp_path / "growth", {"workers": 3})
+    assert len(study.seeds) == 7 and len(study.arms) == 9
+    runs = [(t.name, a.name) for t in study.tasks for a in study.arms if study.is_run(t.name, a.name)]
+    assert runs == [("add", "bf16"), ("add", "nf4")]
+    assert capsys.readouterr().out.endswith("index.html\n")
+
+
+def test_an_unknown_option_suggests_the_near_one(monkeypatch, capsys):
+    assert qerl(monkeypatch, "train", "demo", "--learn.learning-rat", "1e-4") == 2
+    assert "--learn.learning-rate" in capsys.readouterr().err
+
+
+def test_an_unsupported_architecture_is_refused_with_the_supported_ones(monkeypatch, capsys, files, tmp_path):
+    folder = copied(files, tmp_path, architectures=["FalconForCausalLM"], model_type="falcon")
+    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    assert_one_line(capsys, code, "FalconForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize("kept_bytes", [4, 200, 20_000])
+def test_a_truncated_checkpoint_is_named(monkeypatch, capsys, files, tmp_path, kept_bytes):
+    folder = copied(files, tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept_bytes])
+    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    assert_one_line(capsys, code, "model.safetensors")
+
+
+def test_a_header_that_lies_about_its_length_is_named(monkeypatch, capsys, files, tmp_path):
+    folder = copied(files, tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(struct.pack("<Q", 1 << 60) + weights.read_bytes()[8:])
+    code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
+    assert_one_line(capsys, code, "model.safetensors")
+
+
+def test_an_empty_data_set_is_named(monkeypatch, capsys, files, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    given = [*tiny_run.options(files, tmp_path / "run"), "--task.name", tmp_path / "empty.jsonl"]
+    assert_one_line(capsys, qerl(monkeypatch, "train", "demo", *given), "empty.jsonl")
+
+
+def test_a_missing_column_is_named_with_those_there(monkeypatch, capsys, files, tmp_path):
+    given = [*tiny_run.options(files, tmp_path / "run"), "--task.prompt-column", "question"]
+    given += ["--task.template", "{question}"]
+    assert_one_line(capsys, qerl(monkeypatch, "train", "demo", *given), "question", "prompt")
+
+
+def test_training_on_rows_and_a_reward_of_ones_own_needs_no_recipe(monkeypatch, capsys, files, tmp_path):
+    given = ["--task", files / "sums.jsonl", "--reward", f"{files / 'even.py'}:even", "--model", files]
+    given += ["--out", tmp_path / "run", "--model.compute", "fp32", "--num-steps", 2, "--noise.num-stages", 2]
+    given += ["--num-prompts", 4, "--num-samples", 4, "--sample.max-tokens", 4, "--evaluate.num-prompts", 4]
+    assert qerl(monkeypatch, "train", *given) == 0
+    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert config["task"]["rewards"] == [f"{files / 'even.py'}:even"] and config["model"]["path"] == str(
+        files
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all(row["num_failed_rewards"] == 0 for row in rows)
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    with pytest.raises(UserError, match="no recipe dmo"):
+        qerl(monkeypatch, "train", "dmo", "--debug")
+
+
+def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = ["--task.name", files / "sums.jsonl", "--task.template", "{prompt}", "--task.num-held-out", 8]
+    given += ["--task.rewards", f"{files / 'even.py'}:even", "--max-tokens", 4, "--num-prompts", 6]
+    assert qerl(monkeypatch, "eval", files, "--model.compute", "fp32", *given) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_prompts"] == 6 and set(result) >= {
+        "pass@1",
+        "pass@1_error",
+        "pass@2",
+        "pass@4",
+        "greedy",
+    }
+    assert 0 < result["pass@1"] < 1 and result["pass@4"] >= result["pass@2"] >= result["pass@1"]
+
+
+@pytest.mark.parametrize("head", ["fp8", "nvfp4"])
+def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsys, tmp_path, head):
+    folder = tiny_run.write_model(tmp_path / "model", width=128, vocab_size=320)
+    tiny_run.write_task(folder)
+    mismatches = {}
+    for name in ("bf16", head):
+        given = [*tiny_run.options(folder, tmp_path / name), "--num-steps", "3", "--model.head", name]
+        assert qerl(monkeypatch, "train", "demo", *given, "--noise.schedule", "none") == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        mismatches[name] = [json.loads(line)["mismatch_max"] for line in lines]
+    assert len(mismatches[head]) == 3 and max(mismatches[head]) < 1e-5
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("bf16", head)]
+    assert samples[0] != samples[1]
+    assert json.loads((tmp_path / head / "run.json").read_text())["config"]["model"]["head"] == head
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [(format, "lora") for format in ("nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "bf16")]
+    + [("bf16", "full")],
+)
+def test_every_base_runs_the_same_loop(monkeypatch, capsys, tmp_path, format, kind):
+    tiny_run.write_model(tmp_path, ff_width=128)  # a multiple of NF4's blocks
+    tiny_run.write_task(tmp_path)
+    out, chosen = tmp_path / "run", ["--model.format", format, "--adapter.kind", kind]
+    given = [*tiny_run.options(tmp_path, out), "--num-steps", "3", *chosen]
+    assert qerl(monkeypatch, "train", "demo", *given) == 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and all(row["mismatch_abs"] < 1e-5 for row in rows if row["sigma"] == 0)
+    capsys.readouterr()
+    assert qerl(monkeypatch, "eval", out, "--num-prompts", "4", "--num-samples", "2") == 0
+    assert 0 <= json.loads(capsys.readouterr().out.splitlines()[-1])["pass@1"] <= 1
+
+
+def test_full_fine_tuning_of_a_packed_model_is_one_line(monkeypatch, capsys, files, tmp_path):
+    given = [*tiny_run.options(files, tmp_path / "run"), "--adapter.kind", "full"]
+    assert_one_line(
+        capsys, qerl(monkeypatch, "train", "demo", *given), "adapter.kind", "model.format", "bf16"
+    )
+
+
+def test_a_head_that_the_model_cannot_have_is_one_line(monkeypatch, capsys, files, tmp_path):
+    given = [*tiny_run.options(files, tmp_path / "run"), "--model.head", "nvfp4"]
+    code = qerl(monkeypatch, "train", "demo", *given)
+    assert_one_line(capsys, code, "model.head", "nvfp4", "multiple of 64", "272 tokens")
+
+
+def test_report_and_eval_take_a_run(monkeypatch, capsys, files, tmp_path):
+    out = tmp_path / "run"
+    assert qerl(monkeypatch, "train", "demo", *tiny_run.options(files, out)) == 0
+    trained = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert qerl(monkeypatch, "report", out, "--out", tmp_path / "page.html") == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    capsys.readouterr()
+    for flag, key in (("--with-adapter", "greedy_after"), ("--no-with-adapter", "greedy_before")):
+        assert qerl(monkeypatch, "eval", out, "--num-prompts", 4, flag) == 0
+        assert json.loads(capsys.readouterr().out)["greedy"] == trained[key]
+
+
+def test_quantize_writes_a_checkpoint_that_trains_as_it_is(monkeypatch, capsys, files, tmp_path):
+    assert qerl(monkeypatch, "quantize", files, tmp_path / "packed") == 0
+    tiny_run.write_task(tmp_path / "packed")
+    for folder, out in ((files, tmp_path / "a"), (tmp_path / "packed", tmp_path / "b")):
+        given = [*tiny_run.options(folder, out), "--num-steps", "3"]
+        assert qerl(monkeypatch, "train", "demo", *given) == 0
+    a, b = ((tmp_path / run / "samples.jsonl").read_text() for run in "ab")
+    assert a == b

@@ -1,0 +1,157 @@
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import tyro
+from safetensors.torch import load_file
+
+import tiny_run
+from qerl import train
+from qerl.config import AlgoConfig, NoiseConfig, RunConfig, recipes
+from qerl.config.recipes import METHODS, RECIPES, big_math, dapo_math, demo, gsm8k
+
+
+@pytest.fixture(scope="module")
+def tiny_files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_a_complete_config(name):
+    assert isinstance(RECIPES[name](), RunConfig)
+
+
+def test_each_recipe_runs_in_a_folder_of_its_own():
+    assert len({recipe().out for recipe in RECIPES.values()}) == len(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", [gsm8k, big_math])
+def test_the_papers_settings_for_both_runs(recipe):
+    config = recipe()
+    noise, algo, learn = config.noise, config.algo, config.learn
+    assert (noise.sigma_start, noise.sigma_end, noise.num_stages) == (1e-2, 5e-4, 10)
+    assert (noise.schedule, noise.unit, noise.noise_in) == ("exponential", "absolute", "sampler")
+    assert (algo.clip_low, algo.clip_high, algo.kl_coefficient, algo.advantage) == (0.2, 0.28, 0.0, "group")
+    assert (algo.dynamic_sampling, algo.overlong) == (False, "mask")
+    assert (learn.learning_rate, learn.betas, learn.weight_decay) == (1e-5, (0.9, 0.99), 0.1)
+    assert (learn.schedule, learn.warmup_fraction, learn.max_grad_norm) == ("cosine", 0.1, 0.2)
+    assert (config.model.format, config.adapter.rank, len(config.adapter.targets)) == ("nvfp4", 32, 7)
+    assert (config.num_prompts, config.sample.temperature) == (128, 1.0)
+
+
+def test_the_papers_settings_for_gsm8k():
+    config = gsm8k()
+    assert config.model.path == "Qwen/Qwen2.5-3B-Instruct"
+    assert (config.num_steps, config.num_samples, config.sample.max_tokens) == (600, 8, 4096)
+    assert (config.learn.updates_per_step, config.learn.passes_per_step, config.algo.loss) == (4, 1, "grpo")
+
+
+def test_the_papers_settings_for_big_math():
+    config = big_math()
+    assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
+    assert (config.num_steps, config.num_samples, config.sample.max_tokens) == (1000, 16, 8192)
+    assert (config.learn.updates_per_step, config.learn.passes_per_step, config.algo.loss) == (1, 1, "dapo")
+
+
+def test_dapos_own_settings_for_its_own_problems():
+    config = dapo_math()
+    assert (config.algo.loss, config.algo.clip_low, config.algo.clip_high) == ("dapo", 0.2, 0.28)
+    assert (config.algo.dynamic_sampling, config.algo.overlong) == (True, "shape")
+    assert config.model == big_math().model and config.noise == big_math().noise
+
+
+def test_a_right_answer_is_right_with_or_without_its_tags():
+    for recipe in (gsm8k, big_math, dapo_math, recipes.math):
+        correct, tagged = recipe().task.reward_weights
+        assert tagged < recipe().evaluate.right_from <= correct
+
+
+def test_the_demo_takes_short_samples_and_large_steps():
+    config = demo()
+    assert (config.model.path, config.model.format) == ("smollm2-135m-instruct", "nvfp4")
+    assert (config.num_prompts, config.num_samples, config.num_steps) == (16, 8, 60)
+    assert (config.sample.max_tokens, config.sample.temperature) == (16, 1.0)
+    assert (config.learn.learning_rate, config.learn.schedule) == (5e-4, "cosine")
+    assert (config.adapter.rank, len(config.adapter.targets)) == (32, 7)
+    assert (config.algo.loss, config.algo.kl_coefficient, config.noise.unit) == ("grpo", 0.0, "relative")
+
+
+def test_the_demos_problems_are_sums_of_two_numbers_up_to_a_hundred():
+    import reasoning_gym
+
+    task = demo().task
+    problems = reasoning_gym.create_dataset(task.gym, seed=0, size=200, **dict(task.gym_options))
+    for problem in (problems[i] for i in range(200)):
+        left, right = problem["metadata"]["expression"].split(" + ")
+        assert int(left) + int(right) == int(problem["answer"])
+        assert min(int(left), int(right)) >= 0 and max(int(left), int(right)) <= 100
+        prompt = task.template.format_map(problem)
+        assert prompt == f"What is {left} + {right}? Answer with just the number."
+
+
+def test_every_value_of_a_method_has_a_recipe():
+    """A loss, an advantage, a correction or a rule that no recipe takes is one that nobody runs."""
+    algos = [recipe().algo for recipe in METHODS.values()]
+    hints = get_type_hints(AlgoConfig)
+    for field in ("loss", "advantage", "importance"):
+        assert {getattr(algo, field) for algo in algos} >= set(get_args(hints[field])) - {
+            "leave_one_out",
+            "ratio",
+        }
+    assert {name for algo in algos for name in algo.reject} == {"geometric", "veto"}
+    noises = [recipe().noise for recipe in METHODS.values()]
+    assert {noise.schedule for noise in noises} == {"exponential", "adaptive", "plappert", "none"}
+    assert {noise.control.measure for noise in noises if noise.is_steered} == {"kl", "entropy"}
+    assert {noise.per for noise in noises} == {"step", "group", "sample"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_differs_from_the_demo_by_itself_alone(name):
+    config = METHODS[name]()
+    assert config != demo() and config.out == f"runs/{name}"
+    same = dataclasses.replace(
+        config,
+        out=demo().out,
+        algo=demo().algo,
+        noise=demo().noise,
+        model=demo().model,
+        learn=dataclasses.replace(config.learn, updates_per_step=1),
+    )
+    assert same == demo()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
+    """Six steps of the tiny model: every step's numbers are finite, and the weights change."""
+    given = tiny_run.options(tiny_files, tmp_path / "run")
+    if METHODS[name]().noise.is_steered:
+        given += ["--noise.control.quiet-steps", "2"]
+    config = tyro.cli(RunConfig, default=METHODS[name](), args=[*given, "--evaluate.num-prompts", "0"])
+    train(config)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 6
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+    assert sum(step.get("grad_norm", 0) > 0 for step in steps) >= 3
+    if config.model.sampler is not None:
+        assert min(step["mismatch_abs"] for step in steps) > 1e-4
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("*/adapter_model.safetensors"))
+    first, last = load_file(saved[0]), load_file(saved[-1])
+    assert any(not first[name].equal(last[name]) for name in first)
+
+
+def test_the_page_of_methods_tells_of_every_value_and_recipe():
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    algo, noise = get_type_hints(AlgoConfig), get_type_hints(NoiseConfig)
+    values = [v for field in ("loss", "advantage", "importance") for v in get_args(algo[field])]
+    values += [*get_args(noise["schedule"]), *get_args(noise["per"])]
+    missing = [v for v in [*values, "geometric", "veto"] if f"`{v}`" not in page]
+    assert not missing and not [name for name in METHODS if f"`{name}`" not in page]
+
+
+def test_a_recipe_gives_a_new_equal_config_that_can_be_derived_from():
+    longer = dataclasses.replace(demo(), num_steps=90)
+    assert (longer.num_steps, demo().num_steps) == (90, 60)
+    assert dataclasses.replace(longer, num_steps=60) == demo()

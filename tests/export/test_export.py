@@ -1,0 +1,390 @@
+"""What is exported is what was learned: in PEFT, in transformers, in 4 bits; and an adapter goes on."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny_run
+from conftest import rms_error
+from learner.plain import causal
+from models.checkpoints import save_tiny
+from qerl.cli.main import main
+from qerl.config import AdapterConfig, ModelConfig, NoiseConfig, RunConfig
+from qerl.config.options import ExportOptions
+from qerl.errors import RunError, UserError
+from qerl.export import export
+from qerl.learner import Learner, checkpoint
+from qerl.models.adapter import adapter_tensors, add_adapter, load_adapter, publish
+from qerl.models.compressed_tensors import write_quantized
+from qerl.models.loader import load_decoder
+from qerl.models.peft_reader import adapter_config, read_adapter
+
+FAMILIES = ("llama", "qwen2")
+TOKENS = torch.arange(3, 40) * 7 % 250
+ADAPTER = AdapterConfig(rank=4, alpha=8.0)
+BF16_ERROR = 14 * 2**-10  # 14 linears, each with weights rounded to 8 bits
+# peft 0.21 with transformers 5.23
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def decoder_of(config):
+    model = config.model
+    return load_decoder(
+        model.path, format=model.format, compute=torch.float32, device=torch.device("cpu"), resident=False
+    )
+
+
+def run_of(folder, family="llama", *, format="nvfp4", adapter=ADAPTER):
+    """(the folder of a run that has learned something, its config, its policy)."""
+    tiny_run.write_model(folder / "model")
+    save_tiny(folder / "model", family, intermediate_size=128, dtype=torch.bfloat16)
+    model = ModelConfig(path=str(folder / "model"), format=format, device="cpu", compute="fp32")
+    config = RunConfig(
+        out=str(folder / "run"), model=model, adapter=adapter, noise=NoiseConfig(schedule="none")
+    )
+    decoder, rng = decoder_of(config), torch.Generator().manual_seed(1)
+    add_adapter(decoder, adapter, seed=0)
+    with torch.no_grad():
+        for master in adapter_tensors(decoder).values():
+            master.add_(torch.randn(master.shape, generator=rng) * 0.05)
+    publish(decoder)
+    checkpoint.save(folder / "run" / "checkpoints", Learner(decoder, config), next_step=1, keep=1)
+    (folder / "run" / "run.json").write_text(json.dumps({"config": dataclasses.asdict(config)}))
+    texts = [(f"{i} plus {j} is what, and why?", f"{i + j}") for i in range(12) for j in range(4)]
+    lines = [{"prompt": p, "text": t, "finish": "stop"} for p, t in texts]
+    (folder / "run" / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "run", config, decoder
+
+
+def exported(folder, config, form, **options):
+    out = folder / form
+    export(config, ExportOptions(run=folder / "run", out=out, form=form, **options))
+    return out
+
+
+@torch.no_grad()
+def logits_of(decoder):
+    return decoder.logits(decoder(TOKENS, torch.arange(len(TOKENS)), causal))
+
+
+@torch.no_grad()
+def theirs(model):
+    return model(TOKENS[None]).logits[0].float()
+
+
+def decompressed(folder, config):
+    """By compressed-tensors in bf16, with two roundings, at the first forward; then computed with in fp32."""
+    packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    theirs(packed)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    assert not model.load_state_dict(packed.state_dict(), strict=False).missing_keys
+    return model
+
+
+def refusal(call):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_the_adapter_with_our_logits(tmp_path, family):
+    _, config, decoder = run_of(tmp_path, family)
+    base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    with torch.no_grad():
+        for name, linear in decoder.linears():
+            base.get_submodule(f"model.{name}").weight.copy_(linear.weight.decode())
+    model = peft.PeftModel.from_pretrained(base, exported(tmp_path, config, "peft"))
+    torch.testing.assert_close(theirs(model), logits_of(decoder), rtol=1e-4, atol=1e-4)
+    with model.disable_adapter():
+        assert rms_error(theirs(model), logits_of(decoder)) > 0.1
+
+
+def test_peft_loads_the_adapter_over_a_quantized_checkpoint(tmp_path):
+    _, config, decoder = run_of(tmp_path)
+    write_quantized(config.model.path, tmp_path / "packed")
+    model = peft.PeftModel.from_pretrained(
+        decompressed(tmp_path / "packed", config), exported(tmp_path, config, "peft")
+    )
+    assert rms_error(theirs(model), logits_of(decoder)) < BF16_ERROR
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_in_fp32_has_our_logits(tmp_path, family):
+    _, config, decoder = run_of(tmp_path, family)
+    model = AutoModelForCausalLM.from_pretrained(exported(tmp_path, config, "merged", dtype="fp32"))
+    assert model.dtype == torch.float32
+    torch.testing.assert_close(theirs(model), logits_of(decoder), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "rounded"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_merged_is_the_exact_sum_rounded_once(tmp_path, family, dtype, rounded):
+    _, config, decoder = run_of(tmp_path, family)
+    stored = load_file(exported(tmp_path, config, "merged", dtype=dtype) / "model.safetensors")
+    for name, linear in decoder.linears():
+        exact = linear.weight.operand(torch.float32).double() * linear.weight.alpha.double()
+        exact = exact + 2.0 * linear.lora_B.double() @ linear.lora_A.double()
+        assert torch.equal(stored.pop(f"model.{name}.weight"), exact.to(rounded))
+    source = load_file(Path(config.model.path) / "model.safetensors")
+    assert stored and all(torch.equal(tensor, source[name].to(rounded)) for name, tensor in stored.items())
+
+
+def test_merged_in_bf16_is_as_near_as_bf16_gets(tmp_path):
+    _, config, decoder = run_of(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(exported(tmp_path, config, "merged"), dtype=torch.float32)
+    assert rms_error(theirs(model), logits_of(decoder)) < BF16_ERROR
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nf4", "fp8", "int8", "bf16"])
+def test_every_base_merges(tmp_path, format):
+    _, config, decoder = run_of(tmp_path, format=format)
+    model = AutoModelForCausalLM.from_pretrained(exported(tmp_path, config, "merged", dtype="fp32"))
+    torch.testing.assert_close(theirs(model), logits_of(decoder), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_learned_themselves_are_exported_as_they_are(tmp_path):
+    adapter = AdapterConfig(kind="full", targets=("q_proj", "down_proj"))
+    _, config, decoder = run_of(tmp_path, format="bf16", adapter=adapter)
+    model = AutoModelForCausalLM.from_pretrained(exported(tmp_path, config, "merged", dtype="fp32"))
+    torch.testing.assert_close(
+        model.model.layers[1].mlp.down_proj.weight, decoder.layers[1].mlp.down_proj.full, rtol=0, atol=0
+    )
+    said = refusal(lambda: exported(tmp_path, config, "peft"))
+    assert "has no adapter, its weights learned themselves" in said
+
+
+def test_gguf_ready_is_merged(tmp_path):
+    _, config, _ = run_of(tmp_path)
+    files = [exported(tmp_path, config, form) for form in ("merged", "gguf-ready")]
+    contents = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in files]
+    assert contents[0] == contents[1] and "model.safetensors" in contents[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_the_4_bit_export_as_we_do(tmp_path, family):
+    _, config, _ = run_of(tmp_path, family)
+    out = exported(tmp_path, config, "nvfp4")
+    ours = decoder_of(dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(out))))
+    assert rms_error(theirs(decompressed(out, config)), logits_of(ours)) < BF16_ERROR
+    assert "input_ids" in AutoTokenizer.from_pretrained(out)("1 plus 2")
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+@torch.no_grad()
+def test_the_4_bit_export_keeps_what_a_plain_one_loses(tmp_path, format):
+    _, config, decoder = run_of(tmp_path, format=format)
+    tokens = torch.tensor(
+        AutoTokenizer.from_pretrained(config.model.path).encode("3 plus 1 is what, and why?")
+    )
+
+    def logits(path, held):
+        model = ModelConfig(path=str(path), format=held)
+        policy = decoder_of(dataclasses.replace(config, model=model))
+        return policy.logits(policy(tokens, torch.arange(len(tokens)), causal))
+
+    truth = decoder.logits(decoder(tokens, torch.arange(len(tokens)), causal))
+    write_quantized(str(exported(tmp_path, config, "merged")), tmp_path / "plain")
+    plain = rms_error(logits(tmp_path / "plain", "nvfp4"), truth)
+    assert rms_error(logits(exported(tmp_path, config, "nvfp4"), "nvfp4"), truth) < 0.4 * plain
+
+
+def test_the_4_bit_export_says_how_far_it_is(tmp_path, capsys):
+    _, config, _ = run_of(tmp_path)
+    capsys.readouterr()
+    exported(tmp_path, config, "nvfp4")
+    assert capsys.readouterr().err == "nvfp4: layer 1 of 2\nnvfp4: layer 2 of 2\n"
+
+
+def test_linears_that_are_fused_elsewhere_share_their_global_scale(tmp_path):
+    _, config, _ = run_of(tmp_path, format="bf16")
+    stored = load_file(exported(tmp_path, config, "nvfp4") / "model.safetensors")
+    scales = {
+        name.split(".")[-2]: v.item() for name, v in stored.items() if "1." in name and "global" in name
+    }
+    assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] != scales["o_proj"]
+    assert scales["gate_proj"] == scales["up_proj"] != scales["down_proj"]
+
+
+def test_the_same_run_gives_the_same_4_bits(tmp_path):
+    _, config, _ = run_of(tmp_path)
+    first = (exported(tmp_path, config, "nvfp4") / "model.safetensors").read_bytes()
+    (tmp_path / "nvfp4").rename(tmp_path / "first")
+    assert (exported(tmp_path, config, "nvfp4") / "model.safetensors").read_bytes() == first
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    _, config, _ = run_of(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    for form, place in (("peft", "qerl.export.write"), ("merged", "qerl.models.hf_writer")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{place}.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("full")))
+            with pytest.raises(RunError, match=f"{form}: cannot be written: full"):
+                exported(tmp_path, config, form)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    run, config, _ = run_of(tmp_path)
+    (tmp_path / "nvfp4").mkdir()
+    (tmp_path / "nvfp4" / "note").touch()
+    assert "is not an empty folder" in refusal(lambda: exported(tmp_path, config, "nvfp4"))
+    (run / "samples.jsonl").write_text("")
+    (tmp_path / "nvfp4" / "note").unlink()
+    assert "holds no samples" in refusal(lambda: exported(tmp_path, config, "nvfp4"))
+    (run / "checkpoints").rename(run / "gone")
+    for form in ("peft", "merged"):
+        assert "holds no checkpoint" in refusal(lambda form=form: exported(tmp_path, config, form))
+    said = refusal(lambda: exported(tmp_path, config, "peft", dtype="fp32"))
+    assert said == "dtype fp32 is for --as merged, not for peft"
+
+
+def qerl(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
+    try:
+        main.main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_the_command_exports_a_run_and_names_what_is_none(monkeypatch, capsys, tmp_path):
+    run, *_ = run_of(tmp_path)
+    assert qerl(monkeypatch, "export", run, tmp_path / "out", "--as", "merged") == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'out'}\n")
+    assert qerl(monkeypatch, "export", tmp_path / "model", tmp_path / "other") == 2
+    assert "is no run's folder, it has no run.json" in capsys.readouterr().err
+
+
+def peft_adapter(folder, path, **changes):
+    """One that PEFT itself made and wrote, with something learned."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": list(ADAPTER.targets)} | changes
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    rng = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.copy_(torch.randn(value.shape, generator=rng) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_from_peft_has_its_logits_here(tmp_path, family):
+    _, config, _ = run_of(tmp_path, family, format="bf16")
+    model = peft_adapter(tmp_path / "adapter", config.model.path)
+    decoder = decoder_of(config)
+    add_adapter(decoder, ADAPTER, seed=0)
+    assert rms_error(logits_of(decoder), theirs(model)) > 0.1
+    load_adapter(decoder, read_adapter(str(tmp_path / "adapter"), ADAPTER))
+    torch.testing.assert_close(logits_of(decoder), theirs(model), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_goes_on_from_an_exported_adapter(monkeypatch, capsys, tmp_path):
+    files = tiny_run.write_files(tmp_path)
+
+    def train(out, *more):
+        given = [*tiny_run.options(files, tmp_path / out), "--num-steps", "3", *more]
+        assert qerl(monkeypatch, "train", "demo", *given) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    first = train("first")
+    assert qerl(monkeypatch, "export", tmp_path / "first", tmp_path / "adapter") == 0
+    second = train("second", "--adapter.start", tmp_path / "adapter")
+    for figure in ("accuracy", "greedy"):
+        assert second[f"{figure}_before"] == first[f"{figure}_after"]
+    assert (second["accuracy_before"], second["greedy_before"]) != (
+        first["accuracy_before"],
+        first["greedy_before"],
+    )
+
+
+def test_import_goes_on_from_an_adapter_of_another_rank_alpha_and_targets(monkeypatch, capsys, tmp_path):
+    files = tiny_run.write_files(tmp_path)
+    narrow = ("--adapter.rank", "3", "--adapter.alpha", "5", "--adapter.targets", "q_proj", "down_proj")
+    given = [*tiny_run.options(files, tmp_path / "first"), "--num-steps", "3"]
+    given = given[: given.index("--adapter.rank")] + given[given.index("--adapter.rank") + 2 :]
+    assert qerl(monkeypatch, "train", "demo", *given, *narrow) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert qerl(monkeypatch, "export", tmp_path / "first", tmp_path / "adapter") == 0
+    given[given.index("--out") + 1] = tmp_path / "second"
+    capsys.readouterr()
+    assert qerl(monkeypatch, "import", tmp_path / "adapter", "demo", *given) == 0
+    second = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (second["accuracy_before"], second["greedy_before"]) == (
+        first["accuracy_after"],
+        first["greedy_after"],
+    )
+    said = json.loads((tmp_path / "second" / "run.json").read_text())["config"]["adapter"]
+    assert (said["rank"], said["alpha"], said["targets"]) == (3, 5.0, ["down_proj", "q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"r": "4"}, "r and lora_alpha must be numbers, got '4' and 8.0"),
+        ({"target_modules": ".*_proj"}, "target_modules must be a list of names, got '.*_proj'"),
+        ({"use_dora": True}, "use_dora is True; what is read is plain LoRA"),
+    ],
+)
+def test_what_import_cannot_take_over_is_named(tmp_path, changes, said):
+    _, config, _ = run_of(tmp_path)
+    adapter = exported(tmp_path, config, "peft")
+    described = json.loads((adapter / "adapter_config.json").read_text()) | changes
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    assert said in refusal(lambda: adapter_config(str(adapter)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"r": 8}, "r is 8, adapter.rank is 4"),
+        ({"lora_alpha": 16}, "lora_alpha is 16, adapter.alpha is 8.0"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "targets ['q_proj', 'v_proj'], adapter.targets are"),
+        ({"use_dora": True}, "use_dora is True; what is read is plain LoRA, False"),
+        ({"use_rslora": True}, "use_rslora is True; what is read is plain LoRA, False"),
+        ({"bias": "all"}, "bias is 'all'; what is read is plain LoRA, 'none'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; what is read is plain LoRA, True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']; what is read is plain LoRA"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(tmp_path, changes, said):
+    _, config, _ = run_of(tmp_path)
+    adapter = exported(tmp_path, config, "peft")
+    described = json.loads((adapter / "adapter_config.json").read_text()) | changes
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    assert said in refusal(lambda: read_adapter(str(adapter), ADAPTER))
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    _, config, decoder = run_of(tmp_path)
+    file = exported(tmp_path, config, "peft") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "down_proj.lora_A" in name)
+    save_file(tensors | {name: torch.zeros(4, 96)}, file)
+    said = refusal(lambda: load_adapter(decoder, read_adapter(str(file.parent), ADAPTER)))
+    assert "must have the shape (4, 128), got (4, 96)" in said
+    save_file({k: v for k, v in tensors.items() if k != name}, file)
+    assert "lacks tensor" in refusal(lambda: load_adapter(decoder, read_adapter(str(file.parent), ADAPTER)))
+
+
+def test_what_is_no_adapter_is_refused(tmp_path):
+    _, config, _ = run_of(tmp_path)
+    full = AdapterConfig(kind="full")
+    assert "needs adapter.kind lora; it is full" in refusal(lambda: read_adapter(config.model.path, full))
+    assert "it has no adapter_config.json" in refusal(lambda: read_adapter(config.model.path, ADAPTER))
+    adapter = exported(tmp_path, config, "peft")
+    (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 20)
+    assert "cannot be read" in refusal(lambda: read_adapter(str(adapter), ADAPTER))
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    assert "pickled adapters are never loaded" in refusal(lambda: read_adapter(str(adapter), ADAPTER))

@@ -1,0 +1,392 @@
+"""The parts by hand, for a shape small enough to count: sums are written out, not computed the same way."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl.cli.bench.record import RESULTS, read
+from qerl.cli.bench.step import cases, config_of
+from qerl.cli.bench_options import BenchStepOptions
+from qerl.cli.main import command
+from qerl.config import (
+    AdapterConfig,
+    AlgoConfig,
+    DeepConfig,
+    EngineConfig,
+    LearnConfig,
+    ModelConfig,
+    RunConfig,
+    SampleConfig,
+)
+from qerl.errors import UserError
+from qerl.learner.packing import pack
+from qerl.learner.plan import fit
+from qerl.learner.plan import step as op
+from qerl.models.adapter import adapter_tensors
+from qerl.models.architecture import Architecture, Rope
+from qerl.models.random_weights import random_decoder, shape
+from qerl.types import Group, Prompt, Sample
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = Architecture(
+    family="Qwen2ForCausalLM",
+    num_layers=3,
+    width=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    ff_width=320,
+    vocab_size=1000,
+    norm_eps=1e-6,
+    rope=Rope(kind="default", theta=1e6),
+    max_positions=512,
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied_head=False,
+)
+CONFIG = RunConfig(
+    num_prompts=4,
+    num_samples=2,
+    adapter=AdapterConfig(rank=16),
+    sample=SampleConfig(max_tokens=100),
+    engine=EngineConfig(page_tokens=16, prefill_tokens=64),
+    learn=LearnConfig(micro_tokens=200, logprob_chunk_tokens=50, recompute="none"),
+)
+PROMPT = 40
+# q, k, v, o, gate, up, down
+WEIGHTS = 128 * 128 + 64 * 128 + 64 * 128 + 128 * 128 + 320 * 128 + 320 * 128 + 128 * 320
+IN_AND_OUT = 256 + 192 + 192 + 256 + 448 + 448 + 448
+
+
+def with_learn(**changes):
+    return dataclasses.replace(CONFIG, learn=dataclasses.replace(CONFIG.learn, **changes))
+
+
+def test_weights_are_packed_and_have_a_factor_and_perhaps_a_bias_for_each_output():
+    outputs, biased = 128 + 64 + 64 + 128 + 320 + 320 + 128, 128 + 64 + 64
+    assert op.weights(SMALL, "nvfp4") == 3 * (WEIGHTS * 0.5625 + 4 * outputs + 2 * biased)
+    assert op.weights(SMALL, "bf16") == 3 * (WEIGHTS * 2 + 2 * biased)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+@pytest.mark.parametrize(("compute", "word"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_the_frozen_model_is_as_large_as_planned(format, compute, word):
+    """A decoder that is made, in the plain layout: that of tiles has the factors too."""
+    arch, cpu = dataclasses.replace(shape("smollm2-135m"), num_layers=2), torch.device("cpu")
+    decoder = random_decoder(arch, format=format, rank=32, device=cpu, seed=0, compute=compute)
+    planned = op.weights(arch, format) + op.tables(arch, word=word)
+    assert planned == pytest.approx(decoder.num_bytes, rel=1e-3)
+    config = RunConfig(adapter=AdapterConfig(rank=32))
+    assert op.adapter_weights(arch, config) == sum(m.numel() for m in adapter_tensors(decoder).values())
+
+
+def test_the_tables_are_the_embedding_the_head_and_the_norms_with_their_noise():
+    norms = 4 * 128 * (3 * 2 * 2 + 1)
+    assert op.tables(SMALL) == 2 * 2 * 1000 * 128 + norms
+    assert op.tables(dataclasses.replace(SMALL, tied_head=True)) == 2 * 1000 * 128 + norms
+
+
+@pytest.mark.parametrize(("head", "each"), [("fp8", 1 + 4 / 128**2), ("nvfp4", 0.5625)])
+def test_a_packed_head_is_a_copy_in_its_format_tied_or_not_and_is_unpacked_to_learn(head, each):
+    norms = 4 * 128 * (3 * 2 * 2 + 1)
+    for arch in (SMALL, dataclasses.replace(SMALL, tied_head=True)):
+        assert op.tables(arch, head) == 1000 * 128 * (2 + each) + norms
+    packed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, head=head))
+    assert op.head(SMALL, packed, 200) - op.head(SMALL, CONFIG, 200) == 2 * 1000 * 128
+
+
+def test_the_adapter_is_of_the_targets_alone():
+    assert op.adapter_weights(SMALL, CONFIG) == 3 * 16 * IN_AND_OUT
+    one = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4, targets=("k_proj",)))
+    assert op.adapter_weights(SMALL, one) == 3 * 4 * 192
+
+
+def test_moments_take_8_bytes_a_weight_or_a_little_over_2():
+    assert op.moments(1000, "adamw") == 8000
+    assert op.moments(1024, "adamw8bit") == 2 * (1024 + 4 * 4)
+
+
+def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
+    """A prompt of 40 has 3 pages, 2 of them full; a sample of 100 goes on to position 138: 9 - 2 pages."""
+    page = 16 * 2 * 3 * 2 * 32 * 2
+    assert op.kv_cache(SMALL, CONFIG, PROMPT) == (4 * 3 + 8 * 7 + 1) * page
+    few = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, max_running=3))
+    assert op.kv_cache(SMALL, few, PROMPT) == (3 * 3 + 3 * 7 + 1) * page
+    kept = dataclasses.replace(few, algo=AlgoConfig(branching="deep"))
+    assert op.kv_cache(SMALL, kept, PROMPT) == (3 * 3 + (8 + 3) * 7 + 1) * page
+    little = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_gb=1e-4))
+    assert op.kv_cache(SMALL, little, PROMPT) == 1e5
+    fp8 = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv="fp8"))
+    assert op.kv_cache(SMALL, fp8, PROMPT) == 69 * 16 * 2 * 3 * 2 * (32 + 4)
+
+
+def test_a_row_of_a_layer():
+    """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
+    inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
+    row = 2 * (inputs + gate + attention) + 4 * (2 * 128 + 4)
+    assert op.layer_row(SMALL, CONFIG) == row
+    assert op.layer_row(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="nf4"))) == row + 2 * 320
+    backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
+    assert op.activations(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
+    assert op.activations(SMALL, with_learn(recompute="layer"), 10) == 10 * (3 * 512 + row + backward)
+    deep = dataclasses.replace(SMALL, num_layers=9)
+    assert op.activations(deep, with_learn(recompute="offload"), 10) == 10 * (4 * 512 + row + backward)
+
+
+def test_in_fp32_what_is_not_packed_takes_four_bytes():
+    config = dataclasses.replace(CONFIG, model=ModelConfig(compute="fp32"))
+    in_bf16, in_fp32 = ({p.name: p.num_bytes for p in op.parts(SMALL, c, PROMPT)} for c in (CONFIG, config))
+    assert {name for name, size in in_fp32.items() if size == in_bf16[name]} == {
+        *(
+            "weights",
+            "sampler's weights",
+            "adapter's masters",
+            "optimizer's moments",
+            "CUDA",
+            "adapter's gradients",
+        )
+    }
+    assert in_fp32["KV cache"] == 2 * in_bf16["KV cache"]
+    assert in_fp32["adapter's working copies"] == 8 * op.adapter_weights(SMALL, config)
+    assert in_fp32["embedding, head, norms"] - in_bf16["embedding, head, norms"] == 2 * 2 * 1000 * 128
+    assert op.layer_row(SMALL, config) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
+    assert op.head(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
+    plain = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16", compute="fp32"))
+    assert op.unpacked(SMALL, plain) == 4 * 640 * 192
+
+
+def test_operands_are_unpacked_one_at_a_time_or_a_layers():
+    each = [2 * 256 * 192, 2 * 128 * 192, 2 * 640 * 192, 2 * 128 * 384]
+    assert op.unpacked(SMALL, CONFIG) == each[2]
+    assert op.unpacked(SMALL, with_learn(recompute="layer")) == sum(each)
+    assert op.unpacked(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
+    assert op.held(SMALL, CONFIG) == 3 * sum(each)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_all_layers_operands_are_held_where_they_fit_beside_what_learning_takes(recompute):
+    config = with_learn(recompute=recompute)
+    need = op.learning_bytes(op.parts(SMALL, config, PROMPT)) + op.held(SMALL, config)
+    assert op.holds_operands(SMALL, config, PROMPT, need / 0.95 + 1)
+    assert not op.holds_operands(SMALL, config, PROMPT, need / 0.95 - 1)
+    for format in ("bf16", "fp8-flow"):
+        bare = dataclasses.replace(config, model=ModelConfig(format=format))
+        assert not op.holds_operands(SMALL, bare, PROMPT, 1e12)
+
+
+def test_the_command_says_what_holding_takes_where_it_fits(capsys):
+    for gpu_gb, fits in ((80, True), (48, False)):
+        command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.recompute", "none"])
+        text = capsys.readouterr().out
+        assert "fits into" in text and ("13.25 GB besides" in text) == fits
+
+
+def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
+    assert op.head(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 10
+    assert op.head(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 10
+
+
+@pytest.mark.parametrize(
+    ("micro_tokens", "updates", "rows"),
+    [
+        (200, 1, 139),  # two samples of 99 rows do not fit behind a prompt of 40
+        (10, 1, 139),
+        (237, 1, 139),
+        (238, 1, 238),  # a group
+        (475, 1, 238),
+        (476, 1, 2 * 238),
+        (337, 1, 238),
+        (100_000, 1, 4 * 238),
+        (100_000, 3, 2 * 238),
+    ],
+)
+def test_a_micro_batch_is_as_pack_makes_it(micro_tokens, updates, rows):
+    config = with_learn(micro_tokens=micro_tokens, updates_per_step=updates)
+    assert op.rows_at_once(config, PROMPT) == rows
+    prompt = Prompt(index=0, text="", tokens_T=[1] * PROMPT, messages=None, columns={})
+    one = Sample(
+        tokens_T=[1] * 100, logprobs_T=[0.0] * 100, text="", finish="length", version=0, advantage=1.0
+    )
+    groups = [Group(prompt=prompt, samples_G=[one] * 2)] * -(-4 // updates)
+    batches = pack([(g, [1.0] * 2) for g in groups], max_tokens=micro_tokens, device=torch.device("cpu"))
+    assert max(len(batch.tokens_T) for batch in batches) == rows
+
+
+def test_branches_fill_a_micro_batch_that_samples_alone_would_not():
+    """Each of 4 prompts' 2 samples may have a pivot: 4 + 8 groups of 238 rows at most."""
+    algo = AlgoConfig(branching="deep", deep=DeepConfig(num_branches=2))
+    config = dataclasses.replace(with_learn(micro_tokens=100_000), algo=algo)
+    assert op.rows_at_once(config, PROMPT) == 12 * 238
+    assert (
+        op.rows_at_once(dataclasses.replace(config, learn=with_learn(micro_tokens=2000).learn), PROMPT)
+        == 8 * 238
+    )
+
+
+@pytest.mark.parametrize("micro_tokens", [25, 24, 9, 4, 26])
+def test_a_micro_batch_that_parts_fill_is_as_pack_makes_it(micro_tokens):
+    config = dataclasses.replace(
+        with_learn(micro_tokens=micro_tokens), num_samples=8, sample=SampleConfig(max_tokens=4)
+    )
+    prompt = Prompt(index=0, text="", tokens_T=[1] * 2, messages=None, columns={})
+    one = Sample(tokens_T=[1] * 4, logprobs_T=[0.0] * 4, text="", finish="length", version=0, advantage=1.0)
+    groups = [(Group(prompt=prompt, samples_G=[one] * 8), [1.0] * 8)] * 4
+    batches = pack(groups, max_tokens=micro_tokens, device=torch.device("cpu"))
+    assert op.rows_at_once(config, 2) == max(len(batch.tokens_T) for batch in batches)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
+def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
+    config = with_learn(recompute=recompute)
+    found = op.parts(SMALL, config, PROMPT)
+    phases = {
+        when: sum(p.num_bytes for p in found if p.when == when) for when in ("always", "sampling", "learning")
+    }
+    assert op.total(found) == phases["always"] + max(phases["sampling"], phases["learning"])
+    assert phases["sampling"] == op.kv_cache(SMALL, config, PROMPT) + op.prefill(SMALL, config)
+    layers = op.activations(SMALL, config, 139) + op.unpacked(SMALL, config)
+    kept = 3 * op.layer_row(SMALL, config) if recompute == "none" else 3 * 512
+    gradients = 4 * op.adapter_weights(SMALL, config)
+    assert phases["learning"] == gradients + max(layers, 139 * kept + op.head(SMALL, config, 139))
+
+
+def test_auto_is_the_least_recomputation_that_learning_fits_with():
+    def learning(recompute):
+        found = op.parts(SMALL, with_learn(recompute=recompute), PROMPT)
+        return sum(p.num_bytes for p in found if p.when in ("always", "learning"))
+
+    needs = [learning(recompute) for recompute in ("none", "layer", "offload")]
+    assert needs == sorted(needs, reverse=True) and needs[0] > needs[1]
+    auto = with_learn(recompute="auto")
+
+    def taken(gpu_bytes):
+        return op.settled(SMALL, auto, PROMPT, gpu_bytes)
+
+    assert taken(needs[0] / 0.95 + 1) == with_learn(recompute="none")
+    assert taken(needs[0] / 0.95 - 1) == taken(needs[1] / 0.95 + 1) == with_learn(recompute="layer")
+    assert taken(needs[1] / 0.95 - 1) == taken(1e3) == with_learn(recompute="offload")
+    assert op.settled(SMALL, CONFIG, PROMPT, 1e3) == CONFIG  # a choice that was made stays
+
+
+def test_autos_choice_does_not_depend_on_what_the_cache_wants():
+    auto = with_learn(recompute="auto")
+    many = dataclasses.replace(auto, num_prompts=512, engine=EngineConfig(page_tokens=16, max_running=1024))
+    found = op.parts(SMALL, op.settled(SMALL, many, PROMPT, 0.64e9), PROMPT)
+    assert op.total(found) > 0.64e9 > op.learning_bytes(found)
+    assert op.settled(SMALL, many, PROMPT, 0.64e9).learn.recompute == "none"
+
+
+MEASURED = [  # H200, 2026-11-21: the most at once in a step of 64 samples of 2,048 tokens, recompute layer
+    {"shape": "qwen2.5-7b", "kv": "bf16", "kv_gb": 7.2, "micro_tokens": 8192, "peak_gb": 15.19},
+    {"shape": "qwen2.5-32b", "kv": "fp8", "kv_gb": 10.76, "micro_tokens": 4350, "peak_gb": 37.0},
+]
+ROWS = [row for row in read(ROOT / RESULTS) if row["bench"] == "memory" and "error" not in row]
+
+
+@pytest.mark.parametrize("row", [*MEASURED, *ROWS], ids=lambda row: f"{row['shape']} {row['peak_gb']} GB")
+def test_what_was_measured_is_within_a_tenth_of_the_plan(row):
+    """Peaks lack what CUDA itself takes. Under a cap a cache of no given size is fitted to it."""
+    names = {field.name for field in dataclasses.fields(BenchStepOptions)} & row.keys()
+    options = dataclasses.replace(
+        BenchStepOptions(batches=(64,), max_tokens=2048, recompute="layer"),
+        **{name: row[name] for name in names - {"steps"}},
+        **({"batches": (row["batch"],)} if "batch" in row else {}),
+    )
+    config = config_of(next(cases("memory", options, row.get("provider", "qerl-nvfp4"))))
+    planned_gb = op.total(op.parts(shape(options.shape), config, options.prompt_tokens)) / 1e9
+    planned_gb = min(planned_gb - op.CONTEXT_BYTES / 1e9, row.get("cap_gb") or math.inf)
+    assert abs(planned_gb - row["peak_gb"]) < 0.1 * row["peak_gb"]
+
+
+def test_the_largest_fits_and_one_more_does_not():
+    limit = 0.611e9
+    most = fit.largest(SMALL, CONFIG, PROMPT, limit)
+    assert 0 < most.num_prompts < 2048 and 100 < most.max_tokens < 472 and 16 < most.rank < 1024
+
+    def need(count, tokens, rank):
+        running = max(count * 2, CONFIG.engine.max_running)
+        config = dataclasses.replace(
+            CONFIG,
+            num_prompts=count,
+            sample=SampleConfig(max_tokens=tokens),
+            adapter=AdapterConfig(rank=rank),
+            engine=dataclasses.replace(CONFIG.engine, max_running=running),
+        )
+        return op.total(op.parts(SMALL, config, PROMPT))
+
+    for just, over in (
+        ((most.num_prompts, 100, 16), (most.num_prompts + 1, 100, 16)),
+        ((4, most.max_tokens, 16), (4, most.max_tokens + 1, 16)),
+        ((4, 100, most.rank), (4, 100, most.rank + 16)),
+    ):
+        assert need(*just) <= limit < need(*over)
+    assert fit.largest(SMALL, CONFIG, PROMPT, 1e6) == fit.Largest(num_prompts=0, max_tokens=0, rank=0)
+
+
+@pytest.mark.parametrize(("model", "gpu_gb"), [("qwen2.5-7b", 24), ("qwen2.5-32b", 40), ("qwen2.5-72b", 80)])
+def test_what_it_says_would_fit_does(capsys, model, gpu_gb):
+    as_it_was = ["--learn.recompute", "none"] if gpu_gb < 40 else []
+    command(["plan", model, "--gpu-gb", str(gpu_gb), *as_it_was])
+    text = capsys.readouterr().out
+    assert "does not fit" in text
+    found = re.findall(r"^  (--.*?) +([\d.]+) GB$", text, flags=re.M)
+    assert found
+    for options, gb in found:
+        command(["plan", model, "--gpu-gb", str(gpu_gb), *as_it_was, *options.split()])
+        assert re.search(rf"most at once +{gb} GB   fits into", capsys.readouterr().out), options
+    sets = [set(zip(*[iter(options.split())] * 2, strict=True)) for options, _ in found]
+    assert not any(one < other for one in sets for other in sets)
+
+
+@pytest.mark.parametrize(("gpu_gb", "taken"), [(80, "none"), (24, "layer")])
+def test_the_command_says_what_auto_takes(capsys, gpu_gb, taken):
+    command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb)])
+    text = capsys.readouterr().out
+    assert f"learn.recompute {taken} (auto)" in text and f"fits into {gpu_gb} GB" in text
+    command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.recompute", taken])
+    same, _, _ = text.replace(" (auto)", "").partition("largest batch")  # which auto may recompute for
+    assert capsys.readouterr().out.startswith(same)
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    command(["plan", "qwen2.5-7b", "--gpu-gb", "24"])
+    printed = "".join(f"    {line}".rstrip() + "\n" for line in capsys.readouterr().out.splitlines())
+    assert printed in (ROOT / "docs" / "fitting.md").read_text()
+
+
+def test_it_says_so_where_nothing_helps(capsys):
+    command(["plan", "qwen2.5-72b", "--gpu-gb", "24"])
+    assert "not even recomputation" in capsys.readouterr().out
+
+
+def test_the_command_prints_parts_that_add_up(capsys):
+    options = ["--num-prompts", "8", "--sample.max-tokens", "2048", "--learn.recompute", "layer"]
+    command(["plan", "qwen2.5-7b", "--gpu-gb", "80", *options])
+    text = capsys.readouterr().out
+    rows = re.findall(r"([\d.]+) GB   (always|sampling|learning|fits)", text)
+    sums = {when: sum(float(gb) for gb, name in rows if name == when) for _, when in rows}
+    assert sums["fits"] == pytest.approx(sums["always"] + max(sums["sampling"], sums["learning"]), abs=0.06)
+    assert "64 samples of up to 2048 tokens" in text and "fits into 80 GB" in text
+    assert "  3.68 GB" in text  # 6.53e9 weights of 4.5 bits
+    assert "sampler's weights" not in text  # there are none of its own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "plan needs a model"),
+        (["qwen2.5-9b", "--gpu-gb", "24"], "no shape; there are .*qwen2.5-7b"),
+        (["qwen2.5-7b", "--gpu-gb", "-1"], "gpu_gb must be positive"),
+        (["smollm2-135m", "--gpu-gb", "8", "--sample.max-tokens", "9000"], "8192 positions"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message):
+    with pytest.raises(UserError, match=message):
+        command(["plan", *arguments])

@@ -1,0 +1,181 @@
+"""A study from its definition to its page, with a tiny model on the CPU; a kill changes nothing of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from study import tiny_study
+
+import tiny_run
+from qerl.config.options import StudyOptions
+from qerl.errors import RunError, UserError
+from qerl.study.results import Results
+from qerl.study.run import best_rates, choice_jobs, final_jobs, run_study
+from qerl.study.study import chosen
+from qerl.tracking import is_timing
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+
+
+def lines(folder, name="results"):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def untimed(value):
+    """Without what differs from one execution to the next."""
+    if isinstance(value, dict):
+        return {
+            k: untimed(v) for k, v in value.items() if not is_timing(k) and k not in ("seconds", "workers")
+        }
+    return [untimed(item) for item in value] if isinstance(value, list) else value
+
+
+def run(files, folder, *more, **options):
+    command = [sys.executable, "-m", "study.tiny_study", str(files), str(folder), *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+    )
+
+
+def finish(process):
+    stdout, stderr = process.communicate(timeout=180)
+    assert process.returncode == 0, stderr
+    return stdout
+
+
+@pytest.fixture(scope="module")
+def unbroken(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("studies") / "whole"
+    finish(run(files, folder))
+    return folder
+
+
+def test_every_arm_and_seed_has_its_line_in_the_study_s_order(unbroken):
+    found = lines(unbroken)
+    assert [(line["task"], line["arm"], line["seed"]) for line in found] == [
+        ("sums", arm, seed) for arm in ("bf16", "nvfp4") for seed in (0, 1)
+    ]
+    for line in found:
+        assert line["study"] == "tiny" and line["device"] and line["seconds"] > 0
+        assert [point["step"] for point in line["curve"]] == [0, 1]
+        assert {"accuracy_before", "accuracy_after", "reward_first", "reward_mean"} <= set(line["final"])
+        rewards = [point["reward"] for point in line["curve"]]
+        assert line["final"]["reward_mean"] == pytest.approx(sum(rewards) / 2, rel=1e-5)
+
+
+def test_rates_are_chosen_with_seeds_that_serve_for_nothing_else(unbroken):
+    trials, finals = lines(unbroken, "choice"), lines(unbroken)
+    assert {line["seed"] for line in trials} == {100} and {line["seed"] for line in finals} == {0, 1}
+    for arm in ("bf16", "nvfp4"):
+        scores = {t["learning_rate"]: t["final"]["accuracy_after"] for t in trials if t["arm"] == arm}
+        assert set(scores) == {0.001, 0.01}
+        best = max(sorted(scores), key=scores.__getitem__)
+        assert {line["learning_rate"] for line in finals if line["arm"] == arm} == {best}
+
+
+def test_the_page_and_the_summary_say_what_was_found(unbroken):
+    page, summary = (unbroken / "index.html").read_text(), (unbroken / "summary.md").read_text()
+    for text in (page, summary):
+        assert "NVFP4 ends above BF16" in text and "nvfp4" in text and "2 pairs" in text
+    assert "<svg" in page and "<script" not in page and "http" not in page.replace("http-equiv", "")
+    assert "runs are missing" not in page
+
+
+def test_checkpoints_are_gone_and_the_rest_of_a_run_stays(unbroken):
+    runs = [path.parent for path in (unbroken / "runs").rglob("result.json")]
+    assert len(runs) == 8
+    for folder in runs:
+        assert not (folder / "checkpoints").exists() and (folder / "metrics.jsonl").exists()
+        assert (folder / "log.txt").exists()
+
+
+def wait_for(process, condition):
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, unbroken, tmp_path):
+    folder = tmp_path / "killed"
+    process = run(files, folder)
+    under_way = folder / "runs" / "sums" / "nvfp4"
+    wait_for(process, lambda: list(under_way.rglob("seed-0/checkpoints/step-*")))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = lines(folder)
+    assert 2 <= len(before) < 4
+    finish(run(files, folder, "2"))
+    assert untimed(lines(folder)) == untimed(lines(unbroken))
+    assert untimed(lines(folder, "choice")) == untimed(lines(unbroken, "choice"))
+    assert lines(folder)[: len(before)] == before  # what was there was not run again
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, unbroken, tmp_path):
+    folder = tmp_path / "stopped"
+    process = run(files, folder, start_new_session=True)
+    wait_for(process, lambda: list(folder.rglob("checkpoints/step-*")))
+    before = set(folder.rglob("metrics.jsonl"))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    process.communicate(timeout=60)
+    assert process.returncode != 0 and set(folder.rglob("metrics.jsonl")) == before
+    finish(run(files, folder))
+    assert untimed(lines(folder)) == untimed(lines(unbroken))
+
+
+def test_a_finished_study_runs_nothing(files, unbroken):
+    before = (unbroken / "results.jsonl").read_text()
+    finish(run(files, unbroken))
+    assert (unbroken / "results.jsonl").read_text() == before
+
+
+def test_the_order_of_lines_is_the_study_s_whichever_run_ends_first(files, tmp_path):
+    study = tiny_study.make(files)
+    jobs = final_jobs(study, tmp_path, {("sums", "bf16"): 0.01, ("sums", "nvfp4"): 0.01})
+    results = Results(tmp_path / "results.jsonl")
+    for job in reversed(jobs):
+        line = {"task": job.task, "arm": job.arm, "seed": job.seed, "learning_rate": job.rate}
+        results.add(job, line | {"digest": job.digest}, jobs)
+    assert [(line["arm"], line["seed"]) for line in lines(tmp_path)] == [(j.arm, j.seed) for j in jobs]
+
+
+def test_a_line_of_another_config_is_refused(files, tmp_path):
+    study = tiny_study.make(files)
+    job = final_jobs(study, tmp_path, {("sums", "bf16"): 0.01})[0]
+    line = {"task": job.task, "arm": job.arm, "seed": job.seed, "learning_rate": job.rate, "digest": "other"}
+    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(UserError, match="sums, bf16, seed 0 was run with another config"):
+        Results(tmp_path / "results.jsonl").of(job)
+
+
+def test_an_arm_that_was_not_tried_to_the_end_has_no_rate_yet(files, tmp_path):
+    study = tiny_study.make(files)
+    trials = choice_jobs(study, tmp_path)
+    choice = Results(tmp_path / "choice.jsonl")
+    for job in trials[:-1]:
+        line = {"task": job.task, "arm": job.arm, "seed": job.seed, "learning_rate": job.rate}
+        score = 0.5 if job.arm == "bf16" else 0.1
+        choice.add(job, line | {"digest": job.digest, "final": {"accuracy_after": score}}, trials)
+    assert best_rates(study, trials, choice) == {("sums", "bf16"): 0.001}  # the smaller of equals
+
+
+def test_a_run_that_fails_ends_the_study_with_its_name(files, tmp_path):
+    study = tiny_study.make(files, template="{nothing}")
+    with pytest.raises(RunError, match=r"sums, bf16, seed 100: UserError: .*nothing.*log\.txt"):
+        run_study(study, tmp_path / "bad")
+
+
+def test_more_seeds_than_the_exact_test_can_count_are_refused_before_a_run(files):
+    study = tiny_study.make(files)
+    assert len(chosen(study, StudyOptions(seeds=40)).seeds) == 40
+    with pytest.raises(UserError, match="41 seeds of 1 tasks make 41 pairs, and the exact test takes 40"):
+        chosen(study, StudyOptions(seeds=41))

@@ -1,0 +1,249 @@
+"""What a program can do to the machine: each of these runs, and is bounded by one mechanism of the sandbox."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from qerl.tasks.code.runner import _CHILD, Limits, probe, run_call, run_test, run_with_input
+from qerl.tasks.code.sandbox import MORE_TASKS
+
+LIMITS = Limits(deadline_s=1.0, memory_bytes=512 << 20, output_bytes=1 << 20)
+LONG = Limits(deadline_s=20.0, memory_bytes=512 << 20, output_bytes=1 << 20)
+
+
+def printed(program, given="", limits=LONG):
+    return run_with_input(textwrap.dedent(program), given, limits)
+
+
+def raised(statement, setup=""):
+    """The name of what the statement raises inside."""
+    return printed(
+        f"{setup}\ntry:\n    {statement}\nexcept BaseException as error: print(type(error).__name__)"
+    )
+
+
+def children() -> int:
+    """Processes of this checkout's child.py that still run."""
+    count = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_child = os.fsencode(_CHILD) in (folder / "cmdline").read_bytes()
+            count += is_child and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return count
+
+
+def test_standard_input_goes_in_and_standard_output_comes_out():
+    assert printed("print(int(input()) ** 2)", "7\n") == "49\n"
+    assert printed("import sys; print(len(sys.stdin.read()))") == "0\n"
+    assert printed("raise SystemExit(0)") == ""
+
+
+def test_a_program_that_fails_has_printed_nothing():
+    assert printed("print(49); raise ValueError") is None
+    assert printed("print(49); import os; os._exit(3)") is None
+    assert printed("print(49") is None
+
+
+def test_an_endless_loop_ends_at_the_deadline_and_leaves_nothing():
+    begin = time.monotonic()
+    assert printed("print(1, flush=True)\nwhile True: pass", limits=LIMITS) is None
+    assert printed("import time, os; os.close(1); time.sleep(60)", limits=LIMITS) is None
+    assert time.monotonic() - begin < 6 and children() == 0
+
+
+def test_a_fork_bomb_has_no_first_child():
+    # Were it to have children, there would be 20 that end: the test must not do what it tests.
+    bomb = """
+        import os, time
+        children = 0
+        for _ in range(2000):
+            try:
+                if children < 20 and os.fork() == 0:
+                    time.sleep(5)
+                    os._exit(0)
+                children += 1
+            except OSError: pass
+        print(children)
+    """
+    assert printed(bomb) == "0\n" and children() == 0
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import subprocess; subprocess.Popen(['/bin/sleep', '30'])",
+        "import os; os.posix_spawn('/bin/sleep', ['sleep', '30'], {})",
+        "import os; os.execv('/bin/true', ['true'])",
+        "import os, sys; os.fork() or __import__('time').sleep(30)",
+        "import multiprocessing as m; p = m.Process(target=print); p.start()",
+    ],
+)
+def test_no_child_is_left_behind_for_there_is_none(start):
+    assert raised(start) == "PermissionError\n" and children() == 0
+
+
+def test_threads_are_bounded():
+    bomb = """
+        import threading, time
+        threading.stack_size(65536)
+        count = 0
+        try:
+            while count < 5000:
+                threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+                count += 1
+        except RuntimeError: pass
+        print(count, flush=True)
+        __import__("os")._exit(0)
+    """
+    num_tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    count = int(printed(bomb) or "0")
+    assert 1 <= count < num_tasks + 2 * MORE_TASKS
+
+
+def test_a_memory_hog_meets_its_limit():
+    assert raised("x = bytearray(1 << 30)") == "MemoryError\n"
+    assert raised("import os; os.memfd_create('x')") == "PermissionError\n"
+    assert printed("x = bytearray(100 << 20); print(len(x))") == f"{100 << 20}\n"
+
+
+def test_a_gigabyte_of_output_is_cut_off_at_once():
+    begin = time.monotonic()
+    assert printed("while True: print('x' * 1000000)", limits=LONG) is None
+    assert run_call("def f(): return 'x' * 50_000_000", "f", [], LONG) is None
+    assert time.monotonic() - begin < 10
+    assert printed("import sys\nfor _ in range(100): sys.stderr.write('x' * 1000000)\nprint(1)") == "1\n"
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
+def test_there_is_no_network(family):
+    assert raised(f"socket.socket(socket.{family})", "import socket") == "PermissionError\n"
+
+
+def test_nothing_is_written_outside_and_the_folder_is_gone_afterwards(tmp_path):
+    tmp_path.chmod(0o777)
+    target = tmp_path / "kept"
+    target.write_text("kept")
+    target.chmod(0o666)
+    assert probe(LIMITS), "Landlock is needed for this test"
+    for statement in ("open({!r}, 'w')", "os.remove({!r})", "os.truncate({!r}, 0)", "os.chmod({!r}, 0)"):
+        assert raised(statement.format(str(target)), "import os") == "PermissionError\n"
+    assert raised(f"open({str(tmp_path / 'new')!r}, 'w')") == "PermissionError\n"
+    assert target.read_text() == "kept" and list(tmp_path.iterdir()) == [target]
+    inside = "import os; assert os.listdir() == []; open('a', 'w').write('1'); print(os.getcwd(), end='')"
+    assert not Path(printed(inside) or "/").exists()
+
+
+def test_a_folder_that_resists_is_removed_too():
+    deep = """
+        import os
+        print(os.getcwd(), end="")
+        for _ in range(1500): os.mkdir("d"); os.chdir("d")
+        os.mkdir("closed", 0o300); open("closed/f", "w").close()
+    """
+    assert not Path(printed(deep) or "/").exists()
+
+
+def test_a_file_has_a_limit():
+    assert raised("f = open('a', 'wb'); f.write(bytes(2 << 20)); f.close()") == "OSError\n"
+
+
+def test_the_environment_is_clean_and_the_parents_is_out_of_reach(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert "HF_TOKEN" not in (printed("import os; print(dict(os.environ))") or "HF_TOKEN")
+    assert raised("open(f'/proc/{os.getppid()}/environ')", "import os") == "PermissionError\n"
+    assert raised("os.listdir('/proc/self/fd')", "import os") == "PermissionError\n"
+    assert raised("open('/etc/passwd')") == "PermissionError\n"
+    secret = os.environ.get("HOME", "/root")
+    assert raised(f"os.listdir({secret!r})", "import os") == "PermissionError\n"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "os.kill(os.getppid(), 9)",
+        "os.kill(-1, 9)",
+        "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (1, 1))",
+        "os.setpriority(os.PRIO_USER, 0, 19)",
+        "os.sched_setaffinity(os.getppid(), {0})",
+        "os.setsid()",
+        "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    ],
+)
+def test_other_processes_are_out_of_reach(statement):
+    assert raised(statement, "import os, resource, fcntl") == "PermissionError\n"
+
+
+def test_its_own_limits_cannot_be_raised():
+    raise_it = "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))"
+    assert raised(raise_it, "import resource") in ("ValueError\n", "PermissionError\n")
+
+
+def test_a_program_dies_with_the_worker_that_runs_it(tmp_path):
+    runs = (
+        "from qerl.tasks.code.runner import *\n"
+        "run_with_input('while True: pass', '', Limits(30.0, 1 << 29, 1000))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    worker = subprocess.Popen([sys.executable, "-c", runs], env=environment)
+    end = time.monotonic() + 30
+    while children() == 0 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert children() == 1
+    time.sleep(0.5)  # until it is confined
+    worker.kill()
+    worker.wait()
+    end = time.monotonic() + 5
+    while children() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert children() == 0
+
+
+def test_usual_programs_run():
+    assert printed("import numpy; print(numpy.arange(4).sum())") == "6\n"
+    deep = """
+        import sys, threading
+        sys.setrecursionlimit(10**6); threading.stack_size(1 << 26)
+        def f(n): return 0 if n == 0 else 1 + f(n - 1)
+        t = threading.Thread(target=lambda: print(f(20000))); t.start(); t.join()
+    """
+    assert printed(deep) == "20000\n"
+    whole = "import dataclasses as d\n@d.dataclass\nclass P: x: int\nif __name__ == '__main__': print(P(1))"
+    assert printed(whole) == "P(x=1)\n"
+    assert printed("def f(): return f()\nf()") is None
+
+
+def test_a_call_gives_its_value_as_plain_data():
+    assert run_call("def f(x): return (x, {1: {2}}, None)", "f", [[3, 4.5]], LONG) == (
+        ([3, 4.5], {1: {2}}, None),
+    )
+    assert run_call("class Solution:\n    def f(self, x): return -x", "f", [10**30], LONG) == (-(10**30),)
+    assert run_call("def f(x): return object()", "f", [1], LONG) is None
+    assert run_call("def g(x): return x", "f", [1], LONG) is None
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x): return x * x", "assert f(3) == 9"),
+        ("def f(x): return x / 3", "assert abs(f(1) - 0.33333) < 1e-4"),
+        ("def f(x): return x / 3", "import math\nassert math.isclose(f(1), 1 / 3)"),
+        ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+        ("def f(a): a.sort()", "a = [2, 1]\nf(a)\nassert a == [1, 2]"),
+        ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+        ("from collections import Counter\nf = Counter", "assert f('aab') == {'a': 2, 'b': 1}"),
+        ("def f(): raise ValueError", "try:\n    f()\n    assert False\nexcept ValueError: pass"),
+        ("class S:\n    a = []\n    def push(s, x): s.a.append(x)\n    def pop(s): return s.a.pop()",
+         "s = S()\ns.push(3)\nassert s.pop() == 3 and s.a == []"),
+        ("def f(g, x): return g", "assert set(f((1, 2), 3)) == {1, 2}"),
+        ("def f(x): return x + 1", "from solution import f\ndef test_one():\n    assert f(1) == 2"),
+    ],
+)  # fmt: skip
+def test_a_test_asks_the_program(program, test):
+    assert run_test(program, test, LONG)
+    assert not run_test("def f(*a): return None\nsum = S = f", test, LONG)

@@ -1,0 +1,127 @@
+"""Curves: where a value lands, which ticks stand beside it, and that thinning loses no spike."""
+
+import re
+
+import pytest
+
+from qerl.tracking.report.curve import (
+    MAX_POINTS,
+    Series,
+    curves_svg,
+    linear_ticks,
+    log_ticks,
+    number_text,
+    smoothed,
+    stack_svg,
+    thinned,
+)
+
+
+def polylines(svg):
+    found = re.findall(r'<polyline class="([^"]*)" points="([^"]*)"', svg)
+    return [(name, [tuple(map(float, pair.split(","))) for pair in points.split()]) for name, points in found]
+
+
+def curve(points, mark="line"):
+    return curves_svg("t", [Series(label="a", run_index=0, points=points, mark=mark)])
+
+
+def test_a_curve_lies_where_its_ticks_say():
+    svg = curve([(0, 0.0), (5, 1.0), (10, 2.0)])
+    ((name, points),) = polylines(svg)
+    # 230 high, 8 above and 24 below; the axis reaches 5 % beyond 2.
+    assert name == "curve"
+    assert points == [(50, 206), (260, 111.7), (470, 17.4)]
+    ticks = re.findall(r'y="([\d.]+)" text-anchor="end">([^<]*)<', svg)
+    assert ("115.2", "1") in ticks and ("209.5", "0") in ticks
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0, 40, [0, 10, 20, 30, 40]),
+        (-0.3, 0.3, [-0.2, 0, 0.2]),
+        (742, 893, [750, 800, 850]),
+    ],
+)
+def test_ticks_are_round_numbers(low, high, ticks):
+    assert linear_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_log_ticks_are_powers_of_ten():
+    assert log_ticks(2e-5, 0.3) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1])
+    assert log_ticks(1e-10, 1) == pytest.approx([1e-10, 1e-7, 1e-4, 1e-1])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.2, "0.2"),
+        (812.44, "812.4"),
+        (2.1e-4, "2.1e-4"),
+        (12345, "12,345"),
+        (3e8, "3e8"),
+        (-0.5, "-0.5"),
+    ],
+)
+def test_numbers_are_short(value, text):
+    assert number_text(value) == text
+
+
+def heights(values):
+    ((_, points),) = polylines(curve(list(enumerate(values))))
+    return [y for _, y in points]
+
+
+def test_a_spike_far_above_the_rest_gets_a_log_scale():
+    low, middle, high = heights([1e-4, 1e-4, 1e-4, 1e-3, 1e-2])[2:]
+    assert low - middle == pytest.approx(middle - high, abs=0.2)
+
+
+def test_a_dip_far_below_the_rest_gets_none():
+    first, *_, dip = heights([1.0, 0.5, 1.0, 1e-6])
+    middle = heights([1.0, 0.5, 1.0, 1e-6])[1]
+    assert dip - middle == pytest.approx(middle - first, abs=0.2)
+
+
+def test_a_long_curve_is_smoothed_with_its_values_behind():
+    points = [(i, float(i % 2)) for i in range(300)]
+    (raw, raw_points), (bold, bold_points) = polylines(curve(points))
+    assert (raw, bold) == ("curve raw", "curve") and len(raw_points) == len(bold_points) == 300
+    assert smoothed(points)[100] == (100, pytest.approx(6 / 11))
+    assert smoothed(points)[0] == (0, pytest.approx(3 / 6))
+    assert [name for name, _ in polylines(curve(points, mark="exact"))] == ["curve"]
+
+
+def test_thinning_keeps_every_stretchs_extremes_in_order():
+    points = [(i, 0.0) for i in range(10_000)]
+    points[5003], points[7777] = (5003, 9.0), (7777, -9.0)
+    kept = thinned(points)
+    assert len(kept) <= MAX_POINTS and (5003, 9.0) in kept and (7777, -9.0) in kept
+    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
+
+
+def test_a_single_value_is_a_dot_and_marks_are_drawn_as_asked():
+    assert curve([(3, 0.5)]).count('<circle class="dot"') == 1
+    assert curve([(3, 0.5), (4, 0.5)], mark="ring").count('<circle class="ring"') == 2
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e-30, 1e30])
+def test_a_constant_has_axes(value):
+    svg = curve([(0, value), (1, value)])
+    assert "nan" not in svg and len(polylines(svg)[0][1]) == 2
+
+
+def test_layers_stand_on_each_other():
+    svg = stack_svg("t", [0.0, 1.0], [[1.0, 2.0], [3.0, 0.0]], 4.0)
+    outlines = re.findall(r'class="layer p(\d)" points="([^"]*)"', svg)
+    lower, upper = ([tuple(map(float, p.split(","))) for p in points.split()] for _, points in outlines)
+    assert lower[:4] == [(50, 156.5), (260, 156.5), (260, 107), (470, 107)]
+    assert upper[:4] == [(50, 8), (260, 8), (260, 107), (470, 107)]
+    assert upper[4:] == lower[3::-1]
+
+
+def test_titles_are_escaped():
+    assert "<b>" not in curves_svg('"<b>', [Series(label="a", run_index=0, points=[(0, 1)])])

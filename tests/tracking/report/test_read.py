@@ -1,0 +1,116 @@
+"""What a page takes from a run's folder: which samples, which evaluations, which times."""
+
+import json
+
+from qerl.tracking.report import page
+from qerl.tracking.report.read import Run, chosen_steps, read_run
+from qerl.tracking.report.section import evaluated, phase_seconds
+
+
+def run_of(records, evaluations=None):
+    parts = {"facts": {}, "result": {}, "groups": [], "notices": [], "coverage": []}
+    return Run(name="run", records=records, evaluations=evaluations or {}, **parts)
+
+
+def write_samples(folder, num_steps, num_prompts, num_samples, text="t"):
+    (folder / "metrics.jsonl").touch()
+    with open(folder / "samples.jsonl", "w") as file:
+        for step in range(num_steps):
+            for i in range(num_prompts * num_samples):
+                record = {
+                    "step": step,
+                    "prompt_index": i // num_samples,
+                    "prompt": "p",
+                    "text": f"{text}{step}.{i}",
+                }
+                file.write(json.dumps(record) + "\n")
+
+
+def test_a_large_run_shows_its_newest_and_evenly_spread_steps():
+    assert chosen_steps(list(range(100)), 8) == [0, 16, 32, 49, 65, 81, 98, 99]
+    assert chosen_steps(list(range(100)), 1) == [99]
+    assert chosen_steps([3, 5], 8) == [3, 5]
+
+
+def test_chosen_steps_are_as_many_as_asked_for_and_no_step_comes_twice():
+    for num_steps in range(1, 40):
+        for num_chosen in range(1, 45):
+            chosen = chosen_steps(list(range(num_steps)), num_chosen)
+            assert len(set(chosen)) == len(chosen) == min(num_steps, num_chosen) and chosen == sorted(chosen)
+            assert chosen[-1] == num_steps - 1
+
+
+def test_the_samples_on_a_page_are_capped_and_the_page_says_so(tmp_path):
+    write_samples(tmp_path, num_steps=30, num_prompts=4, num_samples=2)
+    run = read_run(tmp_path, "run", max_samples=50)
+    assert [group["step"] for group in run.groups[::4]] == [0, 5, 11, 17, 23, 29]
+    assert [s["text"] for s in run.groups[4 * 5 + 1]["samples"]] == ["t29.2", "t29.3"]
+    assert run.coverage == [
+        "48 samples of 6 steps are on this page, the newest and others spread evenly;"
+        " all 240 of 30 steps are in samples.jsonl"
+    ]
+
+
+def test_one_step_of_too_many_samples_is_cut(tmp_path):
+    write_samples(tmp_path, num_steps=2, num_prompts=30, num_samples=2)
+    run = read_run(tmp_path, "run", max_samples=10)
+    assert {group["step"] for group in run.groups} == {1}
+    assert sum(len(group["samples"]) for group in run.groups) == 10 and run.coverage
+
+
+def test_a_small_run_is_shown_whole(tmp_path):
+    write_samples(tmp_path, num_steps=3, num_prompts=2, num_samples=4)
+    run = read_run(tmp_path, "run", max_samples=page.MAX_SAMPLES)
+    assert [len(group["samples"]) for group in run.groups] == [4] * 6 and run.coverage == []
+
+
+def test_a_branch_says_where_its_sample_was_branched(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    records = [
+        {"step": 0, "prompt_index": 7, "text": "a"},
+        {"step": 0, "prompt_index": 7, "prefix_tokens": 20},
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (group,) = read_run(tmp_path, "run", max_samples=5).groups
+    assert [sample["prefix_tokens"] for sample in group["samples"]] == [None, 20]
+
+
+def test_a_very_long_text_is_cut_and_says_by_how_much(tmp_path):
+    write_samples(tmp_path, num_steps=1, num_prompts=1, num_samples=1, text="x" * 20_007)
+    text = read_run(tmp_path, "run", max_samples=5).groups[0]["samples"][0]["text"]
+    assert text == "x" * 20_000 + "\n[10 more characters in samples.jsonl]"
+
+
+def test_several_runs_share_the_cap(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(page, "read_run", lambda *_, max_samples: seen.append(max_samples) or run_of([]))
+    page.write_report([tmp_path / "a", tmp_path / "b", tmp_path / "c"], tmp_path / "page.html")
+    assert seen == [666] * 3
+
+
+def test_an_evaluation_stands_at_the_number_of_steps_then_taken():
+    records = [{"step": i} | ({"eval_accuracy": i / 10} if i % 2 else {}) for i in range(5)]
+    run = run_of(records, {"before": {"accuracy": 0.05, "greedy": 0.2}, "after": {"accuracy": 0.9}})
+    assert evaluated(run, "accuracy") == [(0, 0.05), (2, 0.1), (4, 0.3), (5, 0.9)]
+    assert evaluated(run, "greedy") == [(0, 0.2)]
+
+
+def test_the_last_evaluation_is_shown_once():
+    run = run_of([{"step": 0, "eval_greedy": 0.5}], {"after": {"greedy": 0.5}})
+    assert evaluated(run, "greedy") == [(1, 0.5)]
+
+
+def test_phases_and_the_rest_add_up_to_the_step():
+    record = {"step": 3, "rollout_s": 2.0, "learn_s": 1.5, "prefill_s": 0.5, "step_s": 4.0}
+    steps, rows = phase_seconds(run_of([record]))
+    assert steps == [3] and rows == [[2.0, 0, 1.5, 0, 0, 0, 0.5]]
+
+
+def test_time_outside_the_step_does_not_make_the_rest_negative():
+    _, rows = phase_seconds(run_of([{"step": 0, "rollout_s": 1.0, "checkpoint_s": 2.0, "step_s": 1.0}]))
+    assert rows == [[1.0, 0, 0, 0, 0, 2.0, 0]]
+
+
+def test_a_long_runs_times_are_means_of_stretches():
+    steps, rows = phase_seconds(run_of([{"step": i, "learn_s": i % 2, "step_s": i % 2} for i in range(600)]))
+    assert len(steps) == 300 and steps[:2] == [0.5, 2.5] and all(row[2] == 0.5 for row in rows)

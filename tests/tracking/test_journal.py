@@ -1,0 +1,397 @@
+"""The run's folder: what a step leaves there, and what is left when it is killed and goes on."""
+
+import dataclasses
+import io
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qerl.config import CheckpointConfig, LearnConfig, RunConfig, TaskConfig
+from qerl.errors import RunError, UserError
+from qerl.tracking import Journal, is_timing
+from qerl.types import Group, Prompt, Sample
+
+NUM_STEPS = 6
+
+
+def open_journal(folder, console=None):
+    return Journal(folder, num_steps=NUM_STEPS, console=console or Console(file=io.StringIO(), width=200))
+
+
+def group(step, text="3"):
+    prompt = Prompt(index=17, text="1 + 2?", tokens_T=[5, 6], messages=None, columns={"answer": 3})
+    rewards = ((1.0, 0.5), (None, 0.0))
+    return Group(
+        prompt=prompt,
+        samples_G=[
+            Sample(
+                tokens_T=[7, 2],
+                logprobs_T=[-1, -2],
+                text=text,
+                finish="stop",
+                version=step,
+                reward=r,
+                advantage=a,
+            )
+            for r, a in rewards
+        ],
+    )
+
+
+def take_steps(journal, first, last):
+    for step in range(first, last):
+        with journal.step(step) as log:
+            with log.span("rollout"):
+                log.samples([group(step, text=f"it is {step}\n")])
+            log.add(reward=step / 10, entropy=1.5, sampled_tokens=4)
+
+
+def records(folder, name="metrics"):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_bytes().splitlines()]
+
+
+def timeless(folder):
+    metrics = [{k: v for k, v in record.items() if not is_timing(k)} for record in records(folder)]
+    return metrics, records(folder, "samples")
+
+
+def test_a_step_is_one_line_of_its_metrics_and_times(tmp_path):
+    with open_journal(tmp_path) as journal, journal.step(0) as log:
+        with log.span("rollout"):
+            time.sleep(0.02)
+        log.add(reward=0.25, sampled_tokens=30)
+        log.add(reward=0.5)
+    (record,) = records(tmp_path)
+    assert (record["step"], record["reward"], record["sampled_tokens"]) == (0, 0.5, 30)
+    assert 0.02 <= record["rollout_s"] <= record["step_s"] < 5
+    assert record["tokens_per_s"] == 30 / record["rollout_s"]
+    assert abs(record["wall_time"] - time.time()) < 60 and 0.01 < record["memory_gb"] < 100
+
+
+def test_every_sample_has_a_line(tmp_path):
+    with open_journal(tmp_path) as journal, journal.step(4) as log:
+        log.samples([group(4)])
+    expected = {
+        "step": 4,
+        "prompt_index": 17,
+        "sample_index": 0,
+        "prompt": "1 + 2?",
+        "text": "3",
+        "reward": 1.0,
+        "advantage": 0.5,
+        "finish": "stop",
+        "num_tokens": 2,
+        "version": 4,
+        "answer": "3",
+    }
+    assert records(tmp_path, "samples") == [
+        expected,
+        expected | {"sample_index": 1, "reward": None, "advantage": 0.0},
+    ]
+
+
+@pytest.mark.parametrize(("columns", "answer"), [({"solution": 4}, "4"), ({"answer": "5"}, "5"), ({}, None)])
+def test_a_samples_answer_is_the_tasks_column(tmp_path, columns, answer):
+    one = group(0)
+    one = dataclasses.replace(one, prompt=dataclasses.replace(one.prompt, columns=columns))
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(task=TaskConfig(answer_column="solution")))
+        with journal.step(0) as log:
+            log.samples([one])
+    assert records(tmp_path, "samples")[0]["answer"] == answer
+
+
+def test_a_step_is_on_the_disk_before_the_next_begins(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def recorded(number):
+        synced.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    with open_journal(tmp_path) as journal:
+        monkeypatch.setattr(os, "fsync", recorded)
+        take_steps(journal, 0, 1)
+        assert synced == [str(tmp_path / "samples.jsonl"), str(tmp_path / "metrics.jsonl")]
+
+
+def test_a_step_that_raises_leaves_nothing(tmp_path):
+    with open_journal(tmp_path) as journal:
+        with pytest.raises(KeyboardInterrupt), journal.step(0) as log:
+            with log.span("learn"):
+                log.samples([group(0)])
+                log.add(reward=1)
+            raise KeyboardInterrupt
+        take_steps(journal, 0, 1)
+    (record,) = records(tmp_path)
+    assert record["reward"] == 0 and "learn_s" not in record
+    assert [s["text"] for s in records(tmp_path, "samples")] == ["it is 0\n"] * 2
+
+
+def test_a_phase_that_comes_twice_adds_up_and_phases_do_not_nest(tmp_path):
+    with open_journal(tmp_path) as journal, journal.step(0) as log:
+        for _ in range(2):
+            with log.span("rollout"):
+                time.sleep(0.02)
+        inside = pytest.raises(AssertionError, match="span publish inside span learn")
+        with log.span("learn"), inside, log.span("publish"):
+            pass
+    assert records(tmp_path)[0]["rollout_s"] >= 0.04
+
+
+def test_time_between_steps_is_counted_with_the_step_that_follows(tmp_path):
+    with open_journal(tmp_path) as journal:
+        take_steps(journal, 0, 1)
+        with journal.span("checkpoint"):
+            time.sleep(0.01)
+        take_steps(journal, 1, 3)
+    assert [record.get("checkpoint_s", 0) >= 0.01 for record in records(tmp_path)] == [False, True, False]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    with open_journal(folder) as journal:
+        take_steps(journal, 0, NUM_STEPS)
+    return folder
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1, 37, 200])
+@pytest.mark.parametrize("torn", ["metrics", "samples"])
+def test_a_killed_run_that_goes_on_leaves_the_files_of_an_unbroken_one(unbroken, tmp_path, torn, kept_bytes):
+    folder = tmp_path / "killed"
+    shutil.copytree(unbroken, folder)
+    lines = (folder / f"{torn}.jsonl").read_bytes().splitlines(keepends=True)
+    safe = b"".join(line for line in lines if json.loads(line)["step"] < 3)
+    (folder / f"{torn}.jsonl").write_bytes(b"".join(lines)[: len(safe) + kept_bytes])
+    with open_journal(folder) as journal:
+        journal.resume(3)
+        take_steps(journal, 3, NUM_STEPS)
+    assert timeless(folder) == timeless(unbroken)
+
+
+def test_pages_the_disk_never_got_are_dropped(unbroken, tmp_path):
+    folder = tmp_path / "cut"
+    shutil.copytree(unbroken, folder)
+    content = (folder / "samples.jsonl").read_bytes()
+    size = content.index(b'{"step": 4')
+    (folder / "samples.jsonl").write_bytes(content[:size] + bytes(50) + content[size + 50 :])
+    with open_journal(folder) as journal:
+        journal.resume(4)
+        take_steps(journal, 4, NUM_STEPS)
+    assert timeless(folder) == timeless(unbroken)
+
+
+def test_damage_before_good_lines_is_refused_by_line(unbroken, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(unbroken, folder)
+    path = folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'{"step": 1', b'{"st', 1))
+    before = path.read_bytes()
+    with (
+        open_journal(folder) as journal,
+        pytest.raises(UserError, match=r"metrics.jsonl: .* line 3 is damaged"),
+    ):
+        journal.resume(4)
+    assert path.read_bytes() == before
+
+
+def test_recorded_steps_are_not_written_twice(tmp_path):
+    with open_journal(tmp_path) as journal:
+        take_steps(journal, 0, 2)
+    with open_journal(tmp_path) as journal:
+        with pytest.raises(AssertionError, match="step 1 is recorded already"):
+            take_steps(journal, 1, 2)
+        journal.resume(1)
+        take_steps(journal, 1, 2)
+    assert [record["step"] for record in records(tmp_path)] == [0, 1]
+
+
+def test_steps_that_the_record_lacks_are_told(tmp_path):
+    with open_journal(tmp_path) as journal:
+        take_steps(journal, 0, 2)
+        journal.resume(4)
+    assert "metrics.jsonl lacks 2 of the 4 steps taken" in [e["text"] for e in records(tmp_path, "events")]
+
+
+def test_a_step_that_found_no_group_to_keep_is_not_missed(tmp_path):
+    with open_journal(tmp_path) as journal:
+        take_steps(journal, 0, 1)
+        with journal.step(1) as log:
+            log.add(trained_samples=0)
+        with journal.step(2) as log:
+            log.add(trained_samples=4)
+        journal.resume(3)
+    told = [event["text"] for event in records(tmp_path, "events")]
+    assert told == ["samples.jsonl lacks 1 of the 3 steps taken", "goes on after step 3/6"]
+
+
+def test_a_number_that_is_not_finite_is_null_and_does_not_stop_the_run(tmp_path):
+    for terminal in (False, True):
+        with open_journal(tmp_path, Console(file=io.StringIO(), force_terminal=terminal)) as journal:
+            journal.resume(0)
+            with journal.step(0) as log:
+                log.add(reward=math.nan, grad_norm=math.inf)
+            journal.resume(1)
+            take_steps(journal, 1, 2)
+    first, second = records(tmp_path)
+    assert first["reward"] is None and first["grad_norm"] is None and second["reward"] == 0.1
+    assert b"NaN" not in (tmp_path / "metrics.jsonl").read_bytes()
+
+
+def test_any_text_survives_the_file(tmp_path):
+    text = "\ud800 </script> \u2028 \x00 \u00e9\n\r\x85 \U0001f600"
+    with open_journal(tmp_path) as journal, journal.step(0) as log:
+        log.samples([group(0, text)])
+    lines = (tmp_path / "samples.jsonl").read_bytes().split(b"\n")
+    assert json.loads(lines[0])["text"] == text and len(lines) == 3
+
+
+def test_tensorboard_shows_each_step_once_after_going_on(tmp_path):
+    with open_journal(tmp_path) as journal:
+        take_steps(journal, 0, 4)
+    with open_journal(tmp_path) as journal:
+        journal.resume(2)
+        take_steps(journal, 2, NUM_STEPS)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    points = [(event.step, round(event.value, 6)) for event in board.Scalars("metric/reward")]
+    assert points == [(step, step / 10) for step in range(NUM_STEPS)]
+    assert "timing/rollout_s" in board.Tags()["scalars"]
+
+
+def test_notices_are_kept_with_their_step(tmp_path):
+    console = Console(file=io.StringIO(), width=20)
+    with open_journal(tmp_path, console) as journal:
+        journal.notice("before [red]it[/red] \x1b[2Jand much longer than the console")
+        with journal.step(0):
+            journal.notice("within")
+    events = records(tmp_path, "events")
+    assert [event["step"] for event in events] == [None, 0]
+    assert events[0]["text"].startswith("before [red]it[/red] \x1b[2J")
+    shown = console.file.getvalue()
+    assert shown.startswith("before [red]it[/red] ?[2Jand much longer than the console\nwithin\nstep 1/6")
+
+
+def test_run_json_holds_all_that_the_run_was_made_from(tmp_path):
+    config = RunConfig(out=str(tmp_path), seed=5)
+    with open_journal(tmp_path) as journal:
+        journal.start(config)
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["config"] == json.loads(json.dumps(dataclasses.asdict(config)))
+    assert run["torch"] == __import__("torch").__version__ and run["command"] and run["device"]
+    assert {"commit", "is_dirty", "python", "qerl", "transformers", "triton", "start_time"} <= set(run)
+
+
+def test_a_run_that_took_no_step_gives_its_folder_up(tmp_path):
+    for seed in (0, 1):
+        with open_journal(tmp_path) as journal:
+            journal.start(RunConfig(seed=seed))
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["seed"] == 1
+
+
+def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig())
+        take_steps(journal, 0, 1)
+    before = (tmp_path / "run.json").read_bytes()
+    changed = RunConfig(seed=1, learn=LearnConfig(learning_rate=0.5, betas=(0.9, 0.95), micro_tokens=9))
+    message = (
+        r"run.json: the run there has seed = 0, not 1, learn.learning_rate = 1e-05, not 0.5, "
+        r"learn.betas = \[0.9, 0.99\], not \[0.9, 0.95\] and 1 more; choose another folder"
+    )
+    with open_journal(tmp_path) as journal, pytest.raises(UserError, match=message):
+        journal.start(changed)
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_fields_that_move_no_number_may_change_and_are_told(tmp_path):
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig())
+        take_steps(journal, 0, 1)
+    with open_journal(tmp_path) as journal:
+        journal.start(RunConfig(out="elsewhere", checkpoint=CheckpointConfig(every=3)))
+    texts = [event["text"] for event in records(tmp_path, "events")]
+    assert texts == ["config.checkpoint.every is 3, the run began with 10"]
+
+
+def test_metrics_without_a_run_are_not_taken_over(tmp_path):
+    with open_journal(tmp_path) as journal:
+        take_steps(journal, 0, 1)
+    with open_journal(tmp_path) as journal, pytest.raises(UserError, match=r"no run.json"):
+        journal.start(RunConfig())
+
+
+def test_a_damaged_run_json_is_the_users_to_mend(tmp_path):
+    with open_journal(tmp_path) as journal:
+        take_steps(journal, 0, 1)
+    (tmp_path / "run.json").write_text('{"config": ')
+    with open_journal(tmp_path) as journal, pytest.raises(UserError, match=r"run.json: is damaged"):
+        journal.start(RunConfig())
+
+
+def test_the_result_is_there_once_the_run_has_ended(tmp_path):
+    with open_journal(tmp_path) as journal:
+        assert journal.result is None
+        journal.finish({"after": {"accuracy": 0.5, "error": math.nan}})
+    with open_journal(tmp_path) as journal:
+        assert journal.result == {"after": {"accuracy": 0.5, "error": None}}
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot hold a run"):
+        open_journal(tmp_path / "file")
+
+
+def test_a_write_that_fails_ends_the_run_in_one_line(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_journal(tmp_path) as journal:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(RunError, match=r"samples.jsonl: File too large"):
+                take_steps(journal, 0, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with open_journal(tmp_path):
+        assert records(tmp_path, "samples") == records(tmp_path) == []
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from qerl.tracking import Journal
+with Journal(Path(sys.argv[1]), num_steps=100000) as journal:
+    for step in range(100000):
+        with journal.step(step) as log:
+            log.add(reward=step, **{f"metric_{i}": i for i in range(2000)})
+"""
+
+
+def test_a_killed_process_leaves_whole_lines_and_no_lock(tmp_path):
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, tmp_path], env=environment, stdout=subprocess.DEVNULL
+    ) as run:
+        try:
+            metrics = tmp_path / "metrics.jsonl"
+            while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+                assert run.poll() is None
+                time.sleep(0.05)
+            with pytest.raises(UserError, match=rf"another run is writing here \(process {run.pid}\)"):
+                open_journal(tmp_path)
+        finally:
+            run.send_signal(signal.SIGKILL)
+    with open_journal(tmp_path):
+        steps = [record["step"] for record in records(tmp_path)]
+    assert steps == list(range(len(steps))) and len(steps) >= 3

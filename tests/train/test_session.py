@@ -1,0 +1,264 @@
+"""A run from its command: what it writes, and that being stopped or killed anywhere changes nothing of it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_run
+from qerl.tracking import is_timing
+
+FAILS = """def fails(prompts, completions, completion_ids, **columns):
+    return [1 / (ids[0] % 3) for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+
+
+def start(files, out, *more, recipe="demo"):
+    return tiny_run.started(*tiny_run.QERL, "train", recipe, *tiny_run.options(files, out), *more)
+
+
+def finish(files, out, *more, recipe="demo"):
+    process = start(files, out, *more, recipe=recipe)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    return stdout
+
+
+def wait_for_steps(process, out, num_steps):
+    path = out / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < num_steps:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+def metrics(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
+
+
+def adapter(out):
+    return load_file(out / "checkpoints" / "step-000006" / "adapter_model.safetensors")
+
+
+def assert_same_run(a, b):
+    assert metrics(a) == metrics(b)
+    assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
+    assert (a / "evaluations.json").read_text() == (b / "evaluations.json").read_text()
+    ours, theirs = adapter(a), adapter(b)
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def unbroken(files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "unbroken"
+    return out, finish(files, out)
+
+
+def test_the_last_line_is_the_result(unbroken):
+    out, stdout = unbroken
+    result = json.loads(stdout.splitlines()[-1])
+    assert result == json.loads((out / "result.json").read_text())
+    assert set(result) == {
+        "accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "train_s", "run",
+    }  # fmt: skip
+    assert result["run"] == str(out) and result["train_s"] > 0
+
+
+def test_a_run_leaves_its_record(unbroken):
+    out, _ = unbroken
+    for name in (
+        "run.json",
+        "result.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "evaluations.json",
+        "report.html",
+    ):
+        assert (out / name).stat().st_size > 0, name
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(metrics(out)) == 6
+    assert (out / "samples.jsonl").read_text().count("\n") == 6 * 4 * 4
+
+
+def test_a_run_on_a_gpu_says_what_is_computed_again_and_one_on_a_cpu_has_no_choice(unbroken):
+    events = [json.loads(line)["text"] for line in (unbroken[0] / "events.jsonl").read_text().splitlines()]
+    said = [text.split(":")[0] for text in events if text.startswith("learn.recompute")]
+    assert said == ["learn.recompute is none"] * torch.cuda.is_available()
+
+
+def test_noise_acts_on_the_sampler_and_shows_as_mismatch(unbroken):
+    """3 stages of 2 steps: quiet, sigma_start, sigma_end. Quiet, the policies are one but for rounding."""
+    steps = metrics(unbroken[0])
+    assert [step["sigma"] for step in steps] == [0, 0, 0.03, 0.03, 0.0015, 0.0015]
+    assert max(step["mismatch_abs"] for step in steps[:2]) < 2e-6
+    assert min(step["mismatch_abs"] for step in steps[2:]) > 1e-5
+    assert steps[2]["mismatch_abs"] > 5 * steps[4]["mismatch_abs"]
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5])
+def test_killed_and_started_again_a_run_is_the_unbroken_one(files, unbroken, tmp_path, num_steps):
+    process = start(files, tmp_path / "run")
+    wait_for_steps(process, tmp_path / "run", num_steps)
+    process.kill()
+    process.communicate()
+    finish(files, tmp_path / "run")
+    assert_same_run(tmp_path / "run", unbroken[0])
+
+
+def goes_on(files, tmp_path, *given, recipe):
+    """Killed after the third step and continued, the run is the unbroken one, whose metrics these are."""
+    finish(files, tmp_path / "whole", *given, recipe=recipe)
+    process = start(files, tmp_path / "broken", *given, recipe=recipe)
+    wait_for_steps(process, tmp_path / "broken", 3)
+    process.kill()
+    process.communicate()
+    finish(files, tmp_path / "broken", *given, recipe=recipe)
+    assert_same_run(tmp_path / "broken", tmp_path / "whole")
+    return metrics(tmp_path / "whole")
+
+
+def test_a_steered_sigma_goes_on_where_it_was(files, tmp_path):
+    """Killed after the third step, one checkpoint behind it: floor and sigma are the unbroken run's."""
+    given = ("--noise.control.quiet-steps", "1", "--noise.control.target", "1e-6")
+    steps = goes_on(files, tmp_path, *given, recipe="aqn_kl")
+    assert steps[0]["sigma"] == 0.0 and len({step["sigma"] for step in steps[1:]}) == 5
+    assert {step["noise_floor"] for step in steps} == {steps[0]["mismatch_kl"]} != {0.0}
+
+
+def test_a_branching_run_goes_on_where_it_was(files, tmp_path):
+    """Killed after the third step, one checkpoint behind it: pivots and branches are the unbroken run's."""
+    given = ("--task.rewards", f"{files / 'even.py'}:even_end", "--algo.deep.num-branches", "2")
+    steps = goes_on(files, tmp_path, *given, recipe="deep_grpo")
+    assert all(0 < step["branch_accuracy"] < 1 and step["branches"] == 2 * step["pivots"] for step in steps)
+    assert len({step["pivot_base"] for step in steps[3:]}) == 3  # fitted anew as tries are added
+    assert max(step["mismatch_abs"] for step in steps if not step["sigma"]) < 2e-6
+    samples = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()]
+    branches = sum("prefix_tokens" in line for line in samples)
+    assert branches == sum(step["branches"] for step in steps) == len(samples) - 6 * 4 * 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_and_saves_it(files, unbroken, tmp_path, number, code):
+    out = tmp_path / "run"
+    process = start(files, out)
+    wait_for_steps(process, out, 1)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in stderr
+    num_steps = len(metrics(out))
+    assert 1 <= num_steps < 6 and (out / "checkpoints" / f"step-{num_steps:06d}").is_dir()
+    finish(files, out)
+    assert_same_run(out, unbroken[0])
+
+
+def test_a_finished_run_is_not_run_again(files, unbroken):
+    out, stdout = unbroken
+    before = (out / "metrics.jsonl").read_text()
+    (out / "report.html").unlink()  # as a disk that was full in the end leaves it
+    assert json.loads(finish(files, out).splitlines()[-1]) == json.loads(stdout.splitlines()[-1])
+    assert (out / "metrics.jsonl").read_text() == before
+    assert (out / "report.html").exists()
+
+
+def test_environments_are_no_branches_which_is_told_before_there_is_a_model(files, tmp_path):
+    given = ("--model.path", str(tmp_path / "none"), "--task.rewards", "hints")
+    _, stderr = (process := start(files, tmp_path / "run", *given, recipe="deep_grpo")).communicate(
+        timeout=60
+    )
+    assert process.returncode == 2
+    assert stderr == "qerl: algo.branching deep is not for environments: set none\n"
+
+
+def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(files, tmp_path):
+    out, given = tmp_path / "run", ("--task.rewards", f"{files / 'fails.py'}:fails", "--num-steps", "2")
+    (files / "fails.py").write_text(FAILS)
+    stdout, stderr = (process := start(files, out, *given)).communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    told = [(event["step"], event["text"]) for event in events if "no reward for" in event["text"]]
+    assert [step for step, _ in told] == [None, 0, 1, None]  # both evaluations too
+    assert [line for line in stdout.splitlines() if "no reward for" in line] == [text for _, text in told]
+    assert "no reward for" not in stderr
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    failed = [sum(s["step"] == step and s["reward"] is None for s in samples) for step in (0, 1)]
+    expected = (
+        "no reward for {} samples: raised ZeroDivisionError: fails: ZeroDivisionError: division by zero"
+    )
+    for num_failed, (_, text) in zip(failed, told[1:3], strict=True):
+        assert text == f"{expected.format(num_failed)} (fails.py:2)"
+
+
+def test_samples_longer_than_the_model_are_refused(files, tmp_path):
+    process = start(files, tmp_path / "run", "--sample.max-tokens", "128")
+    _, stderr = process.communicate(timeout=60)
+    assert stderr == "qerl: sample.max_tokens is 128, and the model has 128 positions\n"
+
+
+def test_too_few_rows_are_told_before_the_first_evaluation(files, tmp_path):
+    row = json.dumps({"prompt": "1 + 2 =", "answer": "3"})
+    (tmp_path / "same.jsonl").write_text(f"{row}\n" * 20)
+    given = "--task.name", str(tmp_path / "same.jsonl"), "--task.num-held-out", "4"
+    stdout, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=60)
+    assert process.returncode == 2 and "has only 0 rows to learn from" in stderr
+    assert "held out, before" not in stdout
+
+
+def test_another_config_in_the_same_folder_is_refused(files, unbroken):
+    process = start(files, unbroken[0], "--seed", "1")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.startswith("qerl: ") and "seed = 0, not 1" in stderr and stderr.count("\n") == 1
+
+
+def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
+    """The limit on a file's size stands in for the disk: the second checkpoint, made larger, does not fit."""
+    out = tmp_path / "run"
+    process = start(files, out, "--checkpoint.every", "1")
+    wait_for_steps(process, out, 2)
+    process.kill()
+    process.communicate()
+    largest = max(path.stat().st_size for path in out.glob("checkpoints/*/*"))
+    code = (
+        f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest - 1}, {largest - 1}));"
+        f"from qerl.cli.main import main; main()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "train",
+        "demo",
+        *tiny_run.options(files, out),
+        "--checkpoint.every",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "cannot write the checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "step-000001" in [path.name for path in (out / "checkpoints").iterdir()]
+    finish(files, out, "--checkpoint.every", "1")
+
+
+@pytest.mark.parametrize(("per", "draws"), [("step", 1), ("group", 4), ("sample", 4)])
+def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, draws, files, tmp_path):
+    exact = ("--engine.exact", "--engine.max-running", "16", "--noise.per", per)
+    finish(files, tmp_path / "both", *exact, "--noise.noise-in", "both")
+    finish(files, tmp_path / "sampler", *exact)
+    both, sampler = metrics(tmp_path / "both"), metrics(tmp_path / "sampler")
+    for step in both:
+        assert step["mismatch_max"] == 0 < step["own_mismatch_max"] and step["ratio_mean"] == 1
+    assert [step["mismatch_max"] > 0 for step in sampler] == [step["sigma"] > 0 for step in sampler]
+    assert {step["sigma"] > 0 for step in sampler} == {True, False}
+    assert [step["noise_draws"] for step in both] == [draws * (step["sigma"] > 0) for step in both]
