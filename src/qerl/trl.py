@@ -20,7 +20,7 @@ from qerl.config.options import ExportOptions
 from qerl.errors import UserError, require
 from qerl.export import export
 from qerl.tasks.scoring import name_of
-from qerl.tracking.atomic_file import replace
+from qerl.tracking.atomic_file import write_atomic
 from qerl.train.session import train
 
 _ADVANTAGES = {True: "group", "group": "group", False: "mean", "none": "mean"}
@@ -239,5 +239,5 @@ def _written(rows: list[dict[str, Any]], folder: Path) -> Path:
         raise UserError(f"train_dataset: its columns must be what JSON can hold: {error}") from None
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"train-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
-    replace(path, content)
+    write_atomic(path, content)
     return path

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from qerl.algo.estimate import clustered_mean, majority, pass_at_k, pass_at_powers
+from qerl.algo.estimate import clustered_mean, majority_vote, pass_at_k, pass_at_powers
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_one_prompt_has_no_error():
 
 
 def test_the_majority_wins_and_the_earliest_of_equals():
-    assert majority(["7", "12", "12"]) == "12"
-    assert majority(["7", "12", "12", "7"]) == "7"
+    assert majority_vote(["7", "12", "12"]) == "12"
+    assert majority_vote(["7", "12", "12", "7"]) == "7"
 
 
 def test_no_answer_does_not_vote():
-    assert majority([None, None, "3"]) == "3"
-    assert majority([None, None]) is None
-    assert majority([]) is None
+    assert majority_vote([None, None, "3"]) == "3"
+    assert majority_vote([None, None]) is None
+    assert majority_vote([]) is None

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import tiny_run
-from qerl.cli.main import main
+from qerl.cli import main
 from qerl.config.recipes import RECIPES
 from qerl.errors import UserError
 

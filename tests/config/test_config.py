@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from qerl.cli.main import options
 from qerl.config import (
     AdapterConfig,
     AlgoConfig,
@@ -19,23 +18,24 @@ from qerl.config import (
     TaskConfig,
     algo,
     noise,
+    options,
     run,
 )
 from qerl.config.recipes import RECIPES
-from qerl.config.stored import run_config
+from qerl.config.stored import parse_run_config
 from qerl.errors import UserError
 
 
 def test_json_brings_back_the_same_config():
     for recipe in RECIPES.values():
-        assert run_config(json.loads(json.dumps(dataclasses.asdict(recipe())))) == recipe()
+        assert parse_run_config(json.loads(json.dumps(dataclasses.asdict(recipe())))) == recipe()
 
 
 def test_an_unknown_key_is_refused_by_name():
     data = dataclasses.asdict(RunConfig())
     data["learn"]["learning_rat"] = 1.0
     with pytest.raises(UserError, match=r"config\.learn has no field learning_rat"):
-        run_config(data)
+        parse_run_config(data)
 
 
 BY_SAMPLE = NoiseConfig(per="sample", noise_in="both")

@@ -7,7 +7,7 @@ from engine.parts import EOS, STOPS, branched, drawn, engine_of, packed_logprobs
 from models.tiny import tiny
 from qerl.engine import engine as engine_module
 from qerl.engine.kv_cache import page_bytes
-from qerl.engine.page_pool import Pages
+from qerl.engine.page_pool import PagePool
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix
 from qerl.types import Pivot, Sampling
@@ -26,7 +26,7 @@ def counted(monkeypatch):
     """The pages of every scheduler that the engine makes."""
     made = []
 
-    class Counted(Pages):
+    class Counted(PagePool):
         def __init__(self, num_pages):
             super().__init__(num_pages)
             made.append(self)

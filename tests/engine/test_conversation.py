@@ -176,7 +176,7 @@ class FakeTalk(FakeRunner):
             s.tokens_T.append(0)
             if len(s.tokens_T) == s.group.max_tokens or self.rng.random() < 0.15:
                 s.finish = "stop"
-        self.scheduler.rest([s for s in samples if s.finish])
+        self.scheduler.park([s for s in samples if s.finish])
 
     def turn(self):
         super().turn()
@@ -192,7 +192,7 @@ class FakeTalk(FakeRunner):
                 s.tokens_T.append(0)
                 s.finish = None
             self.num_rests += len(going_on)
-            self.scheduler.wake(going_on)
+            self.scheduler.resume(going_on)
 
     def check(self):
         scheduler = self.scheduler
@@ -229,13 +229,13 @@ def test_the_pages_of_those_who_rest_are_room_for_those_who_run():
     scheduler = runner.scheduler
     scheduler.admit()
     runner.draw([first, second])
-    scheduler.enter()
+    scheduler.schedule()
     for _ in range(2 * PAGE_TOKENS):
-        scheduler.grow()
+        scheduler.allocate()
         runner.draw([first, second])
-    scheduler.grow()
+    scheduler.allocate()
     assert runner.pages.num_free == 0 and scheduler.room(PAGE_TOKENS + 1) <= PAGE_TOKENS // 2
-    scheduler.rest([second])
+    scheduler.park([second])
     assert scheduler.room(PAGE_TOKENS + 1) == PAGE_TOKENS + 1
-    assert scheduler.grow(PAGE_TOKENS + 1) == [first]
+    assert scheduler.allocate(PAGE_TOKENS + 1) == [first]
     assert second.pages == [] and second.num_cached == 0 and scheduler.num_pauses == 0

@@ -10,10 +10,10 @@ from conftest import rms_error
 from engine.parts import branched, compared, drawn, engine_of, packed_logprobs, prompts_of
 from qerl.aqn.norm_noise import noised
 from qerl.engine.decode_hopper import HopperForward
-from qerl.engine.decode_runner import Runner
-from qerl.engine.fused_linear import PackedProducts
-from qerl.engine.kv_cache import Cache, page_bytes
-from qerl.engine.runner_cache import Runners
+from qerl.engine.decode_runner import DecodeRunner
+from qerl.engine.fused_linear import PackedLinears
+from qerl.engine.kv_cache import KVCache, page_bytes
+from qerl.engine.runner_cache import RunnerCache
 from qerl.kernels import nvfp4_decode
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.head_sample import FP8Head, NVFP4Head
@@ -88,13 +88,13 @@ def test_logprobs_are_the_packed_forwards(format, rank):
 def test_products_make_u_or_are_given_it(num_samples, makers, decoder, monkeypatch):
     """96, 120 and 160 rows; of a layer's four weights o's alone counts as small."""
     monkeypatch.setattr(nvfp4_decode, "_SMALL_WEIGHT", SMALL.width * SMALL.num_heads * SMALL.head_size)
-    answers_of, makes_u = defaultdict(list), PackedProducts.makes_u
+    answers_of, makes_u = defaultdict(list), PackedLinears.makes_u
 
     def recorded(self, rows, group):
         answers_of[rows].append(makes_u(self, rows, group))
         return answers_of[rows][-1]
 
-    monkeypatch.setattr(PackedProducts, "makes_u", recorded)
+    monkeypatch.setattr(PackedLinears, "makes_u", recorded)
     prompts_P, rows = small_prompts(*LENGTHS), len(LENGTHS) * num_samples
     engine = engine_of(decoder, stop_token_ids=NEVER, max_running=rows)
     samples = drawn(engine, prompts_P, num_samples=num_samples, max_tokens=12)
@@ -194,11 +194,11 @@ def _step(runner):
         runner.draw.step(runner._forward(runner._state, 8), runner._state)
 
 
-def _runner(decoder, max_rows) -> tuple[Runner, Cache]:
+def _runner(decoder, max_rows) -> tuple[DecodeRunner, KVCache]:
     from qerl.config import EngineConfig
 
-    runners = Runners(decoder, EngineConfig(max_running=max_rows), NEVER)
-    cache = Cache(decoder.architecture, 64, 16, torch.bfloat16, decoder.device)
+    runners = RunnerCache(decoder, EngineConfig(max_running=max_rows), NEVER)
+    cache = KVCache(decoder.architecture, 64, 16, torch.bfloat16, decoder.device)
     return runners.of(cache, Sampling(max_tokens=8), 8), cache
 
 

@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine.parts import EOS, VOCABULARY, tokenizer, tokens_of
-from qerl.engine.detokenizer import Text
+from qerl.engine.detokenizer import Detokenizer
 from qerl.errors import UserError
 
 ACUTE = tokens_of("\u00c3", "\u00a9")
@@ -15,7 +15,7 @@ def first_stop(text, tokens_T):
 
 
 def test_text_leaves_special_tokens_out():
-    assert Text(tokenizer(), ()).of(tokens_of("a", "<pad>", "\u0120", "cde", "<eos>")) == "a cde"
+    assert Detokenizer(tokenizer(), ()).of(tokens_of("a", "<pad>", "\u0120", "cde", "<eos>")) == "a cde"
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_text_leaves_special_tokens_out():
     ],
 )
 def test_a_stop_string_is_seen_with_the_token_that_completes_it(stop, tokens, seen_after):
-    assert first_stop(Text(tokenizer(), (stop,)), tokens_of(*tokens)) == seen_after
+    assert first_stop(Detokenizer(tokenizer(), (stop,)), tokens_of(*tokens)) == seen_after
 
 
 def test_a_stop_string_with_a_character_of_two_tokens_is_seen_when_it_is_whole():
-    text = Text(tokenizer(), ("x\u00e9",))
+    text = Detokenizer(tokenizer(), ("x\u00e9",))
     assert first_stop(text, tokens_of("a", "x") + ACUTE) == 4
     assert first_stop(text, ACUTE * 7 + tokens_of("x") + ACUTE) == 17
 
@@ -46,20 +46,20 @@ def test_a_stop_string_with_a_character_of_two_tokens_is_seen_when_it_is_whole()
 def test_a_space_that_decoding_strips_from_a_texts_start_is_seen_within_it():
     core = Tokenizer(models.WordLevel({"x": 0, "\u2581": 1, "b": 2, "<unk>": 3}, unk_token="<unk>"))
     core.decoder = decoders.Metaspace()
-    text = Text(PreTrainedTokenizerFast(tokenizer_object=core), (" b",))
+    text = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=core), (" b",))
     assert text.of([1, 2]) == "b"
     assert first_stop(text, [0, 1, 2]) == 3
 
 
 def test_text_is_cut_before_the_first_of_the_stop_strings():
-    text = Text(tokenizer(), ("cd", "bc"))
+    text = Detokenizer(tokenizer(), ("cd", "bc"))
     assert text.of(tokens_of("a", "b", "cde", "f")) == "a"
     assert text.of(tokens_of("a", "b", "x")) == "abx"
 
 
 def test_tokens_beyond_the_tokenizer_are_no_text():
     padded = len(VOCABULARY) + 3  # a model's table is often larger than its tokenizer's
-    text = Text(tokenizer(), ("ab",))
+    text = Detokenizer(tokenizer(), ("ab",))
     tokens_T = [*tokens_of("a"), *[padded] * 9, *tokens_of("b")]
     assert first_stop(text, tokens_T) == 11 and text.of(tokens_T) == ""
 
@@ -72,7 +72,7 @@ def test_only_a_short_tail_is_decoded_at_each_step():
             Counting.num_decoded += len(token_ids)
             return super().decode(token_ids, **settings)
 
-    text = Text(Counting(tokenizer_object=tokenizer().backend_tokenizer), ("xyz",))
+    text = Detokenizer(Counting(tokenizer_object=tokenizer().backend_tokenizer), ("xyz",))
     tokens_T = tokens_of(*"ab" * 200)
     assert first_stop(text, tokens_T) is None
     assert Counting.num_decoded <= 400 * (3 + 4)
@@ -80,8 +80,10 @@ def test_only_a_short_tail_is_decoded_at_each_step():
 
 def test_an_empty_stop_string_is_the_users_mistake():
     with pytest.raises(UserError, match=r"sample\.stop must not hold the empty string"):
-        Text(tokenizer(), ("a", ""))
+        Detokenizer(tokenizer(), ("a", ""))
 
 
 def test_the_stop_token_alone_is_no_text():
-    assert Text(tokenizer(), ("a",)).of([EOS]) == "" and not Text(tokenizer(), ("a",)).has_stop([EOS])
+    assert Detokenizer(tokenizer(), ("a",)).of([EOS]) == "" and not Detokenizer(tokenizer(), ("a",)).has_stop(
+        [EOS]
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import rms_error
-from qerl.engine.fused_linear import Group, PlainProducts
+from qerl.engine.fused_linear import LinearGroup, TorchLinears
 from qerl.formats import FP8Flow
 from qerl.models.linear import QuantLinear
 
@@ -28,12 +28,12 @@ def test_a_groups_product_is_its_linears(widths, rng):
     x = torch.randn(7, K, generator=rng)
     want = torch.cat([linear(x) for linear in each], 1)
     num_bytes = sum(linear.num_bytes for linear in each)
-    group = Group(each)
+    group = LinearGroup(each)
     assert (group.fp8 is None) == any(n % 128 for n in widths[:-1])
     u = 0.5 * x @ group.a.T
     residual = torch.randn(7, sum(widths), generator=rng)
-    assert rms_error(PlainProducts().linear(x, group, u, None), want) < 1e-6
-    assert rms_error(PlainProducts().linear(x, group, u, residual.clone()), residual + want) < 1e-6
+    assert rms_error(TorchLinears().linear(x, group, u, None), want) < 1e-6
+    assert rms_error(TorchLinears().linear(x, group, u, residual.clone()), residual + want) < 1e-6
     assert rms_error(torch.cat([linear(x) for linear in each], 1), want) < 1e-6
     assert sum(linear.num_bytes for linear in each) == num_bytes
     if group.fp8 is not None:  # one copy: the linears' weights are rows of the group's

@@ -6,8 +6,9 @@ import torch
 from engine.parts import compared, drawn, engine_of, prompts_of
 from models.tiny import tiny
 from qerl.config import EngineConfig
+from qerl.engine import kv_budget
 from qerl.engine.kv_budget import kv_bytes, working_bytes
-from qerl.engine.kv_cache import FP8, Cache, page_bytes
+from qerl.engine.kv_cache import FP8, KVCache, page_bytes
 from qerl.errors import UserError
 
 
@@ -70,13 +71,13 @@ def test_working_memory_grows_with_the_rows_of_a_prefill():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_a_cache_takes_the_bytes_of_its_pages_and_of_one_more(dtype):
     a = tiny().architecture
-    cache = Cache(a, 5, 4, dtype, torch.device("cpu"))
+    cache = KVCache(a, 5, 4, dtype, torch.device("cpu"))
     assert cache.num_bytes == 6 * page_bytes(a, 4, dtype)
     assert page_bytes(a, 4, dtype) == 2 * 3 * 4 * 2 * (16 * dtype.itemsize + 4 * (dtype == FP8))
 
 
 def test_what_a_cache_gives_back_is_what_later_reads_find():
-    cache = Cache(tiny().architecture, 5, 4, FP8, torch.device("cpu"))
+    cache = KVCache(tiny().architecture, 5, 4, FP8, torch.device("cpu"))
     rng = torch.Generator().manual_seed(0)
     k, v = (
         torch.randn(3, 2, 16, generator=rng) * torch.tensor([1e-3, 1.0, 100.0])[:, None, None] for _ in "kv"
@@ -94,7 +95,7 @@ def test_what_a_cache_gives_back_is_what_later_reads_find():
 
 
 def test_copied_pages_keep_their_scales():
-    cache = Cache(tiny().architecture, 5, 4, FP8, torch.device("cpu"))
+    cache = KVCache(tiny().architecture, 5, 4, FP8, torch.device("cpu"))
     k = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(0)) * 50
     cache.write(2, torch.arange(4, 8), k, k)
     cache.copy_pages([1], [3])

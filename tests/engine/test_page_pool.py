@@ -3,12 +3,12 @@ from collections import Counter
 
 import pytest
 
-from qerl.engine.page_pool import Pages
+from qerl.engine.page_pool import PagePool
 
 
 def test_no_page_is_owned_twice_and_free_plus_used_is_all():
     rng = random.Random(0)
-    pages, holdings = Pages(40), []
+    pages, holdings = PagePool(40), []
     for _ in range(3000):
         action = rng.choice(("take", "share", "release"))
         if action == "take":
@@ -30,7 +30,7 @@ def test_no_page_is_owned_twice_and_free_plus_used_is_all():
 
 
 def test_a_shared_page_is_free_only_after_its_last_holder():
-    pages = Pages(2)
+    pages = PagePool(2)
     mine = pages.take(1)
     yours = pages.share(mine)
     pages.release(mine)
@@ -40,7 +40,7 @@ def test_a_shared_page_is_free_only_after_its_last_holder():
 
 
 def test_releasing_or_sharing_a_free_page_is_our_bug():
-    pages = Pages(2)
+    pages = PagePool(2)
     mine = pages.take(1)
     pages.release(mine)
     with pytest.raises(AssertionError, match="released twice"):

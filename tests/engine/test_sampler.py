@@ -4,7 +4,7 @@ import torch
 from engine.parts import prompts_of
 from models.tiny import tiny
 from qerl.algo.seeds import uniform
-from qerl.engine.sampler import PlainDraw, move_on
+from qerl.engine.sampler import TorchSampler, move_on
 from qerl.kernels.decode_state import DecodeState
 from qerl.types import Sampling
 
@@ -22,7 +22,7 @@ def state_of(positions, ends, steps=2):
 
 def test_a_draw_takes_the_uniform_of_its_coordinates():
     decoder = tiny()
-    draw = PlainDraw(decoder, Sampling(max_tokens=3), NONE)
+    draw = TorchSampler(decoder, Sampling(max_tokens=3), NONE)
     coordinates, prompt_tokens, drawn = (5, 2, 1, 4), 9, 6
     hidden_1D = torch.randn(1, decoder.architecture.width)
     keys = torch.tensor([draw.key(coordinates, prompt_tokens)])
@@ -54,11 +54,11 @@ def test_a_row_without_finite_logits_ends():
     "sampling, is_recordable", [({}, True), ({"top_k": 3}, True), ({"top_p": 0.9}, False)]
 )
 def test_only_a_draw_that_waits_for_the_device_stays_out_of_a_graph(sampling, is_recordable):
-    draw = PlainDraw(tiny(), Sampling(max_tokens=1, **sampling), NONE)
+    draw = TorchSampler(tiny(), Sampling(max_tokens=1, **sampling), NONE)
     assert draw.is_recordable is is_recordable
 
 
 def test_prompts_have_their_own_randomness():
-    draw = PlainDraw(tiny(), Sampling(max_tokens=1), NONE)
+    draw = TorchSampler(tiny(), Sampling(max_tokens=1), NONE)
     keys = {draw.key((0, 0, p.index, g), 3) for p in prompts_of(3, 3) for g in range(4)}
     assert len(keys) == 8

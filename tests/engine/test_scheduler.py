@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from qerl.engine.page_pool import Pages
+from qerl.engine.page_pool import PagePool
 from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, group_pages, num_pages
 
 PAGE_TOKENS = 4
@@ -19,9 +19,9 @@ class FakeRunner:
 
     def __init__(self, groups, *, total_pages, max_running, lengths=None):
         self.groups, self.lengths = groups, lengths or {}
-        self.pages = Pages(total_pages)
+        self.pages = PagePool(total_pages)
         self.scheduler = Scheduler(groups, self.pages, page_tokens=PAGE_TOKENS, max_running=max_running)
-        self.entries, self.admissions = [], []
+        self.scheduled, self.admissions = [], []
         self.finished, self.batch_sizes = [], []
 
     def draw(self, samples):
@@ -35,15 +35,15 @@ class FakeRunner:
 
     def turn(self):
         assert not self.scheduler.is_done
-        self.scheduler.grow()
-        self.entries += self.scheduler.enter()
+        self.scheduler.allocate()
+        self.scheduled += self.scheduler.schedule()
         live = [s for group in self.admissions for s in group.samples_G if s.finish is None]
         waiting = [s for s in live if not s.is_running]
         admitted = self.scheduler.admit()
         assert not (admitted and waiting), "a prompt is computed while older samples wait"
         self.admissions += admitted
         self.draw([s for group in admitted for s in group.samples_G])
-        self.entries += self.scheduler.enter()
+        self.scheduled += self.scheduler.schedule()
         self.check()
         if self.scheduler.running:
             self.batch_sizes.append(len(self.scheduler.running))
@@ -114,7 +114,7 @@ def test_the_youngest_is_paused_and_comes_back_with_its_tokens():
     kept = len(young.tokens_T)
     assert kept > 1
     runner.run()
-    assert runner.entries == [old, young, young]
+    assert runner.scheduled == [old, young, young]
     assert len(young.tokens_T) == 21 and runner.finished == [old, young]
 
 
@@ -130,7 +130,7 @@ def test_samples_of_a_group_share_the_prompts_full_pages():
     runner = FakeRunner([group], total_pages=50, max_running=5)
     runner.scheduler.admit()
     runner.draw(group.samples_G)
-    runner.scheduler.enter()
+    runner.scheduler.schedule()
     assert runner.pages.num_used == 3 + 5  # the prompt's three pages, and a copy of its last for each
     assert len({tuple(s.pages[:2]) for s in group.samples_G}) == 1
     assert len({s.pages[2] for s in group.samples_G} | {group.pages[2]}) == 6

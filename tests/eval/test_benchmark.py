@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 import tiny_run
-from qerl.cli.main import main
+from qerl.cli import main
 from qerl.errors import UserError
-from qerl.eval.benchmark import Exam, found, result_path, settings_of, sit
-from qerl.eval.catalog import SETS, all_chosen, chosen
+from qerl.eval.benchmark import Benchmark, read_results, result_path, run_benchmark, settings_of
+from qerl.eval.catalog import BENCHMARKS, parse_benchmark, parse_benchmarks
 from qerl.eval.run import table
 from qerl.tasks.majority_vote import Votes, votes
 from qerl.tasks.rows import open_rows
@@ -88,10 +88,10 @@ SHORT = ("--model.compute", "fp32", "--max-tokens", 4, "--num-samples", 3)
 
 def test_all_sets_from_files_of_their_columns(monkeypatch, capsys, model, tmp_path):
     monkeypatch.chdir(tmp_path)
-    kinds = dict(zip(SETS, ("jsonl", "parquet", "json", "csv", "jsonl"), strict=True))
-    places = [f"{name}={write(tmp_path / f'{name}.{kinds[name]}', ROWS[name])}" for name in SETS]
+    kinds = dict(zip(BENCHMARKS, ("jsonl", "parquet", "json", "csv", "jsonl"), strict=True))
+    places = [f"{name}={write(tmp_path / f'{name}.{kinds[name]}', ROWS[name])}" for name in BENCHMARKS]
     results, shown = evaluated(monkeypatch, capsys, model, *places, *SHORT)
-    assert [result["set"] for result in results] == list(SETS)
+    assert [result["set"] for result in results] == list(BENCHMARKS)
     for result in results:
         rows = ROWS[result["set"]]
         saved = json.loads((tmp_path / result["file"]).read_text())
@@ -226,9 +226,9 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, model, tmp_path, arguments, 
 
 
 def test_a_set_from_two_places_is_refused():
-    assert list(all_chosen(["aime25", "aime24=a.jsonl"])) == ["aime25", "aime24"]
+    assert list(parse_benchmarks(["aime25", "aime24=a.jsonl"])) == ["aime25", "aime24"]
     with pytest.raises(UserError, match="aime24 is named twice"):
-        all_chosen(["aime24", "aime25", "aime24=a.jsonl"])
+        parse_benchmarks(["aime24", "aime25", "aime24=a.jsonl"])
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, capsys, model):
@@ -242,10 +242,10 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, capsys, model):
 
 
 def test_every_set_names_columns_that_its_rows_have(tmp_path):
-    for name, task in SETS.items():
+    for name, task in BENCHMARKS.items():
         place = write(tmp_path / f"{name}.jsonl", ROWS[name])
-        assert chosen(f"{name}={place}") == (name, dataclasses.replace(task, name=str(place)))
-        rows, _ = open_rows(chosen(f"{name}={place}")[1])
+        assert parse_benchmark(f"{name}={place}") == (name, dataclasses.replace(task, name=str(place)))
+        rows, _ = open_rows(parse_benchmark(f"{name}={place}")[1])
         assert rows.prompt_column == task.prompt_column and task.answer_column in rows.columns
 
 
@@ -295,12 +295,12 @@ def exam(**changes):
     ]
     ballot = lambda texts_P_G: [votes("numeric", texts_G) for texts_G in texts_P_G]  # noqa: E731
     given = {"prompts": prompts, "num_samples": 4, "ballot": ballot, "sampling": SAMPLED, **changes}
-    return Exam(name="sums", answer_column="answer", rewards=Exact(), seed=0, right_from=1.0, **given)
+    return Benchmark(name="sums", answer_column="answer", rewards=Exact(), seed=0, right_from=1.0, **given)
 
 
 def test_the_figures_of_three_problems_worked_by_hand(tmp_path):
     # right: 2, 1 and 2 of 4; the majority is 7 (right), 2 (wrong), 4 (right); greedy 7, 1, 5
-    got = sit(exam(), lambda: Texts(TEXTS), tmp_path / "sums.json", {}, lambda line: None)
+    got = run_benchmark(exam(), lambda: Texts(TEXTS), tmp_path / "sums.json", {}, lambda line: None)
     mean = (1 / 2 + 1 / 4 + 1 / 2) / 3
     spread = math.sqrt(sum((x - mean) ** 2 for x in (1 / 2, 1 / 4, 1 / 2)) / 2)
     assert got == {
@@ -323,17 +323,17 @@ def test_a_broken_evaluation_goes_on_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr("qerl.eval.benchmark._SAMPLES_AT_ONCE", 4)
     whole, path = tmp_path / "whole.json", tmp_path / "broken.json"
     settings = settings_of(exam(), {})
-    sit(exam(), lambda: Texts(TEXTS), whole, settings, lambda line: None)
+    run_benchmark(exam(), lambda: Texts(TEXTS), whole, settings, lambda line: None)
 
     def stop_after_two(line):
         if "2 of 3" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sit(exam(), lambda: Texts(TEXTS), path, settings, stop_after_two)
-    assert len(found(path)) == 2 and json.loads(path.read_text())["summary"] is None
+        run_benchmark(exam(), lambda: Texts(TEXTS), path, settings, stop_after_two)
+    assert len(read_results(path)) == 2 and json.loads(path.read_text())["summary"] is None
     engine = Texts(TEXTS)
-    sit(exam(), lambda: engine, path, settings, lambda line: None)
+    run_benchmark(exam(), lambda: engine, path, settings, lambda line: None)
     assert engine.asked == [(2, 4), (2, 1)]
     assert path.read_bytes() == whole.read_bytes()
 
@@ -341,8 +341,8 @@ def test_a_broken_evaluation_goes_on_where_it_stopped(monkeypatch, tmp_path):
 def test_a_damaged_file_of_results_is_begun_anew(tmp_path):
     path = tmp_path / "sums.json"
     path.write_text('{"problems": [{"index"')
-    sit(exam(), lambda: Texts(TEXTS), path, {}, lambda line: None)
-    assert len(found(path)) == 3
+    run_benchmark(exam(), lambda: Texts(TEXTS), path, {}, lambda line: None)
+    assert len(read_results(path)) == 3
 
 
 def test_another_problem_or_answer_is_another_file(tmp_path):
@@ -357,8 +357,11 @@ def test_another_problem_or_answer_is_another_file(tmp_path):
 
 def test_the_table_has_a_row_a_set_and_a_dash_for_what_means_nothing(tmp_path):
     results = [
-        {"set": "sums", **sit(exam(), lambda: Texts(TEXTS), tmp_path / "a.json", {}, print)},
-        {"set": "bare", **sit(exam(ballot=None), lambda: Texts(TEXTS), tmp_path / "b.json", {}, print)},
+        {"set": "sums", **run_benchmark(exam(), lambda: Texts(TEXTS), tmp_path / "a.json", {}, print)},
+        {
+            "set": "bare",
+            **run_benchmark(exam(ballot=None), lambda: Texts(TEXTS), tmp_path / "b.json", {}, print),
+        },
     ]
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(results))

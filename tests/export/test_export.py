@@ -15,7 +15,7 @@ import tiny_run
 from conftest import rms_error
 from learner.plain import causal
 from models.checkpoints import save_tiny
-from qerl.cli.main import main
+from qerl.cli import main
 from qerl.config import AdapterConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import RunError, UserError

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
-from qerl.cli.main import main
+from qerl.cli import main
 from qerl.tracking import is_timing
 from qerl.train import session
 

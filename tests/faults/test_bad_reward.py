@@ -13,7 +13,7 @@ import tiny_run
 from faults import runs
 from qerl.config import TaskConfig
 from qerl.tasks import RewardPool
-from qerl.tasks.worker_pool import MORE_TASKS, MOST_PRINTED, Crew, Lost
+from qerl.tasks.worker_pool import MORE_TASKS, MOST_PRINTED, WorkerLost, WorkerPool
 from tasks.material import group
 
 BAD = """
@@ -119,7 +119,7 @@ def test_tasks_that_a_reward_adds_are_limited():
                 return count
         return None
 
-    crew = Crew(adds, num_workers=1)
+    crew = WorkerPool(adds, num_workers=1)
     try:
         (count,) = crew.run([0], deadline_s=60)
     finally:
@@ -164,7 +164,7 @@ def test_the_deadline_is_kept_whatever_the_clock_says(monkeypatch):
     """The wall clock leaps a day ahead and back at each look; deadlines are by another clock."""
     real, looks = time.time, iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: real() + 86400 * (-1) ** next(looks))
-    crew = Crew(lambda item: time.sleep(item), num_workers=2)
+    crew = WorkerPool(lambda item: time.sleep(item), num_workers=2)
     begin = time.monotonic()
     try:
         outcomes = crew.run([0.3, 600, 0.3], deadline_s=1.5)
@@ -175,7 +175,7 @@ def test_the_deadline_is_kept_whatever_the_clock_says(monkeypatch):
 
 
 def test_a_crew_that_was_interrupted_gives_no_outcome_of_before(monkeypatch):
-    crew = Crew(lambda item: (time.sleep(0.5), item)[1], num_workers=2)
+    crew = WorkerPool(lambda item: (time.sleep(0.5), item)[1], num_workers=2)
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -192,7 +192,7 @@ def test_a_crew_that_was_interrupted_gives_no_outcome_of_before(monkeypatch):
 
 
 def test_where_no_process_can_be_had_for_a_lost_one_the_others_do_the_work(monkeypatch):
-    crew = Crew(lambda item: os._exit(0) if item == 1 else item, num_workers=2)
+    crew = WorkerPool(lambda item: os._exit(0) if item == 1 else item, num_workers=2)
     fork, failed = os.fork, []
 
     def refused():
@@ -209,7 +209,7 @@ def test_where_no_process_can_be_had_for_a_lost_one_the_others_do_the_work(monke
     assert failed and [getattr(one, "cause", one) for one in outcomes] == [
         *(0, "ended its process", 2, 3, "ended its process", 4)
     ]
-    assert isinstance(outcomes[1], Lost)
+    assert isinstance(outcomes[1], WorkerLost)
 
 
 def test_a_program_that_a_reward_starts_can_be_terminated(pool, tmp_path):

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
 from faults import runs
-from qerl.cli.main import main
+from qerl.cli import main
 from qerl.config import AdapterConfig, TaskConfig
-from qerl.config.stored import recorded
+from qerl.config.stored import read_config_file
 from qerl.errors import UserError
 from qerl.models.peft_reader import adapter_config, read_adapter
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer
 from qerl.tasks import build_task
 from qerl.tasks.prompt import rendered
-from qerl.tracking.atomic_file import Lines, decode, read_object
+from qerl.tracking.atomic_file import JsonLines, decode, read_object
 from qerl.tracking.report.read import read_run
 from tasks.material import tokenizer
 
@@ -109,7 +109,7 @@ def test_any_run_json_is_a_config_or_a_user_error(facts, tail):
         path = Path(place) / "run.json"
         for content in (json.dumps(facts).encode(), json.dumps(facts).encode() + tail):
             path.write_bytes(content)
-            one_line(lambda: recorded(path))
+            one_line(lambda: read_config_file(path))
             one_line(lambda: read_object(path))
 
 
@@ -126,7 +126,7 @@ def test_a_report_takes_any_bytes_in_a_runs_files(lines, objects):
         for name, content in zip(("run", "result", "evaluations"), objects, strict=True):
             (Path(place) / f"{name}.json").write_bytes(content)
         one_line(lambda: read_run(Path(place), "x", max_samples=3))
-        kept = Lines(Path(place) / "metrics.jsonl")
+        kept = JsonLines(Path(place) / "metrics.jsonl")
         one_line(lambda: kept.cut(1))
         kept.close()
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from qerl import config
-from qerl.cli.main import BENCHES, COMMANDS, options
-from qerl.config import RunConfig
+from qerl.cli import bench_options
+from qerl.cli.main import BENCHES, COMMANDS
+from qerl.config import RunConfig, options
 from qerl.config.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +27,13 @@ TAKEN = {
     "report": options.ReportOptions,
     "watch": options.WatchOptions,
     "study": options.StudyOptions,
-    "linear": options.BenchLinearOptions,
-    "tile": options.BenchTileOptions,
-    "decode": options.BenchDecodeOptions,
-    "step": options.BenchStepOptions,
-    "memory": options.BenchStepOptions,
-    "learn": options.BenchLearnOptions,
-    "parity": options.BenchParityOptions,
+    "linear": bench_options.BenchLinearOptions,
+    "tile": bench_options.BenchTileOptions,
+    "decode": bench_options.BenchDecodeOptions,
+    "step": bench_options.BenchStepOptions,
+    "memory": bench_options.BenchStepOptions,
+    "learn": bench_options.BenchLearnOptions,
+    "parity": bench_options.BenchParityOptions,
 }
 SHORT = {"model", "task", "reward", "as", "help", "debug"}
 PLACEHOLDERS = {"my_recipe", "RECIPE"}

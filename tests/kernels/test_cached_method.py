@@ -1,13 +1,13 @@
 import gc
 import weakref
 
-from qerl.kernels.cached_method import remembered
+from qerl.kernels.cached_method import cached_method
 
 
 class Squares:
     def __init__(self):
         self.made = []
-        self.of = remembered(self._of)
+        self.of = cached_method(self._of)
 
     def _of(self, x, y=1):
         self.made.append((x, y))

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from qerl.kernels.cuda_graph import recording
+from qerl.kernels.cuda_graph import record_graph
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def asked(monkeypatch):
 def test_the_collector_rests_meanwhile(asked, was_enabled):
     if not was_enabled:
         gc.disable()
-    with recording("graph", pool=(1, 2)):
+    with record_graph("graph", pool=(1, 2)):
         assert not gc.isenabled()
     assert gc.isenabled() == was_enabled
     assert asked == [(("graph",), {"pool": (1, 2), "stream": None})]
 
 
 def test_it_goes_on_after_an_error(asked):
-    with pytest.raises(ZeroDivisionError), recording("graph"):
+    with pytest.raises(ZeroDivisionError), record_graph("graph"):
         raise ZeroDivisionError
     assert gc.isenabled()
 
@@ -61,7 +61,7 @@ def test_what_a_collected_object_frees_does_not_end_a_recording():
     gc.collect()
     gc.set_threshold(1)
     try:
-        with recording(graph):
+        with record_graph(graph):
             Held()
             kept = [[] for _ in range(10_000)]  # would set the collector off
             y = x + 1

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from conftest import rms_error
+from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels import lora_shrink as op
 from qerl.kernels import nvfp4_decode
-from qerl.models.norm import NoisedRMSNorm
 
 EPS, SCALING = 1e-6, 2.0
 ALL_K = (64, 896, 1152, 1536, 3584, 5120, 8192, 18944, 27648, 29568)
@@ -59,7 +59,7 @@ def test_every_size_has_a_tile(K, R):
 def kernels(tmp_path_factory):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return op.Shrink(torch.device("cuda"), tmp_path_factory.mktemp("cubin"))
+    return op.LoraShrink(torch.device("cuda"), tmp_path_factory.mktemp("cubin"))
 
 
 def on_gpu(tensors):

@@ -135,7 +135,7 @@ def torch_path(codes, scales, x, alpha, u=None, b=None, bias=None, residual=None
 def test_no_less_exact_than_torch(M, N, K, R, kernels, rng):
     codes, scales, x, alpha, a, b = case(M, N, K, R, rng)
     bias, residual = torch.randn(N).cuda(), torch.randn(M, N).cuda() * 8
-    adapter = op.Adapter(a, b, 0.75) if R else None
+    adapter = op.PackedAdapter(a, b, 0.75) if R else None
     exact, plain_u = low_ranks(x, a, 0.75) if R else (None, None)
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
     for extra in ((None, None), (bias, None), (bias, residual)):
@@ -162,13 +162,13 @@ def test_a_tile_shared_by_many_is_right_and_bitwise_repeatable(M, N, K, kernels_
     codes, scales, x, alpha, a, b = case(M, N, K, 32, rng)
     residual = torch.randn(M, N).cuda()
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, N)
-    got = kernels.linear(x, tiles, factors, adapter=op.Adapter(a, b, 1.0), residual_MN=residual)
+    got = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0), residual_MN=residual)
     exact, plain_u = low_ranks(x, a)
     truth = op.reference(x, codes, scales, alpha, exact, b, None, residual)
     plain = torch_path(codes, scales, x, alpha, plain_u, b, None, residual)
     assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth)
     for _ in range(50):
-        again = kernels.linear(x, tiles, factors, adapter=op.Adapter(a, b, 1.0), residual_MN=residual)
+        again = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0), residual_MN=residual)
         assert torch.equal(again, got)
     assert_is_clean(kernels)
 
@@ -187,9 +187,9 @@ def test_every_token_count_is_right(kernels, rng):
 def test_rows_do_not_depend_on_the_batch_up_to_32_tokens(kernels, rng):
     codes, scales, x, alpha, a, b = case(32, 3584, 3584, 32, rng)
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, 3584)
-    whole = kernels.linear(x, tiles, factors, adapter=op.Adapter(a, b, 1.0))
+    whole = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0))
     for M in (1, 8, 13, 24):
-        part = kernels.linear(x[:M].contiguous(), tiles, factors, adapter=op.Adapter(a, b, 1.0))
+        part = kernels.linear(x[:M].contiguous(), tiles, factors, adapter=op.PackedAdapter(a, b, 1.0))
         assert torch.equal(part, whole[:M])
 
 
@@ -200,7 +200,7 @@ def test_groups_of_rows_use_their_own_adapter(M, kernels, rng):
     codes, scales, x, alpha, a, b = case(M, N, K, R, rng, groups=3)
     starts = (896, 1024)
     got = kernels.linear(
-        x, op.pack(codes, scales), op.row_factors(alpha, N), adapter=op.Adapter(a, b, 1.0, starts)
+        x, op.pack(codes, scales), op.row_factors(alpha, N), adapter=op.PackedAdapter(a, b, 1.0, starts)
     )
     rows = [slice(0, 896), slice(896, 1024), slice(1024, N)]
     truth, plain = op.reference(x, codes, scales, alpha), torch_path(codes, scales, x, alpha)
@@ -221,7 +221,7 @@ def test_swiglu_is_no_less_exact_than_torch(M, R, kernels, rng):
     truth, plain = op.reference(x, codes, scales, alpha), torch_path(codes, scales, x, alpha)
     order = op.swiglu_order(F, x.device)
     if R:
-        adapter = op.Adapter(a, b[order].contiguous(), 0.02)
+        adapter = op.PackedAdapter(a, b[order].contiguous(), 0.02)
         exact, plain_u = (
             torch.cat((u[:, :R] @ b[:F].to(u.dtype).T, u[:, R:] @ b[F:].to(u.dtype).T), dim=1)
             for u in low_ranks(x, a, 0.02)
@@ -261,7 +261,7 @@ def test_u_is_added_up_right_from_every_slice(tile, R, groups, kernels_of, rng):
             count = min(R, end - first)
             truth[:, first : first + count] = u[:, i * R : i * R + count]
         tiles = op.pack(codes * 0, scales)
-        adapter = op.Adapter(a, b, 0.5, starts)
+        adapter = op.PackedAdapter(a, b, 0.5, starts)
         for _ in range(3):
             got = kernels.linear(x, tiles, op.row_factors(alpha, N), adapter=adapter)
             assert torch.equal(got.double(), truth.bfloat16().double())
@@ -273,7 +273,7 @@ def test_the_rows_of_u_do_not_depend_on_the_batch(kernels, rng):
     """A weight of zeros and b of ones and zeros leave u itself; M is up to 32."""
     codes, scales, x, alpha, a, _ = case(32, 64, 18944, 64, rng)
     tiles, factors = op.pack(codes * 0, scales), op.row_factors(alpha, 64)
-    adapter = op.Adapter(a, torch.eye(64).bfloat16().cuda(), 0.5)
+    adapter = op.PackedAdapter(a, torch.eye(64).bfloat16().cuda(), 0.5)
     whole = kernels.linear(x, tiles, factors, adapter=adapter)
     exact, plain = low_ranks(x, a, 0.5)
     assert rms_error(whole, exact) <= 1.1 * rms_error(plain, exact)
@@ -288,9 +288,11 @@ def test_a_u_that_is_ready_gives_what_one_made_here_gives(M, kernels, rng):
     codes, scales, x, alpha, a, b = case(M, 1152, 896, 32, rng, groups=3)
     x, a = x.clamp(-1, 1).round(), a.clamp(-1, 1).round()
     tiles, factors, starts = op.pack(codes, scales), op.row_factors(alpha, 1152), (896, 1024)
-    made = kernels.linear(x, tiles, factors, adapter=op.Adapter(a, b, 0.5, starts))
+    made = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 0.5, starts))
     u = (0.5 * (x.double() @ a.double().T)).bfloat16()
-    assert torch.equal(kernels.linear(x, tiles, factors, adapter=op.Adapter(a, b, 0.5, starts, u)), made)
+    assert torch.equal(
+        kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 0.5, starts, u)), made
+    )
 
 
 @pytest.mark.gpu
@@ -301,9 +303,9 @@ def test_runs_and_graph_replays_are_bitwise_equal(M, kernels, rng):
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, 3584)
 
     def step():
-        y = kernels.linear(x, tiles, factors * 0.01, adapter=op.Adapter(a, b, 0.01))
-        y = kernels.linear(y, tiles, factors * 0.01, adapter=op.Adapter(a, b, 0.01))
-        return kernels.linear(y, tiles, factors * 0.01, adapter=op.Adapter(a, b, 0.01))
+        y = kernels.linear(x, tiles, factors * 0.01, adapter=op.PackedAdapter(a, b, 0.01))
+        y = kernels.linear(y, tiles, factors * 0.01, adapter=op.PackedAdapter(a, b, 0.01))
+        return kernels.linear(y, tiles, factors * 0.01, adapter=op.PackedAdapter(a, b, 0.01))
 
     eager = step()
     assert torch.isfinite(eager).all()
@@ -324,6 +326,6 @@ def test_nan_inputs_end_as_nan_and_leave_the_workspace_clean(kernels, rng):
     codes, scales, x, alpha, a, b = case(8, 3584, 3584, 16, rng)
     x[3, 7] = float("nan")
     tiles, factors = op.pack(codes, scales), op.row_factors(alpha, 3584)
-    y = kernels.linear(x, tiles, factors, adapter=op.Adapter(a, b, 1.0))
+    y = kernels.linear(x, tiles, factors, adapter=op.PackedAdapter(a, b, 1.0))
     assert y[3].isnan().all() and torch.isfinite(y[[0, 1, 2, 4, 5, 6, 7]]).all()
     assert_is_clean(kernels)

@@ -4,7 +4,7 @@ import torch
 from qerl.formats import NVFP4
 from qerl.kernels import nvfp4_decode
 from qerl.kernels import nvfp4_unpack as op
-from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.nvfp4_unpack import UnpackRows
 
 
 def _weight(N, K, rng, device):
@@ -16,7 +16,7 @@ def _weight(N, K, rng, device):
 
 def _tiles(weight, rows):
     codes, scales = weight.codes, weight.scales
-    if rows is not Rows.ALL:
+    if rows is not UnpackRows.ALL:
         order = nvfp4_decode.swiglu_order(len(codes) // 2, codes.device)
         codes, scales = codes[order], scales.view(torch.uint8)[order].view(scales.dtype)
     return nvfp4_decode.pack(codes, scales)
@@ -24,10 +24,10 @@ def _tiles(weight, rows):
 
 def _rows(weight, rows):
     half = weight.shape[0] // 2
-    return {Rows.GATE: slice(half), Rows.UP: slice(half, None)}.get(rows, slice(None))
+    return {UnpackRows.GATE: slice(half), UnpackRows.UP: slice(half, None)}.get(rows, slice(None))
 
 
-@pytest.mark.parametrize("rows", Rows)
+@pytest.mark.parametrize("rows", UnpackRows)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize(("N", "K"), op.CASES)
 def test_the_operand_is_the_formats_bit_for_bit(N, K, dtype, rows, device, rng):
@@ -39,7 +39,7 @@ def test_the_operand_is_the_formats_bit_for_bit(N, K, dtype, rows, device, rng):
     assert torch.equal(op.reference(tiles, rows), truth.double())
 
 
-@pytest.mark.parametrize("rows", Rows)
+@pytest.mark.parametrize("rows", UnpackRows)
 def test_rows_of_a_wider_tensor_are_written_and_nothing_else(rows, device, rng):
     weight = _weight(192, 576, rng, device)
     truth, tiles = weight.operand(torch.bfloat16)[_rows(weight, rows)], _tiles(weight, rows)
@@ -50,7 +50,7 @@ def test_rows_of_a_wider_tensor_are_written_and_nothing_else(rows, device, rng):
     assert (wide == 7).all()
 
 
-@pytest.mark.parametrize("rows", Rows)
+@pytest.mark.parametrize("rows", UnpackRows)
 def test_the_plain_form_comes_back(rows, device, rng):
     weight = _weight(128, 192, rng, device)
     codes, scales = op.plain(_tiles(weight, rows), rows)
@@ -61,5 +61,5 @@ def test_the_plain_form_comes_back(rows, device, rng):
 def test_a_block_of_scale_zero_is_zero(device, rng):
     weight = _weight(64, 128, rng, device)
     weight.scales.view(torch.uint8)[:, 3] = 0
-    got = op.unpack(_tiles(weight, Rows.ALL), Rows.ALL, torch.bfloat16)
+    got = op.unpack(_tiles(weight, UnpackRows.ALL), UnpackRows.ALL, torch.bfloat16)
     assert torch.equal(got, weight.operand(torch.bfloat16)) and not got[:, 48:64].any()

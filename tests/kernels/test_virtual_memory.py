@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qerl.kernels import gpu_memory
-from qerl.kernels.virtual_memory import AddressRange, Kept, can_give_back, memory_on
+from qerl.kernels.virtual_memory import ResidentMemory, VirtualMemory, can_give_back, memory_on
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def free_bytes():
 def test_memory_of_a_cpu_stays_with_what_is_in_it():
     assert not can_give_back(CPU)
     found = memory_on(CPU, 100)
-    assert isinstance(found, Kept) and found.is_kept
+    assert isinstance(found, ResidentMemory) and found.is_kept
     with found.present():
         assert found.tensor().shape == (100,) and not found.tensor().any()
         found.tensor().fill_(7)
@@ -37,15 +37,15 @@ def test_memory_of_a_cpu_stays_with_what_is_in_it():
 @on_gpu
 def test_tensors_and_graphs_over_it_outlive_its_memory(monkeypatch):
     """The driver may hand out memory as it was: here it is never zero."""
-    take = AddressRange._map
+    take = VirtualMemory._map
 
     def dirty(self):
         take(self)
         self.tensor().fill_(77)
 
-    monkeypatch.setattr(AddressRange, "_map", dirty)
+    monkeypatch.setattr(VirtualMemory, "_map", dirty)
     found = memory_on(GPU, 3 * MIB + 5)
-    assert isinstance(found, AddressRange) and found.num_bytes == 4 * MIB and not found.is_kept
+    assert isinstance(found, VirtualMemory) and found.num_bytes == 4 * MIB and not found.is_kept
     source = torch.arange(256, device="cuda", dtype=torch.uint8)
     with found.present():
         bytes_N = found.tensor()
@@ -67,7 +67,7 @@ def test_tensors_and_graphs_over_it_outlive_its_memory(monkeypatch):
 @on_gpu
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_its_memory_is_the_devices_again(error):
-    found, before = AddressRange(512 * MIB, GPU), free_bytes()
+    found, before = VirtualMemory(512 * MIB, GPU), free_bytes()
     for _ in range(3):
         try:
             with found.present():
@@ -83,7 +83,7 @@ def test_its_memory_is_the_devices_again(error):
 
 @on_gpu
 def test_the_last_tensor_takes_the_addresses_along():
-    found = AddressRange(2 * MIB, GPU)
+    found = VirtualMemory(2 * MIB, GPU)
     with found.present():
         view = found.tensor()[5:9]
     is_there = weakref.ref(found)
@@ -96,7 +96,7 @@ def test_the_last_tensor_takes_the_addresses_along():
 
 @on_gpu
 def test_it_counts_against_the_process_limit(limited):
-    found = AddressRange(256 * MIB, GPU)
+    found = VirtualMemory(256 * MIB, GPU)
     limited(200 * MIB)
     with pytest.raises(torch.OutOfMemoryError), found.present():
         pass
@@ -112,7 +112,7 @@ def test_it_counts_against_the_process_limit(limited):
 
 @on_gpu
 def test_torchs_unused_blocks_make_room(limited):
-    found = AddressRange(256 * MIB, GPU)
+    found = VirtualMemory(256 * MIB, GPU)
     limited(400 * MIB)
     torch.empty(350 * MIB, dtype=torch.uint8, device="cuda")
     assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= 350 * MIB
@@ -123,7 +123,7 @@ def test_torchs_unused_blocks_make_room(limited):
 @on_gpu
 def test_peaks_are_of_torchs_and_mapped_memory_together(limited):
     limited(4 << 30)
-    found, start = AddressRange(256 * MIB, GPU), torch.cuda.memory_allocated()
+    found, start = VirtualMemory(256 * MIB, GPU), torch.cuda.memory_allocated()
 
     def peak():
         return gpu_memory.peak_bytes(GPU) - start

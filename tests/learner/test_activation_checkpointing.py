@@ -9,7 +9,7 @@ from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.formats import BF16, NVFP4
 from qerl.learner import Learner
-from qerl.learner.activation_checkpointing import RECOMPUTE, OnDevice, OnHost, recomputing
+from qerl.learner.activation_checkpointing import RECOMPUTE, OnDevice, OnHost, checkpoint_layers
 from qerl.models.linear import repeating
 from qerl.models.random_weights import random_decoder, shape
 
@@ -64,7 +64,7 @@ def test_of_a_layer_only_its_input_is_kept(recompute):
 def test_nothing_is_kept_once_it_was_used(recompute):
     decoder, seen = tiny_decoder(), []
     kept = OnDevice() if recompute == "layer" else OnHost(CPU, None)
-    run = recomputing(kept)
+    run = checkpoint_layers(kept)
 
     def watched(layer, h_TD, *rest):
         seen.append(weakref.ref(h_TD))
@@ -77,7 +77,7 @@ def test_nothing_is_kept_once_it_was_used(recompute):
 
 def test_a_pass_given_up_is_freed_without_the_garbage_collector():
     kept = OnDevice()
-    hidden_TD = pass_over(tiny_decoder(), recomputing(kept))
+    hidden_TD = pass_over(tiny_decoder(), checkpoint_layers(kept))
     reference = weakref.ref(kept)
     del hidden_TD, kept
     assert reference() is None
@@ -86,7 +86,7 @@ def test_a_pass_given_up_is_freed_without_the_garbage_collector():
 def test_without_a_gradient_nothing_is_kept():
     kept = OnDevice()
     with torch.no_grad():
-        pass_over(tiny_decoder(), recomputing(kept))
+        pass_over(tiny_decoder(), checkpoint_layers(kept))
     assert vars(kept) == {"_inputs": {}}
 
 

@@ -267,20 +267,20 @@ def test_auto_is_the_least_recomputation_that_learning_fits_with():
     auto = with_learn(recompute="auto")
 
     def taken(gpu_bytes):
-        return op.settled(SMALL, auto, PROMPT, gpu_bytes)
+        return op.resolve_checkpointing(SMALL, auto, PROMPT, gpu_bytes)
 
     assert taken(needs[0] / 0.95 + 1) == with_learn(recompute="none")
     assert taken(needs[0] / 0.95 - 1) == taken(needs[1] / 0.95 + 1) == with_learn(recompute="layer")
     assert taken(needs[1] / 0.95 - 1) == taken(1e3) == with_learn(recompute="offload")
-    assert op.settled(SMALL, CONFIG, PROMPT, 1e3) == CONFIG  # a choice that was made stays
+    assert op.resolve_checkpointing(SMALL, CONFIG, PROMPT, 1e3) == CONFIG  # a choice that was made stays
 
 
 def test_autos_choice_does_not_depend_on_what_the_cache_wants():
     auto = with_learn(recompute="auto")
     many = dataclasses.replace(auto, num_prompts=512, engine=EngineConfig(page_tokens=16, max_running=1024))
-    found = op.parts(SMALL, op.settled(SMALL, many, PROMPT, 0.64e9), PROMPT)
+    found = op.parts(SMALL, op.resolve_checkpointing(SMALL, many, PROMPT, 0.64e9), PROMPT)
     assert op.total(found) > 0.64e9 > op.learning_bytes(found)
-    assert op.settled(SMALL, many, PROMPT, 0.64e9).learn.recompute == "none"
+    assert op.resolve_checkpointing(SMALL, many, PROMPT, 0.64e9).learn.recompute == "none"
 
 
 MEASURED = [  # H200, 2026-11-21: the most at once in a step of 64 samples of 2,048 tokens, recompute layer

@@ -21,7 +21,7 @@ from qerl.learner import Learner
 from qerl.models import lm_head as op
 from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import load_decoder
-from qerl.models.packed_linear import Tiled
+from qerl.models.packed_linear import PackedNVFP4
 from qerl.models.random_weights import random_decoder
 from qerl.types import Group
 
@@ -81,7 +81,7 @@ def test_where_the_decode_kernels_run_nvfp4_is_in_their_tiles(rng, monkeypatch):
     monkeypatch.setattr(op, "has_tile_kernels", lambda device: True)
     monkeypatch.setattr(op, "_CHUNK_WEIGHTS", 256 * D)
     tiled = head_of(weight_VD, "nvfp4")
-    assert isinstance(plain.packed, NVFP4) and isinstance(tiled.packed, Tiled)
+    assert isinstance(plain.packed, NVFP4) and isinstance(tiled.packed, PackedNVFP4)
     assert torch.equal(unpack(tiled.packed.group.tiles)[0], plain.packed.codes)
     assert torch.equal(tiled.packed.group.factors_N, row_factors(plain.packed.alpha, V))
     assert torch.equal(tiled.logits(hidden_TD), plain.logits(hidden_TD))

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from conftest import rms_error
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, NVFP4
-from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import load_decoder
-from qerl.models.packed_linear import Tiled, tiles_of
+from qerl.models.packed_linear import PackedNVFP4, tiles_of
 from qerl.models.source import BUILT_IN
 from qerl.models.tokenizer import load_tokenizer
 
@@ -74,8 +74,8 @@ def test_weights_go_into_tiles_where_their_kernels_run(tmp_path, monkeypatch):
         {type(linear.weight) for _, linear in decoder.linears()}
         for decoder in (plain, tiled, load(tmp_path, format="nvfp4"), load(tmp_path, compute=torch.bfloat16))
     ]
-    assert kinds == [{NVFP4}, {Tiled}, {NVFP4}, {BF16}]
-    assert tiles_of(tiled.layers[0].mlp.gate_up_projs).rows is Rows.GATE_UP
+    assert kinds == [{NVFP4}, {PackedNVFP4}, {NVFP4}, {BF16}]
+    assert tiles_of(tiled.layers[0].mlp.gate_up_projs).rows is UnpackRows.GATE_UP
     assert len(tiles_of(tiled.layers[1].self_attn.qkv_projs).widths) == 3
     assert torch.equal(logits_of(plain), logits_of(tiled))
 

@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from conftest import rms_error
-from qerl.models.norm import NoisedRMSNorm, RMSNorm
+from qerl.aqn.noised_norm import NoisedRMSNorm
+from qerl.models.norm import RMSNorm
 
 
 def _norm(rng, width=96, cls=RMSNorm, compute=torch.float32):

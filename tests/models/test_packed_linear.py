@@ -7,10 +7,10 @@ from qerl.config import AdapterConfig
 from qerl.formats import BF16, NVFP4
 from qerl.kernels.attention import PackedLayout, packed_attention
 from qerl.kernels.nvfp4_decode import row_factors, swiglu_order, unpack
-from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.adapter import add_adapter
 from qerl.models.linear import QuantLinear
-from qerl.models.packed_linear import Tiled, can_tile, project, tile_linears, tiles_of
+from qerl.models.packed_linear import PackedNVFP4, can_tile, project, tile_linears, tiles_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 
@@ -48,7 +48,7 @@ def test_a_tiled_decoder_computes_the_same_bits(compute):
     want = outputs(decoder)
     decoder.zero_grad()
     decoder.tile()
-    assert all(isinstance(linear.weight, Tiled) for _, linear in decoder.linears())
+    assert all(isinstance(linear.weight, PackedNVFP4) for _, linear in decoder.linears())
     for before, after in zip(want, outputs(decoder), strict=True):
         assert torch.equal(before, after)
 
@@ -103,12 +103,12 @@ def test_weights_that_do_not_fit_stay_as_they_are():
     narrow.tile()
     assert tiles_of(narrow.layers[0].mlp.gate_up_projs) is None
     assert isinstance(narrow.layers[0].mlp.gate_proj.weight, NVFP4)
-    assert isinstance(narrow.layers[0].self_attn.q_proj.weight, Tiled)
+    assert isinstance(narrow.layers[0].self_attn.q_proj.weight, PackedNVFP4)
 
 
 def test_large_weights_are_packed_in_pieces(monkeypatch, rng):
     monkeypatch.setattr("qerl.models.packed_linear._CHUNK_WEIGHTS", 128 * 64)
-    for rows, widths in ((Rows.ALL, (192, 64, 320)), (Rows.GATE_UP, (160, 160))):
+    for rows, widths in ((UnpackRows.ALL, (192, 64, 320)), (UnpackRows.GATE_UP, (160, 160))):
         linears = []
         for n in widths:
             linear = QuantLinear(64, n, has_bias=False, compute=torch.float32, device=torch.device("cpu"))
@@ -128,7 +128,7 @@ def test_large_weights_are_packed_in_pieces(monkeypatch, rng):
 
 def test_gate_and_up_of_other_shapes_are_not_tiled_together(rng):
     weights = [NVFP4.encode(torch.randn(n, 64, generator=rng)) for n in (64, 128)]
-    assert can_tile(weights, Rows.ALL) and not can_tile(weights, Rows.GATE_UP)
+    assert can_tile(weights, UnpackRows.ALL) and not can_tile(weights, UnpackRows.GATE_UP)
 
 
 @pytest.mark.gpu
@@ -137,7 +137,7 @@ def test_on_a_gpu_joined_products_lose_no_more_than_separate_ones(has_adapter, d
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     x_TD = torch.randn(300, 576, generator=rng).bfloat16().to(device)
-    for rows, widths in ((Rows.ALL, (576, 192, 192)), (Rows.GATE_UP, (1536, 1536))):
+    for rows, widths in ((UnpackRows.ALL, (576, 192, 192)), (UnpackRows.GATE_UP, (1536, 1536))):
         linears = [_linear(576, n, 32 if has_adapter else None, device, rng) for n in widths]
         truth = [_exact(x_TD, linear) for linear in linears]
         separate = project(x_TD, linears)

@@ -12,7 +12,7 @@ from qerl.config import AdapterConfig
 from qerl.formats import FORMATS
 from qerl.learner import Learner
 from qerl.models.adapter import adapter_off, adapter_tensors, add_adapter, publish
-from qerl.models.sampler_copy import twin_of
+from qerl.models.sampler_copy import make_sampler_copy
 
 TOKENS_T = torch.arange(30) * 11 % 61
 
@@ -20,7 +20,7 @@ TOKENS_T = torch.arange(30) * 11 % 61
 def policies(format="int8"):
     decoder = tiny("Qwen3")
     add_adapter(decoder, AdapterConfig(rank=4), seed=1)
-    return decoder, twin_of(decoder, format)
+    return decoder, make_sampler_copy(decoder, format)
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8-flow", "int8"])

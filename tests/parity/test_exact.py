@@ -17,9 +17,9 @@ from models.tiny import oracle, ported, tiny
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.engine.kv_cache import page_bytes
-from qerl.engine.prefill import Prefill, Run
-from qerl.engine.runner_cache import Runners
-from qerl.engine.teacher_forcing import Replay
+from qerl.engine.prefill import Prefill, PrefillRun
+from qerl.engine.runner_cache import RunnerCache
+from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.learner import Learner
@@ -106,11 +106,11 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     """Of the rows in fp32: on this project's CPUs bf16's products are the same at every number of rows."""
     decoder = policy(torch.float32 if broken == "rows" else torch.bfloat16)
     if broken == "rows":
-        monkeypatch.setattr(Runners, "_exact_rows", lambda self: (1, 6))
+        monkeypatch.setattr(RunnerCache, "_exact_rows", lambda self: (1, 6))
     engine = engine_of(decoder, exact=True, max_running=6 if broken == "rows" else 20)
     if broken == "prefill":
         with monkeypatch.context() as wide:
-            wide.setattr(Runners, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
+            wide.setattr(RunnerCache, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
             groups = groups_of(engine)
     else:
         groups = groups_of(engine)
@@ -127,14 +127,14 @@ def _replay(decoder, rows):
 @torch.no_grad()
 def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
     """Of a run cut in two, and of one computed token by token, in chunks of the same rows."""
-    replay: Replay = _replay(policy(compute), rows=16)
+    replay: TeacherForcing = _replay(policy(compute), rows=16)
     tokens_T, pages = prompts_of(60)[0].tokens_T, list(range(15))
-    whole = torch.cat([hidden.clone() for hidden in replay.chunks([Run(tokens_T, 0, pages)])])[:60]
-    pieces = [Run(tokens_T[:23], 0, pages), Run(tokens_T[23:], 23, pages)]
+    whole = torch.cat([hidden.clone() for hidden in replay.chunks([PrefillRun(tokens_T, 0, pages)])])[:60]
+    pieces = [PrefillRun(tokens_T[:23], 0, pages), PrefillRun(tokens_T[23:], 23, pages)]
     cut = torch.cat([next(replay.chunks([run])).clone() for run in pieces[:1]])
     assert torch.equal(cut[:16], whole[:16])
     assert torch.equal(replay(pieces), whole[[22, 59]])
-    steps = torch.cat([replay([Run([token], i, pages)]) for i, token in enumerate(tokens_T)])
+    steps = torch.cat([replay([PrefillRun([token], i, pages)]) for i, token in enumerate(tokens_T)])
     assert torch.equal(steps, whole)
 
 

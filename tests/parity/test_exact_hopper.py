@@ -12,9 +12,9 @@ from learner.tiny import run_config
 from qerl.aqn.norm_noise import noised
 from qerl.config import SampleConfig
 from qerl.engine.decode_hopper import HopperForward
-from qerl.engine.fused_linear import PackedProducts
-from qerl.engine.prefill import Prefill, Run
-from qerl.engine.runner_cache import Runners
+from qerl.engine.fused_linear import PackedLinears
+from qerl.engine.prefill import Prefill, PrefillRun
+from qerl.engine.runner_cache import RunnerCache
 from qerl.learner import Learner
 from qerl.models.random_weights import SHAPES
 from qerl.types import Sampling
@@ -76,7 +76,7 @@ def test_a_models_widths_split_their_sums_and_change_no_bit(format, max_running)
 
 
 def test_more_rows_at_once_would_change_bits(monkeypatch):
-    monkeypatch.setattr("qerl.engine.runner_cache.SlicedProducts", PackedProducts)
+    monkeypatch.setattr("qerl.engine.runner_cache.SlicedProducts", PackedLinears)
     engine = engine_of(decoder_of(architecture=WIDE), exact=True, max_running=64, stop_token_ids=NEVER)
     assert gap(engine, groups_of(engine, 24)) > 0
 
@@ -97,7 +97,7 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     engine = engine_of(decoder, exact=True, max_running=100, stop_token_ids=NEVER)
     with monkeypatch.context() as wide:
         if broken == "prefill":
-            wide.setattr(Runners, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
+            wide.setattr(RunnerCache, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
         groups = groups_of(engine)
     assert gap(engine, groups) > 0
 
@@ -110,11 +110,11 @@ def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode():
     replay, pages = engine._runners.replay(), list(range(9))
     (prompt,) = small_prompts(130)
     with engine._cache.present():
-        chunks = replay.chunks([Run(prompt.tokens_T, 0, pages)])
+        chunks = replay.chunks([PrefillRun(prompt.tokens_T, 0, pages)])
         whole = torch.cat([hidden.clone() for hidden in chunks])[:130]
-        pieces = [Run(prompt.tokens_T[:53], 0, pages), Run(prompt.tokens_T[53:], 53, pages)]
+        pieces = [PrefillRun(prompt.tokens_T[:53], 0, pages), PrefillRun(prompt.tokens_T[53:], 53, pages)]
         assert torch.equal(replay(pieces), whole[[52, 129]])
-        steps = [replay([Run([token], i, pages)]) for i, token in enumerate(prompt.tokens_T)]
+        steps = [replay([PrefillRun([token], i, pages)]) for i, token in enumerate(prompt.tokens_T)]
         assert torch.equal(torch.cat(steps), whole)
 
 

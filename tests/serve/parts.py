@@ -12,16 +12,16 @@ import tiny_run
 from qerl.config import ModelConfig
 from qerl.config.options import ServeOptions
 from qerl.serve.app import make_app
-from qerl.serve.batcher import Desk
-from qerl.serve.loaded_model import Opened, opened
-from qerl.serve.request import Reader
+from qerl.serve.batcher import Batcher
+from qerl.serve.loaded_model import LoadedModel, load_model
+from qerl.serve.request import RequestParser
 from qerl.types import Prompt
 
 NAME = "tiny"
 LIMITS = {"max_prompt_tokens": 60, "max_tokens": 900, "max_samples": 4, "max_body_bytes": 2000}
 
 
-class CountingDesk(Desk):
+class CountingDesk(Batcher):
     """Knows how many tokens each call drew."""
 
     def __init__(self, engine, **options):
@@ -33,15 +33,15 @@ class CountingDesk(Desk):
         self.drawn.append(self._engine.stats.num_tokens)
 
 
-def opened_tiny(folder: Path) -> Opened:
+def opened_tiny(folder: Path) -> LoadedModel:
     tiny_run.write_model(folder, max_positions=1024)
-    return opened(str(folder), None, ModelConfig(path=str(folder), compute="fp32"), with_adapter=True)
+    return load_model(str(folder), None, ModelConfig(path=str(folder), compute="fp32"), with_adapter=True)
 
 
-def app_of(model: Opened, *, key: str | None = None, gather_s: float = 0.01, **options):
+def app_of(model: LoadedModel, *, key: str | None = None, gather_s: float = 0.01, **options):
     """(the app, its desk)."""
     desk = CountingDesk(model.engine, max_waiting=8, gather_s=gather_s)
-    reader = Reader(opened=model, options=ServeOptions(**(LIMITS | options)), name=NAME)
+    reader = RequestParser(opened=model, options=ServeOptions(**(LIMITS | options)), name=NAME)
     return make_app(reader, desk, key=key), desk
 
 
@@ -68,6 +68,6 @@ def wait_for(holds, *, most_s: float = 20) -> None:
         time.sleep(0.005)
 
 
-def prompt_of(model: Opened, text: str, *, index: int = 0) -> Prompt:
+def prompt_of(model: LoadedModel, text: str, *, index: int = 0) -> Prompt:
     tokens_T = list(model.tokenizer(text)["input_ids"])
     return Prompt(index=index, text=text, tokens_T=tokens_T, messages=None, columns={})

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from qerl.errors import UserError
-from qerl.serve.batcher import BusyError, Desk, GoneError, Job
+from qerl.serve.batcher import Batcher, BusyError, GoneError, PendingRequest
 from qerl.types import Sampling
 from serve import parts
 
@@ -19,12 +19,12 @@ def model(tmp_path_factory):
 
 def job_of(model, text, *, seed=0, num_samples=1, sampling=SAMPLING, watch=None):
     prompts_P = [parts.prompt_of(model, text, index=seed)]
-    return Job(prompts_P=prompts_P, num_samples=num_samples, sampling=sampling, watch=watch)
+    return PendingRequest(prompts_P=prompts_P, num_samples=num_samples, sampling=sampling, watch=watch)
 
 
 @pytest.fixture
 def desk(model):
-    desk = Desk(model.engine, max_waiting=6)
+    desk = Batcher(model.engine, max_waiting=6)
     yield desk
     desk.close()
 
@@ -44,7 +44,7 @@ def tokens_of(samples):
 def test_alike_requests_are_one_call_and_each_keeps_its_own_seed(model, desk):
     alone = []
     for text, seed in (("one", 5), ("two", 6), ("one", 7)):
-        lone = Desk(model.engine, max_waiting=1)
+        lone = Batcher(model.engine, max_waiting=1)
         alone += answered(lone, job_of(model, text, seed=seed, num_samples=2))
         lone.close()
     together = answered(
@@ -68,7 +68,7 @@ def test_other_samplings_and_other_counts_are_other_calls(model, desk):
 
 
 def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(model, desk):
-    lone = Desk(model.engine, max_waiting=1)
+    lone = Batcher(model.engine, max_waiting=1)
     ((alone,),) = answered(lone, job_of(model, "b", seed=1))
     lone.close()
     sampling = Sampling(max_tokens=400, stop=(next(c for c in alone.text if c != "\ufffd"),))
@@ -107,7 +107,7 @@ def test_a_failure_is_told_and_is_not_the_end(model, desk):
 
 
 def test_more_than_may_wait_are_turned_away_and_closing_tells_those_that_wait(model):
-    desk = Desk(model.engine, max_waiting=2, gather_s=0.5)
+    desk = Batcher(model.engine, max_waiting=2, gather_s=0.5)
     jobs = [job_of(model, "a"), job_of(model, "b")]
     for job in jobs:
         desk.submit(job)
@@ -123,7 +123,7 @@ def test_more_than_may_wait_are_turned_away_and_closing_tells_those_that_wait(mo
 
 
 def test_closing_ends_what_runs(model):
-    desk = Desk(model.engine, max_waiting=2)
+    desk = Batcher(model.engine, max_waiting=2)
     started = threading.Event()
     job = job_of(model, "a", sampling=Sampling(max_tokens=900), watch=lambda *_: started.set())
     desk.submit(job)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tiny_run
-from qerl.cli.main import main
+from qerl.cli import main
 from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
 from qerl.serve.chat import Chat

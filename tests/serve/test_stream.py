@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.engine.detokenizer import Text
+from qerl.engine.detokenizer import Detokenizer
 from qerl.serve.stream import TextStream
 from qerl.types import Sample
 from serve import parts
@@ -15,7 +15,7 @@ def model(tmp_path_factory):
 
 def streamed(model, tokens_T, stop=()):
     """(the pieces as tokens come, one by one; the whole text by the engine's own reading)."""
-    stream, text = TextStream(model, stop), Text(model.tokenizer, stop)
+    stream, text = TextStream(model, stop), Detokenizer(model.tokenizer, stop)
     whole = text.of([token for token in tokens_T if token not in model.stop_tokens])
     sample = Sample(tokens_T=tokens_T, logprobs_T=[0.0], text=whole, finish="stop", version=0)
     ended = [None] * (len(tokens_T) - 1) + [sample]

@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-from study import tiny_study
 
 import tiny_run
 from qerl.config.options import StudyOptions
@@ -17,6 +16,7 @@ from qerl.study.results import Results
 from qerl.study.run import best_rates, choice_jobs, final_jobs, run_study
 from qerl.study.study import chosen
 from qerl.tracking import is_timing
+from studies import tiny_study
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import tiny_run
 from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig
 from qerl.formats import NVFP4
-from qerl.models.gaussian_noise import Perturbed
+from qerl.models.gaussian_noise import GaussianNoiseCheckpoint
 from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of, linear_groups
 from qerl.study.before import WEIGHTS, measure_before
@@ -104,7 +104,7 @@ def test_gaussian_noise_has_the_energy_of_nvfp4_s_error(files):
 def test_the_noise_is_that_of_the_seed_and_differs_by_matrix(files):
     checkpoint = locate(str(files)).open()
     architecture = architecture_of(checkpoint)
-    a, b, c = (Perturbed(checkpoint, architecture, NVFP4, seed) for seed in (3, 3, 4))
+    a, b, c = (GaussianNoiseCheckpoint(checkpoint, architecture, NVFP4, seed) for seed in (3, 3, 4))
     k, v = (f"{linear}.weight" for linear in linear_groups(architecture)[0][1:])
     assert torch.equal(a.read(k), b.read(k)) and not torch.equal(a.read(k), c.read(k))
     z_k, z_v = ((a.read(name) - checkpoint.read(name)).flatten() for name in (k, v))

@@ -13,8 +13,8 @@ from material import CHATML, END, START, tokenizer
 from qerl.config import EnvironmentConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.environment import Close, Reply, Reset, Step
-from qerl.tasks.higher_lower import hints
+from qerl.tasks.environment import Close, EnvironmentReply, Reset, Step
+from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.prompt import between, spaced
 from qerl.tasks.reward import resolve
 
@@ -96,13 +96,13 @@ def stepped(one, *completions):
 
 def test_an_environment_lives_from_reset_to_close(pool):
     one = pool(Echo)
-    assert reset(one, 2, opening="begin") == [Reply([{"role": "user", "content": "begin"}])] * 2
+    assert reset(one, 2, opening="begin") == [EnvironmentReply([{"role": "user", "content": "begin"}])] * 2
     assert stepped(one, "a", "b") == [
-        Reply([{"role": "user", "content": f"7 1 {text}"}], 1.0, False) for text in "ab"
+        EnvironmentReply([{"role": "user", "content": f"7 1 {text}"}], 1.0, False) for text in "ab"
     ]
-    assert stepped(one, "c")[0] == Reply([{"role": "user", "content": "7 2 c"}], 2.0, False)
+    assert stepped(one, "c")[0] == EnvironmentReply([{"role": "user", "content": "7 2 c"}], 2.0, False)
     assert stepped(one, "end")[0].is_done
-    assert one.play([Close((0, 0)), Close((0, 1))]) == [Reply([]), Reply([])]
+    assert one.play([Close((0, 0)), Close((0, 1))]) == [EnvironmentReply([]), EnvironmentReply([])]
     assert stepped(one, "d")[0].cause == "died"
 
 
@@ -147,7 +147,7 @@ def test_an_environment_that_failed_is_closed_all_the_same(pool, tmp_path):
     one = pool(Closing)
     reset(one, 1, path=str(tmp_path / "closed"))
     assert stepped(one, "a")[0].cause == "raised ValueError" and not (tmp_path / "closed").exists()
-    assert one.play([Close((0, 0))]) == [Reply([])] and (tmp_path / "closed").exists()
+    assert one.play([Close((0, 0))]) == [EnvironmentReply([])] and (tmp_path / "closed").exists()
 
 
 def test_time_that_another_ones_code_takes_is_not_counted(pool):
@@ -165,7 +165,7 @@ def test_what_no_signal_stops_is_ended_with_its_process_and_the_next_round_has_a
     causes = {reply.cause for reply in stepped(one, "a", way)}
     assert causes == ({"ended its process"} if way == "die" else {"over the deadline"})
     assert stepped(one, "a")[0].cause == "died"
-    assert reset(one, 1) == [Reply([])] and stepped(one, "a")[0].reward == 1.0
+    assert reset(one, 1) == [EnvironmentReply([])] and stepped(one, "a")[0].reward == 1.0
 
 
 def test_a_reset_that_raises_is_a_failure_too(pool):
@@ -215,14 +215,14 @@ class Plain:
 
 def test_functions_may_be_plain_ones(pool):
     one = pool(Plain)
-    assert reset(one, 1, prompt="x") == [Reply([{"role": "system", "content": "x"}])]
-    assert stepped(one, "a") == [Reply([], None, True)]
+    assert reset(one, 1, prompt="x") == [EnvironmentReply([{"role": "system", "content": "x"}])]
+    assert stepped(one, "a") == [EnvironmentReply([], None, True)]
 
 
 def test_numbers_of_numpy_are_numbers(pool):
     one = pool(Echo)
     reset(one, 1)
-    assert stepped(one, "numpy") == [Reply([], 0.5, True)]
+    assert stepped(one, "numpy") == [EnvironmentReply([], 0.5, True)]
 
 
 def test_only_one_environment_may_be_among_the_rewards():
@@ -278,15 +278,17 @@ def said(text):
 
 
 def test_hints_say_where_the_answer_lies_and_reward_the_earlier_turn_more(pool):
-    one = pool(hints(TaskConfig(answer_column="gold")))
-    assert reset(one, 3, gold="#### 1,100") == [Reply([])] * 3
+    one = pool(higher_lower(TaskConfig(answer_column="gold")))
+    assert reset(one, 3, gold="#### 1,100") == [EnvironmentReply([])] * 3
     low, high, right = stepped(one, "It is 1,099.", "2000 or 1200", "1100.0")
-    assert low == Reply(said("The answer is higher."), 0.0, False)
-    assert high == Reply(said("The answer is lower."), 0.0, False)
-    assert right == Reply([], 1.0, True)
+    assert low == EnvironmentReply(said("The answer is higher."), 0.0, False)
+    assert high == EnvironmentReply(said("The answer is lower."), 0.0, False)
+    assert right == EnvironmentReply([], 1.0, True)
     right, none = stepped(one, "1100", "no")
-    assert right == Reply([], 0.5, True) and none == Reply(said("That is no number."), 0.0, False)
-    assert one.play([Step((0, 1), "1100")]) == [Reply([], 0.25, True)]
+    assert right == EnvironmentReply([], 0.5, True) and none == EnvironmentReply(
+        said("That is no number."), 0.0, False
+    )
+    assert one.play([Step((0, 1), "1100")]) == [EnvironmentReply([], 0.25, True)]
     assert reset(one, 1)[0].cause == "raised ValueError"  # a row without an answer
 
 
@@ -295,7 +297,7 @@ def test_the_pages_example_is_an_environment_as_it_stands(pool, tmp_path):
     path = tmp_path / "calculator.py"
     path.write_text(textwrap.dedent(page.split("<!-- calculator.py -->\n\n")[1].split("\n\n## ")[0]))
     one = pool(resolve(f"{path}:Calculator", TaskConfig()))
-    assert reset(one, 3, answer="119", prompt="x") == [Reply([])] * 3
+    assert reset(one, 3, answer="119", prompt="x") == [EnvironmentReply([])] * 3
     called, right, wrong = stepped(one, "so calc(17 * 7)", "119", "118")
-    assert called == Reply([{"role": "tool", "content": "119"}], 0.0, False)
-    assert (right, wrong) == (Reply([], 1.0, True), Reply([], 0.0, True))
+    assert called == EnvironmentReply([{"role": "tool", "content": "119"}], 0.0, False)
+    assert (right, wrong) == (EnvironmentReply([], 1.0, True), EnvironmentReply([], 0.0, True))

@@ -12,7 +12,7 @@ from test_rows import SUMS
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool, build_task
-from qerl.tasks.reward import told
+from qerl.tasks.reward import format_failures
 from qerl.types import Group
 
 
@@ -65,7 +65,7 @@ def test_a_reward_that_fails_costs_its_sample_and_is_counted_by_cause(pool, way,
     one = pool(by_name, reward_deadline_s=0.5)
     assert one.score([group("a", way), group("b", "c")]) == [[1.0, None], [1.0, 1.0]]
     assert one.failures == {cause: 1}
-    (line,) = told(one.take_failures())
+    (line,) = format_failures(one.take_failures())
     assert line.startswith(f"no reward for 1 samples: {cause}: ")
     assert not one.failures and not one.take_failures()
     assert one.score([group("a")]) == [[1.0]]

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from qerl.tasks.worker_pool import Crew, Lost
+from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def crew():
     started = []
 
     def start(work, num_workers=2):
-        started.append(Crew(work, num_workers=num_workers))
+        started.append(WorkerPool(work, num_workers=num_workers))
         return started[-1]
 
     yield start
@@ -28,7 +28,7 @@ def crew():
 
 
 def causes(outcomes):
-    return [outcome.cause if isinstance(outcome, Lost) else outcome for outcome in outcomes]
+    return [outcome.cause if isinstance(outcome, WorkerLost) else outcome for outcome in outcomes]
 
 
 def is_alive(pid: int) -> bool:

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from qerl.config import RunConfig
 from qerl.errors import UserError, redact
 from qerl.tracking import Journal, journal, loggers
-from qerl.tracking.async_logger import Mirror
+from qerl.tracking.async_logger import AsyncLogger
 from qerl.tracking.loggers import LOGGERS, check_loggers
 
 KEY = "5" * 20 + "a" * 20
@@ -280,7 +280,7 @@ def test_a_logger_that_hangs_holds_the_end_no_longer_than_it_may(tmp_path, kept,
 def test_a_logger_is_not_tried_again_before_its_time(tmp_path, kept):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n')
     kept.failures += [OSError("down"), OSError("down")]
-    mirror = Mirror("tensorboard", kept, tmp_path, {}, first_step=0, retry_s=60)
+    mirror = AsyncLogger("tensorboard", kept, tmp_path, {}, first_step=0, retry_s=60)
     for _ in range(20):
         mirror.follow()
         time.sleep(0.005)

@@ -15,7 +15,7 @@ from qerl.engine.generation import Stats
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix, split
 from qerl.train.branching import Branching
-from qerl.train.loop import learnable, marked
+from qerl.train.loop import drop_unrewarded, with_advantages
 from qerl.types import Group
 
 DEEP = DeepConfig(num_branches=2, segment_tokens=1, weight=0.5)
@@ -124,7 +124,7 @@ def test_branches_without_any_reward_do_not_end_the_run():
     groups, metrics = drawn(Branching(Lots(), CONFIG), rewards=NoneOfBranches())
     assert {s.reward for g in groups[2:] for s in g.samples_G} == {None}
     assert metrics["branches"] == 8 and "branch_accuracy" not in metrics
-    learned = [learnable(CONFIG, group) for group in groups]
+    learned = [drop_unrewarded(CONFIG, group) for group in groups]
     (share,) = split(learned, CONFIG, device=torch.device("cpu"))
     assert share.num_samples == 2 + 3 and len(share.teaching.batches(1000)) == 1
 
@@ -225,5 +225,5 @@ def test_each_update_has_its_share_of_samples_and_of_branches(rng):
 
 def test_equal_rewards_of_all_branches_teach_nothing():
     group = Group(prompt=prompt(0, [1]), samples_G=[sample([1, 2]), sample([1, 3])], prefix_tokens=1)
-    (silent,) = marked(CONFIG, [group], [[0.0, 0.0]])
+    (silent,) = with_advantages(CONFIG, [group], [[0.0, 0.0]])
     assert [s.advantage for s in silent.samples_G] == [0.0, 0.0]

@@ -18,7 +18,7 @@ import tiny_run
 from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config
 from qerl.errors import UserError
-from qerl.learner.distributed import ALONE, Ranks, joined
+from qerl.learner.distributed import ALONE, Ranks, join_ranks
 from qerl.learner.minibatch import split
 from qerl.tracking import is_timing
 
@@ -268,7 +268,7 @@ def test_branches_are_for_one_process_which_is_told_before_there_is_a_model(file
 def test_half_a_launcher_is_refused_by_name():
     with (
         pytest.raises(UserError, match="not RANK: start it with torchrun"),
-        joined("cpu", {"WORLD_SIZE": "2"}),
+        join_ranks("cpu", {"WORLD_SIZE": "2"}),
     ):
         pass
 

@@ -15,7 +15,7 @@ from qerl.config import EngineConfig, EnvironmentConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.train.multi_turn import Episodes
+from qerl.train.multi_turn import MultiTurnEngine
 from qerl.types import Group, Prompt, Sample, Sampling, Turn
 from tasks.material import END, START, tokenizer
 
@@ -71,7 +71,7 @@ def play(decoder):
         )
         pools.append(RewardPool(config, [environment, *functions]))
         engine = Engine(decoder, tokenizer(), EngineConfig(), stop_token_ids=frozenset({END, *range(30)}))
-        run.episodes = Episodes(engine, pools[-1], config.environment, 100)
+        run.episodes = MultiTurnEngine(engine, pools[-1], config.environment, 100)
         prompts_P = [prompt_of(i, **row) for i, row in enumerate(rows)]
         sampling = Sampling(max_tokens=max_tokens)
         groups = run.episodes.generate(prompts_P, num_samples=3, sampling=sampling, seed=seed, step=2)
@@ -138,7 +138,7 @@ class Scripted:
 
 def test_tokens_worked_out_by_hand_are_given_and_masked():
     with RewardPool(TaskConfig(), [Talk]) as pool:
-        episodes = Episodes(Scripted(), pool, EnvironmentConfig(), 100)
+        episodes = MultiTurnEngine(Scripted(), pool, EnvironmentConfig(), 100)
         (group,) = episodes.generate(
             [prompt_of(0)], num_samples=1, sampling=Sampling(max_tokens=100), seed=0, step=0
         )

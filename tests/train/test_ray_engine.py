@@ -14,7 +14,7 @@ from qerl.config import AlgoConfig, RayConfig, RunConfig
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
 from qerl.tracking import is_timing
-from qerl.train.ray_engine import check_reachable, launched
+from qerl.train.ray_engine import check_reachable, start_workers
 
 pytest.importorskip("ray")
 SLOW = """
@@ -124,7 +124,7 @@ def test_a_cluster_that_refuses_may_want_a_token_which_ray_does_not_say(monkeypa
             monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
             if mode is not None:
                 monkeypatch.setenv("RAY_AUTH_MODE", mode)
-            with pytest.raises(UserError) as error, launched(config, Ranks(0, 1)):
+            with pytest.raises(UserError) as error, start_workers(config, Ranks(0, 1)):
                 pass
             assert (
                 str(error.value).endswith("; a cluster that asks for a token needs RAY_AUTH_MODE=token here")

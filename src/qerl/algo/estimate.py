@@ -36,7 +36,7 @@ def clustered_mean(values_P_G: Sequence[Sequence[float]]) -> tuple[float, float 
     return fmean(means_P), error
 
 
-def majority(answers_G: Sequence[str | None]) -> str | None:
+def majority_vote(answers_G: Sequence[str | None]) -> str | None:
     """The most frequent answer, the earliest of equals; None where nobody gave one (None does not vote)."""
     votes = Counter(answer for answer in answers_G if answer is not None)
     return max(votes, key=votes.__getitem__) if votes else None

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.kl import MAX_LOG_RATIO
-from qerl.algo.segment import Spans
+from qerl.algo.segment import Segments
 from qerl.config import AlgoConfig
 
 
@@ -41,7 +41,7 @@ class Importance:
     name: str
     old: Callable[[Tensor, Tensor], Tensor]
     """(learner_old_T, sampler_T) -> what PPO's ratio is divided by."""
-    rho: Callable[[Tensor, Spans], Tensor]
+    rho: Callable[[Tensor, Segments], Tensor]
     """(log_ratio_T, spans) -> the weight of each token before it is bounded."""
     bound: Callable[[Tensor, AlgoConfig], Tensor]
 
@@ -68,15 +68,15 @@ def of_sampler(learner_old_T: Tensor, sampler_T: Tensor) -> Tensor:
     return sampler_T
 
 
-def by_token(log_ratio_T: Tensor, spans: Spans) -> Tensor:
+def by_token(log_ratio_T: Tensor, spans: Segments) -> Tensor:
     return log_ratio_T.exp()
 
 
-def by_sequence(log_ratio_T: Tensor, spans: Spans) -> Tensor:
+def by_sequence(log_ratio_T: Tensor, spans: Segments) -> Tensor:
     return spans.per_token(spans.total(log_ratio_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
 
 
-def uniform(log_ratio_T: Tensor, spans: Spans) -> Tensor:
+def uniform(log_ratio_T: Tensor, spans: Segments) -> Tensor:
     return torch.ones_like(log_ratio_T)
 
 
@@ -96,12 +96,12 @@ def unbounded(rho_T: Tensor, algo: AlgoConfig) -> Tensor:
     return rho_T
 
 
-def geometric(log_ratio_T: Tensor, spans: Spans, algo: AlgoConfig) -> Tensor:
+def geometric(log_ratio_T: Tensor, spans: Segments, algo: AlgoConfig) -> Tensor:
     mean_S = spans.mean(log_ratio_T).exp()
     return (mean_S >= algo.geometric_low) & (mean_S <= algo.geometric_high)
 
 
-def veto(log_ratio_T: Tensor, spans: Spans, algo: AlgoConfig) -> Tensor:
+def veto(log_ratio_T: Tensor, spans: Segments, algo: AlgoConfig) -> Tensor:
     return spans.least(log_ratio_T).exp() >= algo.veto_ratio
 
 
@@ -116,11 +116,14 @@ IMPORTANCE: dict[str, Importance] = {
     "ratio": Importance(name="ratio", old=of_sampler, rho=uniform, bound=unbounded),
     "none": Importance(name="none", old=of_learner, rho=uniform, bound=unbounded),
 }
-REJECTIONS: dict[str, Callable[[Tensor, Spans, AlgoConfig], Tensor]] = {"geometric": geometric, "veto": veto}
+REJECTIONS: dict[str, Callable[[Tensor, Segments, AlgoConfig], Tensor]] = {
+    "geometric": geometric,
+    "veto": veto,
+}
 """(log_ratio_T, spans, algo) -> which samples are kept."""
 
 
-def correct(learner_old_T: Tensor, sampler_T: Tensor, spans: Spans, algo: AlgoConfig) -> Correction:
+def correct(learner_old_T: Tensor, sampler_T: Tensor, spans: Segments, algo: AlgoConfig) -> Correction:
     learner_old_T, sampler_T = learner_old_T.detach(), sampler_T.detach()
     importance = IMPORTANCE[algo.importance]
     log_ratio_T = (learner_old_T - sampler_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

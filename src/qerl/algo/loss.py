@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.kl import MAX_LOG_RATIO
-from qerl.algo.segment import Spans
+from qerl.algo.segment import Segments
 from qerl.config import AlgoConfig
 
 MASPO_MAX_WIDTH, MASPO_MIN_FACTOR, MASPO_MAX_FACTOR = 10.0, 0.1, 10.0  # of the authors' code
@@ -54,34 +54,34 @@ class Loss:
     """LOSSES["dapo"] is Loss(name="dapo", objective=clipped, weights=token_mean)."""
 
     name: str
-    objective: Callable[[Tensor, Tensor, Tensor, Spans, AlgoConfig], tuple[Tensor, Tensor]]
+    objective: Callable[[Tensor, Tensor, Tensor, Segments, AlgoConfig], tuple[Tensor, Tensor]]
     """(logprob_T, old_T, advantage_T, spans, algo) -> (loss_T, held_T), held_T being the share of the
     gradient of -ratio A that was held back: 1 where a clip took it away, 0 where nothing was done."""
     weights: Weights
 
 
 def clipped(
-    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Segments, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     return _clipped(_log_ratio(logprob_T, old_T).exp(), advantage_T, algo)
 
 
 def sequence_clipped(
-    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Segments, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     mean_S = spans.mean(_log_ratio(logprob_T, old_T))
     return _clipped(spans.per_token(mean_S).exp(), advantage_T, algo)
 
 
 def sequence_token_clipped(
-    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Segments, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     mean_T = spans.per_token(spans.mean(_log_ratio(logprob_T, old_T))).detach()
     return _clipped((mean_T + logprob_T - logprob_T.detach()).exp(), advantage_T, algo)
 
 
 def weighted(
-    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Segments, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     ratio_T = _log_ratio(logprob_T, old_T).exp().detach()
     weight_T = ratio_T.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high)
@@ -89,7 +89,7 @@ def weighted(
 
 
 def gated(
-    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Segments, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     positive, negative = algo.sapo.temperature_positive, algo.sapo.temperature_negative
     tau_T = torch.where(advantage_T > 0, torch.full_like(advantage_T, positive), negative)
@@ -99,7 +99,7 @@ def gated(
 
 
 def soft(
-    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Spans, algo: AlgoConfig
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Segments, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     maspo, ratio_T = algo.maspo, _log_ratio(logprob_T, old_T).exp()
     mass_T = maspo.width * (-maspo.alpha * old_T).exp()

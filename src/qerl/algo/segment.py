@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class Spans:
+class Segments:
     lengths_S: Tensor
     longest: int
     places_T: Tensor
     """Of each token in the padded table, row by row."""
 
     @classmethod
-    def of(cls, lengths_S: list[int], device: torch.device) -> "Spans":
+    def of(cls, lengths_S: list[int], device: torch.device) -> "Segments":
         longest = max(lengths_S, default=0)
         places_T = [i * longest + t for i, length in enumerate(lengths_S) for t in range(length)]
         return cls(

@@ -22,16 +22,16 @@ Fill = Callable[[slice, Sequence[int]], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Per:
+class NoiseScope:
     """What has a noise of its own: the keys of a prompt's own tokens, None for none, and of its samples."""
 
     of_prompt: Callable[[int], int | None]
     of_sample: Callable[[int, int], int]
 
 
-PER = {
-    "group": Per(lambda prompt_index: prompt_index, lambda prompt_index, sample_index: prompt_index),
-    "sample": Per(lambda prompt_index: None, lambda prompt_index, sample_index: sample_index),
+SCOPES = {
+    "group": NoiseScope(lambda prompt_index: prompt_index, lambda prompt_index, sample_index: prompt_index),
+    "sample": NoiseScope(lambda prompt_index: None, lambda prompt_index, sample_index: sample_index),
 }
 
 
@@ -45,13 +45,13 @@ class NoiseTable:
         """Whether the norms hold rows of noise, and not one vector for all tokens."""
         self.num_drawn = 0
         """Rows drawn since the latest `start`."""
-        self._per, self._num_keys = PER["sample"], 0
+        self._per, self._num_keys = SCOPES["sample"], 0
         self._rows: dict[int, int] = {}
         self._fill: Fill | None = None
 
     def open(self, per: str, num_keys: int) -> None:
         """num_keys: most that one call of `rows` names. To be done before graphs are recorded."""
-        self.is_open, self._per, self._num_keys = True, PER[per], num_keys
+        self.is_open, self._per, self._num_keys = True, SCOPES[per], num_keys
         for norm in self.norms:
             shape = 1 + num_keys, norm.noise.shape[-1]
             norm.noise = torch.zeros(shape, dtype=norm.noise.dtype, device=norm.noise.device)

@@ -16,15 +16,18 @@ from typing import Any
 
 import tyro
 
-from qerl.config import AdapterConfig, ModelConfig, RunConfig
-from qerl.config.options import (
-    STUDY_NAMES,
+from qerl.cli.bench_options import (
     BenchDecodeOptions,
     BenchLearnOptions,
     BenchLinearOptions,
     BenchParityOptions,
     BenchStepOptions,
     BenchTileOptions,
+    memory_options,
+)
+from qerl.config import AdapterConfig, ModelConfig, RunConfig
+from qerl.config.options import (
+    STUDY_NAMES,
     EvalOptions,
     ExportOptions,
     GenerateOptions,
@@ -34,14 +37,13 @@ from qerl.config.options import (
     ServeOptions,
     StudyOptions,
     WatchOptions,
-    memory_options,
     of_run,
     paper_sampling,
 )
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
-from qerl.config.stored import recorded, run_of
+from qerl.config.stored import read_config_file, read_run_config
 from qerl.errors import RunError, UserError, near, redact
-from qerl.eval.catalog import SETS, all_chosen
+from qerl.eval.catalog import BENCHMARKS, parse_benchmarks
 
 USAGE = """\
 usage: qerl COMMAND ...
@@ -110,7 +112,9 @@ def main() -> None:
 def command(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(PAPER), sets=", ".join(SETS), studies=", ".join(STUDY_NAMES)))
+        print(
+            USAGE.format(recipes=", ".join(PAPER), sets=", ".join(BENCHMARKS), studies=", ".join(STUDY_NAMES))
+        )
     else:
         COMMANDS[_near(name, COMMANDS, "command")](rest)
 
@@ -182,17 +186,17 @@ def evaluate(arguments: list[str]) -> None:
     named = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     if not named:
         raise UserError("eval needs a model or a run's folder: qerl eval MODEL_OR_RUN [SET ...]")
-    source, sets = named[0], all_chosen(named[1:])
-    config = run_of(source)
+    source, sets = named[0], parse_benchmarks(named[1:])
+    config = read_run_config(source)
     default = EvalOptions(model=ModelConfig(path=source)) if config is None else of_run(config)
     if sets:
         default = paper_sampling(default)
     options = tyro.cli(EvalOptions, default=default, args=arguments[len(named) :], prog=f"qerl eval {source}")
     from rich.console import Console
 
-    from qerl.eval.run import measure
+    from qerl.eval.run import run_benchmarks
 
-    for result in measure(source, config, options, sets, Console(stderr=True)):
+    for result in run_benchmarks(source, config, options, sets, Console(stderr=True)):
         print(json.dumps(result))
 
 
@@ -204,7 +208,7 @@ def generate(arguments: list[str]) -> None:
             "generate needs a model or a run's folder, and at most one prompt, in quotes:"
             " qerl generate MODEL_OR_RUN [PROMPT]"
         )
-    source, config = named[0], run_of(named[0])
+    source, config = named[0], read_run_config(named[0])
     default = GenerateOptions(model=ModelConfig(path=source))
     if config is not None:
         sample = config.sample
@@ -227,7 +231,7 @@ def serve(arguments: list[str]) -> None:
     _show_help(arguments, ServeOptions, "serve MODEL_OR_RUN")
     if not arguments or arguments[0].startswith("-"):
         raise UserError("serve needs a model or a run's folder: qerl serve MODEL_OR_RUN")
-    source, config = arguments[0], run_of(arguments[0])
+    source, config = arguments[0], read_run_config(arguments[0])
     default = ServeOptions(model=ModelConfig(path=source))
     if config is not None:
         default = ServeOptions(model=config.model, system=config.task.system)
@@ -265,7 +269,7 @@ def export(arguments: list[str]) -> None:
         raise UserError(f"{options.run}: is no run's folder, it has no run.json")
     from qerl.export import export as write
 
-    write(recorded(run_json), options)
+    write(read_config_file(run_json), options)
     print(options.out)
 
 

@@ -9,21 +9,21 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 
 
-def run_config(data: dict[str, Any]) -> RunConfig:
+def parse_run_config(data: dict[str, Any]) -> RunConfig:
     """The RunConfig behind the plain values of `dataclasses.asdict` or JSON; an unknown key is an error."""
     return _build(RunConfig, data, "config")
 
 
-def run_of(source: str) -> RunConfig | None:
+def read_run_config(source: str) -> RunConfig | None:
     """The config of the run in this folder; None if it is none, but a model."""
     run_json = Path(source) / "run.json"
-    return recorded(run_json) if run_json.exists() else None
+    return read_config_file(run_json) if run_json.exists() else None
 
 
-def recorded(path: Path) -> RunConfig:
+def read_config_file(path: Path) -> RunConfig:
     """The config in this run.json."""
     try:
-        return run_config(json.loads(path.read_bytes())["config"])
+        return parse_run_config(json.loads(path.read_bytes())["config"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error})") from None
 

@@ -12,24 +12,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl.engine.fused_linear import Group, PackedProducts
+from qerl.engine.fused_linear import LinearGroup, PackedLinears
 
 ONE_ORDER_ROWS = 32  # up to so many, sums have one order: tests/kernels/test_nvfp4_decode.py
 
 
-class SlicedProducts:
+class BatchInvariantLinears:
     def __init__(self, device: torch.device, cache_folder: Path):
-        self._packed = PackedProducts(device, cache_folder)
+        self._packed = PackedLinears(device, cache_folder)
 
-    def makes_u(self, rows: int, group: Group) -> bool:
+    def makes_u(self, rows: int, group: LinearGroup) -> bool:
         return self._packed.makes_u(ONE_ORDER_ROWS, group)
 
-    def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
+    def linear(
+        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
+    ) -> Tensor:
         return _by_slices(
             lambda x, u, residual: self._packed.linear(x, group, u, residual), x_BK, u_BR, residual_BN
         )
 
-    def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
+    def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
         return _by_slices(lambda x, u: self._packed.swiglu(x, group, u), x_BK, u_BR)
 
 

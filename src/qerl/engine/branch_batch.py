@@ -17,7 +17,7 @@ from qerl.engine.scheduler import LiveGroup, LiveSample, kept_pages
 from qerl.types import Group, Pivot
 
 
-class Lot:
+class BranchBatch:
     """Sampled once, then branched once."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Lot:
         return branched
 
 
-def divided(groups: list[LiveGroup], num_pages: int, page_tokens: int) -> Iterator[list[LiveGroup]]:
+def split_batches(groups: list[LiveGroup], num_pages: int, page_tokens: int) -> Iterator[list[LiveGroup]]:
     """The groups in lots, each as large as its pages may be."""
     lot, held = [], 0
     for group in groups:

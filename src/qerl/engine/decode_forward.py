@@ -11,13 +11,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from qerl.engine.kv_cache import Cache, slots_of
+from qerl.engine.kv_cache import KVCache, slots_of
 from qerl.kernels.attention import paged_decode
 from qerl.kernels.decode_state import DecodeState
 from qerl.models.decoder import Decoder
 
 
-class Forward(Protocol):
+class DecodeForward(Protocol):
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         """hidden_BD; writes the keys and values of the rows' positions, each of a sequence of its own."""
         ...
@@ -31,11 +31,11 @@ class Forward(Protocol):
         ...
 
 
-class PlainForward:
+class TorchForward:
     def __init__(
         self,
         decoder: Decoder,
-        cache: Cache,
+        cache: KVCache,
         max_rows: int,
         max_pages: int,
         decode: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = paged_decode,

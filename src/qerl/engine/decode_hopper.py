@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
-from qerl.engine.fused_linear import Group, PackedProducts, PlainProducts, Products
-from qerl.engine.kv_cache import Cache
+from qerl.engine.fused_linear import FusedLinears, LinearGroup, PackedLinears, TorchLinears
+from qerl.engine.kv_cache import KVCache
 from qerl.kernels.decode_attention import DecodeAttention, Norms
 from qerl.kernels.decode_attention import supports as supports_attention
 from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.lora_shrink import Shrink
+from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.nvrtc import cache_folder
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
@@ -40,16 +40,16 @@ class HopperForward:
     def __init__(
         self,
         decoder: Decoder,
-        cache: Cache,
+        cache: KVCache,
         max_rows: int,
         max_pages: int,
-        products: Callable[[torch.device, Path], Products] = PackedProducts,
+        products: Callable[[torch.device, Path], FusedLinears] = PackedLinears,
         chunk: int | None = None,
     ):
         """products: what multiplies the linears that are packed; chunk: of attention, as it takes it."""
         a, device, folder = decoder.architecture, decoder.device, cache_folder()
         self._decoder, self._cache = decoder, cache
-        self._shrink = Shrink(device, folder)
+        self._shrink = LoraShrink(device, folder)
         packed = products(device, folder)
         self._layers = [_LayerGroups(layer, packed) for layer in decoder.layers if isinstance(layer, Layer)]
         positions_T = torch.arange(max_pages * cache.page_tokens, device=device)
@@ -127,7 +127,12 @@ class HopperForward:
         return layer.products.linear(y_BF, layer.down, self._shrunk(y_BF, layer, layer.down), h_BD)
 
     def _normed(
-        self, h_BD: Tensor, norm: NoisedRMSNorm, noise_rows_B: Tensor, layer: "_LayerGroups", group: Group
+        self,
+        h_BD: Tensor,
+        norm: NoisedRMSNorm,
+        noise_rows_B: Tensor,
+        layer: "_LayerGroups",
+        group: LinearGroup,
     ) -> tuple[Tensor, Tensor | None]:
         noise, rows_B = norm.noise_of(noise_rows_B)
         operands = h_BD, norm.weight, noise, norm.eps
@@ -135,7 +140,7 @@ class HopperForward:
             return self._shrink.norm(*operands, rows_M=rows_B), None
         return self._shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B)
 
-    def _shrunk(self, x_BK: Tensor, layer: "_LayerGroups", group: Group) -> Tensor | None:
+    def _shrunk(self, x_BK: Tensor, layer: "_LayerGroups", group: LinearGroup) -> Tensor | None:
         if group.a is None or layer.products.makes_u(len(x_BK), group):
             return None
         return self._shrink.shrink(x_BK, group.a, group.scaling)
@@ -144,14 +149,14 @@ class HopperForward:
 class _LayerGroups:
     """A layer's linears as they are launched."""
 
-    def __init__(self, layer: Layer, packed: Products):
+    def __init__(self, layer: Layer, packed: FusedLinears):
         attention, mlp = layer.self_attn, layer.mlp
         self.module = layer
-        self.qkv, self.o = Group(attention.qkv_projs), Group((attention.o_proj,))
-        self.gate_up, self.down = Group(mlp.gate_up_projs), Group((mlp.down_proj,))
+        self.qkv, self.o = LinearGroup(attention.qkv_projs), LinearGroup((attention.o_proj,))
+        self.gate_up, self.down = LinearGroup(mlp.gate_up_projs), LinearGroup((mlp.down_proj,))
         self.groups = (self.qkv, self.o, self.gate_up, self.down)
         is_packed = all(group.tiles is not None for group in self.groups)
-        self.products: Products = packed if is_packed else PlainProducts()
+        self.products: FusedLinears = packed if is_packed else TorchLinears()
         q_norm, k_norm = attention.q_norm, attention.k_norm
         self.head_norms: Norms | None = None
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):

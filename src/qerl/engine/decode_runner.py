@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.engine.decode_forward import Forward
-from qerl.engine.sampler import Draw
+from qerl.engine.decode_forward import DecodeForward
+from qerl.engine.sampler import Sampler
 from qerl.engine.scheduler import LiveSample, num_pages
-from qerl.kernels.cuda_graph import recording
+from qerl.kernels.cuda_graph import record_graph
 from qerl.kernels.decode_state import DecodeState
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -41,11 +41,11 @@ class Burst:
     is_done: torch.cuda.Event | None
 
 
-class Runner:
+class DecodeRunner:
     def __init__(
         self,
-        forward: Forward,
-        draw: Draw,
+        forward: DecodeForward,
+        draw: Sampler,
         *,
         max_rows: int,
         max_pages: int,
@@ -116,7 +116,7 @@ class Runner:
         for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "tables_BX"):
             self._upload(name)
 
-    def grow(self, grown: list[LiveSample]) -> None:
+    def allocate(self, grown: list[LiveSample]) -> None:
         """These have new pages."""
         if grown:
             is_grown = {id(s) for s in grown}
@@ -154,7 +154,7 @@ class Runner:
         self._eager_step(num_rows)  # compiles what it needs, which a recording could not
         if self._records:
             self._graphs[num_rows] = graph = torch.cuda.CUDAGraph()
-            with recording(graph, pool=self._pool):
+            with record_graph(graph, pool=self._pool):
                 self._eager_step(num_rows)
 
     def _eager_step(self, num_rows: int) -> None:

@@ -12,7 +12,7 @@ from qerl.errors import UserError
 _MARGIN_TOKENS = 4  # a UTF-8 character has at most so many bytes
 
 
-class Text:
+class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
         if "" in stop:
             raise UserError("sample.stop must not hold the empty string")

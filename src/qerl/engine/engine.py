@@ -23,14 +23,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
-from qerl.engine.branch_batch import Lot, divided
-from qerl.engine.detokenizer import Text
+from qerl.engine.branch_batch import BranchBatch, split_batches
+from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation, Stats
 from qerl.engine.kv_budget import free_bytes, kv_bytes, room_bytes
-from qerl.engine.kv_cache import FP8, Cache, page_bytes
-from qerl.engine.page_pool import Pages
+from qerl.engine.kv_cache import FP8, KVCache, page_bytes
+from qerl.engine.page_pool import PagePool
 from qerl.engine.prefill import Prefill
-from qerl.engine.runner_cache import Runners
+from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.scheduler import (
     LiveGroup,
     LiveSample,
@@ -68,10 +68,10 @@ class Engine:
         """Of the latest call of generate."""
         self._decoder, self.tokenizer, self._config = decoder, tokenizer, config
         self._stop_token_ids = stop_token_ids
-        self._cache: Cache | None = None
+        self._cache: KVCache | None = None
         self._kv_dtype = FP8 if config.kv == "fp8" else decoder.compute
         self._page_bytes = page_bytes(decoder.architecture, config.page_tokens, self._kv_dtype)
-        self._runners = Runners(decoder, config, stop_token_ids)
+        self._runners = RunnerCache(decoder, config, stop_token_ids)
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +117,7 @@ class Engine:
         """num_samples samples of each prompt, in the prompts' order; `watch` ends a turn by "stop"."""
         assert num_samples > 0
         start_s = time.perf_counter()
-        text = Text(self.tokenizer, sampling.stop)
+        text = Detokenizer(self.tokenizer, sampling.stop)
         groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
         if not groups:
             self.stats = Stats()
@@ -136,18 +136,20 @@ class Engine:
     @torch.no_grad()
     def lots(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Iterator[Lot]:
+    ) -> Iterator[BranchBatch]:
         """The prompts, in their order, in lots that can be sampled and then branched (lot.py). One is to be
         done with before the next is asked for; nothing else may be drawn or learned meanwhile."""
-        text, self.stats = Text(self.tokenizer, sampling.stop), Stats()
+        text, self.stats = Detokenizer(self.tokenizer, sampling.stop), Stats()
         groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
         for group in groups:
             group.keeps_pages = True
         self._take_noise(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
-            for some in divided(groups, cache.num_pages, cache.page_tokens):
+            for some in split_batches(groups, cache.num_pages, cache.page_tokens):
                 generation = self._generation(cache, some, prompts_P, text, sampling, seed, step, None, None)
-                yield Lot(some, generation, lambda group: self._finished(prompts_P[group.index], group, text))
+                yield BranchBatch(
+                    some, generation, lambda group: self._finished(prompts_P[group.index], group, text)
+                )
                 self.stats += generation.stats
 
     @torch.no_grad()
@@ -195,10 +197,10 @@ class Engine:
 
     def _generation(
         self,
-        cache: Cache,
+        cache: KVCache,
         groups: list[LiveGroup],
         prompts_P: list[Prompt],
-        text: Text,
+        text: Detokenizer,
         sampling: Sampling,
         seed: int,
         step: int,
@@ -211,7 +213,7 @@ class Engine:
             cache,
             Scheduler(
                 groups,
-                Pages(cache.num_pages),
+                PagePool(cache.num_pages),
                 page_tokens=config.page_tokens,
                 max_running=self._runners.max_rows,
             ),
@@ -233,7 +235,7 @@ class Engine:
         return num_pages(longest, self._config.page_tokens)
 
     @contextlib.contextmanager
-    def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[Cache]:
+    def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[KVCache]:
         """The cache of earlier calls if it serves this one and there is room for it, else a new one."""
         held_bytes = 0 if self._cache is None else self._cache.held_bytes
         affordable = int(kv_bytes(self._config, self._decoder, held_bytes) / self._page_bytes)
@@ -281,11 +283,11 @@ class Engine:
         largest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
         return least, kept + sum(prompts[:max_running]) + most_running * largest
 
-    def _new_cache(self, num_pages: int, stack: contextlib.ExitStack) -> Cache:
+    def _new_cache(self, num_pages: int, stack: contextlib.ExitStack) -> KVCache:
         """Present until the stack is closed."""
         decoder, page_tokens = self._decoder, self._config.page_tokens
         try:
-            cache = Cache(decoder.architecture, num_pages, page_tokens, self._kv_dtype, decoder.device)
+            cache = KVCache(decoder.architecture, num_pages, page_tokens, self._kv_dtype, decoder.device)
             stack.enter_context(cache.present())
         except torch.OutOfMemoryError:
             raise UserError(
@@ -299,14 +301,14 @@ class Engine:
         self._cache = None
         self._runners.clear()
 
-    def _finished(self, prompt: Prompt, group: LiveGroup, text: Text) -> Group:
+    def _finished(self, prompt: Prompt, group: LiveGroup, text: Detokenizer) -> Group:
         return Group(
             prompt=prompt,
             samples_G=[self._sample(s, text) for s in group.samples_G],
             prefix_tokens=0 if group.parent is None else group.prefix.stop + 1,
         )
 
-    def _watcher(self, watch: Watch | None, text: Text) -> Callable[[LiveSample], bool] | None:
+    def _watcher(self, watch: Watch | None, text: Detokenizer) -> Callable[[LiveSample], bool] | None:
         if watch is None:
             return None
 
@@ -316,7 +318,7 @@ class Engine:
 
         return seen
 
-    def _sample(self, s: LiveSample, text: Text) -> Sample:
+    def _sample(self, s: LiveSample, text: Detokenizer) -> Sample:
         assert s.finish is not None
         tokens_T = s.whole_T
         ends_with_stop_token = tokens_T[-1] in self._stop_token_ids

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from qerl.kernels.fp8_linear import fp8_product
 from qerl.kernels.matmul_fp32 import add_product
-from qerl.kernels.nvfp4_decode import Adapter, NVFP4Decode, pays_to_make_u, swiglu_order
-from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
+from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.kernels.swiglu import swiglu
-from qerl.models.fused_weights import joined, joined_fp8
+from qerl.models.fused_weights import fuse_fp8_weights, fuse_weights
 from qerl.models.linear import QuantLinear
 from qerl.models.packed_linear import tiles_of
 
 
-class Group:
+class LinearGroup:
     """Linears of one layer that read the same x, with their adapters stacked: a [G R, K] and b [N, R] in the
     order of the packed rows, or, where the linears are not packed, b [N, G R] with zeros between them."""
 
@@ -38,8 +38,8 @@ class Group:
         self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
         self.num_weights = sum(linear.out_width * linear.in_width for linear in linears)
         self.bias_N = _joined_bias(linears)
-        self.joined_NK = joined(linears) if self.tiles is None else None
-        self.fp8 = joined_fp8(linears)
+        self.joined_NK = fuse_weights(linears) if self.tiles is None else None
+        self.fp8 = fuse_fp8_weights(linears)
         self._device = next(t for linear in linears for t in linear.tensors).device
         self.a, self.b = self._stacked() if self.rank else (None, None)
 
@@ -50,15 +50,15 @@ class Group:
             self.a.copy_(a)
             self.b.copy_(b)
 
-    def adapter(self, u_BR: Tensor | None) -> Adapter | None:
+    def adapter(self, u_BR: Tensor | None) -> PackedAdapter | None:
         if self.a is None or self.b is None:
             return None
         starts = () if self._is_interleaved else tuple(self.ends[:-1])
-        return Adapter(self.a, self.b, self.scaling, starts, u_BR)
+        return PackedAdapter(self.a, self.b, self.scaling, starts, u_BR)
 
     @property
     def _is_interleaved(self) -> bool:
-        return self.tiles is not None and self.tiles.rows is Rows.GATE_UP
+        return self.tiles is not None and self.tiles.rows is UnpackRows.GATE_UP
 
     def _stacked(self) -> tuple[Tensor, Tensor]:
         a_parts, b_parts = zip(*(self._working(linear) for linear in self.linears), strict=True)
@@ -84,26 +84,30 @@ def _joined_bias(linears: Sequence[QuantLinear]) -> Tensor | None:
     return torch.cat(biases).float() if biases else None
 
 
-class Products(Protocol):
-    def makes_u(self, rows: int, group: Group) -> bool:
+class FusedLinears(Protocol):
+    def makes_u(self, rows: int, group: LinearGroup) -> bool:
         """Whether u of so many rows is made here; else it is given, where the group has an adapter."""
         ...
 
-    def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
+    def linear(
+        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
+    ) -> Tensor:
         """y_BN; it may take the residual's place."""
         ...
 
-    def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor: ...
+    def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor: ...
 
 
-class PackedProducts:
+class PackedLinears:
     def __init__(self, device: torch.device, cache_folder: Path):
         self._kernel = NVFP4Decode(device, cache_folder)
 
-    def makes_u(self, rows: int, group: Group) -> bool:
+    def makes_u(self, rows: int, group: LinearGroup) -> bool:
         return pays_to_make_u(rows, group.num_weights)
 
-    def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
+    def linear(
+        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
+    ) -> Tensor:
         assert group.tiles is not None
         return self._kernel.linear(
             x_BK,
@@ -114,27 +118,29 @@ class PackedProducts:
             residual_MN=residual_BN,
         )
 
-    def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
+    def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
         assert group.tiles is not None and group.bias_N is None
         adapter = group.adapter(u_BR)
         return self._kernel.swiglu(x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=adapter)
 
 
-class PlainProducts:
-    def makes_u(self, rows: int, group: Group) -> bool:
+class TorchLinears:
+    def makes_u(self, rows: int, group: LinearGroup) -> bool:
         return False
 
-    def linear(self, x_BK: Tensor, group: Group, u_BR: Tensor | None, residual_BN: Tensor | None) -> Tensor:
+    def linear(
+        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
+    ) -> Tensor:
         if residual_BN is not None:
             return self._onto(residual_BN, x_BK, group, u_BR)
         y_BN = self._product(x_BK, group)
         return y_BN if u_BR is None or group.b is None else torch.addmm(y_BN, u_BR, group.b.T)
 
-    def swiglu(self, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
+    def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
         gate_BF, up_BF = self.linear(x_BK, group, u_BR, None).chunk(2, dim=-1)
         return swiglu(gate_BF, up_BF)
 
-    def _onto(self, sum_BN: Tensor, x_BK: Tensor, group: Group, u_BR: Tensor | None) -> Tensor:
+    def _onto(self, sum_BN: Tensor, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
         if group.joined_NK is None:
             sum_BN.add_(self._product(x_BK, group))
         else:
@@ -143,7 +149,7 @@ class PlainProducts:
                 sum_BN.add_(group.bias_N)
         return sum_BN if u_BR is None or group.b is None else add_product(sum_BN, u_BR, group.b.T)
 
-    def _product(self, x_BK: Tensor, group: Group) -> Tensor:
+    def _product(self, x_BK: Tensor, group: LinearGroup) -> Tensor:
         if group.joined_NK is not None:
             bias = None if group.bias_N is None else group.bias_N.to(x_BK.dtype)
             return F.linear(x_BK, group.joined_NK, bias)

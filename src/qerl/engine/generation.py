@@ -19,12 +19,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qerl.engine.decode_runner import Burst, Runner
-from qerl.engine.detokenizer import Text
-from qerl.engine.kv_cache import Cache
-from qerl.engine.prefill import Prefill, Run
+from qerl.engine.decode_runner import Burst, DecodeRunner
+from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.kv_cache import KVCache
+from qerl.engine.prefill import Prefill, PrefillRun
 from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler
-from qerl.engine.teacher_forcing import Replay
+from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.errors import UserError
 from qerl.types import Conversation, Prompt, Turn
 
@@ -65,12 +65,12 @@ class Stats:
 class Generation:
     def __init__(
         self,
-        cache: Cache,
+        cache: KVCache,
         scheduler: Scheduler,
-        prefill: Prefill | Replay,
-        runner: Runner,
+        prefill: Prefill | TeacherForcing,
+        runner: DecodeRunner,
         prompts_P: list[Prompt],
-        text: Text,
+        text: Detokenizer,
         *,
         stop_token_ids: frozenset[int],
         num_ahead: int,
@@ -118,7 +118,7 @@ class Generation:
 
     def _advance(self, num_steps: int) -> None:
         runner, scheduler = self._runner, self._scheduler
-        runner.grow(scheduler.grow(runner.num_ahead + num_steps))
+        runner.allocate(scheduler.allocate(runner.num_ahead + num_steps))
         self._note_pages()
         runner.launch(num_steps)
         while runner.num_unread > self._num_ahead:
@@ -127,12 +127,12 @@ class Generation:
     def _rearrange(self) -> None:
         """All tokens are known here."""
         start_s, scheduler = time.perf_counter(), self._scheduler
-        scheduler.grow()
-        self._enter(scheduler.enter())
+        scheduler.allocate()
+        self._schedule(scheduler.schedule())
         admitted = scheduler.admit()
         if admitted:
             self._start(admitted)
-            self._enter(scheduler.enter())
+            self._schedule(scheduler.schedule())
         assert scheduler.running or admitted or scheduler.resting, "no sample can go on"
         self._note_pages()
         running = scheduler.running
@@ -159,7 +159,7 @@ class Generation:
             self._limit_turn(s)
             going_on.append(s)
         self._scheduler.finish(over)
-        self._scheduler.wake(going_on)
+        self._scheduler.resume(going_on)
 
     def _turn(self, s: LiveSample) -> Turn:
         assert s.finish is not None
@@ -181,12 +181,12 @@ class Generation:
 
     def _end(self, samples: list[LiveSample]) -> None:
         """Their turns are over, and without a conversation so are they."""
-        (self._scheduler.finish if self._conversation is None else self._scheduler.rest)(samples)
+        (self._scheduler.finish if self._conversation is None else self._scheduler.park)(samples)
 
     def _start(self, groups: list[LiveGroup]) -> None:
         """Computes the prompts, and draws the first token of all their samples."""
         hidden_PD = self._prefill(
-            [Run(self._prompts_P[g.index].tokens_T, 0, g.pages, g.noise_row) for g in groups]
+            [PrefillRun(self._prompts_P[g.index].tokens_T, 0, g.pages, g.noise_row) for g in groups]
         )
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G]
         for _, s in pairs:
@@ -207,23 +207,23 @@ class Generation:
             self._append(s, token, logprob)
         self._end([s for s in samples if s.finish is not None])
 
-    def _enter(self, entered: list[LiveSample]) -> None:
+    def _schedule(self, scheduled: list[LiveSample]) -> None:
         """Copies the prompt's partial page for each; computes again what a resumed one had cached."""
         page_tokens = self._cache.page_tokens
-        partial = [s for s in entered if s.group.prompt_tokens % page_tokens and not s.num_cached]
+        partial = [s for s in scheduled if s.group.prompt_tokens % page_tokens and not s.num_cached]
         if partial:
             places = [s.group.prompt_tokens // page_tokens for s in partial]
             targets = [s.pages[place] for s, place in zip(partial, places, strict=True)]
             self._cache.copy_pages([s.group.pages[-1] for s in partial], targets)
-        resumed = [s for s in entered if len(s.tokens_T) > 1]
+        resumed = [s for s in scheduled if len(s.tokens_T) > 1]
         if resumed:
             self._prefill([self._uncached(s) for s in resumed])
 
     @staticmethod
-    def _uncached(s: LiveSample) -> Run:
+    def _uncached(s: LiveSample) -> PrefillRun:
         """All but its newest token, from where its pages end."""
         first = s.num_cached or s.group.prompt_tokens
-        return Run(s.tokens_T[first - s.group.prompt_tokens : -1], first, s.pages, s.noise_row)
+        return PrefillRun(s.tokens_T[first - s.group.prompt_tokens : -1], first, s.pages, s.noise_row)
 
     def _read(self) -> None:
         """Takes over the oldest unread burst, and lets those go that it finished."""

@@ -37,7 +37,7 @@ def slots_of(pages_T: Tensor, positions_T: Tensor, page_tokens: int) -> Tensor:
     return pages_T * page_tokens + positions_T % page_tokens
 
 
-class Cache:
+class KVCache:
     def __init__(
         self,
         architecture: Architecture,

@@ -7,7 +7,7 @@ Always: free + used = all, and no page is both. tests/engine/test_page_pool.py h
 """
 
 
-class Pages:
+class PagePool:
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low pages first

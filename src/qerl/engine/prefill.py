@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qerl.engine.kv_cache import Cache, slots_of
+from qerl.engine.kv_cache import KVCache, slots_of
 from qerl.engine.scheduler import num_pages
 from qerl.kernels.attention import PagedLayout, Span, span_attention
 from qerl.models.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class PrefillRun:
     tokens_T: list[int]
     first_position: int
     pages: list[int]
@@ -27,13 +27,13 @@ class Run:
 
 
 class Prefill:
-    def __init__(self, decoder: Decoder, cache: Cache, max_tokens: int):
+    def __init__(self, decoder: Decoder, cache: KVCache, max_tokens: int):
         self.num_tokens = 0
         """Rows of all forwards."""
         self.num_forwards = 0
         self._decoder, self._cache, self._max_tokens = decoder, cache, max_tokens
 
-    def __call__(self, runs: list[Run]) -> Tensor:
+    def __call__(self, runs: list[PrefillRun]) -> Tensor:
         """Writes the runs' keys and values; the hidden state of each run's last token, [runs, D]."""
         last_hidden = []
         for parts in forwards(runs, self._max_tokens):
@@ -46,7 +46,7 @@ class Prefill:
             last_hidden.append(hidden_TD[torch.tensor(ends, dtype=torch.long, device=hidden_TD.device)])
         return torch.cat(last_hidden)
 
-    def _forward(self, runs: list[Run]) -> Tensor:
+    def _forward(self, runs: list[PrefillRun]) -> Tensor:
         cache, device = self._cache, self._decoder.device
         spans, positions, slots, row = [], [], [], 0
         for run in runs:
@@ -79,7 +79,7 @@ class Prefill:
         return self._decoder(tokens_T, positions_T, attend, noise_rows_T=noise_rows_T.to(device))
 
 
-def forwards(runs: list[Run], max_tokens: int) -> Iterator[list[tuple[Run, bool]]]:
+def forwards(runs: list[PrefillRun], max_tokens: int) -> Iterator[list[tuple[PrefillRun, bool]]]:
     """The runs cut into forwards of at most max_tokens; with each part, whether its run ends there."""
     parts, num_free = [], max_tokens
     for run in runs:
@@ -89,7 +89,9 @@ def forwards(runs: list[Run], max_tokens: int) -> Iterator[list[tuple[Run, bool]
             first += len(tokens_T)
             num_free -= len(tokens_T)
             position = run.first_position + first - len(tokens_T)
-            parts.append((Run(tokens_T, position, run.pages, run.noise_row), first == len(run.tokens_T)))
+            parts.append(
+                (PrefillRun(tokens_T, position, run.pages, run.noise_row), first == len(run.tokens_T))
+            )
             if num_free == 0:
                 yield parts
                 parts, num_free = [], max_tokens

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from qerl.config import EngineConfig
-from qerl.engine.batch_invariant import ONE_ORDER_ROWS, SlicedProducts
-from qerl.engine.decode_forward import Forward, PlainForward
+from qerl.engine.batch_invariant import ONE_ORDER_ROWS, BatchInvariantLinears
+from qerl.engine.decode_forward import DecodeForward, TorchForward
 from qerl.engine.decode_hopper import MAX_ROWS, HopperForward
-from qerl.engine.decode_runner import Runner, bucket_of
-from qerl.engine.kv_cache import Cache
-from qerl.engine.sampler import Draw, FusedDraw, HeadDraw, PlainDraw
-from qerl.engine.teacher_forcing import Replay
+from qerl.engine.decode_runner import DecodeRunner, bucket_of
+from qerl.engine.kv_cache import KVCache
+from qerl.engine.sampler import FusedSampler, HeadSampler, Sampler, TorchSampler
+from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import FP8
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.decode_attention import CHUNK
 from qerl.kernels.head_sample import BF16Head, FP8Head, Head, NVFP4Head, head_sampler
 from qerl.models.decoder import Decoder
-from qerl.models.packed_linear import Tiled
+from qerl.models.packed_linear import PackedNVFP4
 from qerl.types import Sampling
 
 _GPU_STEPS = 16
@@ -35,7 +35,7 @@ _MOST_RUNNERS = 8  # a server's users choose temperatures; each runner may hold 
 _PAGES_AT_ONCE = 16  # a table is made a little wider than asked, for the call after
 
 
-class Runners:
+class RunnerCache:
     def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
         self._decoder, self._config = decoder, config
         self.obstacle = HopperForward.obstacle(decoder, config.page_tokens)
@@ -46,14 +46,14 @@ class Runners:
         if config.exact:
             self._least_rows, self._rows = self._exact_rows()
         self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(decoder.device)
-        self._head: HeadDraw | None = None
-        self._forward: Forward | None = None
+        self._head: HeadSampler | None = None
+        self._forward: DecodeForward | None = None
         self._max_pages = 0
-        self._runners: dict[Sampling, Runner] = {}
-        self._replay: Replay | None = None
+        self._runners: dict[Sampling, DecodeRunner] = {}
+        self._replay: TeacherForcing | None = None
         self._pool: Any = None
 
-    def of(self, cache: Cache, sampling: Sampling, max_pages: int) -> Runner:
+    def of(self, cache: KVCache, sampling: Sampling, max_pages: int) -> DecodeRunner:
         """For sequences of up to so many pages of this cache."""
         if max_pages > self._max_pages:
             self.clear()
@@ -69,11 +69,11 @@ class Runners:
         runner.forget()
         return runner
 
-    def replay(self) -> Replay:
+    def replay(self) -> TeacherForcing:
         """For the same sequences as the latest `of`."""
         assert self._config.exact and self._forward is not None
         if self._replay is None:
-            self._replay = Replay(
+            self._replay = TeacherForcing(
                 self._forward,
                 rows=self._rows,
                 max_pages=self._max_pages,
@@ -94,9 +94,9 @@ class Runners:
         if self._forward is not None:
             self._forward.publish()
 
-    def _made(self, sampling: Sampling, forward: Forward) -> Runner:
+    def _made(self, sampling: Sampling, forward: DecodeForward) -> DecodeRunner:
         config, device = self._config, self._decoder.device
-        return Runner(
+        return DecodeRunner(
             forward,
             self._draw(sampling),
             max_rows=self._rows,
@@ -110,28 +110,28 @@ class Runners:
 
     def _make_forward(self):
         if self._config.exact:
-            by_torch = functools.partial(PlainForward, decode=chunked_decode)
-            one_order = functools.partial(HopperForward, products=SlicedProducts, chunk=CHUNK)
+            by_torch = functools.partial(TorchForward, decode=chunked_decode)
+            one_order = functools.partial(HopperForward, products=BatchInvariantLinears, chunk=CHUNK)
             return one_order if self._is_fast else by_torch
-        return HopperForward if self._is_fast else PlainForward
+        return HopperForward if self._is_fast else TorchForward
 
     def _exact_rows(self) -> tuple[int, int]:
         """(fewest of a step, those of a replay). The packed kernels take any number; torch's products give a
         row other bits at other numbers, and on a CPU in other places too, unless 16 divides the number."""
-        is_packed = all(isinstance(linear.weight, Tiled) for _, linear in self._decoder.linears())
+        is_packed = all(isinstance(linear.weight, PackedNVFP4) for _, linear in self._decoder.linears())
         if self._is_fast and is_packed and _kernel_head(self._decoder) is not None:
             return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
 
-    def _draw(self, sampling: Sampling) -> Draw:
+    def _draw(self, sampling: Sampling) -> Sampler:
         truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
         head = None if truncates else _kernel_head(self._decoder)
         if head is None:
-            return PlainDraw(self._decoder, sampling, self._stop_tokens)
+            return TorchSampler(self._decoder, sampling, self._stop_tokens)
         if self._head is None:
             self._head = head_sampler(head, self._rows, self._decoder.device)
-        return FusedDraw(self._head, sampling.temperature, self._stop_tokens)
+        return FusedSampler(self._head, sampling.temperature, self._stop_tokens)
 
 
 def _kernel_head(decoder: Decoder) -> Head | None:
@@ -142,6 +142,6 @@ def _kernel_head(decoder: Decoder) -> Head | None:
         return None
     if isinstance(head.packed, FP8):
         return FP8Head(head.packed.codes, head.packed.scales)
-    if isinstance(head.packed, Tiled):
+    if isinstance(head.packed, PackedNVFP4):
         return NVFP4Head(head.packed.group.tiles, head.packed.group.factors_N)
     return BF16Head(head.operand()) if head.packed is None else None

@@ -20,7 +20,7 @@ from qerl.models.decoder import Decoder
 from qerl.types import Sampling
 
 
-class Draw(Protocol):
+class Sampler(Protocol):
     is_recordable: bool
     """Whether a step may go into a CUDA graph: it never waits for the device."""
 
@@ -41,7 +41,7 @@ class Draw(Protocol):
         ...
 
 
-class HeadDraw(Protocol):
+class HeadSampler(Protocol):
     """What kernels/head_sample.py makes for a device."""
 
     def draw(
@@ -55,7 +55,7 @@ class HeadDraw(Protocol):
     def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor: ...
 
 
-class PlainDraw:
+class TorchSampler:
     def __init__(self, decoder: Decoder, sampling: Sampling, stop_tokens: Tensor):
         self._decoder, self._sampling, self._stop_tokens = decoder, sampling, stop_tokens
         self.is_recordable = sampling.top_p is None or sampling.top_p >= 1
@@ -76,10 +76,10 @@ class PlainDraw:
         return score(self._decoder.logits(hidden_MD), self._sampling, tokens_M)
 
 
-class FusedDraw:
+class FusedSampler:
     is_recordable = True
 
-    def __init__(self, kernel: HeadDraw, temperature: float, stop_tokens: Tensor):
+    def __init__(self, kernel: HeadSampler, temperature: float, stop_tokens: Tensor):
         self._kernel, self._stop_tokens = kernel, stop_tokens
         self._temperature = torch.full((1,), temperature, device=stop_tokens.device)
 

@@ -23,7 +23,7 @@ import collections
 import dataclasses
 from typing import Literal
 
-from qerl.engine.page_pool import Pages
+from qerl.engine.page_pool import PagePool
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
@@ -131,11 +131,11 @@ def kept_pages(group: LiveGroup, page_tokens: int) -> int:
 class Scheduler:
     """Drive it in a circle: grow, enter, admit, draw first tokens, enter, decode; finish whoever is done.
 
-    A decode may be of several steps at once: `room` says how many fit into the pages there are, and `grow`
+    A decode may be of several steps at once: `room` says how many fit into the pages there are, and `allocate`
     with so many gives them out. Nobody is paused then; only growing by one step pauses.
     """
 
-    def __init__(self, groups: list[LiveGroup], pages: Pages, *, page_tokens: int, max_running: int):
+    def __init__(self, groups: list[LiveGroup], pages: PagePool, *, page_tokens: int, max_running: int):
         self.pages = pages
         self.running: list[LiveSample] = []  # oldest first
         self.resting: list[LiveSample] = []
@@ -165,7 +165,7 @@ class Scheduler:
             num_steps //= 2
         return 0
 
-    def grow(self, num_steps: int = 1) -> list[LiveSample]:
+    def allocate(self, num_steps: int = 1) -> list[LiveSample]:
         """Gives every running sample room for its newest token and the num_steps - 1 to come, oldest first;
         those that got a page. The youngest are paused if there are too few."""
         grown = []
@@ -197,15 +197,15 @@ class Scheduler:
         self._waiting.extend(s for group in admitted for s in group.samples_G)
         return admitted
 
-    def enter(self) -> list[LiveSample]:
+    def schedule(self) -> list[LiveSample]:
         """Waiting samples that join the running batch, oldest first, with pages up to their newest token.
 
         One page stays free for every running sample that may need another, or the newcomers would be paused
         as soon as their pages are computed.
         """
-        entered = []
+        scheduled = []
         reserve = self._reserve()
-        while self._waiting and len(self.running) + len(entered) < self._max_running:
+        while self._waiting and len(self.running) + len(scheduled) < self._max_running:
             sample = self._waiting[0]
             shared = sample.group.pages[: sample.group.prompt_tokens // self._page_tokens]
             num_reached = num_pages(sample.num_positions, self._page_tokens)
@@ -216,9 +216,9 @@ class Scheduler:
             self._waiting.popleft()
             sample.pages = (sample.pages or self.pages.share(shared)) + self.pages.take(num_new)
             sample.is_running = True
-            entered.append(sample)
-        self.running += entered
-        return entered
+            scheduled.append(sample)
+        self.running += scheduled
+        return scheduled
 
     def finish(self, samples: list[LiveSample]) -> None:
         """Lets samples go, whatever they do; the last of a group takes the prompt's pages along."""
@@ -236,7 +236,7 @@ class Scheduler:
                 self._admitted.remove(group)
         self.running = [s for s in self.running if s.is_running]
 
-    def rest(self, samples: list[LiveSample]) -> None:
+    def park(self, samples: list[LiveSample]) -> None:
         """Their turns have ended, running or waiting; all tokens but the newest are cached, if they ran."""
         for sample in samples:
             if sample.is_running:
@@ -246,7 +246,7 @@ class Scheduler:
         self.resting += samples
         self.running = [s for s in self.running if s.is_running]
 
-    def wake(self, samples: list[LiveSample]) -> None:
+    def resume(self, samples: list[LiveSample]) -> None:
         """These go on, with the tokens that they were given. Nobody runs."""
         assert not self.running
         woken = {id(s) for s in samples}

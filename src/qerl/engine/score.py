@@ -14,12 +14,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from qerl.engine.kv_cache import Cache
-from qerl.engine.page_pool import Pages
-from qerl.engine.prefill import Run
-from qerl.engine.sampler import Draw
+from qerl.engine.kv_cache import KVCache
+from qerl.engine.page_pool import PagePool
+from qerl.engine.prefill import PrefillRun
+from qerl.engine.sampler import Sampler
 from qerl.engine.scheduler import num_pages, own_pages
-from qerl.engine.teacher_forcing import Replay
+from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.types import Group, Prompt, Sample
 
 
@@ -36,45 +36,45 @@ class _Seat:
 
 
 @dataclasses.dataclass(slots=True)
-class _Lot:
+class _Batch:
     """What has pages at the same time."""
 
-    prompts: list[Run] = dataclasses.field(default_factory=list)
+    prompts: list[PrefillRun] = dataclasses.field(default_factory=list)
     seats: list[_Seat] = dataclasses.field(default_factory=list)
 
 
 def score(
     groups: list[Group],
     noise_rows: list[tuple[int, list[int]]],
-    cache: Cache,
-    replay: Replay,
-    draw: Draw,
+    cache: KVCache,
+    replay: TeacherForcing,
+    draw: Sampler,
 ) -> Tensor:
     """fp32 [tokens], group by group, sample by sample; noise_rows: each group's, as NoiseTable.rows has
     them."""
     return torch.cat([_scored(lot, cache, replay, draw) for lot in _lots(groups, noise_rows, cache)])
 
 
-def _lots(groups: list[Group], noise_rows: list[tuple[int, list[int]]], cache: Cache) -> list[_Lot]:
+def _lots(groups: list[Group], noise_rows: list[tuple[int, list[int]]], cache: KVCache) -> list[_Batch]:
     """In the samples' order; each sample fits into the cache beside its prompt."""
-    page_tokens, lots, pages = cache.page_tokens, [_Lot()], Pages(cache.num_pages)
+    page_tokens, lots, pages = cache.page_tokens, [_Batch()], PagePool(cache.num_pages)
     for group, (prompt_row, rows_G) in zip(groups, noise_rows, strict=True):
         P = len(group.prompt.tokens_T)
         shared: list[int] | None = None
         for sample, noise_row in zip(group.samples_G, rows_G, strict=True):
             num_own = own_pages(P, len(sample.tokens_T), page_tokens)
             if num_own + (num_pages(P, page_tokens) if shared is None else 0) > pages.num_free:
-                lots.append(_Lot())
-                pages, shared = Pages(cache.num_pages), None
+                lots.append(_Batch())
+                pages, shared = PagePool(cache.num_pages), None
             if shared is None:
                 shared = pages.take(num_pages(P, page_tokens))
-                lots[-1].prompts.append(Run(group.prompt.tokens_T, 0, shared, prompt_row))
+                lots[-1].prompts.append(PrefillRun(group.prompt.tokens_T, 0, shared, prompt_row))
             own = shared[: P // page_tokens] + pages.take(num_own)
             lots[-1].seats.append(_Seat(sample, group.prompt, len(lots[-1].prompts) - 1, own, noise_row))
     return lots
 
 
-def _scored(lot: _Lot, cache: Cache, replay: Replay, draw: Draw) -> Tensor:
+def _scored(lot: _Batch, cache: KVCache, replay: TeacherForcing, draw: Sampler) -> Tensor:
     hidden_PD = replay(lot.prompts)
     device, seats = hidden_PD.device, lot.seats
     partial = [s for s in seats if len(s.prompt.tokens_T) % cache.page_tokens and len(s.sample.tokens_T) > 1]
@@ -92,14 +92,16 @@ def _scored(lot: _Lot, cache: Cache, replay: Replay, draw: Draw) -> Tensor:
     logprobs_T[is_first_T.to(device)] = first_S
     rest = [s for s in seats if len(s.sample.tokens_T) > 1]
     if rest:
-        runs = [Run(s.sample.tokens_T[:-1], len(s.prompt.tokens_T), s.pages, s.noise_row) for s in rest]
+        runs = [
+            PrefillRun(s.sample.tokens_T[:-1], len(s.prompt.tokens_T), s.pages, s.noise_row) for s in rest
+        ]
         tokens = [token for s in rest for token in s.sample.tokens_T[1:]]
         logprobs_T[~is_first_T.to(device)] = _logprobs(draw, replay.chunks(runs), tokens, replay.rows, device)
     return logprobs_T
 
 
 def _logprobs(
-    draw: Draw, hidden: Iterable[Tensor], tokens: list[int], rows: int, device: torch.device
+    draw: Sampler, hidden: Iterable[Tensor], tokens: list[int], rows: int, device: torch.device
 ) -> Tensor:
     """Of the token after each hidden state, which come [rows, D] at a time, the last ones padded."""
     parts, tokens_CB = [], _padded(torch.tensor(tokens), rows).to(device).view(-1, rows)

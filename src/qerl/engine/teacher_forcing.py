@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.engine.decode_forward import Forward
-from qerl.engine.prefill import Run
+from qerl.engine.decode_forward import DecodeForward
+from qerl.engine.prefill import PrefillRun
 from qerl.engine.scheduler import num_pages
-from qerl.kernels.cuda_graph import recording
+from qerl.kernels.cuda_graph import record_graph
 from qerl.kernels.decode_state import DecodeState
 
 
-class Replay:
+class TeacherForcing:
     def __init__(
         self,
-        forward: Forward,
+        forward: DecodeForward,
         *,
         rows: int,
         max_pages: int,
@@ -39,7 +39,7 @@ class Replay:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._hidden_BD: Tensor | None = None
 
-    def __call__(self, runs: list[Run]) -> Tensor:
+    def __call__(self, runs: list[PrefillRun]) -> Tensor:
         """Writes the runs' keys and values; the hidden state of each run's last token, [runs, D]."""
         ends = torch.tensor([len(run.tokens_T) for run in runs]).cumsum(0) - 1
         last, first = [], 0
@@ -49,7 +49,7 @@ class Replay:
             first += len(hidden_BD)
         return torch.cat(last)
 
-    def chunks(self, runs: list[Run]) -> Iterator[Tensor]:
+    def chunks(self, runs: list[PrefillRun]) -> Iterator[Tensor]:
         """The rows' hidden states, [rows, D] at a time; each is overwritten when the next is asked for."""
         device, lengths = self._state.tokens_B.device, torch.tensor([len(run.tokens_T) for run in runs])
         total, width = int(lengths.sum()), self._width(runs)
@@ -78,7 +78,7 @@ class Replay:
             self.num_tokens += min(total - start, self.rows)
             yield self._step(width)
 
-    def _width(self, runs: list[Run]) -> int:
+    def _width(self, runs: list[PrefillRun]) -> int:
         return num_pages(max(_end(run) for run in runs), self._page_tokens)
 
     def _step(self, width: int) -> Tensor:
@@ -88,12 +88,12 @@ class Replay:
         if self._graph is None:
             self._forward.together(state, self.rows)  # compiles what a recording could not
             self._graph = torch.cuda.CUDAGraph()
-            with recording(self._graph, pool=self._pool):
+            with record_graph(self._graph, pool=self._pool):
                 self._hidden_BD = self._forward.together(state, self.rows)
         self._graph.replay()
         assert self._hidden_BD is not None
         return self._hidden_BD
 
 
-def _end(run: Run) -> int:
+def _end(run: PrefillRun) -> int:
     return run.first_position + len(run.tokens_T)

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from qerl.algo.estimate import clustered_mean, majority, pass_at_powers
-from qerl.tracking.atomic_file import decode, encode, replace
+from qerl.algo.estimate import clustered_mean, majority_vote, pass_at_powers
+from qerl.tracking.atomic_file import decode, encode, write_atomic
 from qerl.train.evaluation import EVALUATION_STEP, Rewards, greedy
 from qerl.types import Engine, Group, Prompt, Sampling
 
@@ -29,17 +29,17 @@ _SAMPLES_AT_ONCE = 1024
 _OF_ONE = {"reward": "rewards", "vote": "votes", "num_tokens": "num_tokens", "is_cut": "is_cut"}
 
 
-class Ballot(Protocol):
+class VoteCounter(Protocol):
     def __call__(self, texts_P_G: list[list[str]], /) -> list[list[str | None]]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Exam:
+class Benchmark:
     name: str
     prompts: list[Prompt]
     answer_column: str
     rewards: Rewards
-    ballot: Ballot | None
+    ballot: VoteCounter | None
     """None where the rewards read no answer, and a majority means nothing."""
     num_samples: int
     sampling: Sampling
@@ -47,7 +47,7 @@ class Exam:
     right_from: float
 
 
-def settings_of(exam: Exam, facts: dict[str, Any]) -> dict[str, Any]:
+def settings_of(exam: Benchmark, facts: dict[str, Any]) -> dict[str, Any]:
     """All that the result depends on; `facts` are those of the model and of the set's source."""
     problems = [[prompt.text, prompt.columns.get(exam.answer_column)] for prompt in exam.prompts]
     return {
@@ -67,21 +67,21 @@ def result_path(folder: Path, settings: dict[str, Any]) -> Path:
     return folder / f"{settings['set']}-{digest}.json"
 
 
-def found(path: Path) -> list[dict[str, Any]]:
+def read_results(path: Path) -> list[dict[str, Any]]:
     """The results of an evaluation that was broken off, or has ended; none where the file is damaged."""
     problems = (decode(path.read_bytes()) or {}).get("problems") if path.exists() else None
     return problems if isinstance(problems, list) else []
 
 
-def sit(
-    exam: Exam,
+def run_benchmark(
+    exam: Benchmark,
     engine: Callable[[], Engine],
     path: Path,
     settings: dict[str, Any],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
     """Does what the file lacks and gives its summary; where it lacks nothing, the engine is not asked for."""
-    problems = found(path)
+    problems = read_results(path)
     left = exam.prompts[len(problems) :]
     at_once = max(1, _SAMPLES_AT_ONCE // exam.num_samples)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,10 +95,10 @@ def sit(
 
 
 def _write(path: Path, settings: dict[str, Any], problems: list[dict[str, Any]], summary: Any) -> None:
-    replace(path, encode({"settings": settings, "summary": summary, "problems": problems}))
+    write_atomic(path, encode({"settings": settings, "summary": summary, "problems": problems}))
 
 
-def _results(exam: Exam, engine: Engine, prompts_P: list[Prompt]) -> list[dict[str, Any]]:
+def _results(exam: Benchmark, engine: Engine, prompts_P: list[Prompt]) -> list[dict[str, Any]]:
     sampled, best = (
         _marked(exam, engine, prompts_P, num_samples, sampling)
         for num_samples, sampling in ((exam.num_samples, exam.sampling), (1, greedy(exam.sampling)))
@@ -111,7 +111,7 @@ def _results(exam: Exam, engine: Engine, prompts_P: list[Prompt]) -> list[dict[s
 
 
 def _marked(
-    exam: Exam, engine: Engine, prompts_P: list[Prompt], num_samples: int, sampling: Sampling
+    exam: Benchmark, engine: Engine, prompts_P: list[Prompt], num_samples: int, sampling: Sampling
 ) -> list[dict[str, list[Any]]]:
     groups = engine.generate(
         prompts_P, num_samples=num_samples, sampling=sampling, seed=exam.seed, step=EVALUATION_STEP
@@ -135,7 +135,7 @@ def _is_cut(group: Group) -> list[bool]:
 
 def _majority(drawn: dict[str, list[Any]]) -> float | None:
     """The reward of the answer that most samples give; None where none gives one."""
-    winner = majority(drawn["votes"])
+    winner = majority_vote(drawn["votes"])
     return None if winner is None else drawn["rewards"][drawn["votes"].index(winner)]
 
 

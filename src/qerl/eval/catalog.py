@@ -18,7 +18,7 @@ from qerl.config.recipes.paper import MATH_TEMPLATE
 from qerl.config.wording import GSM8K_REQUEST
 from qerl.errors import UserError, near, require
 
-SETS: dict[str, TaskConfig] = {
+BENCHMARKS: dict[str, TaskConfig] = {
     "gsm8k": TaskConfig(
         name="openai/gsm8k:main",
         split="test",
@@ -57,21 +57,21 @@ SETS: dict[str, TaskConfig] = {
 }
 
 
-def all_chosen(arguments: Iterable[str]) -> dict[str, TaskConfig]:
+def parse_benchmarks(arguments: Iterable[str]) -> dict[str, TaskConfig]:
     """By name, each once."""
     sets: dict[str, TaskConfig] = {}
-    for name, task in map(chosen, arguments):
+    for name, task in map(parse_benchmark, arguments):
         require(name not in sets, f"{name} is named twice: one evaluation has one of each set")
         sets[name] = task
     return sets
 
 
-def chosen(argument: str) -> tuple[str, TaskConfig]:
+def parse_benchmark(argument: str) -> tuple[str, TaskConfig]:
     """(name, task) of `aime24`, or of `aime24=FILE`: the same set from a file, a folder or another hub id."""
     name, equals, place = argument.partition("=")
-    if name not in SETS:
-        hint = near(name, SETS) or f"; there are {', '.join(SETS)}, and SET=FILE reads a file"
+    if name not in BENCHMARKS:
+        hint = near(name, BENCHMARKS) or f"; there are {', '.join(BENCHMARKS)}, and SET=FILE reads a file"
         raise UserError(f"no set {name}{hint}")
     if equals and not place:
         raise UserError(f"{argument}: a file, a folder or a hub id is missing after =")
-    return name, dataclasses.replace(SETS[name], name=place or SETS[name].name)
+    return name, dataclasses.replace(BENCHMARKS[name], name=place or BENCHMARKS[name].name)

@@ -21,21 +21,21 @@ from qerl.config import NoiseConfig, RunConfig, SampleConfig, TaskConfig
 from qerl.config.options import EvalOptions
 from qerl.engine.engine import Engine
 from qerl.errors import UserError
-from qerl.eval.benchmark import Exam, result_path, settings_of, sit
+from qerl.eval.benchmark import Benchmark, result_path, run_benchmark, settings_of
 from qerl.learner import checkpoint
-from qerl.models.device import resolved
+from qerl.models.device import resolve_device
 from qerl.models.source import locate
 from qerl.tasks import RewardPool, Votes, build_task, every_prompt
 from qerl.tasks.majority_vote import voting_grader
-from qerl.tasks.reward import REWARDS, told
+from qerl.tasks.reward import REWARDS, format_failures
 from qerl.tracking.provenance import environment
 from qerl.train.loop import sampling_of
-from qerl.train.multi_turn import Episodes, conversing
-from qerl.train.policy import check_room, learned_sampler_of, reader_of
+from qerl.train.multi_turn import MultiTurnEngine, with_environment
+from qerl.train.policy import check_room, load_tokenizer_and_limit, load_trained_sampler
 from qerl.types import Prompt
 
 
-def measure(
+def run_benchmarks(
     source: str, run: RunConfig | None, options: EvalOptions, sets: dict[str, TaskConfig], console: Console
 ) -> list[dict[str, Any]]:
     """A summary for each set, with the file of its results; no sets: one for options.task's held-out rows.
@@ -49,7 +49,7 @@ def measure(
         votes = stack.enter_context(Votes())
         graded = {_grading(task): task for task in tasks.values()}
         pools = {key: stack.enter_context(RewardPool(task)) for key, task in graded.items()}
-        tokenizer, room = reader_of(config)
+        tokenizer, room = load_tokenizer_and_limit(config)
         check_room(room, options.max_tokens, "max_tokens")
         exams = {}
         for name, task in tasks.items():
@@ -57,7 +57,7 @@ def measure(
             pool = pools[_grading(task)]
             pool.check(prompts[0])
             exams[name] = _exam(name, task, prompts, pool, votes, config, options)
-        engine = cache(partial(learned_sampler_of, config, tokenizer, adapters))
+        engine = cache(partial(load_trained_sampler, config, tokenizer, adapters))
         facts = {"model": source, **_facts(config, adapters)}
         results = []
         for name, exam in exams.items():
@@ -71,8 +71,8 @@ def measure(
                 path.unlink(missing_ok=True)  # the user's function may have changed, which no setting shows
             sampler = partial(_sampler, engine, pools[_grading(task)], task, room)
             say = partial(console.print, markup=False, highlight=False)
-            summary = sit(exam, sampler, path, settings, say)
-            for text in told(pools[_grading(task)].take_failures()):
+            summary = run_benchmark(exam, sampler, path, settings, say)
+            for text in format_failures(pools[_grading(task)].take_failures()):
                 say(text)
             results.append({"set": name, "model": source, **summary, "file": str(path)})
     console.print(table(results))
@@ -116,8 +116,8 @@ def _graded_by(task: TaskConfig) -> dict[str, Any]:
 
 def _sampler(
     engine: Callable[[], Engine], pool: RewardPool, task: TaskConfig, room: int
-) -> Engine | Episodes:
-    return conversing(engine(), pool, task.environment, room)
+) -> Engine | MultiTurnEngine:
+    return with_environment(engine(), pool, task.environment, room)
 
 
 def _config(run: RunConfig | None, options: EvalOptions, *, is_own: bool) -> RunConfig:
@@ -132,7 +132,7 @@ def _config(run: RunConfig | None, options: EvalOptions, *, is_own: bool) -> Run
     )
     engine = dataclasses.replace(base.engine, exact=base.engine.exact and options.top_p is None)
     return RunConfig(
-        model=resolved(options.model),
+        model=resolve_device(options.model),
         adapter=base.adapter,
         task=options.task,
         sample=sample,
@@ -174,9 +174,9 @@ def _exam(
     votes: Votes,
     config: RunConfig,
     options: EvalOptions,
-) -> Exam:
+) -> Benchmark:
     grader = voting_grader(task.rewards)
-    return Exam(
+    return Benchmark(
         name=name,
         prompts=prompts,
         answer_column=task.answer_column,

@@ -27,7 +27,7 @@ from qerl.formats import NVFP4
 from qerl.learner.checkpoint import latest_adapter, peft_config
 from qerl.models.compressed_tensors import LAYOUTS, unquantized, write_quantized_config
 from qerl.models.decoder import Decoder
-from qerl.models.hf_writer import appearing, check_empty, write_json, write_shards, write_tokenizer
+from qerl.models.hf_writer import atomic_folder, check_empty, write_json, write_shards, write_tokenizer
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.source import locate
 from qerl.models.state_dict import HEAD, tensor_shapes
@@ -55,7 +55,7 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
             f"{run}: has no adapter, its weights learned themselves; export it as merged or nvfp4"
         )
     adapter = latest_adapter(run / "checkpoints")
-    with appearing(out) as folder:
+    with atomic_folder(out) as folder:
         save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
         (folder / ADAPTER).chmod(0o644)  # safetensors lets only the owner read
         write_json(folder / ADAPTER_CONFIG, peft_config(config))
@@ -63,7 +63,7 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
 
 def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
     decoder, source = policy_in_fp32(run, config, torch.device("cpu")), locate(config.model.path)
-    with appearing(out) as folder:
+    with atomic_folder(out) as folder:
         write_shards(folder, _merged_tensors(decoder, dtype))
         hf_config = unquantized(source.open().config)
         write_json(folder / "config.json", _with_dtype(hf_config, dtype))
@@ -76,7 +76,7 @@ def write_nvfp4(
     decoder, source = policy_in_fp32(run, config, device), locate(config.model.path)
     rows = calibration(run, load_tokenizer(config.model.path), max_tokens=calibration_tokens, device=device)
     requantize(decoder, rows, notice=partial(print, "nvfp4:", file=sys.stderr))
-    with appearing(out) as folder:
+    with atomic_folder(out) as folder:
         write_shards(folder, _packed_tensors(decoder))
         write_quantized_config(folder, _with_dtype(source.open().config, torch.bfloat16), LAYOUTS["nvfp4"])
         write_tokenizer(folder, source)

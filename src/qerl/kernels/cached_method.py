@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def remembered(method: Callable[..., Any]) -> Callable[..., Any]:
+def cached_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """To be kept by the method's own object; arguments are positional and hashable."""
     weak, results = weakref.WeakMethod(method), {}
 

@@ -12,7 +12,7 @@ import torch
 
 
 @contextlib.contextmanager
-def recording(
+def record_graph(
     graph: torch.cuda.CUDAGraph,
     *,
     pool: tuple[int, int] | None = None,

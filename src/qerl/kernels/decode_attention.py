@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl.kernels.cached_method import remembered
+from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_state import DecodeState
 
 CASES = (  # N, K, H
@@ -194,7 +194,7 @@ class DecodeAttention:
         gpu = torch.cuda.get_device_properties(device)
         self._num_sms = gpu.multi_processor_count
         self._shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
-        self._kernel = remembered(self._compile)
+        self._kernel = cached_method(self._compile)
 
     def _compile(self, shape: Shape):
         """The kernel, and how many CTAs run at once: they wait for one another, so there are no more."""

@@ -75,10 +75,10 @@ def fp8_linear(
     """y_TN; differentiable in x and the masters. adapter: masters a and b in fp32, their working copies in
     x's dtype, scaling. Where nobody reads y it is zeros."""
     assert x_TK.dim() == 2
-    return _Linear.apply(x_TK, weight, resident_NK, bias_N, is_read, *(adapter or (None,) * 5))
+    return _FP8Linear.apply(x_TK, weight, resident_NK, bias_N, is_read, *(adapter or (None,) * 5))
 
 
-class _Linear(torch.autograd.Function):
+class _FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, weight, resident_NK, bias_N, is_read, a_RK, b_NR, a_work_RK, b_work_NR, scaling):
         u_TR = None if a_work_RK is None else x_TK @ a_work_RK.T

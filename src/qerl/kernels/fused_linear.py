@@ -10,7 +10,7 @@ The adapters ride in the frozen product. That makes cuBLAS 1.7 % slower (the fou
 4,096 tokens, R = 32: 2.85 ms, now 2.90; H200); products of their own would write all of y and read it again,
 0.8 GB a layer and 0.19 ms. u goes where `row_kernel.rows` left room behind each row of x; without room x is
 copied. `linear_onto` adds to the residual stream, which is fp32, in the same product, as the decode kernel
-does: nothing is rounded to x's dtype on the way. `joined_swiglu` rounds silu(gate) * up alone, as the decode
+does: nothing is rounded to x's dtype on the way. `fused_swiglu` rounds silu(gate) * up alone, as the decode
 kernel does: of the roundings in which a 7B model's engine and learner differed that of gate and up was one
 whose end brings them nearer (dev/LOG.md). gate and up are in fp32 for some rows at a time; its backward pass
 reads gate and the result, which the next product keeps anyway.
@@ -48,7 +48,7 @@ class Adapter:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Part:
+class LinearPart:
     """One of the linears."""
 
     width: int
@@ -62,7 +62,7 @@ class Part:
 Unpack = Callable[[torch.dtype, Tensor | None], Tensor]  # the joined operand [N, K], into the tensor if given
 
 
-def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[Part]) -> Tensor:
+def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
     """The definition in float64, y_TN of all parts side by side; differentiable in x and the masters."""
     found, x_TK = [], x_TK.double()
     for part, w_NK in zip(parts, operand_NK.double().split([p.width for p in parts]), strict=True):
@@ -74,39 +74,39 @@ def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[Part]) -> Tensor
     return torch.cat(found, 1)
 
 
-def joined_linear(
-    x_TK: Tensor, unpack: Unpack, parts: Sequence[Part], *, gaps_are_free: bool = False
+def fused_linear(
+    x_TK: Tensor, unpack: Unpack, parts: Sequence[LinearPart], *, gaps_are_free: bool = False
 ) -> tuple[Tensor, ...]:
     """y_TN of each part, columns of one tensor; differentiable in x and the masters. Unpacks in each pass.
 
     gaps_are_free: what lies between the rows of x is nobody's, u may be put there.
     """
     assert x_TK.dim() == 2
-    return _Joined.apply(x_TK, None, unpack, tuple(parts), gaps_are_free, *_masters(parts))
+    return _FusedLinear.apply(x_TK, None, unpack, tuple(parts), gaps_are_free, *_masters(parts))
 
 
 def linear_onto(
-    h_TN: Tensor, x_TK: Tensor, unpack: Unpack, part: Part, *, gaps_are_free: bool = False
+    h_TN: Tensor, x_TK: Tensor, unpack: Unpack, part: LinearPart, *, gaps_are_free: bool = False
 ) -> Tensor:
     """h + y, both in fp32, in the place of h; differentiable in h too."""
     assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
-    return _Joined.apply(x_TK, h_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
+    return _FusedLinear.apply(x_TK, h_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
 
 
-def joined_swiglu(
-    x_TK: Tensor, unpack: Unpack, parts: Sequence[Part], *, room: int = 0, gaps_are_free: bool = False
+def fused_swiglu(
+    x_TK: Tensor, unpack: Unpack, parts: Sequence[LinearPart], *, room: int = 0, gaps_are_free: bool = False
 ) -> Tensor:
     """silu(y_1) * y_2 [T, F] of two parts, rounded once, with room for so many columns behind each row."""
     assert x_TK.dim() == 2 and len(parts) == 2 and parts[0].width == parts[1].width
     is_learning = torch.is_grad_enabled()
-    return _JoinedSwiGLU.apply(x_TK, unpack, tuple(parts), room, gaps_are_free, is_learning, *_masters(parts))
+    return _FusedSwiGLU.apply(x_TK, unpack, tuple(parts), room, gaps_are_free, is_learning, *_masters(parts))
 
 
-def _masters(parts: Sequence[Part]) -> list[Tensor]:
+def _masters(parts: Sequence[LinearPart]) -> list[Tensor]:
     return [m for part in parts if part.adapter for m in (part.adapter.a_RK, part.adapter.b_NR)]
 
 
-class _Joined(torch.autograd.Function):
+class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, sum_TN, unpack, parts, gaps_are_free, *masters):
         ctx.unpack, ctx.parts = unpack, parts
@@ -132,7 +132,7 @@ class _Joined(torch.autograd.Function):
         return dx_TK, dsum_TN, None, None, None, *gradients
 
 
-class _JoinedSwiGLU(torch.autograd.Function):
+class _FusedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, unpack, parts, room, gaps_are_free, is_learning, *masters):
         x_TC, w_NC = _with_u(x_TK, parts, gaps_are_free), _widened(unpack, x_TK, parts)
@@ -160,7 +160,7 @@ class _JoinedSwiGLU(torch.autograd.Function):
 
 
 def _gradients(
-    dy_TN: Tensor, x_TC: Tensor, unpack: Unpack, parts: Sequence[Part], wants_dx: bool
+    dy_TN: Tensor, x_TC: Tensor, unpack: Unpack, parts: Sequence[LinearPart], wants_dx: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     """dx, and each master's."""
     columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
@@ -192,7 +192,7 @@ def side_by_side(pieces: Sequence[Tensor]) -> Tensor:
     return first.as_strided((len(first), width), first.stride())
 
 
-def _rank(part: Part) -> int:
+def _rank(part: LinearPart) -> int:
     return 0 if part.adapter is None else len(part.adapter.a_RK)
 
 
@@ -206,7 +206,7 @@ def _with_room(x_TK: Tensor, rank: int, gaps_are_free: bool) -> Tensor:
     return x_TK.as_strided((T, K + rank), x_TK.stride())
 
 
-def _with_u(x_TK: Tensor, parts: Sequence[Part], gaps_are_free: bool) -> Tensor:
+def _with_u(x_TK: Tensor, parts: Sequence[LinearPart], gaps_are_free: bool) -> Tensor:
     """[x | u]."""
     rank = sum(_rank(part) for part in parts)
     x_TC = _with_room(x_TK, rank, gaps_are_free)
@@ -225,7 +225,7 @@ def _copied(x_TK: Tensor, y_TK: Tensor) -> Tensor:
     return y_TK
 
 
-def _shrink(x_TC: Tensor, columns: int, parts: Sequence[Part]) -> None:
+def _shrink(x_TC: Tensor, columns: int, parts: Sequence[LinearPart]) -> None:
     """Fills in u: one product for adapters with one factor."""
     x_TK, none = x_TC[:, :columns], x_TC.new_empty(1)
     adapters = [(part.adapter.a_work_RK, _factor(part)) for part in parts if part.adapter is not None]
@@ -236,7 +236,7 @@ def _shrink(x_TC: Tensor, columns: int, parts: Sequence[Part]) -> None:
         columns += len(a_RK)
 
 
-def _factor(part: Part) -> float:
+def _factor(part: LinearPart) -> float:
     assert part.adapter is not None
     return part.adapter.scaling / part.alpha
 
@@ -245,7 +245,7 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _widened(unpack: Unpack, x_TK: Tensor, parts: Sequence[Part]) -> Tensor:
+def _widened(unpack: Unpack, x_TK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
     """[W | b], [N, K + rank]."""
     rank = sum(_rank(part) for part in parts)
     rows, columns = sum(part.width for part in parts), x_TK.shape[1]
@@ -257,7 +257,7 @@ def _widened(unpack: Unpack, x_TK: Tensor, parts: Sequence[Part]) -> Tensor:
     return w_NC
 
 
-def _place_adapters(b_NR: Tensor, parts: Sequence[Part]) -> None:
+def _place_adapters(b_NR: Tensor, parts: Sequence[LinearPart]) -> None:
     """Each part's b in its own rows and columns, zeros in the others."""
     if row_kernel.are_vectors(b_NR) and all(_rank(part) % 8 == 0 for part in parts):
         rows, columns = b_NR.shape
@@ -282,7 +282,7 @@ def _place_adapters(b_NR: Tensor, parts: Sequence[Part]) -> None:
         row, column = row + part.width, column + _rank(part)
 
 
-def _put(y_TN: Tensor, x_TC: Tensor, w_NC: Tensor, parts: Sequence[Part]) -> None:
+def _put(y_TN: Tensor, x_TC: Tensor, w_NC: Tensor, parts: Sequence[LinearPart]) -> None:
     """Fills y, in x's dtype or fp32: one product where the parts are alike in alpha and bias, as those that
     were quantized together are."""
     row = 0
@@ -299,18 +299,18 @@ def _put(y_TN: Tensor, x_TC: Tensor, w_NC: Tensor, parts: Sequence[Part]) -> Non
             y.add_(bias_N)
 
 
-def _add_product(sum_TN: Tensor, x_TC: Tensor, w_NC: Tensor, part: Part) -> Tensor:
+def _add_product(sum_TN: Tensor, x_TC: Tensor, w_NC: Tensor, part: LinearPart) -> Tensor:
     add_product(sum_TN, x_TC, w_NC.T, part.alpha)
     return sum_TN if part.bias_N is None else sum_TN.add_(part.bias_N)
 
 
-def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+def _runs(parts: Sequence[LinearPart]) -> list[list[LinearPart]]:
     """Neighbours with the same alpha, all or none of them with a bias."""
     alike = itertools.groupby(parts, key=lambda part: (part.alpha, part.bias_N is None))
     return [list(run) for _, run in alike]
 
 
-def _input_gradient(dy_TN: Tensor, du: list[Tensor], unpack: Unpack, parts: Sequence[Part]) -> Tensor:
+def _input_gradient(dy_TN: Tensor, du: list[Tensor], unpack: Unpack, parts: Sequence[LinearPart]) -> Tensor:
     w_NK, row = unpack(dy_TN.dtype, None), 0
     if du:
         a_RK = _stacked([part.adapter.a_work_RK for part in parts if part.adapter is not None])

@@ -14,7 +14,7 @@ import torch
 
 
 @dataclasses.dataclass(slots=True)
-class _Beside:
+class _OutsideTorch:
     """What is mapped now, and the peaks until it last changed: torch's own count from there."""
 
     mapped_bytes: int = 0
@@ -22,7 +22,7 @@ class _Beside:
     reserved_bytes: int = 0
 
 
-_BESIDE: dict[torch.device, _Beside] = {}
+_BESIDE: dict[torch.device, _OutsideTorch] = {}
 
 
 def allowed_bytes(device: torch.device) -> float:
@@ -64,13 +64,13 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def reset_peaks(device: torch.device) -> None:
-    _BESIDE[numbered(device)] = _Beside(mapped_bytes=_beside(device).mapped_bytes)
+    _BESIDE[numbered(device)] = _OutsideTorch(mapped_bytes=_beside(device).mapped_bytes)
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def _change(device: torch.device, num_bytes: int) -> None:
     """Of what is mapped; torch's peaks begin anew, those so far are kept here."""
-    _BESIDE[numbered(device)] = _Beside(
+    _BESIDE[numbered(device)] = _OutsideTorch(
         mapped_bytes=_beside(device).mapped_bytes + num_bytes,
         allocated_bytes=peak_bytes(device),
         reserved_bytes=peak_reserved_bytes(device),
@@ -78,8 +78,8 @@ def _change(device: torch.device, num_bytes: int) -> None:
     torch.cuda.reset_peak_memory_stats(device)
 
 
-def _beside(device: torch.device) -> _Beside:
-    return _BESIDE.get(numbered(device), _Beside())
+def _beside(device: torch.device) -> _OutsideTorch:
+    return _BESIDE.get(numbered(device), _OutsideTorch())
 
 
 def numbered(device: torch.device) -> torch.device:

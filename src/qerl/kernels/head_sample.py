@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qerl.kernels.cached_method import remembered
+from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_state import DecodeState
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ _FORMATS = {BF16Head: 0, FP8Head: 1, NVFP4Head: 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
+class HeadTile:
     """Tile(0, tokens=64, warpgroups=2, k_block=64, ctas_per_sm=2): 128 rows x 64 tokens x 64 k of BF16."""
 
     format: int
@@ -208,22 +208,22 @@ class Tile:
         }
 
 
-def choose_tile(M: int, head_format: int, D: int) -> Tile:
+def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     """Measured on an H200 with V = 152064, D = 3584; dev/LOG.md has the ones that lost."""
     most_tokens = 256 if head_format == 0 else 128
     tokens = next((t for t in (8, 16, 32, 64, 128, 256) if M <= t <= most_tokens), most_tokens)
     if head_format == 2:
         if tokens <= 32:
             k_block = next(k for k in (512, 256, 128) if D % k == 0 and (k < 512 or tokens < 32))
-            return Tile(2, tokens, 1, k_block, 2, split=1)
-        return Tile(2, tokens, 3, 128, 1, split=int(tokens <= 64))
+            return HeadTile(2, tokens, 1, k_block, 2, split=1)
+        return HeadTile(2, tokens, 3, 128, 1, split=int(tokens <= 64))
     if head_format == 1:
         if tokens <= 32:
-            return Tile(1, tokens, 1, 256 if D % 256 == 0 else 128, 2, split=1)
-        return Tile(1, tokens, 2, 128, 1, split=int(tokens <= 64))
+            return HeadTile(1, tokens, 1, 256 if D % 256 == 0 else 128, 2, split=1)
+        return HeadTile(1, tokens, 2, 128, 1, split=int(tokens <= 64))
     if tokens <= 16:
-        return Tile(0, tokens, 1, 128 if D % 128 == 0 else 64, 2)
-    return Tile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
+        return HeadTile(0, tokens, 1, 128 if D % 128 == 0 else 64, 2)
+    return HeadTile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
 
 
 def head_sampler(head: Head, max_rows: int, device: torch.device) -> "HeadSample | PortableHeadSample":
@@ -251,8 +251,8 @@ class HeadSample:
         self._partials = torch.empty(max_rows, -(-self._v // CHUNK), 4, device=device)
         self._ordered_MD = torch.empty(max_rows, self._d, dtype=torch.bfloat16, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        self._kernel = remembered(self._compile)
-        self._finish_kernel = remembered(self._compile_finish)
+        self._kernel = cached_method(self._compile)
+        self._finish_kernel = cached_method(self._compile_finish)
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """fp32 [M, V], not divided by a temperature: the very numbers that the draws use."""
@@ -339,7 +339,7 @@ class HeadSample:
         finish = struct.pack("10Q4i", *map(_address, pointers), -(-self._v // CHUNK), *sizes)
         self._finish_kernel(step).launch(grid=m, block_threads=512, parameters=(finish,))
 
-    def _compile(self, tile: Tile, gives: int):
+    def _compile(self, tile: HeadTile, gives: int):
         defines = {**tile.defines, "GIVES": gives}
         return self._module(source(tile), defines).kernel("head_sample", tile.shared_bytes)
 
@@ -352,7 +352,7 @@ class HeadSample:
         return nvrtc.CudaModule(text, defines, self._device, self._folder)
 
 
-def source(tile: Tile) -> str:
+def source(tile: HeadTile) -> str:
     """The kernel's CUDA C++ with its products and their instruction, of this width, put in."""
     product = _wgmma(tile.tokens, in_registers=tile.format != 0) + _text("head_product.cu")
     if tile.format == 2:

@@ -44,7 +44,7 @@ def linear(
 ) -> Tensor:
     """y_TN without an adapter; differentiable in x. Bitwise what `lora_linear` gives with b = 0."""
     assert x_TK.dim() == 2
-    return _Linear.apply(x_TK, operand, alpha, bias_N)
+    return _FrozenLinear.apply(x_TK, operand, alpha, bias_N)
 
 
 def lora_linear(
@@ -66,7 +66,7 @@ def lora_linear(
     return _LoraLinear.apply(x_TK, operand, alpha, a_RK, b_NR, a_work_RK, b_work_NR, scaling, bias_N, is_read)
 
 
-class _Linear(torch.autograd.Function):
+class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, operand, alpha, bias_N):
         ctx.operand, ctx.alpha = operand, alpha

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl.kernels.cached_method import remembered
+from qerl.kernels.cached_method import cached_method
 from qerl.kernels.rms_norm import check_noise
 
 CASES = (
@@ -70,7 +70,7 @@ def choose_split(K: int) -> Split:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
+class ShrinkTile:
     """Tile(tokens=8, rows=32): of a cluster; rows=0: the norm alone."""
 
     tokens: int
@@ -80,12 +80,12 @@ class Tile:
         return _ceil(M, self.tokens) * (_ceil(R, self.rows) if self.rows else 1)
 
 
-def choose_tile(M: int, K: int, R: int) -> Tile:
+def choose_tile(M: int, K: int, R: int) -> ShrinkTile:
     """As many tokens as fill the device once, unless their registers would not do."""
     assert 1 <= M <= MAX_TOKENS and R % 16 == 0 and 0 <= R <= MAX_ROWS
     split = choose_split(K)
     rows = 0 if R == 0 else 16 if R == 16 or split.units > 3 else 32
-    tiles = [Tile(tokens, rows) for tokens in (8, 16, 32) if tokens * split.units <= 160 or tokens == 8]
+    tiles = [ShrinkTile(tokens, rows) for tokens in (8, 16, 32) if tokens * split.units <= 160 or tokens == 8]
     return next((tile for tile in tiles if tile.clusters(M, R) * split.cluster <= _CTAS_AT_ONCE), tiles[-1])
 
 
@@ -101,12 +101,12 @@ class _Norm(enum.Enum):
         return cls.OF_ALL if rows_M is None else cls.OF_ROWS
 
 
-class Shrink:
+class LoraShrink:
     """The kernels of one device, compiled when first used: one object for one stream."""
 
     def __init__(self, device: torch.device, cache_folder: Path):
         self._device, self._cache_folder = device, cache_folder
-        self._kernel = remembered(self._compile)
+        self._kernel = cached_method(self._compile)
 
     def embed(self, tokens_B: Tensor, table_VD: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Rows of the table [B, D] in fp32; tokens outside it, which empty rows may hold, are clamped."""
@@ -114,7 +114,7 @@ class Shrink:
         assert tokens_B.dtype == torch.int32 and tokens_B.is_contiguous() and d % 8 == 0
         _check(table_VD, (v, d), torch.bfloat16)
         h_BD = _output((b, d), tokens_B.device, out, torch.float32)
-        embed = self._kernel("embed", _Norm.NONE, Tile(8, 0), Split(1, 1))
+        embed = self._kernel("embed", _Norm.NONE, ShrinkTile(8, 0), Split(1, 1))
         embed.launch(grid=b, block_threads=256, parameters=(tokens_B, table_VD, h_BD, v, d // 4))
         return h_BD
 
@@ -176,7 +176,7 @@ class Shrink:
             grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * _WARPS, parameters=(operands,)
         )
 
-    def _compile(self, name: str, norm: "_Norm", tile: Tile, split: Split):
+    def _compile(self, name: str, norm: "_Norm", tile: ShrinkTile, split: Split):
         from qerl.kernels import nvrtc
 
         defines = {

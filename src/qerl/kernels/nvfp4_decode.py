@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import e2m1
-from qerl.kernels.cached_method import remembered
+from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
@@ -112,7 +112,7 @@ def swiglu_order(features: int, device: torch.device) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Adapter:
+class PackedAdapter:
     """a bfloat16 [G R, K], b bfloat16 [N, R]. Rows from starts[i] on use a's group i + 1, others 0.
 
     One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
@@ -153,7 +153,7 @@ class NVFP4Decode:
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
-        self._kernel = remembered(self._compile)
+        self._kernel = cached_method(self._compile)
 
     def linear(
         self,
@@ -161,7 +161,7 @@ class NVFP4Decode:
         tiles: Tensor,
         factors_N: Tensor,
         *,
-        adapter: Adapter | None = None,
+        adapter: PackedAdapter | None = None,
         bias_N: Tensor | None = None,
         residual_MN: Tensor | None = None,
     ) -> Tensor:
@@ -177,7 +177,7 @@ class NVFP4Decode:
         return y_MN
 
     def swiglu(
-        self, x_MK: Tensor, tiles: Tensor, factors_N: Tensor, *, adapter: Adapter | None = None
+        self, x_MK: Tensor, tiles: Tensor, factors_N: Tensor, *, adapter: PackedAdapter | None = None
     ) -> Tensor:
         """silu(gate) * up [M, F] in bfloat16; tiles, factors and the adapter's b in `swiglu_order`."""
         features = TILE_ROWS // 2 * tiles.shape[0]
@@ -228,7 +228,7 @@ class NVFP4Decode:
             ),
         )
 
-    def _low_rank(self, tile: Tile, M: int, K: int, adapter: Adapter | None) -> bytes:
+    def _low_rank(self, tile: Tile, M: int, K: int, adapter: PackedAdapter | None) -> bytes:
         if adapter is None:
             return bytes(40)
         if adapter.u is not None:

@@ -21,7 +21,7 @@ from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
 CASES = ((64, 64), (192, 576), (448, 1216), (1152, 3584))  # N, K
 
 
-class Rows(enum.Enum):
+class UnpackRows(enum.Enum):
     """Which rows, and in what order the tiles hold them."""
 
     ALL = enum.auto()
@@ -30,16 +30,16 @@ class Rows(enum.Enum):
     UP = enum.auto()
 
 
-def reference(tiles: Tensor, rows: Rows) -> Tensor:
+def reference(tiles: Tensor, rows: UnpackRows) -> Tensor:
     """The definition in float64, from the plain codes and scales."""
     return _plain_operand(tiles, rows, torch.float32).double()
 
 
-def num_rows(tiles: Tensor, rows: Rows) -> int:
-    return TILE_ROWS * len(tiles) // (2 if rows in (Rows.GATE, Rows.UP) else 1)
+def num_rows(tiles: Tensor, rows: UnpackRows) -> int:
+    return TILE_ROWS * len(tiles) // (2 if rows in (UnpackRows.GATE, UnpackRows.UP) else 1)
 
 
-def unpack(tiles: Tensor, rows: Rows, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+def unpack(tiles: Tensor, rows: UnpackRows, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """The operand [N, K], written into `out` if it is given."""
     assert tiles.dtype == torch.uint8 and tiles.shape[2] == TILE_BYTES and tiles.is_contiguous()
     shape = num_rows(tiles, rows), TILE_K * tiles.shape[1]
@@ -49,12 +49,12 @@ def unpack(tiles: Tensor, rows: Rows, dtype: torch.dtype, *, out: Tensor | None 
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=tiles.device)
     assert out.shape == shape and row_kernel.are_vectors(out)
-    step, features = 16 if rows is Rows.ALL else 8, shape[0] // 2
+    step, features = 16 if rows is UnpackRows.ALL else 8, shape[0] // 2
     first, second = {
-        Rows.ALL: (0, 8),
-        Rows.GATE_UP: (0, features),
-        Rows.GATE: (0, -1),
-        Rows.UP: (-1, 0),
+        UnpackRows.ALL: (0, 8),
+        UnpackRows.GATE_UP: (0, features),
+        UnpackRows.GATE: (0, -1),
+        UnpackRows.UP: (-1, 0),
     }[rows]
     kernel = row_kernel.kernel("nvfp4_unpack.cu", "nvfp4_unpack", tiles.device, ahead=("nvfp4_codes.cu",))
     kernel.launch(
@@ -65,16 +65,16 @@ def unpack(tiles: Tensor, rows: Rows, dtype: torch.dtype, *, out: Tensor | None 
     return out
 
 
-def plain(tiles: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def plain(tiles: Tensor, rows: UnpackRows) -> tuple[Tensor, Tensor]:
     """(codes, scales) as `nvfp4_decode.pack` took them, in the weight's own order of rows."""
     codes, scales = nvfp4_decode.unpack(tiles)
-    if rows is Rows.ALL:
+    if rows is UnpackRows.ALL:
         return codes, scales
     parts = (_halves(codes), _halves(scales.view(torch.uint8)))
-    if rows is Rows.GATE_UP:
+    if rows is UnpackRows.GATE_UP:
         codes, scales = (torch.cat(halves) for halves in parts)
     else:
-        codes, scales = (halves[rows is Rows.UP] for halves in parts)
+        codes, scales = (halves[rows is UnpackRows.UP] for halves in parts)
     return codes, scales.view(torch.float8_e4m3fn)
 
 
@@ -84,6 +84,6 @@ def _halves(x_NB: Tensor) -> tuple[Tensor, Tensor]:
     return gate.reshape(-1, x_NB.shape[1]), up.reshape(-1, x_NB.shape[1])
 
 
-def _plain_operand(tiles: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+def _plain_operand(tiles: Tensor, rows: UnpackRows, dtype: torch.dtype) -> Tensor:
     codes, scales = plain(tiles, rows)
     return NVFP4(codes, scales, torch.ones(1, device=tiles.device)).operand(dtype)

@@ -50,7 +50,7 @@ def rms_norm(
     if _has_kernel(x_TD, dtype):
         room = room if x.dim() == 2 else 0
         return _CudaNorm.apply(x_TD, weight_D, noise, eps, room, rows_T).view(x.shape)
-    return _Norm.apply(x, _noisy(weight_D, noise, rows_T), eps, dtype)
+    return _TorchNorm.apply(x, _noisy(weight_D, noise, rows_T), eps, dtype)
 
 
 def fork(
@@ -92,7 +92,7 @@ def _has_kernel(x_TD: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-class _Norm(torch.autograd.Function):
+class _TorchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_D, eps, dtype):
         wide = x.float()

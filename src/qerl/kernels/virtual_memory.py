@@ -5,7 +5,7 @@
 
 CUDA's virtual memory management: cuMemAddressReserve once; cuMemCreate, cuMemMap and cuMemSetAccess to take,
 cuMemUnmap to give back. A tensor over the range keeps the range, so it is freed after the last of them. A
-device without such management, or a CPU, has `Kept`: memory that stays.
+device without such management, or a CPU, has `ResidentMemory`: memory that stays.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Memory(Protocol):
     def present(self) -> AbstractContextManager[None]: ...
 
 
-class Kept:
+class ResidentMemory:
     """Zero once, when made."""
 
     is_kept = True
@@ -50,7 +50,7 @@ class Kept:
         return contextlib.nullcontext()
 
 
-class AddressRange:
+class VirtualMemory:
     """num_bytes is what was asked for, rounded up to whole pages of the device (2 MiB)."""
 
     is_kept = False
@@ -138,7 +138,7 @@ def can_give_back(device: torch.device) -> bool:
 
 def memory_on(device: torch.device, num_bytes: int) -> Memory:
     """Zero whenever it comes: for AddressRange each time, for Kept when it is made."""
-    return AddressRange(num_bytes, device) if can_give_back(device) else Kept(num_bytes, device)
+    return VirtualMemory(num_bytes, device) if can_give_back(device) else ResidentMemory(num_bytes, device)
 
 
 def _properties(driver: Any, index: int) -> Any:

@@ -26,7 +26,7 @@ from qerl.models.linear import QuantLinear, repeating
 _LEAVING = 2
 
 
-class Kept(Protocol):
+class SavedInputs(Protocol):
     """The inputs of one pass's layers: put in the layers' order, taken in the reverse order."""
 
     def put(self, layer_index: int, h_TD: Tensor) -> None: ...
@@ -112,25 +112,25 @@ class _Call:
     places: Places
     layer_index: int
     attend: Attend
-    kept: Kept
+    kept: SavedInputs
 
     def __call__(self, h_TD: Tensor) -> Tensor:
         return self.layer(h_TD, self.places, self.layer_index, self.attend)
 
 
-def recomputing(kept: Kept) -> RunLayer:
+def checkpoint_layers(kept: SavedInputs) -> RunLayer:
     """Runs the layers of one pass and, in its backward pass, runs each again."""
 
     def run(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
         if not torch.is_grad_enabled():
             return layer(h_TD, places, layer_index, attend)
         call = _Call(layer, places, layer_index, attend, kept)
-        return _Recomputed.apply(call, h_TD, *layer.parameters())
+        return _CheckpointedLayer.apply(call, h_TD, *layer.parameters())
 
     return run
 
 
-class _Recomputed(torch.autograd.Function):
+class _CheckpointedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, h_TD, *masters):
         ctx.call = call
@@ -151,13 +151,13 @@ class _Recomputed(torch.autograd.Function):
 
 def _on_host(device: torch.device) -> Callable[[], RunLayer]:
     lane = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return lambda: recomputing(OnHost(device, lane))
+    return lambda: checkpoint_layers(OnHost(device, lane))
 
 
 # For a device: what makes each pass's RunLayer.
 RECOMPUTE: dict[str, Callable[[torch.device], Callable[[], RunLayer]]] = {
     "auto": lambda device: lambda: run_layer,  # where nobody has settled it: qerl.learner.plan does for a run
     "none": lambda device: lambda: run_layer,
-    "layer": lambda device: lambda: recomputing(OnDevice()),
+    "layer": lambda device: lambda: checkpoint_layers(OnDevice()),
     "offload": _on_host,
 }

@@ -5,7 +5,7 @@
     add                       tensors to their sums: gradients of what learns, over NCCL between GPUs
 
 Every rank runs the same loop over the same values and so takes the same decisions; only the first writes.
-Waiting for a rank that is gone ends in `Lost`: the closed connection is seen by gloo, and each sum over NCCL,
+Waiting for a rank that is gone ends in `RankLost`: the closed connection is seen by gloo, and each sum over NCCL,
 which sees nothing, comes after a word over gloo. Tests: tests/train/test_distributed.py.
 """
 
@@ -30,7 +30,7 @@ _PATIENCE = timedelta(hours=2)  # a rank with long samples may be that much late
 _TELLING = timedelta(seconds=5)
 
 
-class Lost(RunError):
+class RankLost(RunError):
     """Another rank is gone, and did not say why."""
 
 
@@ -104,7 +104,7 @@ ALONE = Ranks(0, 1)
 
 
 @contextlib.contextmanager
-def joined(device: str, environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
+def join_ranks(device: str, environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
     """The ranks of the run that this process was started for; `device` is ModelConfig's, resolved.
 
     What ends one rank ends all: the first to fail says why, each host says it once, the rest are silent.
@@ -131,7 +131,7 @@ def joined(device: str, environment: Mapping[str, str] = os.environ) -> Iterator
     ranks.take_traffic()
     try:
         yield ranks
-    except Lost as error:
+    except RankLost as error:
         raise _explained(store, error) if local == 0 else SystemExit(1) from None
     except BaseException as error:
         if _is_told(store, index, error):
@@ -152,14 +152,14 @@ def _is_told(store: Store, index: int, error: BaseException) -> bool:
     return told == reason and int(teller) != index
 
 
-def _explained(store: Store, error: Lost) -> Lost:
+def _explained(store: Store, error: RankLost) -> RankLost:
     """With the other rank's own reason, if it left one."""
     store.set_timeout(_TELLING)
     try:
         index, _, reason = store.get("failure").decode().partition(" ")
     except RuntimeError:
         return error
-    return Lost(f"rank {index} failed: {reason}")
+    return RankLost(f"rank {index} failed: {reason}")
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def _waiting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Lost(f"another rank is gone ({str(error).splitlines()[0]})") from error
+        raise RankLost(f"another rank is gone ({str(error).splitlines()[0]})") from error
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

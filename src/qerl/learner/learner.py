@@ -34,8 +34,8 @@ from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.lr_schedule import learning_rate
 from qerl.learner.metrics import (
-    Lesson,
-    Reading,
+    BatchMetrics,
+    MinibatchMetrics,
     Update,
     added,
     divided,
@@ -45,8 +45,8 @@ from qerl.learner.metrics import (
     update_metrics,
     update_tallies,
 )
-from qerl.learner.minibatch import Portion, Share, split
-from qerl.learner.oom_retry import Fit
+from qerl.learner.minibatch import Minibatch, MinibatchPart, split
+from qerl.learner.oom_retry import OomRetry
 from qerl.learner.optimizer import load_state, new_optimizer, state_of
 from qerl.learner.packing import PackedBatch
 from qerl.models.adapter import adapter_off, adapter_tensors, load_adapter, publish
@@ -89,7 +89,7 @@ class Learner:
         self._loss = LOSSES[config.algo.loss]
         self._optimizer = new_optimizer(self._masters, config.learn)
         self._run_layer = RECOMPUTE[config.learn.recompute](decoder.device)
-        self._fit = Fit(config.learn.micro_tokens, decoder.device, notice)
+        self._fit = OomRetry(config.learn.micro_tokens, decoder.device, notice)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
         """Learns from samples that have a reward; the advantages are set. A step with nothing to learn
@@ -121,7 +121,7 @@ class Learner:
         """config.learn.micro_tokens, or what the memory sufficed for."""
         return self._fit.micro_tokens
 
-    def _update(self, share: Share, before: list[Reading] | None) -> Update:
+    def _update(self, share: Minibatch, before: list[BatchMetrics] | None) -> Update:
         rate = learning_rate(self.version, num_updates=self.config.num_updates, learn=self.config.learn)
         self.version += 1
         exact_C = self._exact(share.teaching)
@@ -144,15 +144,15 @@ class Learner:
                 " metrics.jsonl, and try a lower learn.learning_rate (limit: learn.max_nonfinite_updates)"
             )
 
-    def _exact(self, portion: Portion) -> Tensor | None:
+    def _exact(self, portion: MinibatchPart) -> Tensor | None:
         """By the sampler's forward, of the portion's tokens; None where the learner's own count."""
         if self._score is None or not any(group.samples_G for group in portion.groups):
             return None
         return self._score(portion.groups)
 
     def _learn_all(
-        self, batches: list[PackedBatch], exact_C: Tensor | None, before: list[Reading] | None
-    ) -> list[Lesson]:
+        self, batches: list[PackedBatch], exact_C: Tensor | None, before: list[BatchMetrics] | None
+    ) -> list[MinibatchMetrics]:
         """Leaves the gradient of all batches in the masters, whatever was there."""
         self._optimizer.zero_grad(set_to_none=True)
         known = [None] * len(batches) if before is None else regrouped(before, batches)
@@ -170,7 +170,9 @@ class Learner:
         self.holds_operands = False
         return "operands are unpacked for each product from here on"
 
-    def _learn(self, batch: PackedBatch, exact_C: Tensor | None, before: Reading | None) -> Lesson:
+    def _learn(
+        self, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None
+    ) -> MinibatchMetrics:
         """Adds the batch's gradient to the masters'. Without `before`, this very pass is the first."""
         algo = self.config.algo
         own_C, entropy_C = self._forward(batch)
@@ -187,7 +189,7 @@ class Learner:
             loss_C = loss_C + algo.kl_coefficient * kl_C
         loss = (batch.weights_C * loss_C).sum()
         loss.backward()
-        return Lesson(
+        return MinibatchMetrics(
             before=before,
             loss=loss.detach(),
             ratio_C=(logprob_C.detach() - correction.old_T).exp(),
@@ -240,10 +242,10 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _read(self, portion: Portion) -> list[Reading]:
+    def _read(self, portion: MinibatchPart) -> list[BatchMetrics]:
         exact_C = self._exact(portion)
 
-        def read_all(batches: list[PackedBatch]) -> list[Reading]:
+        def read_all(batches: list[PackedBatch]) -> list[BatchMetrics]:
             pairs = zip(batches, divided(exact_C, batches), strict=True)
             return [self._reading(batch, exact_C, *self._forward(batch)) for batch, exact_C in pairs]
 
@@ -252,12 +254,12 @@ class Learner:
     @torch.no_grad()
     def _reading(
         self, batch: PackedBatch, exact_C: Tensor | None, own_C: Tensor, entropy_C: Tensor
-    ) -> Reading:
+    ) -> BatchMetrics:
         reference_C = None
         if self.config.algo.kl_coefficient > 0:
             with adapter_off(self.decoder):
                 reference_C = self._forward(batch)[0]
-        return Reading(
+        return BatchMetrics(
             batch=batch,
             logprob_C=own_C if exact_C is None else exact_C,
             entropy_C=entropy_C,

@@ -28,7 +28,7 @@ from qerl.learner.packing import PackedBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class BatchMetrics:
     """What the learner says of a batch's sampled tokens at one version; no gradient."""
 
     batch: PackedBatch
@@ -47,7 +47,7 @@ def divided(values_C: Tensor | None, batches: list[PackedBatch]) -> Sequence[Ten
     return values_C.split([len(batch.targets_C) for batch in batches])
 
 
-def regrouped(readings: list[Reading], batches: list[PackedBatch]) -> list[Reading]:
+def regrouped(readings: list[BatchMetrics], batches: list[PackedBatch]) -> list[BatchMetrics]:
     """The same readings for the same sampled tokens, packed in another way."""
     lengths = [len(batch.targets_C) for batch in batches]
     if [len(reading.logprob_C) for reading in readings] == lengths:
@@ -62,7 +62,9 @@ def regrouped(readings: list[Reading], batches: list[PackedBatch]) -> list[Readi
     references = split([r.reference_C for r in readings])
     owns = split([r.own_C for r in readings])
     return [
-        Reading(batch=batch, logprob_C=logprob_C, entropy_C=entropy_C, reference_C=reference_C, own_C=own_C)
+        BatchMetrics(
+            batch=batch, logprob_C=logprob_C, entropy_C=entropy_C, reference_C=reference_C, own_C=own_C
+        )
         for batch, logprob_C, entropy_C, reference_C, own_C in zip(
             batches, logprobs, entropies, references, owns, strict=True
         )
@@ -71,10 +73,10 @@ def regrouped(readings: list[Reading], batches: list[PackedBatch]) -> list[Readi
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Lesson:
+class MinibatchMetrics:
     """What a batch contributed to one update."""
 
-    before: Reading
+    before: BatchMetrics
     loss: Tensor
     ratio_C: Tensor
     held_C: Tensor
@@ -87,7 +89,7 @@ class Lesson:
 class Update:
     """One planned optimizer update."""
 
-    lessons: list[Lesson]
+    lessons: list[MinibatchMetrics]
     """Of this rank."""
     is_skipped: bool
     """No rank had anything to learn."""
@@ -129,7 +131,7 @@ def added(tallies: list[Tallies]) -> Tallies:
     return {name: reduce(Tally.__add__, [t[name] for t in tallies if name in t]) for name in names}
 
 
-def sampling_tallies(first: list[Reading]) -> Tallies:
+def sampling_tallies(first: list[BatchMetrics]) -> Tallies:
     """The learner against the sampler, from the step's first pass."""
     if not first:
         return {}
@@ -172,7 +174,7 @@ def update_tallies(updates: list[Update]) -> Tallies:
     }
 
 
-def _by_length(readings: list[Reading]) -> Tallies:
+def _by_length(readings: list[BatchMetrics]) -> Tallies:
     """Long samples are where a mismatch of tokens adds up (Jet-RL, arXiv 2601.14243)."""
     early, late, samples = [], [], []
     for reading in readings:

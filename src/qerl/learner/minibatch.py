@@ -22,7 +22,7 @@ from qerl.learner.packing import PackedBatch, pack
 from qerl.types import Group
 
 
-class Portion:
+class MinibatchPart:
     """Groups with the weights of their samples' tokens, packed for as long as the packing is asked for."""
 
     def __init__(self, weighted_P: list[tuple[Group, list[float]]], device: torch.device):
@@ -49,11 +49,11 @@ class Portion:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class Minibatch:
     """What one update learns from, on this rank."""
 
-    teaching: Portion
-    silent: Portion
+    teaching: MinibatchPart
+    silent: MinibatchPart
     is_taught: bool
     """Whether any rank has a token to learn from."""
     num_samples: int
@@ -62,7 +62,7 @@ class Share:
 
 def split(
     groups_P: list[Group], config: RunConfig, *, device: torch.device, ranks: Ranks = ALONE
-) -> list[Share]:
+) -> list[Minibatch]:
     """One share for each update of a pass: consecutive groups, as equally many each as can be, of samples and
     of branches."""
     samples = [group for group in groups_P if not group.prefix_tokens]
@@ -79,7 +79,7 @@ def _parts(groups_P: list[Group], num_parts: int) -> list[list[Group]]:
 
 def _share(
     samples_P: list[Group], branches_P: list[Group], config: RunConfig, device: torch.device, ranks: Ranks
-) -> Share:
+) -> Minibatch:
     deep = config.algo.deep
     known_P = [_with_rewards(group) for group in samples_P]
     grown_P = [after_prefix(_with_rewards(group)) for group in branches_P]
@@ -89,9 +89,9 @@ def _share(
     teaching, silent = [], []
     for pair in zip(known_P, weights_P_G, strict=True):
         (teaching if _teaches(pair[0], config) else silent).append(pair)
-    return Share(
-        teaching=Portion(_dealt(teaching, ranks), device),
-        silent=Portion(_dealt(silent, ranks), device),
+    return Minibatch(
+        teaching=MinibatchPart(_dealt(teaching, ranks), device),
+        silent=MinibatchPart(_dealt(silent, ranks), device),
         is_taught=any(weight for _, weights_G in teaching for weight in weights_G),
         num_samples=sum(len(group.samples_G) for group in known_P),
     )

@@ -14,20 +14,20 @@ from typing import TypeVar
 import torch
 
 from qerl.errors import UserError
-from qerl.learner.minibatch import Portion
+from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.packing import PackedBatch
 
 R = TypeVar("R")
 
 
-class Fit:
+class OomRetry:
     def __init__(self, micro_tokens: int, device: torch.device, notice: Callable[[str], None]):
         self.micro_tokens = micro_tokens
         self._device, self._notice = device, notice
 
     def run(
         self,
-        portion: Portion,
+        portion: MinibatchPart,
         work: Callable[[list[PackedBatch]], R],
         spare: Callable[[list[PackedBatch]], str | None] = lambda batches: None,
     ) -> R:

@@ -20,7 +20,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from qerl.algo.segment import Spans
+from qerl.algo.segment import Segments
 from qerl.kernels.tree_attention import TreeLayout
 from qerl.types import Group, Prompt, Sample, Tree
 
@@ -42,7 +42,7 @@ class PackedBatch:
     advantages_C: Tensor
     weights_C: Tensor
     """What each token's loss is multiplied by before it is summed."""
-    spans: Spans
+    spans: Segments
     """Which of the C tokens are of one sample; no sample is in two batches."""
 
     @property
@@ -129,7 +129,7 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),
         advantages_C=_reals([s.advantage for s, _ in samples for _ in s.logprobs_T], device),
         weights_C=_reals([weight for sample, weight in samples for _ in sample.logprobs_T], device),
-        spans=Spans.of([len(sample.logprobs_T) for sample, _ in samples], device),
+        spans=Segments.of([len(sample.logprobs_T) for sample, _ in samples], device),
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.formats import FORMATS, NVFP4, PackedWeight
 from qerl.models.architecture import Architecture
-from qerl.models.hf_writer import appearing, check_empty, write_json, write_shards, write_tokenizer
+from qerl.models.hf_writer import atomic_folder, check_empty, write_json, write_shards, write_tokenizer
 from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import (
     HEAD,
@@ -156,7 +156,7 @@ def write_quantized(
     architecture = architecture_of(checkpoint)
     check_tensors(checkpoint, tensor_shapes(architecture))
     folded = fold(checkpoint)
-    with appearing(out) as folder:
+    with atomic_folder(out) as folder:
         write_shards(folder, _quantized(folded, architecture, LAYOUTS[format], scales), shard_bytes)
         write_quantized_config(folder, checkpoint.config, LAYOUTS[format])
         write_tokenizer(folder, source)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
-from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.kernels.rotary import rotate
 from qerl.models.architecture import Architecture
 from qerl.models.linear import QuantLinear
@@ -131,10 +131,10 @@ class Layer(nn.Module):
 
     def tile(self) -> None:
         """Put the weights into tiles, those that fit (tiled.py)."""
-        tile_linears(self.self_attn.qkv_projs, Rows.ALL)
-        tile_linears((self.self_attn.o_proj,), Rows.ALL)
-        tile_linears(self.mlp.gate_up_projs, Rows.GATE_UP)
-        tile_linears((self.mlp.down_proj,), Rows.ALL)
+        tile_linears(self.self_attn.qkv_projs, UnpackRows.ALL)
+        tile_linears((self.self_attn.o_proj,), UnpackRows.ALL)
+        tile_linears(self.mlp.gate_up_projs, UnpackRows.GATE_UP)
+        tile_linears((self.mlp.down_proj,), UnpackRows.ALL)
 
 
 def run_layer(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:

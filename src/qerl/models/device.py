@@ -10,7 +10,7 @@ from qerl.errors import UserError
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def resolved(config: ModelConfig) -> ModelConfig:
+def resolve_device(config: ModelConfig) -> ModelConfig:
     """The same config with every `auto` replaced."""
     has_cuda = torch.cuda.is_available()
     device = config.device if config.device != "auto" else ("cuda" if has_cuda else "cpu")

@@ -15,7 +15,7 @@ from qerl.formats.fp8 import BLOCK
 from qerl.models.linear import QuantLinear
 
 
-def joined(linears: Sequence[QuantLinear]) -> Tensor | None:
+def fuse_weights(linears: Sequence[QuantLinear]) -> Tensor | None:
     """The tensor, made if it is not there yet; None where a weight is in another format."""
     weights = [linear.weight for linear in linears]
     if not all(isinstance(weight, BF16) for weight in weights):
@@ -35,7 +35,7 @@ def joined(linears: Sequence[QuantLinear]) -> Tensor | None:
     return whole
 
 
-def joined_fp8(linears: Sequence[QuantLinear]) -> FP8Flow | None:
+def fuse_fp8_weights(linears: Sequence[QuantLinear]) -> FP8Flow | None:
     """The same for FP8Flow; None where a weight is in another format, or shares a block with the next."""
     weights = [linear.weight for linear in linears if isinstance(linear.weight, FP8Flow)]
     if len(weights) < len(linears) or any(weight.shape[0] % BLOCK for weight in weights[:-1]):

@@ -17,7 +17,7 @@ from qerl.models.source import Checkpoint
 from qerl.models.state_dict import linear_groups, read_float
 
 
-class Perturbed:
+class GaussianNoiseCheckpoint:
     """A checkpoint that is read like any other; its linears are float32."""
 
     def __init__(

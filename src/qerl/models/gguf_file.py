@@ -58,7 +58,7 @@ _LARGEST = 1e12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
+class _GgufEntry:
     """Where one tensor lies, and in which of ggml's types."""
 
     ggml_name: str
@@ -101,7 +101,7 @@ class GgufFile:
         return self.config["num_key_value_heads"] if ".k_proj." in name else None
 
 
-def _decode_rows(file: BinaryIO, entry: _Entry, out: Tensor) -> None:
+def _decode_rows(file: BinaryIO, entry: _GgufEntry, out: Tensor) -> None:
     """Decode a few rows at a time: on a whole tensor, `dequantize` takes three times its memory."""
     row_bytes = entry.num_bytes // len(out)
     for rows in out.split(max(1, _CHUNK_BYTES // row_bytes)):
@@ -192,7 +192,7 @@ def _token_ids(metadata: dict[str, Any]) -> dict[str, int]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _parse(file: Path) -> tuple[dict[str, Any], list[_Entry]]:
+def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
     try:
         file_bytes = file.stat().st_size
         with file.open("rb", buffering=1 << 20) as stream:
@@ -243,7 +243,7 @@ class _Cursor:
         return [item for (item,) in struct.iter_unpack(letter, self.take(count * struct.calcsize(letter)))]
 
 
-def _parse_stream(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Any], list[_Entry]]:
+def _parse_stream(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
     if cursor.take(4) != b"GGUF":
         raise _Damaged("it does not begin with GGUF")
     version = cursor.number("I")
@@ -270,7 +270,7 @@ def _parse_stream(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Any], lis
 
 def _entry(
     name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int, file_bytes: int
-) -> _Entry:
+) -> _GgufEntry:
     if kind not in gguf.GGML_QUANT_SIZES:
         raise _Damaged(f"{name} is of a type that holds no weights: {kind.name}")
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -279,4 +279,4 @@ def _entry(
     num_bytes = math.prod(shape) // block_size * block_bytes
     if begin + num_bytes > file_bytes:
         raise _Damaged(f"truncated: {name} ends at byte {begin + num_bytes}, the file has {file_bytes}")
-    return _Entry(name, kind, shape, begin, num_bytes)
+    return _GgufEntry(name, kind, shape, begin, num_bytes)

@@ -28,7 +28,7 @@ def check_empty(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def appearing(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out`, renamed to it at the end, or removed."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

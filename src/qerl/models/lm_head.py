@@ -20,9 +20,9 @@ from qerl.formats.fp8 import BLOCK as FP8_BLOCK
 from qerl.kernels import nvfp4_unpack
 from qerl.kernels.matmul_fp32 import product
 from qerl.kernels.nvfp4_decode import TILE_ROWS
-from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.device import has_tile_kernels
-from qerl.models.packed_linear import Tiled, tile_group
+from qerl.models.packed_linear import PackedNVFP4, tile_group
 
 # Weights that are unpacked at a time for logits: 134 MB in bfloat16, where 152064 x 3584 of them are 1.1 GB.
 _CHUNK_WEIGHTS = 1 << 26
@@ -65,7 +65,7 @@ class Head(nn.Module):
         assert packed.shape == self.shape
         is_tiled = self.compute == torch.bfloat16 and has_tile_kernels(packed.alpha.device)
         if isinstance(packed, NVFP4) and is_tiled:
-            packed = Tiled(tile_group([packed], Rows.ALL), 0)
+            packed = PackedNVFP4(tile_group([packed], UnpackRows.ALL), 0)
         self.packed, self.alpha = packed, packed.alpha.item()
         self.weight = self._operand = None
 
@@ -108,8 +108,8 @@ def _operand_rows(weight: PackedWeight, rows: slice, dtype: torch.dtype) -> Tens
     if isinstance(weight, FP8):
         blocks = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
         return FP8(weight.codes[rows], weight.scales[blocks]).operand(dtype)
-    if isinstance(weight, Tiled):
+    if isinstance(weight, PackedNVFP4):
         tiles = weight.group.tiles[rows.start // TILE_ROWS : rows.stop // TILE_ROWS]
-        return nvfp4_unpack.unpack(tiles, Rows.ALL, dtype)
+        return nvfp4_unpack.unpack(tiles, UnpackRows.ALL, dtype)
     assert isinstance(weight, NVFP4)
     return NVFP4(weight.codes[rows], weight.scales[rows], weight.global_scale).operand(dtype)

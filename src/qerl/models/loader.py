@@ -13,7 +13,7 @@ import torch
 
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
-from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.architecture import Architecture
 from qerl.models.compressed_tensors import (
     Layout,
@@ -81,7 +81,7 @@ def decoder_of(
             linears[name].load_weight(weight)
         if tiled:
             together = [linears[name] for name in group]
-            tile_linears(together, Rows.GATE_UP if group[0].endswith("gate_proj") else Rows.ALL)
+            tile_linears(together, UnpackRows.GATE_UP if group[0].endswith("gate_proj") else UnpackRows.ALL)
     if resident:
         decoder.make_resident()
     return decoder

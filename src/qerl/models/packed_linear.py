@@ -3,7 +3,7 @@
     q | k | v     tiles [sum N / 64, K / 64, 2304], rows one after the other       o, down    the same, alone
     gate | up     tiles [2 F / 64, D / 64, 2304], rows in `swiglu_order`
 
-Each linear's weight becomes a `Tiled`, its share of a `TileGroup`; the plain codes and scales are freed. All
+Each linear's weight becomes a `PackedNVFP4`, its share of a `PackedGroup`; the plain codes and scales are freed. All
 passes read the one copy: a decode step the tiles themselves, every other pass their operand, unpacked for the
 time of one product (kernels/nvfp4_unpack.py). `tiles_of` finds them.
 
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from qerl.formats import NVFP4, PackedWeight
 from qerl.kernels import nvfp4_decode, nvfp4_unpack
-from qerl.kernels.fused_linear import Adapter, Part, Unpack, joined_linear, joined_swiglu, linear_onto
+from qerl.kernels.fused_linear import Adapter, LinearPart, Unpack, fused_linear, fused_swiglu, linear_onto
 from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
-from qerl.kernels.nvfp4_unpack import Rows
+from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.kernels.swiglu import swiglu
 from qerl.models.linear import QuantLinear
 
@@ -32,7 +32,7 @@ _CHUNK_WEIGHTS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TileGroup:
+class PackedGroup:
     """tiles [18, 9, 2304], factors_N [1152], widths (576, 288, 288): q|k|v of K = 576 in one tensor."""
 
     tiles: Tensor
@@ -42,7 +42,7 @@ class TileGroup:
     """fp32 [1] of each linear."""
     widths: tuple[int, ...]
     """Outputs of each linear."""
-    rows: Rows
+    rows: UnpackRows
     """ALL, or GATE_UP for two linears in `swiglu_order`."""
 
     @property
@@ -53,22 +53,22 @@ class TileGroup:
         """Of all linears, one after the other, [sum N, K]."""
         return nvfp4_unpack.unpack(self.tiles, self.rows, dtype, out=out)
 
-    def part(self, index: int) -> tuple[Tensor, Rows]:
+    def part(self, index: int) -> tuple[Tensor, UnpackRows]:
         """One linear's tiles, and which of their rows are its own."""
-        if self.rows is Rows.GATE_UP:
-            return self.tiles, (Rows.GATE, Rows.UP)[index]
+        if self.rows is UnpackRows.GATE_UP:
+            return self.tiles, (UnpackRows.GATE, UnpackRows.UP)[index]
         first = sum(self.widths[:index]) // TILE_ROWS
-        return self.tiles[first : first + self.widths[index] // TILE_ROWS], Rows.ALL
+        return self.tiles[first : first + self.widths[index] // TILE_ROWS], UnpackRows.ALL
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Tiled(PackedWeight):
+class PackedNVFP4(PackedWeight):
     """Tiled(group, index=1) of q|k|v: k's weight."""
 
     name: ClassVar[str] = NVFP4.name
     bytes_per_weight: ClassVar[float] = NVFP4.bytes_per_weight
 
-    group: TileGroup
+    group: PackedGroup
     index: int
     alpha: Tensor = dataclasses.field(init=False, repr=False)
 
@@ -78,7 +78,7 @@ class Tiled(PackedWeight):
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
-        return cls(tile_group([NVFP4.encode(weight_NK)], Rows.ALL), 0)
+        return cls(tile_group([NVFP4.encode(weight_NK)], UnpackRows.ALL), 0)
 
     def operand(self, dtype: torch.dtype) -> Tensor:
         return nvfp4_unpack.unpack(*self.group.part(self.index), dtype)
@@ -106,20 +106,20 @@ class Tiled(PackedWeight):
 
     def to(self, device: torch.device | str) -> Self:
         weight = NVFP4.to(self.plain(), device)
-        return type(self)(tile_group([weight], Rows.ALL), 0)
+        return type(self)(tile_group([weight], UnpackRows.ALL), 0)
 
 
-def can_tile(weights: Sequence[PackedWeight | None], rows: Rows) -> bool:
+def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
     """Whether these weights of one input fit into tiles together."""
     if not all(isinstance(weight, NVFP4) for weight in weights):
         return False
     shapes = [weight.shape for weight in weights if weight is not None]
-    if rows is Rows.GATE_UP:
+    if rows is UnpackRows.GATE_UP:
         return shapes[0] == shapes[1] and shapes[0][0] % 32 == shapes[0][1] % TILE_K == 0
     return all(n % TILE_ROWS == k % TILE_K == 0 for n, k in shapes)
 
 
-def tile_group(weights: Sequence[NVFP4], rows: Rows) -> TileGroup:
+def tile_group(weights: Sequence[NVFP4], rows: UnpackRows) -> PackedGroup:
     """Packed some rows at a time."""
     assert can_tile(weights, rows)
     widths, k = tuple(weight.shape[0] for weight in weights), weights[0].shape[1]
@@ -127,7 +127,7 @@ def tile_group(weights: Sequence[NVFP4], rows: Rows) -> TileGroup:
     shape = sum(widths) // TILE_ROWS, k // TILE_K, TILE_BYTES
     tiles = torch.empty(shape, dtype=torch.uint8, device=device)
     step = max(_CHUNK_WEIGHTS // k // TILE_ROWS, 1) * TILE_ROWS
-    if rows is Rows.GATE_UP:
+    if rows is UnpackRows.GATE_UP:
         gate, up = weights
         for start in range(0, widths[0], step):
             some = slice(start, start + step)
@@ -142,8 +142,10 @@ def tile_group(weights: Sequence[NVFP4], rows: Rows) -> TileGroup:
                 _put(tiles, first + start, weight.codes[some], weight.scales[some])
             first += n
     factors = [nvfp4_decode.row_factors(w.alpha, n) for w, n in zip(weights, widths, strict=True)]
-    factors_N = torch.cat(factors) if rows is Rows.ALL else _alternating(*(f[:, None] for f in factors))[:, 0]
-    return TileGroup(tiles, factors_N.contiguous(), tuple(w.global_scale for w in weights), widths, rows)
+    factors_N = (
+        torch.cat(factors) if rows is UnpackRows.ALL else _alternating(*(f[:, None] for f in factors))[:, 0]
+    )
+    return PackedGroup(tiles, factors_N.contiguous(), tuple(w.global_scale for w in weights), widths, rows)
 
 
 def _alternating(gate_FB: Tensor, up_FB: Tensor) -> Tensor:
@@ -158,25 +160,25 @@ def _put(tiles: Tensor, first_row: int, codes: Tensor, scales: Tensor) -> None:
     tiles[first : first + len(codes) // TILE_ROWS] = nvfp4_decode.pack(codes, scales)
 
 
-def tile_linears(linears: Sequence[QuantLinear], rows: Rows) -> bool:
+def tile_linears(linears: Sequence[QuantLinear], rows: UnpackRows) -> bool:
     """Puts the linears' weights into one tensor of tiles, if they fit; whether they did."""
     weights = [linear.weight for linear in linears]
     if not can_tile(weights, rows):
         return False
     group = tile_group([weight for weight in weights if isinstance(weight, NVFP4)], rows)
     for index, linear in enumerate(linears):
-        linear.load_weight(Tiled(group, index))
+        linear.load_weight(PackedNVFP4(group, index))
     return True
 
 
-def tiles_of(linears: Sequence[QuantLinear]) -> TileGroup | None:
+def tiles_of(linears: Sequence[QuantLinear]) -> PackedGroup | None:
     """The group that these linears, and no other, are in this order; None if their weights are no tiles."""
     weights = [linear.weight for linear in linears]
     first = weights[0]
-    if not isinstance(first, Tiled) or len(first.group.widths) != len(weights):
+    if not isinstance(first, PackedNVFP4) or len(first.group.widths) != len(weights):
         return None
     for index, weight in enumerate(weights):
-        if not isinstance(weight, Tiled) or weight.group is not first.group or weight.index != index:
+        if not isinstance(weight, PackedNVFP4) or weight.group is not first.group or weight.index != index:
             return None
     return first.group
 
@@ -191,7 +193,7 @@ def project(
     group = _product_group(x_TK, linears)
     if group is None:
         return tuple(linear(x_TK) for linear in linears)
-    return joined_linear(
+    return fused_linear(
         x_TK, _unpack(group, linears), [_part(linear) for linear in linears], gaps_are_free=gaps_are_free
     )
 
@@ -204,7 +206,7 @@ def project_swiglu(x_TK: Tensor, gate_up: Sequence[QuantLinear], *, room: int) -
         gate_TF, up_TF = (linear(x_TK) for linear in gate_up)
         return swiglu(gate_TF, up_TF, room=room)
     parts = [_part(linear) for linear in gate_up]
-    return joined_swiglu(x_TK, _unpack(group, gate_up), parts, room=room, gaps_are_free=True)
+    return fused_swiglu(x_TK, _unpack(group, gate_up), parts, room=room, gaps_are_free=True)
 
 
 def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_free: bool = False) -> Tensor:
@@ -215,13 +217,13 @@ def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_fr
     return linear_onto(h_TN, x_TK, _unpack(group, (linear,)), _part(linear), gaps_are_free=gaps_are_free)
 
 
-def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> TileGroup | None:
+def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> PackedGroup | None:
     """None where each linear is to multiply for itself."""
     is_apart = not x_TK.is_cuda or any(linear.is_resident for linear in linears)
     return None if is_apart else tiles_of(linears)
 
 
-def _unpack(group: TileGroup, linears: Sequence[QuantLinear]) -> Unpack:
+def _unpack(group: PackedGroup, linears: Sequence[QuantLinear]) -> Unpack:
     unpacked = linears[0].unpacked
     if unpacked is None:
         return group.operand
@@ -233,9 +235,9 @@ def room(linears: Sequence[QuantLinear]) -> int:
     return sum(linear.rank for linear in linears)
 
 
-def _part(linear: QuantLinear) -> Part:
+def _part(linear: QuantLinear) -> LinearPart:
     assert isinstance(linear.alpha, float)
     adapter = None
     if linear.a_work is not None and linear.b_work is not None and linear.adapter_enabled:
         adapter = Adapter(linear.lora_A, linear.lora_B, linear.a_work, linear.b_work, linear.scaling)
-    return Part(linear.out_width, linear.alpha, linear.bias, adapter, linear.is_read)
+    return LinearPart(linear.out_width, linear.alpha, linear.bias, adapter, linear.is_read)

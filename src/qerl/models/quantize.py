@@ -15,7 +15,7 @@ from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
 from qerl.models.awq import Folded, awq, inputs_of
 from qerl.models.compressed_tensors import Scales, encoded_together, plain_scales, write_quantized
-from qerl.models.device import COMPUTE, resolved
+from qerl.models.device import COMPUTE, resolve_device
 from qerl.models.loader import decoder_of
 from qerl.models.source import Checkpoint
 from qerl.models.state_dict import architecture_of
@@ -47,7 +47,7 @@ def _sequences(options: QuantizeOptions) -> list[list[int]]:
 
 
 def _fold(checkpoint: Checkpoint, *, sequences: list[list[int]], format: str, scales: Scales) -> Folded:
-    architecture, model = architecture_of(checkpoint), resolved(ModelConfig(format="bf16"))
+    architecture, model = architecture_of(checkpoint), resolve_device(ModelConfig(format="bf16"))
     longest = architecture.max_positions
     decoder = decoder_of(
         checkpoint,

@@ -14,20 +14,20 @@ from qerl.models.decoder import Decoder
 from qerl.models.linear import QuantLinear
 
 
-def twin_of(decoder: Decoder, format: str) -> Decoder:
+def make_sampler_copy(decoder: Decoder, format: str) -> Decoder:
     """Of a decoder that has its adapters: masters and working copies, norms and noise are shared."""
-    twin = _twin(decoder, format)
+    twin = _copied(decoder, format)
     assert isinstance(twin, Decoder)
     return twin
 
 
-def _twin(module: nn.Module, format: str) -> nn.Module:
+def _copied(module: nn.Module, format: str) -> nn.Module:
     if isinstance(module, QuantLinear):
         return _quantized(module, format)
     if not any(isinstance(m, QuantLinear) for m in module.modules()):
         return module
     twin = copy.copy(module)
-    twin._modules = {name: None if m is None else _twin(m, format) for name, m in module._modules.items()}
+    twin._modules = {name: None if m is None else _copied(m, format) for name, m in module._modules.items()}
     return twin
 
 

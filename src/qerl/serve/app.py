@@ -19,9 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from qerl.errors import UserError
-from qerl.serve.batcher import BusyError, Desk, GoneError, Job
-from qerl.serve.reply import CHAT, COMPLETION, Form, Reply
-from qerl.serve.request import ApiError, Ask, Reader
+from qerl.serve.batcher import Batcher, BusyError, GoneError, PendingRequest
+from qerl.serve.reply import CHAT, COMPLETION, ApiResponse, ResponseFormat
+from qerl.serve.request import ApiError, CompletionRequest, RequestParser
 from qerl.serve.stream import TextStream
 from qerl.tracking.loopback import names_this_machine
 from qerl.types import Sample
@@ -31,7 +31,7 @@ _GONE = ApiError(499, "the client has gone")  # nobody reads it
 Seen = tuple[int, int, Sample | None] | Exception
 
 
-def make_app(reader: Reader, desk: Desk, *, key: str | None) -> FastAPI:
+def make_app(reader: RequestParser, desk: Batcher, *, key: str | None) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         desk.open()
@@ -40,7 +40,7 @@ def make_app(reader: Reader, desk: Desk, *, key: str | None) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     routes = Routes(reader, desk)
-    check = Door(key, reader.options.host).check
+    check = AccessCheck(key, reader.options.host).check
     created = int(time.time())
 
     async def models(request: Request) -> Response:
@@ -64,7 +64,7 @@ def make_app(reader: Reader, desk: Desk, *, key: str | None) -> FastAPI:
     return app
 
 
-class Door:
+class AccessCheck:
     """Who may come in."""
 
     def __init__(self, key: str | None, host: str):
@@ -88,13 +88,15 @@ class Door:
 
 
 class Routes:
-    def __init__(self, reader: Reader, desk: Desk):
+    def __init__(self, reader: RequestParser, desk: Batcher):
         self._reader, self._desk = reader, desk
 
-    async def answer(self, request: Request, read: Callable[[bytes], Ask], form: Form) -> Response:
+    async def answer(
+        self, request: Request, read: Callable[[bytes], CompletionRequest], form: ResponseFormat
+    ) -> Response:
         ask = read(await self._body(request))
-        reply = Reply(form, ask, self._reader.name, self._reader.opened.tokenizer)
-        job = Job(prompts_P=ask.prompts_P, num_samples=ask.num_samples, sampling=ask.sampling)
+        reply = ApiResponse(form, ask, self._reader.name, self._reader.opened.tokenizer)
+        job = PendingRequest(prompts_P=ask.prompts_P, num_samples=ask.num_samples, sampling=ask.sampling)
         seen: asyncio.Queue[Seen] = asyncio.Queue()
         if ask.is_stream:
             _send_to(seen, job)
@@ -116,14 +118,14 @@ class Routes:
             raise _GONE from None
         return bytes(body)
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: PendingRequest) -> None:
         try:
             self._desk.submit(job)
         except BusyError as error:
             raise ApiError(503, str(error), code="busy") from None
 
     async def _events(
-        self, job: Job, seen: asyncio.Queue[Seen], reply: Reply, ask: Ask
+        self, job: PendingRequest, seen: asyncio.Queue[Seen], reply: ApiResponse, ask: CompletionRequest
     ) -> AsyncIterator[str]:
         stop, opened = ask.sampling.stop, self._reader.opened
         streams = [TextStream(opened, stop) for _ in range(job.num_choices)]
@@ -151,7 +153,7 @@ class Routes:
             job.is_gone = True
 
 
-def _send_to(seen: asyncio.Queue[Seen], job: Job) -> None:
+def _send_to(seen: asyncio.Queue[Seen], job: PendingRequest) -> None:
     """Puts what the desk's thread sees of the job into this loop's queue."""
     loop = asyncio.get_running_loop()
 
@@ -167,7 +169,7 @@ def _send_to(seen: asyncio.Queue[Seen], job: Job) -> None:
     job.future.add_done_callback(end)
 
 
-async def _samples(request: Request, job: Job) -> list[Sample]:
+async def _samples(request: Request, job: PendingRequest) -> list[Sample]:
     """The job's, unless the client goes first."""
     answered = asyncio.wrap_future(job.future)
     left = asyncio.ensure_future(_left(request))

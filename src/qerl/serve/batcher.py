@@ -29,7 +29,7 @@ class GoneError(Exception):
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
-class Job:
+class PendingRequest:
     prompts_P: list[Prompt]
     num_samples: int
     sampling: Sampling
@@ -55,12 +55,12 @@ class Job:
                 self.future.set_result([self.samples[i] for i in range(self.num_choices)])
 
 
-class Desk:
+class Batcher:
     def __init__(self, engine: Engine, *, max_waiting: int, gather_s: float = 0.01):
         """A call waits gather_s for more of its kind: requests sent together arrive a little apart."""
         self.num_calls = 0
         self._engine, self._max_waiting, self._gather_s = engine, max_waiting, gather_s
-        self._waiting: list[Job] = []
+        self._waiting: list[PendingRequest] = []
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
@@ -75,7 +75,7 @@ class Desk:
             self._changed.notify()
         self._thread.join(_CLOSE_S)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PendingRequest) -> None:
         with self._changed:
             if self._is_closed or len(self._waiting) >= self._max_waiting:
                 raise BusyError(f"{len(self._waiting)} requests wait already")
@@ -90,7 +90,7 @@ class Desk:
             for job in filter(_is_wanted, self._waiting):
                 job.future.set_exception(BusyError("the server ends"))
 
-    def _next(self) -> list[Job] | None:
+    def _next(self) -> list[PendingRequest] | None:
         """The oldest job and all like it, but those that nobody waits for; None once the desk is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._waiting)
@@ -104,7 +104,7 @@ class Desk:
             self._waiting = [job for job in self._waiting if (job.sampling, job.num_samples) != kind]
         return [job for job in alike if _is_wanted(job)]
 
-    def _answer(self, jobs: list[Job]) -> None:
+    def _answer(self, jobs: list[PendingRequest]) -> None:
         places = [(job, place) for job in jobs for place in range(len(job.prompts_P))]  # the call's prompts
 
         def watch(index: int, sample_index: int, token: int, ended: Sample | None) -> bool:
@@ -133,6 +133,6 @@ class Desk:
                 job.future.set_exception(error)
 
 
-def _is_wanted(job: Job) -> bool:
+def _is_wanted(job: PendingRequest) -> bool:
     """From here on its future cannot be cancelled."""
     return job.future.set_running_or_notify_cancel() and not job.is_gone

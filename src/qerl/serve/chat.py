@@ -12,10 +12,10 @@ from typing import TextIO
 from qerl.config import RunConfig
 from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
-from qerl.serve.loaded_model import Opened, opened
+from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.stream import TextStream
 from qerl.tasks.prompt import rendered
-from qerl.train.signals import Stop
+from qerl.train.signals import StopSignal
 from qerl.types import Prompt, Sample, Sampling
 
 Message = dict[str, str]
@@ -31,7 +31,7 @@ def generate(source: str, run: RunConfig | None, prompt: str | None, options: Ge
     text = sys.stdin.read() if prompt is None and not is_conversation else prompt
     if text is not None and not text.strip():
         raise UserError("the prompt is empty")
-    model = opened(source, run, options.model, with_adapter=options.with_adapter)
+    model = load_model(source, run, options.model, with_adapter=options.with_adapter)
     chat = Chat(model, options, sys.stdout)
     if text is None:
         converse(chat)
@@ -40,7 +40,7 @@ def generate(source: str, run: RunConfig | None, prompt: str | None, options: Ge
 
 
 class Chat:
-    def __init__(self, model: Opened, options: GenerateOptions, out: TextIO):
+    def __init__(self, model: LoadedModel, options: GenerateOptions, out: TextIO):
         self._model, self._options, self._out = model, options, out
         self._messages: list[Message] = (
             [] if options.system is None else [{"role": "system", "content": options.system}]
@@ -52,7 +52,7 @@ class Chat:
     def answer(self, text: str) -> int | None:
         """Says the answer and keeps it; the signal that ended it, if one did."""
         self._messages, tokens_T = self._fitting([*self._messages, {"role": "user", "content": text}])
-        stop = Stop(lambda line: None)
+        stop = StopSignal(lambda line: None)
         with stop.handling(), stop.deferred():
             sample = self._drawn(tokens_T, stop)
         self._messages.append({"role": "assistant", "content": sample.text})
@@ -75,7 +75,7 @@ class Chat:
             print(f"(forgotten: {(len(messages) - len(kept)) // 2} of the oldest exchanges)", file=sys.stderr)
         return kept, tokens_T
 
-    def _drawn(self, tokens_T: list[int], stop: Stop) -> Sample:
+    def _drawn(self, tokens_T: list[int], stop: StopSignal) -> Sample:
         options, stream = self._options, TextStream(self._model, ())
 
         def watch(index: int, sample_index: int, token: int, ended: Sample | None) -> bool:

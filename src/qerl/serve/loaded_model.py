@@ -7,14 +7,14 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
 from qerl.engine import Engine
-from qerl.models.device import resolved
+from qerl.models.device import resolve_device
 from qerl.models.source import locate
 from qerl.models.tokenizer import stop_token_ids
-from qerl.train.policy import learned_sampler_of, reader_of
+from qerl.train.policy import load_tokenizer_and_limit, load_trained_sampler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class LoadedModel:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: frozenset[int]
@@ -22,14 +22,14 @@ class Opened:
     """Of prompt and answer together."""
 
 
-def opened(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> Opened:
+def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:
     """`source` is a model, or the folder of the run that `run` is the config of."""
     config = run or RunConfig(noise=NoiseConfig(schedule="none"))
-    config = dataclasses.replace(config, model=resolved(model))
-    tokenizer, room = reader_of(config)
+    config = dataclasses.replace(config, model=resolve_device(model))
+    tokenizer, room = load_tokenizer_and_limit(config)
     checkpoints = Path(source) / "checkpoints" if run is not None and with_adapter else None
-    return Opened(
-        engine=learned_sampler_of(config, tokenizer, checkpoints),
+    return LoadedModel(
+        engine=load_trained_sampler(config, tokenizer, checkpoints),
         tokenizer=tokenizer,
         stop_tokens=stop_token_ids(tokenizer, locate(config.model.path)),
         max_positions=room + config.sample.max_tokens,

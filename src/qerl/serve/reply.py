@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.serve.request import Ask
+from qerl.serve.request import CompletionRequest
 from qerl.types import Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class ResponseFormat:
     """What a route's answers look like."""
 
     prefix: str
@@ -53,7 +53,7 @@ def _token_texts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[str
     return [str(tokenizer.decode([token])) for token in sample.tokens_T]
 
 
-CHAT = Form(
+CHAT = ResponseFormat(
     prefix="chatcmpl",
     whole_object="chat.completion",
     piece_object="chat.completion.chunk",
@@ -63,7 +63,7 @@ CHAT = Form(
     ending={"delta": {}},
     logprobs=_chat_logprobs,
 )
-COMPLETION = Form(
+COMPLETION = ResponseFormat(
     prefix="cmpl",
     whole_object="text_completion",
     piece_object="text_completion",
@@ -75,10 +75,12 @@ COMPLETION = Form(
 )
 
 
-class Reply:
+class ApiResponse:
     """To one request."""
 
-    def __init__(self, form: Form, ask: Ask, model: str, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self, form: ResponseFormat, ask: CompletionRequest, model: str, tokenizer: PreTrainedTokenizerBase
+    ):
         self._form, self._ask, self._tokenizer = form, ask, tokenizer
         self._head = {
             "id": f"{form.prefix}-{uuid.uuid4().hex}",

@@ -13,7 +13,7 @@ from typing import Any
 from qerl.algo.seeds import mix
 from qerl.config.options import ServeOptions
 from qerl.errors import UserError
-from qerl.serve.loaded_model import Opened
+from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.prompt import rendered
 from qerl.types import Prompt, Sampling
 
@@ -43,7 +43,7 @@ class ApiError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class CompletionRequest:
     prompts_P: list[Prompt]
     num_samples: int
     sampling: Sampling
@@ -54,13 +54,13 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Reader:
-    opened: Opened
+class RequestParser:
+    opened: LoadedModel
     options: ServeOptions
     name: str
     """What requests must call the model."""
 
-    def chat(self, body: bytes) -> Ask:
+    def chat(self, body: bytes) -> CompletionRequest:
         fields = self._fields(body, _CHAT)
         if fields.get("top_logprobs"):
             raise ApiError(
@@ -73,7 +73,7 @@ class Reader:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         return self._ask(fields, [pair], name, with_logprobs=_flag(fields, "logprobs"))
 
-    def completion(self, body: bytes) -> Ask:
+    def completion(self, body: bytes) -> CompletionRequest:
         fields = self._fields(body, _COMPLETION)
         if fields.get("logprobs"):
             raise ApiError(
@@ -117,7 +117,7 @@ class Reader:
 
     def _ask(
         self, fields: dict[str, Any], pairs: list[tuple[str, list[int]]], length: str, *, with_logprobs: bool
-    ) -> Ask:
+    ) -> CompletionRequest:
         num_samples = _integer(fields, "n", 1, 1, self.options.max_samples)
         self._check_choices(len(pairs) * num_samples, "n")
         max_tokens = _integer(fields, length, self.options.max_tokens, 1, self.options.max_tokens)
@@ -129,7 +129,7 @@ class Reader:
         if is_stream and with_logprobs:
             raise ApiError(400, "logprobs are not given in a stream", param="logprobs")
         seed = _integer(fields, "seed", secrets.randbits(63), -(1 << 63), (1 << 64) - 1)
-        return Ask(
+        return CompletionRequest(
             prompts_P=[
                 Prompt(index=mix(seed, place), text=text, tokens_T=tokens_T, messages=None, columns={})
                 for place, (text, tokens_T) in enumerate(pairs)

@@ -15,9 +15,9 @@ from qerl.config import RunConfig
 from qerl.config.options import ServeOptions
 from qerl.errors import UserError, require
 from qerl.serve.app import make_app
-from qerl.serve.batcher import Desk
-from qerl.serve.loaded_model import Opened, opened
-from qerl.serve.request import Reader
+from qerl.serve.batcher import Batcher
+from qerl.serve.loaded_model import LoadedModel, load_model
+from qerl.serve.request import RequestParser
 from qerl.types import Prompt, Sampling
 
 KEY_NAME = "QERL_API_KEY"
@@ -28,10 +28,10 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
     """Until a signal ends it."""
     key = find_key(options.api_key_file)
     with _bound(options, has_key=key is not None) as listener:
-        model = opened(source, run, options.model, with_adapter=options.with_adapter)
+        model = load_model(source, run, options.model, with_adapter=options.with_adapter)
         try_longest(model, options)
-        reader = Reader(opened=model, options=options, name=options.name or Path(source).name)
-        app = make_app(reader, Desk(model.engine, max_waiting=options.max_waiting), key=key)
+        reader = RequestParser(opened=model, options=options, name=options.name or Path(source).name)
+        app = make_app(reader, Batcher(model.engine, max_waiting=options.max_waiting), key=key)
         settings = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
         )
@@ -54,7 +54,7 @@ def find_key(path: Path | None) -> str | None:
     return key
 
 
-def try_longest(model: Opened, options: ServeOptions) -> None:
+def try_longest(model: LoadedModel, options: ServeOptions) -> None:
     """A prompt of one token takes the same memory where prompt and answer together are as long."""
     most = min(options.max_prompt_tokens + options.max_tokens, model.max_positions)
     prompt = Prompt(index=0, text="", tokens_T=[0], messages=None, columns={})

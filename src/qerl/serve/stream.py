@@ -6,14 +6,14 @@ what it decodes, and from nothing after it. All pieces together are the engine's
 tests/serve/test_stream.py.
 """
 
-from qerl.serve.loaded_model import Opened
+from qerl.serve.loaded_model import LoadedModel
 from qerl.types import Sample
 
 _INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    def __init__(self, opened: Opened, stop: tuple[str, ...]):
+    def __init__(self, opened: LoadedModel, stop: tuple[str, ...]):
         self._tokenizer, self._stop_tokens, self._stop = opened.tokenizer, opened.stop_tokens, stop
         self._tokens_T: list[int] = []
         self._start = self._read = 0  # decoded from; the text of those before _read has been taken

@@ -33,15 +33,15 @@ from qerl.learner.packing import PackedBatch, pack
 from qerl.models.awq import Folded, awq, inputs_of, packed_batches, run_sequences
 from qerl.models.compressed_tensors import Scales, encoded_together, plain_scales
 from qerl.models.decoder import Decoder
-from qerl.models.device import COMPUTE, resolved
-from qerl.models.gaussian_noise import Perturbed
+from qerl.models.device import COMPUTE, resolve_device
+from qerl.models.gaussian_noise import GaussianNoiseCheckpoint
 from qerl.models.loader import decoder_of
 from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import architecture_of, linear_groups, read_float
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.study.study import Job
 from qerl.tasks import RewardPool, build_task
-from qerl.tasks.reward import told
+from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows
 from qerl.train.evaluation import EVALUATION_STEP
 from qerl.train.loop import sampling_of
@@ -70,7 +70,7 @@ def _mse(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokeniz
 
 
 def _gaussian(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
-    noised = Perturbed(checkpoint, architecture_of(checkpoint), NVFP4, config.seed)
+    noised = GaussianNoiseCheckpoint(checkpoint, architecture_of(checkpoint), NVFP4, config.seed)
     return Source(checkpoint=noised)
 
 
@@ -117,7 +117,7 @@ def calibration_text(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 def measure_before(job: Job) -> dict[str, Any]:
     """One policy; the seed names the problems, the samples' random numbers and the Gaussian noise."""
-    config = dataclasses.replace(job.config, model=resolved(job.config.model))
+    config = dataclasses.replace(job.config, model=resolve_device(job.config.model))
     source = locate(config.model.path)
     checkpoint, tokenizer = source.open(), load_tokenizer(config.model.path)
     max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
@@ -135,7 +135,7 @@ def measure_before(job: Job) -> dict[str, Any]:
             step=EVALUATION_STEP,
         )
         rewards_P_G = pool.score(groups)
-        for text in told(pool.take_failures()):
+        for text in format_failures(pool.take_failures()):
             print(f"{job.study}, {job.task}, {job.arm}, seed {job.seed}: {text}", file=sys.stderr)
     threshold = config.evaluate.right_from
     found = pass_at_powers(

@@ -15,7 +15,7 @@ from qerl.study.analysis import Judged, Row, bands, facts, judge, table
 from qerl.study.forest import forest_svg
 from qerl.study.results import Line
 from qerl.study.study import Curve, Metric, Study
-from qerl.tracking.atomic_file import replace
+from qerl.tracking.atomic_file import write_atomic
 from qerl.tracking.metric_text import clock
 from qerl.tracking.report.curve import Series, curves_svg
 
@@ -25,8 +25,8 @@ def write_pages(study: Study, folder: Path, lines: Sequence[Line], trials: Seque
     judged = judge(study, lines)
     rows = table(study, lines, study.metrics[0].key)
     origin = _origin(lines, trials)
-    replace(folder / "summary.md", sentence.summary(study, judged, rows, origin).encode())
-    replace(folder / "index.html", _html(study, lines, trials, judged, origin).encode())
+    write_atomic(folder / "summary.md", sentence.summary(study, judged, rows, origin).encode())
+    write_atomic(folder / "index.html", _html(study, lines, trials, judged, origin).encode())
     return folder / "index.html"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.study.study import Job
-from qerl.tracking.atomic_file import encode, replace
+from qerl.tracking.atomic_file import encode, write_atomic
 
 Line = dict[str, Any]
 Key = tuple[str, str, int, float]
@@ -56,4 +56,4 @@ class Results:
         self._lines[key_of(job)] = line
         keys = [key for job in jobs if (key := key_of(job)) in self._lines]
         keys += [key for key in self._lines if key not in set(keys)]
-        replace(self.path, b"".join(encode(self._lines[key]) + b"\n" for key in keys))
+        write_atomic(self.path, b"".join(encode(self._lines[key]) + b"\n" for key in keys))

@@ -51,7 +51,7 @@ class Close:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reply:
+class EnvironmentReply:
     """Reply([{"role": "user", "content": "higher"}], 0.0, False)"""
 
     messages: Messages
@@ -71,7 +71,7 @@ def is_environment(function: Any) -> bool:
     return all(callable(getattr(function, name, None)) for name in ("reset", "step"))
 
 
-class Stage:
+class EnvironmentWorker:
     """The environments under way; to be called in the process where they live."""
 
     def __init__(self, make: Callable[[], Any], config: EnvironmentConfig, *, deadline_s: float):
@@ -84,7 +84,7 @@ class Stage:
         """What so many calls can take at most, unless code blocks."""
         return (2 + math.ceil(num_calls / self._config.max_concurrent)) * self._deadline_s
 
-    def play(self, calls: list[Reset | Step | Close]) -> list[Reply | Failure]:
+    def play(self, calls: list[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
         """The reply to each call. One that has failed should be closed, and asked nothing else."""
         if self._runner is None:
             signal.signal(signal.SIGALRM, _interrupt)
@@ -95,11 +95,11 @@ class Stage:
             self._runner, self._live = None, {}
             return [failure_of(name_of(self._make), error)] * len(calls)
 
-    async def _all(self, calls: list[Reset | Step | Close]) -> list[Reply | Failure]:
+    async def _all(self, calls: list[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
         gate = asyncio.Semaphore(self._config.max_concurrent)
         return await asyncio.gather(*(self._one(call, gate) for call in calls))
 
-    async def _one(self, call: Reset | Step | Close, gate: asyncio.Semaphore) -> Reply | Failure:
+    async def _one(self, call: Reset | Step | Close, gate: asyncio.Semaphore) -> EnvironmentReply | Failure:
         name = f"{name_of(self._make)}.{type(call).__name__.lower()}"
         async with gate:
             clock = asyncio.timeout(self._deadline_s)
@@ -119,7 +119,7 @@ class Stage:
                 self._clocks.discard(clock)
 
     @coroutine
-    def _sliced(self, code: Any, clock: asyncio.Timeout) -> Generator[Any, Any, Reply]:
+    def _sliced(self, code: Any, clock: asyncio.Timeout) -> Generator[Any, Any, EnvironmentReply]:
         """Runs it from one await to the next, each slice under an alarm of its own."""
         value, error = None, None
         while True:
@@ -144,22 +144,22 @@ class Stage:
             if other is not clock and when_s is not None and not other.expired():
                 other.reschedule(when_s + blocked_s)
 
-    async def _reply(self, call: Reset | Step | Close) -> Reply:
+    async def _reply(self, call: Reset | Step | Close) -> EnvironmentReply:
         if isinstance(call, Reset):
             environment = self._live[call.key] = self._make()
             takes_seed = "seed" in inspect.signature(environment.reset).parameters
             given = {"seed": call.seed} if takes_seed else {}
-            return Reply(_messages(await _awaited(environment.reset(call.row, **given))))
+            return EnvironmentReply(_messages(await _awaited(environment.reset(call.row, **given))))
         if isinstance(call, Close):
             environment = self._live.pop(call.key, None)
             await _awaited(environment.close() if hasattr(environment, "close") else None)
-            return Reply([])
+            return EnvironmentReply([])
         if call.key not in self._live:
             raise _Unfit("died", "the process that held it was ended")
         result = await _awaited(self._live[call.key].step(call.completion))
         if not isinstance(result, tuple) or len(result) != 3:
             raise _Unfit("wrong length", f"gave a {type(result).__name__}, not (messages, reward, is_done)")
-        return Reply(_messages(result[0]), _number(result[1]), bool(result[2]))
+        return EnvironmentReply(_messages(result[0]), _number(result[1]), bool(result[2]))
 
 
 def _interrupt(signum: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""The environment `hints`: a wrong number is answered with where the right one lies, and asked for again.
+"""The environment `higher_lower`: a wrong number is answered with where the right one lies, and asked for again.
 
     right in turn 1, 2, 3, ...   ->  reward 1, 1/2, 1/4, ...; the end
     wrong                        ->  reward 0, "The answer is higher. Answer with just the number."
@@ -12,7 +12,7 @@ from qerl.config import TaskConfig
 from qerl.tasks.graders import gold_number, last_number
 
 
-class Hints:
+class HigherLower:
     answer_column = "answer"
 
     async def reset(self, row: dict[str, Any]) -> None:
@@ -29,6 +29,6 @@ class Hints:
         return f"{hint} Answer with just the number.", 0.0, False
 
 
-def hints(config: TaskConfig) -> type[Hints]:
+def higher_lower(config: TaskConfig) -> type[HigherLower]:
     """For the config's answer column."""
-    return type("hints", (Hints,), {"answer_column": config.answer_column})
+    return type("hints", (HigherLower,), {"answer_column": config.answer_column})

@@ -13,7 +13,7 @@ from functools import partial
 from qerl.tasks.answer import final_answers
 from qerl.tasks.graders import last_number
 from qerl.tasks.math_equal import is_equal
-from qerl.tasks.worker_pool import Crew, Lost
+from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 
 _DEADLINE_S = 60.0
 
@@ -53,7 +53,7 @@ class Votes:
     """`votes` for many problems. Its processes start with it, and end with the `with` that it stands in."""
 
     def __init__(self, *, num_workers: int = 2):
-        self._crew = Crew(_work, num_workers=num_workers)
+        self._crew = WorkerPool(_work, num_workers=num_workers)
 
     def __enter__(self) -> "Votes":
         return self
@@ -65,7 +65,7 @@ class Votes:
         outcomes = self._crew.run([(grader, texts_G) for texts_G in texts_P_G], deadline_s=_DEADLINE_S)
         as_strings = partial(map, _VOTES[grader][0])
         return [
-            list(as_strings(texts_G)) if isinstance(outcome, Lost) else outcome
+            list(as_strings(texts_G)) if isinstance(outcome, WorkerLost) else outcome
             for outcome, texts_G in zip(outcomes, texts_P_G, strict=True)
         ]
 

@@ -45,7 +45,7 @@ class Several:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class Tuple:
     """(1, 2): parts in order, and what stands around them: "()", "[)", "matrix" for rows."""
 
     around: str
@@ -100,7 +100,7 @@ def _read(text: str) -> Any:
     if matrix := _MATRIX.match(text):
         rows = [row for row in re.split(r"\\\\(?:\[[^]]*\])?", matrix[2]) if row.strip()]
         cells = [tuple(_read(cell) for cell in row.split("&")) for row in rows]
-        return Row("matrix", tuple(Row("row", row) for row in cells))
+        return Tuple("matrix", tuple(Tuple("row", row) for row in cells))
     if text in (r"\emptyset", r"\{\}", r"\{ \}", "{}"):
         return Several(())
     if re.fullmatch(r"\\(?:mathbb|mathbf) ?\{?R\}?", text):
@@ -116,8 +116,8 @@ def _read(text: str) -> Any:
         if around == "{}":
             return Several(parts)
         if len(parts) > 1:
-            return Row(around, parts)
-        return _read(inside) if around == "()" else Row(around, parts)
+            return Tuple(around, parts)
+        return _read(inside) if around == "()" else Tuple(around, parts)
     return _relation(text)
 
 
@@ -155,8 +155,8 @@ def _bounds(sides: list[str], relations: list[str]) -> Any:
     return None
 
 
-def _interval(low: str, low_relation: str, high: str, high_relation: str) -> Row:
-    return Row(("(" if low_relation == "<" else "[") + (")" if high_relation == "<" else "]"), (low, high))
+def _interval(low: str, low_relation: str, high: str, high_relation: str) -> Tuple:
+    return Tuple(("(" if low_relation == "<" else "[") + (")" if high_relation == "<" else "]"), (low, high))
 
 
 def _several(parts: list[Any]) -> Any:
@@ -164,7 +164,7 @@ def _several(parts: list[Any]) -> Any:
     if all(isinstance(part, Equation) and _NAME.match(part.left) for part in parts):
         names = [part.left for part in parts]
         if len(set(names)) == len(names):
-            return Row("()", tuple(part.right for part in sorted(parts, key=lambda part: part.left)))
+            return Tuple("()", tuple(part.right for part in sorted(parts, key=lambda part: part.left)))
     flat = [p for part in parts for p in (part.parts if isinstance(part, Several) else (part,))]
     return Several(tuple(flat))
 
@@ -203,7 +203,7 @@ def _same(a: Any, b: Any) -> bool:
     a, b = _alone(a), _alone(b)
     if isinstance(a, Several) or isinstance(b, Several):
         return isinstance(a, Several) and isinstance(b, Several) and _covers(a, b) and _covers(b, a)
-    if isinstance(a, Row) and isinstance(b, Row):
+    if isinstance(a, Tuple) and isinstance(b, Tuple):
         is_alike = a.around == b.around and len(a.parts) == len(b.parts)
         return is_alike and all(_same(x, y) for x, y in zip(a.parts, b.parts, strict=True))
     if isinstance(a, Time) and isinstance(b, Time):

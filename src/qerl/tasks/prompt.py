@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.rows import Rows
+from qerl.tasks.rows import RowTable
 from qerl.types import Prompt
 
 _MARK = "QERL"  # stands for what a user and an assistant have said
@@ -25,7 +25,7 @@ _MARK = "QERL"  # stands for what a user and an assistant have said
 class Renderer:
     """Makes prompts of one source's rows; refuses at once a template or a column that they do not have."""
 
-    def __init__(self, config: TaskConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, config: TaskConfig, rows: RowTable, tokenizer: PreTrainedTokenizerBase):
         self._rows, self._tokenizer = rows, tokenizer
         self._template, self._system = config.template, config.system
         self._holds_messages = _holds_messages(rows)
@@ -145,7 +145,7 @@ def joined(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
     return text, list(tokenizer(text)["input_ids"])
 
 
-def _holds_messages(rows: Rows) -> bool:
+def _holds_messages(rows: RowTable) -> bool:
     return rows.prompt_column is not None and isinstance(rows.get(0)[rows.prompt_column], list)
 
 

@@ -24,14 +24,14 @@ from types import ModuleType
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError, near
-from qerl.tasks.environment import Close, Reply, Reset, Stage, Step, is_environment
+from qerl.tasks.environment import Close, EnvironmentReply, EnvironmentWorker, Reset, Step, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
-from qerl.tasks.higher_lower import hints
+from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
-from qerl.tasks.worker_pool import Crew, Lost
+from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
 
-REWARDS = {**BUILT_IN, "hints": hints}
+REWARDS = {**BUILT_IN, "hints": higher_lower}
 
 
 class RewardPool:
@@ -62,8 +62,10 @@ class RewardPool:
         memory_bytes = int(config.reward_memory_gb * 1e9)
         self._stage, self._stage_crew = None, None
         for environment, self._environment_weight in environments:
-            self._stage = Stage(environment, config.environment, deadline_s=config.reward_deadline_s)
-            self._stage_crew = Crew(self._stage.play, num_workers=1, memory_bytes=memory_bytes)
+            self._stage = EnvironmentWorker(
+                environment, config.environment, deadline_s=config.reward_deadline_s
+            )
+            self._stage_crew = WorkerPool(self._stage.play, num_workers=1, memory_bytes=memory_bytes)
         self.failures: Counter[str] = Counter()
         """Samples without a reward since the last take_failures(), by cause."""
         self._examples: dict[str, str] = {}
@@ -72,7 +74,7 @@ class RewardPool:
         self._crew = None
         if self._functions:
             scored = functools.partial(score, self._functions, weights)
-            self._crew = Crew(scored, num_workers=config.reward_workers, memory_bytes=memory_bytes)
+            self._crew = WorkerPool(scored, num_workers=config.reward_workers, memory_bytes=memory_bytes)
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -99,13 +101,13 @@ class RewardPool:
     def has_environment(self) -> bool:
         return self._stage is not None
 
-    def play(self, calls: Sequence[Reset | Step | Close]) -> list[Reply | Failure]:
+    def play(self, calls: Sequence[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
         """The environments' replies, all calls at the same time."""
         assert self._stage is not None and self._stage_crew is not None
         if not calls:
             return []
         (replies,) = self._stage_crew.run([list(calls)], deadline_s=self._stage.patience_s(len(calls)))
-        if isinstance(replies, Lost):
+        if isinstance(replies, WorkerLost):
             return [Failure(replies.cause, replies.message)] * len(calls)
         return replies
 
@@ -151,19 +153,19 @@ class RewardPool:
         )
 
     def _whole(
-        self, sample: Sample, outcomes: Iterator[float | Failure | Lost | None]
-    ) -> float | Failure | Lost | None:
+        self, sample: Sample, outcomes: Iterator[float | Failure | WorkerLost | None]
+    ) -> float | Failure | WorkerLost | None:
         """What its environment and the functions gave it together; takes their outcome, if there is one."""
         if sample.failure is not None:
             return Failure(*sample.failure)
         outcome = next(outcomes) if self._crew else None
-        if isinstance(outcome, Failure | Lost) or not self.has_environment or sample.reward is None:
+        if isinstance(outcome, Failure | WorkerLost) or not self.has_environment or sample.reward is None:
             return outcome
         return (outcome or 0.0) + self._environment_weight * sample.reward
 
-    def _kept(self, outcome: float | Failure | Lost | None, failures: Counter[str]) -> float | None:
+    def _kept(self, outcome: float | Failure | WorkerLost | None, failures: Counter[str]) -> float | None:
         """The outcome if it is a reward; else it is counted, and its message kept as an example."""
-        if not isinstance(outcome, Failure | Lost):
+        if not isinstance(outcome, Failure | WorkerLost):
             return outcome
         failures[outcome.cause] += 1
         self._examples[outcome.cause] = outcome.message
@@ -176,7 +178,7 @@ class RewardPool:
         return taken
 
 
-def told(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
+def format_failures(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
     """A line for each cause of take_failures()."""
     for cause, (count, example) in failures.items():
         yield f"no reward for {count} samples: {cause}: {example}"

@@ -28,7 +28,7 @@ from qerl.errors import UserError, near
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class RowTable:
     """Rows(name="sums.jsonl", num_rows=2, columns=("prompt", "answer"), prompt_column="prompt", ...)"""
 
     name: str
@@ -42,7 +42,7 @@ class Rows:
     """The column that is the prompt; None where the prompt is made by the template alone."""
 
 
-def open_rows(config: TaskConfig) -> tuple[Rows, Rows | None]:
+def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
     """The rows to learn from and, where they lie apart, those to evaluate on."""
     path = Path(config.name)
     if config.name == "reasoning-gym":
@@ -58,7 +58,7 @@ def open_rows(config: TaskConfig) -> tuple[Rows, Rows | None]:
     return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))
 
 
-def _splits(config: TaskConfig, load: Callable[[str], Rows]) -> tuple[Rows, Rows | None]:
+def _splits(config: TaskConfig, load: Callable[[str], RowTable]) -> tuple[RowTable, RowTable | None]:
     return load(config.split), None if config.held_out_split is None else load(config.held_out_split)
 
 
@@ -85,7 +85,7 @@ def gym_dataset(config: TaskConfig) -> Any:
         raise UserError(f"task.gym_options: {config.gym} refuses them: {error}") from error
 
 
-def gym_rows(config: TaskConfig) -> Rows:
+def gym_rows(config: TaskConfig) -> RowTable:
     dataset = gym_dataset(config)
 
     def get(index: int) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def gym_rows(config: TaskConfig) -> Rows:
         finally:
             random.setstate(state)
 
-    return Rows(
+    return RowTable(
         name=f"reasoning-gym {config.gym}",
         num_rows=config.num_rows,
         columns=("question", "answer", "metadata"),
@@ -108,7 +108,7 @@ def gym_rows(config: TaskConfig) -> Rows:
     )
 
 
-def _gsm8k(rows: Rows) -> Rows:
+def _gsm8k(rows: RowTable) -> RowTable:
     def get(index: int) -> dict[str, Any]:
         row = rows.get(index)
         return {
@@ -121,7 +121,7 @@ def _gsm8k(rows: Rows) -> Rows:
     return dataclasses.replace(rows, columns=("question", "answer", "problem", "solution"), get=get)
 
 
-def _hub(name: str, split: str, prompt_column: str | None) -> Rows:
+def _hub(name: str, split: str, prompt_column: str | None) -> RowTable:
     import datasets
 
     path, _, subset = name.partition(":")
@@ -147,7 +147,7 @@ def _quiet(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _read_csv(path: Path, prompt_column: str) -> Rows:
+def _read_csv(path: Path, prompt_column: str) -> RowTable:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -160,7 +160,7 @@ def _read_csv(path: Path, prompt_column: str) -> Rows:
     return _object_rows(path, rows, prompt_column)
 
 
-def _read_parquet(path: Path, prompt_column: str) -> Rows:
+def _read_parquet(path: Path, prompt_column: str) -> RowTable:
     import pyarrow
     import pyarrow.parquet
 
@@ -171,7 +171,7 @@ def _read_parquet(path: Path, prompt_column: str) -> Rows:
     return _arrow_rows(str(path), table, prompt_column)
 
 
-def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> Rows:
+def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> RowTable:
     if table.num_rows == 0:
         raise UserError(f"{name}: holds no rows")
 
@@ -179,7 +179,7 @@ def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> Rows:
         values = table.column(column)
         return next(i for i, value in enumerate(values) if not value.is_valid) if values.null_count else None
 
-    return Rows(
+    return RowTable(
         name=name,
         num_rows=table.num_rows,
         columns=tuple(table.column_names),
@@ -189,7 +189,7 @@ def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> Rows:
     )
 
 
-def _read_jsonl(path: Path, prompt_column: str) -> Rows:
+def _read_jsonl(path: Path, prompt_column: str) -> RowTable:
     rows = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -200,7 +200,7 @@ def _read_jsonl(path: Path, prompt_column: str) -> Rows:
     return _object_rows(path, rows, prompt_column)
 
 
-def _read_json(path: Path, prompt_column: str) -> Rows:
+def _read_json(path: Path, prompt_column: str) -> RowTable:
     rows = _parsed(path.read_bytes(), str(path))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: a list of objects was expected")
@@ -219,11 +219,11 @@ def _shown(line: bytes) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def _object_rows(path: Path, rows: list[dict[str, Any]], prompt_column: str) -> Rows:
+def _object_rows(path: Path, rows: list[dict[str, Any]], prompt_column: str) -> RowTable:
     if not rows:
         raise UserError(f"{path}: holds no rows")
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
-    return Rows(
+    return RowTable(
         name=str(path),
         num_rows=len(rows),
         columns=columns,
@@ -233,7 +233,7 @@ def _object_rows(path: Path, rows: list[dict[str, Any]], prompt_column: str) -> 
     )
 
 
-_READERS: dict[str, Callable[[Path, str], Rows]] = {
+_READERS: dict[str, Callable[[Path, str], RowTable]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,

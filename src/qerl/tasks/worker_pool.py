@@ -48,7 +48,7 @@ _WATCH_S = 0.5
 _POLL_S = 0.1  # a death is seen at once, but where a child of the worker holds its end of the line
 
 
-class Lost(Exception):
+class WorkerLost(Exception):
     """A job that came to no end: `Lost("died", "killed by SIGSEGV")`, `Lost("over the deadline", "10 s")`."""
 
     def __init__(self, cause: str, message: str):
@@ -92,7 +92,7 @@ class _Worker:
     """Of the item's time, by time.monotonic()."""
 
 
-class Crew:
+class WorkerPool:
     """Runs `work(item)` for many items, num_workers at a time. Items and outcomes must be picklable."""
 
     def __init__(self, work: Callable[[Any], Any], *, num_workers: int, memory_bytes: int = MEMORY_BYTES):
@@ -112,7 +112,7 @@ class Crew:
             while waiting or any(worker.item is not None for worker in self._workers):
                 self._hand_out(items, waiting, deadline_s)
                 self._collect(outcomes, deadline_s)
-            if any(isinstance(outcome, Lost) for outcome in outcomes):
+            if any(isinstance(outcome, WorkerLost) for outcome in outcomes):
                 self.stop()
                 self._start()
         except BaseException:  # outcomes still to come must not be taken for those of the next items
@@ -142,7 +142,7 @@ class Crew:
                 assert worker.item is not None
                 (outcomes[worker.item],) = found
                 worker.item = None
-                if isinstance(found[0], Lost):
+                if isinstance(found[0], WorkerLost):
                     self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:
@@ -197,14 +197,14 @@ def _outcome(worker: _Worker, deadline_s: float) -> tuple[Any] | None:
     if (code := worker.process.ended()) is not None:
         return (_lost(code),)
     if time.monotonic() >= worker.end:
-        return (Lost("over the deadline", f"not done after {deadline_s:g} s"),)
+        return (WorkerLost("over the deadline", f"not done after {deadline_s:g} s"),)
     return None
 
 
-def _lost(code: int) -> Lost:
+def _lost(code: int) -> WorkerLost:
     if code < 0:
-        return Lost("died", f"its process was killed by {signal.Signals(-code).name}")
-    return Lost("ended its process", f"exit code {code}")
+        return WorkerLost("died", f"its process was killed by {signal.Signals(-code).name}")
+    return WorkerLost("ended its process", f"exit code {code}")
 
 
 def _forked(life: Callable[..., None], *given: Any) -> _Process:

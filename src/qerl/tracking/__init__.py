@@ -2,6 +2,6 @@
 
 from qerl.tracking.journal import Journal, StepLog
 from qerl.tracking.metric_text import TIMING_KEYS, is_timing
-from qerl.tracking.null_logger import Silent
+from qerl.tracking.null_logger import NullJournal
 
-__all__ = ["TIMING_KEYS", "Journal", "Silent", "StepLog", "is_timing"]
+__all__ = ["TIMING_KEYS", "Journal", "NullJournal", "StepLog", "is_timing"]

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import redact
-from qerl.tracking.atomic_file import decode, encode, replace
+from qerl.tracking.atomic_file import decode, encode, write_atomic
 from qerl.tracking.loggers import Logger
 from qerl.tracking.metric_text import is_timing
 
 
-class Mirror:
+class AsyncLogger:
     """follow() after each step; close() at the end. Between them notices() is what the user is to be told."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Mirror:
 
     def _store(self, logger: Logger) -> None:
         self._state_path.parent.mkdir(exist_ok=True)
-        replace(self._state_path, encode({"run": logger.run_id, "steps": self._next_step}))
+        write_atomic(self._state_path, encode({"run": logger.run_id, "steps": self._next_step}))
 
     def _fail(self, error: Exception) -> None:
         if not self._is_failing:

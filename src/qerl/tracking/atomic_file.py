@@ -46,7 +46,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def replace(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """After a crash the file is the old one or the new one, never a part."""
     part = path.with_name(path.name + ".part")
     try:
@@ -66,7 +66,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What `replace` put there; UserError where it is damaged."""
+    """What `write_atomic` put there; UserError where it is damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -76,7 +76,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-class Lines:
+class JsonLines:
     """One growing file of JSON lines. Opening it drops a torn last line, so that the next starts fresh."""
 
     def __init__(self, path: Path):

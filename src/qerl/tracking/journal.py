@@ -26,8 +26,8 @@ from rich.console import Console
 from qerl.config import RunConfig
 from qerl.errors import UserError, redact
 from qerl.kernels.gpu_memory import peak_bytes
-from qerl.tracking.async_logger import Mirror, num_sent
-from qerl.tracking.atomic_file import Lines, Lock, encode, finite, read_object, replace
+from qerl.tracking.async_logger import AsyncLogger, num_sent
+from qerl.tracking.atomic_file import JsonLines, Lock, encode, finite, read_object, write_atomic
 from qerl.tracking.console import Display, PanelDisplay, PlainDisplay
 from qerl.tracking.loggers import LOGGERS, check_loggers
 from qerl.tracking.provenance import changes, check_same_run, run_facts
@@ -122,7 +122,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(folder)
             self._metrics, self._samples, self._events = (
-                Lines(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")
+                JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")
             )
         except OSError as error:
             raise UserError(f"{folder}: cannot hold a run ({error.strerror})") from None
@@ -131,7 +131,7 @@ class Journal:
         self._open_step: int | None = None
         self._answer_column = "answer"
         self._loggers, self._shown_config = RunConfig().loggers, {}
-        self._mirrors: list[Mirror] = []
+        self._mirrors: list[AsyncLogger] = []
         self._result: dict[str, Any] | None = None
         console = console or Console()
         is_panel = console.is_terminal and not console.is_dumb_terminal
@@ -152,7 +152,7 @@ class Journal:
         path, facts = self._folder / "run.json", finite(run_facts(config))
         self._shown_config = facts["config"]
         if not self._next_step:
-            replace(path, encode(facts, indent=2))
+            write_atomic(path, encode(facts, indent=2))
             return
         if not path.exists():
             raise UserError(f"{self._folder}: has metrics.jsonl but no run.json; choose another folder (out)")
@@ -208,7 +208,7 @@ class Journal:
         self._display.notice(text)
 
     def finish(self, result: dict[str, Any]) -> None:
-        replace(self._folder / "result.json", encode(result, indent=2))
+        write_atomic(self._folder / "result.json", encode(result, indent=2))
         self._result = result
 
     def catch_up(self) -> None:
@@ -249,7 +249,7 @@ class Journal:
     def _mirror(self, step: int) -> None:
         if not self._mirrors:
             self._mirrors = [
-                Mirror(name, LOGGERS[name], self._folder, self._shown_config, first_step=step)
+                AsyncLogger(name, LOGGERS[name], self._folder, self._shown_config, first_step=step)
                 for name in self._loggers
             ]
         for mirror in self._mirrors:

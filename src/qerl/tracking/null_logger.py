@@ -8,7 +8,7 @@ from qerl.config import RunConfig
 from qerl.tracking.journal import StepLog, Stopwatch
 
 
-class Silent:
+class NullJournal:
     """The same calls as Journal's, which the first rank makes at the same places of the run."""
 
     result: dict[str, Any] | None = None

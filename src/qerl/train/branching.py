@@ -16,7 +16,7 @@ from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
-from qerl.train.loop import Parts, marked, measured, sampling_of
+from qerl.train.loop import Parts, rollout_metrics, sampling_of, with_advantages
 from qerl.types import Group, Pivot
 
 _PIVOT = 0x5049564F54  # keeps these draws apart from the tokens'
@@ -51,10 +51,10 @@ class Branching:
             branched_P += grown_P
             ratios += [_ratio(drawn_P, pivot) for pivot in pivots]
         parts.rewards.check_some(rewards_P_G)  # a lot, or all branches, may fail: the run goes on
-        groups = marked(config, sampled_P, rewards_P_G)
-        branches = marked(config, branched_P, branch_rewards_P_G)
+        groups = with_advantages(config, sampled_P, rewards_P_G)
+        branches = with_advantages(config, branched_P, branch_rewards_P_G)
         tries = [Try(*pair) for pair in zip(ratios, map(self._succeeded, branches), strict=True)]
-        log.add(**measured(config, groups), rounds=1)
+        log.add(**rollout_metrics(config, groups), rounds=1)
         log.add(**self._measured(config, branches, tries, success))
         self._tries += tries
         return groups + branches

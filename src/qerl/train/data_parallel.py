@@ -16,7 +16,7 @@ from qerl.tasks import RewardPool
 from qerl.types import Engine, Group, Prompt, Sample, Sampling
 
 
-class SpreadEngine:
+class DataParallelEngine:
     def __init__(self, engine: Engine, ranks: Ranks):
         self._engine, self._ranks = engine, ranks
 
@@ -45,7 +45,7 @@ class SpreadEngine:
         return self._engine.take_metrics()
 
 
-class SpreadRewards:
+class DataParallelRewards:
     def __init__(self, pool: RewardPool, ranks: Ranks):
         self._pool, self._ranks = pool, ranks
 

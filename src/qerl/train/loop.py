@@ -73,7 +73,7 @@ def run(config: RunConfig, parts: Parts, *, first_step: int) -> None:
                 groups = parts.draw(config, parts, step, log)
             log.samples(groups)
             with parts.noise.learning(step), log.span("learn"):
-                metrics = parts.learner.step([learnable(config, group) for group in groups])
+                metrics = parts.learner.step([drop_unrewarded(config, group) for group in groups])
             log.add(sigma=sigma, **metrics, **parts.noise.observe(step, metrics))
             with log.span("publish"):
                 parts.engine.publish(parts.learner.version)
@@ -95,12 +95,12 @@ def draw(config: RunConfig, parts: Parts, step: int, log: Any) -> list[Group]:
             )
         with log.span("reward"):
             rewards_P_G = parts.rewards.score(sampled_P)
-        scored_P = marked(config, sampled_P, rewards_P_G)
+        scored_P = with_advantages(config, sampled_P, rewards_P_G)
         drawn_P += scored_P
         kept_P = fill(kept_P, scored_P, config.num_prompts) if config.algo.dynamic_sampling else scored_P
         if len(kept_P) == config.num_prompts:
             break
-    log.add(**measured(config, drawn_P), rounds=round + 1)
+    log.add(**rollout_metrics(config, drawn_P), rounds=round + 1)
     return kept_P
 
 
@@ -108,9 +108,11 @@ def sampling_of(config: RunConfig) -> Sampling:
     return Sampling(**dataclasses.asdict(config.sample))
 
 
-def marked(config: RunConfig, groups: list[Group], rewards_P_G: list[list[float | None]]) -> list[Group]:
+def with_advantages(
+    config: RunConfig, groups: list[Group], rewards_P_G: list[list[float | None]]
+) -> list[Group]:
     """The groups with each sample's reward, and its advantage over its siblings."""
-    penalised_P_G = [penalised(config, *pair) for pair in zip(groups, rewards_P_G, strict=True)]
+    penalised_P_G = [penalize_overlong(config, *pair) for pair in zip(groups, rewards_P_G, strict=True)]
     advantages_P_G = ADVANTAGES[config.algo.advantage](penalised_P_G)
     marked_P = []
     for group, rewards_G, advantages_G in zip(groups, rewards_P_G, advantages_P_G, strict=True):
@@ -120,7 +122,7 @@ def marked(config: RunConfig, groups: list[Group], rewards_P_G: list[list[float 
     return marked_P
 
 
-def penalised(config: RunConfig, group: Group, rewards_G: list[float | None]) -> list[float | None]:
+def penalize_overlong(config: RunConfig, group: Group, rewards_G: list[float | None]) -> list[float | None]:
     """The rewards with what a sample's length takes off them."""
     penalty, max_tokens = OVERLONG[config.algo.overlong].penalty, config.sample.max_tokens
     return [
@@ -129,14 +131,14 @@ def penalised(config: RunConfig, group: Group, rewards_G: list[float | None]) ->
     ]
 
 
-def learnable(config: RunConfig, group: Group) -> Group:
+def drop_unrewarded(config: RunConfig, group: Group) -> Group:
     """The group without the samples that have no reward, or that the config leaves out for their length."""
     is_kept = OVERLONG[config.algo.overlong].is_kept
     samples_G = [s for s in group.samples_G if s.reward is not None and is_kept(s)]
     return dataclasses.replace(group, samples_G=samples_G)
 
 
-def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
+def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
     """What the samples say of the policy; rewards that failed count nowhere but in num_failed_rewards."""
     samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
@@ -154,12 +156,12 @@ def measured(config: RunConfig, groups: list[Group]) -> dict[str, float]:
         "sampled_tokens": sum(lengths),
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
         "num_failed_rewards": len(samples) - len(rewards),
-        **conversed(samples),
+        **multi_turn_metrics(samples),
         **{f"pass_at_{k}": value for k, value in pass_at_powers(right_P_G).items()},
     }
 
 
-def conversed(samples: list[Sample]) -> dict[str, float]:
+def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
     """Of samples that talked with an environment: turns of the policy, a sample's mean; what tools said; the
     tokens that are not learned from."""
     talks = [sample.messages for sample in samples if sample.messages is not None]

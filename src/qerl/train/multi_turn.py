@@ -23,7 +23,7 @@ from qerl.config import EnvironmentConfig
 from qerl.engine.engine import Engine
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
-from qerl.tasks.environment import Close, Key, Messages, Reply, Reset, Step
+from qerl.tasks.environment import Close, EnvironmentReply, Key, Messages, Reset, Step
 from qerl.tasks.prompt import between, joined, rendered, spaced
 from qerl.tasks.scoring import Failure
 from qerl.types import Group, Prompt, Sample, Sampling, Turn
@@ -48,14 +48,14 @@ class _Episode:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Talk:
+class _Conversation:
     """One call's conversations."""
 
     turn_tokens: int | None
     answer: Callable[[list[Turn]], list[list[int] | None]]
 
 
-class Episodes:
+class MultiTurnEngine:
     def __init__(self, engine: Engine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int):
         """max_prompt_tokens: most that a prompt may have together with what reset adds to it."""
         self._engine, self._pool, self._tokenizer = engine, pool, engine.tokenizer
@@ -102,7 +102,7 @@ class Episodes:
                 sampling=sampling,
                 seed=seed,
                 step=step,
-                conversation=_Talk(
+                conversation=_Conversation(
                     self._config.turn_tokens,
                     lambda turns: self._answers([(episodes_P_G[t.index][t.sample_index], t) for t in turns]),
                 ),
@@ -112,11 +112,11 @@ class Episodes:
             for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
                 _logger.warning("%d environments: %s: %s", count, failure.cause, failure.message)
         return [
-            dataclasses.replace(group, samples_G=list(map(_told, group.samples_G, episodes_G)))
+            dataclasses.replace(group, samples_G=list(map(_finished_sample, group.samples_G, episodes_G)))
             for group, episodes_G in zip(groups, episodes_P_G, strict=True)
         ]
 
-    def _play(self, calls: Sequence[Reset | Step | Close]) -> list[Reply | Failure]:
+    def _play(self, calls: Sequence[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
         start_s = time.perf_counter()
         replies = self._pool.play(calls)
         self.waited_s += time.perf_counter() - start_s
@@ -159,7 +159,9 @@ class Episodes:
         replies = dict(zip((episode.key for episode in live), self._play(steps), strict=True))
         return [self._continued(episode, turn, replies.get(episode.key)) for episode, turn in pairs]
 
-    def _continued(self, episode: _Episode, turn: Turn, reply: Reply | Failure | None) -> list[int] | None:
+    def _continued(
+        self, episode: _Episode, turn: Turn, reply: EnvironmentReply | Failure | None
+    ) -> list[int] | None:
         """reply: None where the environment had failed before."""
         episode.is_cut = turn.finish == "length" and turn.num_left == 0
         if reply is None or isinstance(reply, Failure):
@@ -189,14 +191,14 @@ class Episodes:
         return "" if is_said else str(self._tokenizer.decode(last))
 
 
-def conversing(
+def with_environment(
     engine: Engine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
-) -> Engine | Episodes:
+) -> Engine | MultiTurnEngine:
     """The engine itself, if there is no environment among the rewards."""
-    return Episodes(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
+    return MultiTurnEngine(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
 
 
-def _told(sample: Sample, episode: _Episode) -> Sample:
+def _finished_sample(sample: Sample, episode: _Episode) -> Sample:
     """The sample with its whole story."""
     failure = episode.failure
     return dataclasses.replace(

@@ -13,34 +13,34 @@ from qerl.models.adapter import add_adapter, load_adapter
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import load_decoder
-from qerl.models.sampler_copy import twin_of
+from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import Task, build_task
 
 
-def policy_of(config: RunConfig) -> tuple[Decoder, Engine, Task]:
+def load_policy(config: RunConfig) -> tuple[Decoder, Engine, Task]:
     """config.model has no `auto` left. The task comes first: its mistakes show before weights are read."""
-    tokenizer, max_prompt_tokens = reader_of(config)
+    tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     check_room(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
-    return *sampler_of(config, tokenizer), task
+    return *load_sampler(config, tokenizer), task
 
 
-def reader_of(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:
+def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer, and the most tokens that a prompt may have beside sample.max_tokens."""
     architecture = architecture_of(locate(config.model.path).open())
     return load_tokenizer(config.model.path), architecture.max_positions - config.sample.max_tokens
 
 
 def check_room(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
-    """max_prompt_tokens: `reader_of`'s; option: the name that the user gave max_tokens by."""
+    """max_prompt_tokens: `load_tokenizer_and_limit`'s; option: the name that the user gave max_tokens by."""
     positions = max_prompt_tokens + max_tokens
     require(max_prompt_tokens > 0, f"{option} is {max_tokens}, and the model has {positions} positions")
 
 
-def sampler_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Decoder, Engine]:
+def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Decoder, Engine]:
     model = config.model
     decoder = load_decoder(
         model.path,
@@ -52,16 +52,16 @@ def sampler_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[D
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
     stops = stop_token_ids(tokenizer, locate(model.path))
-    sampler = decoder if model.sampler is None else twin_of(decoder, model.sampler)
+    sampler = decoder if model.sampler is None else make_sampler_copy(decoder, model.sampler)
     return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stops)
 
 
-def learned_sampler_of(
+def load_trained_sampler(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, checkpoints: Path | None
 ) -> Engine:
     """With the adapter of the newest whole checkpoint in the folder; None: as the model is."""
     learned = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)
-    decoder, engine = sampler_of(config, tokenizer)
+    decoder, engine = load_sampler(config, tokenizer)
     if learned is not None:
         load_adapter(decoder, learned)
     return engine

@@ -28,7 +28,7 @@ from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
 from qerl.models.adapter import load_adapter
 from qerl.train.evaluation import EVALUATION_STEP
-from qerl.train.policy import reader_of, sampler_of
+from qerl.train.policy import load_sampler, load_tokenizer_and_limit
 from qerl.types import Group, Prompt, Sample, Sampling
 
 _MAX_ATTEMPTS = 3
@@ -39,8 +39,8 @@ class Worker:
     """An engine with a base model and an adapter of its own, in a process of Ray's."""
 
     def __init__(self, config: RunConfig):
-        tokenizer, _ = reader_of(config)
-        self._decoder, self._engine = sampler_of(config, tokenizer)
+        tokenizer, _ = load_tokenizer_and_limit(config)
+        self._decoder, self._engine = load_sampler(config, tokenizer)
         self._noise = AQN(self._decoder.noise_table, config)
         self._get: Callable[[Any], Any] = importlib.import_module("ray").get
 
@@ -102,7 +102,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def launched(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
+def start_workers(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
     """The workers that config.ray asks for; None if it asks for none."""
     if config.ray.address is None:
         yield None

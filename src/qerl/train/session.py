@@ -18,23 +18,23 @@ from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.errors import require
 from qerl.learner import Learner, checkpoint, plan
-from qerl.learner.distributed import Ranks, joined
+from qerl.learner.distributed import Ranks, join_ranks
 from qerl.models.adapter import load_adapter
-from qerl.models.device import resolved
+from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
 from qerl.tasks import RewardPool
-from qerl.tasks.reward import told
-from qerl.tracking import Journal, Silent, StepLog
-from qerl.tracking.atomic_file import encode, read_object, replace
+from qerl.tasks.reward import format_failures
+from qerl.tracking import Journal, NullJournal, StepLog
+from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.train.branching import Branching
-from qerl.train.data_parallel import SpreadEngine, SpreadRewards
+from qerl.train.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.train.evaluation import evaluate, greedy
 from qerl.train.loop import Parts, draw, run, sampling_of
-from qerl.train.multi_turn import conversing
-from qerl.train.policy import policy_of
-from qerl.train.ray_engine import Cluster, RemoteEngine, launched
-from qerl.train.signals import Stop
+from qerl.train.multi_turn import with_environment
+from qerl.train.policy import load_policy
+from qerl.train.ray_engine import Cluster, RemoteEngine, start_workers
+from qerl.train.signals import StopSignal
 from qerl.types import Sampling
 
 _ECHO_S = 2.0  # torchrun sends its workers the signal that a terminal has sent them already
@@ -42,8 +42,8 @@ _ECHO_S = 2.0  # torchrun sends its workers the signal that a terminal has sent 
 
 def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
     """See `qerl.train`."""
-    config = dataclasses.replace(config, model=resolved(config.model))
-    with joined(config.model.device) as ranks, launched(config, ranks) as cluster:
+    config = dataclasses.replace(config, model=resolve_device(config.model))
+    with join_ranks(config.model.device) as ranks, start_workers(config, ranks) as cluster:
         return _train(config, ranks, cluster, rewards)
 
 
@@ -52,8 +52,8 @@ def _train(
 ) -> dict[str, Any]:
     """Only the first rank has a journal, and with it the folder."""
     folder = Path(config.out)
-    with Journal(folder, num_steps=config.num_steps) if ranks.is_first else Silent() as journal:
-        stop = Stop(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
+    with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
+        stop = StopSignal(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
         with stop.handling():
             journal.start(config)
             finished = ranks.from_first(lambda: journal.result)
@@ -78,9 +78,9 @@ class _Session:
         self,
         config: RunConfig,
         folder: Path,
-        journal: Journal | Silent,
+        journal: Journal | NullJournal,
         pool: RewardPool,
-        stop: Stop,
+        stop: StopSignal,
         ranks: Ranks,
         cluster: Cluster | None,
     ):
@@ -91,10 +91,10 @@ class _Session:
         )
         require(not (is_deep and talks), "algo.branching deep is not for environments: set none")
         require(cluster is None or not talks, "environments do not go with --ray: use torchrun")
-        self.decoder, self.engine, self.task = policy_of(config)
-        self.rewards = SpreadRewards(pool, ranks)
+        self.decoder, self.engine, self.task = load_policy(config)
+        self.rewards = DataParallelRewards(pool, ranks)
         room = self.decoder.architecture.max_positions - config.sample.max_tokens
-        speaker = conversing(self.engine, pool, config.task.environment, room)
+        speaker = with_environment(self.engine, pool, config.task.environment, room)
         score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
         # Too few rows to learn from are told here, before any is tried.
         first_P = self.task.train_prompts(0, config.num_prompts)
@@ -103,7 +103,7 @@ class _Session:
             self.decoder, settled, notice=journal.notice, score=score, ranks=ranks, holds_operands=holds
         )
         self.noise = AQN(self.decoder.noise_table, config, ranks.gather)
-        self.sampler = SpreadEngine(speaker, ranks) if cluster is None else self._remote(cluster)
+        self.sampler = DataParallelEngine(speaker, ranks) if cluster is None else self._remote(cluster)
         self.branching = Branching(self.engine, config) if is_deep else None
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         path = folder / "evaluations.json"
@@ -126,7 +126,7 @@ class _Session:
         if device.type == "cpu":
             return config, False
         gpu_bytes = plan.usable_bytes(device)
-        found = plan.settled(a, config, prompt_tokens, gpu_bytes)
+        found = plan.resolve_checkpointing(a, config, prompt_tokens, gpu_bytes)
         need = plan.learning_bytes(plan.parts(a, found, prompt_tokens))
         holds = plan.holds_operands(a, found, prompt_tokens, gpu_bytes)
         besides = f", and {plan.held(a, found) / 1e9:.1f} for operands held unpacked" if holds else ""
@@ -229,7 +229,7 @@ class _Session:
             accuracy, best = self.accuracies()
         self.evaluations[moment] = {"accuracy": accuracy, "greedy": best}
         if self.ranks.is_first:
-            replace(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
+            write_atomic(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
         self.journal.notice(
             f"held out, {moment}: {accuracy:.3f} right at temperature {self.config.sample.temperature:g},"
             f" {best:.3f} greedy ({len(self.prompts)} problems)"
@@ -243,7 +243,7 @@ class _Session:
         return found
 
     def tell_failures(self) -> None:
-        for text in told(self.rewards.take_failures()):
+        for text in format_failures(self.rewards.take_failures()):
             self.journal.notice(text)
 
     def accuracy(self, sampling: Sampling) -> float:

@@ -10,7 +10,7 @@ from types import FrameType
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stop:
+class StopSignal:
     """Remembers the first signal while deferred; a second, or one outside, raises SystemExit."""
 
     def __init__(self, announce: Callable[[str], None], *, echo_s: float = 0.0):

@@ -3,12 +3,12 @@
 import torch
 
 from cli.bench.test_record import ORIGIN
-from qerl.cli.bench.record import Rows, read
+from qerl.cli.bench.record import RowWriter, read
 
 CPU = torch.device("cpu")
 
 
 def rows_of(folder, work):
     """work(rows) -> the rows it wrote."""
-    work(Rows(folder / "rows.jsonl", ORIGIN))
+    work(RowWriter(folder / "rows.jsonl", ORIGIN))
     return read(folder)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from qerl.cli.main import main
+from qerl.cli import main
 
 
 def told(monkeypatch, capsys, *arguments):

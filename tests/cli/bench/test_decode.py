@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from qerl.cli.main.bench import decode
 
 from cli.bench.shapes import TINY
+from qerl.cli.bench import decode
 from qerl.engine import Stats
 from qerl.models.random_weights import random_decoder
 

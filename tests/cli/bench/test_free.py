@@ -6,10 +6,10 @@ import weakref
 from functools import partial
 
 import pytest
-from qerl.cli.main.bench import case, learn, parity, step
 
 from cli.bench import test_learn, test_parity, test_step
 from cli.bench.rows import CPU, rows_of
+from qerl.cli.bench import case, learn, parity, step
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from qerl.cli.main.bench import parity
 
 from cli.bench.rows import CPU, rows_of
 from cli.bench.shapes import TINY
+from qerl.cli.bench import parity
 from qerl.cli.bench_options import BenchParityOptions
 from qerl.models.random_weights import random_decoder
 

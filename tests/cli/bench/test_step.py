@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from qerl.cli.main.bench import step
 
 from cli.bench.rows import CPU, rows_of
 from cli.bench.shapes import TINY
+from qerl.cli.bench import step
 from qerl.cli.bench_options import BenchStepOptions, memory_options
 from qerl.errors import UserError
 from qerl.models.random_weights import random_decoder

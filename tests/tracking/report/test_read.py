@@ -3,13 +3,13 @@
 import json
 
 from qerl.tracking.report import page
-from qerl.tracking.report.read import Run, chosen_steps, read_run
+from qerl.tracking.report.read import RecordedRun, chosen_steps, read_run
 from qerl.tracking.report.section import evaluated, phase_seconds
 
 
 def run_of(records, evaluations=None):
     parts = {"facts": {}, "result": {}, "groups": [], "notices": [], "coverage": []}
-    return Run(name="run", records=records, evaluations=evaluations or {}, **parts)
+    return RecordedRun(name="run", records=records, evaluations=evaluations or {}, **parts)
 
 
 def write_samples(folder, num_steps, num_prompts, num_samples, text="t"):

@@ -40,7 +40,7 @@ _FIRST_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class DecodeCase:
     """What tells a row from others; its fields are the row's."""
 
     shape: str
@@ -96,7 +96,7 @@ def bench_decode(options: BenchDecodeOptions) -> None:
             torch.cuda.empty_cache()
 
 
-def measured(case: Case, decoder: Decoder, ready_s: float, runs: int) -> dict[str, Any]:
+def measured(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) -> dict[str, Any]:
     """A fresh engine's first call, then the medians of `runs` calls; the decoder took ready_s to make."""
     meter = Meter(decoder.device)
     meter.clear()  # an earlier case's engine
@@ -140,10 +140,12 @@ def step_ms(stats: Stats) -> float:
     return 1e3 * (stats.generate_s - stats.prefill_s) / stats.decode_forwards
 
 
-def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[Case]:
+def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[DecodeCase]:
     for batch in options.batches:
         for sigma in options.noise_sigmas:
-            yield case_of(Case, options, provider=provider, lora_rank=rank, batch=batch, noise_sigma=sigma)
+            yield case_of(
+                DecodeCase, options, provider=provider, lora_rank=rank, batch=batch, noise_sigma=sigma
+            )
 
 
 @contextlib.contextmanager
@@ -153,7 +155,7 @@ def _noise(decoder: Decoder, sigma: float) -> Iterator[None]:
         yield
 
 
-def _generate(engine: Engine, case: Case, prompts_P: list[Prompt], max_tokens: int, step: int) -> Stats:
+def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tokens: int, step: int) -> Stats:
     sampling = Sampling(max_tokens=max_tokens, temperature=1.0)
     engine.generate(prompts_P, num_samples=case.group_size, sampling=sampling, seed=0, step=step)
     stats = engine.stats
@@ -162,7 +164,7 @@ def _generate(engine: Engine, case: Case, prompts_P: list[Prompt], max_tokens: i
     return stats
 
 
-def row_of(case: Case, figures: dict[str, Any], made_of: Origin) -> dict[str, Any]:
+def row_of(case: DecodeCase, figures: dict[str, Any], made_of: Origin) -> dict[str, Any]:
     limit, fraction = LIMITS.get(made_of.gpu), None
     if limit is not None:
         least_ms = step_floor_ms(

@@ -21,7 +21,7 @@ import torch
 from qerl.cli.bench.case import case_of, gemms, random_policy
 from qerl.cli.bench.decode import random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.record import Origin, Rows, rows_for
+from qerl.cli.bench.record import Origin, RowWriter, rows_for
 from qerl.cli.bench.roofline import LIMITS
 from qerl.cli.bench_options import BenchLearnOptions
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
@@ -35,7 +35,7 @@ _PASSES = {"none": 2, "layer": 3, "offload": 3}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class LearnCase:
     """What tells a row from others; its fields are the row's."""
 
     shape: str
@@ -53,7 +53,9 @@ def bench_learn(options: BenchLearnOptions) -> None:
     measure(options, architecture, device, rows_for(options))
 
 
-def measure(options: BenchLearnOptions, architecture: Architecture, device: torch.device, rows: Rows) -> None:
+def measure(
+    options: BenchLearnOptions, architecture: Architecture, device: torch.device, rows: RowWriter
+) -> None:
     for provider in options.providers:
         meter = Meter(device)
         decoder, error = random_policy(architecture, provider, options.lora_rank, device)
@@ -67,7 +69,7 @@ def measure(options: BenchLearnOptions, architecture: Architecture, device: torc
         meter.clear()
 
 
-def measured(case: Case, decoder: Decoder, runs: int) -> dict[str, Any]:
+def measured(case: LearnCase, decoder: Decoder, runs: int) -> dict[str, Any]:
     meter = Meter(decoder.device)
     meter.clear()
     groups = random_groups(case.tokens // case.sequence_tokens, case.sequence_tokens, decoder)
@@ -115,7 +117,7 @@ def _sample(tokens_T: list[int], advantage: float) -> Sample:
     )
 
 
-def config_of(case: Case, num_prompts: int) -> RunConfig:
+def config_of(case: LearnCase, num_prompts: int) -> RunConfig:
     return RunConfig(
         num_prompts=num_prompts,
         num_samples=2,  # of which one is there: what a mean divides by costs no time
@@ -126,7 +128,7 @@ def config_of(case: Case, num_prompts: int) -> RunConfig:
 
 
 def row_of(
-    case: Case, architecture: Architecture, figures: dict[str, Any], made_of: Origin
+    case: LearnCase, architecture: Architecture, figures: dict[str, Any], made_of: Origin
 ) -> dict[str, Any]:
     limit, mfu = LIMITS.get(made_of.gpu), None
     if limit is not None and "tok_per_s" in figures:
@@ -140,8 +142,10 @@ def num_weights(a: Architecture) -> int:
     return a.num_layers * sum(gemm.num_weights for gemm in gemms(a)) + a.vocab_size * a.width
 
 
-def _cases(options: BenchLearnOptions, provider: str) -> Iterator[Case]:
+def _cases(options: BenchLearnOptions, provider: str) -> Iterator[LearnCase]:
     for recompute in options.recomputes:
         for count in options.micro_batches:
             micro_tokens = options.tokens // count
-            yield case_of(Case, options, provider=provider, recompute=recompute, micro_tokens=micro_tokens)
+            yield case_of(
+                LearnCase, options, provider=provider, recompute=recompute, micro_tokens=micro_tokens
+            )

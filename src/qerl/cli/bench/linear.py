@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from qerl.cli.bench.measure import Times, cuda_device, graph_times
-from qerl.cli.bench.provider import PROVIDERS, Products, Provider
+from qerl.cli.bench.provider import PROVIDERS, LayerLinears, Provider
 from qerl.cli.bench.record import Origin, rows_for
 from qerl.cli.bench.roofline import LIMITS, linear_floor_ms
 from qerl.cli.bench_options import BenchLinearOptions
@@ -57,7 +57,7 @@ def check_takes(device: torch.device, batches: tuple[int, ...]) -> None:
         raise UserError(f"provider qerl-nvfp4 takes batches up to {MAX_TOKENS}, got {max(batches)}")
 
 
-def check_products(name: str, products: Products, batch: int) -> None:
+def check_products(name: str, products: LayerLinears, batch: int) -> None:
     x_MK, y_MN, weight_NK = products.one(batch)
     truth_MN = x_MK.double() @ weight_NK.double().T
     error = ((y_MN.double() - truth_MN).square().mean() / truth_MN.square().mean()).sqrt().item()

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from qerl.errors import UserError
-from qerl.kernels.cuda_graph import recording
+from qerl.kernels.cuda_graph import record_graph
 from qerl.kernels.gpu_memory import peak_bytes, peak_reserved_bytes, reset_peaks
 
 R = TypeVar("R")
@@ -52,7 +52,7 @@ def graph_times(work: Callable[[], object], runs: int) -> Times:
         work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with recording(graph, stream=stream):
+        with record_graph(graph, stream=stream):
             work()
     for _ in range(_WARM_UP_RUNS):
         graph.replay()

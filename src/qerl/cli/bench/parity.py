@@ -28,7 +28,7 @@ from torch import Tensor
 from qerl.cli.bench.case import SAMPLERS, case_of, random_policy
 from qerl.cli.bench.decode import Wordless, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.record import Rows, rows_for
+from qerl.cli.bench.record import RowWriter, rows_for
 from qerl.cli.bench_options import BenchParityOptions
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
@@ -37,7 +37,7 @@ from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.lm_head import Head, check_head
 from qerl.models.random_weights import shape
-from qerl.models.sampler_copy import twin_of
+from qerl.models.sampler_copy import make_sampler_copy
 from qerl.train.loop import sampling_of
 from qerl.types import Group
 
@@ -46,7 +46,7 @@ _MOST_SPREAD = 32.0  # of logits: at 152,064 tokens an entropy of 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class ParityCase:
     """What tells a row from others; its fields are the row's."""
 
     shape: str
@@ -68,7 +68,7 @@ def bench_parity(options: BenchParityOptions) -> None:
 
 
 def measure(
-    options: BenchParityOptions, architecture: Architecture, device: torch.device, rows: Rows
+    options: BenchParityOptions, architecture: Architecture, device: torch.device, rows: RowWriter
 ) -> None:
     for head in options.heads:
         check_head(head, architecture.vocab_size, architecture.width)
@@ -77,7 +77,7 @@ def measure(
         varied = product(options.entropies, options.heads, options.kvs, options.exacts)
         for entropy, head, kv, exact in varied:
             own = {"kv": kv, "head": head, "target_entropy": entropy, "exact_mode": exact}
-            case = case_of(Case, options, provider=provider, **own)
+            case = case_of(ParityCase, options, provider=provider, **own)
             figures = None
             if decoder is not None:
                 figures, error = attempt(partial(measured, case, decoder), device)
@@ -86,7 +86,7 @@ def measure(
         Meter(device).clear()
 
 
-def measured(case: Case, decoder: Decoder) -> dict[str, Any]:
+def measured(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
     """The decoder gets a new head."""
     Meter(decoder.device).clear()
     vocab_size = decoder.architecture.vocab_size
@@ -95,7 +95,7 @@ def measured(case: Case, decoder: Decoder) -> dict[str, Any]:
     config = config_of(case)
     tokenizer: Any = Wordless(vocab_size)
     format = SAMPLERS.get(case.provider)
-    sampler = decoder if format is None else twin_of(decoder, format)
+    sampler = decoder if format is None else make_sampler_copy(decoder, format)
     engine = Engine(sampler, tokenizer, config.engine, stop_token_ids=frozenset())
     prompts_P = random_prompts(case.batch, case.prompt_tokens, vocab_size)
     sampling = sampling_of(config)
@@ -152,7 +152,7 @@ def _untaught(group: Group) -> Group:
     return dataclasses.replace(group, samples_G=samples_G)
 
 
-def config_of(case: Case) -> RunConfig:
+def config_of(case: ParityCase) -> RunConfig:
     return RunConfig(
         num_prompts=case.batch,
         num_samples=2,  # of which one is there: nothing is learned from it

@@ -21,7 +21,7 @@ from torch import Tensor
 from qerl.cli.bench.case import Gemm, gemms
 from qerl.formats import BF16, NVFP4
 from qerl.kernels import nvfp4_decode
-from qerl.kernels.lora_shrink import Shrink
+from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.nvrtc import cache_folder
 from qerl.models.architecture import Architecture
 from qerl.models.random_weights import random_bf16, random_nvfp4
@@ -30,7 +30,7 @@ Product = Callable[[Tensor, Tensor], Tensor]  # (x_MK, y_MN to be used or not) -
 _QKV, _O, _GATE_UP, _DOWN = range(4)
 
 
-class Products(Protocol):
+class LayerLinears(Protocol):
     def work(self, batch: int, rank: int) -> Callable[[], None]:
         """All products of all layers once, with an adapter of this rank; 0 is none."""
         ...
@@ -44,7 +44,7 @@ class QerlNVFP4:
     def __init__(self, architecture: Architecture, device: torch.device):
         self._gemms, self._num_layers, self._device = gemms(architecture), architecture.num_layers, device
         self._decode = nvfp4_decode.NVFP4Decode(device, cache_folder())
-        self._shrink = Shrink(device, cache_folder())
+        self._shrink = LoraShrink(device, cache_folder())
         weights = [random_nvfp4(g.out_width, g.in_width, _rng(device)) for g in self._gemms]
         self._o_weight_NK = weights[_O].decode()
         self._factors = [nvfp4_decode.row_factors(w.alpha, w.shape[0]) for w in weights]
@@ -62,14 +62,14 @@ class QerlNVFP4:
         a_LG, b_LG = _adapters(self._gemms, self._num_layers, rank, self._device)
         starts = (qkv.out_widths[0], sum(qkv.out_widths[:2]))
 
-        def adapter(layer: int, i: int) -> nvfp4_decode.Adapter | None:
+        def adapter(layer: int, i: int) -> nvfp4_decode.PackedAdapter | None:
             if rank == 0:
                 return None
             a_RK, b_NR, is_qkv = a_LG[layer][i], b_LG[layer][i], i == _QKV
             u_MR = None
             if not nvfp4_decode.pays_to_make_u(batch, self._gemms[i].num_weights):
                 u_MR = self._shrink.shrink(x_G[i], a_RK, 1.0)
-            return nvfp4_decode.Adapter(a_RK, b_NR, 1.0, starts if is_qkv else (), u_MR)
+            return nvfp4_decode.PackedAdapter(a_RK, b_NR, 1.0, starts if is_qkv else (), u_MR)
 
         def linear(layer: int, i: int, **epilogue: Tensor) -> Tensor:
             tiles, factors_N = self._tiles_LG[layer][i], self._factors[i]
@@ -179,7 +179,7 @@ def bitsandbytes_nf4(architecture: Architecture, device: torch.device) -> Beside
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Provider:
-    make: Callable[[Architecture, torch.device], Products]
+    make: Callable[[Architecture, torch.device], LayerLinears]
     bytes_per_weight: float
     """Scales included."""
     module: str | None = None

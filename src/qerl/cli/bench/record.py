@@ -96,7 +96,7 @@ def append(file: Path, row: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
+class RowWriter:
     """Rows(file, made_of).add({"bench": "learn", ...}) appends it to the file and prints it."""
 
     file: Path
@@ -106,10 +106,10 @@ class Rows:
         print(json.dumps(append(self.file, row, self.made_of)), flush=True)
 
 
-def rows_for(options: Any) -> Rows:
+def rows_for(options: Any) -> RowWriter:
     """Of a benchmark with these options: where they say, else beside the other rows of this GPU."""
     made_of = origin(allow_dirty=options.allow_dirty)
-    return Rows(options.out or default_file(made_of.gpu), made_of)
+    return RowWriter(options.out or default_file(made_of.gpu), made_of)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

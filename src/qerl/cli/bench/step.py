@@ -26,22 +26,22 @@ import torch
 from qerl.cli.bench.case import FORMATS, case_of, random_policy
 from qerl.cli.bench.decode import Wordless, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.record import Rows, rows_for
+from qerl.cli.bench.record import RowWriter, rows_for
 from qerl.cli.bench_options import BenchStepOptions
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
 from qerl.learner import Learner, plan
-from qerl.learner.distributed import ALONE, Ranks, joined
+from qerl.learner.distributed import ALONE, Ranks, join_ranks
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import shape
-from qerl.train.data_parallel import SpreadEngine
-from qerl.train.loop import learnable, marked, sampling_of
+from qerl.train.data_parallel import DataParallelEngine
+from qerl.train.loop import drop_unrewarded, sampling_of, with_advantages
 from qerl.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class StepCase:
     """What tells a row from others; its fields are the row's."""
 
     bench: str
@@ -85,7 +85,7 @@ def bench_memory(options: BenchStepOptions) -> None:
 
 
 def _bench(bench: str, options: BenchStepOptions) -> None:
-    with joined("cuda") as ranks:
+    with join_ranks("cuda") as ranks:
         kind = bench if ranks.count == 1 else "many"
         measure(kind, options, shape(options.shape), cuda_device(), rows_for(options), ranks)
 
@@ -95,7 +95,7 @@ def measure(
     options: BenchStepOptions,
     architecture: Architecture,
     device: torch.device,
-    rows: Rows,
+    rows: RowWriter,
     ranks: Ranks = ALONE,
 ) -> None:
     meter = Meter(device)
@@ -117,7 +117,7 @@ def measure(
         meter.cap(None)
 
 
-def measured(case: Case, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> dict[str, Any]:
+def measured(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> dict[str, Any]:
     """A step that warms up, then `steps` more, each said when it is done."""
     meter = Meter(decoder.device)
     meter.clear()
@@ -128,7 +128,7 @@ def measured(case: Case, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> 
     holds = case.bench != "memory" and _holds_operands(case, config, decoder)
     learner, sampler = (
         Learner(decoder, config, notice=meter.say, score=score, ranks=ranks, holds_operands=holds),
-        SpreadEngine(engine, ranks),
+        DataParallelEngine(engine, ranks),
     )
     prompts_P = random_prompts(config.num_prompts, case.prompt_tokens, decoder.architecture.vocab_size)
     each = []
@@ -155,7 +155,7 @@ def measured(case: Case, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> 
     }
 
 
-def _holds_operands(case: Case, config: RunConfig, decoder: Decoder) -> bool:
+def _holds_operands(case: StepCase, config: RunConfig, decoder: Decoder) -> bool:
     """As a run does."""
     if decoder.device.type == "cpu":
         return False
@@ -165,7 +165,7 @@ def _holds_operands(case: Case, config: RunConfig, decoder: Decoder) -> bool:
 
 def _step(
     config: RunConfig,
-    engine: SpreadEngine,
+    engine: DataParallelEngine,
     learner: Learner,
     prompts_P: list[Prompt],
     step: int,
@@ -179,7 +179,9 @@ def _step(
     meter.wait()
     sampled_s = time.perf_counter()
     rewards_G: list[float | None] = [float(g % 2) for g in range(config.num_samples)]
-    groups = [learnable(config, group) for group in marked(config, groups, [rewards_G] * len(groups))]
+    groups = [
+        drop_unrewarded(config, group) for group in with_advantages(config, groups, [rewards_G] * len(groups))
+    ]
     learn_from_s = time.perf_counter()
     metrics = learner.step(groups)
     meter.wait()
@@ -196,7 +198,7 @@ def _step(
     )
 
 
-def config_of(case: Case, num_ranks: int = 1) -> RunConfig:
+def config_of(case: StepCase, num_ranks: int = 1) -> RunConfig:
     return RunConfig(
         num_prompts=case.batch // case.group_size,
         num_samples=case.group_size,
@@ -217,7 +219,7 @@ def config_of(case: Case, num_ranks: int = 1) -> RunConfig:
     )
 
 
-def cases(bench: str, options: BenchStepOptions, provider: str) -> Iterator[Case]:
+def cases(bench: str, options: BenchStepOptions, provider: str) -> Iterator[StepCase]:
     for batch in options.batches:
         own = {"provider": provider, "batch": batch, "exact_mode": options.exact}
-        yield case_of(Case, options, bench=bench, **own)
+        yield case_of(StepCase, options, bench=bench, **own)

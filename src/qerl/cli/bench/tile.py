@@ -86,7 +86,7 @@ class _Product:
         groups = len(gemm.out_widths)
         starts = tuple(torch.tensor(gemm.out_widths).cumsum(0).tolist()[:-1]) if gemm.name == "qkv" else ()
         a, b = (torch.zeros(shape, device=device).bfloat16() for shape in ((groups * rank, K), (N, rank)))
-        self._adapter = nvfp4_decode.Adapter(a, b, 1.0, starts) if rank else None
+        self._adapter = nvfp4_decode.PackedAdapter(a, b, 1.0, starts) if rank else None
 
     def timed(self, choice: Choice, runs: int) -> Choice:
         """With the time of a launch, in us; the geometric mean of two where one choice serves many M."""

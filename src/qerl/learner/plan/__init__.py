@@ -2,20 +2,20 @@
 
 from qerl.learner.plan.fit import Largest, largest, plan, remedies
 from qerl.learner.plan.step import (
-    Part,
+    MemoryPart,
     architecture,
     held,
     holds_operands,
     learning_bytes,
     parts,
-    settled,
+    resolve_checkpointing,
     total,
     usable_bytes,
 )
 
 __all__ = [
     "Largest",
-    "Part",
+    "MemoryPart",
     "architecture",
     "held",
     "holds_operands",
@@ -24,7 +24,7 @@ __all__ = [
     "parts",
     "plan",
     "remedies",
-    "settled",
+    "resolve_checkpointing",
     "total",
     "usable_bytes",
 ]

@@ -6,14 +6,14 @@ from typing import Any
 
 from qerl.config import RunConfig
 from qerl.errors import UserError
-from qerl.learner.plan.step import architecture, held, holds_operands, parts, settled, total
+from qerl.learner.plan.step import architecture, held, holds_operands, parts, resolve_checkpointing, total
 from qerl.models.architecture import Architecture
 
 _MOST_SAMPLES, _MOST_RANK = 4096, 1024
 
 
 def _need(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> float:
-    return total(parts(a, settled(a, config, prompt_tokens, gpu_bytes), prompt_tokens))
+    return total(parts(a, resolve_checkpointing(a, config, prompt_tokens, gpu_bytes), prompt_tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) ->
             f"{model} has {a.max_positions} positions, prompt_tokens and sample.max_tokens ask for"
             f" {prompt_tokens + config.sample.max_tokens}"
         )
-    taken = settled(a, config, prompt_tokens, gpu_gb * 1e9)
+    taken = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
     found = parts(a, taken, prompt_tokens)
     need, fits = total(found), total(found) <= gpu_gb * 1e9
     advice = (

@@ -18,7 +18,7 @@ is not packed takes 4 for 2:
 
 A head in bf16 that is tied to the embedding takes nothing; a packed one V D of its format, tied or not.
 
-`settled` takes what learn.recompute auto stands for from the same sums: the least recomputation with which
+`resolve_checkpointing` takes what learn.recompute auto stands for from the same sums: the least recomputation with which
 learning fits. The KV cache does not count there: it takes the memory that there is. `holds_operands`: whether
 the learner may besides hold all layers' operands for as long as an update lasts, `held`.
 
@@ -52,14 +52,14 @@ _ROW = 64  # elements to which rows with room for an adapter are rounded up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class MemoryPart:
     name: str
     num_bytes: float
     when: Literal["always", "sampling", "learning"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Linear:
+class PlannedLinear:
     name: str
     out_width: int
     in_width: int
@@ -78,21 +78,21 @@ def architecture(model: str) -> Architecture:
     return architecture_of(locate(model).open())
 
 
-def groups(a: Architecture) -> tuple[tuple[Linear, ...], ...]:
+def groups(a: Architecture) -> tuple[tuple[PlannedLinear, ...], ...]:
     """A layer's linears, those together that read the same input: q|k|v, o, gate|up, down."""
     queries, keys = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
     return (
         (
-            Linear("q_proj", queries, a.width, a.qkv_bias),
-            Linear("k_proj", keys, a.width, a.qkv_bias),
-            Linear("v_proj", keys, a.width, a.qkv_bias),
+            PlannedLinear("q_proj", queries, a.width, a.qkv_bias),
+            PlannedLinear("k_proj", keys, a.width, a.qkv_bias),
+            PlannedLinear("v_proj", keys, a.width, a.qkv_bias),
         ),
-        (Linear("o_proj", a.width, queries, a.output_bias),),
+        (PlannedLinear("o_proj", a.width, queries, a.output_bias),),
         (
-            Linear("gate_proj", a.ff_width, a.width, a.mlp_bias),
-            Linear("up_proj", a.ff_width, a.width, a.mlp_bias),
+            PlannedLinear("gate_proj", a.ff_width, a.width, a.mlp_bias),
+            PlannedLinear("up_proj", a.ff_width, a.width, a.mlp_bias),
         ),
-        (Linear("down_proj", a.width, a.ff_width, a.mlp_bias),),
+        (PlannedLinear("down_proj", a.width, a.ff_width, a.mlp_bias),),
     )
 
 
@@ -240,7 +240,7 @@ def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:
     return most
 
 
-def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
+def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[MemoryPart]:
     n, rows = adapter_weights(a, config), rows_at_once(config, prompt_tokens)
     # The head's rows are gone when the layers' backward passes begin; the kept inputs are there all along.
     kept = activations(a, config, rows) - rows * gradient_row(a, config)
@@ -252,18 +252,18 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     frozen = tables(a, config.model.head, num_noise_rows, word(config))
     copies = 2 * word(config) * n if config.adapter.kind == "lora" else 0
     return [
-        Part(name="weights", num_bytes=weights(a, config.model.format), when="always"),
-        Part(name="sampler's weights", num_bytes=second, when="always"),
-        Part(name="embedding, head, norms", num_bytes=frozen, when="always"),
-        Part(name="adapter's masters", num_bytes=4 * n, when="always"),
-        Part(name="adapter's working copies", num_bytes=copies, when="always"),
-        Part(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
-        Part(name="KV cache", num_bytes=kv_cache(a, config, prompt_tokens), when="sampling"),
-        Part(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
-        Part(name="prefill", num_bytes=prefill(a, config), when="sampling"),
-        Part(name="adapter's gradients", num_bytes=4 * n, when="learning"),
-        Part(name=f"activations kept for {rows} rows", num_bytes=kept, when="learning"),
-        Part(
+        MemoryPart(name="weights", num_bytes=weights(a, config.model.format), when="always"),
+        MemoryPart(name="sampler's weights", num_bytes=second, when="always"),
+        MemoryPart(name="embedding, head, norms", num_bytes=frozen, when="always"),
+        MemoryPart(name="adapter's masters", num_bytes=4 * n, when="always"),
+        MemoryPart(name="adapter's working copies", num_bytes=copies, when="always"),
+        MemoryPart(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
+        MemoryPart(name="KV cache", num_bytes=kv_cache(a, config, prompt_tokens), when="sampling"),
+        MemoryPart(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
+        MemoryPart(name="prefill", num_bytes=prefill(a, config), when="sampling"),
+        MemoryPart(name="adapter's gradients", num_bytes=4 * n, when="learning"),
+        MemoryPart(name=f"activations kept for {rows} rows", num_bytes=kept, when="learning"),
+        MemoryPart(
             name="a layer's backward pass" if layers > head(a, config, rows) else "the head's passes",
             num_bytes=max(layers, head(a, config, rows)),
             when="learning",
@@ -271,7 +271,7 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Part]:
     ]
 
 
-def total(found: list[Part]) -> float:
+def total(found: list[MemoryPart]) -> float:
     always, *phases = (
         sum(part.num_bytes for part in found if part.when == when)
         for when in ("always", "sampling", "learning")
@@ -279,7 +279,9 @@ def total(found: list[Part]) -> float:
     return always + max(phases)
 
 
-def settled(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> RunConfig:
+def resolve_checkpointing(
+    a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float
+) -> RunConfig:
     """The same with learn.recompute auto replaced: the first of none, layer and offload with which learning
     fits, or the last. On gpu_bytes, the CUDA context's included."""
     if config.learn.recompute != "auto":
@@ -305,11 +307,11 @@ def usable_bytes(device: torch.device) -> float:
     return free_bytes(device) + torch.cuda.memory_allocated(device) + CONTEXT_BYTES
 
 
-def learning_bytes(found: list[Part]) -> float:
+def learning_bytes(found: list[MemoryPart]) -> float:
     return sum(part.num_bytes for part in found if part.when != "sampling")
 
 
-def _with_room(width: int, group: tuple[Linear, ...], config: RunConfig) -> int:
+def _with_room(width: int, group: tuple[PlannedLinear, ...], config: RunConfig) -> int:
     """Of a row and the adapters' parts behind it."""
     adapter = config.adapter
     rank = adapter.rank * sum(linear.name in adapter.targets for linear in group) * (adapter.kind == "lora")

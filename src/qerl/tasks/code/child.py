@@ -157,7 +157,7 @@ class _Line:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
             raise kind(f"the program raised {answer['error']}")
-        far = lambda held: Far(self, held)  # noqa: E731
+        far = lambda held: RemoteValue(self, held)  # noqa: E731
         if do == "call":
             _write_back(given[0], decode(answer["given"], far))
         return decode(answer["value"], far)
@@ -170,7 +170,7 @@ class _Line:
 
 
 def _outward(value: Any) -> Any:
-    if isinstance(value, Far):
+    if isinstance(value, RemoteValue):
         return {"far": value._index}
     if isinstance(value, list):
         return [_outward(item) for item in value]
@@ -192,7 +192,7 @@ def _write_back(given: tuple[Any, ...], after: list[Any]) -> None:
             mine.update(theirs)
 
 
-class Far:
+class RemoteValue:
     """An object of the program. It equals no plain value and takes part in no arithmetic: the program would
     say what comes of it."""
 
@@ -211,7 +211,7 @@ class Far:
         return self._line.ask(self._index, "item", key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Far) and self._line.ask(self._index, "same", other) is True
+        return isinstance(other, RemoteValue) and self._line.ask(self._index, "same", other) is True
 
     def __hash__(self) -> int:
         return hash(self._index)

@@ -26,7 +26,7 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.code.runner import Limits, Unconfined, probe, run_call, run_test, run_with_input
+from qerl.tasks.code.runner import Limits, SandboxUnavailable, probe, run_call, run_test, run_with_input
 from qerl.tasks.code.test_cases import (
     AssertCase,
     Case,
@@ -54,7 +54,7 @@ def code(config: TaskConfig) -> Callable[..., Any]:
                 " the files that %s may",
                 "nobody" if os.geteuid() == 0 else "this user",
             )
-    except Unconfined as error:
+    except SandboxUnavailable as error:
         raise UserError(f"task.rewards: code cannot confine a program on this machine: {error}") from error
 
     def one(completion: Any, tests: Any, entry_point: str | None) -> float:

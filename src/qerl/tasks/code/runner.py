@@ -31,7 +31,7 @@ _FILE_BYTES = 1 << 20
 _VERDICT_BYTES = 1000
 
 
-class Unconfined(RuntimeError):
+class SandboxUnavailable(RuntimeError):
     """The process could not be confined, so the program was not run."""
 
 
@@ -53,11 +53,11 @@ class _Process:
 def probe(limits: Limits) -> bool:
     """Whether Landlock holds here; Unconfined where a program cannot be run at all."""
     if not hasattr(os, "memfd_create"):
-        raise Unconfined(f"programs are confined on Linux only, this is {sys.platform}")
+        raise SandboxUnavailable(f"programs are confined on Linux only, this is {sys.platform}")
     with _started("call", {"text": "f = int", "function": "f", "given": []}, limits) as process:
         said = _read({process.verdict: _VERDICT_BYTES}, time.monotonic() + 60)
         if not (verdict := _checked(said[process.verdict])):
-            raise Unconfined(f"{sys.executable} ended before it was confined")
+            raise SandboxUnavailable(f"{sys.executable} ended before it was confined")
         return verdict[:1] == b"L"
 
 
@@ -198,5 +198,5 @@ def _exit_code(process: _Process, end: float) -> int | None:
 def _checked(verdict: bytes) -> bytes:
     """Its first letter was written before the program was there."""
     if verdict[:1] == b"E":
-        raise Unconfined(verdict[1:].decode(errors="replace"))
+        raise SandboxUnavailable(verdict[1:].decode(errors="replace"))
     return verdict

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from qerl.tracking.atomic_file import decode
 from qerl.tracking.metric_text import clock, seconds_left
-from qerl.tracking.report.read import Run, check_folder, damaged, groups_at, number, read_object
+from qerl.tracking.report.read import RecordedRun, check_folder, damaged, groups_at, number, read_object
 
 _NOTICES = 5
 """The newest that are shown."""
@@ -106,8 +106,8 @@ class Follower:
             for name in ("run", "result", "evaluations")
         }
 
-    def run(self) -> Run:
-        return Run(
+    def run(self) -> RecordedRun:
+        return RecordedRun(
             name=self.name,
             facts=self._objects["run"],
             result=self._objects["result"],

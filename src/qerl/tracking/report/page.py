@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import RunError, UserError
-from qerl.tracking.atomic_file import encode, replace
+from qerl.tracking.atomic_file import encode, write_atomic
 from qerl.tracking.report import section
-from qerl.tracking.report.read import Run, read_run
+from qerl.tracking.report.read import RecordedRun, read_run
 
 MAX_SAMPLES = 2000
 
@@ -30,20 +30,20 @@ def write_report(folders: list[Path], out: Path) -> None:
     runs = [read_run(folder, name, max_samples=share) for folder, name in zip(folders, names, strict=True)]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        replace(out, html(runs).encode("utf-8", errors="backslashreplace"))
+        write_atomic(out, html(runs).encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})") from None
     except RunError as error:
         raise UserError(str(error)) from None
 
 
-def html(runs: Sequence[Run]) -> str:
+def html(runs: Sequence[RecordedRun]) -> str:
     parts, charts = contents(runs)
     data = {"charts": charts, "runs": [{"name": run.name, "groups": run.groups} for run in runs]}
     return document(runs, parts, data, style=asset("page.css"), script=asset("page.js"))
 
 
-def contents(runs: Sequence[Run]) -> tuple[dict[str, str], list[Any]]:
+def contents(runs: Sequence[RecordedRun]) -> tuple[dict[str, str], list[Any]]:
     """What changes while a run goes on: the page's parts by name, and the charts' data in its order."""
     charts, chart_data = section.charts(runs, [*section.CHARTS, *section.pass_at(runs)])
     phases, phase_data = section.phases(runs)
@@ -61,7 +61,13 @@ def contents(runs: Sequence[Run]) -> tuple[dict[str, str], list[Any]]:
 
 
 def document(
-    runs: Sequence[Run], parts: dict[str, str], data: Any, *, style: str, script: str, policy: str = ""
+    runs: Sequence[RecordedRun],
+    parts: dict[str, str],
+    data: Any,
+    *,
+    style: str,
+    script: str,
+    policy: str = "",
 ) -> str:
     """The page; `policy` says what it may do beside running its own script and style."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

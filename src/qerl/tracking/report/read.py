@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RecordedRun:
     """One run's files; what is missing there is empty here."""
 
     name: str
@@ -55,7 +55,7 @@ def number(value: Any) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None
 
 
-def read_run(folder: Path, name: str, *, max_samples: int) -> Run:
+def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     check_folder(folder)
     notices: list[str] = []
     parts = {part: read_object(folder / f"{part}.json", notices) for part in ("run", "result", "evaluations")}
@@ -63,7 +63,7 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> Run:
     if not records:
         notices.append("metrics.jsonl: no step has finished yet")
     groups, coverage = _groups(folder / "samples.jsonl", notices, max_samples)
-    return Run(
+    return RecordedRun(
         name=name,
         facts=parts["run"],
         result=parts["result"],

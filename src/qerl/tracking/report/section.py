@@ -11,7 +11,7 @@ from qerl.tracking.atomic_file import encode
 from qerl.tracking.metric_text import clock
 from qerl.tracking.provenance import flatten
 from qerl.tracking.report.curve import Series, curves_svg, hover_data, number_text, rounded, stack_svg
-from qerl.tracking.report.read import Points, Run, number
+from qerl.tracking.report.read import Points, RecordedRun, number
 
 PHASES = ("rollout", "reward", "learn", "publish", "evaluate", "checkpoint")
 """Spans that add up to a step; what is left of it is shown as other."""
@@ -34,7 +34,7 @@ _EXACT = ("sigma", "learning_rate")
 _MAX_STACKED = 300
 
 
-def legend(runs: Sequence[Run]) -> str:
+def legend(runs: Sequence[RecordedRun]) -> str:
     return "".join(
         f'<label class="s{i % 8}"><input type="checkbox" checked data-toggle="{i}"><i></i>'
         f"{escape(run.name)}</label>"
@@ -42,14 +42,14 @@ def legend(runs: Sequence[Run]) -> str:
     )
 
 
-def list_of(runs: Sequence[Run], texts: Sequence[Sequence[str]]) -> str:
+def list_of(runs: Sequence[RecordedRun], texts: Sequence[Sequence[str]]) -> str:
     """Each run's remarks, under its name."""
     pairs = [(run.name, text) for run, own in zip(runs, texts, strict=True) for text in own]
     lines = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in pairs)
     return f"<ul>{lines}</ul>" if lines else ""
 
 
-def tiles(runs: Sequence[Run]) -> str:
+def tiles(runs: Sequence[RecordedRun]) -> str:
     rows = [_headlines(run) for run in runs]
     labels = dict.fromkeys(label for row in rows for label in row)
     tiles = []
@@ -63,7 +63,7 @@ def tiles(runs: Sequence[Run]) -> str:
     return "".join(tiles)
 
 
-def _headlines(run: Run) -> dict[str, str]:
+def _headlines(run: RecordedRun) -> dict[str, str]:
     """Label and value, of what the run has."""
     found: dict[str, str] = {}
     held_out, rewards = evaluated(run, "accuracy"), run.values("reward")
@@ -92,7 +92,7 @@ def _change(first: float, last: float, has_changed: bool, template: str) -> str:
     return before + template.format(last)
 
 
-def evaluated(run: Run, name: str) -> Points:
+def evaluated(run: RecordedRun, name: str) -> Points:
     """(steps taken by then, held-out accuracy): before the first step, after some, after the last."""
     points = [(step + 1, value) for step, value in run.points(f"eval_{name}")]
     last = run.records[-1]["step"] + 1 if run.records else 0
@@ -104,11 +104,11 @@ def evaluated(run: Run, name: str) -> Points:
     return sorted(points)
 
 
-def _keys(runs: Sequence[Run]) -> set[str]:
+def _keys(runs: Sequence[RecordedRun]) -> set[str]:
     return {key for run in runs for record in run.records for key in record}
 
 
-def pass_at(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+def pass_at(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     """A chart of pass@k for each k that was measured but 1, which is the accuracy."""
     numbers = {key.removeprefix("pass_at_") for key in _keys(runs) if key.startswith("pass_at_")}
     powers = sorted(int(number) for number in numbers if number.isdigit() and number != "1")
@@ -116,14 +116,14 @@ def pass_at(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
     return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
 
 
-def other_metrics(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     shown = {key for key, _, _ in [*CHARTS, *pass_at(runs)]}
     shown |= {"step", "wall_time", "eval_accuracy", "eval_greedy"}
     keys = _keys(runs)
     return [(key, key, "") for key in sorted(keys - shown, key=lambda key: (is_timing(key), key))]
 
 
-def charts(runs: Sequence[Run], kinds: Sequence[tuple[str, str, str]]) -> tuple[str, list[Any]]:
+def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -> tuple[str, list[Any]]:
     """The charts that have something to show, and their data for the pointer."""
     cards, data = [], []
     for key, title, about in kinds:
@@ -136,7 +136,7 @@ def charts(runs: Sequence[Run], kinds: Sequence[tuple[str, str, str]]) -> tuple[
     return "".join(cards), data
 
 
-def _series(run: Run, run_index: int, key: str) -> list[Series]:
+def _series(run: RecordedRun, run_index: int, key: str) -> list[Series]:
     mark = "exact" if key in _EXACT else "line"
     found = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark)]
     if key == "accuracy":
@@ -152,7 +152,7 @@ def _card(title: str, about: str, svg: str, attributes: str = "") -> str:
     )
 
 
-def phases(runs: Sequence[Run]) -> tuple[str, list[Any]]:
+def phases(runs: Sequence[RecordedRun]) -> tuple[str, list[Any]]:
     """Seconds of each step by phase, on one scale for all runs; and their data for the pointer."""
     shares = [phase_seconds(run) for run in runs]
     high = max((sum(parts) for _, rows in shares for parts in rows), default=1.0)
@@ -184,7 +184,7 @@ def _phase_key(layers: Sequence[Sequence[float]]) -> str:
     return f'<p class="key">{"".join(spans)}</p>'
 
 
-def phase_seconds(run: Run) -> tuple[list[float], list[list[float]]]:
+def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
     """Steps, and for each the seconds of every phase and of the rest; long runs as means of stretches."""
     rows = []
     for record in run.records:
@@ -198,7 +198,7 @@ def phase_seconds(run: Run) -> tuple[list[float], list[list[float]]]:
     return [row[0] for row in means], [row[1:] for row in means]
 
 
-def table(runs: Sequence[Run], trees: Sequence[dict[str, Any]]) -> str:
+def table(runs: Sequence[RecordedRun], trees: Sequence[dict[str, Any]]) -> str:
     """A row for each name, a column for each run; rows in which the runs differ are marked."""
     columns = [flatten(tree) for tree in trees]
     names = dict.fromkeys(name for column in columns for name in column)
