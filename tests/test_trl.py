@@ -160,16 +160,16 @@ def test_the_config_says_here_what_it_says_there(tmp_path):
             gradient_checkpointing=True,
         )
     )
-    assert (made.num_prompts, made.num_samples, made.num_steps) == (3, 8, 8)
-    assert (made.learn.warmup_fraction, made.learn.schedule, made.learn.recompute) == (
+    assert (made.num_prompts, made.num_generations, made.num_steps) == (3, 8, 8)
+    assert (made.learn.warmup_ratio, made.learn.lr_scheduler_type, made.learn.gradient_checkpointing) == (
         0.25,
         "constant",
         "layer",
     )
     assert (made.learn.learning_rate, made.learn.betas, made.seed) == (1e-6, (0.9, 0.999), 42)
     algo = made.algo
-    assert (algo.kl_coefficient, algo.clip_low, algo.clip_high, algo.advantage) == (0.04, 0.1, 0.1, "mean")
-    assert (algo.loss, algo.overlong) == ("dr_grpo", "mask")
+    assert (algo.beta, algo.epsilon, algo.epsilon_high, algo.advantage) == (0.04, 0.1, 0.1, "mean")
+    assert (algo.loss_type, algo.overlong) == ("dr_grpo", "mask")
     assert (made.sample.top_p, made.sample.top_k, made.sample.max_tokens) == (0.9, None, 512)
     assert made.loggers == ("wandb", "trackio") and made.noise.schedule == "none"
 
@@ -177,7 +177,7 @@ def test_the_config_says_here_what_it_says_there(tmp_path):
 def test_warm_up_below_one_is_a_share_of_the_steps(tmp_path):
     for field in ("warmup_steps", "warmup_ratio"):
         made = config(GRPOConfig(str(tmp_path), max_steps=20, **{field: 0.25}))
-        assert made.learn.warmup_fraction == 0.25
+        assert made.learn.warmup_ratio == 0.25
 
 
 def test_base_says_what_trl_has_no_word_for(tmp_path):

@@ -15,7 +15,7 @@ _SHAPES = (
 
 
 class UserError(Exception):
-    """The user's to mend; exit code 2. Says what and where: `engine.kv_gb must be positive, got -1`.
+    """The user's to mend; exit code 2. Says what and where: `engine.kv_cache_gb must be positive, got -1`.
 
     No ValueError: tyro would catch it where a config is made, and draw a box around it.
     """

@@ -5,7 +5,7 @@
 GRPOConfig has those of TRL's fields that mean something here, with TRL's defaults; any other is refused by
 its name. Four things are not TRL's: without a peft_config the adapter of `base` learns (rank 32), not the
 weights; the rate falls as a cosine unless it is constant, not linearly; `gradient_checkpointing` is off and
-leaves that to learn.recompute of `base`; `report_to` is tensorboard.
+leaves that to learn.gradient_checkpointing of `base`; `report_to` is tensorboard.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ _ADVANTAGES = {True: "group", "group": "group", False: "mean", "none": "mean"}
 _OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
-    "adamw_8bit": "adamw8bit",
-    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
 }
 _SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
 _LOGGERS = {"none": (), "all": ("tensorboard", "wandb", "mlflow", "trackio")}
@@ -162,16 +162,16 @@ def _run_config(args: GRPOConfig, base: RunConfig, *, num_rows: int) -> RunConfi
     )
     keep = base.checkpoint.keep if args.save_total_limit is None else args.save_total_limit
     report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to
-    compute = base.model.compute if args.bf16 is None else ("bf16" if args.bf16 else "fp32")
+    compute = base.model.dtype if args.bf16 is None else ("bf16" if args.bf16 else "fp32")
     return dataclasses.replace(
         base,
         out=args.output_dir,
         seed=args.seed,
         num_steps=num_steps,
         num_prompts=num_prompts,
-        num_samples=args.num_generations,
+        num_generations=args.num_generations,
         loggers=tuple(name for given in report_to for name in _LOGGERS.get(given, (given,))),
-        model=dataclasses.replace(base.model, compute=compute),
+        model=dataclasses.replace(base.model, dtype=compute),
         sample=SampleConfig(
             max_tokens=args.max_completion_length,
             temperature=args.temperature,
@@ -181,25 +181,27 @@ def _run_config(args: GRPOConfig, base: RunConfig, *, num_rows: int) -> RunConfi
         ),
         algo=dataclasses.replace(
             base.algo,
-            loss=_one_of(
+            loss_type=_one_of(
                 args, "loss_type", {n: n for n in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo")}
             ),
             advantage=_one_of(args, "scale_rewards", _ADVANTAGES),
-            clip_low=args.epsilon,
-            clip_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-            kl_coefficient=args.beta,
+            epsilon=args.epsilon,
+            epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+            beta=args.beta,
             overlong="mask" if args.mask_truncated_completions else "keep",
         ),
         learn=dataclasses.replace(
             base.learn,
             learning_rate=args.learning_rate,
-            schedule=_one_of(args, "lr_scheduler_type", _SCHEDULES),
-            warmup_fraction=warmup,
+            lr_scheduler_type=_one_of(args, "lr_scheduler_type", _SCHEDULES),
+            warmup_ratio=warmup,
             betas=(args.adam_beta1, args.adam_beta2),
             weight_decay=args.weight_decay,
             max_grad_norm=args.max_grad_norm,
-            optimizer=_one_of(args, "optim", _OPTIMIZERS),
-            recompute="layer" if args.gradient_checkpointing else base.learn.recompute,
+            optim=_one_of(args, "optim", _OPTIMIZERS),
+            gradient_checkpointing="layer"
+            if args.gradient_checkpointing
+            else base.learn.gradient_checkpointing,
         ),
         evaluate=EvalConfig(num_prompts=0),
         checkpoint=CheckpointConfig(every=args.save_steps, keep=keep),
@@ -221,7 +223,7 @@ def _adapter(peft_config: Any, base: AdapterConfig) -> AdapterConfig:
         require(value == plain, f"peft_config.{name} must be {plain!r}, got {value!r}")
     targets: Any = peft_config.target_modules
     if targets is None or targets == "all-linear":
-        targets = AdapterConfig().targets
+        targets = AdapterConfig().target_modules
     require(
         not isinstance(targets, str),
         f"peft_config.target_modules must be all-linear or names of linears, got the pattern {targets!r}",

@@ -11,7 +11,7 @@ from qerl.algo.segment import Segments
 from qerl.config import AlgoConfig, MaspoConfig, SapoConfig
 
 LOW, HIGH = 0.2, 0.28
-ALGO = AlgoConfig(clip_low=LOW, clip_high=HIGH)
+ALGO = AlgoConfig(epsilon=LOW, epsilon_high=HIGH)
 
 
 def plain_loss(ratio: float, advantage: float) -> float:
@@ -107,7 +107,7 @@ def test_the_ratio_of_a_whole_sample_by_hand():
     ratios_T, advantages_T, lengths_S = [1.21, 1.0, 0.5], [2.0, 2.0, -1.0], [2, 1]
     loss, held, gradient = asked("gspo", ratios_T, advantages_T, lengths_S)
     assert (loss, held, gradient) == ([-2.2, -2.2, 0.8], [0, 0, 1], [-2.2, -2.2, 0])
-    narrow = dataclasses.replace(ALGO, clip_high=0.05)
+    narrow = dataclasses.replace(ALGO, epsilon_high=0.05)
     loss, held, gradient = asked("gspo", ratios_T, advantages_T, lengths_S, narrow)
     assert (loss, held, gradient) == ([-2.1, -2.1, 0.8], [1, 1, 1], [0, 0, 0])
 

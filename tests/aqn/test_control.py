@@ -13,7 +13,7 @@ from qerl.aqn.schedule import SCHEDULES, sigma
 from qerl.config import ControlConfig, NoiseConfig
 
 FLOOR, SLOPE = 4e-4, 40.0
-CONTROL = ControlConfig(target=1e-2, gain=0.2, factor=1.1, quiet_steps=4, sigma_min=1e-4, sigma_max=0.2)
+CONTROL = ControlConfig(target=1e-2, gain=0.2, factor=1.1, warmup_steps=4, sigma_min=1e-4, sigma_max=0.2)
 AT_TARGET = math.sqrt(1e-2 / SLOPE)  # 0.0158
 
 
@@ -77,7 +77,7 @@ def test_the_floor_is_what_the_quiet_steps_showed_and_is_taken_off():
     assert state.quiet == pytest.approx([FLOOR] * 4, rel=1e-12) and state.floor == pytest.approx(FLOOR)
     sigmas, _ = simulated(noise(target=FLOOR), 100, jitter=0.0)
     assert sigmas[-1] == pytest.approx(math.sqrt(FLOOR / SLOPE), rel=1e-6)
-    sigmas, _ = simulated(noise(target=FLOOR, quiet_steps=0, sigma_min=1e-6), 200, jitter=0.0)
+    sigmas, _ = simulated(noise(target=FLOOR, warmup_steps=0, sigma_min=1e-6), 200, jitter=0.0)
     assert sigmas[-1] < 0.2 * math.sqrt(FLOOR / SLOPE)
 
 

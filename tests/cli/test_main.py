@@ -93,7 +93,7 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["train", "--task=none.jsonl", "--model=smollm2-135m-instruct"], ["none.jsonl", "no such file"]),
         (["train", "demo", "--model=/no/such/model"], ["/no/such/model", "no such folder or file"]),
         (["train", "dmo"], ["no recipe dmo", "did you mean demo"]),
-        (["train", "demo", "--num-samples", "1"], ["num_samples must be at least 2", "got 1"]),
+        (["train", "demo", "--num-generations", "1"], ["num_generations must be at least 2", "got 1"]),
         (["train", "demo", "--model.path", "/no/such/model"], ["/no/such/model", "no such folder or file"]),
         (["train", "demo", "--task.rewards", "nowhere.py:f"], ["nowhere.py"]),
         (["train", "demo", "--task.rewards", "json:nothing"], ["json", "nothing"]),
@@ -194,8 +194,17 @@ def test_a_missing_column_is_named_with_those_there(monkeypatch, capsys, files, 
 
 def test_training_on_rows_and_a_reward_of_ones_own_needs_no_recipe(monkeypatch, capsys, files, tmp_path):
     given = ["--task", files / "sums.jsonl", "--reward", f"{files / 'even.py'}:even", "--model", files]
-    given += ["--out", tmp_path / "run", "--model.compute", "fp32", "--num-steps", 2, "--noise.num-stages", 2]
-    given += ["--num-prompts", 4, "--num-samples", 4, "--sample.max-tokens", 4, "--evaluate.num-prompts", 4]
+    given += ["--out", tmp_path / "run", "--model.dtype", "fp32", "--num-steps", 2, "--noise.num-stages", 2]
+    given += [
+        "--num-prompts",
+        4,
+        "--num-generations",
+        4,
+        "--sample.max-tokens",
+        4,
+        "--evaluate.num-prompts",
+        4,
+    ]
     assert qerl(monkeypatch, "train", *given) == 0
     config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
     assert config["task"]["rewards"] == [f"{files / 'even.py'}:even"] and config["model"]["path"] == str(
@@ -214,7 +223,7 @@ def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files, tmp
     monkeypatch.chdir(tmp_path)
     given = ["--task.name", files / "sums.jsonl", "--task.template", "{prompt}", "--task.num-held-out", 8]
     given += ["--task.rewards", f"{files / 'even.py'}:even", "--max-tokens", 4, "--num-prompts", 6]
-    assert qerl(monkeypatch, "eval", files, "--model.compute", "fp32", *given) == 0
+    assert qerl(monkeypatch, "eval", files, "--model.dtype", "fp32", *given) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["num_prompts"] == 6 and set(result) >= {
         "pass@1",
@@ -232,7 +241,7 @@ def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsy
     tiny_run.write_task(folder)
     mismatches = {}
     for name in ("bf16", head):
-        given = [*tiny_run.options(folder, tmp_path / name), "--num-steps", "3", "--model.head", name]
+        given = [*tiny_run.options(folder, tmp_path / name), "--num-steps", "3", "--model.head-format", name]
         assert qerl(monkeypatch, "train", "demo", *given, "--noise.schedule", "none") == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         mismatches[name] = [json.loads(line)["mismatch_max"] for line in lines]
@@ -268,9 +277,9 @@ def test_full_fine_tuning_of_a_packed_model_is_one_line(monkeypatch, capsys, fil
 
 
 def test_a_head_that_the_model_cannot_have_is_one_line(monkeypatch, capsys, files, tmp_path):
-    given = [*tiny_run.options(files, tmp_path / "run"), "--model.head", "nvfp4"]
+    given = [*tiny_run.options(files, tmp_path / "run"), "--model.head-format", "nvfp4"]
     code = qerl(monkeypatch, "train", "demo", *given)
-    assert_one_line(capsys, code, "model.head", "nvfp4", "multiple of 64", "272 tokens")
+    assert_one_line(capsys, code, "model.head_format", "nvfp4", "multiple of 64", "272 tokens")
 
 
 def test_report_and_eval_take_a_run(monkeypatch, capsys, files, tmp_path):

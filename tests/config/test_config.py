@@ -38,7 +38,7 @@ def test_an_unknown_key_is_refused_by_name():
         parse_run_config(data)
 
 
-BY_SAMPLE = NoiseConfig(per="sample", noise_in="both")
+BY_SAMPLE = NoiseConfig(scope="sample", noise_in="both")
 
 
 def run_with(**parts):
@@ -61,16 +61,19 @@ def run_with(**parts):
         (lambda: ControlConfig(sigma_max=1e-5), "noise.control.sigma_max"),
         (lambda: NoiseConfig(schedule="adaptive", sigma_start=0.5), "noise.sigma_start"),
         (lambda: NoiseConfig(schedule="plappert", noise_in="both"), "noise.control.measure"),
-        (lambda: RunConfig(num_steps=5, noise=NoiseConfig(schedule="adaptive")), "noise.control.quiet_steps"),
-        (lambda: TaskConfig(rewards=("exact",), reward_weights=(1.0, 2.0)), "task.reward_weights"),
-        (lambda: RunConfig(num_samples=1), "num_samples"),
         (
-            lambda: run_with(model=ModelConfig(sampler="int8"), engine=EngineConfig(exact=True)),
-            "model.sampler",
+            lambda: RunConfig(num_steps=5, noise=NoiseConfig(schedule="adaptive")),
+            "noise.control.warmup_steps",
+        ),
+        (lambda: TaskConfig(rewards=("exact",), reward_weights=(1.0, 2.0)), "task.reward_weights"),
+        (lambda: RunConfig(num_generations=1), "num_generations"),
+        (
+            lambda: run_with(model=ModelConfig(sampler_format="int8"), engine=EngineConfig(exact=True)),
+            "model.sampler_format",
         ),
         (
-            lambda: run_with(model=ModelConfig(sampler="fp8"), adapter=AdapterConfig(kind="full")),
-            "model.sampler",
+            lambda: run_with(model=ModelConfig(sampler_format="fp8"), adapter=AdapterConfig(kind="full")),
+            "model.sampler_format",
         ),
         (lambda: run_with(noise=BY_SAMPLE, algo=AlgoConfig(branching="deep")), "algo.branching"),
         (lambda: run_with(ray=RayConfig(address="local"), algo=AlgoConfig(branching="deep")), "ray.address"),

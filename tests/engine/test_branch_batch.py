@@ -31,7 +31,7 @@ def counted(monkeypatch):
             super().__init__(num_pages)
             made.append(self)
 
-    monkeypatch.setattr(engine_module, "Pages", Counted)
+    monkeypatch.setattr(engine_module, "PagePool", Counted)
     return made
 
 
@@ -49,7 +49,7 @@ def test_the_samples_are_those_of_a_call_without_branches(decoder):
     assert [s.tokens_T for g in groups for s in g.samples_G] == [s.tokens_T for s in plain]
 
 
-@pytest.mark.parametrize("settings", [{}, {"page_tokens": 4}, {"page_tokens": 1}, {"exact": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"block_size": 4}, {"block_size": 1}, {"exact": True}], ids=str)
 def test_branches_begin_as_their_sample_and_have_a_fresh_forwards_logprobs(decoder, settings):
     _, branches, found, _ = branched(engine_of(decoder, **settings), prompts_of(*LENGTHS), temperature=0.7)
     assert len(branches) == len(found) > 5
@@ -69,7 +69,7 @@ def test_branches_begin_as_their_sample_and_have_a_fresh_forwards_logprobs(decod
 
 def test_in_exact_mode_a_branchs_logprobs_are_a_scores_to_the_bit(decoder):
     """Scored as a sample of its prompt, and as one of a prompt that ends at the pivot."""
-    engine, sampling = engine_of(decoder, exact=True, max_running=8), Sampling(max_tokens=12)
+    engine, sampling = engine_of(decoder, exact=True, max_num_seqs=8), Sampling(max_tokens=12)
     _, branches, _, _ = branched(engine, prompts_of(*LENGTHS))
     assert engine.score(branches, sampling=sampling).tolist() == logprobs(branches)
     suffixes = [after_prefix(group) for group in branches]
@@ -77,7 +77,7 @@ def test_in_exact_mode_a_branchs_logprobs_are_a_scores_to_the_bit(decoder):
 
 
 def test_nothing_before_a_pivot_is_computed_again_and_all_pages_come_back(decoder, counted):
-    engine = engine_of(decoder, page_tokens=4)
+    engine = engine_of(decoder, block_size=4)
     groups, branches, found, num_lots = branched(engine, prompts_of(*LENGTHS))
     stats = engine.stats
     assert stats.prefill_tokens == sum(LENGTHS) and stats.prefill_forwards == 1 == num_lots
@@ -93,7 +93,12 @@ def test_neither_lots_nor_pauses_change_what_is_drawn(decoder, counted, burst_st
     more = {"num_branches": 9, "max_tokens": 20}
     plain = branched(engine_of(decoder, stop_token_ids=FEW), prompts_of(*LENGTHS), **more)
     kv_gb = 41.5 * page_bytes(decoder.architecture, 4, torch.float32) / 1e9
-    settings = {"page_tokens": 4, "kv_gb": kv_gb, "burst_steps": burst_steps, "stop_token_ids": FEW}
+    settings = {
+        "block_size": 4,
+        "kv_cache_gb": kv_gb,
+        "decode_steps_per_sync": burst_steps,
+        "stop_token_ids": FEW,
+    }
     engine = engine_of(decoder, **settings)
     tight = branched(engine, prompts_of(*LENGTHS), **more)
     assert tight[3] == len(counted) - 1 > 2 and engine.stats.pauses > 0
@@ -148,6 +153,6 @@ def test_a_stop_string_across_the_pivot_ends_a_branch(decoder):
 
 def test_a_lot_of_one_prompt_that_does_not_fit_is_the_users_to_mend(decoder):
     kv_gb = 8.5 * page_bytes(decoder.architecture, 4, torch.float32) / 1e9
-    engine = engine_of(decoder, page_tokens=4, kv_gb=kv_gb)
-    with pytest.raises(UserError, match=r"its 9 tokens and 3 samples and a branch of 12; engine.kv_gb"):
+    engine = engine_of(decoder, block_size=4, kv_cache_gb=kv_gb)
+    with pytest.raises(UserError, match=r"its 9 tokens and 3 samples and a branch of 12; engine.kv_cache_gb"):
         branched(engine, prompts_of(9))

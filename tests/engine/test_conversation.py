@@ -56,7 +56,7 @@ def talked(engine, talk, prompts_P=None, *, num_samples=3, max_tokens=MAX_TOKENS
     return [s for group in groups for s in group.samples_G]
 
 
-@pytest.mark.parametrize("settings", [{}, {"burst_steps": 4, "page_tokens": 4}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"decode_steps_per_sync": 4, "block_size": 4}], ids=str)
 def test_a_samples_tokens_are_its_turns_and_what_it_was_given_between_them(decoder, settings):
     talk = Talk()
     samples = talked(engine_of(decoder, **settings), talk)
@@ -76,7 +76,7 @@ def test_a_samples_tokens_are_its_turns_and_what_it_was_given_between_them(decod
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("settings", [{}, {"burst_steps": 4, "page_tokens": 4}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"decode_steps_per_sync": 4, "block_size": 4}], ids=str)
 def test_logprobs_of_every_turn_are_those_of_one_forward_over_the_whole_string(
     decoder, settings, temperature
 ):
@@ -105,9 +105,9 @@ def test_a_conversation_does_not_depend_on_the_pages_there_are(decoder, num_page
     talk = Talk()
     engine = engine_of(
         decoder,
-        page_tokens=page_tokens,
-        kv_gb=kv_gb_for(decoder, num_pages, page_tokens),
-        burst_steps=burst_steps,
+        block_size=page_tokens,
+        kv_cache_gb=kv_gb_for(decoder, num_pages, page_tokens),
+        decode_steps_per_sync=burst_steps,
     )
     samples = talked(engine, talk)
     assert_same(samples, plain)
@@ -117,14 +117,16 @@ def test_a_conversation_does_not_depend_on_the_pages_there_are(decoder, num_page
     assert engine.stats.peak_pages <= num_pages
 
 
-@pytest.mark.parametrize("settings", [{"max_running": 2}, {"exact": True}, {"prefill_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"max_num_seqs": 2}, {"exact": True}, {"max_num_batched_tokens": 3}], ids=str
+)
 def test_a_conversation_does_not_depend_on_the_engines_settings(decoder, settings):
     assert_same(talked(engine_of(decoder, **settings), Talk()), talked(engine_of(decoder), Talk()))
 
 
 @pytest.mark.parametrize("burst_steps", [1, 4])
 def test_a_turn_ends_at_its_own_limit_and_the_sample_at_its(decoder, burst_steps):
-    engine = engine_of(decoder, stop_token_ids=frozenset(), burst_steps=burst_steps)
+    engine = engine_of(decoder, stop_token_ids=frozenset(), decode_steps_per_sync=burst_steps)
     talk = Talk(num_turns=100, turn_tokens=6)
     for sample in talked(engine, talk):
         assert MAX_TOKENS - 7 <= len(sample.tokens_T) <= MAX_TOKENS and sample.finish == "length"

@@ -96,7 +96,7 @@ def test_products_make_u_or_are_given_it(num_samples, makers, decoder, monkeypat
 
     monkeypatch.setattr(PackedLinears, "makes_u", recorded)
     prompts_P, rows = small_prompts(*LENGTHS), len(LENGTHS) * num_samples
-    engine = engine_of(decoder, stop_token_ids=NEVER, max_running=rows)
+    engine = engine_of(decoder, stop_token_ids=NEVER, max_num_seqs=rows)
     samples = drawn(engine, prompts_P, num_samples=num_samples, max_tokens=12)
     assert sum(answers_of[max(answers_of)][: 4 * SMALL.num_layers]) == makers * SMALL.num_layers
     assert error_ratio(decoder, prompts_P, samples, num_samples) < FACTOR
@@ -153,12 +153,12 @@ def test_greedy_tokens_are_the_packed_forwards_arg_max(decoder):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("kv", ["compute", "fp8"])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_the_logprob_is_that_of_the_temperature_it_was_drawn_at(decoder, temperature, kv):
     prompts_P = small_prompts(*LENGTHS)
-    engine = engine_of(decoder, kv=kv, stop_token_ids=NEVER)
+    engine = engine_of(decoder, kv_cache_dtype=kv, stop_token_ids=NEVER)
     samples = drawn(engine, prompts_P, num_samples=2, temperature=temperature, max_tokens=30)
-    limit = FACTOR if kv == "compute" else 8  # what FP8 keys and values lose, the learner does not see
+    limit = FACTOR if kv == "auto" else 8  # what FP8 keys and values lose, the learner does not see
     assert error_ratio(decoder, prompts_P, samples, 2, temperature) < limit
 
 
@@ -197,7 +197,7 @@ def _step(runner):
 def _runner(decoder, max_rows) -> tuple[DecodeRunner, KVCache]:
     from qerl.config import EngineConfig
 
-    runners = RunnerCache(decoder, EngineConfig(max_running=max_rows), NEVER)
+    runners = RunnerCache(decoder, EngineConfig(max_num_seqs=max_rows), NEVER)
     cache = KVCache(decoder.architecture, 64, 16, torch.bfloat16, decoder.device)
     return runners.of(cache, Sampling(max_tokens=8), 8), cache
 
@@ -214,12 +214,12 @@ def _fill(state: DecodeState, rows: int) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"burst_steps": 1},
-        {"burst_steps": 5},
-        {"max_running": 5},
-        {"max_running": 3, "burst_steps": 7},
-        {"page_tokens": 32},
-        {"prefill_tokens": 50},
+        {"decode_steps_per_sync": 1},
+        {"decode_steps_per_sync": 5},
+        {"max_num_seqs": 5},
+        {"max_num_seqs": 3, "decode_steps_per_sync": 7},
+        {"block_size": 32},
+        {"max_num_batched_tokens": 50},
     ],
     ids=str,
 )
@@ -229,7 +229,7 @@ def test_a_sample_does_not_depend_on_the_engines_settings(decoder, settings):
     plain = drawn(engine_of(decoder, stop_token_ids=frozenset(range(40))), prompts_P, max_tokens=50)
     got = drawn(engine_of(decoder, stop_token_ids=frozenset(range(40)), **settings), prompts_P, max_tokens=50)
     same = [a.tokens_T == b.tokens_T for a, b in zip(got, plain, strict=True)]
-    if "prefill_tokens" in settings or "page_tokens" in settings:
+    if "max_num_batched_tokens" in settings or "block_size" in settings:
         assert sum(same) > 0.8 * len(same)
     else:
         assert all(same) and [s.logprobs_T for s in got] == [s.logprobs_T for s in plain]
@@ -237,7 +237,7 @@ def test_a_sample_does_not_depend_on_the_engines_settings(decoder, settings):
 
 
 def test_in_exact_mode_a_sample_does_not_depend_on_its_batch(decoder):
-    engine = engine_of(decoder, exact=True, max_running=80, stop_token_ids=NEVER)
+    engine = engine_of(decoder, exact=True, max_num_seqs=80, stop_token_ids=NEVER)
     prompts_P = small_prompts(*range(3, 73))
     together = drawn(engine, prompts_P, num_samples=1, max_tokens=20)
     alone = [drawn(engine, [p], num_samples=1, max_tokens=20)[0] for p in prompts_P[::9]]
@@ -247,7 +247,7 @@ def test_in_exact_mode_a_sample_does_not_depend_on_its_batch(decoder):
 def test_samples_are_paused_and_resumed_when_pages_run_out(decoder):
     prompts_P = small_prompts(*LENGTHS)
     kv_gb = 30.5 * page_bytes(SMALL, 16, torch.bfloat16) / 1e9
-    tight = engine_of(decoder, kv_gb=kv_gb, stop_token_ids=NEVER)
+    tight = engine_of(decoder, kv_cache_gb=kv_gb, stop_token_ids=NEVER)
     samples = drawn(tight, prompts_P, max_tokens=70)
     assert tight.stats.pauses > 0 and {len(s.tokens_T) for s in samples} == {70}
     assert error_ratio(decoder, prompts_P, samples, 3) < FACTOR
@@ -319,7 +319,9 @@ def test_too_little_memory_says_how_much_is_needed_and_what_lowers_it(decoder):
     try:
         with pytest.raises(UserError, match=r"GB.*engine\.kv"):
             drawn(
-                engine_of(decoder, max_running=256, kv_gb=60.0), small_prompts(*[9] * 256), max_tokens=30_000
+                engine_of(decoder, max_num_seqs=256, kv_cache_gb=60.0),
+                small_prompts(*[9] * 256),
+                max_tokens=30_000,
             )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -327,11 +329,11 @@ def test_too_little_memory_says_how_much_is_needed_and_what_lowers_it(decoder):
 
 def test_who_decodes_is_said(decoder):
     assert engine_of(decoder).notices == []
-    (pages,) = engine_of(decoder, page_tokens=8).notices
+    (pages,) = engine_of(decoder, block_size=8).notices
     assert "without the decode kernels" in pages and "pages of 8" in pages
     (rank,) = engine_of(decoder_of(rank=8)).notices
     assert "ranks of 16, 32, ... 128, here 8" in rank
-    (rows,) = engine_of(decoder, max_running=300).notices
+    (rows,) = engine_of(decoder, max_num_seqs=300).notices
     assert "256 samples are decoded at once" in rows
 
 
@@ -345,10 +347,10 @@ def test_the_torch_path_draws_from_the_same_policy(decoder):
     assert (engine - packed).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("kv", ["compute", "fp8"])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_branches_go_on_from_their_samples_pages(decoder, kv):
     """A branch's own tokens are as near to exact as the samples' are."""
-    prompts_P, engine = small_prompts(*LENGTHS), engine_of(decoder, stop_token_ids=NEVER, kv=kv)
+    prompts_P, engine = small_prompts(*LENGTHS), engine_of(decoder, stop_token_ids=NEVER, kv_cache_dtype=kv)
     groups, branches, found, _ = branched(engine, prompts_P, num_branches=4, max_tokens=40)
     assert engine.stats.prefill_tokens == sum(LENGTHS)
     assert engine.stats.reused_tokens == sum(len(g.prompt.tokens_T) + p.prefix_tokens - 1 for g, p in found)
@@ -370,8 +372,11 @@ def test_branches_go_on_from_their_samples_pages(decoder, kv):
 def test_branches_do_not_depend_on_lots_or_bursts(decoder):
     prompts_P = small_prompts(*LENGTHS)
     kv_gb = 60.5 * page_bytes(decoder.architecture, 16, torch.bfloat16) / 1e9
-    settings = {"stop_token_ids": NEVER, "exact": True, "max_running": 48}
-    roomy, tight = engine_of(decoder, **settings), engine_of(decoder, **settings, kv_gb=kv_gb, burst_steps=3)
+    settings = {"stop_token_ids": NEVER, "exact": True, "max_num_seqs": 48}
+    roomy, tight = (
+        engine_of(decoder, **settings),
+        engine_of(decoder, **settings, kv_cache_gb=kv_gb, decode_steps_per_sync=3),
+    )
     plain = branched(roomy, prompts_P, num_branches=4, max_tokens=40)
     again = branched(tight, prompts_P, num_branches=4, max_tokens=40)
     assert plain[3] == 1 < again[3]

@@ -52,7 +52,7 @@ def test_greedy_tokens_are_the_packed_forwards_arg_max(family):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_the_packed_forwards(decoder, temperature):
     prompts_P = prompts_of(*LENGTHS)
-    samples = drawn(engine_of(decoder, page_tokens=4), prompts_P, num_samples=2, temperature=temperature)
+    samples = drawn(engine_of(decoder, block_size=4), prompts_P, num_samples=2, temperature=temperature)
     for i, sample in enumerate(samples):
         truth_TV = packed_logprobs(decoder, prompts_P[i // 2], sample, temperature)
         truth_T = truth_TV[torch.arange(len(sample.tokens_T)), torch.tensor(sample.tokens_T)]
@@ -74,18 +74,18 @@ def test_the_noise_in_the_norms_is_the_sampling_policys(decoder, plain):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_running": 1},
-        {"max_running": 4},
-        {"page_tokens": 1},
-        {"page_tokens": 5},
-        {"page_tokens": 64},
-        {"prefill_tokens": 1},
-        {"prefill_tokens": 7},
-        {"prefill_tokens": 33, "max_running": 5, "page_tokens": 8},
-        {"burst_steps": 2},
-        {"burst_steps": 5, "max_running": 4},
-        {"burst_steps": 16, "page_tokens": 4, "max_running": 3},
-        {"exact": True, "burst_steps": 3, "max_running": 6},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 4},
+        {"block_size": 1},
+        {"block_size": 5},
+        {"block_size": 64},
+        {"max_num_batched_tokens": 1},
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 33, "max_num_seqs": 5, "block_size": 8},
+        {"decode_steps_per_sync": 2},
+        {"decode_steps_per_sync": 5, "max_num_seqs": 4},
+        {"decode_steps_per_sync": 16, "block_size": 4, "max_num_seqs": 3},
+        {"exact": True, "decode_steps_per_sync": 3, "max_num_seqs": 6},
         {"exact": True},
     ],
     ids=str,
@@ -99,10 +99,10 @@ def test_a_sample_does_not_depend_on_the_engines_settings(decoder, plain, settin
 def test_a_sample_does_not_depend_on_pauses(decoder, plain, num_pages, page_tokens, burst_steps):
     engine = engine_of(
         decoder,
-        page_tokens=page_tokens,
-        kv_gb=kv_gb_for(decoder, num_pages, page_tokens),
-        prefill_tokens=11,
-        burst_steps=burst_steps,
+        block_size=page_tokens,
+        kv_cache_gb=kv_gb_for(decoder, num_pages, page_tokens),
+        max_num_batched_tokens=11,
+        decode_steps_per_sync=burst_steps,
     )
     assert_same(drawn(engine, prompts_of(*LENGTHS)), plain)
     assert engine.stats.pauses > 0
@@ -133,7 +133,7 @@ def test_every_sample_has_its_own_randomness_and_a_step_or_a_seed_draws_others(d
 @pytest.mark.parametrize("max_tokens", [1, 2, 8, 9, 10])
 def test_page_boundaries_change_nothing(decoder, prompt_tokens, max_tokens):
     prompts_P = prompts_of(prompt_tokens)
-    engine = engine_of(decoder, page_tokens=8, stop_token_ids=frozenset())
+    engine = engine_of(decoder, block_size=8, stop_token_ids=frozenset())
     samples = drawn(engine, prompts_P, num_samples=2, max_tokens=max_tokens)
     for sample in samples:
         assert len(sample.tokens_T) == max_tokens and sample.finish == "length"
@@ -144,20 +144,20 @@ def test_page_boundaries_change_nothing(decoder, prompt_tokens, max_tokens):
 
 def test_pages_no_larger_than_asked_for_never_leak_what_nobody_wrote(decoder):
     # Each call leaves its numbers in the pages; an engine that read them would differ from a fresh one.
-    engine = engine_of(decoder, page_tokens=4)
+    engine = engine_of(decoder, block_size=4)
     for length in (60, 3, 17):
-        fresh = drawn(engine_of(decoder, page_tokens=4), prompts_of(length))
+        fresh = drawn(engine_of(decoder, block_size=4), prompts_of(length))
         assert_same(drawn(engine, prompts_of(length)), fresh)
 
 
 def test_a_shared_prompt_is_computed_and_held_once(decoder):
     prompt_tokens, num_samples, page_tokens = 34, 6, 8
-    engine = engine_of(decoder, page_tokens=page_tokens, stop_token_ids=frozenset())
+    engine = engine_of(decoder, block_size=page_tokens, stop_token_ids=frozenset())
     drawn(engine, prompts_of(prompt_tokens), num_samples=num_samples, max_tokens=7)
     assert engine.stats.prefill_tokens == prompt_tokens
     # The prompt's 4 full pages and its partial one; for each sample a copy of that, which 6 more tokens fill.
     assert engine.stats.peak_pages == 5 + num_samples
-    apart = engine_of(decoder, page_tokens=page_tokens, stop_token_ids=frozenset())
+    apart = engine_of(decoder, block_size=page_tokens, stop_token_ids=frozenset())
     drawn(apart, prompts_of(prompt_tokens) * num_samples, num_samples=1, max_tokens=7)
     assert apart.stats.prefill_tokens == num_samples * prompt_tokens
     assert apart.stats.peak_pages == num_samples * (5 + 1)
@@ -166,7 +166,7 @@ def test_a_shared_prompt_is_computed_and_held_once(decoder):
 def test_the_decode_batch_shrinks_and_is_filled_up_again(decoder, plain):
     lengths = [len(s.tokens_T) for s in plain]
     assert len(set(lengths)) > 3
-    roomy, single = engine_of(decoder), engine_of(decoder, max_running=1)
+    roomy, single = engine_of(decoder), engine_of(decoder, max_num_seqs=1)
     for engine in (roomy, single):
         drawn(engine, prompts_of(*LENGTHS))
         assert engine.stats.num_tokens == sum(lengths)
@@ -177,23 +177,25 @@ def test_the_decode_batch_shrinks_and_is_filled_up_again(decoder, plain):
 
 
 def test_a_burst_goes_on_while_the_one_before_is_read(decoder, plain):
-    engine = engine_of(decoder, burst_steps=4, stop_token_ids=frozenset())
+    engine = engine_of(decoder, decode_steps_per_sync=4, stop_token_ids=frozenset())
     samples = drawn(engine, prompts_of(9, 9), max_tokens=12)
     assert {len(s.tokens_T) for s in samples} == {12}
     assert engine.stats.decode_forwards == 11 and engine.stats.num_tokens == 6 * 12
-    drawn(engine_of(decoder, burst_steps=4), prompts_of(*LENGTHS))
+    drawn(engine_of(decoder, decode_steps_per_sync=4), prompts_of(*LENGTHS))
 
 
 def test_rows_that_ended_within_a_burst_write_nothing_more(decoder, plain):
     """Their positions are -1 on the device: pages that were released belong to others by then."""
-    engine = engine_of(decoder, burst_steps=8, page_tokens=4, max_running=4, kv_gb=kv_gb_for(decoder, 26, 4))
+    engine = engine_of(
+        decoder, decode_steps_per_sync=8, block_size=4, max_num_seqs=4, kv_cache_gb=kv_gb_for(decoder, 26, 4)
+    )
     assert_same(drawn(engine, prompts_of(*LENGTHS)), plain)
     most_steps = sum(len(s.tokens_T) for s in plain)
     assert engine.stats.decode_forwards < most_steps
 
 
 def test_prompts_are_packed_into_as_few_forwards_as_prefill_tokens_allows(decoder):
-    engine = engine_of(decoder, prefill_tokens=43)
+    engine = engine_of(decoder, max_num_batched_tokens=43)
     drawn(engine, prompts_of(*LENGTHS))
     assert sum(LENGTHS) == 3 * 43 and engine.stats.prefill_forwards == 3
 
@@ -213,7 +215,7 @@ def test_a_stop_token_ends_a_sample_and_is_kept_but_is_no_text(decoder, plain):
 def test_a_stop_string_over_two_tokens_ends_a_sample_and_cuts_its_text(decoder, plain, burst_steps):
     longer = next(s for s in plain if len(s.text) > 8)
     stop = longer.text[4:6]
-    engine = engine_of(decoder, burst_steps=burst_steps)
+    engine = engine_of(decoder, decode_steps_per_sync=burst_steps)
     samples = drawn(engine, prompts_of(*LENGTHS), stop=("never", stop))
     sample = samples[plain.index(longer)]
     for other, before in zip(samples, plain, strict=True):  # whose pages it wrote to on its way, if any
@@ -251,16 +253,16 @@ def test_a_prompt_without_room_for_a_sample_is_named(decoder, length):
 
 def test_a_sample_that_can_never_fit_says_what_would(decoder):
     prompts_P = prompts_of(3, 40, first_index=70)
-    too_small = engine_of(decoder, page_tokens=8, kv_gb=kv_gb_for(decoder, 8, 8))
+    too_small = engine_of(decoder, block_size=8, kv_cache_gb=kv_gb_for(decoder, 8, 8))
     with pytest.raises(UserError, match=r"prompt 71 needs 9 pages of KV cache .* engine\.kv_gb") as caught:
         drawn(too_small, prompts_P, max_tokens=32)
     said_gb = float(re.search(r"raise it to (\S+) or more", str(caught.value))[1])
-    enough = engine_of(decoder, page_tokens=8, kv_gb=said_gb)
+    enough = engine_of(decoder, block_size=8, kv_cache_gb=said_gb)
     assert len(drawn(enough, prompts_P, max_tokens=32)) == 6
 
 
 def test_the_cache_is_no_larger_than_the_call_can_use(decoder):
-    engine = engine_of(decoder, page_tokens=8, kv_gb=1.0, max_running=4)
+    engine = engine_of(decoder, block_size=8, kv_cache_gb=1.0, max_num_seqs=4)
     assert engine.num_bytes == 0
     drawn(engine, prompts_of(9, 8), num_samples=3, max_tokens=8)
     page = page_bytes(decoder.architecture, 8, torch.float32)
@@ -274,7 +276,7 @@ def test_the_cache_is_no_larger_than_the_call_can_use(decoder):
 
 @pytest.mark.parametrize("lengths", [(9, 31, 1, 16, 40), (5,) * 20])
 def test_a_full_sized_cache_never_pauses_nor_waits_for_pages(decoder, lengths):
-    engine = engine_of(decoder, page_tokens=4, max_running=7, stop_token_ids=frozenset())
+    engine = engine_of(decoder, block_size=4, max_num_seqs=7, stop_token_ids=frozenset())
     drawn(engine, prompts_of(*lengths), num_samples=3, max_tokens=9)
     assert engine.stats.pauses == 0
     assert engine.stats.decode_forwards == -(-len(lengths) * 3 // 7) * 8
@@ -283,7 +285,7 @@ def test_a_full_sized_cache_never_pauses_nor_waits_for_pages(decoder, lengths):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("at_forward", [1, 2, 6])
 def test_an_engine_that_was_interrupted_draws_as_before(decoder, plain, error, at_forward):
-    engine = engine_of(decoder, page_tokens=4, kv_gb=kv_gb_for(decoder, 18, 4))
+    engine = engine_of(decoder, block_size=4, kv_cache_gb=kv_gb_for(decoder, 18, 4))
     calls = []
 
     def interrupt(module, args, output):
@@ -301,7 +303,7 @@ def test_an_engine_that_was_interrupted_draws_as_before(decoder, plain, error, a
 
 
 def test_a_model_that_gives_no_numbers_is_reported_and_leaves_nothing_behind(decoder, plain):
-    engine = engine_of(decoder, page_tokens=4)
+    engine = engine_of(decoder, block_size=4)
     drawn(engine, prompts_of(*LENGTHS))  # makes the cache as large as the last call needs it
 
     def diverge(module, args, output):
@@ -360,7 +362,7 @@ def test_half_precision_samples_are_no_further_from_exact_than_the_packed_forwar
             for name, master in adapter_tensors(decoder).items():
                 if "lora_B" in name:
                     master.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
-    engine = engine_of(decoder, page_tokens=4, stop_token_ids=frozenset())
+    engine = engine_of(decoder, block_size=4, stop_token_ids=frozenset())
     engine.publish(0)
     samples = drawn(engine, prompts_P, num_samples=4, max_tokens=40)
     by_engine, packed, exact = compared(decoder, prompts_P, samples, 4)
@@ -372,7 +374,7 @@ def test_half_precision_samples_are_no_further_from_exact_than_the_packed_forwar
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_draws_what_the_cpu_draws():
     prompts_P = [replace(p, tokens_T=[t % VOCAB for t in p.tokens_T]) for p in prompts_of(*LENGTHS)]
-    settings = {"page_tokens": 4, "prefill_tokens": 50, "max_running": 9}
+    settings = {"block_size": 4, "max_num_batched_tokens": 50, "max_num_seqs": 9}
     for sampling in ({}, {"top_p": 0.9, "top_k": 20}, {"temperature": 0.0}):
         here = drawn(engine_of(tiny_decoder(), **settings), prompts_P, **sampling)
         there = drawn(engine_of(tiny_decoder(device="cuda"), **settings), prompts_P, **sampling)

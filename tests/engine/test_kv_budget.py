@@ -16,13 +16,13 @@ def test_a_cpu_has_a_gigabyte_unless_told_otherwise():
     decoder = tiny()
     for held_bytes in (0, 700_000_000):
         assert kv_bytes(EngineConfig(), decoder, held_bytes) == 1e9
-        assert kv_bytes(EngineConfig(kv_gb=0.25), decoder, held_bytes) == 0.25e9
+        assert kv_bytes(EngineConfig(kv_cache_gb=0.25), decoder, held_bytes) == 0.25e9
 
 
 @pytest.mark.parametrize(("gives_back", "limit"), [(True, 900), (False, 600)])
 def test_a_gpus_cache_leaves_the_rest_to_learning_only_if_it_stays(monkeypatch, gives_back, limit):
     """On a device with 1,000 bytes free beside a prefill's. One that stays must not raise its own limit."""
-    decoder, config = tiny(), EngineConfig(prefill_tokens=1)
+    decoder, config = tiny(), EngineConfig(max_num_batched_tokens=1)
     decoder.device = torch.device("cuda")
     monkeypatch.setattr(kv_budget, "can_give_back", lambda device: gives_back)
     free, held = working_bytes(config, decoder) + 1000, 0.0
@@ -35,7 +35,7 @@ def test_a_gpus_cache_leaves_the_rest_to_learning_only_if_it_stays(monkeypatch, 
 
 def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_graphs(monkeypatch):
     decoder = tiny()
-    engine, prompts_P = engine_of(decoder, page_tokens=4, stop_token_ids=frozenset()), prompts_of(*[9] * 8)
+    engine, prompts_P = engine_of(decoder, block_size=4, stop_token_ids=frozenset()), prompts_of(*[9] * 8)
     sizes = []
     for affordable, room in ((40, 45), (39, 40), (44, 49), (45, 50), (36, 44), (36, 45)):
         for name, pages in (("kv_bytes", affordable), ("room_bytes", room)):
@@ -64,7 +64,7 @@ def test_a_cache_that_stays_is_memory_that_its_successor_may_have(monkeypatch):
 def test_working_memory_grows_with_the_rows_of_a_prefill():
     decoder = tiny()
     a, row = decoder.architecture, 2 * (4 * 80 + 10 * 48 + 2 * (6 + 2 * 2) * 16)
-    few, many = (working_bytes(EngineConfig(prefill_tokens=n), decoder) for n in (10, 1010))
+    few, many = (working_bytes(EngineConfig(max_num_batched_tokens=n), decoder) for n in (10, 1010))
     assert many - few == 1000 * row and few == 10 * row + 4 * 80 * 48 + 64 * 4 * a.vocab_size + (20 << 20)
 
 
@@ -106,8 +106,10 @@ def test_copied_pages_keep_their_scales():
 @pytest.mark.parametrize("burst_steps", [1, 4])
 def test_fp8_keys_and_values_change_the_policy_a_little(burst_steps):
     decoder, prompts_P = tiny(), prompts_of(9, 31, 40)
-    settings = {"page_tokens": 4, "prefill_tokens": 13, "stop_token_ids": frozenset()}
-    samples = drawn(engine_of(decoder, kv="fp8", burst_steps=burst_steps, **settings), prompts_P)
+    settings = {"block_size": 4, "max_num_batched_tokens": 13, "stop_token_ids": frozenset()}
+    samples = drawn(
+        engine_of(decoder, kv_cache_dtype="fp8", decode_steps_per_sync=burst_steps, **settings), prompts_P
+    )
     engine, packed, exact = compared(decoder, prompts_P, samples, 3)
     assert torch.equal(packed, exact)
     assert 1e-4 < (engine - exact).abs().mean() < 0.1
@@ -116,7 +118,9 @@ def test_fp8_keys_and_values_change_the_policy_a_little(burst_steps):
 def test_fp8_samples_do_not_depend_on_how_a_prefill_is_cut():
     decoder, prompts_P = tiny(), prompts_of(9, 31, 40)
     whole, cut = (
-        drawn(engine_of(decoder, kv="fp8", page_tokens=4, prefill_tokens=tokens), prompts_P)
+        drawn(
+            engine_of(decoder, kv_cache_dtype="fp8", block_size=4, max_num_batched_tokens=tokens), prompts_P
+        )
         for tokens in (2048, 7)
     )
     assert [s.tokens_T for s in whole] == [s.tokens_T for s in cut]
@@ -124,6 +128,6 @@ def test_fp8_samples_do_not_depend_on_how_a_prefill_is_cut():
 
 def test_a_config_of_no_memory_is_refused():
     with pytest.raises(UserError, match=r"engine\.kv_gb must be positive"):
-        EngineConfig(kv_gb=0.0)
+        EngineConfig(kv_cache_gb=0.0)
     with pytest.raises(UserError, match=r"engine\.burst_steps must be positive"):
-        dataclasses.replace(EngineConfig(), burst_steps=0)
+        dataclasses.replace(EngineConfig(), decode_steps_per_sync=0)

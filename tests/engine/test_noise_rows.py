@@ -76,7 +76,8 @@ def test_under_the_same_uniform_draws_samples_differ_by_their_noise_alone(
 
 @PER
 @pytest.mark.parametrize(
-    "settings", [{"max_running": 4}, {"prefill_tokens": 7, "burst_steps": 5}, {"exact": True}]
+    "settings",
+    [{"max_num_seqs": 4}, {"max_num_batched_tokens": 7, "decode_steps_per_sync": 5}, {"exact": True}],
 )
 def test_a_sample_depends_neither_on_its_batch_nor_on_pauses(per, settings):
     whole = noisy(decoder_per(per))
@@ -88,7 +89,7 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_pauses(per, settings):
     alone = [s for prompt in reversed(prompts_P) for s in noisy(decoder, [prompt], num_samples=2)]
     some = [whole[3 * p + g] for p in reversed(range(len(prompts_P))) for g in range(2)]
     with noised(decoder.noise_table, sigma=0.1, **NOISE):
-        engine = engine_of(decoder, page_tokens=4, kv_gb=kv_gb, **settings)
+        engine = engine_of(decoder, block_size=4, kv_cache_gb=kv_gb, **settings)
         paused = drawn(engine, prompts_P)
     assert engine.stats.pauses > 0
     for got, want in ((alone, some), (paused, whole)):
@@ -98,7 +99,7 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_pauses(per, settings):
 
 
 @PER
-@pytest.mark.parametrize("settings", [{}, {"page_tokens": 4, "exact": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"block_size": 4, "exact": True}], ids=str)
 def test_a_branch_is_drawn_under_the_noise_of_its_sample(per, settings):
     decoder, prompts_P = decoder_per(per), prompts_of(*LENGTHS)
     with noised(decoder.noise_table, sigma=0.1, **NOISE):
@@ -130,7 +131,10 @@ def test_the_learner_reads_each_sample_under_its_own_noise(per, recompute):
     add_adapter(decoder, AdapterConfig(rank=4), seed=1)
     decoder.noise_table.open(per, 5)
     prompts_P, samples = prompts_of(*LENGTHS), noisy(decoder)
-    config = run_config(learn={"micro_tokens": 64, "recompute": recompute}, adapter=AdapterConfig(rank=4))
+    config = run_config(
+        learn={"max_tokens_per_microbatch": 64, "gradient_checkpointing": recompute},
+        adapter=AdapterConfig(rank=4),
+    )
     groups = [
         Group(
             prompt=prompts_P[p],

@@ -16,7 +16,7 @@ def decoder():
 
 @pytest.mark.parametrize("burst_steps", [1, 4])
 def test_a_watch_sees_every_token_as_it_is_read_and_each_sample_at_its_end(decoder, burst_steps):
-    engine = engine_of(decoder, burst_steps=burst_steps)
+    engine = engine_of(decoder, decode_steps_per_sync=burst_steps)
     prompts_P = prompts_of(5, 9)
     seen, ended = collections.defaultdict(list), {}
 
@@ -35,7 +35,7 @@ def test_a_watch_sees_every_token_as_it_is_read_and_each_sample_at_its_end(decod
 
 @pytest.mark.parametrize("burst_steps", [1, 4])
 def test_a_watch_ends_one_sample_and_leaves_the_others_as_they_are(decoder, burst_steps):
-    engine = engine_of(decoder, burst_steps=burst_steps, stop_token_ids=frozenset())
+    engine = engine_of(decoder, decode_steps_per_sync=burst_steps, stop_token_ids=frozenset())
     prompts_P = prompts_of(5, 9)
     counts, ends = collections.Counter(), {(0, 1): 1, (1, 0): 3, (1, 2): 12}
 

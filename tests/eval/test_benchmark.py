@@ -83,7 +83,7 @@ def evaluated(monkeypatch, capsys, *arguments):
     return [json.loads(line) for line in output.out.splitlines()], output.err
 
 
-SHORT = ("--model.compute", "fp32", "--max-tokens", 4, "--num-samples", 3)
+SHORT = ("--model.dtype", "fp32", "--max-tokens", 4, "--num-samples", 3)
 
 
 def test_all_sets_from_files_of_their_columns(monkeypatch, capsys, model, tmp_path):
@@ -112,7 +112,7 @@ def test_what_is_there_is_not_done_again_and_other_settings_are_another_file(
     place = f"aime24={write(tmp_path / 'aime.jsonl', ROWS['aime24'])}"
     (first,), _ = evaluated(monkeypatch, capsys, model, place, *SHORT)
     monkeypatch.setattr(
-        "qerl.eval.run.learned_sampler_of", lambda *_: pytest.fail("the model was loaded again")
+        "qerl.eval.run.load_trained_sampler", lambda *_: pytest.fail("the model was loaded again")
     )
     (again,), _ = evaluated(monkeypatch, capsys, model, place, *SHORT)
     assert again == first
@@ -155,7 +155,7 @@ def test_rewards_that_are_weighed_otherwise_are_another_file(monkeypatch, capsys
     changes = (
         (),
         ("--task.reward-weights", 2.0),
-        ("--task.reward-deadline-s", 5),
+        ("--task.reward-timeout-s", 5),
         ("--task.code.credit", "all"),
     )
     files = [evaluated(monkeypatch, capsys, tmp_path / "run", *given, *c)[0][0]["file"] for c in changes]
@@ -295,7 +295,9 @@ def exam(**changes):
     ]
     ballot = lambda texts_P_G: [votes("numeric", texts_G) for texts_G in texts_P_G]  # noqa: E731
     given = {"prompts": prompts, "num_samples": 4, "ballot": ballot, "sampling": SAMPLED, **changes}
-    return Benchmark(name="sums", answer_column="answer", rewards=Exact(), seed=0, right_from=1.0, **given)
+    return Benchmark(
+        name="sums", answer_column="answer", rewards=Exact(), seed=0, success_threshold=1.0, **given
+    )
 
 
 def test_the_figures_of_three_problems_worked_by_hand(tmp_path):

@@ -45,7 +45,7 @@ def run_of(folder, family="llama", *, format="nvfp4", adapter=ADAPTER):
     """(the folder of a run that has learned something, its config, its policy)."""
     tiny_run.write_model(folder / "model")
     save_tiny(folder / "model", family, intermediate_size=128, dtype=torch.bfloat16)
-    model = ModelConfig(path=str(folder / "model"), format=format, device="cpu", compute="fp32")
+    model = ModelConfig(path=str(folder / "model"), format=format, device="cpu", dtype="fp32")
     config = RunConfig(
         out=str(folder / "run"), model=model, adapter=adapter, noise=NoiseConfig(schedule="none")
     )
@@ -152,7 +152,7 @@ def test_every_base_merges(tmp_path, format):
 
 
 def test_weights_that_learned_themselves_are_exported_as_they_are(tmp_path):
-    adapter = AdapterConfig(kind="full", targets=("q_proj", "down_proj"))
+    adapter = AdapterConfig(kind="full", target_modules=("q_proj", "down_proj"))
     _, config, decoder = run_of(tmp_path, format="bf16", adapter=adapter)
     model = AutoModelForCausalLM.from_pretrained(exported(tmp_path, config, "merged", dtype="fp32"))
     torch.testing.assert_close(
@@ -267,7 +267,7 @@ def test_the_command_exports_a_run_and_names_what_is_none(monkeypatch, capsys, t
 
 def peft_adapter(folder, path, **changes):
     """One that PEFT itself made and wrote, with something learned."""
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": list(ADAPTER.targets)} | changes
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": list(ADAPTER.target_modules)} | changes
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     rng = torch.Generator().manual_seed(2)
@@ -300,7 +300,7 @@ def test_a_run_goes_on_from_an_exported_adapter(monkeypatch, capsys, tmp_path):
 
     first = train("first")
     assert qerl(monkeypatch, "export", tmp_path / "first", tmp_path / "adapter") == 0
-    second = train("second", "--adapter.start", tmp_path / "adapter")
+    second = train("second", "--adapter.init-from", tmp_path / "adapter")
     for figure in ("accuracy", "greedy"):
         assert second[f"{figure}_before"] == first[f"{figure}_after"]
     assert (second["accuracy_before"], second["greedy_before"]) != (
@@ -311,7 +311,15 @@ def test_a_run_goes_on_from_an_exported_adapter(monkeypatch, capsys, tmp_path):
 
 def test_import_goes_on_from_an_adapter_of_another_rank_alpha_and_targets(monkeypatch, capsys, tmp_path):
     files = tiny_run.write_files(tmp_path)
-    narrow = ("--adapter.rank", "3", "--adapter.alpha", "5", "--adapter.targets", "q_proj", "down_proj")
+    narrow = (
+        "--adapter.rank",
+        "3",
+        "--adapter.alpha",
+        "5",
+        "--adapter.target-modules",
+        "q_proj",
+        "down_proj",
+    )
     given = [*tiny_run.options(files, tmp_path / "first"), "--num-steps", "3"]
     given = given[: given.index("--adapter.rank")] + given[given.index("--adapter.rank") + 2 :]
     assert qerl(monkeypatch, "train", "demo", *given, *narrow) == 0
@@ -350,7 +358,10 @@ def test_what_import_cannot_take_over_is_named(tmp_path, changes, said):
     [
         ({"r": 8}, "r is 8, adapter.rank is 4"),
         ({"lora_alpha": 16}, "lora_alpha is 16, adapter.alpha is 8.0"),
-        ({"target_modules": ["q_proj", "v_proj"]}, "targets ['q_proj', 'v_proj'], adapter.targets are"),
+        (
+            {"target_modules": ["q_proj", "v_proj"]},
+            "targets ['q_proj', 'v_proj'], adapter.target_modules are",
+        ),
         ({"use_dora": True}, "use_dora is True; what is read is plain LoRA, False"),
         ({"use_rslora": True}, "use_rslora is True; what is read is plain LoRA, False"),
         ({"bias": "all"}, "bias is 'all'; what is read is plain LoRA, 'none'"),

@@ -73,7 +73,7 @@ def test_a_reward_that_eats_memory_gets_an_error_and_not_the_machine(pool):
             held.append(bytearray(1 << 26))
         return [1.0]
 
-    one = pool(eats, reward_memory_gb=0.5, reward_deadline_s=30.0)
+    one = pool(eats, reward_memory_gb=0.5, reward_timeout_s=30.0)
     assert scored(one, "all", "none", "all") == [None, 1.0, None]
     assert one.take_failures()["raised MemoryError"][0] == 2
 
@@ -96,7 +96,7 @@ def test_children_of_a_reward_go_with_it(pool, tmp_path, ends):
                 time.sleep(600)
         return [1.0] if ends else time.sleep(600)
 
-    one = pool(forks, reward_deadline_s=30.0 if ends else 2.0, reward_workers=1)
+    one = pool(forks, reward_timeout_s=30.0 if ends else 2.0, reward_workers=1)
     if ends:
         assert scored(one, "x") == [1.0]
         one.close()
@@ -135,7 +135,7 @@ def test_a_gigabyte_of_print_does_not_reach_the_terminal(pool, capfd):
         return [1.0]
 
     begin = time.monotonic()
-    one = pool(prints, reward_deadline_s=120.0, reward_workers=1)
+    one = pool(prints, reward_timeout_s=120.0, reward_workers=1)
     assert scored(one, "x") == [1.0]
     seconds = time.monotonic() - begin
     time.sleep(1.6)  # what was left out is told in the second after
@@ -152,7 +152,7 @@ def test_what_ends_one_sample_in_any_way_leaves_the_run_and_is_told(tmp_path):
     run = runs.start(
         files,
         tmp_path / "run",
-        *("--task.rewards", f"{tmp_path / 'bad.py'}:bad", "--task.reward-deadline-s", "1"),
+        *("--task.rewards", f"{tmp_path / 'bad.py'}:bad", "--task.reward-timeout-s", "1"),
         *("--task.reward-memory-gb", "1", "--num-steps", "3", "--evaluate.num-prompts", "0"),
     )
     assert run.wait() == 0, run.said

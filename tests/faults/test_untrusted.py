@@ -33,7 +33,7 @@ from tasks.material import tokenizer
 
 EXAMPLES = int(sys.argv[1]) if __name__ == "__main__" else 60
 quick = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-SRC = Path(main.__file__).parent
+SRC = Path(main.__file__).parents[1]
 TOKENIZER = tokenizer()
 
 JSON = st.recursive(

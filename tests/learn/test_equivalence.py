@@ -18,12 +18,12 @@ from qerl.models.adapter import adapter_tensors
 MODES = pytest.mark.parametrize(
     "algo",
     [
-        *({"loss": loss} for loss in LOSSES),
+        *({"loss_type": loss} for loss in LOSSES),
         *({"importance": importance} for importance in IMPORTANCE),
-        *({"loss": loss, "kl_coefficient": 0.3} for loss in ("grpo", "gspo", "cispo")),
-        {"loss": "sapo", "importance": "truncated_sequence", "importance_cap": 1.1},
-        {"loss": "gspo", "importance": "ratio"},
-        {"loss": "maspo", "importance": "icepop", "importance_floor": 0.1, "importance_cap": 0.5},
+        *({"loss_type": loss, "beta": 0.3} for loss in ("grpo", "gspo", "cispo")),
+        {"loss_type": "sapo", "importance": "truncated_sequence", "importance_cap": 1.1},
+        {"loss_type": "gspo", "importance": "ratio"},
+        {"loss_type": "maspo", "importance": "icepop", "importance_floor": 0.1, "importance_cap": 0.5},
         {"importance": "masked", "importance_cap": 0.3},
         {"importance": "masked_sequence", "importance_cap": 0.05},
         {"reject": ("geometric",), "geometric_low": 0.2, "geometric_high": 0.33},
@@ -70,7 +70,7 @@ def test_no_split_changes_the_gradient(algo, groups):
     """A budget of one token makes each sample a batch and a tree of its own."""
     whole = gradient(groups, algo)
     for micro_tokens in (1, 13, 21):
-        assert rms_error(gradient(groups, algo, micro_tokens=micro_tokens), whole) < 1e-5
+        assert rms_error(gradient(groups, algo, max_tokens_per_microbatch=micro_tokens), whole) < 1e-5
     assert rms_error(gradient(groups, algo, logprob_chunk_tokens=3), whole) < 1e-5
 
 
@@ -78,23 +78,23 @@ def test_no_split_changes_the_gradient(algo, groups):
 def test_no_order_changes_the_gradient(algo, groups):
     turned = [replace(g, samples_G=g.samples_G[::-1]) for g in groups[2:] + groups[:2]]
     whole = gradient(groups, algo)
-    assert rms_error(gradient(turned, algo, micro_tokens=21), whole) < 1e-5
+    assert rms_error(gradient(turned, algo, max_tokens_per_microbatch=21), whole) < 1e-5
 
 
 @pytest.mark.parametrize(
     "algo",
     [
         *({"importance": importance, "importance_floor": 0.1} for importance in IMPORTANCE),
-        {"importance": "ratio", "kl_coefficient": 0.3},
-        {"loss": "gspo"},
-        {"loss": "gspo_token"},
-        *({"loss": loss} for loss in ("cispo", "sapo", "maspo")),
+        {"importance": "ratio", "beta": 0.3},
+        {"loss_type": "gspo"},
+        {"loss_type": "gspo_token"},
+        *({"loss_type": loss} for loss in ("cispo", "sapo", "maspo")),
     ],
     ids=lambda algo: "-".join(map(str, algo.values())),
 )
 def test_several_updates_and_passes_learn_what_the_plain_loop_learns(algo, rng):
     """Old logprobs from before the first update, the schedule, the clipping and AdamW, over two steps."""
-    learn = {"updates_per_step": 2, "passes_per_step": 2, "weight_decay": 0.1, "max_grad_norm": 0.4}
+    learn = {"updates_per_step": 2, "num_iterations": 2, "weight_decay": 0.1, "max_grad_norm": 0.4}
     config = replace(run_config(algo, learn), sample=replace(run_config().sample, temperature=0.8))
     steps = [random_groups(4, 3, vocab=VOCAB, rng=rng) for _ in range(2)]
     start = flat({name: m.detach() for name, m in adapter_tensors(tiny_decoder()).items()})
@@ -122,7 +122,7 @@ def test_two_updates_over_halves_are_not_one_over_both(groups):
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_a_weights_own_gradient_is_what_its_adapters_follows_from(loss, groups):
     """With B = 0 both have one policy, and dB = scaling * dW @ A^T."""
-    algo, adapter = {"loss": loss}, replace(run_config().adapter, targets=TARGETS)
+    algo, adapter = {"loss_type": loss}, replace(run_config().adapter, target_modules=TARGETS)
     moments, masters = [], []
     for kind in ("lora", "full"):
         config = run_config(algo, UNCLIPPED, adapter=replace(adapter, kind=kind))
@@ -140,7 +140,12 @@ def test_a_weights_own_gradient_is_what_its_adapters_follows_from(loss, groups):
 
 def test_full_fine_tuning_learns_the_same_however_it_is_computed(groups):
     states = []
-    for learn in ({}, {"micro_tokens": 21}, {"recompute": "layer"}, {"recompute": "offload"}):
+    for learn in (
+        {},
+        {"max_tokens_per_microbatch": 21},
+        {"gradient_checkpointing": "layer"},
+        {"gradient_checkpointing": "offload"},
+    ):
         config = run_config({}, learn, adapter=replace(run_config().adapter, kind="full"))
         learner = Learner(tiny_decoder(adapter=config.adapter), config)
         learner.step(groups)
@@ -150,6 +155,6 @@ def test_full_fine_tuning_learns_the_same_however_it_is_computed(groups):
 
 
 def test_full_fine_tuning_has_no_frozen_policy_to_stay_near():
-    config = run_config({"kl_coefficient": 0.1}, adapter=replace(run_config().adapter, kind="full"))
+    config = run_config({"beta": 0.1}, adapter=replace(run_config().adapter, kind="full"))
     with pytest.raises(UserError, match=r"algo\.kl_coefficient needs the frozen policy"):
         Learner(tiny_decoder(adapter=config.adapter), config)

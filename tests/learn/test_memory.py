@@ -21,10 +21,10 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
     decoder, prompts_P = decoder_of(), small_prompts(*[64] * 8)
     config = RunConfig(
         num_prompts=8,
-        num_samples=4,
+        num_generations=4,
         adapter=AdapterConfig(rank=16),
         sample=SampleConfig(max_tokens=300),
-        learn=LearnConfig(recompute=recompute),
+        learn=LearnConfig(gradient_checkpointing=recompute),
     )
     engine, learner = engine_of(decoder, stop_token_ids=NEVER), Learner(decoder, config)
     device, peaks, left, free = decoder.device, [], [], []

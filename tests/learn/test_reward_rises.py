@@ -60,9 +60,9 @@ def lucky_probability(decoder, index):
 )
 def test_rewarded_tokens_come_to_be_drawn(compute, loss, importance, updates, rng):
     steps = 30
-    algo = {"loss": loss, "importance": importance}
-    learn = {"updates_per_step": updates, "schedule": "constant", "learning_rate": 1e-2}
-    config = dataclasses.replace(run_config(algo, learn), num_steps=steps, num_prompts=3, num_samples=8)
+    algo = {"loss_type": loss, "importance": importance}
+    learn = {"updates_per_step": updates, "lr_scheduler_type": "constant", "learning_rate": 1e-2}
+    config = dataclasses.replace(run_config(algo, learn), num_steps=steps, num_prompts=3, num_generations=8)
     decoder = tiny_decoder(compute=compute, fresh=True)
     learner = Learner(decoder, config)
 

@@ -41,17 +41,17 @@ def pairs(groups):
 
 def policy_loss(algo, logprob_T, old_T, a):
     ratio_T = (logprob_T - old_T).exp()
-    if algo.loss == "gspo":
+    if algo.loss_type == "gspo":
         ratio_T = (logprob_T - old_T).mean().exp().expand_as(ratio_T)
-    if algo.loss == "gspo_token":
+    if algo.loss_type == "gspo_token":
         ratio_T = (logprob_T - old_T).mean().exp().detach() * logprob_T.exp() / logprob_T.exp().detach()
-    bounded_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high)
-    if algo.loss == "cispo":
+    bounded_T = ratio_T.clamp(1 - algo.epsilon, 1 + algo.epsilon_high)
+    if algo.loss_type == "cispo":
         return -bounded_T.detach() * a * logprob_T
-    if algo.loss == "sapo":
+    if algo.loss_type == "sapo":
         tau = algo.sapo.temperature_positive if a > 0 else algo.sapo.temperature_negative
         return -a * torch.sigmoid(tau * (ratio_T - 1)) * 4 / tau
-    if algo.loss == "maspo":
+    if algo.loss_type == "maspo":
         return -a * maspo_weight(algo.maspo, ratio_T.detach(), old_T, a) * ratio_T
     return -torch.minimum(ratio_T * a, bounded_T * a)
 
@@ -90,25 +90,25 @@ def token_loss(config, logprob_T, before_T, reference_T, sample):
     loss_T = importance_weight(algo, (before_T - sampler_T).exp()) * policy_loss(algo, logprob_T, old_T, a)
     if reference_T is not None:
         x_T = reference_T - logprob_T
-        loss_T = loss_T + algo.kl_coefficient * (x_T.exp() - x_T - 1)
+        loss_T = loss_T + algo.beta * (x_T.exp() - x_T - 1)
     return loss_T
 
 
 def whole_loss(config, decoder, groups, before, reference):
     """Of one update; before and reference hold each sample's logprobs by id."""
     tokens = sum(len(s.places) for _, s in pairs(groups))
-    samples = len(groups) * config.num_samples
+    samples = len(groups) * config.num_generations
     total = torch.zeros(())
     for group, s in pairs(groups):
         logprob_T, _ = read(decoder, group, s, config.sample.temperature)
         loss_T = token_loss(config, logprob_T, before[id(s)], reference.get(id(s)), s)
-        if config.algo.loss in ("grpo", "gspo", "gspo_token", "sapo"):
+        if config.algo.loss_type in ("grpo", "gspo", "gspo_token", "sapo"):
             total = total + loss_T.mean() / samples
-        elif config.algo.loss in ("dapo", "cispo", "maspo"):
+        elif config.algo.loss_type in ("dapo", "cispo", "maspo"):
             total = total + loss_T.sum() / tokens
-        elif config.algo.loss == "dr_grpo":
+        elif config.algo.loss_type == "dr_grpo":
             total = total + loss_T.sum() / (samples * config.sample.max_tokens)
-        elif config.algo.loss == "bnpo":
+        elif config.algo.loss_type == "bnpo":
             siblings = sum(len(x.places) for x in group.samples_G if x.reward is not None)
             total = total + loss_T.sum() / siblings / len(groups)
     return total
@@ -120,7 +120,7 @@ def logprobs(config, decoder, groups):
 
 
 def reference_logprobs(config, decoder, groups):
-    if config.algo.kl_coefficient == 0:
+    if config.algo.beta == 0:
         return {}
     with adapter_off(decoder):
         return logprobs(config, decoder, groups)
@@ -144,7 +144,7 @@ def train(config, decoder, steps):
         before, reference = logprobs(config, decoder, groups), reference_logprobs(config, decoder, groups)
         size = len(groups) // learn.updates_per_step
         shares = [groups[i : i + size] for i in range(0, len(groups), size)]
-        for share in shares * learn.passes_per_step:
+        for share in shares * learn.num_iterations:
             loss = whole_loss(config, decoder, share, before, reference)
             grads = torch.autograd.grad(loss, list(masters.values()))
             norm = math.sqrt(sum(g.square().sum().item() for g in grads))

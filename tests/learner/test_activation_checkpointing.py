@@ -35,11 +35,11 @@ def pass_over(decoder, run_layer):
 
 
 @MODES
-@pytest.mark.parametrize("algo", [{}, {"kl_coefficient": 0.3}])
+@pytest.mark.parametrize("algo", [{}, {"beta": 0.3}])
 def test_recomputation_changes_no_bit_of_what_is_learned(recompute, algo, groups):
     """Two updates of two micro-batches: moments and masters hold every gradient."""
-    learn = {"micro_tokens": 40, "updates_per_step": 2}
-    plain, ours = tiny_learner(algo, learn), tiny_learner(algo, learn | {"recompute": recompute})
+    learn = {"max_tokens_per_microbatch": 40, "updates_per_step": 2}
+    plain, ours = tiny_learner(algo, learn), tiny_learner(algo, learn | {"gradient_checkpointing": recompute})
     assert plain.step(groups) == ours.step(groups)
     a, b = state(plain), state(ours)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -150,7 +150,7 @@ def test_a_result_that_nobody_reads_is_left_out_and_its_gradients_are_not(rng):
 @pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
 def test_steps_leave_nothing_behind(recompute, groups):
     """After 20 as many tensors live as after 2, with no help from the garbage collector."""
-    learner = tiny_learner({"kl_coefficient": 0.1}, {"recompute": recompute, "passes_per_step": 2})
+    learner = tiny_learner({"beta": 0.1}, {"gradient_checkpointing": recompute, "num_iterations": 2})
     gc.collect()
     gc.disable()
     try:
@@ -171,7 +171,9 @@ def test_on_a_gpu_weights_in_tiles_give_the_same_bits_too(recompute, groups, dev
     arch, states = replace(shape("smollm2-135m"), num_layers=4, vocab_size=VOCAB), []
     for mode in ("none", recompute):
         decoder = random_decoder(arch, format="nvfp4", rank=16, device=device, seed=0)
-        learner = Learner(decoder, run_config(learn={"micro_tokens": 40, "recompute": mode}))
+        learner = Learner(
+            decoder, run_config(learn={"max_tokens_per_microbatch": 40, "gradient_checkpointing": mode})
+        )
         learner.step(groups)
         states.append(state(learner))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -75,7 +75,7 @@ def delete(path):
 def test_a_resumed_learner_goes_on_bit_for_bit(first, folder, rng):
     """Weights, moments and metrics, where the gradient, AdamW's step and the schedule all matter."""
     steps = [random_groups(4, 3, vocab=VOCAB, rng=rng) for _ in range(3)]
-    learn = {"updates_per_step": 2, "warmup_fraction": 0.2, "weight_decay": 0.1}
+    learn = {"updates_per_step": 2, "warmup_ratio": 0.2, "weight_decay": 0.1}
     through, before, after = (tiny_learner(learn=learn) for _ in range(3))
     want = [through.step(groups) for groups in steps]
 
@@ -135,7 +135,7 @@ def test_the_folder_is_an_adapter_as_peft_writes_it(folder):
         0.0,
         "none",
     )
-    assert config["target_modules"] == list(learner.config.adapter.targets)
+    assert config["target_modules"] == list(learner.config.adapter.target_modules)
     assert config["base_model_name_or_path"] == learner.config.model.path
 
 

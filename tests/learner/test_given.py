@@ -64,7 +64,7 @@ def test_a_sample_of_two_turns_is_packed_as_worked_out_by_hand():
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.3])
 def test_the_gradient_is_that_of_the_plain_formulas_over_sampled_tokens(groups, loss, kl_coefficient):
-    algo = {"loss": loss, "kl_coefficient": kl_coefficient}
+    algo = {"loss_type": loss, "beta": kl_coefficient}
     truth = plain.gradient(run_config(algo, UNCLIPPED), tiny_decoder(), groups)
     learner = tiny_learner(algo, UNCLIPPED)
     learner.step(groups)
@@ -82,7 +82,7 @@ def test_no_gradient_comes_by_way_of_what_an_environment_said(groups):
         hidden_TD.retain_grad()
         seen.append(hidden_TD)
 
-    learner = Learner(decoder, run_config({"kl_coefficient": 0.0}, UNCLIPPED | {"micro_tokens": 1}))
+    learner = Learner(decoder, run_config({"beta": 0.0}, UNCLIPPED | {"max_tokens_per_microbatch": 1}))
     decoder.norm.register_forward_hook(keep)
     learner.step(groups)
     samples = [(group, one) for group in groups for one in group.samples_G if one.advantage != 0]
@@ -96,7 +96,7 @@ def test_no_gradient_comes_by_way_of_what_an_environment_said(groups):
 
 def test_entropy_and_mismatch_are_of_sampled_tokens_alone(groups):
     """Other given tokens of equal number change what follows them; none of them is in a mean itself."""
-    config = run_config({"kl_coefficient": 0.0})
+    config = run_config({"beta": 0.0})
     decoder = tiny_decoder()
     with torch.no_grad():
         read = [plain.read(decoder, group, s, 1.0) for group, s in plain.pairs(groups)]

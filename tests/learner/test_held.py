@@ -58,10 +58,10 @@ def is_equal(one, other):
 
 
 @MODES
-@pytest.mark.parametrize("algo", [{}, {"kl_coefficient": 0.3}])
+@pytest.mark.parametrize("algo", [{}, {"beta": 0.3}])
 def test_it_changes_no_bit_of_what_is_learned(recompute, algo, groups):
     """Two updates of two micro-batches."""
-    learn = {"micro_tokens": 40, "updates_per_step": 2, "recompute": recompute}
+    learn = {"max_tokens_per_microbatch": 40, "updates_per_step": 2, "gradient_checkpointing": recompute}
     plain, ours = (learner_of(packed_decoder(), learn, holds=holds, algo=algo) for holds in (False, True))
     assert plain.step(groups) == ours.step(groups) and is_equal(plain, ours)
     assert plain.step(groups) == ours.step(groups) and is_equal(plain, ours)
@@ -69,7 +69,9 @@ def test_it_changes_no_bit_of_what_is_learned(recompute, algo, groups):
 
 @MODES
 def test_each_is_unpacked_once_an_update_and_gone_after_it(recompute, groups, unpacked):
-    learner = learner_of(packed_decoder(), {"micro_tokens": 40, "recompute": recompute}, holds=True)
+    learner = learner_of(
+        packed_decoder(), {"max_tokens_per_microbatch": 40, "gradient_checkpointing": recompute}, holds=True
+    )
     learner.step(groups)
     assert len(unpacked) == LINEARS
     gc.collect()
@@ -96,14 +98,14 @@ def test_what_repeats_a_layer_leaves_held_operands_where_they_are():
 def test_out_of_memory_they_are_let_go_before_the_batches_are_halved(groups):
     """Short of memory while any is held: from then on as a learner that holds none."""
     decoder, lines = packed_decoder(), []
-    ours = learner_of(decoder, {"micro_tokens": 40}, holds=True, notice=lines.append)
+    ours = learner_of(decoder, {"max_tokens_per_microbatch": 40}, holds=True, notice=lines.append)
 
     def hook(*_):
         if decoder.layers[1].mlp.down_proj.unpacked is not None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     decoder.register_forward_hook(hook)
-    plain = learner_of(packed_decoder(), {"micro_tokens": 40}, holds=False)
+    plain = learner_of(packed_decoder(), {"max_tokens_per_microbatch": 40}, holds=False)
     for _ in range(2):
         assert ours.step(groups) == plain.step(groups) and is_equal(ours, plain)
     assert len(lines) == 1 and "operands are unpacked" in lines[0] and ours.micro_tokens == 40
@@ -120,19 +122,19 @@ def test_out_of_memory_without_any_held_halves_the_batch_at_once(groups):
 
     decoder.register_forward_hook(hook)
     ours.step(groups)
-    assert len(lines) == 1 and "learn.micro_tokens is" in lines[0] and ours.holds_operands
+    assert len(lines) == 1 and "learn.max_tokens_per_microbatch is" in lines[0] and ours.holds_operands
 
 
 @pytest.mark.gpu
 @MODES
-@pytest.mark.parametrize("algo", [{}, {"kl_coefficient": 0.3}])
+@pytest.mark.parametrize("algo", [{}, {"beta": 0.3}])
 def test_on_a_gpu_weights_in_tiles_give_the_same_bits_too(recompute, algo, groups, device):
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     arch, learners = replace(shape("smollm2-135m"), num_layers=4, vocab_size=VOCAB), []
     for holds in (False, True):
         decoder = random_decoder(arch, format="nvfp4", rank=16, device=device, seed=0)
-        learn = {"micro_tokens": 40, "recompute": recompute}
+        learn = {"max_tokens_per_microbatch": 40, "gradient_checkpointing": recompute}
         learners.append(learner_of(decoder, learn, holds=holds, algo=algo))
         for _ in range(2):
             learners[-1].step(groups)

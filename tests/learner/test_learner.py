@@ -49,7 +49,7 @@ def test_entropy_and_mismatch_are_of_the_learner_before_its_first_update(groups)
     learner_C = torch.cat([logprob_T.detach() for logprob_T, _ in read])
     sampler_C = torch.tensor([x for _, s in plain.pairs(groups) for x in s.logprobs_T])
     d_C = learner_C - sampler_C
-    for learn in ({}, {"updates_per_step": 2, "passes_per_step": 3}):
+    for learn in ({}, {"updates_per_step": 2, "num_iterations": 3}):
         got = tiny_learner(learn=learn).step(groups)
         assert got["entropy"] == pytest.approx(torch.cat([e for _, e in read]).mean().item(), rel=1e-5)
         assert got["sampler_entropy"] == pytest.approx(-sampler_C.mean().item(), rel=1e-5)
@@ -63,7 +63,7 @@ def test_loss_and_gradient_norm_are_those_of_the_whole_update(groups):
     before = plain.logprobs(config, decoder, groups)
     loss = plain.whole_loss(config, decoder, groups, before, {}).item()
     norm = math.sqrt(sum(g.square().sum().item() for g in plain.gradient(config, decoder, groups).values()))
-    got = tiny_learner(learn={"micro_tokens": 13}).step(groups)
+    got = tiny_learner(learn={"max_tokens_per_microbatch": 13}).step(groups)
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     assert got["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
@@ -114,15 +114,15 @@ def test_what_the_correction_left_out_is_seen(groups):
 def test_the_ratio_is_one_on_policy_and_leaves_the_clip_idle(groups):
     got = tiny_learner().step(groups)
     assert (got["ratio_mean"], got["clip_fraction"]) == (1.0, 0.0)
-    assert tiny_learner(learn={"passes_per_step": 2}).step(groups)["clip_fraction"] > 0
+    assert tiny_learner(learn={"num_iterations": 2}).step(groups)["clip_fraction"] > 0
 
 
 def test_the_reference_is_the_model_without_its_adapter(groups):
-    decoder, config = tiny_decoder(), run_config({"kl_coefficient": 0.5})
+    decoder, config = tiny_decoder(), run_config({"beta": 0.5})
     policy = plain.logprobs(config, decoder, groups)
     reference = plain.reference_logprobs(config, decoder, groups)
     x_C = torch.cat([reference[id(s)] - policy[id(s)] for _, s in plain.pairs(groups)])
-    got = tiny_learner({"kl_coefficient": 0.5}).step(groups)
+    got = tiny_learner({"beta": 0.5}).step(groups)
     assert got["kl_reference"] == pytest.approx((x_C.exp() - x_C - 1).mean().item(), rel=1e-4)
     assert "kl_reference" not in tiny_learner().step(groups)
 
@@ -137,7 +137,7 @@ def test_packed_tokens_and_samples_are_counted(groups):
 
 
 def test_the_rate_follows_the_schedule_by_updates_and_not_by_steps(groups):
-    learner = tiny_learner(learn={"updates_per_step": 2, "warmup_fraction": 0.2})
+    learner = tiny_learner(learn={"updates_per_step": 2, "warmup_ratio": 0.2})
     got = [learner.step(groups)["learning_rate"] for _ in range(3)]
     learn, num_updates = learner.config.learn, 20
     assert got == [learning_rate(u, num_updates=num_updates, learn=learn) for u in (1, 3, 5)]
@@ -151,14 +151,14 @@ def test_one_update_a_step_takes_one_forward_a_batch(groups):
 
 
 def test_a_group_without_advantage_is_read_and_never_differentiated(groups):
-    learner = tiny_learner(learn={"passes_per_step": 2})
+    learner = tiny_learner(learn={"num_iterations": 2})
     seen = forwards(learner)
     learner.step([groups[0], without_advantage(groups[1])])
     assert seen == [False, False, True, True]  # silent, old logprobs, two passes
 
 
 def test_the_reference_costs_one_forward_however_many_passes(groups):
-    learner = tiny_learner({"kl_coefficient": 0.1}, {"passes_per_step": 3})
+    learner = tiny_learner({"beta": 0.1}, {"num_iterations": 3})
     seen = forwards(learner)
     learner.step(groups)
     assert seen == [False, False, True, True, True]
@@ -166,7 +166,7 @@ def test_the_reference_costs_one_forward_however_many_passes(groups):
 
 @pytest.mark.parametrize("kind", ["no groups", "no samples", "no rewards", "no advantages"])
 def test_no_weight_changes_and_the_planned_updates_are_counted(kind, groups):
-    learner = tiny_learner(learn={"updates_per_step": 2, "passes_per_step": 2, "weight_decay": 0.1})
+    learner = tiny_learner(learn={"updates_per_step": 2, "num_iterations": 2, "weight_decay": 0.1})
     learner.step(groups)  # so that AdamW has moments to move by
     before = masters(learner)
     nothing = {
@@ -192,7 +192,7 @@ def test_an_update_whose_share_is_empty_is_skipped_alone(groups):
 
 
 def test_with_a_kl_term_equal_rewards_still_teach(groups):
-    learner = tiny_learner({"kl_coefficient": 0.5})
+    learner = tiny_learner({"beta": 0.5})
     before = masters(learner)
     got = learner.step([without_advantage(group) for group in groups])
     assert got["skipped_updates"] == 0 and not is_equal(masters(learner), before)
@@ -276,7 +276,7 @@ def test_an_adapter_of_another_shape_is_the_users_mistake(groups):
     small = Learner(tiny_decoder(adapter=AdapterConfig(rank=2)), run_config())
     with pytest.raises(UserError, match=r"lora_A.*\(2, 32\)|lora_A.*\(4, 32\)"):
         tiny_learner().load(small.adapter_state(), {}, version=1)
-    some = Learner(tiny_decoder(adapter=AdapterConfig(rank=4, targets=("q_proj",))), run_config())
+    some = Learner(tiny_decoder(adapter=AdapterConfig(rank=4, target_modules=("q_proj",))), run_config())
     with pytest.raises(UserError, match="lora_A"):
         tiny_learner().load(some.adapter_state(), {}, version=1)
 

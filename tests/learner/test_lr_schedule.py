@@ -12,13 +12,13 @@ def rates(num_updates, **settings):
 
 
 def test_the_warm_up_is_linear_and_starts_above_zero():
-    got = rates(40, warmup_fraction=0.1, schedule="constant")
+    got = rates(40, warmup_ratio=0.1, lr_scheduler_type="constant")
     assert got[:6] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
     assert got[4:] == [2.0] * 36
 
 
 def test_the_cosine_starts_at_the_peak_passes_its_half_midway_and_ends_above_zero():
-    got = rates(12, warmup_fraction=1 / 6, schedule="cosine")
+    got = rates(12, warmup_ratio=1 / 6, lr_scheduler_type="cosine")
     assert got[:3] == pytest.approx([2 / 3, 4 / 3, 2.0])
     assert got[7] == pytest.approx(1.0)
     assert got[11] == pytest.approx(1 + math.cos(math.pi * 0.9))
@@ -27,16 +27,16 @@ def test_the_cosine_starts_at_the_peak_passes_its_half_midway_and_ends_above_zer
 
 
 def test_without_a_warm_up_the_first_update_has_the_peak_rate():
-    assert rates(5, warmup_fraction=0.0, schedule="cosine")[0] == 2.0
+    assert rates(5, warmup_ratio=0.0, lr_scheduler_type="cosine")[0] == 2.0
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_a_run_of_one_update_learns(schedule):
-    assert rates(1, warmup_fraction=0.1, schedule=schedule) == [2.0]
-    assert rates(1, warmup_fraction=1.0, schedule=schedule) == [1.0]
+    assert rates(1, warmup_ratio=0.1, lr_scheduler_type=schedule) == [2.0]
+    assert rates(1, warmup_ratio=1.0, lr_scheduler_type=schedule) == [1.0]
 
 
 def test_past_the_end_a_cosine_is_zero():
-    learn = LearnConfig(warmup_fraction=0.0)
+    learn = LearnConfig(warmup_ratio=0.0)
     assert learning_rate(10, num_updates=10, learn=learn) == 0.0
     assert learning_rate(25, num_updates=10, learn=learn) == 0.0

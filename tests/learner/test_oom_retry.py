@@ -48,20 +48,24 @@ def test_a_halved_step_is_the_step_of_half_the_size_bit_for_bit(when, groups):
     total, lines = rows(groups), []
     short = Learner(tiny_decoder(), run_config(), notice=lines.append)
     metrics = scarce(short, most_tokens=total - 1, when=when).step(groups)
-    half = tiny_learner(learn={"micro_tokens": total // 2})
+    half = tiny_learner(learn={"max_tokens_per_microbatch": total // 2})
     assert metrics == half.step(groups) and metrics["micro_tokens"] == total // 2
     assert is_equal(short.adapter_state(), half.adapter_state())
     assert is_equal(short.optimizer_state(), half.optimizer_state())
-    assert len(lines) == 1 and f"learn.micro_tokens is {total // 2}" in lines[0] and "8192" in lines[0]
+    assert (
+        len(lines) == 1
+        and f"learn.max_tokens_per_microbatch is {total // 2}" in lines[0]
+        and "8192" in lines[0]
+    )
 
 
 def test_a_later_micro_batch_that_fails_takes_back_the_earlier_ones(groups):
     """The first batch's gradient is in the masters by then."""
     largest = max(rows([group]) for group in groups)
     order = sorted(groups, key=lambda group: rows([group]))
-    short = tiny_learner(learn={"micro_tokens": largest})
+    short = tiny_learner(learn={"max_tokens_per_microbatch": largest})
     scarce(short, most_tokens=largest - 1).step(order)
-    half = tiny_learner(learn={"micro_tokens": largest // 2})
+    half = tiny_learner(learn={"max_tokens_per_microbatch": largest // 2})
     half.step(order)
     assert is_equal(short.optimizer_state(), half.optimizer_state())
 
@@ -69,7 +73,7 @@ def test_a_later_micro_batch_that_fails_takes_back_the_earlier_ones(groups):
 @pytest.mark.parametrize("when", ["forward", "learning"])
 def test_old_logprobs_of_before_the_first_update_outlive_a_smaller_packing(when, groups):
     """With several passes they cannot be read again: the weights have moved."""
-    algo, learn = {"kl_coefficient": 0.2}, {"passes_per_step": 3, "updates_per_step": 2}
+    algo, learn = {"beta": 0.2}, {"num_iterations": 3, "updates_per_step": 2}
     total = rows(groups)
     short, plenty = (tiny_learner(algo, learn) for _ in range(2))
     got = scarce(short, most_tokens=total // 4, when=when).step(groups)
@@ -105,7 +109,9 @@ def test_one_sample_that_does_not_fit_is_the_users_to_mend():
     short, lines = tiny_learner(), []
     short = Learner(tiny_decoder(), run_config(), notice=lines.append)
     before = {name: tensor.clone() for name, tensor in short.adapter_state().items()}
-    with pytest.raises(UserError, match=r"one sample of 11 tokens.*learn\.recompute.*sample\.max_tokens"):
+    with pytest.raises(
+        UserError, match=r"one sample of 11 tokens.*learn\.gradient_checkpointing.*sample\.max_tokens"
+    ):
         scarce(short, most_tokens=10).step([group])
     assert 0 < len(lines) <= math.log2(8192)
     assert is_equal(short.adapter_state(), before)

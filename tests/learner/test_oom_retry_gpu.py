@@ -32,9 +32,11 @@ def learner_of(**learn):
     decoder = random_decoder(SMALL, format="nvfp4", rank=16, device=torch.device("cuda"), seed=3)
     config = RunConfig(
         num_prompts=SEQUENCES,
-        num_samples=2,
+        num_generations=2,
         adapter=AdapterConfig(rank=16),
-        learn=LearnConfig(micro_tokens=SEQUENCES * TOKENS, learning_rate=1e-3, warmup_fraction=0.0, **learn),
+        learn=LearnConfig(
+            max_tokens_per_microbatch=SEQUENCES * TOKENS, learning_rate=1e-3, warmup_ratio=0.0, **learn
+        ),
     )
     lines = []
     return Learner(decoder, config, notice=lines.append), lines
@@ -62,7 +64,7 @@ def test_a_step_that_does_not_fit_is_halved_and_learns_the_same():
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert size in (SEQUENCES * TOKENS // 2, SEQUENCES * TOKENS // 4)
     assert len(lines) == (2 if size < SEQUENCES * TOKENS // 2 else 1)
-    assert f"out of memory in learning: learn.micro_tokens is {size}" in lines[-1]
+    assert f"out of memory in learning: learn.max_tokens_per_microbatch is {size}" in lines[-1]
     small, _ = learner_of()
     small._fit.micro_tokens = size
     small.step(groups)
@@ -75,7 +77,7 @@ def test_a_step_that_does_not_fit_is_halved_and_learns_the_same():
 def test_8_bit_moments_on_the_gpu_move_the_weights_as_adamw_does():
     pytest.importorskip("bitsandbytes")
     exact, _ = learner_of()
-    rough, _ = learner_of(optimizer="adamw8bit")
+    rough, _ = learner_of(optimizer="adamw_8bit")
     groups = random_groups(SEQUENCES, TOKENS, exact.decoder)
     start = torch.cat([m.flatten().clone() for m in exact.adapter_state().values()])
     for _ in range(3):

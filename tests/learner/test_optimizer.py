@@ -9,7 +9,7 @@ from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.learner import Learner, checkpoint
 
-EIGHT_BIT = {"optimizer": "adamw8bit", "weight_decay": 0.1, "warmup_fraction": 0.2}
+EIGHT_BIT = {"optim": "adamw_8bit", "weight_decay": 0.1, "warmup_ratio": 0.2}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_moments_take_8_bits(steps):
 
 def test_it_moves_the_weights_as_adamw_does(steps):
     exact = Learner(
-        tiny_decoder(adapter=AdapterConfig(rank=128)), run_config(learn=EIGHT_BIT | {"optimizer": "adamw"})
+        tiny_decoder(adapter=AdapterConfig(rank=128)), run_config(learn=EIGHT_BIT | {"optim": "adamw"})
     )
     rough = eight_bit_learner()
     start = torch.cat([m.flatten().clone() for m in exact.adapter_state().values()])
@@ -68,4 +68,4 @@ def test_without_bitsandbytes_a_line_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(UserError, match="needs bitsandbytes"):
-        tiny_learner(learn={"optimizer": "adamw8bit"})
+        tiny_learner(learn={"optim": "adamw_8bit"})

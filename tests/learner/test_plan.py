@@ -53,11 +53,11 @@ SMALL = Architecture(
 )
 CONFIG = RunConfig(
     num_prompts=4,
-    num_samples=2,
+    num_generations=2,
     adapter=AdapterConfig(rank=16),
     sample=SampleConfig(max_tokens=100),
-    engine=EngineConfig(page_tokens=16, prefill_tokens=64),
-    learn=LearnConfig(micro_tokens=200, logprob_chunk_tokens=50, recompute="none"),
+    engine=EngineConfig(block_size=16, max_num_batched_tokens=64),
+    learn=LearnConfig(max_tokens_per_microbatch=200, logprob_chunk_tokens=50, gradient_checkpointing="none"),
 )
 PROMPT = 40
 # q, k, v, o, gate, up, down
@@ -98,32 +98,32 @@ def test_a_packed_head_is_a_copy_in_its_format_tied_or_not_and_is_unpacked_to_le
     norms = 4 * 128 * (3 * 2 * 2 + 1)
     for arch in (SMALL, dataclasses.replace(SMALL, tied_head=True)):
         assert op.tables(arch, head) == 1000 * 128 * (2 + each) + norms
-    packed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, head=head))
+    packed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, head_format=head))
     assert op.head(SMALL, packed, 200) - op.head(SMALL, CONFIG, 200) == 2 * 1000 * 128
 
 
 def test_the_adapter_is_of_the_targets_alone():
     assert op.adapter_weights(SMALL, CONFIG) == 3 * 16 * IN_AND_OUT
-    one = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4, targets=("k_proj",)))
+    one = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4, target_modules=("k_proj",)))
     assert op.adapter_weights(SMALL, one) == 3 * 4 * 192
 
 
 def test_moments_take_8_bytes_a_weight_or_a_little_over_2():
     assert op.moments(1000, "adamw") == 8000
-    assert op.moments(1024, "adamw8bit") == 2 * (1024 + 4 * 4)
+    assert op.moments(1024, "adamw_8bit") == 2 * (1024 + 4 * 4)
 
 
 def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
     """A prompt of 40 has 3 pages, 2 of them full; a sample of 100 goes on to position 138: 9 - 2 pages."""
     page = 16 * 2 * 3 * 2 * 32 * 2
     assert op.kv_cache(SMALL, CONFIG, PROMPT) == (4 * 3 + 8 * 7 + 1) * page
-    few = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, max_running=3))
+    few = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, max_num_seqs=3))
     assert op.kv_cache(SMALL, few, PROMPT) == (3 * 3 + 3 * 7 + 1) * page
     kept = dataclasses.replace(few, algo=AlgoConfig(branching="deep"))
     assert op.kv_cache(SMALL, kept, PROMPT) == (3 * 3 + (8 + 3) * 7 + 1) * page
-    little = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_gb=1e-4))
+    little = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_cache_gb=1e-4))
     assert op.kv_cache(SMALL, little, PROMPT) == 1e5
-    fp8 = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv="fp8"))
+    fp8 = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_cache_dtype="fp8"))
     assert op.kv_cache(SMALL, fp8, PROMPT) == 69 * 16 * 2 * 3 * 2 * (32 + 4)
 
 
@@ -135,13 +135,17 @@ def test_a_row_of_a_layer():
     assert op.layer_row(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="nf4"))) == row + 2 * 320
     backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
     assert op.activations(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
-    assert op.activations(SMALL, with_learn(recompute="layer"), 10) == 10 * (3 * 512 + row + backward)
+    assert op.activations(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
+        3 * 512 + row + backward
+    )
     deep = dataclasses.replace(SMALL, num_layers=9)
-    assert op.activations(deep, with_learn(recompute="offload"), 10) == 10 * (4 * 512 + row + backward)
+    assert op.activations(deep, with_learn(gradient_checkpointing="offload"), 10) == 10 * (
+        4 * 512 + row + backward
+    )
 
 
 def test_in_fp32_what_is_not_packed_takes_four_bytes():
-    config = dataclasses.replace(CONFIG, model=ModelConfig(compute="fp32"))
+    config = dataclasses.replace(CONFIG, model=ModelConfig(dtype="fp32"))
     in_bf16, in_fp32 = ({p.name: p.num_bytes for p in op.parts(SMALL, c, PROMPT)} for c in (CONFIG, config))
     assert {name for name, size in in_fp32.items() if size == in_bf16[name]} == {
         *(
@@ -158,21 +162,21 @@ def test_in_fp32_what_is_not_packed_takes_four_bytes():
     assert in_fp32["embedding, head, norms"] - in_bf16["embedding, head, norms"] == 2 * 2 * 1000 * 128
     assert op.layer_row(SMALL, config) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
     assert op.head(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
-    plain = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16", compute="fp32"))
+    plain = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16", dtype="fp32"))
     assert op.unpacked(SMALL, plain) == 4 * 640 * 192
 
 
 def test_operands_are_unpacked_one_at_a_time_or_a_layers():
     each = [2 * 256 * 192, 2 * 128 * 192, 2 * 640 * 192, 2 * 128 * 384]
     assert op.unpacked(SMALL, CONFIG) == each[2]
-    assert op.unpacked(SMALL, with_learn(recompute="layer")) == sum(each)
+    assert op.unpacked(SMALL, with_learn(gradient_checkpointing="layer")) == sum(each)
     assert op.unpacked(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
     assert op.held(SMALL, CONFIG) == 3 * sum(each)
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 def test_all_layers_operands_are_held_where_they_fit_beside_what_learning_takes(recompute):
-    config = with_learn(recompute=recompute)
+    config = with_learn(gradient_checkpointing=recompute)
     need = op.learning_bytes(op.parts(SMALL, config, PROMPT)) + op.held(SMALL, config)
     assert op.holds_operands(SMALL, config, PROMPT, need / 0.95 + 1)
     assert not op.holds_operands(SMALL, config, PROMPT, need / 0.95 - 1)
@@ -183,7 +187,7 @@ def test_all_layers_operands_are_held_where_they_fit_beside_what_learning_takes(
 
 def test_the_command_says_what_holding_takes_where_it_fits(capsys):
     for gpu_gb, fits in ((80, True), (48, False)):
-        command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.recompute", "none"])
+        command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.gradient-checkpointing", "none"])
         text = capsys.readouterr().out
         assert "fits into" in text and ("13.25 GB besides" in text) == fits
 
@@ -208,7 +212,7 @@ def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
     ],
 )
 def test_a_micro_batch_is_as_pack_makes_it(micro_tokens, updates, rows):
-    config = with_learn(micro_tokens=micro_tokens, updates_per_step=updates)
+    config = with_learn(max_tokens_per_microbatch=micro_tokens, updates_per_step=updates)
     assert op.rows_at_once(config, PROMPT) == rows
     prompt = Prompt(index=0, text="", tokens_T=[1] * PROMPT, messages=None, columns={})
     one = Sample(
@@ -222,10 +226,12 @@ def test_a_micro_batch_is_as_pack_makes_it(micro_tokens, updates, rows):
 def test_branches_fill_a_micro_batch_that_samples_alone_would_not():
     """Each of 4 prompts' 2 samples may have a pivot: 4 + 8 groups of 238 rows at most."""
     algo = AlgoConfig(branching="deep", deep=DeepConfig(num_branches=2))
-    config = dataclasses.replace(with_learn(micro_tokens=100_000), algo=algo)
+    config = dataclasses.replace(with_learn(max_tokens_per_microbatch=100_000), algo=algo)
     assert op.rows_at_once(config, PROMPT) == 12 * 238
     assert (
-        op.rows_at_once(dataclasses.replace(config, learn=with_learn(micro_tokens=2000).learn), PROMPT)
+        op.rows_at_once(
+            dataclasses.replace(config, learn=with_learn(max_tokens_per_microbatch=2000).learn), PROMPT
+        )
         == 8 * 238
     )
 
@@ -233,7 +239,9 @@ def test_branches_fill_a_micro_batch_that_samples_alone_would_not():
 @pytest.mark.parametrize("micro_tokens", [25, 24, 9, 4, 26])
 def test_a_micro_batch_that_parts_fill_is_as_pack_makes_it(micro_tokens):
     config = dataclasses.replace(
-        with_learn(micro_tokens=micro_tokens), num_samples=8, sample=SampleConfig(max_tokens=4)
+        with_learn(max_tokens_per_microbatch=micro_tokens),
+        num_generations=8,
+        sample=SampleConfig(max_tokens=4),
     )
     prompt = Prompt(index=0, text="", tokens_T=[1] * 2, messages=None, columns={})
     one = Sample(tokens_T=[1] * 4, logprobs_T=[0.0] * 4, text="", finish="length", version=0, advantage=1.0)
@@ -244,7 +252,7 @@ def test_a_micro_batch_that_parts_fill_is_as_pack_makes_it(micro_tokens):
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
 def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
-    config = with_learn(recompute=recompute)
+    config = with_learn(gradient_checkpointing=recompute)
     found = op.parts(SMALL, config, PROMPT)
     phases = {
         when: sum(p.num_bytes for p in found if p.when == when) for when in ("always", "sampling", "learning")
@@ -259,28 +267,30 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
 
 def test_auto_is_the_least_recomputation_that_learning_fits_with():
     def learning(recompute):
-        found = op.parts(SMALL, with_learn(recompute=recompute), PROMPT)
+        found = op.parts(SMALL, with_learn(gradient_checkpointing=recompute), PROMPT)
         return sum(p.num_bytes for p in found if p.when in ("always", "learning"))
 
     needs = [learning(recompute) for recompute in ("none", "layer", "offload")]
     assert needs == sorted(needs, reverse=True) and needs[0] > needs[1]
-    auto = with_learn(recompute="auto")
+    auto = with_learn(gradient_checkpointing="auto")
 
     def taken(gpu_bytes):
         return op.resolve_checkpointing(SMALL, auto, PROMPT, gpu_bytes)
 
-    assert taken(needs[0] / 0.95 + 1) == with_learn(recompute="none")
-    assert taken(needs[0] / 0.95 - 1) == taken(needs[1] / 0.95 + 1) == with_learn(recompute="layer")
-    assert taken(needs[1] / 0.95 - 1) == taken(1e3) == with_learn(recompute="offload")
+    assert taken(needs[0] / 0.95 + 1) == with_learn(gradient_checkpointing="none")
+    assert (
+        taken(needs[0] / 0.95 - 1) == taken(needs[1] / 0.95 + 1) == with_learn(gradient_checkpointing="layer")
+    )
+    assert taken(needs[1] / 0.95 - 1) == taken(1e3) == with_learn(gradient_checkpointing="offload")
     assert op.resolve_checkpointing(SMALL, CONFIG, PROMPT, 1e3) == CONFIG  # a choice that was made stays
 
 
 def test_autos_choice_does_not_depend_on_what_the_cache_wants():
-    auto = with_learn(recompute="auto")
-    many = dataclasses.replace(auto, num_prompts=512, engine=EngineConfig(page_tokens=16, max_running=1024))
+    auto = with_learn(gradient_checkpointing="auto")
+    many = dataclasses.replace(auto, num_prompts=512, engine=EngineConfig(block_size=16, max_num_seqs=1024))
     found = op.parts(SMALL, op.resolve_checkpointing(SMALL, many, PROMPT, 0.64e9), PROMPT)
     assert op.total(found) > 0.64e9 > op.learning_bytes(found)
-    assert op.resolve_checkpointing(SMALL, many, PROMPT, 0.64e9).learn.recompute == "none"
+    assert op.resolve_checkpointing(SMALL, many, PROMPT, 0.64e9).learn.gradient_checkpointing == "none"
 
 
 MEASURED = [  # H200, 2026-11-21: the most at once in a step of 64 samples of 2,048 tokens, recompute layer
@@ -311,13 +321,13 @@ def test_the_largest_fits_and_one_more_does_not():
     assert 0 < most.num_prompts < 2048 and 100 < most.max_tokens < 472 and 16 < most.rank < 1024
 
     def need(count, tokens, rank):
-        running = max(count * 2, CONFIG.engine.max_running)
+        running = max(count * 2, CONFIG.engine.max_num_seqs)
         config = dataclasses.replace(
             CONFIG,
             num_prompts=count,
             sample=SampleConfig(max_tokens=tokens),
             adapter=AdapterConfig(rank=rank),
-            engine=dataclasses.replace(CONFIG.engine, max_running=running),
+            engine=dataclasses.replace(CONFIG.engine, max_num_seqs=running),
         )
         return op.total(op.parts(SMALL, config, PROMPT))
 
@@ -332,7 +342,7 @@ def test_the_largest_fits_and_one_more_does_not():
 
 @pytest.mark.parametrize(("model", "gpu_gb"), [("qwen2.5-7b", 24), ("qwen2.5-32b", 40), ("qwen2.5-72b", 80)])
 def test_what_it_says_would_fit_does(capsys, model, gpu_gb):
-    as_it_was = ["--learn.recompute", "none"] if gpu_gb < 40 else []
+    as_it_was = ["--learn.gradient-checkpointing", "none"] if gpu_gb < 40 else []
     command(["plan", model, "--gpu-gb", str(gpu_gb), *as_it_was])
     text = capsys.readouterr().out
     assert "does not fit" in text
@@ -349,8 +359,8 @@ def test_what_it_says_would_fit_does(capsys, model, gpu_gb):
 def test_the_command_says_what_auto_takes(capsys, gpu_gb, taken):
     command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb)])
     text = capsys.readouterr().out
-    assert f"learn.recompute {taken} (auto)" in text and f"fits into {gpu_gb} GB" in text
-    command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.recompute", taken])
+    assert f"learn.gradient_checkpointing {taken} (auto)" in text and f"fits into {gpu_gb} GB" in text
+    command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.gradient-checkpointing", taken])
     same, _, _ = text.replace(" (auto)", "").partition("largest batch")  # which auto may recompute for
     assert capsys.readouterr().out.startswith(same)
 
@@ -367,7 +377,7 @@ def test_it_says_so_where_nothing_helps(capsys):
 
 
 def test_the_command_prints_parts_that_add_up(capsys):
-    options = ["--num-prompts", "8", "--sample.max-tokens", "2048", "--learn.recompute", "layer"]
+    options = ["--num-prompts", "8", "--sample.max-tokens", "2048", "--learn.gradient-checkpointing", "layer"]
     command(["plan", "qwen2.5-7b", "--gpu-gb", "80", *options])
     text = capsys.readouterr().out
     rows = re.findall(r"([\d.]+) GB   (always|sampling|learning|fits)", text)

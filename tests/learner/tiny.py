@@ -61,11 +61,11 @@ def tiny_decoder(*, compute=torch.float32, device="cpu", adapter=ADAPTER, fresh=
 
 def run_config(algo=None, learn=None, **settings) -> RunConfig:
     """A run of 10 steps over 4 prompts of 3 samples; `algo` and `learn` replace single fields."""
-    base = RunConfig(num_steps=10, num_prompts=4, num_samples=3, adapter=ADAPTER)
+    base = RunConfig(num_steps=10, num_prompts=4, num_generations=3, adapter=ADAPTER)
     return replace(
         base,
         algo=replace(base.algo, **(algo or {})),
-        learn=replace(base.learn, **({"learning_rate": 1e-2, "warmup_fraction": 0.0} | (learn or {}))),
+        learn=replace(base.learn, **({"learning_rate": 1e-2, "warmup_ratio": 0.0} | (learn or {}))),
         sample=replace(base.sample, max_tokens=8),
         **settings,
     )

@@ -27,7 +27,7 @@ def _move(decoder, *, seed=1):
 
 
 def test_names_and_shapes_are_those_of_peft():
-    decoder = _adapted(AdapterConfig(rank=4, targets=("q_proj", "down_proj")))
+    decoder = _adapted(AdapterConfig(rank=4, target_modules=("q_proj", "down_proj")))
     shapes = {name: tuple(t.shape) for name, t in adapter_tensors(decoder).items()}
     prefix = "base_model.model.model.layers"
     assert shapes == {
@@ -72,7 +72,7 @@ def test_a_is_uniform_within_pefts_bound_and_b_is_zero():
 
 def test_a_depends_on_the_seed_and_the_linear_alone():
     one, same, other = (_adapted(seed=seed) for seed in (0, 0, 1))
-    fewer = _adapted(AdapterConfig(rank=4, targets=("up_proj",)), seed=0)
+    fewer = _adapted(AdapterConfig(rank=4, target_modules=("up_proj",)), seed=0)
     tensors = [adapter_tensors(d) for d in (one, same, other, fewer)]
     names = [name for name in tensors[0] if "lora_A" in name]
     assert all(torch.equal(tensors[0][n], tensors[1][n]) for n in names)
@@ -132,7 +132,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing():
 
 def test_a_target_that_binds_nothing_is_refused():
     with pytest.raises(UserError, match="names no linear of the model: 'qkv_proj'"):
-        _adapted(AdapterConfig(targets=("q_proj", "qkv_proj")))
+        _adapted(AdapterConfig(target_modules=("q_proj", "qkv_proj")))
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])

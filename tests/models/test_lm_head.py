@@ -117,7 +117,7 @@ def test_the_sampler_and_the_learner_have_the_same_policy(format, tied):
     decoder = decoder_of(format, tied=tied)
     engine = engine_of(decoder, stop_token_ids=frozenset())
     prompts_P = prompts_of(9, 5, 30)
-    config = RunConfig(num_prompts=3, num_samples=4, sample=SampleConfig(max_tokens=12, temperature=0.8))
+    config = RunConfig(num_prompts=3, num_generations=4, sample=SampleConfig(max_tokens=12, temperature=0.8))
     for sampling in ({}, {"top_k": SMALL.vocab_size}):
         samples = drawn(engine, prompts_P, num_samples=4, temperature=0.8, **sampling)
         groups = [
@@ -213,7 +213,9 @@ def test_a_shape_that_does_not_fit_is_refused_before_weights_are_read(
     save_file({name: t * math.nan for name, t in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(UserError) as caught:
         load(tmp_path, head)
-    assert str(caught.value).startswith(f"{tmp_path}: model.head: {head}") and says in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}: model.head_format: {head}") and says in str(
+        caught.value
+    )
     architecture = dataclasses.replace(SMALL, vocab_size=vocab_size, width=width)
-    with pytest.raises(UserError, match=f"model.head: {head}"):
+    with pytest.raises(UserError, match=f"model.head_format: {head}"):
         random_decoder(architecture, format="nvfp4", rank=8, device=torch.device("cpu"), seed=0, head=head)

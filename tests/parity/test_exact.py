@@ -69,10 +69,10 @@ def taught(groups):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"page_tokens": 4, "max_running": 6},
-        {"page_tokens": 5, "max_running": 33},
-        {"kv": "fp8", "max_running": 20},
-        {"burst_steps": 5, "max_running": 3},
+        {"block_size": 4, "max_num_seqs": 6},
+        {"block_size": 5, "max_num_seqs": 33},
+        {"kv_cache_dtype": "fp8", "max_num_seqs": 20},
+        {"decode_steps_per_sync": 5, "max_num_seqs": 3},
     ],
     ids=str,
 )
@@ -83,7 +83,7 @@ def test_scores_are_what_was_recorded_to_the_bit(compute, family, settings):
 
 @COMPUTES
 def test_samples_of_a_step_and_what_their_neighbours_are_change_no_bit(compute):
-    engine = engine_of(policy(compute), exact=True, max_running=20)
+    engine = engine_of(policy(compute), exact=True, max_num_seqs=20)
     together = groups_of(engine)
     for group in together[::2]:
         (alone,) = engine.generate([group.prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
@@ -93,9 +93,9 @@ def test_samples_of_a_step_and_what_their_neighbours_are_change_no_bit(compute):
 
 def test_pauses_and_scores_in_many_lots_change_no_bit():
     decoder = policy()
-    roomy = engine_of(decoder, exact=True, page_tokens=4)
+    roomy = engine_of(decoder, exact=True, block_size=4)
     kv_gb = 27.5 * page_bytes(decoder.architecture, 4, torch.float32) / 1e9
-    tight = engine_of(decoder, exact=True, page_tokens=4, kv_gb=kv_gb)
+    tight = engine_of(decoder, exact=True, block_size=4, kv_cache_gb=kv_gb)
     groups = groups_of(tight)
     assert tight.stats.pauses > 0 and groups == groups_of(roomy)
     assert gap(tight, groups) == 0
@@ -107,7 +107,7 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     decoder = policy(torch.float32 if broken == "rows" else torch.bfloat16)
     if broken == "rows":
         monkeypatch.setattr(RunnerCache, "_exact_rows", lambda self: (1, 6))
-    engine = engine_of(decoder, exact=True, max_running=6 if broken == "rows" else 20)
+    engine = engine_of(decoder, exact=True, max_num_seqs=6 if broken == "rows" else 20)
     if broken == "prefill":
         with monkeypatch.context() as wide:
             wide.setattr(RunnerCache, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
@@ -118,7 +118,7 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
 
 
 def _replay(decoder, rows):
-    engine = engine_of(decoder, exact=True, max_running=rows, page_tokens=4)
+    engine = engine_of(decoder, exact=True, max_num_seqs=rows, block_size=4)
     groups_of(engine, (60,))
     return engine._runners.replay()
 
@@ -142,7 +142,7 @@ def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
 def test_as_a_rule_the_links_agree_to_rounding(compute):
     decoder = policy(compute)
     spread = []
-    for settings in ({}, {"prefill_tokens": 7}, {"exact": True}):
+    for settings in ({}, {"max_num_batched_tokens": 7}, {"exact": True}):
         engine = engine_of(decoder, **settings)
         samples = drawn(engine, prompts_of(*LENGTHS), num_samples=1, max_tokens=12)
         for prompt, sample in zip(prompts_of(*LENGTHS), samples, strict=True):
@@ -154,10 +154,12 @@ def test_as_a_rule_the_links_agree_to_rounding(compute):
 
 
 @COMPUTES
-@pytest.mark.parametrize("learn", [{}, {"micro_tokens": 60}, {"updates_per_step": 2, "passes_per_step": 2}])
+@pytest.mark.parametrize(
+    "learn", [{}, {"max_tokens_per_microbatch": 60}, {"updates_per_step": 2, "num_iterations": 2}]
+)
 def test_the_learners_logprobs_are_the_engines_to_the_bit(compute, learn):
     decoder = policy(compute)
-    engine = engine_of(decoder, exact=True, max_running=16)
+    engine = engine_of(decoder, exact=True, max_num_seqs=16)
     groups = taught(groups_of(engine))
     groups[2] = replace(groups[2], samples_G=[replace(s, advantage=0.0) for s in groups[2].samples_G])
     config = replace(run_config(learn=learn), sample=SampleConfig(max_tokens=40, temperature=0.7))
@@ -174,7 +176,7 @@ def test_every_format_and_full_fine_tuning_are_exact(format):
     weight_format = FORMATS["bf16" if format == "full" else format]
     decoder = ported(oracle(**shape), compute=torch.bfloat16, weight_format=weight_format)
     add_adapter(decoder, adapter, seed=1)
-    engine = engine_of(decoder, exact=True, max_running=16)
+    engine = engine_of(decoder, exact=True, max_num_seqs=16)
     sample = SampleConfig(max_tokens=40, temperature=0.7)
     config = replace(run_config(), adapter=adapter, sample=sample)
     learner = Learner(decoder, config, score=partial(engine.score, sampling=SAMPLING))
@@ -188,7 +190,7 @@ def test_the_gradient_is_that_of_the_learners_own_kernels():
     grads = []
     for is_exact in (False, True):
         decoder = policy()
-        engine = engine_of(decoder, exact=True, max_running=16)
+        engine = engine_of(decoder, exact=True, max_num_seqs=16)
         config = replace(run_config(), sample=SampleConfig(max_tokens=40, temperature=0.7))
         score = partial(engine.score, sampling=SAMPLING) if is_exact else None
         learner = Learner(decoder, config, score=score)
@@ -205,7 +207,7 @@ def test_the_gradient_is_that_of_the_learners_own_kernels():
 
 def test_scores_follow_the_weights_and_noise_alone_makes_a_difference():
     decoder = policy()
-    engine = engine_of(decoder, exact=True, max_running=16)
+    engine = engine_of(decoder, exact=True, max_num_seqs=16)
     groups = groups_of(engine)
     with noised(decoder.noise_table, sigma=0.05, unit="absolute", seed=0, step=1):
         noisy = groups_of(engine)

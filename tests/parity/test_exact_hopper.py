@@ -57,7 +57,7 @@ DECODERS = ("nvfp4 linears", "no adapter", "bf16 linears", "qk_norm", "fp8", "nv
 def test_scores_are_what_was_recorded_to_the_bit(name, max_running):
     decoder = made(name)
     assert (HopperForward.obstacle(decoder, 16) is None) == (name not in ("torch's path", "fp32"))
-    engine = engine_of(decoder, exact=True, max_running=max_running, stop_token_ids=frozenset(range(9)))
+    engine = engine_of(decoder, exact=True, max_num_seqs=max_running, stop_token_ids=frozenset(range(9)))
     groups = groups_of(engine)
     assert len({len(s.tokens_T) for group in groups for s in group.samples_G}) > 4
     assert gap(engine, groups) == 0
@@ -70,22 +70,24 @@ WIDE = replace(SHAPES["qwen2.5-7b"], num_layers=2, vocab_size=1024)
 @pytest.mark.parametrize(("format", "max_running"), [("nvfp4", 64), ("nvfp4", 200), ("bf16", 64)])
 def test_a_models_widths_split_their_sums_and_change_no_bit(format, max_running):
     engine = engine_of(
-        decoder_of(format, architecture=WIDE), exact=True, max_running=max_running, stop_token_ids=NEVER
+        decoder_of(format, architecture=WIDE), exact=True, max_num_seqs=max_running, stop_token_ids=NEVER
     )
     assert gap(engine, groups_of(engine, 24)) == 0
 
 
 def test_more_rows_at_once_would_change_bits(monkeypatch):
     monkeypatch.setattr("qerl.engine.runner_cache.SlicedProducts", PackedLinears)
-    engine = engine_of(decoder_of(architecture=WIDE), exact=True, max_running=64, stop_token_ids=NEVER)
+    engine = engine_of(decoder_of(architecture=WIDE), exact=True, max_num_seqs=64, stop_token_ids=NEVER)
     assert gap(engine, groups_of(engine, 24)) > 0
 
 
-@pytest.mark.parametrize("settings", [{"kv": "fp8"}, {"kv_gb": 2e-3}, {"burst_steps": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"kv_cache_dtype": "fp8"}, {"kv_cache_gb": 2e-3}, {"decode_steps_per_sync": 1}], ids=str
+)
 def test_whatever_the_cache_and_the_bursts(settings):
-    engine = engine_of(decoder_of(), exact=True, max_running=48, stop_token_ids=NEVER, **settings)
+    engine = engine_of(decoder_of(), exact=True, max_num_seqs=48, stop_token_ids=NEVER, **settings)
     groups = groups_of(engine, 12)
-    assert (engine.stats.pauses > 0) == ("kv_gb" in settings)
+    assert (engine.stats.pauses > 0) == ("kv_cache_gb" in settings)
     assert gap(engine, groups) == 0
 
 
@@ -94,7 +96,7 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     decoder = decoder_of()
     if broken == "race":
         monkeypatch.setattr(HopperForward, "together", HopperForward.__call__)
-    engine = engine_of(decoder, exact=True, max_running=100, stop_token_ids=NEVER)
+    engine = engine_of(decoder, exact=True, max_num_seqs=100, stop_token_ids=NEVER)
     with monkeypatch.context() as wide:
         if broken == "prefill":
             wide.setattr(RunnerCache, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
@@ -104,7 +106,7 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
 
 @torch.no_grad()
 def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode():
-    engine = engine_of(decoder_of(), exact=True, max_running=16, stop_token_ids=NEVER)
+    engine = engine_of(decoder_of(), exact=True, max_num_seqs=16, stop_token_ids=NEVER)
     groups_of(engine)
     assert engine._cache is not None
     replay, pages = engine._runners.replay(), list(range(9))
@@ -118,10 +120,10 @@ def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode():
         assert torch.equal(torch.cat(steps), whole)
 
 
-@pytest.mark.parametrize("learn", [{}, {"updates_per_step": 2, "passes_per_step": 2}], ids=str)
+@pytest.mark.parametrize("learn", [{}, {"updates_per_step": 2, "num_iterations": 2}], ids=str)
 def test_the_learners_logprobs_are_the_engines_to_the_bit(learn):
     decoder = decoder_of()
-    engine = engine_of(decoder, exact=True, max_running=48, stop_token_ids=NEVER)
+    engine = engine_of(decoder, exact=True, max_num_seqs=48, stop_token_ids=NEVER)
     groups = [
         replace(g, samples_G=[replace(s, reward=1.0, advantage=i - 2.5) for i, s in enumerate(g.samples_G)])
         for g in groups_of(engine)
@@ -138,7 +140,7 @@ def test_the_learners_logprobs_are_the_engines_to_the_bit(learn):
 
 def test_noise_alone_makes_a_difference():
     decoder = decoder_of()
-    engine = engine_of(decoder, exact=True, max_running=8, stop_token_ids=NEVER)
+    engine = engine_of(decoder, exact=True, max_num_seqs=8, stop_token_ids=NEVER)
     with noised(decoder.noise_table, sigma=0.05, unit="absolute", seed=0, step=1):
         groups = groups_of(engine)
         assert gap(engine, groups) == 0

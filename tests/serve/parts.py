@@ -35,7 +35,7 @@ class CountingDesk(Batcher):
 
 def opened_tiny(folder: Path) -> LoadedModel:
     tiny_run.write_model(folder, max_positions=1024)
-    return load_model(str(folder), None, ModelConfig(path=str(folder), compute="fp32"), with_adapter=True)
+    return load_model(str(folder), None, ModelConfig(path=str(folder), dtype="fp32"), with_adapter=True)
 
 
 def app_of(model: LoadedModel, *, key: str | None = None, gather_s: float = 0.01, **options):

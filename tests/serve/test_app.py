@@ -199,7 +199,7 @@ def test_with_a_key_nothing_is_said_without_it(model):
 
 
 def test_the_system_message_is_the_servers_where_a_chat_brings_none(model):
-    app, _ = parts.app_of(model, system="sys")
+    app, _ = parts.app_of(model, system_prompt="sys")
     with TestClient(app, base_url="http://localhost") as client:
         mine = [{"role": "system", "content": "sys"}, *HELLO["messages"]]
         replies = [client.post(CHAT, json=HELLO | change).json() for change in ({}, {"messages": mine})]

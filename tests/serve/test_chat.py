@@ -33,7 +33,7 @@ def files(tmp_path_factory):
 
 
 def test_a_prompt_is_answered_on_stdout_and_stdin_is_a_prompt_too(files, capsys, monkeypatch):
-    given = ["--model.compute", "fp32", "--max-tokens", "30", "--seed", "4"]
+    given = ["--model.dtype", "fp32", "--max-tokens", "30", "--seed", "4"]
     main.command(["generate", str(files), "hello", *given])
     said = capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
@@ -54,7 +54,7 @@ def test_a_run_answers_with_what_it_learned(files, tmp_path, capsys):
         main.command(["generate", str(run), "hello", "--seed", "0", "--max-tokens", "30", *given])
         said.append(capsys.readouterr().out)
     main.command(
-        ["generate", str(files), "hello", "--model.compute", "fp32", "--seed", "0", "--max-tokens", "30"]
+        ["generate", str(files), "hello", "--model.dtype", "fp32", "--seed", "0", "--max-tokens", "30"]
     )
     assert said[0] != said[1] == capsys.readouterr().out
 
@@ -71,7 +71,7 @@ def test_an_answer_is_written_token_by_token(model):
 
 def test_an_answer_is_part_of_the_next_prompt_until_there_is_no_room(model, capsys):
     out = io.StringIO()
-    chat = Chat(model, GenerateOptions(seed=1, max_tokens=300, system="s"), out)
+    chat = Chat(model, GenerateOptions(seed=1, max_tokens=300, system_prompt="s"), out)
     for turn in range(5):
         chat.answer(f"{turn}" * 150)
     messages = chat._messages
@@ -89,7 +89,7 @@ class Terminal:
         self._end, inner = pty.openpty()
         source = "from qerl.cli.main import main; main()"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", source, "generate", str(folder), "--model.compute", "fp32", *given],
+            [sys.executable, "-c", source, "generate", str(folder), "--model.dtype", "fp32", *given],
             stdin=inner,
             stdout=inner,
             stderr=inner,
@@ -175,7 +175,7 @@ def test_a_second_ctrl_c_ends_the_program_within_an_answer(long_model):
     source = "from qerl.cli.main import main; main()"
     command = [sys.executable, "-c", source, "generate", str(long_model), "hello", "--max-tokens", "15000"]
     process = subprocess.Popen(
-        [*command, "--model.compute", "fp32"],
+        [*command, "--model.dtype", "fp32"],
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
     )

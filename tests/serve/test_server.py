@@ -143,7 +143,7 @@ def test_the_command_serves_on_loopback_until_ctrl_c(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("command") / "mine"
     parts.tiny_run.write_model(folder)
     source = "import sys; from qerl.cli.main import main; main()"
-    command = [sys.executable, "-c", source, "serve", str(folder), "--port", "0", "--model.compute", "fp32"]
+    command = [sys.executable, "-c", source, "serve", str(folder), "--port", "0", "--model.dtype", "fp32"]
     environment = os.environ | {
         "QERL_API_KEY": KEY,
         "PYTHONPATH": str(Path(parts.tiny_run.__file__).parents[1] / "src"),

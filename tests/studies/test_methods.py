@@ -15,7 +15,7 @@ def test_every_method_is_an_arm_as_its_recipe_has_it():
         assert config.learn.updates_per_step == recipe().learn.updates_per_step, name
         if recipe().noise.is_steered:
             assert config.noise == recipe().noise, name
-        assert config.noise.per == recipe().noise.per, name
+        assert config.noise.scope == recipe().noise.scope, name
         if name in PRECISIONS:
             assert config.model == recipe().model and config.noise == recipe().noise, name
     extra = {"rloo", "grpo_24", "no_noise", "bf16", "flash_uncorrected", "jet_uncorrected"}
@@ -31,4 +31,4 @@ def test_each_is_compared_with_one_that_makes_as_many_updates_under_like_noise()
         one, other = configs[arm], configs[against]
         assert one.learn == other.learn
         if "noise" not in against and not one.noise.is_steered:
-            assert replace(one.noise, per=other.noise.per) == other.noise
+            assert replace(one.noise, scope=other.noise.scope) == other.noise

@@ -38,7 +38,7 @@ def untimed(value):
 
 
 def run(files, folder, *more, **options):
-    command = [sys.executable, "-m", "study.tiny_study", str(files), str(folder), *more]
+    command = [sys.executable, "-m", "studies.tiny_study", str(files), str(folder), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options

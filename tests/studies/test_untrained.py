@@ -27,10 +27,10 @@ def files(tmp_path_factory):
 def job(files, *, format="bf16", weights="plain", seed=0):
     fields = {
         "seed": seed,
-        "num_samples": 4,
+        "num_generations": 4,
         "model.path": str(files),
         "model.format": format,
-        "model.compute": "fp32",
+        "model.dtype": "fp32",
         "task.name": str(files / "sums.jsonl"),
         "task.template": "{prompt}",
         "task.num_held_out": 8,

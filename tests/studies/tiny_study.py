@@ -14,9 +14,9 @@ def make(files: Path, template="{prompt}") -> Study:
     fields = {
         "num_steps": 2,
         "num_prompts": 4,
-        "num_samples": 4,
+        "num_generations": 4,
         "model.path": str(files),
-        "model.compute": "fp32",
+        "model.dtype": "fp32",
         "adapter.rank": 4,
         "task.name": str(files / "sums.jsonl"),
         "task.template": template,

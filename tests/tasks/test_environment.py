@@ -64,7 +64,7 @@ def pool():
     started = []
 
     def start(*functions, **fields):
-        started.append(RewardPool(TaskConfig(**({"reward_deadline_s": 0.5} | fields)), functions))
+        started.append(RewardPool(TaskConfig(**({"reward_timeout_s": 0.5} | fields)), functions))
         return started[-1]
 
     yield start
@@ -160,7 +160,7 @@ def test_time_that_another_ones_code_takes_is_not_counted(pool):
 
 @pytest.mark.parametrize("way", ["die", "swallow"])
 def test_what_no_signal_stops_is_ended_with_its_process_and_the_next_round_has_another(pool, way):
-    one = pool(Echo, reward_deadline_s=0.3)
+    one = pool(Echo, reward_timeout_s=0.3)
     reset(one, 2)
     causes = {reply.cause for reply in stepped(one, "a", way)}
     assert causes == ({"ended its process"} if way == "die" else {"over the deadline"})
@@ -178,8 +178,8 @@ def test_a_reset_that_raises_is_a_failure_too(pool):
 
 def test_calls_wait_together_and_no_more_of_them_than_allowed(pool):
     calls = ["sleep 0.2"] * 8
-    together = pool(Echo, reward_deadline_s=5.0)
-    few = pool(Counting, reward_deadline_s=5.0, environment=EnvironmentConfig(max_concurrent=3))
+    together = pool(Echo, reward_timeout_s=5.0)
+    few = pool(Counting, reward_timeout_s=5.0, environment=EnvironmentConfig(max_concurrent=3))
     reset(together, 8), reset(few, 8)
     begin_s = time.perf_counter()
     stepped(together, *calls)

@@ -44,7 +44,7 @@ def test_special_tokens_are_those_of_the_chat_template_and_no_others(tmp_path):
 
 
 def test_a_tokenizer_without_a_chat_template_gets_the_plain_text_with_its_own_special_tokens(tmp_path):
-    prompt = plain(tmp_path, system="Add.")
+    prompt = plain(tmp_path, system_prompt="Add.")
     assert prompt.text == "Add.\n\nWhat is 1 + 2?"
     assert (prompt.tokens_T[0], prompt.messages) == (BOS, None)
     assert len(prompt.tokens_T) == 1 + len(prompt.text)
@@ -140,11 +140,11 @@ def test_a_conversation_stays_one_without_a_chat_template(tmp_path):
 
 
 def test_the_system_message_of_the_config_comes_first_and_replaces_the_rows_own(tmp_path):
-    assert rendered(tmp_path, system="Add.").messages == [
+    assert rendered(tmp_path, system_prompt="Add.").messages == [
         {"role": "system", "content": "Add."},
         {"role": "user", "content": "What is 1 + 2?"},
     ]
-    replaced = rendered(tmp_path, {"prompt": TALK, "answer": "3"}, system="Add.").messages
+    replaced = rendered(tmp_path, {"prompt": TALK, "answer": "3"}, system_prompt="Add.").messages
     assert [m["content"] for m in replaced] == ["Add.", "{not a field}"]
 
 
@@ -161,7 +161,7 @@ def test_messages_without_role_and_content_strings_are_refused_by_row(tmp_path, 
 
 def test_messages_that_the_chat_template_refuses_are_the_users_to_mend(tmp_path):
     strict = "{{ raise_exception('System role not supported') }}"
-    assert "System role not supported" in refused(tmp_path, chat_template=strict, system="Add.")
+    assert "System role not supported" in refused(tmp_path, chat_template=strict, system_prompt="Add.")
 
 
 def test_columns_that_are_not_plain_values_are_left_out(tmp_path):

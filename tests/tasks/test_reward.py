@@ -62,7 +62,7 @@ def test_rewards_come_by_group_and_sample(pool):
     ],
 )
 def test_a_reward_that_fails_costs_its_sample_and_is_counted_by_cause(pool, way, cause):
-    one = pool(by_name, reward_deadline_s=0.5)
+    one = pool(by_name, reward_timeout_s=0.5)
     assert one.score([group("a", way), group("b", "c")]) == [[1.0, None], [1.0, 1.0]]
     assert one.failures == {cause: 1}
     (line,) = format_failures(one.take_failures())
@@ -141,7 +141,7 @@ def test_several_built_in_rewards_are_weighted(pool):
 
 
 def test_math_runs_in_a_worker_and_is_killed_when_it_does_not_end(pool):
-    one = pool(rewards=("math",), reward_deadline_s=8.0)
+    one = pool(rewards=("math",), reward_timeout_s=8.0)
     assert one.score([group(r"\boxed{\frac{1}{2}}", "$9^{9^{9^{9}}}$", "0.4", answer="0.5")])[0][::2] == [
         1.0,
         0.0,

@@ -304,7 +304,9 @@ def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
         journal.start(RunConfig())
         take_steps(journal, 0, 1)
     before = (tmp_path / "run.json").read_bytes()
-    changed = RunConfig(seed=1, learn=LearnConfig(learning_rate=0.5, betas=(0.9, 0.95), micro_tokens=9))
+    changed = RunConfig(
+        seed=1, learn=LearnConfig(learning_rate=0.5, betas=(0.9, 0.95), max_tokens_per_microbatch=9)
+    )
     message = (
         r"run.json: the run there has seed = 0, not 1, learn.learning_rate = 1e-05, not 0.5, "
         r"learn.betas = \[0.9, 0.99\], not \[0.9, 0.95\] and 1 more; choose another folder"

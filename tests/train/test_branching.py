@@ -21,9 +21,9 @@ from qerl.types import Group
 DEEP = DeepConfig(num_branches=2, segment_tokens=1, weight=0.5)
 CONFIG = RunConfig(
     num_prompts=2,
-    num_samples=3,
+    num_generations=3,
     sample=SampleConfig(max_tokens=8),
-    algo=AlgoConfig(advantage="mean", loss="grpo", branching="deep", deep=DEEP),
+    algo=AlgoConfig(advantage="mean", loss_type="grpo", branching="deep", deep=DEEP),
 )
 
 
@@ -193,13 +193,13 @@ def test_the_loss_is_the_samples_plus_the_weighted_branches(rng):
         replace(g, samples_G=[replace(s, advantage=a) for s, a in zip(g.samples_G, given, strict=True)])
         for g, given in ((group, (1.0, 0.0, -0.4)), (branches, (0.6, -0.2)))
     )
-    algo = {"loss": "grpo", "importance": "none", "deep": DEEP}
+    algo = {"loss_type": "grpo", "importance": "none", "deep": DEEP}
     metrics = tiny_learner(algo).step([group, branches])
     assert metrics["loss"] == pytest.approx(-0.6 / 3 - 0.5 * 0.4 / 2, abs=1e-6)
 
 
 def gradient(groups, deep, num_samples):
-    algo = {"loss": "dapo", "deep": deep}
+    algo = {"loss_type": "dapo", "deep": deep}
     learner = tiny_learner(algo, {"max_grad_norm": 1e9}, num_samples=num_samples)
     learner.step(groups)
     beta, moments = learner.config.learn.betas[0], learner.optimizer_state()

@@ -44,10 +44,10 @@ def even(prompts, completions, completion_ids, **columns):
 # An update's two groups are two batches of one rank, or one of each of two: their gradients' sum is the same
 # bits, and so is all else if no row's bits depend on how many others are computed with it.
 EXACT = (
-    *("--engine.exact", "--engine.max-running", "16", "--learn.updates-per-step", "2"),
-    *("--learn.micro-tokens", "40", "--evaluate.num-prompts", "3"),
+    *("--engine.exact", "--engine.max-num-seqs", "16", "--learn.updates-per-step", "2"),
+    *("--learn.max-tokens-per-microbatch", "40", "--evaluate.num-prompts", "3"),
 )
-UNEVEN = ("--num-prompts", "5", "--learn.updates-per-step", "2", "--num-steps", "3", "--noise.per", "group")
+UNEVEN = ("--num-prompts", "5", "--learn.updates-per-step", "2", "--num-steps", "3", "--noise.scope", "group")
 TRAFFIC = {"added_bytes", "gathered_bytes"}
 
 
@@ -237,9 +237,9 @@ def test_a_rank_that_is_killed_ends_the_run(files, tmp_path):
 
 
 def test_a_mistake_is_told_by_one_rank(files, tmp_path):
-    process = start(files, tmp_path / "run", "--adapter.targets", "nose")
+    process = start(files, tmp_path / "run", "--adapter.target-modules", "nose")
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0 and stderr.count("adapter.targets names no linear") == 1
+    assert process.returncode != 0 and stderr.count("adapter.target_modules names no linear") == 1
 
 
 @pytest.mark.gpu

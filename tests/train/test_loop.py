@@ -113,7 +113,7 @@ def bandit_run(config, *, rewards=None, stop_after=None, first_step=0):
 CONFIG = RunConfig(
     num_steps=20,
     num_prompts=8,
-    num_samples=8,
+    num_generations=8,
     sample=SampleConfig(max_tokens=4),
     noise=NoiseConfig(schedule="none"),
 )

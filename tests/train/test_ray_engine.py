@@ -24,7 +24,7 @@ def even(prompts, completions, completion_ids, **columns):
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 """
 RAY = ("--ray", "local", "--ray.num-samplers", "2")
-AHEAD = (*RAY, "--ray.num-ahead", "2", "--evaluate.num-prompts", "0")
+AHEAD = (*RAY, "--ray.max-staleness", "2", "--evaluate.num-prompts", "0")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def untimed(out, *without):
 @pytest.mark.slow
 def test_workers_make_the_run_of_one_process(files, tmp_path):
     """With none ahead, evaluation and noise included: every sample, and what is learned of them."""
-    by_group = ("--noise.per", "group")
+    by_group = ("--noise.scope", "group")
     remote = finish(files, tmp_path / "remote", *RAY, *by_group)
     local = finish(files, tmp_path / "local", *by_group)
     assert (remote / "samples.jsonl").read_text() == (local / "samples.jsonl").read_text()
@@ -90,7 +90,9 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files,
 @pytest.mark.slow
 def test_staleness_is_of_a_step_s_oldest_samples_however_many_rounds_it_takes(files, tmp_path):
     """A later round's prompts are asked for when they are wanted: their samples are of the newest version."""
-    found = metrics(finish(files, tmp_path / "run", *AHEAD, "--algo.dynamic-sampling", "--num-samples", "2"))
+    found = metrics(
+        finish(files, tmp_path / "run", *AHEAD, "--algo.dynamic-sampling", "--num-generations", "2")
+    )
     assert max(m["rounds"] for m in found[2:]) > 1
     assert [m["staleness"] for m in found] == [0, 1, 2, 2, 2, 2]
 
@@ -155,15 +157,15 @@ def test_auto_is_what_the_environment_names_and_else_ray_s_to_find(closed, monke
 
 @pytest.mark.slow
 def test_environments_do_not_go_with_workers_which_is_told_before_there_is_a_model(files, tmp_path):
-    given = ("--ray", "local", "--task.rewards", "hints", "--model.path", str(tmp_path / "none"))
+    given = ("--ray", "local", "--task.rewards", "higher_lower", "--model.path", str(tmp_path / "none"))
     _, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=120)
     assert process.returncode == 2
     assert stderr == "qerl: environments do not go with --ray: use torchrun\n"
 
 
 def test_being_ahead_needs_workers_and_a_correction():
-    RunConfig(ray=RayConfig(address="local", num_ahead=1))
+    RunConfig(ray=RayConfig(address="local", max_staleness=1))
     with pytest.raises(UserError, match=r"ray\.num_ahead needs"):
-        RunConfig(ray=RayConfig(num_ahead=1))
+        RunConfig(ray=RayConfig(max_staleness=1))
     with pytest.raises(UserError, match=r"ray\.num_ahead needs"):
-        RunConfig(ray=RayConfig(address="local", num_ahead=1), algo=AlgoConfig(importance="none"))
+        RunConfig(ray=RayConfig(address="local", max_staleness=1), algo=AlgoConfig(importance="none"))

@@ -93,8 +93,8 @@ def test_a_run_leaves_its_record(unbroken):
 
 def test_a_run_on_a_gpu_says_what_is_computed_again_and_one_on_a_cpu_has_no_choice(unbroken):
     events = [json.loads(line)["text"] for line in (unbroken[0] / "events.jsonl").read_text().splitlines()]
-    said = [text.split(":")[0] for text in events if text.startswith("learn.recompute")]
-    assert said == ["learn.recompute is none"] * torch.cuda.is_available()
+    said = [text.split(":")[0] for text in events if text.startswith("learn.gradient_checkpointing")]
+    assert said == ["learn.gradient_checkpointing is none"] * torch.cuda.is_available()
 
 
 def test_noise_acts_on_the_sampler_and_shows_as_mismatch(unbroken):
@@ -130,7 +130,7 @@ def goes_on(files, tmp_path, *given, recipe):
 
 def test_a_steered_sigma_goes_on_where_it_was(files, tmp_path):
     """Killed after the third step, one checkpoint behind it: floor and sigma are the unbroken run's."""
-    given = ("--noise.control.quiet-steps", "1", "--noise.control.target", "1e-6")
+    given = ("--noise.control.warmup-steps", "1", "--noise.control.target", "1e-6")
     steps = goes_on(files, tmp_path, *given, recipe="aqn_kl")
     assert steps[0]["sigma"] == 0.0 and len({step["sigma"] for step in steps[1:]}) == 5
     assert {step["noise_floor"] for step in steps} == {steps[0]["mismatch_kl"]} != {0.0}
@@ -172,7 +172,7 @@ def test_a_finished_run_is_not_run_again(files, unbroken):
 
 
 def test_environments_are_no_branches_which_is_told_before_there_is_a_model(files, tmp_path):
-    given = ("--model.path", str(tmp_path / "none"), "--task.rewards", "hints")
+    given = ("--model.path", str(tmp_path / "none"), "--task.rewards", "higher_lower")
     _, stderr = (process := start(files, tmp_path / "run", *given, recipe="deep_grpo")).communicate(
         timeout=60
     )
@@ -253,7 +253,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
 
 @pytest.mark.parametrize(("per", "draws"), [("step", 1), ("group", 4), ("sample", 4)])
 def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, draws, files, tmp_path):
-    exact = ("--engine.exact", "--engine.max-running", "16", "--noise.per", per)
+    exact = ("--engine.exact", "--engine.max-num-seqs", "16", "--noise.scope", per)
     finish(files, tmp_path / "both", *exact, "--noise.noise-in", "both")
     finish(files, tmp_path / "sampler", *exact)
     both, sampler = metrics(tmp_path / "both"), metrics(tmp_path / "sampler")

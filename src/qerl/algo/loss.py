@@ -84,7 +84,7 @@ def weighted(
     logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Segments, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     ratio_T = _log_ratio(logprob_T, old_T).exp().detach()
-    weight_T = ratio_T.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high)
+    weight_T = ratio_T.clamp(1.0 - algo.epsilon, 1.0 + algo.epsilon_high)
     return -weight_T * advantage_T * logprob_T, (1.0 - weight_T / ratio_T).clamp(min=0.0)
 
 
@@ -119,7 +119,7 @@ def _log_ratio(logprob_T: Tensor, old_T: Tensor) -> Tensor:
 
 def _clipped(ratio_T: Tensor, advantage_T: Tensor, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     plain_T = ratio_T * advantage_T
-    bound_T = ratio_T.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high) * advantage_T
+    bound_T = ratio_T.clamp(1.0 - algo.epsilon, 1.0 + algo.epsilon_high) * advantage_T
     return -torch.minimum(plain_T, bound_T), (bound_T < plain_T).to(plain_T.dtype)
 
 

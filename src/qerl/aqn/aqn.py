@@ -13,7 +13,7 @@ from qerl.errors import UserError
 
 class AQN:
     """AQN: the norms of one or both policies carry sigma * Z, Z drawn from (seed, step, layer), and by
-    noise.per from the prompt's or the sample's index."""
+    noise.scope from the prompt's or the sample's index."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class AQN:
         if config.noise.schedule != "none" and not table.norms:
             raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
         self._table, self._config, self._gather = table, config, gather
-        if config.noise.per != "step":
-            table.open(config.noise.per, config.num_noises)
+        if config.noise.scope != "step":
+            table.open(config.noise.scope, config.num_noises)
         self._rule, self._state = RULES[config.noise.schedule], started(config.noise)
 
     @contextmanager
@@ -57,7 +57,7 @@ class AQN:
     def draws(self, parts: Sequence[float]) -> float:
         """Of a whole whose parts drew so many: each has prompts of its own, and all have the same indices of
         samples."""
-        return sum(parts) if self._config.noise.per == "group" else max(parts)
+        return sum(parts) if self._config.noise.scope == "group" else max(parts)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""

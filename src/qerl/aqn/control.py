@@ -67,7 +67,7 @@ def unchanged(state: NoiseState, step: int, metrics: Mapping[str, float], noise:
 
 
 def steered(state: NoiseState, step: int, num_steps: int, noise: NoiseConfig) -> float:
-    return 0.0 if step < noise.control.quiet_steps else state.sigma
+    return 0.0 if step < noise.control.warmup_steps else state.sigma
 
 
 def adaptive(sigma: float, x: float, control: ControlConfig) -> float:
@@ -93,7 +93,7 @@ def adapted(move: Callable[[float, float, ControlConfig], float]) -> Callable[..
         value = metrics.get(MEASURES[control.measure], math.nan)
         if math.isnan(value):
             return state
-        if step < control.quiet_steps:
+        if step < control.warmup_steps:
             has_floor = control.measure == "kl" and value < math.inf
             return dataclasses.replace(state, quiet=(*state.quiet, value)) if has_floor else state
         moved = move(state.sigma, value - state.floor, control)

@@ -123,7 +123,7 @@ class BenchLearnOptions:
     """The learner with its linears in this format."""
 
     recomputes: tuple[Literal["none", "layer", "offload"], ...] = ("none", "layer")
-    """What is computed again in the backward pass, as learn.recompute."""
+    """What is computed again in the backward pass, as learn.gradient_checkpointing."""
 
     tokens: int = 8192
     """Packed tokens in a step."""
@@ -179,19 +179,19 @@ class BenchStepOptions:
     """Length of each sample."""
 
     recompute: Literal["none", "layer", "offload"] = "none"
-    """What is computed again in the backward pass, as learn.recompute."""
+    """What is computed again in the backward pass, as learn.gradient_checkpointing."""
 
     micro_tokens: int = 8192
-    """Most packed tokens in one forward and backward, as learn.micro_tokens."""
+    """Most packed tokens in one forward and backward, as learn.max_tokens_per_microbatch."""
 
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """As learn.optimizer."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """As learn.optim."""
 
     kv: Literal["bf16", "fp8"] = "bf16"
     """What keys and values are kept in."""
 
     kv_gb: float | None = None
-    """Most memory for them, as engine.kv_gb."""
+    """Most memory for them, as engine.kv_cache_gb."""
 
     head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """What the LM head is held in."""

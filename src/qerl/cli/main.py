@@ -41,6 +41,9 @@ from qerl.config.options import (
     paper_sampling,
 )
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
+from qerl.config.renamed import OPTIONS
+from qerl.config.renamed import RECIPES as FORMER_RECIPES
+from qerl.config.renamed import refuse_former_names
 from qerl.config.stored import read_config_file, read_run_config
 from qerl.errors import RunError, UserError, near, redact
 from qerl.eval.catalog import BENCHMARKS, parse_benchmarks
@@ -125,6 +128,7 @@ def train(arguments: list[str], adapter: AdapterConfig | None = None) -> None:
         print(TRAIN_USAGE.format(paper=_listed(PAPER), methods=_listed(METHODS)))
         return
     arguments = [_long(argument) for argument in arguments]
+    refuse_former_names(arguments)
     names_rows = any(argument.partition("=")[0] == "--task.name" for argument in arguments)
     if not arguments or (arguments[0].startswith("-") and not names_rows):
         raise UserError(
@@ -134,6 +138,8 @@ def train(arguments: list[str], adapter: AdapterConfig | None = None) -> None:
     if arguments[0].startswith("-"):
         name, recipe, rest = "--task FILE", own, arguments
     else:
+        if arguments[0] in FORMER_RECIPES:
+            raise UserError(f"recipe {arguments[0]} is now {FORMER_RECIPES[arguments[0]]}")
         name = _near(arguments[0], RECIPES, "recipe")
         recipe, rest = RECIPES[name], arguments[1:]
     default = recipe() if adapter is None else dataclasses.replace(recipe(), adapter=adapter)
@@ -214,7 +220,7 @@ def generate(arguments: list[str]) -> None:
         sample = config.sample
         default = GenerateOptions(
             model=config.model,
-            system=config.task.system,
+            system_prompt=config.task.system_prompt,
             temperature=sample.temperature,
             top_p=sample.top_p,
             max_tokens=sample.max_tokens,
@@ -234,7 +240,7 @@ def serve(arguments: list[str]) -> None:
     source, config = arguments[0], read_run_config(arguments[0])
     default = ServeOptions(model=ModelConfig(path=source))
     if config is not None:
-        default = ServeOptions(model=config.model, system=config.task.system)
+        default = ServeOptions(model=config.model, system_prompt=config.task.system_prompt)
     options = tyro.cli(ServeOptions, default=default, args=arguments[1:], prog=f"qerl serve {source}")
     if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")

@@ -8,7 +8,7 @@ from qerl.errors import require
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SapoConfig:
-    """Read where algo.loss is sapo."""
+    """Read where algo.loss_type is sapo."""
 
     temperature_positive: float = 1.0
     """How fast the gate closes on tokens with a positive advantage."""
@@ -24,7 +24,7 @@ class SapoConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MaspoConfig:
-    """Read where algo.loss is maspo."""
+    """Read where algo.loss_type is maspo."""
 
     width: float = 1.0
     """Width of the weight around ratio 1 for a token of probability 1, and its lower bound."""
@@ -76,21 +76,23 @@ class AlgoConfig:
     """group: (r - mean) / std. mean: r - mean. leave_one_out: r - mean of the siblings. beta: r - mean over a
     Beta density fitted to all groups' means (BNPO), for rewards from 0 to 1."""
 
-    loss: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo"] = "dapo"
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo"] = (
+        "dapo"
+    )
     """grpo averages within each sample first, dapo over all tokens, bnpo over each group's, dr_grpo divides
     by the constant max_tokens * samples. gspo and gspo_token take the ratio of whole samples. cispo clips a
     weight and no gradient, sapo and maspo weigh smoothly instead of clipping. docs/methods.md."""
 
-    clip_low: float = 0.2
+    epsilon: float = 0.2
     """The importance ratio is clipped below at 1 - clip_low. For gspo about 3e-4."""
 
-    clip_high: float = 0.28
+    epsilon_high: float = 0.28
     """The importance ratio is clipped above at 1 + clip_high. For gspo about 4e-4."""
 
     sapo: SapoConfig = SapoConfig()
     maspo: MaspoConfig = MaspoConfig()
 
-    kl_coefficient: float = 0.0
+    beta: float = 0.0
     """Weight of the KL (k3) to the reference policy, the model without its adapter; 0 skips its forward."""
 
     importance: Literal[
@@ -138,7 +140,7 @@ class AlgoConfig:
     """shape: the penalty grows from 0 to -1 over the last overlong_buffer tokens before max_tokens."""
 
     def __post_init__(self):
-        clips = "clip_low", "clip_high", "importance_cap", "importance_floor", "veto_ratio"
+        clips = "epsilon", "epsilon_high", "importance_cap", "importance_floor", "veto_ratio"
         for name in (*clips, "overlong_buffer"):
             value = getattr(self, name)
             require(value > 0, f"algo.{name} must be positive, got {value}")
@@ -152,9 +154,7 @@ class AlgoConfig:
             f"algo.geometric_low must be from 0 to geometric_high ({self.geometric_high}),"
             f" got {self.geometric_low}",
         )
-        require(
-            self.kl_coefficient >= 0, f"algo.kl_coefficient must not be negative, got {self.kl_coefficient}"
-        )
+        require(self.beta >= 0, f"algo.beta must not be negative, got {self.beta}")
         require(
             self.branching == "none" or not self.dynamic_sampling,
             "algo.dynamic_sampling drops the groups that algo.branching is for: set one of them",

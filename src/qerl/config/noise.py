@@ -23,7 +23,7 @@ class ControlConfig:
     factor: float = 1.01
     """plappert: sigma is multiplied or divided by this in each step."""
 
-    quiet_steps: int = 5
+    warmup_steps: int = 5
     """First steps, without noise: their mean KL is the floor of rounding and kernels."""
 
     sigma_min: float = 1e-4
@@ -38,7 +38,8 @@ class ControlConfig:
             require(value > 0, f"noise.control.{name} must be positive, got {value}")
         require(self.factor > 1, f"noise.control.factor must be over 1, got {self.factor}")
         require(
-            self.quiet_steps >= 0, f"noise.control.quiet_steps must not be negative, got {self.quiet_steps}"
+            self.warmup_steps >= 0,
+            f"noise.control.warmup_steps must not be negative, got {self.warmup_steps}",
         )
         require(
             self.sigma_max >= self.sigma_min,
@@ -66,7 +67,7 @@ class NoiseConfig:
     unit: Literal["absolute", "relative"] = "absolute"
     """absolute: sigma is in the norm weight's own units (the paper). relative: times each norm's RMS."""
 
-    per: Literal["step", "group", "sample"] = "step"
+    scope: Literal["step", "group", "sample"] = "step"
     """Who has a Z of its own: all samples of a step one (the paper), the samples of each prompt, or each
     sample of a group, from its second token on: its prompt is computed once for all, without noise."""
 

@@ -41,7 +41,7 @@ class EvalOptions:
     seed: int = 0
     """Names the random numbers of the samples, and the problems of a procedural task."""
 
-    right_from: float = 1.0
+    success_threshold: float = 1.0
     """A sample counts as right when its reward is at least this."""
 
     model: ModelConfig = ModelConfig()
@@ -59,7 +59,7 @@ def of_run(config: RunConfig) -> EvalOptions:
         max_tokens=config.sample.max_tokens,
         temperature=config.sample.temperature,
         top_p=config.sample.top_p,
-        right_from=config.evaluate.right_from,
+        success_threshold=config.evaluate.success_threshold,
         seed=config.seed,
         task=config.task,
     )
@@ -67,7 +67,13 @@ def of_run(config: RunConfig) -> EvalOptions:
 
 def paper_sampling(options: EvalOptions) -> EvalOptions:
     """QeRL's evaluation, arXiv 2510.11696, 4; it does not say how many samples a problem has."""
-    drawn = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 4096, "num_samples": 16, "right_from": 1.0}
+    drawn = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "max_tokens": 4096,
+        "num_samples": 16,
+        "success_threshold": 1.0,
+    }
     return dataclasses.replace(options, **drawn)
 
 
@@ -147,7 +153,7 @@ class ExportOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateOptions:
-    system: str | None = None
+    system_prompt: str | None = None
     """The system message; None leaves it to the chat template."""
 
     temperature: float = 1.0
@@ -188,7 +194,7 @@ class ServeOptions:
     name: str | None = None
     """What requests call the model; by default the last part of MODEL_OR_RUN."""
 
-    system: str | None = None
+    system_prompt: str | None = None
     """The system message of chats that bring none; None leaves it to the chat template."""
 
     max_body_bytes: int = 262_144

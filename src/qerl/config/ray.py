@@ -14,9 +14,9 @@ class RayConfig:
     num_samplers: int = 1
     """Workers that sample, each with a GPU of its own if the model is on one."""
 
-    num_ahead: int = 0
+    max_staleness: int = 0
     """Steps whose samples are drawn before they are learned from: so many versions they are old."""
 
     def __post_init__(self):
         require(self.num_samplers > 0, f"ray.num_samplers must be positive, got {self.num_samplers}")
-        require(self.num_ahead >= 0, f"ray.num_ahead must not be negative, got {self.num_ahead}")
+        require(self.max_staleness >= 0, f"ray.max_staleness must not be negative, got {self.max_staleness}")

@@ -20,19 +20,19 @@ class ModelConfig:
     """What the frozen linear weights are held in. A checkpoint that is already NVFP4 is taken as it is.
     fp8-flow: FP8, and what multiplies them is quantized to FP8 too, in sampling and learning alike."""
 
-    sampler: Literal["fp8", "fp8-flow", "int8"] | None = None
+    sampler_format: Literal["fp8", "fp8-flow", "int8"] | None = None
     """A second copy of the linear weights for the sampler, quantized from model.format's to this (FlashRL):
     the policies then differ, which algo.importance corrects. None: sampler and learner share one copy."""
 
-    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
-    """What the LM head is held in, for sampling and learning alike. bf16: in model.compute, as the embedding,
+    head_format: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """What the LM head is held in, for sampling and learning alike. bf16: in model.dtype, as the embedding,
     whose own table it is if they are tied. fp8 and nvfp4 need a width that is a multiple of 128, nvfp4 also a
     vocabulary that is a multiple of 64."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a CUDA device if there is one."""
 
-    compute: Literal["auto", "bf16", "fp32"] = "auto"
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Activations, and the adapter's working copies. auto: bf16 where the device multiplies it natively."""
 
     operand: Literal["auto", "packed", "resident"] = "auto"
@@ -52,16 +52,26 @@ class AdapterConfig:
     alpha: float = 32.0
     """The adapter's product is multiplied by alpha / rank."""
 
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     """The linears that learn, by the last part of their name."""
 
-    start: str | None = None
+    init_from: str | None = None
     """A PEFT folder to go on from; a KL penalty still measures from the model without an adapter."""
 
     def __post_init__(self):
         for name in ("rank", "alpha"):
             require(getattr(self, name) > 0, f"adapter.{name} must be positive, got {getattr(self, name)}")
-        require(len(self.targets) > 0, "adapter.targets must name at least one linear, got none")
+        require(
+            len(self.target_modules) > 0, "adapter.target_modules must name at least one linear, got none"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +81,8 @@ class CodeConfig:
     credit: Literal["fraction", "all"] = "fraction"
     """fraction: the share of tests that pass. all: 1 if every one passes, else 0."""
 
-    test_deadline_s: float = 4.0
-    """A program that takes longer on one test is killed; all tests share 0.8 of task.reward_deadline_s."""
+    test_timeout_s: float = 4.0
+    """A program that takes longer on one test is killed; all tests share 0.8 of task.reward_timeout_s."""
 
     memory_mb: int = 1024
     """Address space of a program, MiB."""
@@ -81,7 +91,7 @@ class CodeConfig:
     """Of a row's tests, the first ones are run."""
 
     def __post_init__(self):
-        for name in ("test_deadline_s", "memory_mb", "max_tests"):
+        for name in ("test_timeout_s", "memory_mb", "max_tests"):
             value = getattr(self, name)
             require(value > 0, f"task.code.{name} must be positive, got {value}")
 
@@ -100,7 +110,7 @@ class TaskConfig:
     template: str = "{question}"
     """The user message; braces name columns. `{question}\\nAnswer with just the number.` for example."""
 
-    system: str | None = None
+    system_prompt: str | None = None
     """The system message; None leaves it to the chat template."""
 
     chat: Literal["all", "messages"] = "all"
@@ -126,13 +136,13 @@ class TaskConfig:
     """How many rows are kept from learning, for evaluation."""
 
     rewards: tuple[str, ...] = ("numeric",)
-    """Built-in names (exact, numeric, math, tags, gym, code, hints), or module:function, or
+    """Built-in names (exact, numeric, math, tags, gym, code, higher_lower), or module:function, or
     file.py:function. One of them may be an environment, a class with reset and step: docs/environments.md."""
 
     reward_weights: tuple[float, ...] = ()
     """One for each reward; empty means 1 each."""
 
-    reward_deadline_s: float = 10.0
+    reward_timeout_s: float = 10.0
     """A reward that takes longer on one sample, or an environment on one call, is killed and the sample left
     out."""
 
@@ -150,7 +160,7 @@ class TaskConfig:
 
     def __post_init__(self):
         require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
-        for name in ("reward_deadline_s", "reward_workers", "reward_memory_gb", "num_rows"):
+        for name in ("reward_timeout_s", "reward_workers", "reward_memory_gb", "num_rows"):
             value = getattr(self, name)
             require(value > 0, f"task.{name} must be positive, got {value}")
         weights, rewards = len(self.reward_weights), len(self.rewards)
@@ -192,23 +202,23 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    page_tokens: int = 16
+    block_size: int = 16
     """Tokens a KV page holds."""
 
-    kv_gb: float | None = None
+    kv_cache_gb: float | None = None
     """Most memory for KV pages, in 1e9 bytes. None: 1 on a CPU; on a GPU 90 % of what is free once the model
     is loaded and a prefill's working memory set aside: learning has the same memory in its turn."""
 
-    kv: Literal["compute", "fp8"] = "compute"
-    """What keys and values are kept in: model.compute, or FP8 with a scale for each token and head."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """What keys and values are kept in: model.dtype, or FP8 with a scale for each token and head."""
 
-    max_running: int = 128
+    max_num_seqs: int = 128
     """Most samples decoded at once; on a Hopper GPU 256."""
 
-    prefill_tokens: int = 4096
+    max_num_batched_tokens: int = 4096
     """Most prompt tokens computed in one forward."""
 
-    burst_steps: int | None = None
+    decode_steps_per_sync: int | None = None
     """Decode steps between two looks of the host at what was drawn. None: 16 on a GPU, 1 on a CPU."""
 
     exact: bool = False
@@ -216,7 +226,13 @@ class EngineConfig:
     run, whose bits depend on no other row: the two policies then differ by nothing but noise."""
 
     def __post_init__(self):
-        for name in ("page_tokens", "kv_gb", "max_running", "prefill_tokens", "burst_steps"):
+        for name in (
+            "block_size",
+            "kv_cache_gb",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "decode_steps_per_sync",
+        ):
             value = getattr(self, name)
             require(value is None or value > 0, f"engine.{name} must be positive, got {value}")
 
@@ -226,10 +242,10 @@ class LearnConfig:
     learning_rate: float = 1e-5
     """Peak rate of the adapter; the frozen base has none."""
 
-    schedule: Literal["constant", "cosine"] = "cosine"
+    lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
     """After the warm-up; cosine ends at zero with the last update."""
 
-    warmup_fraction: float = 0.1
+    warmup_ratio: float = 0.1
     """Share of all updates over which the rate rises linearly from zero."""
 
     betas: tuple[float, float] = (0.9, 0.99)
@@ -247,35 +263,35 @@ class LearnConfig:
     updates_per_step: int = 1
     """Optimizer updates from one step's samples; each takes an equal share of the groups."""
 
-    passes_per_step: int = 1
+    num_iterations: int = 1
     """How often the step's samples are gone through."""
 
-    micro_tokens: int = 8192
+    max_tokens_per_microbatch: int = 8192
     """Most packed tokens in one forward and backward; the gradient does not depend on it."""
 
     logprob_chunk_tokens: int = 512
     """Rows of logits that exist at a time."""
 
-    recompute: Literal["auto", "none", "layer", "offload"] = "auto"
+    gradient_checkpointing: Literal["auto", "none", "layer", "offload"] = "auto"
     """What is kept for the backward pass. none: all it reads. layer: each layer's input, the rest is computed
     again. offload: the same in the host's memory. auto: the first of them with which learning is planned to
     fit the GPU's memory; on a CPU none."""
 
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit keeps the moments in 8 bits; it needs the package bitsandbytes."""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit keeps the moments in 8 bits; it needs the package bitsandbytes."""
 
     def __post_init__(self):
         require(self.learning_rate > 0, f"learn.learning_rate must be positive, got {self.learning_rate}")
         require(
-            0 <= self.warmup_fraction <= 1,
-            f"learn.warmup_fraction must be in [0, 1], got {self.warmup_fraction}",
+            0 <= self.warmup_ratio <= 1,
+            f"learn.warmup_ratio must be in [0, 1], got {self.warmup_ratio}",
         )
         require(all(0 <= beta < 1 for beta in self.betas), f"learn.betas must be in [0, 1), got {self.betas}")
         require(self.weight_decay >= 0, f"learn.weight_decay must not be negative, got {self.weight_decay}")
         for name in (
             "updates_per_step",
-            "passes_per_step",
-            "micro_tokens",
+            "num_iterations",
+            "max_tokens_per_microbatch",
             "logprob_chunk_tokens",
             "max_grad_norm",
             "max_nonfinite_updates",
@@ -292,7 +308,7 @@ class EvalConfig:
     every: int | None = None
     """Also evaluate after every so many steps."""
 
-    right_from: float = 1.0
+    success_threshold: float = 1.0
     """A sample counts as right when its reward is at least this."""
 
     def __post_init__(self):
@@ -327,7 +343,7 @@ class RunConfig:
     num_prompts: int = 16
     """Prompts P in a step."""
 
-    num_samples: int = 8
+    num_generations: int = 8
     """Samples G of each prompt."""
 
     max_mismatch: float | None = None
@@ -352,22 +368,22 @@ class RunConfig:
         for name in ("num_steps", "num_prompts"):
             value = getattr(self, name)
             require(value > 0, f"{name} must be positive, got {value}")
-        group = self.num_samples
-        require(group >= 2, f"num_samples must be at least 2 to compare within a group, got {group}")
+        group = self.num_generations
+        require(group >= 2, f"num_generations must be at least 2 to compare within a group, got {group}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
         require(not (self.engine.exact and cuts), f"engine.exact needs every token: unset {', '.join(cuts)}")
         require(
-            self.ray.num_ahead == 0 or (self.ray.address is not None and self.algo.importance != "none"),
-            "ray.num_ahead needs ray.address, and an algo.importance that corrects for older samples",
+            self.ray.max_staleness == 0 or (self.ray.address is not None and self.algo.importance != "none"),
+            "ray.max_staleness needs ray.address, and an algo.importance that corrects for older samples",
         )
         require(
-            self.model.sampler is None or (self.adapter.kind == "lora" and not self.engine.exact),
-            f"model.sampler {self.model.sampler} needs adapter.kind lora, for the copy is made once, and"
+            self.model.sampler_format is None or (self.adapter.kind == "lora" and not self.engine.exact),
+            f"model.sampler_format {self.model.sampler_format} needs adapter.kind lora, for the copy is made once, and"
             " engine.exact off, for the two copies differ",
         )
         require(
-            self.algo.branching == "none" or (self.noise.per, self.noise.noise_in) != ("sample", "both"),
-            "noise.per sample with noise_in both needs algo.branching none: the learner computes a branch's"
+            self.algo.branching == "none" or (self.noise.scope, self.noise.noise_in) != ("sample", "both"),
+            "noise.scope sample with noise_in both needs algo.branching none: the learner computes a branch's"
             " first tokens as its prompt, without the sample's noise",
         )
         require(
@@ -376,9 +392,9 @@ class RunConfig:
         )
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
-            not noise.is_steered or noise.control.quiet_steps < self.num_steps,
-            f"noise.control.quiet_steps must be under num_steps ({self.num_steps}),"
-            f" got {noise.control.quiet_steps}",
+            not noise.is_steered or noise.control.warmup_steps < self.num_steps,
+            f"noise.control.warmup_steps must be under num_steps ({self.num_steps}),"
+            f" got {noise.control.warmup_steps}",
         )
         require(
             updates <= self.num_prompts,
@@ -392,9 +408,9 @@ class RunConfig:
     @property
     def num_noises(self) -> int:
         """Different Z that the samples of one call are drawn under."""
-        return {"step": 1, "group": self.num_prompts, "sample": self.num_samples}[self.noise.per]
+        return {"step": 1, "group": self.num_prompts, "sample": self.num_generations}[self.noise.scope]
 
     @property
     def num_updates(self) -> int:
         """Optimizer updates of the whole run."""
-        return self.num_steps * self.learn.updates_per_step * self.learn.passes_per_step
+        return self.num_steps * self.learn.updates_per_step * self.learn.num_iterations

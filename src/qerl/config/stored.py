@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import RunConfig
+from qerl.config.renamed import with_present_names
 from qerl.errors import UserError
 
 
 def parse_run_config(data: dict[str, Any]) -> RunConfig:
     """The RunConfig behind the plain values of `dataclasses.asdict` or JSON; an unknown key is an error."""
-    return _build(RunConfig, data, "config")
+    return _build(RunConfig, with_present_names(data) if isinstance(data, dict) else data, "config")
 
 
 def read_run_config(source: str) -> RunConfig | None:

@@ -69,8 +69,8 @@ class Engine:
         self._decoder, self.tokenizer, self._config = decoder, tokenizer, config
         self._stop_token_ids = stop_token_ids
         self._cache: KVCache | None = None
-        self._kv_dtype = FP8 if config.kv == "fp8" else decoder.compute
-        self._page_bytes = page_bytes(decoder.architecture, config.page_tokens, self._kv_dtype)
+        self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute
+        self._page_bytes = page_bytes(decoder.architecture, config.block_size, self._kv_dtype)
         self._runners = RunnerCache(decoder, config, stop_token_ids)
 
     @property
@@ -84,10 +84,10 @@ class Engine:
         found, obstacle = [], self._runners.obstacle
         if self._decoder.device.type == "cuda" and obstacle is not None:
             found.append(f"sampling is done by torch, without the decode kernels: {obstacle}")
-        if self._runners.max_rows < self._config.max_running:
+        if self._runners.max_rows < self._config.max_num_seqs:
             found.append(
-                f"{self._runners.max_rows} samples are decoded at once, not engine.max_running ="
-                f" {self._config.max_running}: the kernels take no more"
+                f"{self._runners.max_rows} samples are decoded at once, not engine.max_num_seqs ="
+                f" {self._config.max_num_seqs}: the kernels take no more"
             )
         return found
 
@@ -214,10 +214,12 @@ class Engine:
             Scheduler(
                 groups,
                 PagePool(cache.num_pages),
-                page_tokens=config.page_tokens,
+                page_tokens=config.block_size,
                 max_running=self._runners.max_rows,
             ),
-            self._runners.replay() if config.exact else Prefill(self._decoder, cache, config.prefill_tokens),
+            self._runners.replay()
+            if config.exact
+            else Prefill(self._decoder, cache, config.max_num_batched_tokens),
             runner,
             prompts_P,
             text,
@@ -232,7 +234,7 @@ class Engine:
     def _most_pages(self, groups: list[LiveGroup]) -> int:
         """Of a prompt and its longest sample."""
         longest = max(group.prompt_tokens + group.max_tokens for group in groups)
-        return num_pages(longest, self._config.page_tokens)
+        return num_pages(longest, self._config.block_size)
 
     @contextlib.contextmanager
     def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[KVCache]:
@@ -248,7 +250,7 @@ class Engine:
             if self._cache is not None:
                 try:
                     stack.enter_context(self._cache.present())
-                except torch.OutOfMemoryError:  # engine.kv_gb, or another process
+                except torch.OutOfMemoryError:  # engine.kv_cache_gb, or another process
                     self._drop_cache()
             if self._cache is None:
                 self._cache = self._new_cache(min(affordable, useful), stack)
@@ -262,7 +264,7 @@ class Engine:
         self, groups: list[LiveGroup], prompts_P: list[Prompt], affordable: int
     ) -> tuple[int, int]:
         """(what the largest group needs to run at all, what all can hold at once)."""
-        page_tokens, max_running = self._config.page_tokens, self._runners.max_rows
+        page_tokens, max_running = self._config.block_size, self._runners.max_rows
         least = kept = 0
         for group in groups:
             needed = group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
@@ -285,15 +287,15 @@ class Engine:
 
     def _new_cache(self, num_pages: int, stack: contextlib.ExitStack) -> KVCache:
         """Present until the stack is closed."""
-        decoder, page_tokens = self._decoder, self._config.page_tokens
+        decoder, page_tokens = self._decoder, self._config.block_size
         try:
             cache = KVCache(decoder.architecture, num_pages, page_tokens, self._kv_dtype, decoder.device)
             stack.enter_context(cache.present())
         except torch.OutOfMemoryError:
             raise UserError(
                 f"the KV cache needs {_rounded_up_gb(num_pages * self._page_bytes)} GB, and the device has"
-                f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_gb or"
-                " engine.max_running, or set engine.kv to fp8"
+                f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_cache_gb or"
+                " engine.max_num_seqs, or set engine.kv_cache_dtype to fp8"
             ) from None
         return cache
 
@@ -338,7 +340,7 @@ def _rounded_up_gb(num_bytes: float) -> float:
 
 
 def _too_little(config: EngineConfig, affordable: int, needed_bytes: float) -> str:
-    if config.kv_gb is not None:
+    if config.kv_cache_gb is not None:
         gb = _rounded_up_gb(needed_bytes)
-        return f" engine.kv_gb = {config.kv_gb} holds {affordable}: raise it to {gb} or more"
-    return f" what is free holds {affordable}: set engine.kv to fp8, or lower sample.max_tokens"
+        return f" engine.kv_cache_gb = {config.kv_cache_gb} holds {affordable}: raise it to {gb} or more"
+    return f" what is free holds {affordable}: set engine.kv_cache_dtype to fp8, or lower sample.max_tokens"

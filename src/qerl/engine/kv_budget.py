@@ -22,7 +22,7 @@ _BLOCK_BYTES = 20 << 20  # torch takes no less of the device for a tensor over 1
 
 def kv_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
     """What a new cache may take in place of the one that holds held_bytes now."""
-    if config.kv_gb is not None or decoder.device.type == "cpu":
+    if config.kv_cache_gb is not None or decoder.device.type == "cpu":
         return room_bytes(config, decoder, held_bytes)
     share = _SHARE if can_give_back(decoder.device) else _SHARE_IF_KEPT
     return share * room_bytes(config, decoder, held_bytes)
@@ -30,8 +30,8 @@ def kv_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
 
 def room_bytes(config: EngineConfig, decoder: Decoder, held_bytes: int) -> float:
     """What a cache that was made before may take: more is there no longer once, say, the moments are."""
-    if config.kv_gb is not None:
-        return config.kv_gb * 1e9
+    if config.kv_cache_gb is not None:
+        return config.kv_cache_gb * 1e9
     if decoder.device.type == "cpu":
         return _CPU_BYTES
     free = free_bytes(decoder.device) + held_bytes
@@ -53,4 +53,6 @@ def working_bytes(config: EngineConfig, decoder: Decoder) -> float:
     of torch's latest block is not used."""
     a = decoder.architecture
     row = 2 * (4 * a.ff_width + 10 * a.width + 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_size)
-    return config.prefill_tokens * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES
+    return (
+        config.max_num_batched_tokens * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES
+    )

@@ -38,10 +38,10 @@ _PAGES_AT_ONCE = 16  # a table is made a little wider than asked, for the call a
 class RunnerCache:
     def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
         self._decoder, self._config = decoder, config
-        self.obstacle = HopperForward.obstacle(decoder, config.page_tokens)
+        self.obstacle = HopperForward.obstacle(decoder, config.block_size)
         """Why decode steps are torch's operations; None if they are the kernels'."""
         self._is_fast = self.obstacle is None
-        self.max_rows = min(config.max_running, MAX_ROWS) if self._is_fast else config.max_running
+        self.max_rows = min(config.max_num_seqs, MAX_ROWS) if self._is_fast else config.max_num_seqs
         self._least_rows, self._rows = 1, bucket_of(self.max_rows, self.max_rows)
         if config.exact:
             self._least_rows, self._rows = self._exact_rows()
@@ -77,7 +77,7 @@ class RunnerCache:
                 self._forward,
                 rows=self._rows,
                 max_pages=self._max_pages,
-                page_tokens=self._config.page_tokens,
+                page_tokens=self._config.block_size,
                 device=self._decoder.device,
                 pool=self._pool,
             )
@@ -101,8 +101,8 @@ class RunnerCache:
             self._draw(sampling),
             max_rows=self._rows,
             max_pages=self._max_pages,
-            page_tokens=config.page_tokens,
-            max_steps=config.burst_steps or (1 if device.type == "cpu" else _GPU_STEPS),
+            page_tokens=config.block_size,
+            max_steps=config.decode_steps_per_sync or (1 if device.type == "cpu" else _GPU_STEPS),
             least_rows=self._least_rows,
             device=device,
             pool=self._pool,

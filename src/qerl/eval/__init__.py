@@ -1,0 +1,1 @@
+"""Named benchmarks: what `qerl eval` runs."""

@@ -44,7 +44,7 @@ class Benchmark:
     num_samples: int
     sampling: Sampling
     seed: int
-    right_from: float
+    success_threshold: float
 
 
 def settings_of(exam: Benchmark, facts: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def settings_of(exam: Benchmark, facts: dict[str, Any]) -> dict[str, Any]:
         "num_samples": exam.num_samples,
         **dataclasses.asdict(exam.sampling),
         "seed": exam.seed,
-        "right_from": exam.right_from,
+        "success_threshold": exam.success_threshold,
         "num_prompts": len(problems),
         "problems_digest": hashlib.sha256(encode(problems)).hexdigest()[:16],
     }
@@ -89,7 +89,7 @@ def run_benchmark(
         problems += _results(exam, engine(), left[start : start + at_once])
         _write(path, settings, problems, None)
         notice(f"{exam.name}: {len(problems)} of {len(exam.prompts)} problems")
-    summary = summarise(problems, exam.right_from)
+    summary = summarise(problems, exam.success_threshold)
     _write(path, settings, problems, summary)
     return summary
 
@@ -139,11 +139,11 @@ def _majority(drawn: dict[str, list[Any]]) -> float | None:
     return None if winner is None else drawn["rewards"][drawn["votes"].index(winner)]
 
 
-def summarise(problems: list[dict[str, Any]], right_from: float) -> dict[str, Any]:
+def summarise(problems: list[dict[str, Any]], success_threshold: float) -> dict[str, Any]:
     """pass@1 with its standard error over problems, pass@k without bias, majority, greedy."""
 
     def is_right(reward: float | None) -> bool:
-        return reward is not None and reward >= right_from
+        return reward is not None and reward >= success_threshold
 
     correct_P_G = [[is_right(reward) for reward in problem["rewards"]] for problem in problems]
     num_samples = len(correct_P_G[0])

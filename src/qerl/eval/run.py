@@ -110,7 +110,7 @@ def _grading(task: TaskConfig) -> tuple[Any, ...]:
 def _graded_by(task: TaskConfig) -> dict[str, Any]:
     """What rewards depend on besides, where it is not the default."""
     given, default = dataclasses.asdict(task), dataclasses.asdict(TaskConfig())
-    names = ("reward_weights", "reward_deadline_s", "code")
+    names = ("reward_weights", "reward_timeout_s", "code")
     return {name: given[name] for name in names if given[name] != default[name]}
 
 
@@ -144,8 +144,8 @@ def _config(run: RunConfig | None, options: EvalOptions, *, is_own: bool) -> Run
 
 def _asked(task: TaskConfig, run: RunConfig | None, options: EvalOptions) -> TaskConfig:
     """The set's task with the user's template, if any, and the system message that the run learned with."""
-    system = run.task.system if run is not None else task.system
-    return dataclasses.replace(task, template=options.template or task.template, system=system)
+    system = run.task.system_prompt if run is not None else task.system_prompt
+    return dataclasses.replace(task, template=options.template or task.template, system_prompt=system)
 
 
 def _prompts(
@@ -185,7 +185,7 @@ def _exam(
         num_samples=options.num_samples,
         sampling=sampling_of(config),
         seed=options.seed,
-        right_from=options.right_from,
+        success_threshold=options.success_threshold,
     )
 
 
@@ -196,7 +196,7 @@ def _facts(config: RunConfig, adapters: Path | None) -> dict[str, Any]:
         "weights": _stamp(locate(config.model.path).path),
         "checkpoint": None if newest is None else _stamp(newest),
         **dataclasses.asdict(config.model),
-        "kv": config.engine.kv,
+        "kv": config.engine.kv_cache_dtype,
         **environment(config.model.device),
     }
 

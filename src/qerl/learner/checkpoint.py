@@ -145,7 +145,7 @@ def peft_config(config: RunConfig) -> dict[str, Any]:
         "base_model_name_or_path": config.model.path,
         "r": config.adapter.rank,
         "lora_alpha": config.adapter.alpha,
-        "target_modules": list(config.adapter.targets),
+        "target_modules": list(config.adapter.target_modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -161,7 +161,11 @@ def described(config: RunConfig) -> dict[str, Any]:
     """What the tensors beside it are."""
     if config.adapter.kind == "lora":
         return peft_config(config)
-    return {"kind": "full", "base_model_name_or_path": config.model.path, "targets": config.adapter.targets}
+    return {
+        "kind": "full",
+        "base_model_name_or_path": config.model.path,
+        "targets": config.adapter.target_modules,
+    }
 
 
 def _contents(learner: Learner, next_step: int, extra: dict[str, Any]) -> dict[str, bytes]:

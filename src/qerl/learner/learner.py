@@ -81,26 +81,25 @@ class Learner:
         """Until memory does not suffice."""
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
-        if config.adapter.kind == "full" and config.algo.kl_coefficient > 0:
+        if config.adapter.kind == "full" and config.algo.beta > 0:
             raise UserError(
-                "algo.kl_coefficient needs the frozen policy, which adapter.kind full does not keep:"
-                " set it to 0"
+                "algo.beta needs the frozen policy, which adapter.kind full does not keep: set it to 0"
             )
-        self._loss = LOSSES[config.algo.loss]
+        self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)
-        self._run_layer = RECOMPUTE[config.learn.recompute](decoder.device)
-        self._fit = OomRetry(config.learn.micro_tokens, decoder.device, notice)
+        self._run_layer = RECOMPUTE[config.learn.gradient_checkpointing](decoder.device)
+        self._fit = OomRetry(config.learn.max_tokens_per_microbatch, decoder.device, notice)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
         """Learns from samples that have a reward; the advantages are set. A step with nothing to learn
         changes no weight, and counts its updates all the same. Every rank is given all groups."""
         shares = split(groups, self.config, device=self.decoder.device, ranks=self._ranks)
-        reads_ahead = len(shares) * self.config.learn.passes_per_step > 1
+        reads_ahead = len(shares) * self.config.learn.num_iterations > 1
         silent = [reading for share in shares for reading in self._read(share.silent)]
         before = [self._read(share.teaching) if reads_ahead else None for share in shares]
         updates = [
             self._update(share, old)
-            for _ in range(self.config.learn.passes_per_step)
+            for _ in range(self.config.learn.num_iterations)
             for share, old in zip(shares, before, strict=True)
         ]
         taught = [lesson.before for update in updates[: len(shares)] for lesson in update.lessons]
@@ -118,7 +117,7 @@ class Learner:
 
     @property
     def micro_tokens(self) -> int:
-        """config.learn.micro_tokens, or what the memory sufficed for."""
+        """config.learn.max_tokens_per_microbatch, or what the memory sufficed for."""
         return self._fit.micro_tokens
 
     def _update(self, share: Minibatch, before: list[BatchMetrics] | None) -> Update:
@@ -186,7 +185,7 @@ class Learner:
         loss_C = correction.weight_T * policy_C
         kl_C = None if before.reference_C is None else k3(own_C, before.reference_C)
         if kl_C is not None:
-            loss_C = loss_C + algo.kl_coefficient * kl_C
+            loss_C = loss_C + algo.beta * kl_C
         loss = (batch.weights_C * loss_C).sum()
         loss.backward()
         return MinibatchMetrics(
@@ -256,7 +255,7 @@ class Learner:
         self, batch: PackedBatch, exact_C: Tensor | None, own_C: Tensor, entropy_C: Tensor
     ) -> BatchMetrics:
         reference_C = None
-        if self.config.algo.kl_coefficient > 0:
+        if self.config.algo.beta > 0:
             with adapter_off(self.decoder):
                 reference_C = self._forward(batch)[0]
         return BatchMetrics(

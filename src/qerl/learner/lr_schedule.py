@@ -17,10 +17,10 @@ from qerl.config import LearnConfig
 def learning_rate(update: int, *, num_updates: int, learn: LearnConfig) -> float:
     """The rate of update 0 .. num_updates - 1; past the end a cosine stays at zero."""
     assert update >= 0 and num_updates > 0
-    warmup_updates = round(learn.warmup_fraction * num_updates)
+    warmup_updates = round(learn.warmup_ratio * num_updates)
     if update < warmup_updates:
         return learn.learning_rate * (update + 1) / (warmup_updates + 1)
-    if learn.schedule == "constant":
+    if learn.lr_scheduler_type == "constant":
         return learn.learning_rate
     if update >= num_updates:
         return 0.0

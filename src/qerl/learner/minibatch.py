@@ -83,7 +83,7 @@ def _share(
     deep = config.algo.deep
     known_P = [_with_rewards(group) for group in samples_P]
     grown_P = [after_prefix(_with_rewards(group)) for group in branches_P]
-    weights_P_G = _weights(known_P, config, config.num_samples)
+    weights_P_G = _weights(known_P, config, config.num_generations)
     weights_P_G += [[deep.weight * w for w in ws] for ws in _weights(grown_P, config, deep.num_branches)]
     known_P += grown_P
     teaching, silent = [], []
@@ -128,7 +128,7 @@ def after_prefix(group: Group) -> Group:
 
 def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list[list[float]]:
     """A sample that was left out still counts in num_samples: the mean is over what was drawn."""
-    return LOSSES[config.algo.loss].weights(
+    return LOSSES[config.algo.loss_type].weights(
         [[len(sample.logprobs_T) for sample in group.samples_G] for group in groups_P],
         num_samples=len(groups_P) * num_samples,
         max_tokens=config.sample.max_tokens,
@@ -136,4 +136,4 @@ def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list
 
 
 def _teaches(group: Group, config: RunConfig) -> bool:
-    return config.algo.kl_coefficient > 0 or any(sample.advantage != 0 for sample in group.samples_G)
+    return config.algo.beta > 0 or any(sample.advantage != 0 for sample in group.samples_G)

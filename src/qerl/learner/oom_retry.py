@@ -57,11 +57,11 @@ class OomRetry:
         if all(batch.num_samples == 1 for batch in batches):
             raise UserError(
                 f"learning from one sample of {largest} tokens takes more memory than there is:"
-                " set learn.recompute to layer or offload, or lower sample.max_tokens, adapter.rank or"
+                " set learn.gradient_checkpointing to layer or offload, or lower sample.max_tokens, adapter.rank or"
                 " learn.logprob_chunk_tokens"
             )
         before, self.micro_tokens = self.micro_tokens, max(min(self.micro_tokens, largest) // 2, 1)
         self._notice(
-            f"out of memory in learning: learn.micro_tokens is {self.micro_tokens} from here on"
+            f"out of memory in learning: learn.max_tokens_per_microbatch is {self.micro_tokens} from here on"
             f" ({before} before); the update is begun again"
         )

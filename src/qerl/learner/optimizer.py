@@ -1,7 +1,7 @@
 """AdamW over the masters, with moments in fp32 or in 8 bits, and its state as tensors by name.
 
     adamw        torch's, fused:   step, exp_avg, exp_avg_sq                          8 bytes a weight
-    adamw8bit    bitsandbytes':    step, state1, state2, absmax1, absmax2, qmap1, qmap2   2 bytes and 1/32
+    adamw_8bit    bitsandbytes':    step, state1, state2, absmax1, absmax2, qmap1, qmap2   2 bytes and 1/32
 
 bitsandbytes keeps the moments of tensors under 4,096 elements in fp32; it counts steps in a plain int.
 """
@@ -16,7 +16,7 @@ from qerl.errors import UserError
 
 
 def new_optimizer(masters: Mapping[str, nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
-    return _MAKERS[learn.optimizer](list(masters.values()), learn)
+    return _MAKERS[learn.optim](list(masters.values()), learn)
 
 
 def _adamw(masters: list[nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
@@ -29,11 +29,11 @@ def _adamw8bit(masters: list[nn.Parameter], learn: LearnConfig) -> torch.optim.O
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError:
-        raise UserError("learn.optimizer = adamw8bit needs bitsandbytes: pip install bitsandbytes") from None
+        raise UserError("learn.optim = adamw_8bit needs bitsandbytes: pip install bitsandbytes") from None
     return AdamW8bit(masters, lr=learn.learning_rate, betas=learn.betas, weight_decay=learn.weight_decay)
 
 
-_MAKERS = {"adamw": _adamw, "adamw8bit": _adamw8bit}
+_MAKERS = {"adamw": _adamw, "adamw_8bit": _adamw8bit}
 
 
 def state_of(optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

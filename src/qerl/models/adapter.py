@@ -27,16 +27,16 @@ def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
     """Give every linear named in config.targets an adapter, whose A depends on the seed and the linear alone;
     or, if the config says full, let its weight learn."""
     names = {name.rpartition(".")[2] for name, _ in decoder.linears()}
-    if unbound := [target for target in config.targets if target not in names]:
+    if unbound := [target for target in config.target_modules if target not in names]:
         raise UserError(
-            f"adapter.targets names no linear of the model: {unbound[0]!r}; it has {sorted(names)}"
+            f"adapter.target_modules names no linear of the model: {unbound[0]!r}; it has {sorted(names)}"
         )
     for index, (name, linear) in enumerate(decoder.linears()):
-        if name.rpartition(".")[2] in config.targets and config.kind == "full":
+        if name.rpartition(".")[2] in config.target_modules and config.kind == "full":
             if not isinstance(linear.weight, BF16):
                 raise UserError("adapter.kind full needs weights that can learn: set model.format to bf16")
             linear.learn_weight()
-        elif name.rpartition(".")[2] in config.targets:
+        elif name.rpartition(".")[2] in config.target_modules:
             bound = 1 / math.sqrt(linear.in_width)
             rng = torch.Generator().manual_seed(mix(seed, index))
             a_RK = torch.rand(config.rank, linear.in_width, generator=rng).mul_(2 * bound).sub_(bound)

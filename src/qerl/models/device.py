@@ -17,9 +17,9 @@ def resolve_device(config: ModelConfig) -> ModelConfig:
     if device == "cuda" and not has_cuda:
         raise UserError("model.device is cuda, but torch finds no CUDA device")
     fast_bf16 = multiplies_bf16(device)
-    compute = config.compute if config.compute != "auto" else ("bf16" if fast_bf16 else "fp32")
+    compute = config.dtype if config.dtype != "auto" else ("bf16" if fast_bf16 else "fp32")
     operand = config.operand if config.operand != "auto" else ("resident" if device == "cpu" else "packed")
-    return dataclasses.replace(config, device=device, compute=compute, operand=operand)
+    return dataclasses.replace(config, device=device, dtype=compute, operand=operand)
 
 
 def has_tile_kernels(device: torch.device) -> bool:

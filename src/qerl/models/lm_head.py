@@ -37,7 +37,7 @@ def check_head(format: str, vocab_size: int, width: int) -> None:
     if vocab_size % rows or width % columns:
         vocabulary = f"a vocabulary that is a multiple of {rows} and " if rows > 1 else ""
         raise UserError(
-            f"model.head: {format} needs {vocabulary}a width that is a multiple of {columns};"
+            f"model.head_format: {format} needs {vocabulary}a width that is a multiple of {columns};"
             f" the model has {vocab_size} tokens and width {width}"
         )
 

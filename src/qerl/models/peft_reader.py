@@ -35,14 +35,18 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
     of this config; names and shapes are for `load_adapter` to check, which knows the model."""
     folder = Path(path).expanduser()
     if config.kind != "lora":
-        raise UserError(f"adapter.start is {path}, which needs adapter.kind lora; it is {config.kind}")
+        raise UserError(f"adapter.init_from is {path}, which needs adapter.kind lora; it is {config.kind}")
     said = _said(folder)
     for key, option, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
         if said.get(key) != value:
             raise UserError(f"{folder}: {key} is {said.get(key)!r}, adapter.{option} is {value!r}")
     named = said.get("target_modules")
-    if isinstance(named, list) and (targets := sorted(set(map(_last, named)))) != sorted(set(config.targets)):
-        raise UserError(f"{folder}: targets {targets}, adapter.targets are {sorted(set(config.targets))}")
+    if isinstance(named, list) and (targets := sorted(set(map(_last, named)))) != sorted(
+        set(config.target_modules)
+    ):
+        raise UserError(
+            f"{folder}: targets {targets}, adapter.target_modules are {sorted(set(config.target_modules))}"
+        )
     try:
         return load_file(folder / ADAPTER)
     except (OSError, SafetensorError) as error:
@@ -58,10 +62,10 @@ def adapter_config(path: str) -> AdapterConfig:
         raise UserError(f"{folder}: r and lora_alpha must be numbers, got {rank!r} and {alpha!r}")
     if not isinstance(named, list) or not named:
         raise UserError(
-            f"{folder}: target_modules must be a list of names, got {named!r}; see adapter.targets"
+            f"{folder}: target_modules must be a list of names, got {named!r}; see adapter.target_modules"
         )
     return AdapterConfig(
-        rank=rank, alpha=float(alpha), targets=tuple(sorted(set(map(_last, named)))), start=path
+        rank=rank, alpha=float(alpha), target_modules=tuple(sorted(set(map(_last, named)))), init_from=path
     )
 
 

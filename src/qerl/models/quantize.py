@@ -52,7 +52,7 @@ def _fold(checkpoint: Checkpoint, *, sequences: list[list[int]], format: str, sc
     decoder = decoder_of(
         checkpoint,
         format="bf16",
-        compute=COMPUTE[model.compute],
+        compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
     )

@@ -43,7 +43,7 @@ class Chat:
     def __init__(self, model: LoadedModel, options: GenerateOptions, out: TextIO):
         self._model, self._options, self._out = model, options, out
         self._messages: list[Message] = (
-            [] if options.system is None else [{"role": "system", "content": options.system}]
+            [] if options.system_prompt is None else [{"role": "system", "content": options.system_prompt}]
         )
         self._num_first = len(self._messages)
         self._seed = secrets.randbits(63) if options.seed is None else options.seed

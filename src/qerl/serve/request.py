@@ -111,8 +111,8 @@ class RequestParser:
         if not isinstance(given, list) or not given:
             raise ApiError(400, "messages must be a list with a message or more", param="messages")
         messages = [_message(each, f"messages[{i}]") for i, each in enumerate(given)]
-        if self.options.system is not None and all(each["role"] != "system" for each in messages):
-            return [{"role": "system", "content": self.options.system}, *messages]
+        if self.options.system_prompt is not None and all(each["role"] != "system" for each in messages):
+            return [{"role": "system", "content": self.options.system_prompt}, *messages]
         return messages
 
     def _ask(

@@ -129,7 +129,7 @@ def measure_before(job: Job) -> dict[str, Any]:
         engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_token_ids(tokenizer, source))
         groups = engine.generate(
             prompts,
-            num_samples=config.num_samples,
+            num_samples=config.num_generations,
             sampling=sampling_of(config),
             seed=config.seed,
             step=EVALUATION_STEP,
@@ -137,7 +137,7 @@ def measure_before(job: Job) -> dict[str, Any]:
         rewards_P_G = pool.score(groups)
         for text in format_failures(pool.take_failures()):
             print(f"{job.study}, {job.task}, {job.arm}, seed {job.seed}: {text}", file=sys.stderr)
-    threshold = config.evaluate.right_from
+    threshold = config.evaluate.success_threshold
     found = pass_at_powers(
         [[r is not None and r >= threshold for r in rewards_G] for rewards_G in rewards_P_G]
     )
@@ -161,10 +161,10 @@ def _decoder(made: Source, config: RunConfig, format: str) -> Decoder:
     return decoder_of(
         made.checkpoint,
         format=format,
-        compute=COMPUTE[model.compute],
+        compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
-        head=model.head,
+        head=model.head_format,
         scales=made.scales if format == model.format else plain_scales,
     )
 
@@ -173,7 +173,7 @@ def _decoder(made: Source, config: RunConfig, format: str) -> Decoder:
 def entropies(decoder: Decoder, groups: list[Group], config: RunConfig) -> tuple[float, float]:
     """Over all sampled tokens, and over the first ones: the samples of a prompt share theirs."""
     weighted = [(group, [1.0] * len(group.samples_G)) for group in groups]
-    batches = pack(weighted, max_tokens=config.learn.micro_tokens, device=decoder.device)
+    batches = pack(weighted, max_tokens=config.learn.max_tokens_per_microbatch, device=decoder.device)
     entropy_C = torch.cat([_entropy_of(decoder, batch, config) for batch in batches]).cpu()
     lengths = [[len(sample.tokens_T) for sample in group.samples_G] for group in groups]
     starts = itertools.accumulate((sum(lengths_G) for lengths_G in lengths), initial=0)

@@ -37,7 +37,7 @@ _ENTROPY_METRICS = (
 
 
 def entropy() -> Study:
-    base = dataclasses.replace(BASE, num_samples=16, evaluate=EvalConfig(num_prompts=256))
+    base = dataclasses.replace(BASE, num_generations=16, evaluate=EvalConfig(num_prompts=256))
     formats = ("nvfp4", "mxfp4", "nf4", "fp8", "int8")
     calibrated = [
         Arm(

@@ -42,10 +42,10 @@ def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
 
 def methods() -> Study:
     updates: Fields = {"learn.updates_per_step": METHODS["grpo"]().learn.updates_per_step}
-    leave_one_out: Fields = {**updates, "algo.clip_high": 0.2, "algo.advantage": "leave_one_out"}
-    many: Fields = {**_arm("grpo", {}).fields, "num_samples": 24}
+    leave_one_out: Fields = {**updates, "algo.epsilon_high": 0.2, "algo.advantage": "leave_one_out"}
+    many: Fields = {**_arm("grpo", {}).fields, "num_generations": 24}
     bf16: Fields = {"model.format": "bf16"}
-    uncorrected: Fields = {**bf16, "model.sampler": "fp8-flow", "algo.importance": "none"}
+    uncorrected: Fields = {**bf16, "model.sampler_format": "fp8-flow", "algo.importance": "none"}
     flow: Fields = {"model.format": "fp8-flow", "algo.importance": "none"}
     arms = (
         *(_arm(name, {}) for name in LOSSES),

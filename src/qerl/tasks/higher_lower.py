@@ -31,4 +31,4 @@ class HigherLower:
 
 def higher_lower(config: TaskConfig) -> type[HigherLower]:
     """For the config's answer column."""
-    return type("hints", (HigherLower,), {"answer_column": config.answer_column})
+    return type("higher_lower", (HigherLower,), {"answer_column": config.answer_column})

@@ -27,7 +27,7 @@ class Renderer:
 
     def __init__(self, config: TaskConfig, rows: RowTable, tokenizer: PreTrainedTokenizerBase):
         self._rows, self._tokenizer = rows, tokenizer
-        self._template, self._system = config.template, config.system
+        self._template, self._system = config.template, config.system_prompt
         self._holds_messages = _holds_messages(rows)
         is_chat = config.chat == "all" or self._holds_messages
         self._has_template = is_chat and bool(tokenizer.chat_template)

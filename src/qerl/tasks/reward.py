@@ -31,7 +31,7 @@ from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
 
-REWARDS = {**BUILT_IN, "hints": higher_lower}
+REWARDS = {**BUILT_IN, "higher_lower": higher_lower}
 
 
 class RewardPool:
@@ -39,7 +39,9 @@ class RewardPool:
 
     def __init__(self, config: TaskConfig, functions: Sequence[Reward] = ()):
         """`functions`, if any, take the place of config.rewards."""
-        needs_answer = not functions and any(name in (*NEED_ANSWER, "hints") for name in config.rewards)
+        needs_answer = not functions and any(
+            name in (*NEED_ANSWER, "higher_lower") for name in config.rewards
+        )
         self._answer_column = config.answer_column if needs_answer else None
         functions = list(functions) or [resolve(name, config) for name in config.rewards]
         weights = list(config.reward_weights) or [1.0] * len(functions)
@@ -63,14 +65,14 @@ class RewardPool:
         self._stage, self._stage_crew = None, None
         for environment, self._environment_weight in environments:
             self._stage = EnvironmentWorker(
-                environment, config.environment, deadline_s=config.reward_deadline_s
+                environment, config.environment, deadline_s=config.reward_timeout_s
             )
             self._stage_crew = WorkerPool(self._stage.play, num_workers=1, memory_bytes=memory_bytes)
         self.failures: Counter[str] = Counter()
         """Samples without a reward since the last take_failures(), by cause."""
         self._examples: dict[str, str] = {}
         self._latest: Counter[str] = Counter()
-        self._deadline_s = config.reward_deadline_s
+        self._deadline_s = config.reward_timeout_s
         self._crew = None
         if self._functions:
             scored = functools.partial(score, self._functions, weights)

@@ -67,7 +67,7 @@ def score(functions: list[Callable[..., Any]], weights: list[float], call: Call)
             parts.append(weight * value)
     if not parts:
         return None
-    total = sum(parts)  # rounded once, below: 0.7 + 0.2 + 0.1 reaches evaluate.right_from 1
+    total = sum(parts)  # rounded once, below: 0.7 + 0.2 + 0.1 reaches evaluate.success_threshold 1
     return finite_number("the weighted sum", math.fsum(parts) if math.isfinite(total) else total)
 
 

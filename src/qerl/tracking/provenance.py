@@ -62,7 +62,7 @@ def source_state(root: Path) -> tuple[str | None, bool | None]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"learn": {"schedule": "cosine"}} -> {"learn.schedule": "cosine"}."""
+    """{"learn": {"schedule": "cosine"}} -> {"learn.lr_scheduler_type": "cosine"}."""
     flat = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

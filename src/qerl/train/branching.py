@@ -33,7 +33,7 @@ class Branching:
         sampled_P, rewards_P_G, branched_P, branch_rewards_P_G, ratios = [], [], [], [], []
         for lot in self._engine.lots(
             parts.task.train_prompts(step, config.num_prompts),
-            num_samples=config.num_samples,
+            num_samples=config.num_generations,
             sampling=sampling_of(config),
             seed=config.seed,
             step=step,
@@ -95,7 +95,9 @@ class Branching:
             "sampled_tokens": stats.num_tokens,
         }
         if rewards:
-            found["branch_accuracy"] = fmean(reward >= config.evaluate.right_from for reward in rewards)
+            found["branch_accuracy"] = fmean(
+                reward >= config.evaluate.success_threshold for reward in rewards
+            )
             found["pivot_success"] = fmean(each.succeeded for each in tries)
             found["pivot_ratio"] = fmean(each.ratio for each in tries)
         return found | ({} if success is None else {"pivot_slope": success.slope, "pivot_base": success.base})

@@ -91,7 +91,7 @@ def draw(config: RunConfig, parts: Parts, step: int, log: Any) -> list[Group]:
         prompts_P = parts.task.train_prompts(step, config.num_prompts, round)
         with log.span("rollout"):
             sampled_P = parts.engine.generate(
-                prompts_P, num_samples=config.num_samples, sampling=sampling, seed=config.seed, step=step
+                prompts_P, num_samples=config.num_generations, sampling=sampling, seed=config.seed, step=step
             )
         with log.span("reward"):
             rewards_P_G = parts.rewards.score(sampled_P)
@@ -144,12 +144,12 @@ def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample.logprobs_T) for sample in samples]
     right_P_G = [
-        [s.reward >= config.evaluate.right_from for s in group.samples_G if s.reward is not None]
+        [s.reward >= config.evaluate.success_threshold for s in group.samples_G if s.reward is not None]
         for group in groups
     ]
     return {
         "reward": fmean(rewards),
-        "accuracy": fmean(reward >= config.evaluate.right_from for reward in rewards),
+        "accuracy": fmean(reward >= config.evaluate.success_threshold for reward in rewards),
         "informative": fmean(is_informative([s.reward for s in group.samples_G]) for group in groups),
         "distinct": fmean(len({s.text for s in group.samples_G}) / len(group.samples_G) for group in groups),
         "mean_tokens": fmean(lengths),

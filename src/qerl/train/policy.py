@@ -45,14 +45,14 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     decoder = load_decoder(
         model.path,
         format=model.format,
-        compute=COMPUTE[model.compute],
+        compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
-        head=model.head,
+        head=model.head_format,
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
     stops = stop_token_ids(tokenizer, locate(model.path))
-    sampler = decoder if model.sampler is None else make_sampler_copy(decoder, model.sampler)
+    sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)
     return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stops)
 
 

@@ -227,7 +227,7 @@ class RemoteEngine:
         return taken
 
     def _ask_ahead(self, step: int, asked: dict[str, Any]) -> None:
-        last = min(step + self._config.ray.num_ahead, self._config.num_steps - 1)
+        last = min(step + self._config.ray.max_staleness, self._config.num_steps - 1)
         for later in range(max(step, self._newest_step + 1), last + 1):
             prompts_P = self._prompts(later, self._config.num_prompts)
             self._ahead[_key(later, prompts_P)] = self._ask(prompts_P, asked, later)

@@ -120,7 +120,7 @@ class _Session:
         )
 
     def settled(self, prompt_tokens: int) -> tuple[RunConfig, bool]:
-        """The config with learn.recompute auto replaced on a GPU, and whether the learner holds operands; the
+        """The config with learn.gradient_checkpointing auto replaced on a GPU, and whether the learner holds operands; the
         journal is told."""
         config, device, a = self.config, self.decoder.device, self.decoder.architecture
         if device.type == "cpu":
@@ -131,7 +131,7 @@ class _Session:
         holds = plan.holds_operands(a, found, prompt_tokens, gpu_bytes)
         besides = f", and {plan.held(a, found) / 1e9:.1f} for operands held unpacked" if holds else ""
         self.journal.notice(
-            f"learn.recompute is {found.learn.recompute}: learning is planned to take {need / 1e9:.1f} of"
+            f"learn.gradient_checkpointing is {found.learn.gradient_checkpointing}: learning is planned to take {need / 1e9:.1f} of"
             f" {gpu_bytes / 1e9:.1f} GB{besides}"
         )
         return found, holds
@@ -166,8 +166,8 @@ class _Session:
         )
         if found is not None:
             self._copy_first()
-        if found is None and self.config.adapter.start is not None:
-            load_adapter(self.decoder, read_adapter(self.config.adapter.start, self.config.adapter))
+        if found is None and self.config.adapter.init_from is not None:
+            load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
         if found is not None and "noise" in found.extra:
             self.noise.load(found.extra["noise"])
@@ -254,7 +254,7 @@ class _Session:
             num_samples=1,
             sampling=sampling,
             seed=self.config.seed,
-            threshold=self.config.evaluate.right_from,
+            threshold=self.config.evaluate.success_threshold,
         ).accuracy
 
     def result(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def case(**changes):
         "prompt_tokens": 5,
         "max_tokens": 6,
     }
-    return decode.Case(**(given | changes))
+    return decode.DecodeCase(**(given | changes))
 
 
 @pytest.mark.parametrize(("sigma", "head"), [(0.0, "bf16"), (0.01, "bf16"), (0.0, "nvfp4")])

@@ -24,7 +24,7 @@ OPTIONS = BenchLearnOptions(
 
 def case(**changes):
     given = {"shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "lora_rank": 16, "recompute": "none"}
-    return learn.Case(**(given | {"tokens": 64, "sequence_tokens": 16, "micro_tokens": 32} | changes))
+    return learn.LearnCase(**(given | {"tokens": 64, "sequence_tokens": 16, "micro_tokens": 32} | changes))
 
 
 def test_each_case_is_a_row_that_is_printed(tmp_path, capsys):

@@ -50,7 +50,7 @@ def test_a_cache_in_fp8_is_further_off(tmp_path):
 
 def test_in_fp32_the_difference_is_rounding():
     decoder = random_decoder(SHAPE, format="nvfp4", rank=16, device=CPU, seed=0, compute=torch.float32)
-    case = parity.Case(
+    case = parity.ParityCase(
         shape="tiny",
         provider="qerl-nvfp4",
         lora_rank=16,

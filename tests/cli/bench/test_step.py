@@ -42,12 +42,19 @@ def test_it_learns_from_its_samples(tmp_path):
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_settings_reach_engine_and_learner(kv):
-    options = dataclasses.replace(OPTIONS, kv=kv, kv_gb=0.5, micro_tokens=77, optimizer="adamw8bit")
+    options = dataclasses.replace(OPTIONS, kv=kv, kv_gb=0.5, micro_tokens=77, optimizer="adamw_8bit")
     config = step.config_of(next(step.cases("memory", options, "qerl-bf16")))
-    assert (config.engine.kv, config.engine.kv_gb) == ("fp8" if kv == "fp8" else "compute", 0.5)
+    assert (config.engine.kv_cache_dtype, config.engine.kv_cache_gb) == (
+        "fp8" if kv == "fp8" else "auto",
+        0.5,
+    )
     learn = config.learn
-    assert (learn.recompute, learn.micro_tokens, learn.optimizer) == ("layer", 77, "adamw8bit")
-    assert (config.num_prompts, config.num_samples, config.sample.max_tokens) == (2, 2, 6)
+    assert (learn.gradient_checkpointing, learn.max_tokens_per_microbatch, learn.optim) == (
+        "layer",
+        77,
+        "adamw_8bit",
+    )
+    assert (config.num_prompts, config.num_generations, config.sample.max_tokens) == (2, 2, 6)
 
 
 def test_too_little_memory_for_the_cache_is_a_row_and_the_next_case_goes_on(tmp_path):

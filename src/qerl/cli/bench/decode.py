@@ -104,9 +104,12 @@ def measured(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) -> d
     start_s = time.perf_counter()
     vocab_size = decoder.architecture.vocab_size
     tokenizer: Any = Wordless(vocab_size)
-    kv = "compute" if case.kv == "bf16" else "fp8"
+    kv = "auto" if case.kv == "bf16" else "fp8"
     engine = Engine(
-        decoder, tokenizer, EngineConfig(max_running=case.batch, kv=kv), stop_token_ids=frozenset()
+        decoder,
+        tokenizer,
+        EngineConfig(max_num_seqs=case.batch, kv_cache_dtype=kv),
+        stop_token_ids=frozenset(),
     )
     prompts_P = random_prompts(case.batch // case.group_size, case.prompt_tokens, vocab_size)
     with _noise(decoder, case.noise_sigma):

@@ -120,10 +120,10 @@ def _sample(tokens_T: list[int], advantage: float) -> Sample:
 def config_of(case: LearnCase, num_prompts: int) -> RunConfig:
     return RunConfig(
         num_prompts=num_prompts,
-        num_samples=2,  # of which one is there: what a mean divides by costs no time
+        num_generations=2,  # of which one is there: what a mean divides by costs no time
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.sequence_tokens),
-        learn=LearnConfig(recompute=case.recompute, micro_tokens=case.micro_tokens),  # type: ignore[arg-type]
+        learn=LearnConfig(gradient_checkpointing=case.recompute, max_tokens_per_microbatch=case.micro_tokens),  # type: ignore[arg-type]
     )
 
 

@@ -155,10 +155,12 @@ def _untaught(group: Group) -> Group:
 def config_of(case: ParityCase) -> RunConfig:
     return RunConfig(
         num_prompts=case.batch,
-        num_samples=2,  # of which one is there: nothing is learned from it
+        num_generations=2,  # of which one is there: nothing is learned from it
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.max_tokens),
         engine=EngineConfig(
-            max_running=case.batch, kv="fp8" if case.kv == "fp8" else "compute", exact=case.exact_mode
+            max_num_seqs=case.batch,
+            kv_cache_dtype="fp8" if case.kv == "fp8" else "auto",
+            exact=case.exact_mode,
         ),
     )

@@ -174,11 +174,15 @@ def _step(
     meter.start()
     start_s = time.perf_counter()
     groups = engine.generate(
-        prompts_P, num_samples=config.num_samples, sampling=sampling_of(config), seed=config.seed, step=step
+        prompts_P,
+        num_samples=config.num_generations,
+        sampling=sampling_of(config),
+        seed=config.seed,
+        step=step,
     )
     meter.wait()
     sampled_s = time.perf_counter()
-    rewards_G: list[float | None] = [float(g % 2) for g in range(config.num_samples)]
+    rewards_G: list[float | None] = [float(g % 2) for g in range(config.num_generations)]
     groups = [
         drop_unrewarded(config, group) for group in with_advantages(config, groups, [rewards_G] * len(groups))
     ]
@@ -201,20 +205,20 @@ def _step(
 def config_of(case: StepCase, num_ranks: int = 1) -> RunConfig:
     return RunConfig(
         num_prompts=case.batch // case.group_size,
-        num_samples=case.group_size,
-        model=ModelConfig(format=FORMATS[case.provider], head=case.head),  # type: ignore[arg-type]
+        num_generations=case.group_size,
+        model=ModelConfig(format=FORMATS[case.provider], head_format=case.head),  # type: ignore[arg-type]
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.max_tokens),
         engine=EngineConfig(
-            max_running=-(-case.batch // num_ranks),
-            kv="fp8" if case.kv == "fp8" else "compute",
-            kv_gb=case.kv_gb,
+            max_num_seqs=-(-case.batch // num_ranks),
+            kv_cache_dtype="fp8" if case.kv == "fp8" else "auto",
+            kv_cache_gb=case.kv_gb,
             exact=case.exact_mode,
         ),
         learn=LearnConfig(
-            recompute=case.recompute,  # type: ignore[arg-type]
-            micro_tokens=case.micro_tokens,
-            optimizer=case.optimizer,  # type: ignore[arg-type]
+            gradient_checkpointing=case.recompute,  # type: ignore[arg-type]
+            max_tokens_per_microbatch=case.micro_tokens,
+            optim=case.optimizer,  # type: ignore[arg-type]
         ),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from qerl.config import RunConfig
 from qerl.config.recipes.methods import METHODS
-from qerl.config.recipes.paper import PAPER, big_math, code, dapo_math, demo, gsm8k, hints, math, own
+from qerl.config.recipes.paper import PAPER, big_math, code, dapo_math, demo, gsm8k, higher_lower, math, own
 
 __all__ = [
     "METHODS",
@@ -19,7 +19,7 @@ __all__ = [
     "dapo_math",
     "demo",
     "gsm8k",
-    "hints",
+    "higher_lower",
     "math",
     "own",
 ]

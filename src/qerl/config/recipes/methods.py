@@ -14,7 +14,7 @@ from qerl.config.recipes.paper import demo
 UPDATES_PER_STEP = 4
 """As GSPO's experiments and QeRL's GSM8K run have it."""
 Sampler = Literal["fp8-flow", "int8"] | None
-GRPO = AlgoConfig(loss="grpo", advantage="group")
+GRPO = AlgoConfig(loss_type="grpo", advantage="group")
 TARGET_KL = 1e-2
 """Nats a token. The demo's model showed 0.006 at its relative sigma 0.01, 0.037 at 0.03 and 0.37 at 0.1."""
 
@@ -31,53 +31,53 @@ def _correction(name: str, algo: AlgoConfig) -> RunConfig:
 
 def grpo() -> RunConfig:
     """GRPO: each sample counts the same."""
-    return _loss("grpo", replace(GRPO, clip_high=0.2))
+    return _loss("grpo", replace(GRPO, epsilon_high=0.2))
 
 
 def dapo() -> RunConfig:
     """DAPO: each token counts the same, a wider clip above, dynamic sampling, a penalty by length."""
-    algo = AlgoConfig(loss="dapo", clip_low=0.2, clip_high=0.28, dynamic_sampling=True)
+    algo = AlgoConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, dynamic_sampling=True)
     return _loss("dapo", replace(algo, overlong="shape", overlong_buffer=4))
 
 
 def dr_grpo() -> RunConfig:
     """Dr. GRPO: no std in the advantage, no length in the loss."""
-    return _loss("dr_grpo", AlgoConfig(loss="dr_grpo", advantage="mean", clip_high=0.2))
+    return _loss("dr_grpo", AlgoConfig(loss_type="dr_grpo", advantage="mean", epsilon_high=0.2))
 
 
 def bnpo() -> RunConfig:
     """BNPO: advantages in units of a Beta density fitted to the step's success rates."""
-    return _loss("bnpo", AlgoConfig(loss="bnpo", advantage="beta"))
+    return _loss("bnpo", AlgoConfig(loss_type="bnpo", advantage="beta"))
 
 
 def gspo() -> RunConfig:
     """GSPO: ratio and clip of whole samples."""
-    return _loss("gspo", AlgoConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4))
+    return _loss("gspo", AlgoConfig(loss_type="gspo", epsilon=3e-4, epsilon_high=4e-4))
 
 
 def gspo_token() -> RunConfig:
     """GSPO-token: the same with a gradient for each token."""
-    return _loss("gspo_token", AlgoConfig(loss="gspo_token", clip_low=3e-4, clip_high=4e-4))
+    return _loss("gspo_token", AlgoConfig(loss_type="gspo_token", epsilon=3e-4, epsilon_high=4e-4))
 
 
 def cispo() -> RunConfig:
     """CISPO: the ratio is a weight of at most 5, and no token loses its gradient."""
-    return _loss("cispo", AlgoConfig(loss="cispo", clip_low=1.0, clip_high=4.0))
+    return _loss("cispo", AlgoConfig(loss_type="cispo", epsilon=1.0, epsilon_high=4.0))
 
 
 def sapo() -> RunConfig:
     """SAPO: a smooth gate in place of the clip, quicker for negative advantages."""
-    return _loss("sapo", AlgoConfig(loss="sapo", sapo=SapoConfig()))
+    return _loss("sapo", AlgoConfig(loss_type="sapo", sapo=SapoConfig()))
 
 
 def maspo() -> RunConfig:
     """MASPO: a Gaussian weight in place of the clip, wider for unlikely tokens."""
-    return _loss("maspo", AlgoConfig(loss="maspo", maspo=MaspoConfig()))
+    return _loss("maspo", AlgoConfig(loss_type="maspo", maspo=MaspoConfig()))
 
 
 def deep_grpo() -> RunConfig:
     """DEEP-GRPO: GRPO, and failed samples branched at a pivot; branches learn from their siblings."""
-    algo = replace(GRPO, clip_high=0.2, branching="deep")
+    algo = replace(GRPO, epsilon_high=0.2, branching="deep")
     return _loss("deep_grpo", replace(algo, deep=DeepConfig(num_branches=4, segment_tokens=1)))
 
 
@@ -136,7 +136,7 @@ def aqn_kl() -> RunConfig:
 
 def aqn_entropy() -> RunConfig:
     """AQN whose sigma holds up the sampling policy's entropy."""
-    control = ControlConfig(measure="entropy", target=0.5, quiet_steps=0, sigma_max=0.05)
+    control = ControlConfig(measure="entropy", target=0.5, warmup_steps=0, sigma_max=0.05)
     return _steered("aqn_entropy", "adaptive", control)
 
 
@@ -146,9 +146,9 @@ def aqn_plappert() -> RunConfig:
     return _steered("aqn_plappert", "plappert", control)
 
 
-def _noise_per(per: Literal["group", "sample"]) -> RunConfig:
+def _noise_per(scope: Literal["group", "sample"]) -> RunConfig:
     base = demo()
-    return replace(base, out=f"runs/aqn_{per}", noise=replace(base.noise, per=per))
+    return replace(base, out=f"runs/aqn_{scope}", noise=replace(base.noise, scope=scope))
 
 
 def aqn_group() -> RunConfig:
@@ -165,7 +165,7 @@ def _precision(
     name: str, format: Literal["fp8-flow", "bf16"], sampler: Sampler, algo: AlgoConfig
 ) -> RunConfig:
     base = demo()
-    model = replace(base.model, format=format, sampler=sampler)
+    model = replace(base.model, format=format, sampler_format=sampler)
     noise = replace(base.noise, schedule="none")
     return replace(base, out=f"runs/{name}", model=model, noise=noise, algo=algo)
 

@@ -1,7 +1,7 @@
 """The demo, and the runs of QeRL's paper.
 
     demo         sums of two numbers with the built-in model: small enough for a CPU
-    hints        the same in several turns, with an environment that says higher or lower
+    higher_lower the same in several turns, with an environment that says higher or lower
     gsm8k        QeRL's GSM8K run, arXiv 2510.11696, table 4: Qwen2.5-3B-Instruct, GRPO
     big_math     QeRL's BigMath run, the same table: Qwen2.5-7B-Instruct, DAPO's loss
     dapo_math    DAPO, arXiv 2503.14476, on its own 17,000 problems, with QeRL's model, noise and adapter
@@ -51,7 +51,7 @@ def demo() -> RunConfig:
         out="runs/demo",
         num_steps=60,
         num_prompts=16,
-        num_samples=8,
+        num_generations=8,
         task=TaskConfig(
             gym="basic_arithmetic",
             gym_options=(
@@ -66,29 +66,29 @@ def demo() -> RunConfig:
             template="What is {metadata[expression]}? Answer with just the number.",
         ),
         sample=SampleConfig(max_tokens=16, temperature=1.0),
-        engine=EngineConfig(kv_gb=0.5),
+        engine=EngineConfig(kv_cache_gb=0.5),
         noise=NoiseConfig(schedule="exponential", sigma_start=3e-2, sigma_end=1.5e-3, unit="relative"),
-        algo=AlgoConfig(loss="grpo", advantage="group", kl_coefficient=0.0),
+        algo=AlgoConfig(loss_type="grpo", advantage="group", beta=0.0),
         learn=LearnConfig(
-            learning_rate=5e-4, schedule="cosine", warmup_fraction=0.0, logprob_chunk_tokens=64
+            learning_rate=5e-4, lr_scheduler_type="cosine", warmup_ratio=0.0, logprob_chunk_tokens=64
         ),
         evaluate=EvalConfig(num_prompts=256),
     )
 
 
-def hints() -> RunConfig:
+def higher_lower() -> RunConfig:
     """The demo's sums in up to three turns: a wrong number is answered with higher or lower."""
     config = demo()
     return dataclasses.replace(
         config,
-        out="runs/hints",
+        out="runs/higher_lower",
         task=dataclasses.replace(
             config.task,
-            rewards=("hints",),
+            rewards=("higher_lower",),
             environment=EnvironmentConfig(max_turns=3, turn_tokens=16),
         ),
         sample=SampleConfig(max_tokens=112, temperature=1.0),
-        evaluate=EvalConfig(num_prompts=256, right_from=0.25),
+        evaluate=EvalConfig(num_prompts=256, success_threshold=0.25),
     )
 
 
@@ -98,7 +98,7 @@ def gsm8k() -> RunConfig:
         out="runs/gsm8k",
         num_steps=600,
         num_prompts=128,
-        num_samples=8,
+        num_generations=8,
         model=ModelConfig(path="Qwen/Qwen2.5-3B-Instruct"),
         task=TaskConfig(
             name="gsm8k",
@@ -108,7 +108,7 @@ def gsm8k() -> RunConfig:
             reward_weights=(1.0, 0.1),
         ),
         sample=SampleConfig(max_tokens=4096, temperature=1.0),
-        engine=EngineConfig(kv_gb=8.0),
+        engine=EngineConfig(kv_cache_gb=8.0),
         noise=_paper_noise(),
         algo=_paper_algo("grpo"),
         learn=_paper_learn(updates_per_step=4),
@@ -123,7 +123,7 @@ def big_math() -> RunConfig:
         out="runs/big-math",
         num_steps=1000,
         num_prompts=128,
-        num_samples=16,
+        num_generations=16,
         model=ModelConfig(path="Qwen/Qwen2.5-7B-Instruct"),
         task=TaskConfig(
             name="open-r1/Big-Math-RL-Verified-Processed:level_3_4_5",
@@ -134,7 +134,7 @@ def big_math() -> RunConfig:
             reward_weights=(1.0, 0.1),
         ),
         sample=SampleConfig(max_tokens=8192, temperature=1.0),
-        engine=EngineConfig(kv_gb=30.0, max_running=256),
+        engine=EngineConfig(kv_cache_gb=30.0, max_num_seqs=256),
         noise=_paper_noise(),
         algo=_paper_algo("dapo"),
         learn=_paper_learn(updates_per_step=1),
@@ -188,7 +188,7 @@ def code() -> RunConfig:
             answer_column="verification_info",
             num_held_out=256,
             rewards=("code",),
-            reward_deadline_s=20.0,
+            reward_timeout_s=20.0,
             reward_workers=16,
             code=CodeConfig(credit="all", max_tests=8),
         ),
@@ -209,26 +209,26 @@ def _paper_noise() -> NoiseConfig:
 
 def _paper_algo(loss: Literal["grpo", "dapo"]) -> AlgoConfig:
     return AlgoConfig(
-        advantage="group", loss=loss, clip_low=0.2, clip_high=0.28, kl_coefficient=0.0, overlong="mask"
+        advantage="group", loss_type=loss, epsilon=0.2, epsilon_high=0.28, beta=0.0, overlong="mask"
     )
 
 
 def _paper_learn(updates_per_step: int) -> LearnConfig:
     return LearnConfig(
         learning_rate=1e-5,
-        schedule="cosine",
-        warmup_fraction=0.1,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
         betas=(0.9, 0.99),
         weight_decay=0.1,
         max_grad_norm=0.2,
         updates_per_step=updates_per_step,
-        recompute="layer",
+        gradient_checkpointing="layer",
     )
 
 
 PAPER: dict[str, Callable[[], RunConfig]] = {
     "demo": demo,
-    "hints": hints,
+    "higher_lower": higher_lower,
     "gsm8k": gsm8k,
     "big_math": big_math,
     "dapo_math": dapo_math,

@@ -31,8 +31,8 @@ def largest(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: f
 
     def prompts(count: int) -> RunConfig:
         """All of their samples at once."""
-        running = max(config.engine.max_running, count * config.num_samples)
-        engine = dataclasses.replace(config.engine, max_running=running)
+        running = max(config.engine.max_num_seqs, count * config.num_generations)
+        engine = dataclasses.replace(config.engine, max_num_seqs=running)
         return dataclasses.replace(config, num_prompts=count, engine=engine)
 
     def tokens(count: int) -> RunConfig:
@@ -43,7 +43,7 @@ def largest(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: f
 
     most_tokens = max(a.max_positions - prompt_tokens, 1)
     return Largest(
-        num_prompts=_last(max(_MOST_SAMPLES // config.num_samples, 1), lambda n: fits(prompts(n))),
+        num_prompts=_last(max(_MOST_SAMPLES // config.num_generations, 1), lambda n: fits(prompts(n))),
         max_tokens=_last(most_tokens, lambda n: fits(tokens(n))),
         rank=16 * _last(_MOST_RANK // 16, lambda n: fits(rank(n))),
     )
@@ -69,9 +69,12 @@ def remedies(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: 
     return found
 
 
-_LAYER, _OFFLOAD = ("learn", "recompute", "layer"), ("learn", "recompute", "offload")
-_SMALL, _BYTES = ("learn", "micro_tokens", 2048), ("engine", "kv", "fp8")
-_FEW = "engine", "max_running", 32
+_LAYER, _OFFLOAD = (
+    ("learn", "gradient_checkpointing", "layer"),
+    ("learn", "gradient_checkpointing", "offload"),
+)
+_SMALL, _BYTES = ("learn", "max_tokens_per_microbatch", 2048), ("engine", "kv_cache_dtype", "fp8")
+_FEW = "engine", "max_num_seqs", 32
 _REMEDIES = (
     *((one,) for one in (_LAYER, _OFFLOAD, _SMALL, _BYTES, _FEW)),
     *((one, other) for one in (_LAYER, _OFFLOAD) for other in (_SMALL, _BYTES, _FEW)),
@@ -100,9 +103,9 @@ def plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) ->
     ]
     return "\n".join(
         [
-            f"{model} in {config.model.format}, {config.num_prompts * config.num_samples} samples of up to"
+            f"{model} in {config.model.format}, {config.num_prompts * config.num_generations} samples of up to"
             f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_learns(config)},"
-            f" learn.recompute {taken.learn.recompute}{' (auto)' if taken != config else ''}",
+            f" learn.gradient_checkpointing {taken.learn.gradient_checkpointing}{' (auto)' if taken != config else ''}",
             "",
             *lines,
             f"{'most at once':36}{need / 1e9:8.2f} GB"
@@ -120,7 +123,7 @@ def _what_fits(
     most = largest(a, config, prompt_tokens, gpu_bytes)
     rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
     lines = [
-        f"largest batch {most.num_prompts * config.num_samples} samples at once, or samples of"
+        f"largest batch {most.num_prompts * config.num_generations} samples at once, or samples of"
         f" {most.max_tokens} tokens,{rank} all else as it is"
     ]
     if holds_operands(a, taken, prompt_tokens, gpu_bytes):

@@ -3,22 +3,22 @@
     total = what is always there + the larger of what sampling and what learning need beside it
 
 For a GPU whose memory the KV cache and learning have in turns (kernels/virtual_memory.py), weights packed,
-and all samples as long as they may be; of other lengths they fill learn.micro_tokens better. T rows are
+and all samples as long as they may be; of other lengths they fill learn.max_tokens_per_microbatch better. T rows are
 learned from at once, of which each is asked for one token at most; n weights has the adapter, W weights a
-layer, D F N K H V as in types.py. Bytes in bf16; with model.compute fp32 (`word`, by no measurement yet) what
+layer, D F N K H V as in types.py. Bytes in bf16; with model.dtype fp32 (`word`, by no measurement yet) what
 is not packed takes 4 for 2:
 
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
     adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n
     gradients        4 n                                            moments           8 n, or 2 n + n / 32
-    KV cache         all samples at once, up to engine.max_running or engine.kv_gb; with branches, beside all
+    KV cache         all samples at once, up to engine.max_num_seqs or engine.kv_cache_gb; with branches, beside all
                      samples' pages
-    activations      of the layers, by learn.recompute (`activations`)   unpacked  operands of a layer
+    activations      of the layers, by learn.gradient_checkpointing (`activations`)   unpacked  operands of a layer
     head             logits and slopes of a chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
 
 A head in bf16 that is tied to the embedding takes nothing; a packed one V D of its format, tied or not.
 
-`resolve_checkpointing` takes what learn.recompute auto stands for from the same sums: the least recomputation with which
+`resolve_checkpointing` takes what learn.gradient_checkpointing auto stands for from the same sums: the least recomputation with which
 learning fits. The KV cache does not count there: it takes the memory that there is. `holds_operands`: whether
 the learner may besides hold all layers' operands for as long as an update lasts, `held`.
 
@@ -111,7 +111,7 @@ def word(config: RunConfig) -> int:
 
 
 def _compute(config: RunConfig) -> torch.dtype:
-    return COMPUTE.get(config.model.compute, torch.bfloat16)
+    return COMPUTE.get(config.model.dtype, torch.bfloat16)
 
 
 def tables(a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, word: int = 2) -> float:
@@ -127,7 +127,9 @@ def tables(a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, 
 
 def adapter_weights(a: Architecture, config: RunConfig) -> int:
     """What learns: of the adapters, or the targets themselves."""
-    linears = [linear for group in groups(a) for linear in group if linear.name in config.adapter.targets]
+    linears = [
+        linear for group in groups(a) for linear in group if linear.name in config.adapter.target_modules
+    ]
     if config.adapter.kind == "full":
         return a.num_layers * sum(x.out_width * x.in_width for x in linears)
     return a.num_layers * config.adapter.rank * sum(x.out_width + x.in_width for x in linears)
@@ -140,20 +142,20 @@ def moments(num_weights: int, optimizer: str) -> float:
 
 def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     engine, max_tokens = config.engine, config.sample.max_tokens
-    dtype = FP8 if engine.kv == "fp8" else _compute(config)
-    running = min(config.num_prompts * config.num_samples, engine.max_running)
-    prompts = min(config.num_prompts, engine.max_running)
-    pages = prompts * num_pages(prompt_tokens, engine.page_tokens)
-    kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_samples
-    pages += (kept + running) * own_pages(prompt_tokens, max_tokens, engine.page_tokens)
-    wanted = (pages + 1) * page_bytes(a, engine.page_tokens, dtype)
-    return wanted if engine.kv_gb is None else min(wanted, engine.kv_gb * 1e9)
+    dtype = FP8 if engine.kv_cache_dtype == "fp8" else _compute(config)
+    running = min(config.num_prompts * config.num_generations, engine.max_num_seqs)
+    prompts = min(config.num_prompts, engine.max_num_seqs)
+    pages = prompts * num_pages(prompt_tokens, engine.block_size)
+    kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
+    pages += (kept + running) * own_pages(prompt_tokens, max_tokens, engine.block_size)
+    wanted = (pages + 1) * page_bytes(a, engine.block_size, dtype)
+    return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
 
 
 def prefill(a: Architecture, config: RunConfig) -> float:
     """A layer's activations, no more; gate and up, in fp32 for some rows where they are packed; its largest
     operand."""
-    heads, rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_size, config.engine.prefill_tokens
+    heads, rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_size, config.engine.max_num_batched_tokens
     gate_up = 2 * word(config) * rows if config.model.format == "bf16" else 8 * min(rows, WIDE_ROWS)
     row = word(config) * (4 * a.width + 2 * heads + a.ff_width)
     return rows * row + gate_up * a.ff_width + max(operands(a, config))
@@ -204,34 +206,34 @@ def activations(a: Architecture, config: RunConfig, rows: int) -> float:
         "layer": a.num_layers * inputs + one,
         "offload": min(4, a.num_layers) * inputs + one,
     }
-    return rows * (kept[config.learn.recompute] + gradient_row(a, config))
+    return rows * (kept[config.learn.gradient_checkpointing] + gradient_row(a, config))
 
 
 def unpacked(a: Architecture, config: RunConfig) -> float:
     """One at a time; a layer's, where it is computed again."""
     each = operands(a, config)
-    return max(each) if config.learn.recompute == "none" else sum(each)
+    return max(each) if config.learn.gradient_checkpointing == "none" else sum(each)
 
 
 def head(a: Architecture, config: RunConfig, rows: int) -> float:
     """Beside the layers' inputs: logits and slopes of a chunk, [T, D] twice in fp32 and once in words."""
     chunk = min(config.learn.logprob_chunk_tokens, rows)
-    operand = 0 if config.model.head == "bf16" else word(config) * a.vocab_size * a.width
+    operand = 0 if config.model.head_format == "bf16" else word(config) * a.vocab_size * a.width
     return chunk * a.vocab_size * (4 + word(config)) + rows * a.width * (2 * 4 + word(config)) + operand
 
 
 def rows_at_once(config: RunConfig, prompt_tokens: int) -> int:
     """Of the largest micro-batch if all samples are as long as may be: whole groups, or parts of them with as
     many samples as fit, at least one (learner/packing.py). With branches, a group more for each sample."""
-    limit, branch = config.learn.micro_tokens, config.sample.max_tokens - 1
-    group = prompt_tokens + config.num_samples * branch
-    num_groups = config.num_prompts * (1 if config.algo.branching == "none" else 1 + config.num_samples)
+    limit, branch = config.learn.max_tokens_per_microbatch, config.sample.max_tokens - 1
+    group = prompt_tokens + config.num_generations * branch
+    num_groups = config.num_prompts * (1 if config.algo.branching == "none" else 1 + config.num_generations)
     num_groups = -(-num_groups // config.learn.updates_per_step)
     if group <= limit:
         return group * min(limit // group, num_groups)
     most = space = 0
     for _ in range(num_groups):
-        left = config.num_samples
+        left = config.num_generations
         while left:
             space = space if space >= prompt_tokens + branch else limit
             count = min(max((space - prompt_tokens) // max(branch, 1), 1), left)
@@ -244,12 +246,12 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Memory
     n, rows = adapter_weights(a, config), rows_at_once(config, prompt_tokens)
     # The head's rows are gone when the layers' backward passes begin; the kept inputs are there all along.
     kept = activations(a, config, rows) - rows * gradient_row(a, config)
-    if config.learn.recompute != "none":
+    if config.learn.gradient_checkpointing != "none":
         kept -= rows * layer_row(a, config)
     layers = activations(a, config, rows) - kept + unpacked(a, config)
-    second = 0 if config.model.sampler is None else weights(a, config.model.sampler)
-    num_noise_rows = 1 if config.noise.per == "step" else 1 + config.num_noises
-    frozen = tables(a, config.model.head, num_noise_rows, word(config))
+    second = 0 if config.model.sampler_format is None else weights(a, config.model.sampler_format)
+    num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
+    frozen = tables(a, config.model.head_format, num_noise_rows, word(config))
     copies = 2 * word(config) * n if config.adapter.kind == "lora" else 0
     return [
         MemoryPart(name="weights", num_bytes=weights(a, config.model.format), when="always"),
@@ -257,7 +259,7 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Memory
         MemoryPart(name="embedding, head, norms", num_bytes=frozen, when="always"),
         MemoryPart(name="adapter's masters", num_bytes=4 * n, when="always"),
         MemoryPart(name="adapter's working copies", num_bytes=copies, when="always"),
-        MemoryPart(name="optimizer's moments", num_bytes=moments(n, config.learn.optimizer), when="always"),
+        MemoryPart(name="optimizer's moments", num_bytes=moments(n, config.learn.optim), when="always"),
         MemoryPart(name="KV cache", num_bytes=kv_cache(a, config, prompt_tokens), when="sampling"),
         MemoryPart(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
         MemoryPart(name="prefill", num_bytes=prefill(a, config), when="sampling"),
@@ -282,13 +284,15 @@ def total(found: list[MemoryPart]) -> float:
 def resolve_checkpointing(
     a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float
 ) -> RunConfig:
-    """The same with learn.recompute auto replaced: the first of none, layer and offload with which learning
+    """The same with learn.gradient_checkpointing auto replaced: the first of none, layer and offload with which learning
     fits, or the last. On gpu_bytes, the CUDA context's included."""
-    if config.learn.recompute != "auto":
+    if config.learn.gradient_checkpointing != "auto":
         return config
     changed = config
     for recompute in _RECOMPUTES:
-        changed = dataclasses.replace(config, learn=dataclasses.replace(config.learn, recompute=recompute))
+        changed = dataclasses.replace(
+            config, learn=dataclasses.replace(config.learn, gradient_checkpointing=recompute)
+        )
         if learning_bytes(parts(a, changed, prompt_tokens)) <= _AUTO_SHARE * gpu_bytes:
             break
     return changed
@@ -314,5 +318,9 @@ def learning_bytes(found: list[MemoryPart]) -> float:
 def _with_room(width: int, group: tuple[PlannedLinear, ...], config: RunConfig) -> int:
     """Of a row and the adapters' parts behind it."""
     adapter = config.adapter
-    rank = adapter.rank * sum(linear.name in adapter.targets for linear in group) * (adapter.kind == "lora")
+    rank = (
+        adapter.rank
+        * sum(linear.name in adapter.target_modules for linear in group)
+        * (adapter.kind == "lora")
+    )
     return math.ceil((width + rank) / _ROW) * _ROW if rank else width

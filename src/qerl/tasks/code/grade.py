@@ -41,12 +41,12 @@ _logger = logging.getLogger(__name__)
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _OUTPUT_BYTES = 4 << 20
 _SHARE_FOR_TESTS = 0.8
-"""Of task.reward_deadline_s; past that the sample would have no reward instead of a low one."""
+"""Of task.reward_timeout_s; past that the sample would have no reward instead of a low one."""
 
 
 def code(config: TaskConfig) -> Callable[..., Any]:
     own = config.code
-    limits = Limits(own.test_deadline_s, own.memory_mb << 20, _OUTPUT_BYTES)
+    limits = Limits(own.test_timeout_s, own.memory_mb << 20, _OUTPUT_BYTES)
     try:
         if not probe(limits):
             _logger.warning(
@@ -58,7 +58,7 @@ def code(config: TaskConfig) -> Callable[..., Any]:
         raise UserError(f"task.rewards: code cannot confine a program on this machine: {error}") from error
 
     def one(completion: Any, tests: Any, entry_point: str | None) -> float:
-        end = time.monotonic() + _SHARE_FOR_TESTS * config.reward_deadline_s
+        end = time.monotonic() + _SHARE_FOR_TESTS * config.reward_timeout_s
         cases = cases_of(tests, entry_point)[: own.max_tests]
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         passed = 0
