@@ -17,7 +17,7 @@ def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> d
     they take the place of config.task.rewards. The run's folder holds all else: metrics, samples, the report,
     the adapter. Ctrl-C and SIGTERM finish the step, save, and raise SystemExit; the same call then goes on.
     """
-    from qerl.train.session import (
+    from qerl.training.session import (
         train,  # torch and transformers take seconds that a mere import need not wait
     )
 

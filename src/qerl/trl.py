@@ -21,7 +21,7 @@ from qerl.errors import UserError, require
 from qerl.export import export
 from qerl.tasks.scoring import name_of
 from qerl.tracking.atomic_file import write_atomic
-from qerl.train.session import train
+from qerl.training.session import train
 
 _ADVANTAGES = {True: "group", "group": "group", False: "mean", "none": "mean"}
 _OPTIMIZERS = {

@@ -248,7 +248,7 @@ def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsy
     assert len(mismatches[head]) == 3 and max(mismatches[head]) < 1e-5
     samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("bf16", head)]
     assert samples[0] != samples[1]
-    assert json.loads((tmp_path / head / "run.json").read_text())["config"]["model"]["head"] == head
+    assert json.loads((tmp_path / head / "run.json").read_text())["config"]["model"]["head_format"] == head
 
 
 @pytest.mark.parametrize(

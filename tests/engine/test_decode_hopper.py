@@ -317,7 +317,7 @@ def test_too_little_memory_says_how_much_is_needed_and_what_lowers_it(decoder):
     used = torch.cuda.memory_allocated() / total
     torch.cuda.set_per_process_memory_fraction(used + 0.005)
     try:
-        with pytest.raises(UserError, match=r"GB.*engine\.kv"):
+        with pytest.raises(UserError, match=r"GB.*engine\.kv_cache_dtype"):
             drawn(
                 engine_of(decoder, max_num_seqs=256, kv_cache_gb=60.0),
                 small_prompts(*[9] * 256),

@@ -254,7 +254,9 @@ def test_a_prompt_without_room_for_a_sample_is_named(decoder, length):
 def test_a_sample_that_can_never_fit_says_what_would(decoder):
     prompts_P = prompts_of(3, 40, first_index=70)
     too_small = engine_of(decoder, block_size=8, kv_cache_gb=kv_gb_for(decoder, 8, 8))
-    with pytest.raises(UserError, match=r"prompt 71 needs 9 pages of KV cache .* engine\.kv_gb") as caught:
+    with pytest.raises(
+        UserError, match=r"prompt 71 needs 9 pages of KV cache .* engine\.kv_cache_gb"
+    ) as caught:
         drawn(too_small, prompts_P, max_tokens=32)
     said_gb = float(re.search(r"raise it to (\S+) or more", str(caught.value))[1])
     enough = engine_of(decoder, block_size=8, kv_cache_gb=said_gb)

@@ -127,7 +127,7 @@ def test_fp8_samples_do_not_depend_on_how_a_prefill_is_cut():
 
 
 def test_a_config_of_no_memory_is_refused():
-    with pytest.raises(UserError, match=r"engine\.kv_gb must be positive"):
+    with pytest.raises(UserError, match=r"engine\.kv_cache_gb must be positive"):
         EngineConfig(kv_cache_gb=0.0)
-    with pytest.raises(UserError, match=r"engine\.burst_steps must be positive"):
+    with pytest.raises(UserError, match=r"engine\.decode_steps_per_sync must be positive"):
         dataclasses.replace(EngineConfig(), decode_steps_per_sync=0)

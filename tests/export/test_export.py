@@ -334,7 +334,7 @@ def test_import_goes_on_from_an_adapter_of_another_rank_alpha_and_targets(monkey
         first["greedy_after"],
     )
     said = json.loads((tmp_path / "second" / "run.json").read_text())["config"]["adapter"]
-    assert (said["rank"], said["alpha"], said["targets"]) == (3, 5.0, ["down_proj", "q_proj"])
+    assert (said["rank"], said["alpha"], said["target_modules"]) == (3, 5.0, ["down_proj", "q_proj"])
 
 
 @pytest.mark.parametrize(

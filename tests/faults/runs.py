@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
 from qerl.cli import main
 from qerl.tracking import is_timing
-from qerl.train import session
+from qerl.training import session
 
 assert session  # imported here, so that a forked run need not
 

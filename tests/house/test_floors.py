@@ -17,7 +17,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("models",),
     ("engine",),
     ("learner",),
-    ("train",),
+    ("training",),
     ("eval", "export", "serve"),
     ("study", "trl"),
     ("cli",),

@@ -16,7 +16,7 @@ README, SPEED, PACKAGE = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / 
 
 
 def the_loop() -> str:
-    source = (PACKAGE / "train/loop.py").read_text()
+    source = (PACKAGE / "training/loop.py").read_text()
     function = next(
         node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "run"
     )

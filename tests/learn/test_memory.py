@@ -8,7 +8,7 @@ from engine.test_decode_hopper import NEVER, decoder_of, small_prompts
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.kernels import gpu_memory
 from qerl.learner import Learner
-from qerl.train.loop import drop_unrewarded, sampling_of, with_advantages
+from qerl.training.loop import drop_unrewarded, sampling_of, with_advantages
 
 pytestmark = [
     pytest.mark.gpu,

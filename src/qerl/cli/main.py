@@ -41,7 +41,6 @@ from qerl.config.options import (
     paper_sampling,
 )
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
-from qerl.config.renamed import OPTIONS
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
 from qerl.config.renamed import refuse_former_names
 from qerl.config.stored import read_config_file, read_run_config
@@ -144,7 +143,7 @@ def train(arguments: list[str], adapter: AdapterConfig | None = None) -> None:
         recipe, rest = RECIPES[name], arguments[1:]
     default = recipe() if adapter is None else dataclasses.replace(recipe(), adapter=adapter)
     config = tyro.cli(RunConfig, default=default, args=rest, prog=f"qerl train {name}")
-    from qerl.train.session import (
+    from qerl.training.session import (
         train as run,  # torch and transformers take seconds that --help need not wait
     )
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from qerl.algo.estimate import clustered_mean, majority_vote, pass_at_powers
 from qerl.tracking.atomic_file import decode, encode, write_atomic
-from qerl.train.evaluation import EVALUATION_STEP, Rewards, greedy
+from qerl.training.evaluation import EVALUATION_STEP, Rewards, greedy
 from qerl.types import Engine, Group, Prompt, Sampling
 
 _SAMPLES_AT_ONCE = 1024

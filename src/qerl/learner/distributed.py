@@ -6,7 +6,7 @@
 
 Every rank runs the same loop over the same values and so takes the same decisions; only the first writes.
 Waiting for a rank that is gone ends in `RankLost`: the closed connection is seen by gloo, and each sum over NCCL,
-which sees nothing, comes after a word over gloo. Tests: tests/train/test_distributed.py.
+which sees nothing, comes after a word over gloo. Tests: tests/training/test_distributed.py.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ In exact mode the logprobs' values are the sampler's forward's, `score`, before 
 gradient, the entropy and the KL to the reference are by the learner's own kernels.
 
 With several ranks each learns from its part of an update's groups; the gradients are added before they are
-clipped, so that every rank takes the same update of its own copy of the masters (tests/train/test_distributed.py).
+clipped, so that every rank takes the same update of its own copy of the masters (tests/training/test_distributed.py).
 """
 
 from collections.abc import Callable

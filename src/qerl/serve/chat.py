@@ -15,7 +15,7 @@ from qerl.errors import UserError
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.stream import TextStream
 from qerl.tasks.prompt import rendered
-from qerl.train.signals import StopSignal
+from qerl.training.signals import StopSignal
 from qerl.types import Prompt, Sample, Sampling
 
 Message = dict[str, str]

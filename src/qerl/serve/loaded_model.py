@@ -10,7 +10,7 @@ from qerl.engine import Engine
 from qerl.models.device import resolve_device
 from qerl.models.source import locate
 from qerl.models.tokenizer import stop_token_ids
-from qerl.train.policy import load_tokenizer_and_limit, load_trained_sampler
+from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,8 +43,8 @@ from qerl.study.study import Job
 from qerl.tasks import RewardPool, build_task
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows
-from qerl.train.evaluation import EVALUATION_STEP
-from qerl.train.loop import sampling_of
+from qerl.training.evaluation import EVALUATION_STEP
+from qerl.training.loop import sampling_of
 from qerl.types import Group, Prompt
 
 _CALIBRATION_GYMS = ("gsm_symbolic", "syllogism", "letter_jumble", "time_intervals", "family_relationships")

@@ -6,7 +6,7 @@
                  runs/           each run's own folder; its checkpoints go once its line is written
 
 A study that was killed goes on: runs that have a line are not run again, one that was under way continues
-from its checkpoint (train/session.py). Workers end with the process that started them, however that ends.
+from its checkpoint (training/session.py). Workers end with the process that started them, however that ends.
 """
 
 import itertools

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from qerl.study.study import Job
-from qerl.train.session import train
+from qerl.training.session import train
 
 _KEPT = ("reward", "accuracy", "entropy", "mismatch_kl", "informative", "distinct", "sigma")
 

@@ -35,8 +35,8 @@ from qerl.learner.distributed import ALONE, Ranks, join_ranks
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import shape
-from qerl.train.data_parallel import DataParallelEngine
-from qerl.train.loop import drop_unrewarded, sampling_of, with_advantages
+from qerl.training.data_parallel import DataParallelEngine
+from qerl.training.loop import drop_unrewarded, sampling_of, with_advantages
 from qerl.types import Prompt
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from qerl.errors import UserError
-from qerl.train.evaluation import evaluate
+from qerl.training.evaluation import evaluate
 from qerl.types import Group, Prompt, Sample, Sampling
 
 SAMPLED = Sampling(max_tokens=8, temperature=0.6, top_p=0.95)

@@ -14,7 +14,7 @@ from qerl.config import AlgoConfig, RayConfig, RunConfig
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
 from qerl.tracking import is_timing
-from qerl.train.ray_engine import check_reachable, start_workers
+from qerl.training.ray_engine import check_reachable, start_workers
 
 pytest.importorskip("ray")
 SLOW = """
@@ -165,7 +165,7 @@ def test_environments_do_not_go_with_workers_which_is_told_before_there_is_a_mod
 
 def test_being_ahead_needs_workers_and_a_correction():
     RunConfig(ray=RayConfig(address="local", max_staleness=1))
-    with pytest.raises(UserError, match=r"ray\.num_ahead needs"):
+    with pytest.raises(UserError, match=r"ray\.max_staleness needs"):
         RunConfig(ray=RayConfig(max_staleness=1))
-    with pytest.raises(UserError, match=r"ray\.num_ahead needs"):
+    with pytest.raises(UserError, match=r"ray\.max_staleness needs"):
         RunConfig(ray=RayConfig(address="local", max_staleness=1), algo=AlgoConfig(importance="none"))

@@ -15,7 +15,7 @@ from qerl.config import EngineConfig, EnvironmentConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.train.multi_turn import MultiTurnEngine
+from qerl.training.multi_turn import MultiTurnEngine
 from qerl.types import Group, Prompt, Sample, Sampling, Turn
 from tasks.material import END, START, tokenizer
 

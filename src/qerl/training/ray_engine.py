@@ -7,7 +7,7 @@
 Which policy draws a sample is settled when it is asked for, and how by (seed, step, prompt, sample): with the
 same number of workers a run is the same however fast they are, and if some die. A worker that is gone is
 replaced and asked again for all that it still owed; what it has given is kept. `algo.importance` corrects for
-the staleness as for any other difference of the policies. Tests: tests/train/test_ray_engine.py.
+the staleness as for any other difference of the policies. Tests: tests/training/test_ray_engine.py.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
 from qerl.models.adapter import load_adapter
-from qerl.train.evaluation import EVALUATION_STEP
-from qerl.train.policy import load_sampler, load_tokenizer_and_limit
+from qerl.training.evaluation import EVALUATION_STEP
+from qerl.training.policy import load_sampler, load_tokenizer_and_limit
 from qerl.types import Group, Prompt, Sample, Sampling
 
 _MAX_ATTEMPTS = 3

@@ -9,7 +9,7 @@ import pytest
 
 from qerl.config import AlgoConfig, NoiseConfig, RunConfig, SampleConfig
 from qerl.errors import RunError
-from qerl.train.loop import Parts, draw, run
+from qerl.training.loop import Parts, draw, run
 from qerl.types import Group, Prompt, Sample
 
 

@@ -16,7 +16,7 @@ from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
-from qerl.train.loop import Parts, rollout_metrics, sampling_of, with_advantages
+from qerl.training.loop import Parts, rollout_metrics, sampling_of, with_advantages
 from qerl.types import Group, Pivot
 
 _PIVOT = 0x5049564F54  # keeps these draws apart from the tokens'

@@ -4,7 +4,7 @@
 
 A draw's randomness is named by (seed, step, prompt, sample), so who draws it changes nothing. What travels is
 12 bytes a token, and each sample's text: with it every rank computes the same advantages and metrics, and
-learning can be dealt out by what the samples turned out to be. Tests: tests/train/test_distributed.py.
+learning can be dealt out by what the samples turned out to be. Tests: tests/training/test_distributed.py.
 """
 
 import dataclasses

@@ -27,14 +27,14 @@ from qerl.tasks.reward import format_failures
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
-from qerl.train.branching import Branching
-from qerl.train.data_parallel import DataParallelEngine, DataParallelRewards
-from qerl.train.evaluation import evaluate, greedy
-from qerl.train.loop import Parts, draw, run, sampling_of
-from qerl.train.multi_turn import with_environment
-from qerl.train.policy import load_policy
-from qerl.train.ray_engine import Cluster, RemoteEngine, start_workers
-from qerl.train.signals import StopSignal
+from qerl.training.branching import Branching
+from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
+from qerl.training.evaluation import evaluate, greedy
+from qerl.training.loop import Parts, draw, run, sampling_of
+from qerl.training.multi_turn import with_environment
+from qerl.training.policy import load_policy
+from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
+from qerl.training.signals import StopSignal
 from qerl.types import Sampling
 
 _ECHO_S = 2.0  # torchrun sends its workers the signal that a terminal has sent them already

@@ -14,8 +14,8 @@ from qerl.config import AlgoConfig, DeepConfig, RunConfig, SampleConfig
 from qerl.engine.generation import Stats
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix, split
-from qerl.train.branching import Branching
-from qerl.train.loop import drop_unrewarded, with_advantages
+from qerl.training.branching import Branching
+from qerl.training.loop import drop_unrewarded, with_advantages
 from qerl.types import Group
 
 DEEP = DeepConfig(num_branches=2, segment_tokens=1, weight=0.5)
