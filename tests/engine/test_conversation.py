@@ -68,9 +68,11 @@ def test_a_samples_tokens_are_its_turns_and_what_it_was_given_between_them(decod
         for given_T, turn in zip(given, turns[1:], strict=True):
             parts += [given_T, turn.tokens_T]
         assert sample.tokens_T == [token for part in parts for token in part]
-        assert [[sample.tokens_T[place] for place in places] for places in sample.given] == given
-        assert [sample.tokens_T[p] for p in sample.places] == [t for turn in turns for t in turn.tokens_T]
-        assert len(sample.logprobs_T) == len(sample.places)
+        assert [[sample.tokens_T[place] for place in places] for places in sample.environment_spans] == given
+        assert [sample.tokens_T[p] for p in sample.sampled_indices] == [
+            t for turn in turns for t in turn.tokens_T
+        ]
+        assert len(sample.logprobs_T) == len(sample.sampled_indices)
         left = [MAX_TOKENS - sum(map(len, parts[: 2 * n + 1])) for n in range(len(turns))]
         assert [turn.num_left for turn in turns] == left
 
@@ -81,10 +83,10 @@ def test_logprobs_of_every_turn_are_those_of_one_forward_over_the_whole_string(
     decoder, settings, temperature
 ):
     samples = talked(engine_of(decoder, **settings), Talk(), temperature=temperature)
-    assert sum(len(s.given) for s in samples) > 15
+    assert sum(len(s.environment_spans) for s in samples) > 15
     for i, sample in enumerate(samples):
         truth_TV = packed_logprobs(decoder, prompts_of(*LENGTHS)[i // 3], sample, temperature)
-        truth_T = truth_TV[sample.places, torch.tensor(sample.tokens_T)[sample.places]]
+        truth_T = truth_TV[sample.sampled_indices, torch.tensor(sample.tokens_T)[sample.sampled_indices]]
         assert sample.logprobs_T == pytest.approx(truth_T.tolist(), abs=1e-5)
 
 
@@ -92,7 +94,7 @@ def test_pages_are_continued_so_only_what_was_given_is_computed(decoder):
     """And of it all but the last token, which a decode step takes, but the last one of the turn before."""
     talk, engine = Talk(), engine_of(decoder)
     samples = talked(engine, talk)
-    num_given = sum(len(places) for s in samples for places in s.given)
+    num_given = sum(len(places) for s in samples for places in s.environment_spans)
     assert engine.stats.prefill_tokens == sum(LENGTHS) + num_given
     assert engine.stats.pauses == 0
     assert talk.rounds[0] == len(samples) and len(talk.rounds) == 3, "all who wait are answered together"
@@ -111,8 +113,8 @@ def test_a_conversation_does_not_depend_on_the_pages_there_are(decoder, num_page
     )
     samples = talked(engine, talk)
     assert_same(samples, plain)
-    assert [s.given for s in samples] == [s.given for s in plain]
-    num_given = sum(len(places) for s in samples for places in s.given)
+    assert [s.environment_spans for s in samples] == [s.environment_spans for s in plain]
+    num_given = sum(len(places) for s in samples for places in s.environment_spans)
     assert engine.stats.prefill_tokens > sum(LENGTHS) + num_given, "nobody had to compute anything again"
     assert engine.stats.peak_pages <= num_pages
 

@@ -1,6 +1,7 @@
 """House rules a machine can hold: who may import whom, and how big anything may grow."""
 
 import ast
+import collections
 import re
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_nothing_outgrows_a_screen(path):
     long = {f.name: n for f in functions if (n := f.end_lineno - f.lineno + 1) > MAX_FUNCTION_LINES}
     assert not long
     assert path.read_text().count("\n") <= MAX_FILE_LINES
+
+
+def test_class_names_are_unique():
+    """A reader finds a class by its name alone."""
+    places = collections.defaultdict(list)
+    for path in sorted((SRC / PKG).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(SRC)}:{node.lineno}")
+    repeated = {name: found for name, found in sorted(places.items()) if len(found) > 1}
+    assert not repeated, "\n".join(f"{name}: {', '.join(found)}" for name, found in repeated.items())
 
 
 def test_the_whole_stays_small():

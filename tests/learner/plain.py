@@ -30,7 +30,10 @@ def read(decoder, group, sample, temperature):
     """(logprobs, entropies) of the sample's tokens."""
     prompt_T = group.prompt.tokens_T
     logprobs_TV = log_softmax(decoder, prompt_T + sample.tokens_T, temperature)[len(prompt_T) - 1 : -1]
-    logprobs_TV, targets_T = logprobs_TV[sample.places], torch.tensor(sample.tokens_T)[sample.places]
+    logprobs_TV, targets_T = (
+        logprobs_TV[sample.sampled_indices],
+        torch.tensor(sample.tokens_T)[sample.sampled_indices],
+    )
     entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
     return logprobs_TV[torch.arange(len(targets_T)), targets_T], entropy_T
 
@@ -96,7 +99,7 @@ def token_loss(config, logprob_T, before_T, reference_T, sample):
 
 def whole_loss(config, decoder, groups, before, reference):
     """Of one update; before and reference hold each sample's logprobs by id."""
-    tokens = sum(len(s.places) for _, s in pairs(groups))
+    tokens = sum(len(s.sampled_indices) for _, s in pairs(groups))
     samples = len(groups) * config.num_generations
     total = torch.zeros(())
     for group, s in pairs(groups):
@@ -109,7 +112,7 @@ def whole_loss(config, decoder, groups, before, reference):
         elif config.algo.loss_type == "dr_grpo":
             total = total + loss_T.sum() / (samples * config.sample.max_tokens)
         elif config.algo.loss_type == "bnpo":
-            siblings = sum(len(x.places) for x in group.samples_G if x.reward is not None)
+            siblings = sum(len(x.sampled_indices) for x in group.samples_G if x.reward is not None)
             total = total + loss_T.sum() / siblings / len(groups)
     return total
 

@@ -94,13 +94,17 @@ def prompt_of(index, **columns):
 def test_an_episodes_tokens_are_the_turns_and_the_templates_text_between_them(play):
     made = tokenizer()
     samples = [s for group in play({}, {"turns": 2}) for s in group.samples_G]
-    assert [len(s.given) for s in samples] == [2, 2, 2, 1, 1, 1]
+    assert [len(s.environment_spans) for s in samples] == [2, 2, 2, 1, 1, 1]
     for s in samples:
-        bounds = [0, *(edge for places in s.given for edge in (places.start, places.stop)), len(s.tokens_T)]
+        bounds = [
+            0,
+            *(edge for places in s.environment_spans for edge in (places.start, places.stop)),
+            len(s.tokens_T),
+        ]
         turns = [s.tokens_T[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
         said = [m["content"] for m in s.messages if m["role"] == "user"]
         assert [m["role"] for m in s.messages] == ["assistant", "user"] * len(turns)
-        for n, places in enumerate(s.given):
+        for n, places in enumerate(s.environment_spans):
             text = made.decode([s.tokens_T[place] for place in places])
             end = "" if turns[n][-1] == END else "<|im_end|>"
             assert text == f"{end}\n<|im_start|>user\n{said[n]}<|im_end|>\n<|im_start|>assistant\n"
@@ -132,7 +136,14 @@ class Scripted:
                 break
             given.append(range(len(tokens_T), len(tokens_T) + len(given_T)))
             tokens_T += given_T
-        one = Sample(tokens_T=tokens_T, logprobs_T=[], text="", finish="stop", version=0, given=tuple(given))
+        one = Sample(
+            tokens_T=tokens_T,
+            logprobs_T=[],
+            text="",
+            finish="stop",
+            version=0,
+            environment_spans=tuple(given),
+        )
         return [Group(prompt=prompts_P[0], samples_G=[one])]
 
 
@@ -151,7 +162,13 @@ def test_tokens_worked_out_by_hand_are_given_and_masked():
     stopped, cut = [*before, *first, *after], [END, *before, *second, *after]
     (a,) = letters("A")
     assert s.tokens_T == [a, END, *stopped, a, *cut, a, END]
-    assert s.places == [0, 1, 2 + len(stopped), 3 + len(stopped) + len(cut), 4 + len(stopped) + len(cut)]
+    assert s.sampled_indices == [
+        0,
+        1,
+        2 + len(stopped),
+        3 + len(stopped) + len(cut),
+        4 + len(stopped) + len(cut),
+    ]
     assert s.text.startswith(f"assistant: A\nuser: {s.messages[1]['content']}\nassistant: A")
 
 
@@ -159,7 +176,7 @@ def test_logprobs_of_an_episode_are_those_of_one_forward_over_its_tokens(play, d
     for group in play({}, {"opening": "begin"}):
         for s in group.samples_G:
             truth_TV = packed_logprobs(decoder, group.prompt, s)
-            truth_T = truth_TV[s.places, torch.tensor(s.tokens_T)[s.places]]
+            truth_T = truth_TV[s.sampled_indices, torch.tensor(s.tokens_T)[s.sampled_indices]]
             assert s.logprobs_T == pytest.approx(truth_T.tolist(), abs=1e-4)
 
 
@@ -175,9 +192,9 @@ def test_siblings_meet_one_world_and_what_reset_says_is_in_their_prompt(play):
 
 def test_a_turn_limit_and_a_token_limit_end_an_episode(play):
     (limited,) = play({"turns": 9}, max_turns=2)
-    assert [(len(s.given), s.reward) for s in limited.samples_G] == [(1, 2.0)] * 3
+    assert [(len(s.environment_spans), s.reward) for s in limited.samples_G] == [(1, 2.0)] * 3
     (cut,) = play({"step": "long"})
-    assert [(s.given, s.finish, s.reward) for s in cut.samples_G] == [((), "length", 1.0)] * 3
+    assert [(s.environment_spans, s.finish, s.reward) for s in cut.samples_G] == [((), "length", 1.0)] * 3
     (short,) = play({"turns": 99}, max_tokens=90, max_turns=99)
     assert all(s.finish == "length" and 30 < len(s.tokens_T) <= 90 for s in short.samples_G)
 
@@ -235,7 +252,7 @@ def test_functions_beside_an_environment_see_the_conversation_and_weigh_in(play)
 
 def test_pages_of_an_episode_are_continued(play):
     groups = play({}, {})
-    given = sum(len(places) for group in groups for s in group.samples_G for places in s.given)
+    given = sum(len(places) for group in groups for s in group.samples_G for places in s.environment_spans)
     prompts = sum(len(group.prompt.tokens_T) for group in groups)
     assert play.engine.stats.prefill_tokens == prompts + given
     waited_s = play.episodes.waited_s

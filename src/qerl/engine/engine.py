@@ -172,7 +172,7 @@ class Engine:
             scores_T = score(groups, noise_rows, cache, self._runners.replay(), runner.draw)
         samples, places, start = [s for group in groups for s in group.samples_G], [], 0
         for s in samples:
-            places += [start + place for place in s.places]
+            places += [start + place for place in s.sampled_indices]
             start += len(s.tokens_T)
         return scores_T[torch.tensor(places, device=scores_T.device)]
 
@@ -330,7 +330,7 @@ class Engine:
             text=text.of(tokens_T[:-1] if ends_with_stop_token else tokens_T),
             finish=s.finish,
             version=self.version,
-            given=tuple(s.given),
+            environment_spans=tuple(s.environment_spans),
             sample_index=(s.group.parent or s).sample_index,
         )
 

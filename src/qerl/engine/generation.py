@@ -153,7 +153,7 @@ class Generation:
                 continue
             start = len(s.tokens_T)
             assert 0 < len(given_T) < s.group.max_tokens - start
-            s.given.append(range(start, start + len(given_T)))
+            s.environment_spans.append(range(start, start + len(given_T)))
             s.tokens_T += given_T
             s.finish, s.max_tokens = None, s.group.max_tokens
             self._limit_turn(s)

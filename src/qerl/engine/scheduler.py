@@ -71,7 +71,7 @@ class LiveSample:
     pages: list[int] = dataclasses.field(default_factory=list)
     """Empty unless it runs, or rests between two turns."""
     is_running: bool = False
-    given: list[range] = dataclasses.field(default_factory=list)
+    environment_spans: list[range] = dataclasses.field(default_factory=list)
     """Where in tokens_T an environment's tokens lie."""
     num_cached: int = 0
     """Positions in the pages that it rests with."""
@@ -85,7 +85,7 @@ class LiveSample:
     @property
     def turn_T(self) -> list[int]:
         """What was sampled since it was last given tokens, if it was given any."""
-        return self.tokens_T[self.given[-1].stop :] if self.given else self.whole_T
+        return self.tokens_T[self.environment_spans[-1].stop :] if self.environment_spans else self.whole_T
 
     @property
     def num_positions(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from qerl.algo.estimate import clustered_mean, majority_vote, pass_at_powers
 from qerl.tracking.atomic_file import decode, encode, write_atomic
 from qerl.training.evaluation import EVALUATION_STEP, Rewards, greedy
-from qerl.types import Engine, Group, Prompt, Sampling
+from qerl.types import Group, Prompt, RolloutEngine, Sampling
 
 _SAMPLES_AT_ONCE = 1024
 """Between two writes of the file: a few batches of a GPU's 256, so that little of it waits for the last."""
@@ -75,7 +75,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 def run_benchmark(
     exam: Benchmark,
-    engine: Callable[[], Engine],
+    engine: Callable[[], RolloutEngine],
     path: Path,
     settings: dict[str, Any],
     notice: Callable[[str], None],
@@ -98,7 +98,7 @@ def _write(path: Path, settings: dict[str, Any], problems: list[dict[str, Any]],
     write_atomic(path, encode({"settings": settings, "summary": summary, "problems": problems}))
 
 
-def _results(exam: Benchmark, engine: Engine, prompts_P: list[Prompt]) -> list[dict[str, Any]]:
+def _results(exam: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt]) -> list[dict[str, Any]]:
     sampled, best = (
         _marked(exam, engine, prompts_P, num_samples, sampling)
         for num_samples, sampling in ((exam.num_samples, exam.sampling), (1, greedy(exam.sampling)))
@@ -111,7 +111,7 @@ def _results(exam: Benchmark, engine: Engine, prompts_P: list[Prompt]) -> list[d
 
 
 def _marked(
-    exam: Benchmark, engine: Engine, prompts_P: list[Prompt], num_samples: int, sampling: Sampling
+    exam: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt], num_samples: int, sampling: Sampling
 ) -> list[dict[str, list[Any]]]:
     groups = engine.generate(
         prompts_P, num_samples=num_samples, sampling=sampling, seed=exam.seed, step=EVALUATION_STEP

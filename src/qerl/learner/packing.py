@@ -109,10 +109,10 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         tokens_T += prompt_T
         positions_T += range(len(prompt_T))
         for sample, _ in branches.samples:
-            places, inputs_T = sample.places, sample.tokens_T[:-1]
-            assert len(places) == len(sample.logprobs_T) > 0
+            indices, inputs_T = sample.sampled_indices, sample.tokens_T[:-1]
+            assert len(indices) == len(sample.logprobs_T) > 0
             rows_T = [start + len(prompt_T) - 1, *range(len(tokens_T), len(tokens_T) + len(inputs_T))]
-            source_rows_C += [rows_T[place] for place in places]
+            source_rows_C += [rows_T[index] for index in indices]
             positions_T += range(len(prompt_T), len(prompt_T) + len(inputs_T))
             tokens_T += inputs_T
         lengths = tuple(len(sample.tokens_T) - 1 for sample, _ in branches.samples)
@@ -125,7 +125,7 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         members=[(b.prompt.index, [s.sample_index for s, _ in b.samples]) for b in batch],
         layout=TreeLayout.of(trees, device),
         source_rows_C=torch.tensor(source_rows_C, device=device),
-        targets_C=torch.tensor([s.tokens_T[place] for s, _ in samples for place in s.places], device=device),
+        targets_C=torch.tensor([s.tokens_T[i] for s, _ in samples for i in s.sampled_indices], device=device),
         sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),
         advantages_C=_reals([s.advantage for s, _ in samples for _ in s.logprobs_T], device),
         weights_C=_reals([weight for sample, weight in samples for _ in sample.logprobs_T], device),

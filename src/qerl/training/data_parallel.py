@@ -13,11 +13,11 @@ from typing import Any
 
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
-from qerl.types import Engine, Group, Prompt, Sample, Sampling
+from qerl.types import Group, Prompt, RolloutEngine, Sample, Sampling
 
 
 class DataParallelEngine:
-    def __init__(self, engine: Engine, ranks: Ranks):
+    def __init__(self, engine: RolloutEngine, ranks: Ranks):
         self._engine, self._ranks = engine, ranks
 
     def generate(

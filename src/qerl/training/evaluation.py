@@ -13,7 +13,7 @@ from typing import Protocol
 
 from qerl.algo.estimate import clustered_mean, pass_at_powers
 from qerl.errors import UserError
-from qerl.types import Engine, Group, Prompt, Sampling
+from qerl.types import Group, Prompt, RolloutEngine, Sampling
 
 EVALUATION_STEP = -1
 
@@ -40,7 +40,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine,
+    engine: RolloutEngine,
     rewards: Rewards,
     prompts: list[Prompt],
     *,

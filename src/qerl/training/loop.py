@@ -15,7 +15,8 @@ from qerl.algo.estimate import pass_at_powers
 from qerl.algo.overlong import OVERLONG
 from qerl.config import RunConfig
 from qerl.errors import RunError
-from qerl.types import Engine, Group, Learner, Prompt, Sample, Sampling
+from qerl.learner.learner import Learner
+from qerl.types import Group, Prompt, RolloutEngine, Sample, Sampling
 
 
 class Task(Protocol):
@@ -54,7 +55,7 @@ class Parts:
 
     task: Task
     rewards: Rewards
-    engine: Engine
+    engine: RolloutEngine
     learner: Learner
     noise: Noise
     draw: Callable[[RunConfig, "Parts", int, Any], list[Group]]
@@ -171,7 +172,7 @@ def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
     return {
         "turns": fmean(each.count("assistant") for each in roles),
         "tool_calls": sum(each.count("tool") for each in roles),
-        "given_tokens": sum(len(places) for sample in samples for places in sample.given),
+        "given_tokens": sum(len(places) for sample in samples for places in sample.environment_spans),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
     }
 

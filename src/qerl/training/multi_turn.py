@@ -4,7 +4,7 @@
 
 All samples that wait for the policy are drawn together, all that wait for their environment are answered
 together. The tokens that were sampled are what is learned from: they are never made from text again. Between
-two turns stands what the chat template puts there, with the environment's messages in it (`Sample.given`).
+two turns stands what the chat template puts there, with the environment's messages in it (`Sample.environment_spans`).
 
 A sample ends when its environment says so, after max_turns, or when sample.max_tokens leaves no room to go
 on: it then counts as cut (finish is "length"), with the rewards so far.

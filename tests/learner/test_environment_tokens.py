@@ -22,7 +22,7 @@ UNCLIPPED = {"max_grad_norm": 1e9}
 def with_given(one, *, at, tokens_T):
     """The sample with these tokens put in before its token number `at`."""
     together_T = one.tokens_T[:at] + tokens_T + one.tokens_T[at:]
-    return replace(one, tokens_T=together_T, given=(range(at, at + len(tokens_T)),))
+    return replace(one, tokens_T=together_T, environment_spans=(range(at, at + len(tokens_T)),))
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def groups(rng):
                 at = 1 + g * (len(one.tokens_T) - 2)
                 given_T = torch.randint(VOCAB, (2 + g,), generator=rng).tolist()
                 group.samples_G[g] = with_given(one, at=at, tokens_T=given_T)
-    assert sum(bool(s.given) for group in groups for s in group.samples_G) >= 5
+    assert sum(bool(s.environment_spans) for group in groups for s in group.samples_G) >= 5
     return groups
 
 
 def test_a_sample_of_two_turns_is_packed_as_worked_out_by_hand():
     """Prompt 7 8; turns 1 2 and 3 4 with 30 31 between them; beside it a sample of one turn, 5."""
     two = sample([1, 2, 30, 31, 3, 4], logprobs_T=[-0.1, -0.2, -0.3, -0.4], advantage=2.0)
-    two = replace(two, given=(range(2, 4),))
+    two = replace(two, environment_spans=(range(2, 4),))
     group = Group(prompt=prompt(0, [7, 8]), samples_G=[two, sample([5], logprobs_T=[-0.5], advantage=-1.0)])
     (batch,) = pack([(group, [0.25, 0.5])], max_tokens=100, device=CPU)
     assert batch.tokens_T.tolist() == [7, 8, 1, 2, 30, 31, 3]
@@ -90,7 +90,7 @@ def test_no_gradient_comes_by_way_of_what_an_environment_said(groups):
     for hidden_TD, (group, one) in zip(seen, samples, strict=True):
         before = len(group.prompt.tokens_T) - 1
         slopes_T = hidden_TD.grad.abs().sum(-1)
-        predicting = {before + place for place in one.places}
+        predicting = {before + place for place in one.sampled_indices}
         assert [row for row, slope in enumerate(slopes_T.tolist()) if slope] == sorted(predicting)
 
 
