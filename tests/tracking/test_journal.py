@@ -308,7 +308,7 @@ def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
         seed=1, learn=LearnConfig(learning_rate=0.5, betas=(0.9, 0.95), max_tokens_per_microbatch=9)
     )
     message = (
-        r"run.json: the run there has seed = 0, not 1, learn.learning_rate = 1e-05, not 0.5, "
+        r"run.json: the existing run has seed = 0, not 1, learn.learning_rate = 1e-05, not 0.5, "
         r"learn.betas = \[0.9, 0.99\], not \[0.9, 0.95\] and 1 more; choose another folder"
     )
     with open_journal(tmp_path) as journal, pytest.raises(UserError, match=message):

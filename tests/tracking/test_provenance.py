@@ -1,8 +1,9 @@
-"""Where a run came from: the source's commit, and what differs between two runs."""
+"""Provenance: the commit of the source, and the differences between two runs."""
 
 import subprocess
+from pathlib import Path
 
-from qerl.tracking.provenance import changes, source_state
+from qerl.tracking.provenance import GitState, changes, git_state
 
 
 def git(folder, *arguments):
@@ -12,14 +13,17 @@ def git(folder, *arguments):
 
 def test_a_checkout_gives_its_commit_and_whether_it_was_changed(tmp_path):
     git(tmp_path, "init")
-    assert source_state(tmp_path) == (None, None)
+    assert git_state(tmp_path) is None
     (tmp_path / "file").write_text("a")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "first")
-    commit, is_dirty = source_state(tmp_path)
-    assert commit is not None and len(commit) == 40 and is_dirty is False
+    state = git_state(tmp_path)
+    assert len(state.commit) == 40 and state.changed_files == []
     (tmp_path / "file").write_text("b")
-    assert source_state(tmp_path) == (commit, True)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "new").touch()
+    assert git_state(tmp_path) == GitState(commit=state.commit, changed_files=["file", "results/"])
+    assert git_state(tmp_path, exclude=Path("results")).changed_files == ["file"]
 
 
 def test_a_package_within_somebodys_repository_has_no_commit(tmp_path):
@@ -28,8 +32,8 @@ def test_a_package_within_somebodys_repository_has_no_commit(tmp_path):
     (tmp_path / "lib" / "file").write_text("a")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "first")
-    assert source_state(tmp_path / "lib") == (None, None)
-    assert source_state(tmp_path / "missing") == (None, None)
+    assert git_state(tmp_path / "lib") is None
+    assert git_state(tmp_path / "missing") is None
 
 
 def test_changes_name_nested_fields_and_those_that_one_side_lacks():

@@ -1,4 +1,4 @@
-"""What a run was made from: its whole config, the command, the source's commit, versions, the device."""
+"""Provenance of a run: its whole config, the command, the commit of the source, versions and the device."""
 
 import dataclasses
 import importlib.metadata
@@ -16,8 +16,8 @@ import torch
 from qerl.config import RunConfig
 from qerl.errors import UserError, redact
 
-# None of these moves a number of the run: where it lies and is shown, how often it is saved, how many
-# processes grade it and sample for it, and when it gives up.
+# Fields that may change when a run is resumed. None of them changes a number of the run: its folder and
+# loggers, how often it is saved, the number of processes, and when it aborts.
 EXEMPT = frozenset(
     {
         *("out", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers"),
@@ -25,11 +25,35 @@ EXEMPT = frozenset(
         *("ray.address", "ray.num_samplers"),
     }
 )
-_MOST_NAMED = 3
+_MAX_NAMED_FIELDS = 3
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GitState:
+    commit: str
+    changed_files: list[str]
+    """Files that differ from the commit, untracked ones included."""
+
+
+def git_state(root: Path, *, exclude: Path | None = None) -> GitState | None:
+    """Return the state of the git checkout whose top folder is `root`; None where there is no such checkout
+    or no commit yet. Changes below `exclude`, a path relative to `root`, are not listed.
+
+    An installed package may lie inside an unrelated repository, whose commit says nothing about the package.
+    """
+    top, commit = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
+    if top is None or commit is None or Path(top).resolve() != root.resolve():
+        return None
+    excluded = [] if exclude is None else [f":(exclude){exclude.as_posix()}"]
+    status = _git(root, "status", "--porcelain", "--", ".", *excluded)
+    if status is None:
+        return None
+    return GitState(commit=commit, changed_files=[line.split(maxsplit=1)[1] for line in status.splitlines()])
+
+
 def run_facts(config: RunConfig) -> dict[str, Any]:
+    """Return the content of run.json."""
     return {
         "config": dataclasses.asdict(config),
         "command": redact(shlex.join(sys.argv)),
@@ -39,30 +63,19 @@ def run_facts(config: RunConfig) -> dict[str, Any]:
 
 
 def environment(device: str) -> dict[str, Any]:
-    commit, is_dirty = source_state(Path(__file__).parents[3])
+    """Return the commit of the source, the versions of the libraries, and the device's name."""
+    state = git_state(Path(__file__).parents[3])
     return {
-        "commit": commit,
-        "is_dirty": is_dirty,
+        "commit": state and state.commit,
+        "is_dirty": state and bool(state.changed_files),
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
         "device": _device_name(device),
     }
 
 
-def source_state(root: Path) -> tuple[str | None, bool | None]:
-    """The commit and whether files differ from it, where root is a git checkout's own root; else None, None.
-
-    An installed package may lie inside somebody's repository: that one's commit says nothing about it.
-    """
-    top = _git(root, "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root.resolve():
-        return None, None
-    commit, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain")
-    return (None, None) if commit is None or status is None else (commit, bool(status))
-
-
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"learn": {"schedule": "cosine"}} -> {"learn.lr_scheduler_type": "cosine"}."""
+    """{"learn": {"optim": "adamw"}} -> {"learn.optim": "adamw"}."""
     flat = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -70,8 +83,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """The differing entries of two trees by dotted name, as JSON; an entry that only one has is `absent`."""
-    # Through JSON, where a tuple is a list: one of the two was read from a file.
+    """Return {dotted name: (old, new)} as JSON for each entry that differs; a missing entry is `absent`."""
+    # Compared as JSON, where a tuple is a list: one of the two was read from a file.
     a, b = ({k: json.dumps(v) for k, v in flatten(tree).items()} for tree in (old, new))
     names = [*b, *(name for name in a if name not in b)]
     return {
@@ -80,19 +93,19 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[str, st
 
 
 def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """UserError naming the first fields by which the recorded config and the new one give other numbers."""
+    """Raise UserError if the recorded config and the new one differ in a field that is not in EXEMPT."""
     wrong = {name: pair for name, pair in changes(old, new).items() if name not in EXEMPT}
     if not wrong:
         return
-    named = [f"{name} = {was}, not {now}" for name, (was, now) in list(wrong.items())[:_MOST_NAMED]]
+    named = [f"{name} = {was}, not {now}" for name, (was, now) in list(wrong.items())[:_MAX_NAMED_FIELDS]]
     more = f" and {len(wrong) - len(named)} more" if len(wrong) > len(named) else ""
-    raise UserError(f"{path}: the run there has {', '.join(named)}{more}; choose another folder (out)")
+    raise UserError(f"{path}: the existing run has {', '.join(named)}{more}; choose another folder with --out")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

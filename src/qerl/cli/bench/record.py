@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from qerl.errors import RunError, UserError
+from qerl.tracking.provenance import git_state
 
 ROOT = Path(__file__).parents[4]
 RESULTS = Path("bench", "results")
@@ -55,25 +56,20 @@ def origin(*, allow_dirty: bool) -> Origin:
 
 def source(root: Path, *, allow_dirty: bool) -> tuple[str, bool]:
     """The commit, and whether files differ from it."""
-    try:
-        top = Path(_output("git", "-C", str(root), "rev-parse", "--show-toplevel")).resolve()
-        commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    except RunError:
-        top = commit = None
-    if commit is None or top != root.resolve():
+    state = git_state(root, exclude=RESULTS)
+    if state is None:
         raise UserError(
             f"{root}: is no git checkout with a commit: a row says which source it measured, so bench runs"
             " from a checkout"
         )
-    outside = f":(exclude){RESULTS.as_posix()}"
-    changed = _output("git", "-C", str(root), "status", "--porcelain", "--", ".", outside).splitlines()
+    changed = state.changed_files
     if changed and not allow_dirty:
-        first, more = changed[0].split(maxsplit=1)[1], f" and {len(changed) - 1} more" * (len(changed) > 1)
+        first, more = changed[0], f" and {len(changed) - 1} more" * (len(changed) > 1)
         raise UserError(
             f"{first}{more} differs from the commit: commit it, or give --allow-dirty and --out FILE to"
             " measure without a lasting row"
         )
-    return commit, bool(changed)
+    return state.commit, bool(changed)
 
 
 def default_file(gpu: str, root: Path = ROOT) -> Path:
