@@ -155,7 +155,9 @@ class Journal:
             write_atomic(path, encode(facts, indent=2))
             return
         if not path.exists():
-            raise UserError(f"{self._folder}: has metrics.jsonl but no run.json; choose another folder with --out")
+            raise UserError(
+                f"{self._folder}: has metrics.jsonl but no run.json; choose another folder with --out"
+            )
         old = read_object(path)
         check_same_run(path, old.get("config", {}), facts["config"])
         for name, (was, now) in changes(old, facts).items():

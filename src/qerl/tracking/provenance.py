@@ -99,7 +99,9 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None
         return
     named = [f"{name} = {was}, not {now}" for name, (was, now) in list(wrong.items())[:_MAX_NAMED_FIELDS]]
     more = f" and {len(wrong) - len(named)} more" if len(wrong) > len(named) else ""
-    raise UserError(f"{path}: the existing run has {', '.join(named)}{more}; choose another folder with --out")
+    raise UserError(
+        f"{path}: the existing run has {', '.join(named)}{more}; choose another folder with --out"
+    )
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
