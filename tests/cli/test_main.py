@@ -119,10 +119,7 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["quantize", "m", "out", "--calibrate", "awq"], ["--calibrate awq and --data TEXT need each other"]),
         (["quantize", "m", "out", "--data", "t"], ["--calibrate awq and --data TEXT need each other"]),
         (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be positive, got nan"]),
-        (["study"], ["study needs its name", "entropy", "growth"]),
-        (["study", "grwth"], ["no study grwth", "did you mean growth"]),
-        (["study", "growth", "--arms", "nvfp5"], ["study growth has no arm nvfp5", "nvfp4"]),
-        (["study", "growth", "--seeds", "0"], ["seeds"]),
+        (["study", "growth"], ["python -m studies run", "checkout"]),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, parts):
@@ -135,21 +132,6 @@ def test_serve_says_what_is_not_installed(monkeypatch, capsys, files):
 
     monkeypatch.setattr(util, "find_spec", lambda name: None if name == "uvicorn" else object())
     assert_one_line(capsys, qerl(monkeypatch, "serve", files), "serve needs uvicorn", "pip install uvicorn")
-
-
-def test_a_study_is_run_in_part_where_that_is_asked_for(monkeypatch, capsys, tmp_path):
-    from qerl.study import run
-
-    asked = []
-    monkeypatch.setattr(run, "run_study", lambda *a, **k: asked.append((a, k)) or tmp_path / "index.html")
-    options = ["--seeds", "7", "--arms", "nf4", "--tasks", "add", "--workers", "3", "--out", tmp_path]
-    assert qerl(monkeypatch, "study", "growth", *options) == 0
-    ((study, folder), settings) = asked[0]
-    assert (folder, settings) == (tmp_path / "growth", {"workers": 3})
-    assert len(study.seeds) == 7 and len(study.arms) == 9
-    runs = [(t.name, a.name) for t in study.tasks for a in study.arms if study.is_run(t.name, a.name)]
-    assert runs == [("add", "bf16"), ("add", "nf4")]
-    assert capsys.readouterr().out.endswith("index.html\n")
 
 
 def test_an_unknown_option_suggests_the_near_one(monkeypatch, capsys):

@@ -26,7 +26,6 @@ TAKEN = {
     "export": options.ExportOptions,
     "report": options.ReportOptions,
     "watch": options.WatchOptions,
-    "study": options.StudyOptions,
     "linear": bench_options.BenchLinearOptions,
     "tile": bench_options.BenchTileOptions,
     "decode": bench_options.BenchDecodeOptions,

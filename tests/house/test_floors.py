@@ -20,7 +20,7 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("learner",),
     ("training",),
     ("eval", "export", "serve"),
-    ("study", "trl"),
+    ("trl",),
     ("cli",),
     ("__main__",),
 )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from qerl.cli.bench.record import RESULTS, read
 from qerl.cli.bench.table import markdown, summary
-from qerl.study.analysis import judge
-from qerl.study.catalog import STUDIES
-from qerl.study.sentence import headline
+from studies.analysis import judge
+from studies.catalog import STUDIES
+from studies.verdict import headline
 
 ROOT = Path(__file__).parents[2]
 README, SPEED, PACKAGE = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "src" / "qerl"

@@ -3,9 +3,9 @@
 import pytest
 
 from qerl.config import RunConfig
-from qerl.study.analysis import bands, differences, judge, matched, matched_mean, table, values_of
-from qerl.study.sentence import headline
-from qerl.study.study import Arm, Claim, Metric, Study, StudyTask
+from studies.analysis import bands, differences, judge, matched, matched_mean, table, values_of
+from studies.study import Arm, Claim, Metric, Study, StudyTask
+from studies.verdict import headline
 
 
 def study(*claims, seeds=(0, 1, 2, 3, 4), arms=("base", "a", "b")):

@@ -8,15 +8,14 @@ import sys
 import time
 
 import pytest
+import tiny_study
 
 import tiny_run
-from qerl.config.options import StudyOptions
 from qerl.errors import RunError, UserError
-from qerl.study.results import Results
-from qerl.study.run import best_rates, choice_jobs, final_jobs, run_study
-from qerl.study.study import chosen
 from qerl.tracking import is_timing
-from studies import tiny_study
+from studies.results import Results
+from studies.run import best_rates, choice_jobs, final_jobs, run_study
+from studies.study import select
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def untimed(value):
 
 
 def run(files, folder, *more, **options):
-    command = [sys.executable, "-m", "studies.tiny_study", str(files), str(folder), *more]
+    command = [sys.executable, "-m", "tiny_study", str(files), str(folder), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
@@ -176,6 +175,6 @@ def test_a_run_that_fails_ends_the_study_with_its_name(files, tmp_path):
 
 def test_more_seeds_than_the_exact_test_can_count_are_refused_before_a_run(files):
     study = tiny_study.make(files)
-    assert len(chosen(study, StudyOptions(seeds=40)).seeds) == 40
+    assert len(select(study, seeds=40, arms=(), tasks=()).seeds) == 40
     with pytest.raises(UserError, match="41 seeds of 1 tasks make 41 pairs, and the exact test takes 40"):
-        chosen(study, StudyOptions(seeds=41))
+        select(study, seeds=41, arms=(), tasks=())

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from qerl.study.statistics import estimate, exact_p, holm, paired, t_cdf, t_quantile
+from studies.statistics import estimate, exact_p, holm, paired, t_cdf, t_quantile
 
 
 @pytest.mark.parametrize(("freedom", "table"), [(1, 12.706), (2, 4.303), (4, 2.776), (9, 2.262), (30, 2.042)])

@@ -10,11 +10,11 @@ import tiny_run
 from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig
 from qerl.formats import NVFP4
-from qerl.models.gaussian_noise import GaussianNoiseCheckpoint
 from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of, linear_groups
-from qerl.study.before import WEIGHTS, measure_before
-from qerl.study.study import Job, with_fields
+from studies.gaussian_noise import GaussianNoiseCheckpoint
+from studies.study import Job, with_fields
+from studies.untrained import WEIGHTS, measure_untrained
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def job(files, *, format="bf16", weights="plain", seed=0):
 
 @pytest.fixture(scope="module")
 def plain(files):
-    return measure_before(job(files))["final"]
+    return measure_untrained(job(files))["final"]
 
 
 def test_the_checkpoint_itself_is_at_no_distance(plain):
@@ -62,7 +62,7 @@ def test_rewards_that_failed_are_told_with_their_run(files, capsys):
     asked = dataclasses.replace(
         asked, config=with_fields(asked.config, {"task.rewards": (f"{files / 'fails.py'}:fails",)})
     )
-    measure_before(asked)
+    measure_untrained(asked)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tiny, sums, a, seed 0: no reward for ") and "ZeroDivisionError" in line
 
@@ -74,28 +74,28 @@ def test_a_random_model_s_entropy_is_nearly_that_of_a_fair_draw(plain):
 
 def test_the_mean_surprise_of_the_samples_is_the_entropy(files, monkeypatch):
     """E[-log p] over what is drawn is the entropy of where it is drawn."""
-    import qerl.study.before as before
+    import studies.untrained as untrained
 
     seen = []
-    entropies = before.entropies
+    entropies = untrained.entropies
     monkeypatch.setattr(
-        before, "entropies", lambda d, groups, c: seen.extend(groups) or entropies(d, groups, c)
+        untrained, "entropies", lambda d, groups, c: seen.extend(groups) or entropies(d, groups, c)
     )
-    entropy = measure_before(job(files))["final"]["entropy"]
+    entropy = measure_untrained(job(files))["final"]["entropy"]
     surprises = [-logprob for group in seen for sample in group.samples_G for logprob in sample.logprobs_T]
     assert entropy == pytest.approx(sum(surprises) / len(surprises), abs=0.1)
 
 
 @pytest.mark.parametrize(("format", "error"), [("nvfp4", 0.095), ("mxfp4", 0.112), ("nf4", 0.092)])
 def test_formats_err_as_much_as_they_do_on_normal_weights(files, format, error):
-    found = measure_before(job(files, format=format))["final"]
+    found = measure_untrained(job(files, format=format))["final"]
     assert found["weight_error"] == pytest.approx(error, rel=0.06)
     assert found["output_error"] == pytest.approx(error, rel=0.15) and found["kl"] > 1e-5
 
 
 def test_gaussian_noise_has_the_energy_of_nvfp4_s_error(files):
-    nvfp4 = measure_before(job(files, format="nvfp4"))["final"]["weight_error"]
-    noised = [measure_before(job(files, weights="gaussian", seed=seed))["final"] for seed in (0, 1)]
+    nvfp4 = measure_untrained(job(files, format="nvfp4"))["final"]["weight_error"]
+    noised = [measure_untrained(job(files, weights="gaussian", seed=seed))["final"] for seed in (0, 1)]
     for found in noised:
         assert found["weight_error"] == pytest.approx(nvfp4, rel=0.02)
     assert noised[0]["weight_error"] != noised[1]["weight_error"]
@@ -116,14 +116,14 @@ def test_the_noise_is_that_of_the_seed_and_differs_by_matrix(files):
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_least_squares_and_awq_err_less_where_they_say(files, format):
     plain, mse, awq = (
-        measure_before(job(files, format=format, weights=w))["final"] for w in ("plain", "mse", "awq+mse")
+        measure_untrained(job(files, format=format, weights=w))["final"] for w in ("plain", "mse", "awq+mse")
     )
     assert mse["weight_error"] < plain["weight_error"]
     assert awq["output_error"] < plain["output_error"]
 
 
 def test_the_curve_is_pass_at_k(files):
-    found = measure_before(job(files))
+    found = measure_untrained(job(files))
     assert [point["k"] for point in found["curve"]] == [1, 2, 4]
     assert found["final"]["pass@1"] == found["curve"][0]["pass"]
 
@@ -135,7 +135,7 @@ def test_pass_at_k_is_worked_by_hand():
 
 
 def test_every_arm_s_weights_are_known():
-    from qerl.study.catalog import STUDIES
+    from studies.catalog import STUDIES
 
     for make in STUDIES.values():
         study = make()
@@ -145,10 +145,8 @@ def test_every_arm_s_weights_are_known():
 
 
 def test_no_arm_is_another_under_a_new_name(tmp_path):
-    from qerl.config.options import STUDY_NAMES
-    from qerl.study.catalog import STUDIES
+    from studies.catalog import STUDIES
 
-    assert tuple(STUDIES) == STUDY_NAMES
     for make in STUDIES.values():
         study = make()
         jobs = [study.job(task, arm, 0, None, tmp_path) for task in study.tasks for arm in study.arms]

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 from qerl.config import RunConfig
-from qerl.study.ground import TRAINING_CURVES, TRAINING_METRICS
-from qerl.study.run import run_study
-from qerl.study.study import Arm, Claim, Study, StudyTask, with_fields
-from qerl.study.training import train_job
+from studies.common import TRAINING_CURVES, TRAINING_METRICS
+from studies.run import run_study
+from studies.study import Arm, Claim, Study, StudyTask, with_fields
+from studies.training import train_job
 
 
 def make(files: Path, template="{prompt}") -> Study:

@@ -27,7 +27,6 @@ from qerl.cli.bench_options import (
 )
 from qerl.config import AdapterConfig, ModelConfig, RunConfig
 from qerl.config.options import (
-    STUDY_NAMES,
     EvalOptions,
     ExportOptions,
     GenerateOptions,
@@ -35,14 +34,13 @@ from qerl.config.options import (
     QuantizeOptions,
     ReportOptions,
     ServeOptions,
-    StudyOptions,
     WatchOptions,
     of_run,
     paper_sampling,
 )
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
-from qerl.config.renamed import refuse_former_names
+from qerl.config.renamed import refuse_former_command, refuse_former_names
 from qerl.config.stored import read_config_file, read_run_config
 from qerl.errors import RunError, UserError, near, redact
 from qerl.eval.catalog import BENCHMARKS, parse_benchmarks
@@ -64,7 +62,6 @@ usage: qerl COMMAND ...
   qerl export RUN OUT --as FORM           what a run learned, for others: peft, merged, nvfp4, gguf-ready
   qerl report RUN [RUN ...]               one HTML page with curves and samples
   qerl watch RUN [RUN ...]                the same in the browser, live while the run goes on
-  qerl study NAME [...]                   arms and seeds of a question; studies: {studies}
   qerl bench linear|decode|learn|step|memory|parity|tile [...]
                                           how fast this GPU does it, beside others and beside its limit
 
@@ -114,10 +111,9 @@ def main() -> None:
 def command(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(
-            USAGE.format(recipes=", ".join(PAPER), sets=", ".join(BENCHMARKS), studies=", ".join(STUDY_NAMES))
-        )
+        print(USAGE.format(recipes=", ".join(PAPER), sets=", ".join(BENCHMARKS)))
     else:
+        refuse_former_command(name)
         COMMANDS[_near(name, COMMANDS, "command")](rest)
 
 
@@ -298,20 +294,6 @@ def watch(arguments: list[str]) -> None:
     run(options.runs, port=options.port, opens_browser=options.open)
 
 
-def study(arguments: list[str]) -> None:
-    _show_help(arguments, StudyOptions, f"study {'|'.join(STUDY_NAMES)}")
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError(f"study needs its name: qerl study NAME, one of {', '.join(STUDY_NAMES)}")
-    name = _near(arguments[0], dict.fromkeys(STUDY_NAMES), "study")
-    options = tyro.cli(StudyOptions, args=arguments[1:], prog=f"qerl study {name}")
-    from qerl.study.catalog import STUDIES
-    from qerl.study.run import run_study
-    from qerl.study.study import chosen
-
-    made = chosen(STUDIES[name](), options)
-    print(run_study(made, options.out / name, workers=options.workers))
-
-
 def bench(arguments: list[str]) -> None:
     if arguments[:1] in (["-h"], ["--help"]):
         print(BENCH_USAGE)
@@ -391,7 +373,6 @@ COMMANDS = {
     "export": export,
     "report": report,
     "watch": watch,
-    "study": study,
     "bench": bench,
 }
 

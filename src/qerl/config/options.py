@@ -245,28 +245,3 @@ class WatchOptions:
 
     def __post_init__(self):
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
-
-
-STUDY_NAMES = ("entropy", "growth", "noise", "rank", "methods")
-"""Of study/catalog.py, which takes seconds to import."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StudyOptions:
-    out: Path = Path("studies")
-    """Results and page go to OUT/NAME; what is there already is not run again."""
-
-    seeds: int | None = None
-    """Seeds of each arm, from 0 on; None: as many as the study asks for."""
-
-    workers: int = 1
-    """Runs side by side, each in a process of its own; on a GPU each takes its share of the memory."""
-
-    arms: tuple[str, ...] = ()
-    """These only, and the baseline; empty: all. A later call runs the rest."""
-
-    tasks: tuple[str, ...] = ()
-    """These only; empty: all."""
-
-    def __post_init__(self):
-        check_counts(seeds=() if self.seeds is None else (self.seeds,), workers=(self.workers,))

@@ -48,6 +48,14 @@ VALUES = {
 OPTIONS = {"right_from": "success_threshold", "system": "system_prompt"}
 """Of commands other than train."""
 RECIPES = {"hints": "higher_lower"}
+COMMANDS = {"study": "studies moved to `python -m studies run NAME`, run in a checkout of the repository"}
+"""Commands that moved, by name: where to."""
+
+
+def refuse_former_command(name: str) -> None:
+    """Raise UserError for a command that moved, with its new place."""
+    if name in COMMANDS:
+        raise UserError(COMMANDS[name])
 
 
 def refuse_former_names(arguments: Iterable[str], former: dict[str, str] = FIELDS) -> None:

@@ -10,14 +10,14 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 
-from qerl.study import sentence
-from qerl.study.analysis import Judged, Row, bands, facts, judge, table
-from qerl.study.forest import forest_svg
-from qerl.study.results import Line
-from qerl.study.study import Curve, Metric, Study
 from qerl.tracking.atomic_file import write_atomic
 from qerl.tracking.metric_text import clock
 from qerl.tracking.report.curve import Series, curves_svg
+from studies import verdict
+from studies.analysis import Judged, Row, bands, facts, judge, table
+from studies.forest import forest_svg
+from studies.results import Line
+from studies.study import Curve, Metric, Study
 
 
 def write_pages(study: Study, folder: Path, lines: Sequence[Line], trials: Sequence[Line]) -> Path:
@@ -25,7 +25,7 @@ def write_pages(study: Study, folder: Path, lines: Sequence[Line], trials: Seque
     judged = judge(study, lines)
     rows = table(study, lines, study.metrics[0].key)
     origin = _origin(lines, trials)
-    write_atomic(folder / "summary.md", sentence.summary(study, judged, rows, origin).encode())
+    write_atomic(folder / "summary.md", verdict.summary(study, judged, rows, origin).encode())
     write_atomic(folder / "index.html", _html(study, lines, trials, judged, origin).encode())
     return folder / "index.html"
 
@@ -42,7 +42,7 @@ def _html(
         "notices": f"{missing} of {planned} runs are missing" if missing else "",
         "question": escape(study.question),
         "verdicts": _verdicts(study, judged),
-        "rules": escape(sentence.RULES),
+        "rules": escape(verdict.RULES),
         "metric": escape(first.title),
         "forests": "".join(_forest(study, lines, task.name, first) for task in study.tasks),
         "table": _table(study, lines, first),
@@ -56,16 +56,16 @@ def _html(
         "remarks": "".join(f"<p>{escape(text)}</p>" for text in (*study.remarks, origin)),
     }
     # One pass over the template: what is put in is never looked at again.
-    template = files("qerl.study").joinpath("page.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, *rest = template.split("{{")
     return head + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in rest))
 
 
 def _verdicts(study: Study, judged: Sequence[Judged]) -> str:
     blocks = []
-    for title, own in sentence.by_verdict(judged):
+    for title, own in verdict.by_verdict(judged):
         items = "".join(
-            f"<li>{escape(one.claim.says)}<br><small>{escape(sentence.evidence(study, one))}</small></li>"
+            f"<li>{escape(one.claim.says)}<br><small>{escape(verdict.evidence(study, one))}</small></li>"
             for one in own
         )
         kind = own[0].verdict.replace(" ", "-")
@@ -75,7 +75,7 @@ def _verdicts(study: Study, judged: Sequence[Judged]) -> str:
 
 def _table(study: Study, lines: Sequence[Line], metric: Metric) -> str:
     rows = table(study, lines, metric.key)
-    heads = "".join(f"<th>{name}</th>" for name in ("task", "arm", *sentence.COLUMNS))
+    heads = "".join(f"<th>{name}</th>" for name in ("task", "arm", *verdict.COLUMNS))
     body = "".join(_row(study, row) for row in rows)
     about = f'<p class="rule">{escape(metric.about)}; differences from {escape(study.baseline)}</p>'
     table_html = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
@@ -84,7 +84,7 @@ def _table(study: Study, lines: Sequence[Line], metric: Metric) -> str:
 
 def _row(study: Study, row: Row) -> str:
     kind = ' class="baseline"' if row.arm == study.baseline else ""
-    cells = "".join(f"<td>{escape(text)}</td>" for text in sentence.cells(row))
+    cells = "".join(f"<td>{escape(text)}</td>" for text in verdict.cells(row))
     return f"<tr{kind}><td>{escape(row.task)}</td><th>{escape(row.arm)}</th>{cells}</tr>"
 
 
@@ -179,7 +179,7 @@ def _choice(study: Study, trials: Sequence[Line]) -> str:
 
 
 def _mean(value: float | None, is_best: bool) -> str:
-    text = "" if value is None else sentence.number(value)
+    text = "" if value is None else verdict.number(value)
     return f"<b>{text}</b>" if is_best else text
 
 

@@ -10,8 +10,8 @@ import json
 from statistics import fmean
 from typing import Any
 
-from qerl.study.study import Job
 from qerl.training.session import train
+from studies.study import Job
 
 _KEPT = ("reward", "accuracy", "entropy", "mismatch_kl", "informative", "distinct", "sigma")
 

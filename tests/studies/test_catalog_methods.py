@@ -2,8 +2,8 @@ from dataclasses import replace
 
 from qerl.config import RunConfig
 from qerl.config.recipes import METHODS
-from qerl.study.methods import PRECISIONS, methods
-from qerl.study.study import with_fields
+from studies.catalog_methods import PRECISIONS, methods
+from studies.study import with_fields
 
 
 def test_every_method_is_an_arm_as_its_recipe_has_it():

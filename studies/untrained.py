@@ -34,18 +34,18 @@ from qerl.models.awq import Folded, awq, inputs_of, packed_batches, run_sequence
 from qerl.models.compressed_tensors import Scales, encoded_together, plain_scales
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE, resolve_device
-from qerl.models.gaussian_noise import GaussianNoiseCheckpoint
 from qerl.models.loader import decoder_of
 from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import architecture_of, linear_groups, read_float
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
-from qerl.study.study import Job
 from qerl.tasks import RewardPool, build_task
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.loop import sampling_of
 from qerl.types import Group, Prompt
+from studies.gaussian_noise import GaussianNoiseCheckpoint
+from studies.study import Job
 
 _CALIBRATION_GYMS = ("gsm_symbolic", "syllogism", "letter_jumble", "time_intervals", "family_relationships")
 _CALIBRATION_ROWS = 24
@@ -115,7 +115,7 @@ def calibration_text(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     return [list(tokenizer(text)["input_ids"])[:512] for text in texts]
 
 
-def measure_before(job: Job) -> dict[str, Any]:
+def measure_untrained(job: Job) -> dict[str, Any]:
     """One policy; the seed names the problems, the samples' random numbers and the Gaussian noise."""
     config = dataclasses.replace(job.config, model=resolve_device(job.config.model))
     source = locate(config.model.path)

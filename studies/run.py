@@ -25,11 +25,11 @@ from statistics import fmean
 from typing import Any
 
 from qerl.errors import RunError, UserError
-from qerl.study.page import write_pages
-from qerl.study.results import Line, Results
-from qerl.study.study import Job, Study
 from qerl.tracking.atomic_file import Lock
 from qerl.tracking.provenance import environment
+from studies.page import write_pages
+from studies.results import Line, Results
+from studies.study import Job, Study
 
 _WATCH_S = 0.3
 Outcomes = Callable[[list[Job]], Iterator[tuple[Job, Line]]]
@@ -53,6 +53,14 @@ def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
         return write_pages(study, folder, results.found(jobs), choice.found(trials))
     finally:
         lock.close()
+
+
+def rewrite_pages(study: Study, folder: Path) -> Path:
+    """Write index.html and summary.md from the stored lines; return the page's path."""
+    choice, results = (Results(folder / f"{name}.jsonl") for name in ("choice", "results"))
+    trials = choice_jobs(study, folder)
+    jobs = final_jobs(study, folder, best_rates(study, trials, choice))
+    return write_pages(study, folder, results.found(jobs), choice.found(trials))
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:

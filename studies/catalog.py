@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from qerl.config import EvalConfig
-from qerl.study.before import measure_before
-from qerl.study.ground import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
-from qerl.study.methods import methods
-from qerl.study.study import Arm, Curve, Fields, Metric, Study, with_fields
-from qerl.study.training import train_job
+from studies.catalog_methods import methods
+from studies.common import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
+from studies.study import Arm, Curve, Fields, Metric, Study, with_fields
+from studies.training import train_job
+from studies.untrained import measure_untrained
 
 _TEN = tuple(range(10))
 _RATES = (1e-4, 3e-4, 1e-3)
@@ -72,7 +72,7 @@ def entropy() -> Study:
             *calibrated,
         ),
         baseline="bf16",
-        measure=measure_before,
+        measure=measure_untrained,
         metrics=_ENTROPY_METRICS,
         curves=(Curve(x="k", y="pass", title="pass@k", about="by k"),),
         claims=(

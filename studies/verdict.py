@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from qerl.study.analysis import LEVEL_OF_PROOF, Judged, Row, Verdict
-from qerl.study.statistics import Estimate, Paired
-from qerl.study.study import Study
+from studies.analysis import LEVEL_OF_PROOF, Judged, Row, Verdict
+from studies.statistics import Estimate, Paired
+from studies.study import Study
 
 HEADINGS: dict[Verdict, str] = {
     "held": "What held",

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from qerl.study.statistics import Estimate
 from qerl.tracking.report.curve import linear_ticks, number_text
+from studies.statistics import Estimate
 
 WIDTH, LEFT, RIGHT, ROW = 480, 150, 14, 20
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import RunConfig
-from qerl.config.options import StudyOptions
+from qerl.config.renamed import FIELDS, VALUES
 from qerl.errors import UserError
-from qerl.study.statistics import MAX_EXACT_PAIRS
 from qerl.tracking.provenance import flatten
+from studies.statistics import MAX_EXACT_PAIRS
 
 Fields = Mapping[str, Any]
 """{"model.format": "bf16", "noise.schedule": "none"}: values by the dotted names of RunConfig's fields."""
@@ -90,10 +90,12 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """Of what decides the numbers: a line with another digest is not this run's. Fields at their default
-        are left out, so that a field added to RunConfig later changes no digest."""
+        """Hash of what decides the numbers: a line with another digest is another run's. Fields at their
+        default are left out, so that a field added to RunConfig later changes no digest; names and values are
+        the ones from before the fields were renamed, so that stored lines keep theirs."""
         default, own = (flatten(dataclasses.asdict(c)) for c in (RunConfig(), self.config))
         changed = {name: value for name, value in own.items() if name != "out" and value != default[name]}
+        changed = with_former_names(changed)
         text = json.dumps([changed, self.weights], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -164,20 +166,31 @@ class Study:
         )
 
 
-def chosen(study: Study, options: StudyOptions) -> Study:
-    """The study with the seeds, arms and tasks of the options."""
-    tasks = [task.name for task in study.tasks]
-    arms = [arm.name for arm in study.arms]
-    for kind, known, names in (("task", tasks, options.tasks), ("arm", arms, options.arms)):
+def select(study: Study, *, seeds: int | None, arms: tuple[str, ...], tasks: tuple[str, ...]) -> Study:
+    """Return the study restricted to these arms and tasks (empty: all) and to seeds 0 to `seeds` - 1."""
+    known_tasks, known_arms = [task.name for task in study.tasks], [arm.name for arm in study.arms]
+    for kind, known, names in (("task", known_tasks, tasks), ("arm", known_arms, arms)):
         for name in names:
             if name not in known:
                 raise UserError(f"study {study.name} has no {kind} {name}; there are {', '.join(known)}")
     return dataclasses.replace(
         study,
-        seeds=study.seeds if options.seeds is None else tuple(range(options.seeds)),
-        run_arms=(study.baseline, *options.arms) if options.arms else (),
-        run_tasks=options.tasks,
+        seeds=study.seeds if seeds is None else tuple(range(seeds)),
+        run_arms=(study.baseline, *arms) if arms else (),
+        run_tasks=tasks,
     )
+
+
+def with_former_names(fields: Fields) -> dict[str, Any]:
+    """Return fields, by dotted names, under the names and values they had before they were renamed."""
+    names = {present: former for former, present in FIELDS.items()}
+    return {names.get(name, name): _former(value, VALUES.get(name, {})) for name, value in fields.items()}
+
+
+def _former(value: Any, present: Mapping[str, str]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_former(each, present) for each in value]
+    return next((former for former, now in present.items() if now == value), value)
 
 
 def with_fields(config: RunConfig, fields: Fields) -> RunConfig:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.study.study import Job
 from qerl.tracking.atomic_file import encode, write_atomic
+from studies.study import Job
 
 Line = dict[str, Any]
 Key = tuple[str, str, int, float]

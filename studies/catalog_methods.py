@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Iterable
 
 from qerl.config.recipes import METHODS
-from qerl.study.ground import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
-from qerl.study.study import Arm, Fields, Study, with_fields
-from qerl.study.training import train_job
+from studies.common import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
+from studies.study import Arm, Fields, Study, with_fields
+from studies.training import train_job
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo", "deep_grpo")
 CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "geometric", "veto", "no_correction")

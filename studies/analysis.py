@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal
 
-from qerl.study.results import Line
-from qerl.study.statistics import Estimate, Paired, estimate, holm, paired
-from qerl.study.study import Claim, Study
+from studies.results import Line
+from studies.statistics import Estimate, Paired, estimate, holm, paired
+from studies.study import Claim, Study
 
 Verdict = Literal["held", "mixed", "opposite", "depends", "not shown", "not measured"]
 Values = dict[tuple[str, str], dict[int, float]]

@@ -7,7 +7,7 @@ learns to say just that.
 """
 
 from qerl.config.recipes import demo
-from qerl.study.study import Claim, Curve, Fields, Metric, StudyTask, with_fields
+from studies.study import Claim, Curve, Fields, Metric, StudyTask, with_fields
 
 BASE = with_fields(
     demo(),

@@ -1,0 +1,94 @@
+"""Run a study or write its page again: `python -m studies run NAME` or `python -m studies pages [NAME ...]`.
+
+Run it from a checkout of the repository. `run` executes the runs that have no line in OUT/NAME/results.jsonl
+yet and then writes the page; `pages` writes the pages from the stored lines and runs nothing.
+"""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import tyro
+
+from qerl.config.counts import check_counts
+from qerl.errors import RunError, UserError, near
+from studies.catalog import STUDIES
+from studies.run import rewrite_pages, run_study
+from studies.study import select
+
+USAGE = f"""\
+usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--tasks T] [--out DIR]
+       python -m studies pages [NAME ...]
+
+Studies: {", ".join(STUDIES)}. `python -m studies run NAME --help` lists the options."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    out: Path = Path("studies")
+    """Folder of all studies: results and page go to OUT/NAME. Runs with a line there are not repeated."""
+
+    seeds: int | None = None
+    """Number of seeds of each arm, from 0 on. Default: the study's own number."""
+
+    workers: int = 1
+    """Number of runs at the same time, each in its own process. On a GPU they share the memory."""
+
+    arms: tuple[str, ...] = ()
+    """Run only these arms and the baseline. Default: all. A later call runs the rest."""
+
+    tasks: tuple[str, ...] = ()
+    """Run only these tasks. Default: all."""
+
+    def __post_init__(self):
+        check_counts(seeds=() if self.seeds is None else (self.seeds,), workers=(self.workers,))
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    command, *rest = arguments
+    if command == "run":
+        _run(rest)
+    elif command == "pages":
+        for name in rest or STUDIES:
+            print(rewrite_pages(STUDIES[_known(name)](), Path("studies") / name))
+    else:
+        raise UserError(f"no command {command}; use run or pages")
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[:1] in (["-h"], ["--help"]):
+        tyro.cli(RunOptions, args=["--help"], prog="python -m studies run NAME")
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"run needs the name of a study, one of {', '.join(STUDIES)}")
+    name = _known(arguments[0])
+    options = tyro.cli(RunOptions, args=arguments[1:], prog=f"python -m studies run {name}")
+    study = select(STUDIES[name](), seeds=options.seeds, arms=options.arms, tasks=options.tasks)
+    print(run_study(study, options.out / name, workers=options.workers))
+
+
+def _known(name: str) -> str:
+    if name not in STUDIES:
+        raise UserError(f"no study {name}" + (near(name, STUDIES) or f"; there are {', '.join(STUDIES)}"))
+    return name
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        main(arguments)
+    except (UserError, RunError) as error:
+        print(f"studies: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_exit_code(sys.argv[1:]))
