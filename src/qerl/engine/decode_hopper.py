@@ -150,14 +150,12 @@ class _LayerGroups:
     """A layer's linears as they are launched."""
 
     def __init__(self, layer: Layer, packed: FusedLinears):
-        attention, mlp = layer.self_attn, layer.mlp
         self.module = layer
-        self.qkv, self.o = LinearGroup(attention.qkv_projs), LinearGroup((attention.o_proj,))
-        self.gate_up, self.down = LinearGroup(mlp.gate_up_projs), LinearGroup((mlp.down_proj,))
-        self.groups = (self.qkv, self.o, self.gate_up, self.down)
+        self.groups = tuple(map(LinearGroup, layer.linear_groups))
+        self.qkv, self.o, self.gate_up, self.down = self.groups
         is_packed = all(group.tiles is not None for group in self.groups)
         self.products: FusedLinears = packed if is_packed else TorchLinears()
-        q_norm, k_norm = attention.q_norm, attention.k_norm
+        q_norm, k_norm = layer.self_attn.q_norm, layer.self_attn.k_norm
         self.head_norms: Norms | None = None
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             self.head_norms = (q_norm.weight, k_norm.weight, q_norm.eps)

@@ -33,7 +33,7 @@ def requantize(decoder: Decoder, rows: Calibration, *, notice: Callable[[str], N
         def run() -> Tensor:
             return layer(h_TD.clone(), places, layer_index, attend)  # it may write over its input
 
-        for linears in _groups(layer):
+        for linears in layer.linear_groups:
             x_TK = _inputs(linears[0], run)
             h_KK = damped(x_TK.T @ x_TK, DAMPING)
             _requantize_group(linears, h_KK)
@@ -42,13 +42,6 @@ def requantize(decoder: Decoder, rows: Calibration, *, notice: Callable[[str], N
 
     with torch.no_grad():
         decoder(rows.tokens_T, rows.positions_T, rows.attend, run_layer)
-
-
-def _groups(layer: Layer) -> list[tuple[QuantLinear, ...]]:
-    """Its linears in the order in which they multiply; those with the same input, which share a global scale,
-    are together."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [attention.qkv_projs, (attention.o_proj,), mlp.gate_up_projs, (mlp.down_proj,)]
 
 
 def _inputs(linear: QuantLinear, run: Callable[[], Tensor]) -> Tensor:

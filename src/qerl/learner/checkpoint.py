@@ -145,7 +145,7 @@ def peft_config(config: RunConfig) -> dict[str, Any]:
         "base_model_name_or_path": config.model.path,
         "r": config.adapter.rank,
         "lora_alpha": config.adapter.alpha,
-        "targets": config.adapter.target_modules,
+        "target_modules": list(config.adapter.target_modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

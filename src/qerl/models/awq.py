@@ -32,8 +32,9 @@ from qerl.formats import PackedWeight
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
+from qerl.models.layer_spec import layer_spec
 from qerl.models.source import Checkpoint
-from qerl.models.state_dict import read_float
+from qerl.models.state_dict import linear_groups, read_float
 from qerl.types import Tree
 
 NUM_ALPHAS = 20
@@ -73,11 +74,11 @@ def inputs_of(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str,
 
         return hook
 
-    firsts = ("q_proj", "o_proj", "gate_proj", "down_proj")
+    firsts = [group[0].removeprefix("model.") for group in linear_groups(decoder.architecture)]
     hooks = [
         linear.register_forward_pre_hook(listen(f"model.{name}"))
         for name, linear in decoder.linears()
-        if name.endswith(firsts)
+        if name in firsts
     ]
     try:
         for batch in packed_batches(sequences):
@@ -125,15 +126,20 @@ def awq(
 ) -> "Folded":
     """The checkpoint with the factors that are best for this encoding folded in."""
     factors: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-    for layer in range(architecture.num_layers):
-        at = f"model.layers.{layer}"
-        for group, before in _groups(at):
+    layer = layer_spec(architecture)
+    for layer_index in range(architecture.num_layers):
+        at = f"model.layers.{layer_index}"
+        for spec in layer.groups:
+            group, before, is_o = (
+                [f"{at}.{x.name}" for x in spec.linears],
+                f"{at}.{spec.input_from}",
+                spec is layer.o,
+            )
             found = inputs[group[0]]
-            is_o = group[0].endswith("o_proj")
             mean_K = _shared_by_heads(found.mean_K, architecture) if is_o else found.mean_K
             weights = [read_float(checkpoint, f"{linear}.weight").to(mean_K.device) for linear in group]
             s_K = best_factors(weights, mean_K, found.rows_SK, encode).cpu()
-            if before.endswith("layernorm"):
+            if spec.input_from in layer.norm_widths:
                 s_K = _kept_by(read_float(checkpoint, f"{before}.weight").float(), s_K)
             for linear in group:
                 factors[f"{linear}.weight"] = (factors.get(f"{linear}.weight", (None, None))[0], s_K)
@@ -167,17 +173,6 @@ def _kept_by(norm_K: Tensor, s_K: Tensor) -> Tensor:
     """The factors next to s by which the norm's weight, stored in bfloat16, is divided without rounding."""
     divided = (norm_K / s_K).bfloat16().float()
     return torch.where(divided == 0, torch.ones_like(s_K), norm_K / divided)
-
-
-def _groups(at: str) -> list[tuple[tuple[str, ...], str]]:
-    """Linears of one input, and what their factors are folded into: its rows, or the norm's weight."""
-    attention, mlp = f"{at}.self_attn", f"{at}.mlp"
-    return [
-        (tuple(f"{attention}.{name}_proj" for name in "qkv"), f"{at}.input_layernorm"),
-        ((f"{attention}.o_proj",), f"{attention}.v_proj"),
-        ((f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{at}.post_attention_layernorm"),
-        ((f"{mlp}.down_proj",), f"{mlp}.up_proj"),
-    ]
 
 
 def _shared_by_heads(mean_NH: Tensor, a: Architecture) -> Tensor:

@@ -25,6 +25,7 @@ from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.kernels.rotary import rotate
 from qerl.models.architecture import Architecture
+from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import Head
 from qerl.models.norm import RMSNorm
@@ -55,19 +56,17 @@ class Table(nn.Module):
         self.register_buffer("weight", torch.empty(vocab_size, width, dtype=compute, device=device))
 
 
+def _linears(group: LinearGroupSpec, compute: torch.dtype, device: torch.device) -> Iterator[QuantLinear]:
+    for x in group.linears:
+        yield QuantLinear(x.in_width, x.out_width, has_bias=x.has_bias, compute=compute, device=device)
+
+
 class Attention(nn.Module):
-    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+    def __init__(self, arch: Architecture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
         self.head_size = arch.head_size
-        queries, keys = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
-
-        def linear(in_width: int, out_width: int, has_bias: bool) -> QuantLinear:
-            return QuantLinear(in_width, out_width, has_bias=has_bias, compute=compute, device=device)
-
-        self.q_proj = linear(arch.width, queries, arch.qkv_bias)
-        self.k_proj = linear(arch.width, keys, arch.qkv_bias)
-        self.v_proj = linear(arch.width, keys, arch.qkv_bias)
-        self.o_proj = linear(queries, arch.width, arch.output_bias)
+        self.q_proj, self.k_proj, self.v_proj = _linears(spec.qkv, compute, device)
+        (self.o_proj,) = _linears(spec.o, compute, device)
         if arch.qk_norm:
             self.q_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, compute=compute, device=device)
             self.k_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, compute=compute, device=device)
@@ -92,15 +91,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+    def __init__(self, spec: LayerSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
-
-        def linear(in_width: int, out_width: int) -> QuantLinear:
-            return QuantLinear(in_width, out_width, has_bias=arch.mlp_bias, compute=compute, device=device)
-
-        self.gate_proj = linear(arch.width, arch.ff_width)
-        self.up_proj = linear(arch.width, arch.ff_width)
-        self.down_proj = linear(arch.ff_width, arch.width)
+        self.gate_proj, self.up_proj = _linears(spec.gate_up, compute, device)
+        (self.down_proj,) = _linears(spec.down, compute, device)
 
     def forward(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
         """h and what the layer makes of x, in the place of h."""
@@ -115,8 +109,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
         super().__init__()
-        self.self_attn = Attention(arch, compute, device)
-        self.mlp = MLP(arch, compute, device)
+        self.spec = layer_spec(arch)
+        self.self_attn = Attention(arch, self.spec, compute, device)
+        self.mlp = MLP(self.spec, compute, device)
         self.input_layernorm = NoisedRMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
         self.post_attention_layernorm = NoisedRMSNorm(
             arch.width, arch.norm_eps, compute=compute, device=device
@@ -129,12 +124,16 @@ class Layer(nn.Module):
         x_TD, h_TD = self.post_attention_layernorm(h_TD, noise_rows_T, room=room(self.mlp.gate_up_projs))
         return self.mlp(h_TD, x_TD)
 
+    @property
+    def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
+        """Linears that read the same input are together: q|k|v, o, gate|up, down, as `spec.groups`."""
+        attention, mlp = self.self_attn, self.mlp
+        return attention.qkv_projs, (attention.o_proj,), mlp.gate_up_projs, (mlp.down_proj,)
+
     def tile(self) -> None:
-        """Put the weights into tiles, those that fit (tiled.py)."""
-        tile_linears(self.self_attn.qkv_projs, UnpackRows.ALL)
-        tile_linears((self.self_attn.o_proj,), UnpackRows.ALL)
-        tile_linears(self.mlp.gate_up_projs, UnpackRows.GATE_UP)
-        tile_linears((self.mlp.down_proj,), UnpackRows.ALL)
+        """Put the weights that fit into the decode kernel's tiles (packed_linear.py)."""
+        for group, linears in zip(self.spec.groups, self.linear_groups, strict=True):
+            tile_linears(linears, UnpackRows.GATE_UP if group is self.spec.gate_up else UnpackRows.ALL)
 
 
 def run_layer(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:

@@ -4,7 +4,7 @@
 
 Names, shapes and the config are checked against each other before the first tensor is read. Tensors are asked
 for by name, so the order in which the files hold them does not matter. Where the decode kernels run, weights
-that multiply the same input go into tiles (tiled.py) as soon as all of them are there.
+go into tiles (packed_linear.py) layer by layer.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ import torch
 
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
-from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.architecture import Architecture
 from qerl.models.compressed_tensors import (
     Layout,
@@ -24,10 +23,9 @@ from qerl.models.compressed_tensors import (
     plain_scales,
     read_packed,
 )
-from qerl.models.decoder import Decoder
+from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
 from qerl.models.lm_head import Head, check_head
-from qerl.models.packed_linear import tile_linears
 from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import HEAD, architecture_of, check_tensors, linear_groups, read_float
 
@@ -75,13 +73,15 @@ def decoder_of(
             buffer.copy_(read_float(checkpoint, hf_name))
     _load_head(decoder.lm_head, checkpoint, layout if f"{HEAD}_packed" in shapes else None, head)
     tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
-    linears = {f"model.{name}": linear for name, linear in decoder.linears()}
-    for group in linear_groups(architecture):
-        for name, weight in _weights(checkpoint, layout, group, format, device, scales):
-            linears[name].load_weight(weight)
+    groups = iter(linear_groups(architecture))
+    for layer in decoder.layers:
+        assert isinstance(layer, Layer)
+        for linears in layer.linear_groups:
+            weights = _weights(checkpoint, layout, next(groups), format, device, scales)
+            for linear, (_, weight) in zip(linears, weights, strict=True):
+                linear.load_weight(weight)
         if tiled:
-            together = [linears[name] for name in group]
-            tile_linears(together, UnpackRows.GATE_UP if group[0].endswith("gate_proj") else UnpackRows.ALL)
+            layer.tile()
     if resident:
         decoder.make_resident()
     return decoder

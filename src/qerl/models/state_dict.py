@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, from_hf_config
+from qerl.models.layer_spec import LayerSpec, layer_spec
 from qerl.models.source import Checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -25,42 +26,31 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
 
 
 def linear_groups(architecture: Architecture) -> list[tuple[str, ...]]:
-    """Every linear, without ".weight"; those that multiply the same input are together."""
-    groups = ("self_attn", "qkv"), ("self_attn", "o"), ("mlp", ("gate", "up")), ("mlp", ("down",))
+    """Return the names of all linears, without ".weight", grouped by the input that they read."""
+    groups = layer_spec(architecture).groups
     return [
-        tuple(f"model.layers.{layer}.{block}.{name}_proj" for name in names)
+        tuple(f"model.layers.{layer}.{linear.name}" for linear in group.linears)
         for layer in range(architecture.num_layers)
-        for block, names in groups
+        for group in groups
     ]
 
 
 def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that a checkpoint of this architecture has, by name."""
     width, vocab_size = architecture.width, architecture.vocab_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size, width)}
+    layer_shapes = _layer_shapes(layer_spec(architecture))
     for layer in range(architecture.num_layers):
-        within = _layer_shapes(architecture)
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in within.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     shapes["model.norm.weight"] = (width,)
     return shapes if architecture.tied_head else shapes | {HEAD: (vocab_size, width)}
 
 
-def _layer_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    q_width, kv_width = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
-    linears = {
-        "self_attn.q_proj": (q_width, a.width, a.qkv_bias),
-        "self_attn.k_proj": (kv_width, a.width, a.qkv_bias),
-        "self_attn.v_proj": (kv_width, a.width, a.qkv_bias),
-        "self_attn.o_proj": (a.width, q_width, a.output_bias),
-        "mlp.gate_proj": (a.ff_width, a.width, a.mlp_bias),
-        "mlp.up_proj": (a.ff_width, a.width, a.mlp_bias),
-        "mlp.down_proj": (a.width, a.ff_width, a.mlp_bias),
-    }
-    norms = ("self_attn.q_norm", "self_attn.k_norm") if a.qk_norm else ()
+def _layer_shapes(spec: LayerSpec) -> dict[str, tuple[int, ...]]:
     return (
-        {"input_layernorm.weight": (a.width,), "post_attention_layernorm.weight": (a.width,)}
-        | {f"{name}.weight": (a.head_size,) for name in norms}
-        | {f"{name}.weight": (n, k) for name, (n, k, _) in linears.items()}
-        | {f"{name}.bias": (n,) for name, (n, _, has_bias) in linears.items() if has_bias}
+        {f"{name}.weight": (width,) for name, width in spec.norm_widths.items()}
+        | {f"{linear.name}.weight": (linear.out_width, linear.in_width) for linear in spec.linears}
+        | {f"{linear.name}.bias": (linear.out_width,) for linear in spec.linears if linear.has_bias}
     )
 
 

@@ -43,6 +43,7 @@ from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
+from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import SHAPES
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
@@ -58,14 +59,6 @@ class MemoryPart:
     when: Literal["always", "sampling", "learning"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlannedLinear:
-    name: str
-    out_width: int
-    in_width: int
-    has_bias: bool
-
-
 def architecture(model: str) -> Architecture:
     """Of a shape's name, or of a checkpoint, whose config alone is read."""
     if model in SHAPES:
@@ -78,28 +71,10 @@ def architecture(model: str) -> Architecture:
     return architecture_of(locate(model).open())
 
 
-def groups(a: Architecture) -> tuple[tuple[PlannedLinear, ...], ...]:
-    """A layer's linears, those together that read the same input: q|k|v, o, gate|up, down."""
-    queries, keys = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
-    return (
-        (
-            PlannedLinear("q_proj", queries, a.width, a.qkv_bias),
-            PlannedLinear("k_proj", keys, a.width, a.qkv_bias),
-            PlannedLinear("v_proj", keys, a.width, a.qkv_bias),
-        ),
-        (PlannedLinear("o_proj", a.width, queries, a.output_bias),),
-        (
-            PlannedLinear("gate_proj", a.ff_width, a.width, a.mlp_bias),
-            PlannedLinear("up_proj", a.ff_width, a.width, a.mlp_bias),
-        ),
-        (PlannedLinear("down_proj", a.width, a.ff_width, a.mlp_bias),),
-    )
-
-
 def weights(a: Architecture, format: str) -> float:
     """The packed linears, their biases, and a factor for each output."""
-    linears = [linear for group in groups(a) for linear in group]
-    packed = sum(linear.out_width * linear.in_width for linear in linears) * FORMATS[format].bytes_per_weight
+    linears = layer_spec(a).linears
+    packed = sum(linear.num_weights for linear in linears) * FORMATS[format].bytes_per_weight
     factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
     biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
     return a.num_layers * (packed + factors + biases)
@@ -127,11 +102,9 @@ def tables(a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, 
 
 def adapter_weights(a: Architecture, config: RunConfig) -> int:
     """What learns: of the adapters, or the targets themselves."""
-    linears = [
-        linear for group in groups(a) for linear in group if linear.name in config.adapter.target_modules
-    ]
+    linears = [x for x in layer_spec(a).linears if x.short_name in config.adapter.target_modules]
     if config.adapter.kind == "full":
-        return a.num_layers * sum(x.out_width * x.in_width for x in linears)
+        return a.num_layers * sum(x.num_weights for x in linears)
     return a.num_layers * config.adapter.rank * sum(x.out_width + x.in_width for x in linears)
 
 
@@ -155,7 +128,7 @@ def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
 def prefill(a: Architecture, config: RunConfig) -> float:
     """A layer's activations, no more; gate and up, in fp32 for some rows where they are packed; its largest
     operand."""
-    heads, rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_size, config.engine.max_num_batched_tokens
+    heads, rows = layer_spec(a).qkv.out_width, config.engine.max_num_batched_tokens
     gate_up = 2 * word(config) * rows if config.model.format == "bf16" else 8 * min(rows, WIDE_ROWS)
     row = word(config) * (4 * a.width + 2 * heads + a.ff_width)
     return rows * row + gate_up * a.ff_width + max(operands(a, config))
@@ -166,10 +139,8 @@ def operands(a: Architecture, config: RunConfig) -> list[float]:
     if config.model.format == "bf16" and word(config) == 2:
         return [0.0]
     return [
-        word(config)
-        * sum(linear.out_width for linear in group)
-        * _with_room(group[0].in_width, group, config)
-        for group in groups(a)
+        word(config) * group.out_width * _with_room(group.in_width, group, config)
+        for group in layer_spec(a).groups
     ]
 
 
@@ -187,9 +158,10 @@ def layer_row(a: Architecture, config: RunConfig) -> float:
     """What a layer's forward pass leaves for its backward pass, for each row: inputs of norms, products and
     swiglu, q, the branches' k and v, o; a word each, but the norms' inputs and sums of the softmax fp32."""
     gate_up = (1 + _keeps_up(config)) * a.ff_width
-    inputs = sum(_with_room(group[0].in_width, group, config) for group in groups(a))
-    queries, keys = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
-    return word(config) * (inputs + gate_up + 2 * queries + 2 * keys) + 4 * (2 * a.width + a.num_heads)
+    spec = layer_spec(a)
+    inputs = sum(_with_room(group.in_width, group, config) for group in spec.groups)
+    q, k, v = spec.qkv.out_widths
+    return word(config) * (inputs + gate_up + 2 * q + k + v) + 4 * (2 * a.width + a.num_heads)
 
 
 def gradient_row(a: Architecture, config: RunConfig) -> float:
@@ -315,12 +287,12 @@ def learning_bytes(found: list[MemoryPart]) -> float:
     return sum(part.num_bytes for part in found if part.when != "sampling")
 
 
-def _with_room(width: int, group: tuple[PlannedLinear, ...], config: RunConfig) -> int:
+def _with_room(width: int, group: LinearGroupSpec, config: RunConfig) -> int:
     """Of a row and the adapters' parts behind it."""
     adapter = config.adapter
     rank = (
         adapter.rank
-        * sum(linear.name in adapter.target_modules for linear in group)
+        * sum(linear.short_name in adapter.target_modules for linear in group.linears)
         * (adapter.kind == "lora")
     )
     return math.ceil((width + rank) / _ROW) * _ROW if rank else width
