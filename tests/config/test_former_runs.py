@@ -1,0 +1,76 @@
+"""A run that was stored under the former names of config fields is read by every command that takes a run.
+
+tests/data/run_before_renaming was written by commit 169ad83, in the folder of tiny_run.write_files("files"):
+
+    qerl train demo <tiny_run.options> --num-steps 4 --learn.optimizer adamw8bit --checkpoint.keep 1 --evaluate.every 2
+"""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_run
+from safetensors.torch import load_file
+
+from qerl.cli.main import command
+from qerl.config.renamed import FIELDS
+from qerl.config.stored import read_run_config
+
+STORED = Path(__file__).parents[1] / "data" / "run_before_renaming"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A copy of the run beside its model and task, whose paths in run.json are relative."""
+    monkeypatch.chdir(tmp_path)
+    Path("files").mkdir()
+    tiny_run.write_files(Path("files"))
+    shutil.copytree(STORED, "run")
+    return Path("run")
+
+
+def test_the_stored_config_has_every_former_name_and_is_read_under_the_present_ones():
+    stored = json.loads((STORED / "run.json").read_text())["config"]
+    for former in FIELDS:
+        value = stored
+        for part in former.split("."):
+            assert part in value, former
+            value = value[part]
+    config = read_run_config(str(STORED))
+    assert (config.num_generations, config.model.dtype, config.learn.optim) == (4, "fp32", "adamw_8bit")
+    assert (config.engine.kv_cache_dtype, config.engine.block_size) == ("auto", 16)
+
+
+def test_eval_reads_it(run, capsys):
+    command(["eval", "run", "--num-prompts", "2", "--num-samples", "2"])
+    result = json.loads(capsys.readouterr().out)
+    assert (result["model"], result["num_prompts"], result["num_samples"]) == ("run", 2, 2)
+
+
+def test_export_reads_it(run):
+    command(["export", "run", "adapter", "--as", "peft"])
+    assert len(load_file("adapter/adapter_model.safetensors")) == 2 * 2 * 7
+    command(["export", "run", "merged", "--as", "merged"])
+    assert "model.layers.1.mlp.down_proj.weight" in load_file("merged/model.safetensors")
+
+
+def test_report_reads_it(run):
+    command(["report", "run"])
+    page = Path("run/report.html").read_text()
+    assert page.count("engine.max_running") == 1  # facts are shown as they were stored
+    assert "Held-out accuracy" in page and "100%" in page
+
+
+def test_watch_reads_it(run):
+    process = tiny_run.started(*tiny_run.QERL, "watch", "run", "--port", "0")
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        update = httpx.get(f"{address}update").json()
+        assert update["data"]["runs"][0]["steps"] == [0, 1, 2, 3]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
