@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import tiny_run
 from safetensors.torch import load_file
 
+import tiny_run
 from qerl.cli.main import command
 from qerl.config.renamed import FIELDS
 from qerl.config.stored import read_run_config
