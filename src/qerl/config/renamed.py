@@ -45,17 +45,23 @@ VALUES = {
     "task.rewards": {"hints": "higher_lower"},
 }
 """By field, in its present name: former values and the present ones."""
-OPTIONS = {"right_from": "success_threshold", "system": "system_prompt"}
-"""Of commands other than train."""
+OPTIONS = {
+    "eval": {"right_from": "success_threshold"},
+    "generate": {"system": "system_prompt"},
+    "serve": {"system": "system_prompt"},
+}
+"""By command, other than train."""
 RECIPES = {"hints": "higher_lower"}
-COMMANDS = {"study": "studies moved to `python -m studies run NAME`, run in a checkout of the repository"}
-"""Commands that moved, by name: where to."""
-
-
-def refuse_former_command(name: str) -> None:
-    """Raise UserError for a command that moved, with its new place."""
-    if name in COMMANDS:
-        raise UserError(COMMANDS[name])
+COMMANDS = {
+    "import": "qerl train RECIPE --init-adapter ADAPTER",
+    "study": "python -m studies run NAME, in a checkout",
+}
+BENCHES = {
+    "memory": "qerl bench step --memory",
+    "linear": "python -m benchmarks linear, in a checkout",
+    "parity": "python -m benchmarks parity, in a checkout",
+    "tile": "python -m benchmarks tile, in a checkout",
+}
 
 
 def refuse_former_names(arguments: Iterable[str], former: dict[str, str] = FIELDS) -> None:
@@ -66,6 +72,12 @@ def refuse_former_names(arguments: Iterable[str], former: dict[str, str] = FIELD
         name = argument[2:].partition("=")[0].replace("-", "_")
         if name in former:
             raise UserError(f"--{_dashed(name)} is now --{_dashed(former[name])}")
+
+
+def refuse_former_options(command: str, arguments: Iterable[str]) -> None:
+    """Raise UserError for a former option of the command, or a former field of a part of the config."""
+    fields = {former: present for former, present in FIELDS.items() if "." in former}
+    refuse_former_names(arguments, fields | OPTIONS[command])
 
 
 def with_present_names(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

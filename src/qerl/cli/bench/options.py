@@ -1,0 +1,190 @@
+"""Options of `qerl bench`, one class per benchmark."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from qerl.config.counts import check_counts
+from qerl.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchDecodeOptions:
+    shape: str = "qwen2.5-7b"
+    """Shape of the model; its weights are random."""
+
+    batches: tuple[int, ...] = (8, 32, 64, 128, 256)
+    """Samples decoded in parallel, one case per value."""
+
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    """Formats of the frozen linear weights."""
+
+    lora_ranks: tuple[int, ...] = (32,)
+    """LoRA ranks; 0 is no adapter."""
+
+    noise_sigmas: tuple[float, ...] = (0.0,)
+    """Standard deviations of the noise in the norm weights; 0 is no noise."""
+
+    group_size: int = 1
+    """Samples per prompt."""
+
+    kv: Literal["bf16", "fp8"] = "bf16"
+    """Data type of the KV cache, as engine.kv_cache_dtype."""
+
+    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """Format of the LM head, as model.head_format."""
+
+    prompt_tokens: int = 256
+    """Tokens per prompt."""
+
+    max_tokens: int = 1024
+    """Tokens per sample."""
+
+    runs: int = 3
+    """Number of rollouts; the row holds their median."""
+
+    out: Path | None = None
+    """File to append rows to; default: benchmarks/results/GPU.jsonl in a checkout, no file elsewhere."""
+
+    allow_dirty: bool = False
+    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
+
+    def __post_init__(self):
+        check_counts(batches=self.batches, runs=self.runs, group_size=self.group_size)
+        check_counts(prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
+        check_ranks(self.lora_ranks)
+        if min(self.noise_sigmas, default=0.0) < 0:
+            raise UserError(f"noise_sigmas must not be negative, got {min(self.noise_sigmas)}")
+        _check_groups(self.batches, self.group_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchLearnOptions:
+    shape: str = "qwen2.5-7b"
+    """Shape of the model; its weights are random."""
+
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    """Formats of the frozen linear weights."""
+
+    recomputes: tuple[Literal["none", "layer", "offload"], ...] = ("none", "layer")
+    """Activations to recompute in the backward pass, as learn.gradient_checkpointing."""
+
+    tokens: int = 8192
+    """Packed tokens per update."""
+
+    sequence_tokens: int = 2048
+    """Tokens per sequence."""
+
+    micro_batches: tuple[int, ...] = (1,)
+    """Micro-batches per update, one case per value."""
+
+    lora_rank: int = 32
+    """LoRA rank."""
+
+    runs: int = 3
+    """Number of updates after a warm-up; the row holds their median."""
+
+    out: Path | None = None
+    """File to append rows to; default: benchmarks/results/GPU.jsonl in a checkout, no file elsewhere."""
+
+    allow_dirty: bool = False
+    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
+
+    def __post_init__(self):
+        check_counts(tokens=self.tokens, sequence_tokens=self.sequence_tokens)
+        check_counts(runs=self.runs, micro_batches=self.micro_batches)
+        check_adapter(self.lora_rank)
+        for name, count in (("micro_batches", max(self.micro_batches, default=1)), ("sequences", 1)):
+            if self.tokens % (count * self.sequence_tokens):
+                raise UserError(
+                    f"tokens must be a multiple of {name} x sequence_tokens, got {self.tokens} for"
+                    f" {count} x {self.sequence_tokens}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchStepOptions:
+    shape: str = "qwen2.5-7b"
+    """Shape of the model; its weights are random."""
+
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    """Formats of the frozen linear weights."""
+
+    batches: tuple[int, ...] = (8, 64)
+    """Samples per step, decoded in parallel; one case per value."""
+
+    group_size: int = 8
+    """Samples per prompt."""
+
+    prompt_tokens: int = 256
+    """Tokens per prompt."""
+
+    max_tokens: int = 1024
+    """Tokens per sample."""
+
+    recompute: Literal["none", "layer", "offload"] = "none"
+    """Activations to recompute in the backward pass, as learn.gradient_checkpointing."""
+
+    micro_tokens: int = 8192
+    """Maximum packed tokens per micro-batch, as learn.max_tokens_per_microbatch."""
+
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Optimizer, as learn.optim."""
+
+    kv: Literal["bf16", "fp8"] = "bf16"
+    """Data type of the KV cache, as engine.kv_cache_dtype."""
+
+    kv_gb: float | None = None
+    """Maximum size of the KV cache, as engine.kv_cache_gb."""
+
+    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """Format of the LM head, as model.head_format."""
+
+    memory: bool = False
+    """Measure the peak memory of each step; the learner then keeps no unpacked operands of the weights."""
+
+    exact: bool = False
+    """Sample in exact mode, as engine.exact."""
+
+    lora_rank: int = 32
+    """LoRA rank."""
+
+    cap_gb: float | None = None
+    """Maximum GPU memory of this process, in units of 1e9 bytes."""
+
+    steps: int = 3
+    """Number of steps after a warm-up; times are their medians."""
+
+    out: Path | None = None
+    """File to append rows to; default: benchmarks/results/GPU.jsonl in a checkout, no file elsewhere."""
+
+    allow_dirty: bool = False
+    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
+
+    def __post_init__(self):
+        check_counts(prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
+        check_counts(batches=self.batches, micro_tokens=self.micro_tokens, steps=self.steps)
+        check_adapter(self.lora_rank)
+        for name, gb in (("kv_gb", self.kv_gb), ("cap_gb", self.cap_gb)):
+            if gb is not None and gb <= 0:
+                raise UserError(f"{name} must be positive, got {gb}")
+        if self.group_size < 2:
+            raise UserError(f"group_size must be at least 2, got {self.group_size}")
+        _check_groups(self.batches, self.group_size)
+
+
+def check_ranks(ranks: tuple[int, ...]) -> None:
+    for rank in ranks:
+        if rank < 0 or rank % 16:
+            raise UserError(f"lora_ranks must be multiples of 16, or 0 for no adapter, got {rank}")
+
+
+def check_adapter(rank: int) -> None:
+    if rank < 1 or rank % 16:
+        raise UserError(f"lora_rank must be a positive multiple of 16, got {rank}")
+
+
+def _check_groups(batches: tuple[int, ...], group_size: int) -> None:
+    for batch in batches:
+        if batch % group_size:
+            raise UserError(f"batches must be multiples of group_size {group_size}, got {batch}")

@@ -1,0 +1,62 @@
+"""Evaluate a model or a run: pass@1, pass@k, majority vote and greedy accuracy."""
+
+import dataclasses
+import json
+
+from qerl.cli.arguments import parse_options, split_names, wants_help
+from qerl.config import ModelConfig, RunConfig
+from qerl.config.options import EvalOptions
+from qerl.config.renamed import refuse_former_options
+from qerl.config.stored import read_run_config
+from qerl.errors import UserError
+from qerl.eval.catalog import BENCHMARKS, parse_benchmarks
+
+USAGE = """\
+MODEL_OR_RUN is a model (a folder, a .gguf file or a hub id) or the folder of a run.
+BENCHMARK is one of {benchmarks}; BENCHMARK=FILE reads the problems from a file.
+Without a BENCHMARK, evaluate on the held-out rows of the run's own task.
+"""
+
+
+def run(arguments: list[str]) -> None:
+    if wants_help(arguments):
+        print(USAGE.format(benchmarks=", ".join(BENCHMARKS)))
+        parse_options(EvalOptions, arguments, "eval MODEL_OR_RUN [BENCHMARK ...]")
+    names, arguments = split_names(arguments)
+    if not names:
+        raise UserError("eval needs a model or the folder of a run: qerl eval MODEL_OR_RUN [BENCHMARK ...]")
+    refuse_former_options("eval", arguments)
+    source, benchmarks = names[0], parse_benchmarks(names[1:])
+    config = read_run_config(source)
+    default = EvalOptions(model=ModelConfig(path=source)) if config is None else run_sampling(config)
+    if benchmarks:
+        default = paper_sampling(default)
+    options = parse_options(EvalOptions, arguments, f"eval {source}", default)
+    from rich.console import Console
+
+    from qerl.eval.run import run_benchmarks
+
+    for result in run_benchmarks(source, config, options, benchmarks, Console(stderr=True)):
+        print(json.dumps(result))
+
+
+def run_sampling(config: RunConfig) -> EvalOptions:
+    """Return the run's own task and sampling; eval/run.py reads the other sampling fields from its config."""
+    return EvalOptions(
+        model=config.model,
+        max_tokens=config.sample.max_tokens,
+        temperature=config.sample.temperature,
+        top_p=config.sample.top_p,
+        success_threshold=config.evaluate.success_threshold,
+        seed=config.seed,
+        task=config.task,
+    )
+
+
+def paper_sampling(options: EvalOptions) -> EvalOptions:
+    """Sample as QeRL's evaluation does (arXiv 2510.11696, section 4).
+
+    The paper does not give the number of samples per problem."""
+    return dataclasses.replace(
+        options, temperature=0.6, top_p=0.95, max_tokens=4096, num_samples=16, success_threshold=1.0
+    )

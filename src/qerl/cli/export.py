@@ -1,0 +1,17 @@
+"""Export what a run learned: a PEFT adapter, or a merged model."""
+
+from qerl.cli.arguments import parse_options
+from qerl.config.options import ExportOptions
+from qerl.config.stored import read_config_file
+from qerl.errors import UserError
+
+
+def run(arguments: list[str]) -> None:
+    options = parse_options(ExportOptions, arguments, "export")
+    run_json = options.run / "run.json"
+    if not run_json.is_file():
+        raise UserError(f"{options.run}: not the folder of a run (it has no run.json)")
+    from qerl.export import export
+
+    export(read_config_file(run_json), options)
+    print(options.out)

@@ -1,0 +1,39 @@
+"""Generate an answer to a prompt, or chat with a model or a run in the terminal."""
+
+from qerl.cli.arguments import parse_options, split_names, wants_help
+from qerl.config import ModelConfig
+from qerl.config.options import GenerateOptions
+from qerl.config.renamed import refuse_former_options
+from qerl.config.stored import read_run_config
+from qerl.errors import UserError
+
+USAGE = """\
+Answer PROMPT, or the text on stdin. Without either, start a chat in the terminal.
+"""
+
+
+def run(arguments: list[str]) -> None:
+    if wants_help(arguments):
+        print(USAGE)
+        parse_options(GenerateOptions, arguments, "generate MODEL_OR_RUN [PROMPT]")
+    names, arguments = split_names(arguments)
+    if not 1 <= len(names) <= 2:
+        raise UserError(
+            "generate needs a model or the folder of a run, and at most one prompt, in quotes:"
+            " qerl generate MODEL_OR_RUN [PROMPT]"
+        )
+    refuse_former_options("generate", arguments)
+    source, config = names[0], read_run_config(names[0])
+    default = GenerateOptions(model=ModelConfig(path=source))
+    if config is not None:
+        default = GenerateOptions(
+            model=config.model,
+            system_prompt=config.task.system_prompt,
+            temperature=config.sample.temperature,
+            top_p=config.sample.top_p,
+            max_tokens=config.sample.max_tokens,
+        )
+    options = parse_options(GenerateOptions, arguments, f"generate {source}", default)
+    from qerl.serve.chat import generate
+
+    generate(source, config, names[1] if len(names) == 2 else None, options)

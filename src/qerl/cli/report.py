@@ -1,0 +1,29 @@
+"""Write an HTML report of one or more runs."""
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+
+from qerl.cli.arguments import parse_options
+from qerl.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReportOptions:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, written by `qerl train`."""
+
+    out: Path | None = None
+    """File to write; default: report.html in the first run's folder."""
+
+
+def run(arguments: list[str]) -> None:
+    options = parse_options(ReportOptions, arguments, "report")
+    if not options.runs:
+        raise UserError("report needs the folder of a run: qerl report RUN [RUN ...]")
+    from qerl.tracking.report import write_report
+
+    out = options.out or options.runs[0] / "report.html"
+    write_report(list(options.runs), out)
+    print(out)

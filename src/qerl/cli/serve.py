@@ -1,0 +1,29 @@
+"""Serve a model or a run over an OpenAI-compatible HTTP API."""
+
+import importlib.util
+
+from qerl.cli.arguments import parse_options, split_names, wants_help
+from qerl.config import ModelConfig
+from qerl.config.options import ServeOptions
+from qerl.config.renamed import refuse_former_options
+from qerl.config.stored import read_run_config
+from qerl.errors import UserError
+
+
+def run(arguments: list[str]) -> None:
+    if wants_help(arguments):
+        parse_options(ServeOptions, arguments, "serve MODEL_OR_RUN")
+    names, arguments = split_names(arguments)
+    if len(names) != 1:
+        raise UserError("serve needs one model or the folder of one run: qerl serve MODEL_OR_RUN")
+    refuse_former_options("serve", arguments)
+    source, config = names[0], read_run_config(names[0])
+    default = ServeOptions(model=ModelConfig(path=source))
+    if config is not None:
+        default = ServeOptions(model=config.model, system_prompt=config.task.system_prompt)
+    options = parse_options(ServeOptions, arguments, f"serve {source}", default)
+    if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    from qerl.serve.server import serve
+
+    serve(source, config, options)

@@ -1,0 +1,105 @@
+"""Train a model with a recipe, or on your own data and reward."""
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Callable
+
+from qerl.cli.arguments import check_known, parse_options, split_names, wants_help
+from qerl.config import RunConfig
+from qerl.config.recipes import METHODS, PAPER, RECIPES, own
+from qerl.config.renamed import RECIPES as FORMER_RECIPES
+from qerl.config.renamed import refuse_former_names
+from qerl.errors import UserError
+
+USAGE = """\
+usage: qerl train RECIPE [--FIELD VALUE ...]
+       qerl train --task FILE --reward FILE.py:FUNCTION [--model MODEL] [--FIELD VALUE ...]
+
+Train a model with a recipe, or on your own data and reward.
+
+recipes:
+{paper}
+
+recipes that run the demo task with one method each (docs/methods.md):
+{methods}
+
+short options:
+  --model MODEL           same as --model.path
+  --task FILE             same as --task.name
+  --reward FILE.py:NAME   same as --task.rewards
+  --ray ADDRESS           same as --ray.address
+  --init-adapter FOLDER   continue from a PEFT adapter, with its rank, alpha and target modules
+
+Run 'qerl train RECIPE --help' for all fields and the recipe's values."""
+SHORT = {
+    "--model": "--model.path",
+    "--task": "--task.name",
+    "--reward": "--task.rewards",
+    "--ray": "--ray.address",
+}
+
+
+def run(arguments: list[str]) -> None:
+    if wants_help(arguments):
+        print(USAGE.format(paper=_list(PAPER), methods=_list(METHODS)))
+        return
+    adapter, arguments = _take_option(arguments, "--init-adapter")
+    arguments = [_expand(argument) for argument in arguments]
+    refuse_former_names(arguments)
+    name, recipe, options = _recipe(arguments)
+    default = recipe()
+    if adapter is not None:
+        from qerl.models.peft_reader import adapter_config
+
+        default = dataclasses.replace(default, adapter=adapter_config(adapter))
+    config = parse_options(RunConfig, options, f"train {name}", default)
+    from qerl.training.session import train  # imports torch and transformers, which takes seconds
+
+    result = train(config)
+    if os.environ.get("RANK", "0") == "0":  # one line for all ranks of a torchrun
+        print(json.dumps(result))
+
+
+def _recipe(arguments: list[str]) -> tuple[str, Callable[[], RunConfig], list[str]]:
+    """Return the recipe's name, the recipe and the options."""
+    names, options = split_names(arguments)
+    has_task = any(argument.partition("=")[0] == "--task.name" for argument in options)
+    if not names and has_task:
+        return "--task FILE", own, options
+    if len(names) != 1:
+        raise UserError(
+            "train needs a recipe or your own data: qerl train RECIPE, or qerl train --task FILE"
+            f" --reward FILE.py:FUNCTION; recipes: {', '.join(RECIPES)}"
+        )
+    if names[0] in FORMER_RECIPES:
+        raise UserError(f"recipe {names[0]} is now {FORMER_RECIPES[names[0]]}")
+    return names[0], RECIPES[check_known(names[0], RECIPES, "recipe")], options
+
+
+def _expand(argument: str) -> str:
+    """--task=FILE -> --task.name=FILE."""
+    name, equals, value = argument.partition("=")
+    return SHORT.get(name, name) + equals + value
+
+
+def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """Return the option's value, None if it is absent, and the other arguments."""
+    rest, value = [], None
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, given = argument.partition("=")
+        if name != option:
+            rest.append(argument)
+            continue
+        value = given if equals else next(remaining, "")
+        if not value or value.startswith("-"):
+            raise UserError(f"{option} needs a value: the folder of a PEFT adapter")
+    return value, rest
+
+
+def _list(recipes: dict[str, Callable[[], RunConfig]]) -> str:
+    """Return a line for each recipe: its name and its docstring."""
+    width = max(map(len, PAPER | METHODS)) + 2
+    return "\n".join(f"  {name:{width}}{inspect.cleandoc(f.__doc__ or '')}" for name, f in recipes.items())

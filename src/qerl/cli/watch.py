@@ -1,0 +1,33 @@
+"""Watch one or more runs live in the browser."""
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+
+from qerl.cli.arguments import parse_options
+from qerl.errors import UserError, require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WatchOptions:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, written by `qerl train`."""
+
+    port: int = 8080
+    """Port on 127.0.0.1; 0 picks a free one."""
+
+    open: bool = False
+    """Open the page in this machine's browser."""
+
+    def __post_init__(self):
+        require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
+
+
+def run(arguments: list[str]) -> None:
+    options = parse_options(WatchOptions, arguments, "watch")
+    if not options.runs:
+        raise UserError("watch needs the folder of a run: qerl watch RUN [RUN ...]")
+    from qerl.tracking.dashboard.server import watch
+
+    watch(options.runs, port=options.port, opens_browser=options.open)
