@@ -1,16 +1,18 @@
-"""`qerl bench linear`: the four products of every layer of a shape, in one CUDA graph, beside others'."""
+"""`python -m benchmarks linear`: the four products of every layer of a shape, in one CUDA graph, beside others'."""
 
 import dataclasses
 import importlib.util
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
+from benchmarks.provider import PROVIDERS, LayerLinears, Provider
 from qerl.cli.bench.measure import Times, cuda_device, graph_times
-from qerl.cli.bench.provider import PROVIDERS, LayerLinears, Provider
-from qerl.cli.bench.record import Origin, rows_for
+from qerl.cli.bench.options import check_ranks
+from qerl.cli.bench.record import Origin, row_writer
 from qerl.cli.bench.roofline import LIMITS, linear_floor_ms
-from qerl.cli.bench_options import BenchLinearOptions
+from qerl.config.counts import check_counts
 from qerl.errors import RunError, UserError
 from qerl.kernels.nvfp4_decode import MAX_TOKENS
 from qerl.models.architecture import Architecture
@@ -21,7 +23,38 @@ _MOST_ERROR = 0.01
 """Relative RMS against float64: rounding y to bfloat16 is 0.0017; a provider that is over it is not timed."""
 
 
-def bench_linear(options: BenchLinearOptions) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LinearOptions:
+    shape: str = "qwen2.5-7b"
+    """Model whose linears are measured."""
+
+    batches: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    """Tokens per decode step, one case per value."""
+
+    providers: tuple[Literal["qerl-nvfp4", "cublas-bf16", "humming", "bitsandbytes-nf4"], ...] = (
+        "qerl-nvfp4",
+        "cublas-bf16",
+    )
+    """Libraries to compare; humming and bitsandbytes-nf4 need their own packages."""
+
+    lora_ranks: tuple[int, ...] = (0, 32)
+    """LoRA rank; 0 is no adapter."""
+
+    runs: int = 21
+    """Replays of the CUDA graph; the row holds their median."""
+
+    out: Path | None = None
+    """File to append rows to; default: benchmarks/results/GPU.jsonl."""
+
+    allow_dirty: bool = False
+    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
+
+    def __post_init__(self):
+        check_counts(batches=self.batches, runs=self.runs)
+        check_ranks(self.lora_ranks)
+
+
+def bench_linear(options: LinearOptions) -> None:
     """Appends a row for each provider, rank and batch, and prints it."""
     architecture = shape(options.shape)
     device = cuda_device()
@@ -29,14 +62,14 @@ def bench_linear(options: BenchLinearOptions) -> None:
         check_installed(name, PROVIDERS[name])
     if "qerl-nvfp4" in options.providers:
         check_takes(device, options.batches)
-    rows = rows_for(options)
+    rows = row_writer(options)
     for name in options.providers:
         products = PROVIDERS[name].make(architecture, device)
         for batch in options.batches:
             check_products(name, products, batch)
             for rank in options.lora_ranks:
                 times = graph_times(products.work(batch, rank), options.runs)
-                rows.add(_row(options.shape, architecture, name, batch, rank, times, rows.made_of))
+                rows.add(_row(options.shape, architecture, name, batch, rank, times, rows.origin))
         del products
         torch.cuda.empty_cache()
 
@@ -72,9 +105,9 @@ def _row(
     batch: int,
     rank: int,
     times: Times,
-    made_of: Origin,
+    origin: Origin,
 ) -> dict[str, Any]:
-    limit, fraction = LIMITS.get(made_of.gpu), None
+    limit, fraction = LIMITS.get(origin.gpu), None
     if limit is not None:
         num_bytes = PROVIDERS[name].bytes_per_weight
         least_ms = linear_floor_ms(limit, architecture, bytes_per_weight=num_bytes, rank=rank, batch=batch)

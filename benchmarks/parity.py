@@ -1,4 +1,4 @@
-"""`qerl bench parity`: how far the learner's logprobs of the engine's samples are from the engine's own.
+"""`python -m benchmarks parity`: how far the learner's logprobs of the engine's samples are from the engine's own.
 
     d_t       learner_t - engine_t             of every sampled token, noise off, no update between
     abs_diff  mean |d|       max_diff  max |d|       kl  mean(exp(d) - 1 - d), k3 of KL(engine || learner)
@@ -7,7 +7,7 @@
     entropy   the learner's mean over the tokens, in nats
     exact     whether every d_t is 0; exact_mode: whether engine.exact is on
     rollout_tok_per_s, read_s    of a second run: sampling, and the learner's pass over all samples (with
-              exact_mode it has the engine score them too); `qerl bench step --exact` has whole steps
+              exact_mode it has the engine score them too); `python -m benchmarks step --exact` has whole steps
 
 A random head gives distributions that are all but flat, which a model's are not, and differences grow with
 the logits: the head's rows are drawn for a mean entropy. Logits are then normal, of a deviation s, since the
@@ -20,7 +20,8 @@ import math
 import time
 from functools import partial
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,10 +29,12 @@ from torch import Tensor
 from qerl.cli.bench.case import SAMPLERS, case_of, random_policy
 from qerl.cli.bench.decode import Wordless, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.record import RowWriter, rows_for
-from qerl.cli.bench_options import BenchParityOptions
+from qerl.cli.bench.options import check_adapter
+from qerl.cli.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
+from qerl.config.counts import check_counts
 from qerl.engine import Engine
+from qerl.errors import UserError
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
@@ -61,14 +64,62 @@ class ParityCase:
     max_tokens: int
 
 
-def bench_parity(options: BenchParityOptions) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParityOptions:
+    shape: str = "qwen2.5-7b"
+    """Shape of the model; its weights are random."""
+
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow", "flash-fp8", "flash-int8"], ...] = (
+        "qerl-nvfp4",
+        "qerl-bf16",
+    )
+    """Formats of the frozen linear weights."""
+
+    kvs: tuple[Literal["bf16", "fp8"], ...] = ("bf16",)
+    """Data types of the KV cache."""
+
+    heads: tuple[Literal["bf16", "fp8", "nvfp4"], ...] = ("bf16",)
+    """Formats of the LM head."""
+
+    entropies: tuple[float, ...] = (2.0,)
+    """Target entropies per token, in nats; the random LM head is scaled to each."""
+
+    exacts: tuple[bool, ...] = (False, True)
+    """Values of engine.exact."""
+
+    batch: int = 8
+    """Number of prompts, with one sample each."""
+
+    prompt_tokens: int = 256
+    """Tokens per prompt."""
+
+    max_tokens: int = 1024
+    """Tokens per sample."""
+
+    lora_rank: int = 32
+    """LoRA rank."""
+
+    out: Path | None = None
+    """File to append rows to; default: benchmarks/results/GPU.jsonl."""
+
+    allow_dirty: bool = False
+    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
+
+    def __post_init__(self):
+        check_counts(batch=self.batch, prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
+        check_adapter(self.lora_rank)
+        if min(self.entropies, default=1.0) <= 0:
+            raise UserError(f"entropies must be positive, got {min(self.entropies)}")
+
+
+def bench_parity(options: ParityOptions) -> None:
     """Appends a row for each provider, entropy, head and cache, and prints it."""
     architecture, device = shape(options.shape), cuda_device()
-    measure(options, architecture, device, rows_for(options))
+    measure(options, architecture, device, row_writer(options))
 
 
 def measure(
-    options: BenchParityOptions, architecture: Architecture, device: torch.device, rows: RowWriter
+    options: ParityOptions, architecture: Architecture, device: torch.device, rows: RowWriter
 ) -> None:
     for head in options.heads:
         check_head(head, architecture.vocab_size, architecture.width)

@@ -3,9 +3,15 @@
 tests/house/test_readme.py holds both to exactly this.
 """
 
+import dataclasses
+import re
 import textwrap
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+from qerl.cli.bench.record import RESULTS, ROOT, read_rows
+from qerl.errors import UserError
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
@@ -84,6 +90,42 @@ def summary(rows: Iterable[Row]) -> str:
     title = f"**One {gpus}**: Qwen2.5's shapes, random weights, a LoRA adapter of rank 32 on all linears."
     head = ["| | NVFP4 | BF16, the same code |", "| --- | --- | --- |"]
     return "\n\n".join([_filled(title), "\n".join([*head, *lines]), _sources(shown), coverage(kept)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TableOptions:
+    write: bool = False
+    """Fill the marked tables of README.md and docs/*.md; otherwise print all tables."""
+
+
+def write_tables(options: TableOptions) -> None:
+    """Print every table, or write those that pages mark."""
+    rows = read_rows(ROOT / RESULTS)
+    if not options.write:
+        print(markdown(rows))
+        return
+    for page in pages(ROOT):
+        text = page.read_text()
+        filled = fill(text, rows, page.name)
+        if filled != text:
+            page.write_text(filled)
+            print(page)
+
+
+def pages(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def fill(text: str, rows: list[Row], page: str) -> str:
+    """Return the text with each `<!-- table NAME -->` ... `<!-- end -->` filled from the rows."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in TABLES:
+            raise UserError(f"{page}: there is no table {name}; choose from {', '.join(TABLES)}")
+        return f"<!-- table {name} -->\n\n{TABLES[name](rows)}\n\n<!-- end -->"
+
+    return _MARKED.sub(table, text)
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -288,3 +330,8 @@ def _filled(text: str) -> str:
 
 def _place(row: Row) -> tuple[Any, ...]:
     return row["gpu"], row["shape"], row.get("prompt_tokens"), row.get("max_tokens")
+
+
+_MARKED = re.compile(r"<!-- table ([\w-]+) -->\n(?:.*?\n)??<!-- end -->", flags=re.DOTALL)
+TABLES: dict[str, Callable[[list[Row]], str]] = {"speed": summary, "all": markdown}
+"""By the name that a page marks it with."""

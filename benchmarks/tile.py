@@ -1,4 +1,4 @@
-"""`qerl bench tile`: the quickest tiles of each packed product, written as the table that kernels read.
+"""`python -m benchmarks tile`: the quickest tiles of each packed product, written as the table that kernels read.
 
 Each candidate of kernels/nvfp4_tile.py is timed alone, in a CUDA graph of launches with weights of their own,
 as a decode step launches it: adapter, bias, residual and SwiGLU included, u given where the engine gives it.
@@ -12,15 +12,16 @@ import math
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from benchmarks.linear import check_takes
 from qerl.cli.bench.case import Gemm, gemms
-from qerl.cli.bench.linear import check_takes
 from qerl.cli.bench.measure import cuda_device, graph_times
-from qerl.cli.bench.record import ROOT, origin
-from qerl.cli.bench_options import BenchTileOptions
+from qerl.cli.bench.options import check_ranks
+from qerl.cli.bench.record import ROOT, read_origin
+from qerl.config.counts import check_counts
 from qerl.kernels import nvfp4_decode, nvfp4_tile
 from qerl.kernels.nvfp4_tile import Choice, Tile, candidates
 from qerl.kernels.nvrtc import cache_folder
@@ -31,12 +32,37 @@ _WEIGHT_BYTES = 4e8
 """Of all copies of a weight: eight times what the L2 cache of an H200 holds."""
 
 
-def bench_tile(options: BenchTileOptions) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TileOptions:
+    shapes: tuple[str, ...] = ("qwen2.5-7b", "qwen2.5-32b")
+    """Models whose linears are measured."""
+
+    batches: tuple[Literal[32, 48, 64, 96, 128, 192, 256], ...] = (32, 48, 64, 96, 128, 192, 256)
+    """Maximum tokens that each choice of tiles serves."""
+
+    lora_rank: int = 32
+    """LoRA rank; 0 is no adapter."""
+
+    runs: int = 9
+    """Replays of the CUDA graph; the median is kept."""
+
+    out: Path | None = None
+    """File to write; default: src/qerl/kernels/nvfp4_tile.json."""
+
+    allow_dirty: bool = False
+    """Measure a checkout with uncommitted changes."""
+
+    def __post_init__(self):
+        check_counts(runs=self.runs)
+        check_ranks((self.lora_rank,))
+
+
+def bench_tile(options: TileOptions) -> None:
     """Prints each product's candidates and writes the table."""
     each = {(g.out_width, g.in_width): g for name in options.shapes for g in gemms(shape(name))}
     device = cuda_device()
     check_takes(device, options.batches)
-    made_of = origin(allow_dirty=options.allow_dirty)
+    origin = read_origin(allow_dirty=options.allow_dirty)
     best = []
     for size, gemm in each.items():
         product = _Product(gemm, options.lora_rank, device)
@@ -48,7 +74,7 @@ def bench_tile(options: BenchTileOptions) -> None:
         del product
         torch.cuda.empty_cache()
     file = options.out or ROOT / TABLE
-    facts = {"gpu": made_of.gpu, "commit": made_of.commit, "torch": made_of.torch, "driver": made_of.driver}
+    facts = {"gpu": origin.gpu, "commit": origin.commit, "torch": origin.torch, "driver": origin.driver}
     facts |= {"date": datetime.now(UTC).date().isoformat()}
     file.write_text(merged((ROOT / TABLE).read_text(), facts, best))
 

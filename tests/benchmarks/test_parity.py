@@ -5,14 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks import parity
 from cli.bench.rows import CPU, rows_of
 from cli.bench.shapes import TINY
-from qerl.cli.bench import parity
-from qerl.cli.bench_options import BenchParityOptions
 from qerl.models.random_weights import random_decoder
 
 SHAPE = dataclasses.replace(TINY, vocab_size=128)
-OPTIONS = BenchParityOptions(
+OPTIONS = parity.ParityOptions(
     shape="tiny",
     batch=3,
     prompt_tokens=5,

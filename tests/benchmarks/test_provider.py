@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.linear import check_installed, check_products
+from benchmarks.provider import PROVIDERS, Beside, Provider, add_beside, cublas_bf16
 from cli.bench.shapes import TINY
 from qerl.cli.bench.case import gemms
-from qerl.cli.bench.linear import check_installed, check_products
-from qerl.cli.bench.provider import PROVIDERS, Beside, Provider, add_beside, cublas_bf16
 from qerl.errors import RunError, UserError
 
 CPU = torch.device("cpu")

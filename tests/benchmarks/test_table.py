@@ -1,7 +1,7 @@
 """Tables hold the latest row of each case and nothing else."""
 
-from qerl.cli.bench.record import RESULTS, ROOT, read
-from qerl.cli.bench.table import coverage, latest, markdown, summary
+from benchmarks.table import coverage, latest, markdown, summary
+from qerl.cli.bench.record import RESULTS, ROOT, read_rows
 
 ORIGIN = {
     "commit": "0123456" + "a" * 33,
@@ -71,7 +71,7 @@ def test_a_gpu_whose_limits_are_unknown_has_no_share():
 
 
 def test_every_committed_row_is_of_a_clean_commit():
-    for row in read(ROOT / RESULTS):
+    for row in read_rows(ROOT / RESULTS):
         assert len(row["commit"]) == 40 and row["is_dirty"] is False
 
 

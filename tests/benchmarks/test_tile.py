@@ -1,9 +1,9 @@
-"""The table that `qerl bench tile` writes is the one that kernels read."""
+"""The table that `python -m benchmarks tile` writes is the one that kernels read."""
 
 import dataclasses
 import json
 
-from qerl.cli.bench.tile import ROOT, TABLE, merged
+from benchmarks.tile import ROOT, TABLE, merged
 from qerl.kernels.nvfp4_tile import Choice, read
 
 CHOICE = Choice(N=64, K=128, most_tokens=32, token_tiles=1, warpgroups=1, k_block=128, ctas_per_sm=2, us=1.5)

@@ -45,11 +45,13 @@ def assert_one_line(capsys, code, *parts):
         assert part in error
 
 
-def test_help_names_the_commands_and_recipes(monkeypatch, capsys):
+def test_help_has_a_line_for_each_command(monkeypatch, capsys):
     assert qerl(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
-    for word in ("train", "eval", "quantize", "report", "demo", "gsm8k", "dapo_math"):
-        assert word in shown
+    lines = shown.splitlines()
+    for name in main.COMMANDS:
+        (line,) = [line for line in lines if line.startswith(f"  {name} ")]
+        assert len(line) <= 100 and line.split()[1][0].isupper()
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():
@@ -72,34 +74,45 @@ def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
         assert line.split(maxsplit=1)[1] == recipe.__doc__ and len(line) <= 110
 
 
-def test_import_says_what_it_takes_without_an_adapter(monkeypatch, capsys):
-    assert qerl(monkeypatch, "import", "--help") == 0
-    assert capsys.readouterr().out.startswith("usage: qerl import ADAPTER RECIPE")
+@pytest.mark.parametrize(("command", "usage"), [(name, f"usage: qerl {name}") for name in main.COMMANDS])
+def test_every_command_has_help_without_arguments(monkeypatch, capsys, command, usage):
+    assert qerl(monkeypatch, command, "--help") == 0
+    assert usage in capsys.readouterr().out
 
 
 def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
     assert qerl(monkeypatch, "eval", "--help") == 0
     shown = capsys.readouterr().out
-    assert "MODEL_OR_RUN [SET ...]" in shown and "--num-samples" in shown
+    assert "MODEL_OR_RUN [BENCHMARK ...]" in shown and "--num-samples" in shown
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["trane", "demo"], ["no command trane", "did you mean train"]),
+        (["trane", "demo"], ["unknown command trane", "did you mean train"]),
         (["train"], ["train needs a recipe", "demo"]),
         (["train", "--model", "m"], ["train needs a recipe", "--task FILE"]),
         (["train", "--task", "none.jsonl"], ["none.jsonl", "no such file"]),
         (["train", "--task=none.jsonl", "--model=smollm2-135m-instruct"], ["none.jsonl", "no such file"]),
         (["train", "demo", "--model=/no/such/model"], ["/no/such/model", "no such folder or file"]),
-        (["train", "dmo"], ["no recipe dmo", "did you mean demo"]),
+        (["train", "dmo"], ["unknown recipe dmo", "did you mean demo"]),
         (["train", "demo", "--num-generations", "1"], ["num_generations must be at least 2", "got 1"]),
         (["train", "demo", "--model.path", "/no/such/model"], ["/no/such/model", "no such folder or file"]),
         (["train", "demo", "--task.rewards", "nowhere.py:f"], ["nowhere.py"]),
         (["train", "demo", "--task.rewards", "json:nothing"], ["json", "nothing"]),
         (["train", "demo", "--task.gym", "basic_arithmetc"], ["basic_arithmetc", "basic_arithmetic"]),
-        (["import"], ["import needs a PEFT adapter's folder", "qerl import ADAPTER RECIPE"]),
-        (["import", "/no/adapter", "demo"], ["/no/adapter", "it has no adapter_config.json"]),
+        (["train", "demo", "--init-adapter", "/no/adapter"], ["/no/adapter", "no adapter_config.json"]),
+        (["train", "demo", "--init-adapter"], ["--init-adapter needs a value"]),
+        (["import", "/no/adapter", "demo"], ["qerl import is now qerl train RECIPE --init-adapter ADAPTER"]),
+        (["train", "hints"], ["recipe hints is now higher_lower"]),
+        (["train", "demo", "--learn.recompute", "layer"], ["now --learn.gradient-checkpointing"]),
+        (["plan", "m", "--gpu-gb", "24", "--num-samples=8"], ["--num-samples is now --num-generations"]),
+        (["plan", "m", "--gpu-gb", "24", "--engine.kv-gb", "8"], ["now --engine.kv-cache-gb"]),
+        (["eval", "m", "--right-from", "0.5"], ["--right-from is now --success-threshold"]),
+        (["eval", "m", "--task.system=x"], ["--task.system is now --task.system-prompt"]),
+        (["generate", "m", "--system", "x"], ["--system is now --system-prompt"]),
+        (["serve", "m", "--system=x"], ["--system is now --system-prompt"]),
+        (["serve", "m", "--model.head", "fp8"], ["--model.head is now --model.head-format"]),
         (["eval"], ["eval needs a model"]),
         (["generate"], ["generate needs a model", "at most one prompt"]),
         (["generate", "m", "what", "now"], ["generate needs a model", "in quotes"]),
@@ -112,12 +125,16 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["serve", "m", "--port", "70000"], ["port", "70000"]),
         (["serve", "m", "--host", "0.0.0.0"], ["0.0.0.0", "--api-key-file"]),
         (["serve", "m", "--api-key-file", "none"], ["api_key_file none", "No such file"]),
+        (["report"], ["report needs the folder of a run"]),
         (["report", "/no/run"], ["/no/run"]),
-        (["watch"], ["watch needs a run's folder"]),
+        (["watch"], ["watch needs the folder of a run"]),
         (["watch", "/no/run", "--port", "70000"], ["port must lie in 0 to 65535", "70000"]),
         (["quantize", "/no/model", "out"], ["/no/model"]),
-        (["quantize", "m", "out", "--calibrate", "awq"], ["--calibrate awq and --data TEXT need each other"]),
-        (["quantize", "m", "out", "--data", "t"], ["--calibrate awq and --data TEXT need each other"]),
+        (
+            ["quantize", "m", "out", "--calibrate", "awq"],
+            ["--calibrate awq and --data FILE must be given together"],
+        ),
+        (["quantize", "m", "out", "--data", "t"], ["--calibrate awq and --data FILE must be given together"]),
         (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be positive, got nan"]),
         (["study", "growth"], ["python -m studies run", "checkout"]),
     ],
@@ -197,7 +214,7 @@ def test_training_on_rows_and_a_reward_of_ones_own_needs_no_recipe(monkeypatch, 
 
 
 def test_debug_shows_the_traceback(monkeypatch):
-    with pytest.raises(UserError, match="no recipe dmo"):
+    with pytest.raises(UserError, match="unknown recipe dmo"):
         qerl(monkeypatch, "train", "dmo", "--debug")
 
 

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS as OWN_BENCHMARKS
 from qerl import config
-from qerl.cli import bench_options
-from qerl.cli.main import BENCHES, COMMANDS
+from qerl.cli.bench import BENCHMARKS
+from qerl.cli.bench import options as bench_options
+from qerl.cli.main import COMMANDS
+from qerl.cli.plan import PlanOptions
+from qerl.cli.report import ReportOptions
+from qerl.cli.watch import WatchOptions
 from qerl.config import RunConfig, options
 from qerl.config.recipes import RECIPES
 
@@ -17,24 +22,19 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TAKEN = {
     "train": RunConfig,
-    "import": RunConfig,
-    "plan": options.PlanOptions,
+    "plan": PlanOptions,
     "eval": options.EvalOptions,
     "generate": options.GenerateOptions,
     "serve": options.ServeOptions,
     "quantize": options.QuantizeOptions,
     "export": options.ExportOptions,
-    "report": options.ReportOptions,
-    "watch": options.WatchOptions,
-    "linear": bench_options.BenchLinearOptions,
-    "tile": bench_options.BenchTileOptions,
+    "report": ReportOptions,
+    "watch": WatchOptions,
     "decode": bench_options.BenchDecodeOptions,
     "step": bench_options.BenchStepOptions,
-    "memory": bench_options.BenchStepOptions,
     "learn": bench_options.BenchLearnOptions,
-    "parity": bench_options.BenchParityOptions,
 }
-SHORT = {"model", "task", "reward", "as", "help", "debug"}
+SHORT = {"model", "task", "reward", "ray", "init_adapter", "as", "help", "debug"}
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 
@@ -52,11 +52,23 @@ def commands(text):
         yield name, arguments
 
 
-def options_of(name, arguments):
-    kind = TAKEN[arguments[0] if name == "bench" else name]
-    known = {*names(kind), *SHORT} | {f"no_{known}" for known in names(kind)}
+def benchmarks(text):
+    """(benchmark, its arguments) of each line of code that runs one of this repository's own."""
+    for line in re.findall(r"^ {4}python -m benchmarks (.*)", text, flags=re.MULTILINE):
+        name, *arguments = line.partition("  #")[0].split()
+        yield name, arguments
+
+
+def unknown(kind, arguments):
+    """Return the options that the dataclass does not have."""
+    known = {*names(kind), *SHORT} | {f"no_{name}" for name in names(kind)}
     given = [a.removeprefix("--").replace("-", "_") for a in arguments if a.startswith("--")]
     return [option for option in given if option not in known]
+
+
+def options_of(name, arguments):
+    kind = TAKEN[arguments[0] if name == "bench" else name]
+    return unknown(kind, arguments)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -68,11 +80,15 @@ def test_what_a_page_tells_to_type_exists(page):
         assert name in COMMANDS, said
         if name == "train" and arguments and not arguments[0].startswith("-"):
             assert arguments[0] in RECIPES or arguments[0] in PLACEHOLDERS, said
-        if name == "import":
-            assert arguments[1] in {*RECIPES, *PLACEHOLDERS}, said
-        if name == "bench" and (not arguments or arguments[0] not in BENCHES):
+        if name == "bench" and (not arguments or arguments[0] not in BENCHMARKS):
             continue
         assert not options_of(name, arguments), said
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_benchmarks_of_a_page_exist(page):
+    for name, arguments in benchmarks(page.read_text()):
+        assert name in OWN_BENCHMARKS and not unknown(OWN_BENCHMARKS[name][0], arguments), (name, arguments)
 
 
 def test_every_part_of_a_config_is_on_its_page():

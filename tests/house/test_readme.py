@@ -1,18 +1,16 @@
-"""README.md and docs/speed.md quote what is. `python tests/house/test_readme.py` writes them anew."""
+"""README.md quotes what is. `python tests/house/test_readme.py` writes them anew."""
 
 import ast
 import json
 import re
 from pathlib import Path
 
-from qerl.cli.bench.record import RESULTS, read
-from qerl.cli.bench.table import markdown, summary
 from studies.analysis import judge
 from studies.catalog import STUDIES
 from studies.verdict import headline
 
 ROOT = Path(__file__).parents[2]
-README, SPEED, PACKAGE = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "src" / "qerl"
+README, PACKAGE = ROOT / "README.md", ROOT / "src" / "qerl"
 
 
 def the_loop() -> str:
@@ -40,18 +38,6 @@ def first_line(part: Path) -> str:
     return docstring.splitlines()[0].rstrip(".:")
 
 
-def the_speed() -> str:
-    return f"{summary(read(ROOT / RESULTS))}\n\nEvery figure, and beside what: `docs/speed.md`."
-
-
-def the_page() -> str:
-    how = (
-        "Every figure is a row of `bench/results`, with the commit that it was measured at: the latest\n"
-        "of each case. What is measured, and how, stands in `src/qerl/bench`; `qerl bench` measures it again."
-    )
-    return f"# Speed and memory\n\n{how}\n\n{markdown(read(ROOT / RESULTS))}\n"
-
-
 def the_findings() -> str:
     """The verdicts of all studies, from their lines."""
     found = []
@@ -68,7 +54,7 @@ def the_findings() -> str:
     )
 
 
-QUOTES = {"loop": the_loop, "tree": the_tree, "speed": the_speed, "findings": the_findings}
+QUOTES = {"loop": the_loop, "tree": the_tree, "findings": the_findings}
 
 
 def block(text: str, mark: str) -> str:
@@ -84,11 +70,6 @@ def test_the_loop_is_quoted_as_it_is():
 
 def test_the_tree_is_complete_and_says_what_each_part_says_of_itself():
     assert block(README.read_text(), "tree") == the_tree()
-
-
-def test_every_figure_is_a_row_and_every_latest_row_is_shown():
-    assert block(README.read_text(), "speed") == the_speed()
-    assert SPEED.read_text() == the_page()
 
 
 def test_the_findings_are_those_of_the_studies_lines():
@@ -114,4 +95,3 @@ if __name__ == "__main__":
         text = re.sub(pattern, rf"\1{mark} goes here\n\n\2", text, count=1, flags=re.DOTALL)
         text = text.replace(f"{mark} goes here", quote())
     README.write_text(text)
-    SPEED.write_text(the_page())

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.cli.bench.record import RESULTS, read
+from qerl.cli.bench.options import BenchStepOptions
+from qerl.cli.bench.record import RESULTS, read_rows
 from qerl.cli.bench.step import cases, config_of
-from qerl.cli.bench_options import BenchStepOptions
 from qerl.cli.main import command
 from qerl.config import (
     AdapterConfig,
@@ -297,7 +297,7 @@ MEASURED = [  # H200, 2026-11-21: the most at once in a step of 64 samples of 2,
     {"shape": "qwen2.5-7b", "kv": "bf16", "kv_gb": 7.2, "micro_tokens": 8192, "peak_gb": 15.19},
     {"shape": "qwen2.5-32b", "kv": "fp8", "kv_gb": 10.76, "micro_tokens": 4350, "peak_gb": 37.0},
 ]
-ROWS = [row for row in read(ROOT / RESULTS) if row["bench"] == "memory" and "error" not in row]
+ROWS = [row for row in read_rows(ROOT / RESULTS) if row["bench"] == "memory" and "error" not in row]
 
 
 @pytest.mark.parametrize("row", [*MEASURED, *ROWS], ids=lambda row: f"{row['shape']} {row['peak_gb']} GB")

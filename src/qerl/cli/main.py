@@ -62,7 +62,9 @@ def main() -> None:
 def command(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(USAGE.format(commands="\n".join(f"  {name:10}{help_line(COMMANDS[name])}" for name in COMMANDS)))
+        print(
+            USAGE.format(commands="\n".join(f"  {name:10}{help_line(COMMANDS[name])}" for name in COMMANDS))
+        )
         return
     if name in FORMER_COMMANDS:
         raise UserError(f"qerl {name} is now {FORMER_COMMANDS[name]}")

@@ -1,4 +1,4 @@
-"""How a packed product is cut into tiles: a table that `qerl bench tile` measured, by (M, N, K) and GPU.
+"""How a packed product is cut into tiles: a table that `python -m benchmarks tile` measured, by (M, N, K) and GPU.
 
     nvfp4_tile.json   for each GPU: commit and day; for each (N, K) and most tokens M the quickest Choice
 

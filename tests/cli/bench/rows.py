@@ -3,7 +3,7 @@
 import torch
 
 from cli.bench.test_record import ORIGIN
-from qerl.cli.bench.record import RowWriter, read
+from qerl.cli.bench.record import RowWriter, read_rows
 
 CPU = torch.device("cpu")
 
@@ -11,4 +11,4 @@ CPU = torch.device("cpu")
 def rows_of(folder, work):
     """work(rows) -> the rows it wrote."""
     work(RowWriter(folder / "rows.jsonl", ORIGIN))
-    return read(folder)
+    return read_rows(folder)

@@ -67,7 +67,7 @@ def test_a_row_has_its_share_of_the_limit():
 
 
 def test_the_options_head_is_the_rows():
-    from qerl.cli.bench_options import BenchDecodeOptions
+    from qerl.cli.bench.options import BenchDecodeOptions
 
     cases = decode._cases(BenchDecodeOptions(head="fp8", batches=(8, 16)), "qerl-nvfp4", 32)
     assert [c.head for c in cases] == ["fp8", "fp8"]

@@ -7,9 +7,16 @@ from functools import partial
 
 import pytest
 
-from cli.bench import test_learn, test_parity, test_step
+from benchmarks import parity
+from cli.bench import test_learn, test_step
 from cli.bench.rows import CPU, rows_of
-from qerl.cli.bench import case, learn, parity, step
+from cli.bench.shapes import TINY
+from qerl.cli.bench import case, learn, step
+
+SHAPE = dataclasses.replace(TINY, vocab_size=128)
+PARITY = parity.ParityOptions(
+    shape="tiny", batch=3, prompt_tokens=5, max_tokens=24, lora_rank=16, entropies=(4.0,)
+)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +24,7 @@ from qerl.cli.bench import case, learn, parity, step
     [
         (learn, learn.measure, test_learn.OPTIONS),
         (step, partial(step.measure, "step"), test_step.OPTIONS),
-        (parity, parity.measure, dataclasses.replace(test_parity.OPTIONS, heads=("bf16",))),
+        (parity, parity.measure, PARITY),
     ],
 )
 @pytest.mark.parametrize("fails", [False, True])
@@ -38,5 +45,5 @@ def test_a_decoder_is_gone_before_the_next_is_made(tmp_path, monkeypatch, module
 
     monkeypatch.setattr(case, "random_decoder", one)
     monkeypatch.setattr(module, "measured", breaks)
-    rows = rows_of(tmp_path, lambda rows: measure(options, test_parity.SHAPE, CPU, rows))
+    rows = rows_of(tmp_path, lambda rows: measure(options, SHAPE, CPU, rows))
     assert len(made) == 2 and all(("error" in row) == fails for row in rows)

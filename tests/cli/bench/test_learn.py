@@ -8,7 +8,7 @@ from cli.bench.rows import CPU, rows_of
 from cli.bench.shapes import TINY
 from cli.bench.test_record import ORIGIN
 from qerl.cli.bench import learn
-from qerl.cli.bench_options import BenchLearnOptions
+from qerl.cli.bench.options import BenchLearnOptions
 from qerl.errors import UserError
 from qerl.models.random_weights import SHAPES, random_decoder
 

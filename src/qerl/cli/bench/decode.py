@@ -26,9 +26,9 @@ from qerl.algo.seeds import mix
 from qerl.aqn.norm_noise import noised
 from qerl.cli.bench.case import FORMATS, case_of
 from qerl.cli.bench.measure import Meter, cuda_device
-from qerl.cli.bench.record import Origin, rows_for
+from qerl.cli.bench.options import BenchDecodeOptions
+from qerl.cli.bench.record import Origin, row_writer
 from qerl.cli.bench.roofline import LIMITS, step_floor_ms
-from qerl.cli.bench_options import BenchDecodeOptions
 from qerl.config import EngineConfig
 from qerl.engine import Engine, Stats
 from qerl.errors import RunError
@@ -75,7 +75,7 @@ def bench_decode(options: BenchDecodeOptions) -> None:
     """Appends a row for each provider, rank, batch and noise, and prints it."""
     architecture = shape(options.shape)
     device = cuda_device()
-    rows = rows_for(options)
+    rows = row_writer(options)
     for provider in options.providers:
         for rank in options.lora_ranks:
             start_s = time.perf_counter()
@@ -90,7 +90,7 @@ def bench_decode(options: BenchDecodeOptions) -> None:
             torch.cuda.synchronize()
             made_s = time.perf_counter() - start_s
             for case in _cases(options, provider, rank):
-                rows.add(row_of(case, measured(case, decoder, made_s, options.runs), rows.made_of))
+                rows.add(row_of(case, measured(case, decoder, made_s, options.runs), rows.origin))
             del decoder
             gc.collect()
             torch.cuda.empty_cache()
@@ -167,8 +167,8 @@ def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tok
     return stats
 
 
-def row_of(case: DecodeCase, figures: dict[str, Any], made_of: Origin) -> dict[str, Any]:
-    limit, fraction = LIMITS.get(made_of.gpu), None
+def row_of(case: DecodeCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
+    limit, fraction = LIMITS.get(origin.gpu), None
     if limit is not None:
         least_ms = step_floor_ms(
             limit,

@@ -21,9 +21,9 @@ import torch
 from qerl.cli.bench.case import case_of, gemms, random_policy
 from qerl.cli.bench.decode import random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.record import Origin, RowWriter, rows_for
+from qerl.cli.bench.options import BenchLearnOptions
+from qerl.cli.bench.record import Origin, RowWriter, row_writer
 from qerl.cli.bench.roofline import LIMITS
-from qerl.cli.bench_options import BenchLearnOptions
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
@@ -50,7 +50,7 @@ class LearnCase:
 def bench_learn(options: BenchLearnOptions) -> None:
     """Appends a row for each provider, recompute and split, and prints it."""
     architecture, device = shape(options.shape), cuda_device()
-    measure(options, architecture, device, rows_for(options))
+    measure(options, architecture, device, row_writer(options))
 
 
 def measure(
@@ -64,7 +64,7 @@ def measure(
             if decoder is not None:
                 figures, error = attempt(partial(measured, case, decoder, options.runs), device)
                 decoder.zero_grad(set_to_none=True)  # of a step that was broken off
-            rows.add(row_of(case, architecture, figures or {"error": error}, rows.made_of))
+            rows.add(row_of(case, architecture, figures or {"error": error}, rows.origin))
         del decoder
         meter.clear()
 
@@ -128,9 +128,9 @@ def config_of(case: LearnCase, num_prompts: int) -> RunConfig:
 
 
 def row_of(
-    case: LearnCase, architecture: Architecture, figures: dict[str, Any], made_of: Origin
+    case: LearnCase, architecture: Architecture, figures: dict[str, Any], origin: Origin
 ) -> dict[str, Any]:
-    limit, mfu = LIMITS.get(made_of.gpu), None
+    limit, mfu = LIMITS.get(origin.gpu), None
     if limit is not None and "tok_per_s" in figures:
         flop = 2 * _PASSES[case.recompute] * num_weights(architecture)
         mfu = round(flop * figures["tok_per_s"] / limit.flop_per_s, 4)

@@ -1,13 +1,14 @@
-"""Appends a measurement as one line of JSON that says what source, GPU and libraries it comes from.
+"""Print and append benchmark rows: one line of JSON with the source, GPU and libraries that it was measured on.
 
-    {"bench": "linear", "shape": "qwen2.5-7b", "batch": 8, "provider": "qerl-nvfp4", "lora_rank": 32,
-     "ms": 1.47, ..., "floor_fraction": 0.58, "commit": "782c2b4...", "is_dirty": false,
-     "gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0+cu130", "triton": "3.6.0",
+    {"bench": "decode", "shape": "qwen2.5-7b", "batch": 8, "provider": "qerl-nvfp4", "lora_rank": 32,
+     "tok_per_s": 3672.0, ..., "floor_fraction": 0.46, "commit": "782c2b4...", "is_dirty": false,
+     "qerl": "0.1.0", "gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0+cu130", "triton": "3.6.0",
      "driver": "580.159.04", "date": "2026-11-21"}
 
-There is no row without a commit. Files that differ from it are refused, or the row is marked as dirty where
-the user insists; the results' own folder is not looked at, for it changes with every row. The rows that are
-committed are not dirty: tests/cli/bench/test_table.py.
+In a checkout, a row holds the commit, and uncommitted changes are refused unless the user allows them. Changes
+in benchmarks/results are ignored, since every row changes them. An installed package has no commit; its rows
+are printed, and written only to a file that the user names. Committed rows are never dirty:
+tests/benchmarks/test_table.py.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import json
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,13 +25,16 @@ from qerl.errors import RunError, UserError
 from qerl.tracking.provenance import git_state
 
 ROOT = Path(__file__).parents[4]
-RESULTS = Path("bench", "results")
+RESULTS = Path("benchmarks", "results")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    commit: str
-    is_dirty: bool
+    commit: str | None
+    is_dirty: bool | None
+    """True if files differ from the commit. Both are None outside a checkout."""
+    qerl: str | None
+    """Version of the installed package; None if it is not installed."""
     gpu: str
     capability: str
     """Compute capability, such as 9.0."""
@@ -39,13 +43,49 @@ class Origin:
     driver: str
 
 
-def origin(*, allow_dirty: bool) -> Origin:
-    """Of what is measured now, on torch's current CUDA device."""
+class RowOptions(Protocol):
+    """The options that every benchmark has."""
+
+    @property
+    def out(self) -> Path | None: ...
+
+    @property
+    def allow_dirty(self) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowWriter:
+    """RowWriter(file, origin).add({"bench": "learn", ...}) prints the row and appends it to the file, if any."""
+
+    file: Path | None
+    origin: Origin
+
+    def add(self, row: dict[str, Any]) -> None:
+        facts = dataclasses.asdict(self.origin) | {"date": datetime.now(UTC).date().isoformat()}
+        assert not row.keys() & facts.keys()
+        line = json.dumps(row | facts)
+        print(line, flush=True)
+        if self.file is not None:
+            _append(self.file, line)
+
+
+def row_writer(options: RowOptions) -> RowWriter:
+    """Write to the file of the options; by default, rows of a clean checkout go to the file of this GPU."""
+    origin = read_origin(allow_dirty=options.allow_dirty)
+    file = options.out
+    if file is None and origin.is_dirty is False:
+        file = default_file(origin.gpu)
+    return RowWriter(file, origin)
+
+
+def read_origin(*, allow_dirty: bool) -> Origin:
+    """Return the origin of rows measured now on the current CUDA device."""
     commit, is_dirty = source(ROOT, allow_dirty=allow_dirty)
     major, minor = torch.cuda.get_device_capability()
     return Origin(
         commit=commit,
         is_dirty=is_dirty,
+        qerl=_version("qerl"),
         gpu=torch.cuda.get_device_name(),
         capability=f"{major}.{minor}",
         torch=torch.__version__,
@@ -54,64 +94,43 @@ def origin(*, allow_dirty: bool) -> Origin:
     )
 
 
-def source(root: Path, *, allow_dirty: bool) -> tuple[str, bool]:
-    """The commit, and whether files differ from it."""
+def source(root: Path, *, allow_dirty: bool) -> tuple[str | None, bool | None]:
+    """Return the commit and whether files differ from it; (None, None) if root is not a checkout."""
     state = git_state(root, exclude=RESULTS)
     if state is None:
-        raise UserError(
-            f"{root}: is no git checkout with a commit: a row says which source it measured, so bench runs"
-            " from a checkout"
-        )
+        return None, None
     changed = state.changed_files
     if changed and not allow_dirty:
         first, more = changed[0], f" and {len(changed) - 1} more" * (len(changed) > 1)
-        raise UserError(
-            f"{first}{more} differs from the commit: commit it, or give --allow-dirty and --out FILE to"
-            " measure without a lasting row"
-        )
+        raise UserError(f"uncommitted changes in {first}{more}: commit them, or pass --allow-dirty")
     return state.commit, bool(changed)
 
 
 def default_file(gpu: str, root: Path = ROOT) -> Path:
-    """NVIDIA H200 -> bench/results/h200.jsonl."""
+    """NVIDIA H200 -> benchmarks/results/h200.jsonl."""
     return root / RESULTS / f"{gpu.removeprefix('NVIDIA ').lower().replace(' ', '-')}.jsonl"
 
 
-def append(file: Path, row: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    """The whole row, as it was written."""
-    facts = dataclasses.asdict(origin)
-    assert len(origin.commit) == 40 and not row.keys() & facts.keys()
-    whole = row | facts | {"date": datetime.now(UTC).date().isoformat()}
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of all files, ordered by file name, oldest first within a file."""
+    files = sorted(folder.glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def _append(file: Path, line: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a") as lines:
-            lines.write(json.dumps(whole) + "\n")
+            lines.write(line + "\n")
     except OSError as error:
         raise RunError(f"{file}: cannot be written: {error.strerror}") from error
-    return whole
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowWriter:
-    """Rows(file, made_of).add({"bench": "learn", ...}) appends it to the file and prints it."""
-
-    file: Path
-    made_of: Origin
-
-    def add(self, row: dict[str, Any]) -> None:
-        print(json.dumps(append(self.file, row, self.made_of)), flush=True)
-
-
-def rows_for(options: Any) -> RowWriter:
-    """Of a benchmark with these options: where they say, else beside the other rows of this GPU."""
-    made_of = origin(allow_dirty=options.allow_dirty)
-    return RowWriter(options.out or default_file(made_of.gpu), made_of)
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """Every row, file by file in the order of their names, oldest first within each."""
-    files = sorted(folder.glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _output(*command: str) -> str:

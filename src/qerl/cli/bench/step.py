@@ -26,8 +26,8 @@ import torch
 from qerl.cli.bench.case import FORMATS, case_of, random_policy
 from qerl.cli.bench.decode import Wordless, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.record import RowWriter, rows_for
-from qerl.cli.bench_options import BenchStepOptions
+from qerl.cli.bench.options import BenchStepOptions
+from qerl.cli.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
 from qerl.learner import Learner, plan
@@ -75,19 +75,10 @@ class Taken:
 
 
 def bench_step(options: BenchStepOptions) -> None:
-    """Appends a row for each provider and batch, and prints it."""
-    _bench("step", options)
-
-
-def bench_memory(options: BenchStepOptions) -> None:
-    """The same, in rows of their own: what counts is the peak of each step."""
-    _bench("memory", options)
-
-
-def _bench(bench: str, options: BenchStepOptions) -> None:
+    """Write a row for each provider and batch."""
     with join_ranks("cuda") as ranks:
-        kind = bench if ranks.count == 1 else "many"
-        measure(kind, options, shape(options.shape), cuda_device(), rows_for(options), ranks)
+        kind = "many" if ranks.count > 1 else "memory" if options.memory else "step"
+        measure(kind, options, shape(options.shape), cuda_device(), row_writer(options), ranks)
 
 
 def measure(

@@ -1,0 +1,47 @@
+"""Run `python -m benchmarks linear|parity|tile|table` in a checkout."""
+
+import sys
+from collections.abc import Callable
+
+import tyro
+
+from benchmarks.linear import LinearOptions, bench_linear
+from benchmarks.parity import ParityOptions, bench_parity
+from benchmarks.table import TableOptions, write_tables
+from benchmarks.tile import TileOptions, bench_tile
+from qerl.cli.arguments import check_known, wants_help
+from qerl.errors import RunError, UserError
+
+USAGE = """\
+usage: python -m benchmarks BENCHMARK [OPTIONS]
+
+benchmarks:
+  linear   time the linears of a decode step beside other libraries
+  parity   compare the engine's log-probabilities with the learner's
+  tile     time all tiles of the NVFP4 kernel and write the table that the kernel reads
+  table    print the tables of README.md and docs/, or write them with --write
+
+Rows are appended to benchmarks/results/GPU.jsonl. 'qerl bench decode', 'learn' and 'step' write there too."""
+BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
+    "linear": (LinearOptions, bench_linear),
+    "parity": (ParityOptions, bench_parity),
+    "tile": (TileOptions, bench_tile),
+    "table": (TableOptions, write_tables),
+}
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if not arguments or wants_help(arguments):
+        print(USAGE)
+        return
+    try:
+        options, bench = BENCHMARKS[check_known(arguments[0], BENCHMARKS, "benchmark")]
+        bench(tyro.cli(options, args=arguments[1:], prog=f"python -m benchmarks {arguments[0]}"))
+    except (UserError, RunError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Marked tables of README.md and docs/ show the committed rows; `python -m benchmarks table --write` fills them."""
+
+import pytest
+
+from benchmarks.table import fill, pages
+from qerl.cli.bench.record import RESULTS, ROOT, read_rows
+
+
+@pytest.mark.parametrize("page", pages(ROOT), ids=lambda page: page.name)
+def test_every_marked_table_is_current(page):
+    text = page.read_text()
+    assert fill(text, read_rows(ROOT / RESULTS), page.name) == text
