@@ -120,7 +120,7 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["generate", "m", " "], ["the prompt is empty"]),
         (["generate", "m", "hello", "--top-p", "0"], ["top_p", "got 0"]),
         (["generate", "m", "hello", "--max-tokens", "0"], ["max_tokens", "got 0"]),
-        (["serve"], ["serve needs a model"]),
+        (["serve"], ["serve needs one model"]),
         (["serve", "/no/model", "--port", "0"], ["/no/model", "no such folder or file"]),
         (["serve", "m", "--port", "70000"], ["port", "70000"]),
         (["serve", "m", "--host", "0.0.0.0"], ["0.0.0.0", "--api-key-file"]),
