@@ -24,7 +24,7 @@ SRC = Path(tiny_run.__file__).parents[1] / "src"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return parts.opened_tiny(tmp_path_factory.mktemp("model"))
+    return parts.load_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_prompt_is_answered_on_stdout_and_stdin_is_a_prompt_too(files, capsys,
     assert capsys.readouterr().out == said and len(said) > 5 and said.endswith("\n")
     main.command(["generate", str(files), "hello", *given[:-1], "5"])
     assert capsys.readouterr().out != said
-    main.command(["generate", str(files), "hello", *given, "--system", "x"])
+    main.command(["generate", str(files), "hello", *given, "--system-prompt", "x"])
     assert capsys.readouterr().out != said
 
 
@@ -76,7 +76,7 @@ def test_an_answer_is_part_of_the_next_prompt_until_there_is_no_room(model, caps
         chat.answer(f"{turn}" * 150)
     messages = chat._messages
     assert messages[0]["content"] == "s" and messages[-2]["content"] == "4" * 150
-    assert 3 < len(messages) < 11 and "forgotten" in capsys.readouterr().err
+    assert 3 < len(messages) < 11 and "dropped" in capsys.readouterr().err
     with pytest.raises(UserError, match="2003 tokens"):
         chat.answer("x" * 1997)
     assert messages[-1]["role"] == "assistant"
@@ -161,7 +161,7 @@ def test_ctrl_d_ends(long_model):
     try:
         terminal.wait_until_it_asks()
         terminal.type("\x03")
-        terminal.wait_for("once more")
+        terminal.wait_for("again or Ctrl-D")
         terminal.type("one\n")
         terminal.wait_for("one\r\n")
         terminal.wait_for("\r\n> ")

@@ -15,7 +15,7 @@ import pytest
 
 from qerl.config.options import ServeOptions
 from qerl.errors import UserError
-from qerl.serve.server import find_key, serve
+from qerl.serve.server import read_api_key, serve
 from serve import parts
 
 KEY = "sk-tiny-0123456789"
@@ -24,15 +24,15 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return parts.opened_tiny(tmp_path_factory.mktemp("tiny"))
+    return parts.load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def served(model):
-    """(address, desk)"""
-    app, desk = parts.app_of(model, key=KEY, gather_s=0.3)
+    """(address, batcher)"""
+    app, batcher = parts.app_of(model, key=KEY, batch_wait_s=0.3)
     with parts.serving(app) as address:
-        yield address, desk
+        yield address, batcher
 
 
 @pytest.fixture
@@ -58,14 +58,14 @@ def test_the_client_lists_chats_and_completes(client):
 
 def test_a_streamed_chat_is_the_whole_one_and_comes_while_it_is_drawn(served, client):
     whole = asked(client, max_tokens=300).choices[0]
-    parts.wait_for(lambda: len(served[1].drawn) == served[1].num_calls)
-    texts, finish, is_early, before = [], None, False, len(served[1].drawn)
+    parts.wait_for(lambda: len(served[1].num_sampled) == served[1].num_calls)
+    texts, finish, is_early, before = [], None, False, len(served[1].num_sampled)
     with asked(client, max_tokens=300, stream=True, stream_options={"include_usage": True}) as stream:
         for piece in stream:
             if piece.choices:
                 texts.append(piece.choices[0].delta.content or "")
                 finish = finish or piece.choices[0].finish_reason
-                is_early = is_early or (bool(texts[-1]) and len(served[1].drawn) == before)
+                is_early = is_early or (bool(texts[-1]) and len(served[1].num_sampled) == before)
             else:
                 counts = piece.usage
     assert "".join(texts) == whole.message.content and finish == whole.finish_reason
@@ -83,25 +83,25 @@ def test_two_clients_at_once_share_a_call_and_get_what_each_gets_alone(served, c
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_costs_no_more_tokens(served, client, is_stream):
-    address, desk = served
+    address, batcher = served
     long = {"max_tokens": 900, "seed": 5, "n": 2}
     num_whole = asked(client, **long).usage.completion_tokens
-    before = desk.num_calls
+    before = batcher.num_calls
     body = json.dumps({"model": "tiny", "messages": HELLO, "stream": is_stream, **long})
     head = f"authorization: Bearer {KEY}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     url = httpx.URL(address)
     with socket.create_connection((url.host, url.port)) as connection:
         connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n{body}".encode())
-        parts.wait_for(lambda: desk.num_calls == before + 1)
-    parts.wait_for(lambda: len(desk.drawn) == before + 1)
-    assert desk.drawn[-2] == num_whole and 0 < desk.drawn[-1] < num_whole / 2
+        parts.wait_for(lambda: batcher.num_calls == before + 1)
+    parts.wait_for(lambda: len(batcher.num_sampled) == before + 1)
+    assert batcher.num_sampled[-2] == num_whole and 0 < batcher.num_sampled[-1] < num_whole / 2
     assert asked(client).choices[0].message.content
 
 
 def test_mistakes_reach_the_client_as_its_own_exceptions(served, client):
     with pytest.raises(openai.NotFoundError, match="there is tiny"):
         asked(client, model="other")
-    with pytest.raises(openai.BadRequestError, match="1 to 4"):
+    with pytest.raises(openai.BadRequestError, match="at most 4"):
         asked(client, n=9)
     with pytest.raises(openai.APIStatusError) as refused:
         asked(client, messages=[{"role": "user", "content": "x" * 3000}])
@@ -119,18 +119,18 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch):
 
 def test_the_key_is_that_of_the_file_or_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("QERL_API_KEY", raising=False)
-    assert find_key(None) is None
+    assert read_api_key(None) is None
     monkeypatch.setenv("QERL_API_KEY", "abc")
-    assert find_key(None) == "abc"
+    assert read_api_key(None) == "abc"
     file = tmp_path / "key"
     file.write_text("def\n")
-    assert find_key(file) == "def"
+    assert read_api_key(file) == "def"
     for wrong in (b"", b"\n", b"a b", b"a\nb", b"\xff"):
         file.write_bytes(wrong)
         with pytest.raises(UserError, match="api_key_file"):
-            find_key(file)
+            read_api_key(file)
     with pytest.raises(UserError, match="No such file"):
-        find_key(tmp_path / "none")
+        read_api_key(tmp_path / "none")
 
 
 def test_a_port_in_use_is_one_line():

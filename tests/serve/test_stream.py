@@ -10,7 +10,7 @@ from serve import parts
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return parts.opened_tiny(tmp_path_factory.mktemp("model"))
+    return parts.load_tiny(tmp_path_factory.mktemp("model"))
 
 
 def streamed(model, tokens_T, stop=()):
@@ -19,7 +19,7 @@ def streamed(model, tokens_T, stop=()):
     whole = text.of([token for token in tokens_T if token not in model.stop_tokens])
     sample = Sample(tokens_T=tokens_T, logprobs_T=[0.0], text=whole, finish="stop", version=0)
     ended = [None] * (len(tokens_T) - 1) + [sample]
-    return [stream.more(token, end) for token, end in zip(tokens_T, ended, strict=True)], whole
+    return [stream.add(token, end) for token, end in zip(tokens_T, ended, strict=True)], whole
 
 
 def test_a_character_of_several_bytes_comes_whole(model):

@@ -1,7 +1,9 @@
-"""The routes: /v1/models, /v1/completions and /v1/chat/completions.
+"""The routes /v1/models, /v1/completions and /v1/chat/completions.
 
-Every request is checked before its body is read: the key, or without one that it is meant for this machine
-(a browser's page may send what it likes to a loopback address, but under a foreign Host or as plain text).
+Access is checked before the body is read: by the API key, or without one by the Host header. A page in a
+browser can send requests to a loopback address, but only under its own host name (tracking/loopback.py) or as
+plain text, and both are refused. Starlette's TrustedHostMiddleware knows neither 127.0.0.0/8 nor OpenAI's
+error format.
 """
 
 import asyncio
@@ -11,210 +13,199 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from qerl.errors import UserError
-from qerl.serve.batcher import Batcher, BusyError, GoneError, PendingRequest
-from qerl.serve.reply import CHAT, COMPLETION, ApiResponse, ResponseFormat
+from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, PendingRequest
 from qerl.serve.request import ApiError, CompletionRequest, RequestParser
+from qerl.serve.response import CHAT, COMPLETION, ApiResponse, ResponseFormat
 from qerl.serve.stream import TextStream
 from qerl.tracking.loopback import names_this_machine
 from qerl.types import Sample
 
-_GONE = ApiError(499, "the client has gone")  # nobody reads it
+StreamQueue = asyncio.Queue[tuple[int, int, Sample | None] | Exception]
+"""(choice, token, the sample if that token ended it), or the failure of the request."""
 
-Seen = tuple[int, int, Sample | None] | Exception
 
-
-def make_app(reader: RequestParser, desk: Batcher, *, key: str | None) -> FastAPI:
+def make_app(parser: RequestParser, batcher: Batcher, *, api_key: str | None) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        desk.open()
+        batcher.start()
         yield
-        desk.close()
+        batcher.close()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    routes = Routes(reader, desk)
-    check = AccessCheck(key, reader.options.host).check
-    created = int(time.time())
-
-    async def models(request: Request) -> Response:
-        check(request)
-        model = {"id": reader.name, "object": "model", "created": created, "owned_by": "qerl"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def completions(request: Request) -> Response:
-        check(request)
-        return await routes.answer(request, reader.completion, COMPLETION)
-
-    async def chat_completions(request: Request) -> Response:
-        check(request)
-        return await routes.answer(request, reader.chat, CHAT)
-
-    app.add_api_route("/v1/models", models, response_model=None)
-    app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
-    app.add_exception_handler(ApiError, _refused)
-    app.add_exception_handler(HTTPException, _refused_by_framework)
+    routes = Routes(parser, batcher)
+    app = FastAPI(
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        dependencies=[Depends(AccessCheck(api_key, parser.options.host).check)],
+        exception_handlers={HTTPException: _error_response, ClientDisconnect: _no_response},
+    )
+    app.add_api_route("/v1/models", routes.models, response_model=None)
+    app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"], response_model=None)
     return app
 
 
 class AccessCheck:
-    """Who may come in."""
+    """Requires the API key, or where there is none, a Host header that names this machine."""
 
-    def __init__(self, key: str | None, host: str):
-        self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
+    def __init__(self, api_key: str | None, host: str):
+        self._digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
         self._host = host
 
-    def check(self, request: Request) -> None:
+    async def check(self, request: Request) -> None:
         if self._digest is None:
-            self._check_host(request.headers.get("host", ""))
+            if not names_this_machine(request.headers.get("host", ""), self._host):
+                raise ApiError(403, "the Host header must name this machine when no API key is set")
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(given.strip().encode()).digest()
         if not hmac.compare_digest(digest, self._digest) or scheme.lower() != "bearer":
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
-    def _check_host(self, header: str) -> None:
-        if not names_this_machine(header, self._host):
-            raise ApiError(
-                403, "without an API key, only requests to this machine's own address are answered"
-            )
-
 
 class Routes:
-    def __init__(self, reader: RequestParser, desk: Batcher):
-        self._reader, self._desk = reader, desk
+    def __init__(self, parser: RequestParser, batcher: Batcher):
+        self._parser, self._batcher, self._created = parser, batcher, int(time.time())
 
-    async def answer(
-        self, request: Request, read: Callable[[bytes], CompletionRequest], form: ResponseFormat
+    async def models(self, request: Request) -> Response:
+        model = {"id": self._parser.name, "object": "model", "created": self._created, "owned_by": "qerl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, self._parser.completion, COMPLETION)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, self._parser.chat, CHAT)
+
+    async def _answer(
+        self, http: Request, parse: Callable[[bytes], CompletionRequest], format: ResponseFormat
     ) -> Response:
-        ask = read(await self._body(request))
-        reply = ApiResponse(form, ask, self._reader.name, self._reader.opened.tokenizer)
-        job = PendingRequest(prompts_P=ask.prompts_P, num_samples=ask.num_samples, sampling=ask.sampling)
-        seen: asyncio.Queue[Seen] = asyncio.Queue()
-        if ask.is_stream:
-            _send_to(seen, job)
-        self._submit(job)
-        if ask.is_stream:
-            return StreamingResponse(self._events(job, seen, reply, ask), media_type="text/event-stream")
-        return JSONResponse(reply.whole(await _samples(request, job)))
-
-    async def _body(self, request: Request) -> bytes:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "the content type must be application/json")
-        most, body = self._reader.options.max_body_bytes, bytearray()
+        request = parse(await self._body(http))
+        response = ApiResponse(format, request, self._parser.name, self._parser.model.tokenizer)
+        pending = PendingRequest(
+            prompts_P=request.prompts_P, num_samples=request.body.n, sampling=request.sampling
+        )
+        items = _token_queue(pending) if request.body.stream else None
         try:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    raise ApiError(413, f"the body has more than {most} bytes")
-        except ClientDisconnect:
-            raise _GONE from None
+            self._batcher.submit(pending)
+        except BusyError as error:
+            raise _api_error(error) from None
+        if items is None:
+            return JSONResponse(response.whole(await _samples(http, pending)))
+        with_usage = bool(request.body.stream_options.include_usage)
+        events = self._events(pending, items, response, with_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _body(self, http: Request) -> bytes:
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the content type must be application/json")
+        max_bytes, body = self._parser.options.max_body_bytes, bytearray()
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise ApiError(413, f"the body has more than {max_bytes} bytes")
         return bytes(body)
 
-    def _submit(self, job: PendingRequest) -> None:
-        try:
-            self._desk.submit(job)
-        except BusyError as error:
-            raise ApiError(503, str(error), code="busy") from None
-
     async def _events(
-        self, job: PendingRequest, seen: asyncio.Queue[Seen], reply: ApiResponse, ask: CompletionRequest
+        self, pending: PendingRequest, items: StreamQueue, response: ApiResponse, with_usage: bool
     ) -> AsyncIterator[str]:
-        stop, opened = ask.sampling.stop, self._reader.opened
-        streams = [TextStream(opened, stop) for _ in range(job.num_choices)]
-        num_left, num_tokens = job.num_choices, 0
+        model, num_choices = self._parser.model, pending.num_choices
+        streams = [TextStream(model, pending.sampling.stop) for _ in range(num_choices)]
+        num_running, num_tokens = num_choices, 0
         try:
-            for index in range(job.num_choices):
-                if (opening := reply.opening(index)) is not None:
-                    yield _event(opening)
-            while num_left:
-                found = await seen.get()
-                if isinstance(found, Exception):
-                    yield _event(_error(_told(found)))
+            for chunk in response.first_chunks(num_choices):
+                yield _event(chunk)
+            while num_running:
+                item = await items.get()
+                if isinstance(item, Exception):
+                    yield _event(_error_body(_api_error(item)))
                     return
-                index, token, ended = found
+                choice, token, ended = item
                 num_tokens += 1
-                if text := streams[index].more(token, ended):
-                    yield _event(reply.piece(index, text))
+                if text := streams[choice].add(token, ended):
+                    yield _event(response.text_chunk(choice, text))
                 if ended is not None:
-                    num_left -= 1
-                    yield _event(reply.ending(index, ended))
-            if ask.with_usage:
-                yield _event(reply.counts(num_tokens))
+                    num_running -= 1
+                    yield _event(response.last_chunk(choice, ended))
+            if with_usage:
+                yield _event(response.usage_chunk(num_tokens))
             yield "data: [DONE]\n\n"
         finally:
-            job.is_gone = True
+            pending.is_cancelled = True
 
 
-def _send_to(seen: asyncio.Queue[Seen], job: PendingRequest) -> None:
-    """Puts what the desk's thread sees of the job into this loop's queue."""
-    loop = asyncio.get_running_loop()
+def _token_queue(pending: PendingRequest) -> StreamQueue:
+    """Return a queue of this event loop that gets what the batcher's thread reports of the request."""
+    loop, items = asyncio.get_running_loop(), StreamQueue()
 
-    def put(found: Seen) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever listened
-            loop.call_soon_threadsafe(seen.put_nowait, found)
+    def put(item: tuple[int, int, Sample | None] | Exception) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody listens
+            loop.call_soon_threadsafe(items.put_nowait, item)
 
-    def end(future: Any) -> None:
-        if (error := future.exception()) is not None:
+    def put_error(future: Future[list[Sample]]) -> None:
+        if isinstance(error := future.exception(), Exception):
             put(error)
 
-    job.watch = lambda choice, token, ended: put((choice, token, ended))
-    job.future.add_done_callback(end)
+    pending.on_token = lambda choice, token, ended: put((choice, token, ended))
+    pending.future.add_done_callback(put_error)
+    return items
 
 
-async def _samples(request: Request, job: PendingRequest) -> list[Sample]:
-    """The job's, unless the client goes first."""
-    answered = asyncio.wrap_future(job.future)
-    left = asyncio.ensure_future(_left(request))
+async def _samples(http: Request, pending: PendingRequest) -> list[Sample]:
+    """Return the samples of the request, which is cancelled if the client disconnects first."""
+    finished = asyncio.wrap_future(pending.future)
+    disconnected = asyncio.ensure_future(_disconnected(http))
     try:
-        await asyncio.wait({answered, left}, return_when=asyncio.FIRST_COMPLETED)
-        if not answered.done():
-            raise _GONE
-        return answered.result()
-    except (BusyError, GoneError, UserError) as error:
-        raise _told(error) from None
+        await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not finished.done():
+            raise ClientDisconnect
+        return finished.result()
+    except (BusyError, CancelledRequestError, UserError) as error:
+        raise _api_error(error) from None
     finally:
-        job.is_gone = True
-        answered.cancel()
-        left.cancel()
+        pending.is_cancelled = True
+        finished.cancel()
+        disconnected.cancel()
 
 
-async def _left(request: Request) -> None:
-    """Ends when the client does; the body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(http: Request) -> None:
+    """Wait until the client disconnects; the body must have been read."""
+    while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
-def _told(error: Exception) -> ApiError:
-    """The engine's own mistakes are not for the client to read."""
+def _api_error(error: Exception) -> ApiError:
+    """Return the client's view of a failure; internal errors are not shown."""
     if isinstance(error, UserError):
         return ApiError(400, str(error))
-    if isinstance(error, BusyError | GoneError):
-        return ApiError(503, str(error) or "the server ends", code="busy")
-    return ApiError(500, "the answer failed; the server's log says why")
+    if isinstance(error, BusyError | CancelledRequestError):
+        return ApiError(503, str(error), code="busy")
+    return ApiError(500, "the request failed; see the server's log")
 
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
 
 
-def _error(error: ApiError) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+def _error_body(error: HTTPException) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    return {"error": {"message": error.detail, "type": kind, "param": param, "code": code}}
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(_error(error), status_code=error.status)
+async def _error_response(http: Request, error: HTTPException) -> Response:
+    return JSONResponse(_error_body(error), status_code=error.status_code)
 
 
-async def _refused_by_framework(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(_error(ApiError(error.status_code, str(error.detail))), status_code=error.status_code)
+async def _no_response(http: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # nginx's code for a client that closed the connection

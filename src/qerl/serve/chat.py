@@ -1,7 +1,7 @@
-"""The terminal: one answer to a prompt, or a conversation, each token shown as it comes.
+"""Chat in the terminal: answer one prompt, or hold a conversation, printing each token as it is sampled.
 
-Ctrl-C ends an answer, which stays in the conversation as far as it came; twice, it ends the program. Ctrl-D
-ends it too. Where the conversation outgrows the model's positions, its oldest exchange is forgotten.
+Ctrl-C stops an answer, and the part that was sampled stays in the conversation. A second Ctrl-C, or Ctrl-D,
+ends the program. When the conversation outgrows the model's positions, its oldest exchanges are dropped.
 """
 
 import secrets
@@ -20,13 +20,13 @@ from qerl.types import Prompt, Sample, Sampling
 
 Message = dict[str, str]
 
-_ASK = "> "
-# A terminal would obey them.
-_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_INPUT_PROMPT = "> "
+# Control characters could drive the terminal.
+_REMOVED = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def generate(source: str, run: RunConfig | None, prompt: str | None, options: GenerateOptions) -> None:
-    """`source` as in opened; without a prompt, that of stdin, or a conversation where stdin is a terminal."""
+    """Answer the prompt, or else what stdin holds; start a conversation if stdin is a terminal."""
     is_conversation = prompt is None and sys.stdin.isatty()
     text = sys.stdin.read() if prompt is None and not is_conversation else prompt
     if text is not None and not text.strip():
@@ -50,37 +50,37 @@ class Chat:
         self._num_turns = 0
 
     def answer(self, text: str) -> int | None:
-        """Says the answer and keeps it; the signal that ended it, if one did."""
-        self._messages, tokens_T = self._fitting([*self._messages, {"role": "user", "content": text}])
+        """Print the answer and add it to the conversation; return the signal that stopped it, if any."""
+        self._messages, tokens_T = self._fit([*self._messages, {"role": "user", "content": text}])
         stop = StopSignal(lambda line: None)
         with stop.handling(), stop.deferred():
-            sample = self._drawn(tokens_T, stop)
+            sample = self._sample(tokens_T, stop)
         self._messages.append({"role": "assistant", "content": sample.text})
         self._num_turns += 1
         return stop.requested
 
-    def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """Messages and their tokens, without the exchanges that leave too little room for an answer."""
+    def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """Drop the oldest exchanges until an answer fits; return the rest and its tokens."""
         positions, first = self._model.max_positions, self._num_first
-        room = positions - min(self._options.max_tokens, positions // 2)
+        limit = positions - min(self._options.max_tokens, positions // 2)
         kept = list(messages)
         while True:
             _, tokens_T = rendered(self._model.tokenizer, kept)
-            if len(tokens_T) <= room or len(kept) == first + 1:
+            if len(tokens_T) <= limit or len(kept) == first + 1:
                 break
             del kept[first : first + 2]
         if len(tokens_T) >= positions:
-            raise UserError(f"the prompt has {len(tokens_T)} tokens, {positions - 1} are the most")
+            raise UserError(f"the prompt has {len(tokens_T)} tokens; the limit is {positions - 1}")
         if len(kept) < len(messages):
-            print(f"(forgotten: {(len(messages) - len(kept)) // 2} of the oldest exchanges)", file=sys.stderr)
+            print(f"(dropped the oldest {(len(messages) - len(kept)) // 2} exchanges)", file=sys.stderr)
         return kept, tokens_T
 
-    def _drawn(self, tokens_T: list[int], stop: StopSignal) -> Sample:
+    def _sample(self, tokens_T: list[int], stop: StopSignal) -> Sample:
         options, stream = self._options, TextStream(self._model, ())
 
         def watch(index: int, sample_index: int, token: int, ended: Sample | None) -> bool:
-            piece = stream.more(token, ended)
-            self._out.write(piece.translate(_CONTROL) if self._out.isatty() else piece)
+            piece = stream.add(token, ended)
+            self._out.write(piece.translate(_REMOVED) if self._out.isatty() else piece)
             self._out.flush()
             return stop.requested is not None
 
@@ -100,11 +100,11 @@ class Chat:
 
 
 def converse(chat: Chat) -> None:
-    """Until Ctrl-D, or Ctrl-C twice in a row."""
+    """Read and answer prompts until Ctrl-D, or Ctrl-C twice in a row."""
     was_stopped = False
     while True:
         try:
-            text = input(_ASK)
+            text = input(_INPUT_PROMPT)
         except EOFError:
             print()
             return
@@ -112,7 +112,7 @@ def converse(chat: Chat) -> None:
             if was_stopped:
                 raise
             was_stopped = True
-            print("\n(Ctrl-C once more, or Ctrl-D, ends)", file=sys.stderr)
+            print("\n(press Ctrl-C again or Ctrl-D to quit)", file=sys.stderr)
             continue
         if not text.strip():
             continue

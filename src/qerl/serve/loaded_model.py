@@ -1,4 +1,4 @@
-"""A model, or what a run has learned, opened to answer."""
+"""Load a model, or the newest checkpoint of a run, for sampling."""
 
 import dataclasses
 from pathlib import Path
@@ -19,18 +19,18 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: frozenset[int]
     max_positions: int
-    """Of prompt and answer together."""
+    """Longest prompt and answer together, in tokens."""
 
 
 def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:
-    """`source` is a model, or the folder of the run that `run` is the config of."""
+    """Load `source`: a model, or the folder of a run, of which `run` is the config."""
     config = run or RunConfig(noise=NoiseConfig(schedule="none"))
     config = dataclasses.replace(config, model=resolve_device(model))
-    tokenizer, room = load_tokenizer_and_limit(config)
+    tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     checkpoints = Path(source) / "checkpoints" if run is not None and with_adapter else None
     return LoadedModel(
         engine=load_trained_sampler(config, tokenizer, checkpoints),
         tokenizer=tokenizer,
         stop_tokens=stop_token_ids(tokenizer, locate(config.model.path)),
-        max_positions=room + config.sample.max_tokens,
+        max_positions=max_prompt_tokens + config.sample.max_tokens,
     )

@@ -1,14 +1,15 @@
-"""Bodies of /v1/completions and /v1/chat/completions, checked and made into prompts.
+"""Parse the bodies of /v1/completions and /v1/chat/completions into prompts and sampling parameters.
 
-A field that would change the answer and is not known here is refused by name, not passed over; those of
-_IGNORED change nothing, and those of _NEUTRAL are taken at the value at which they change nothing.
+A field that would change the answer and is not supported is an error. Fields of _IGNORED do not change the
+answer, fields of _NEUTRAL are accepted at the value that does not, and null means absent.
 """
 
 import dataclasses
-import json
-import math
 import secrets
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException
 
 from qerl.algo.seeds import mix
 from qerl.config.options import ServeOptions
@@ -17,13 +18,11 @@ from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.prompt import rendered
 from qerl.types import Prompt, Sampling
 
-_COMMON = {"model", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "stream", "stream_options"}
-_CHAT = _COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
-_COMPLETION = _COMMON | {"prompt", "logprobs"}
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _NEUTRAL = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
+    "top_logprobs": 0,
     "logit_bias": {},
     "best_of": 1,
     "echo": False,
@@ -31,177 +30,180 @@ _NEUTRAL = {
     "tools": [],
     "response_format": {"type": "text"},
 }
-_MOST_STOPS, _MOST_STOP_CHARACTERS = 4, 100
+_LENGTHS = ("max_tokens", "max_completion_tokens")
 
 
-class ApiError(Exception):
-    """What the client is told, with its HTTP status."""
+class ApiError(HTTPException):
+    """An error response: HTTP status, message, and OpenAI's `param` and `code`."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(status, message)
+        self.param, self.code = param, code
+
+
+def _as_list(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list")
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class _Fields(BaseModel, strict=True, allow_inf_nan=False):
+    """Takes values of exactly the declared types."""
+
+
+class TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Fields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], BeforeValidator(_as_parts)]
+
+    def rendered(self) -> dict[str, str]:
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(part.text for part in self.content)}
+
+
+class StreamOptions(_Fields):
+    include_usage: bool | None = None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+class RequestBody(_Fields, extra="forbid"):
+    model: str | None = None
+    n: int = Field(1, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=1e-6, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    stop: Annotated[list[StopString], Field(max_length=4), BeforeValidator(_as_list)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    logprobs: Any = None
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        kept = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+        return {name: value for name, value in kept.items() if value != _NEUTRAL.get(name)}
+
+    @classmethod
+    def parse(cls, content: bytes, model: str, options: ServeOptions) -> Self:
+        try:
+            body = cls.model_validate_json(content)
+        except ValidationError as error:
+            raise _api_error(error) from None
+        if body.model != model:
+            message = f"there is no such model here; there is {model}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        limits = {"n": options.max_samples} | dict.fromkeys(_LENGTHS, options.max_tokens)
+        for name, limit in limits.items():
+            if (getattr(body, name, None) or 1) > limit:
+                raise ApiError(400, f"{name}: must be at most {limit}", param=name)
+        return body
+
+
+class ChatBody(RequestBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+
+
+class CompletionBody(RequestBody):
+    prompt: Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list)]
+    logprobs: int | None = Field(None, ge=0, le=0)
+    """0: only the log probabilities of the sampled tokens are returned."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
+    body: RequestBody
     prompts_P: list[Prompt]
-    num_samples: int
     sampling: Sampling
-    is_stream: bool
-    with_usage: bool
-    """Of a stream: a last piece with the counts."""
-    with_logprobs: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RequestParser:
-    opened: LoadedModel
+    model: LoadedModel
     options: ServeOptions
     name: str
-    """What requests must call the model."""
+    """The model's name in requests."""
 
-    def chat(self, body: bytes) -> CompletionRequest:
-        fields = self._fields(body, _CHAT)
-        if fields.get("top_logprobs"):
-            raise ApiError(
-                400, "top_logprobs is not supported, only those of the tokens drawn", param="top_logprobs"
-            )
+    def chat(self, content: bytes) -> CompletionRequest:
+        body = ChatBody.parse(content, self.name, self.options)
+        messages = [message.rendered() for message in body.messages]
+        if self.options.system_prompt is not None and all(each["role"] != "system" for each in messages):
+            messages.insert(0, {"role": "system", "content": self.options.system_prompt})
         try:
-            pair = rendered(self.opened.tokenizer, self._messages(fields.get("messages")))
+            prompt = rendered(self.model.tokenizer, messages)
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
-        name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-        return self._ask(fields, [pair], name, with_logprobs=_flag(fields, "logprobs"))
+        return self._request(body, [prompt], body.max_completion_tokens or body.max_tokens)
 
-    def completion(self, body: bytes) -> CompletionRequest:
-        fields = self._fields(body, _COMPLETION)
-        if fields.get("logprobs"):
-            raise ApiError(
-                400, "logprobs must be 0: only those of the tokens drawn are given", param="logprobs"
-            )
-        given = fields.get("prompt")
-        texts = [given] if isinstance(given, str) else given
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise ApiError(400, "prompt must be a string or a list of strings", param="prompt")
-        self._check_choices(len(texts), "prompt")
-        pairs = [(text, list(self.opened.tokenizer(text)["input_ids"])) for text in texts]
-        return self._ask(fields, pairs, "max_tokens", with_logprobs="logprobs" in fields)
+    def completion(self, content: bytes) -> CompletionRequest:
+        body = CompletionBody.parse(content, self.name, self.options)
+        self._check_num_choices(len(body.prompt), "prompt")
+        prompts = [(text, list(self.model.tokenizer(text)["input_ids"])) for text in body.prompt]
+        return self._request(body, prompts, body.max_tokens)
 
-    def _fields(self, body: bytes, known: set[str]) -> dict[str, Any]:
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        fields = {name: value for name, value in fields.items() if value is not None}
-        for name, value in fields.items():
-            if name not in known | _IGNORED and (name not in _NEUTRAL or value != _NEUTRAL[name]):
-                raise ApiError(400, f"{name!r} is not supported here", param=name[:100])
-        if fields.get("model") != self.name:
-            raise ApiError(
-                404,
-                f"there is no such model here; there is {self.name}",
-                param="model",
-                code="model_not_found",
-            )
-        return fields
-
-    def _messages(self, given: Any) -> list[dict[str, str]]:
-        if not isinstance(given, list) or not given:
-            raise ApiError(400, "messages must be a list with a message or more", param="messages")
-        messages = [_message(each, f"messages[{i}]") for i, each in enumerate(given)]
-        if self.options.system_prompt is not None and all(each["role"] != "system" for each in messages):
-            return [{"role": "system", "content": self.options.system_prompt}, *messages]
-        return messages
-
-    def _ask(
-        self, fields: dict[str, Any], pairs: list[tuple[str, list[int]]], length: str, *, with_logprobs: bool
+    def _request(
+        self, body: RequestBody, prompts: list[tuple[str, list[int]]], max_tokens: int | None
     ) -> CompletionRequest:
-        num_samples = _integer(fields, "n", 1, 1, self.options.max_samples)
-        self._check_choices(len(pairs) * num_samples, "n")
-        max_tokens = _integer(fields, length, self.options.max_tokens, 1, self.options.max_tokens)
-        for _, tokens_T in pairs:
-            self._check_length(len(tokens_T), max_tokens if length in fields else 1)
-        is_stream, stream_options = _flag(fields, "stream"), fields.get("stream_options", {})
-        if not isinstance(stream_options, dict):
-            raise ApiError(400, "stream_options must be an object", param="stream_options")
-        if is_stream and with_logprobs:
-            raise ApiError(400, "logprobs are not given in a stream", param="logprobs")
-        seed = _integer(fields, "seed", secrets.randbits(63), -(1 << 63), (1 << 64) - 1)
+        self._check_num_choices(len(prompts) * body.n, "n")
+        for _, tokens_T in prompts:
+            self._check_length(len(tokens_T), max_tokens or 1)
+        if body.stream and body.with_logprobs:
+            raise ApiError(400, "logprobs are not supported in a stream", param="logprobs")
+        seed = secrets.randbits(63) if body.seed is None else body.seed
         return CompletionRequest(
+            body=body,
             prompts_P=[
-                Prompt(index=mix(seed, place), text=text, tokens_T=tokens_T, messages=None, columns={})
-                for place, (text, tokens_T) in enumerate(pairs)
+                Prompt(index=mix(seed, i), text=text, tokens_T=tokens_T, messages=None, columns={})
+                for i, (text, tokens_T) in enumerate(prompts)
             ],
-            num_samples=num_samples,
             sampling=Sampling(
-                max_tokens=max_tokens,
-                temperature=_number(fields, "temperature", 0.0, 2.0),
-                top_p=None if (top_p := _number(fields, "top_p", 1e-6, 1.0)) == 1 else top_p,
-                stop=_stop(fields.get("stop", [])),
+                max_tokens=max_tokens or self.options.max_tokens,
+                temperature=body.temperature,
+                top_p=None if body.top_p == 1 else body.top_p,
+                stop=tuple(dict.fromkeys(body.stop)),
             ),
-            is_stream=is_stream,
-            with_usage=_flag(stream_options, "include_usage"),
-            with_logprobs=with_logprobs,
         )
 
-    def _check_choices(self, num_choices: int, param: str) -> None:
-        if num_choices > self.options.max_samples:
-            message = (
-                f"at most {self.options.max_samples} answers a request, prompts times n; got {num_choices}"
-            )
+    def _check_num_choices(self, num_choices: int, param: str) -> None:
+        limit = self.options.max_samples
+        if num_choices > limit:
+            message = f"at most {limit} choices per request (prompts times n), got {num_choices}"
             raise ApiError(400, message, param=param)
 
-    def _check_length(self, prompt_tokens: int, least_tokens: int) -> None:
-        """A request that names no length gets what the positions leave."""
+    def _check_length(self, prompt_tokens: int, answer_tokens: int) -> None:
+        """Raise ApiError unless the prompt and this many tokens fit; an answer without max_tokens may be cut
+        short by the model's positions."""
         if prompt_tokens == 0:
             raise ApiError(400, "the prompt is empty", param="prompt")
-        most = min(self.options.max_prompt_tokens, self.opened.max_positions - least_tokens)
-        if prompt_tokens > most:
-            message = f"the prompt has {prompt_tokens} tokens, the most beside this answer are {most}"
+        limit = min(self.options.max_prompt_tokens, self.model.max_positions - answer_tokens)
+        if prompt_tokens > limit:
+            message = f"the prompt has {prompt_tokens} tokens; the limit for this request is {limit}"
             raise ApiError(400, message, code="context_length_exceeded")
 
 
-def _message(given: Any, where: str) -> dict[str, str]:
-    """A role and a text; a content of several text parts is one text."""
-    role, content = (given.get("role"), given.get("content")) if isinstance(given, dict) else (None, None)
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-        texts = [part.get("text") for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
-        message = f"{where} must have a role (system, developer, user, assistant) and a content of text"
-        raise ApiError(400, message, param=where)
-    return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def _integer(fields: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
-    value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ApiError(400, f"{name} must be an integer from {least} to {most}", param=name)
-    return value
-
-
-def _number(fields: dict[str, Any], name: str, least: float, most: float) -> float:
-    """1 unless it is given."""
-    value = fields.get(name, 1.0)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most:
-        raise ApiError(400, f"{name} must be a number from {least:g} to {most:g}", param=name)
-    return float(value)
-
-
-def _flag(fields: dict[str, Any], name: str) -> bool:
-    value = fields.get(name) or False
-    if not isinstance(value, bool):
-        raise ApiError(400, f"{name} must be true or false", param=name)
-    return value
-
-
-def _stop(given: Any) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else given
-    is_list = isinstance(stops, list) and len(stops) <= _MOST_STOPS
-    if not is_list or not all(isinstance(s, str) and 0 < len(s) <= _MOST_STOP_CHARACTERS for s in stops):
-        limits = f"{_MOST_STOPS} of 1 to {_MOST_STOP_CHARACTERS} characters"
-        raise ApiError(400, f"stop must be a string or a list of strings, at most {limits}", param="stop")
-    return tuple(dict.fromkeys(stops))
+def _api_error(error: ValidationError) -> ApiError:
+    """Name the first wrong field, as in `messages[0].role: Input should be 'system', 'user' or ...`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    path = path.removeprefix(".")[:100]
+    message = "not supported here" if first["type"] == "extra_forbidden" else first["msg"]
+    param = path.partition(".")[0] if path.startswith("messages") else path.partition("[")[0]
+    return ApiError(400, f"{path or 'body'}: {message.removeprefix('Value error, ')}", param=param or None)
