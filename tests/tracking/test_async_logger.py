@@ -157,7 +157,7 @@ def test_no_key_reaches_the_runs_folder_or_the_console(killed):
 class Kept:
     """A logger in memory that fails while `failures` are left."""
 
-    takes_back = False
+    can_rewind = False
 
     def __init__(self, folder, config, *, run_id, first_step):
         type(self).opened += 1
@@ -208,7 +208,7 @@ def test_a_logger_that_failed_gets_what_it_missed_at_the_end(tmp_path, kept):
     take_steps(tmp_path, 0, 6, between=lambda step: time.sleep(0.02), result={"accuracy": 1.0})
     assert kept.steps == [(step, step / 10) for step in range(6)]
     assert kept.opened == 2 and kept.results == [None, {"accuracy": 1.0}]
-    assert "tensorboard takes metrics again, and has all 6 steps" in notices(tmp_path)
+    assert "tensorboard works again and has all 6 steps" in notices(tmp_path)
 
 
 def test_a_run_that_has_ended_gives_a_logger_the_rest_once(tmp_path, kept):
@@ -267,12 +267,12 @@ def test_wandb_online_says_what_it_lacks(tmp_path, monkeypatch, is_offline, firs
 def test_a_logger_that_hangs_holds_the_end_no_longer_than_it_may(tmp_path, kept, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(kept, "log", lambda *arguments: release.wait(30))
-    monkeypatch.setattr(journal, "_CLOSING_S", 0.2)
+    monkeypatch.setattr(journal, "_LOGGER_TIMEOUT_S", 0.2)
     begin = time.monotonic()
     try:
         take_steps(tmp_path, 0, 6, result={})
         assert time.monotonic() - begin < 5
-        assert any(text.startswith("tensorboard has not taken all steps") for text in notices(tmp_path))
+        assert any(text.startswith("tensorboard does not have all steps yet") for text in notices(tmp_path))
     finally:
         release.set()
 
@@ -280,21 +280,21 @@ def test_a_logger_that_hangs_holds_the_end_no_longer_than_it_may(tmp_path, kept,
 def test_a_logger_is_not_tried_again_before_its_time(tmp_path, kept):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n')
     kept.failures += [OSError("down"), OSError("down")]
-    mirror = AsyncLogger("tensorboard", kept, tmp_path, {}, first_step=0, retry_s=60)
+    logger = AsyncLogger("tensorboard", kept, tmp_path, {}, first_step=0, retry_s=60)
     for _ in range(20):
-        mirror.follow()
+        logger.wake()
         time.sleep(0.005)
     assert len(kept.failures) == 1
-    mirror.end(None)
-    mirror.join(5)
-    assert len(mirror.notices()) == 1 and not kept.failures
+    logger.end(None)
+    logger.join(5)
+    assert len(logger.notices()) == 1 and not kept.failures
 
 
 def test_a_missing_package_and_an_unknown_logger_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"^loggers: trackio cannot be imported \(.*\); pip install trackio$"):
         take_steps(tmp_path, 0, 1, config=RunConfig(loggers=("trackio",)))
-    with pytest.raises(UserError, match="loggers: 'comet' is none of tensorboard, wandb, mlflow, trackio"):
+    with pytest.raises(UserError, match="loggers: unknown logger 'comet', choose from tensorboard, wandb"):
         check_loggers(("comet",))
 
 

@@ -1,4 +1,4 @@
-"""The run's folder: what a step leaves there, and what is left when it is killed and goes on."""
+"""The run's folder: what a step writes, and what is there after a kill and a resume."""
 
 import dataclasses
 import io
@@ -216,11 +216,13 @@ def test_recorded_steps_are_not_written_twice(tmp_path):
     assert [record["step"] for record in records(tmp_path)] == [0, 1]
 
 
-def test_steps_that_the_record_lacks_are_told(tmp_path):
+def test_missing_steps_are_a_notice(tmp_path):
     with open_journal(tmp_path) as journal:
         take_steps(journal, 0, 2)
         journal.resume(4)
-    assert "metrics.jsonl lacks 2 of the 4 steps taken" in [e["text"] for e in records(tmp_path, "events")]
+    assert "metrics.jsonl is missing 2 of 4 completed steps" in [
+        e["text"] for e in records(tmp_path, "events")
+    ]
 
 
 def test_a_step_that_found_no_group_to_keep_is_not_missed(tmp_path):
@@ -231,8 +233,8 @@ def test_a_step_that_found_no_group_to_keep_is_not_missed(tmp_path):
         with journal.step(2) as log:
             log.add(trained_samples=4)
         journal.resume(3)
-    told = [event["text"] for event in records(tmp_path, "events")]
-    assert told == ["samples.jsonl lacks 1 of the 3 steps taken", "goes on after step 3/6"]
+    texts = [event["text"] for event in records(tmp_path, "events")]
+    assert texts == ["samples.jsonl is missing 1 of 3 completed steps", "resuming after step 3/6"]
 
 
 def test_a_number_that_is_not_finite_is_null_and_does_not_stop_the_run(tmp_path):
@@ -316,14 +318,14 @@ def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-def test_fields_that_move_no_number_may_change_and_are_told(tmp_path):
+def test_fields_that_change_no_number_may_change_and_are_a_notice(tmp_path):
     with open_journal(tmp_path) as journal:
         journal.start(RunConfig())
         take_steps(journal, 0, 1)
     with open_journal(tmp_path) as journal:
         journal.start(RunConfig(out="elsewhere", checkpoint=CheckpointConfig(every=3)))
     texts = [event["text"] for event in records(tmp_path, "events")]
-    assert texts == ["config.checkpoint.every is 3, the run began with 10"]
+    assert texts == ["config.checkpoint.every is now 3; the run started with 10"]
 
 
 def test_metrics_without_a_run_are_not_taken_over(tmp_path):
@@ -352,7 +354,7 @@ def test_the_result_is_there_once_the_run_has_ended(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot hold a run"):
+    with pytest.raises(UserError, match="cannot write a run to"):
         open_journal(tmp_path / "file")
 
 

@@ -204,7 +204,7 @@ def test_two_ranks_go_on_with_what_one_began(files, alone, tmp_path):
     out = shutil.copytree(alone, tmp_path / "run")
     (out / "result.json").unlink()
     shutil.rmtree(out / "checkpoints" / "step-000006")
-    assert "goes on after step 4/6" in finish(files, out, *EXACT)
+    assert "resuming after step 4/6" in finish(files, out, *EXACT)
     assert_same_run(out, alone)
 
 

@@ -1,10 +1,8 @@
-"""Files that stay whole when the process dies at any byte.
+"""Crash-safe files: JSON lines that are appended to, files that are replaced atomically, and a folder lock.
 
-Two kinds: JSON lines that only grow, and files that are replaced in one piece.
-
-    a line    one JSON object and a newline, strict JSON: a number that is not finite becomes null
-    append    all lines of one moment in one write, then fsync: a kill leaves at most a torn end
-    cut       everything from the first line that no longer belongs, by one truncation: nothing is copied
+line      one JSON object and a newline; strict JSON: a number that is not finite becomes null
+append    all lines in one write, then fsync: a kill leaves at most an incomplete last line
+cut       truncate the file at the first line of a step that is taken again
 """
 
 import fcntl
@@ -17,11 +15,9 @@ from typing import Any
 
 from qerl.errors import RunError, UserError
 
-_MEND = "restore it or remove it"
-
 
 def finite(value: Any) -> Any:
-    """The value as strict JSON knows it, all the way down."""
+    """Return a copy that strict JSON can hold: non-finite numbers become None, tuples lists, keys strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -32,13 +28,13 @@ def finite(value: Any) -> Any:
 
 
 def encode(value: Any, *, indent: int | None = None) -> bytes:
-    """UTF-8 JSON; half a surrogate pair, which UTF-8 cannot hold, stays readable as its \\u escape."""
+    """Return UTF-8 JSON; half a surrogate pair, which UTF-8 cannot hold, becomes its \\u escape."""
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The line's object; None where the line is damaged."""
+    """Return the line's JSON object; None if the line is damaged."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -47,7 +43,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """After a crash the file is the old one or the new one, never a part."""
+    """Replace the file; after a crash it has the old content or the new, never a part of it."""
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as file:
@@ -66,24 +62,24 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What `write_atomic` put there; UserError where it is damaged."""
+    """Return the file's JSON object; raise UserError if the file is damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is damaged ({error}); {_MEND}") from None
+        raise UserError(f"{path}: is damaged ({error}); restore it or remove it") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path}: is damaged (not a JSON object); {_MEND}")
+        raise UserError(f"{path}: is damaged (not a JSON object); restore it or remove it")
     return value
 
 
 class JsonLines:
-    """One growing file of JSON lines. Opening it drops a torn last line, so that the next starts fresh."""
+    """A file of JSON lines that is appended to. Opening it removes an incomplete last line."""
 
     def __init__(self, path: Path):
         self._path = path
-        # Unbuffered: a signal handler may append while an append is under way, which a buffered file refuses.
+        # Unbuffered: a signal handler may append during an append, which a buffered file does not allow.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._drop_torn_end()
+        self._drop_incomplete_line()
 
     def append(self, records: list[dict[str, Any]]) -> None:
         content = b"".join(encode(record) + b"\n" for record in records)
@@ -95,23 +91,23 @@ class JsonLines:
             raise RunError(f"{self._path}: {error.strerror}") from error
 
     def read(self) -> Iterator[dict[str, Any] | None]:
-        """Each line's object in turn; None for a damaged line."""
+        """Yield each line's object; None for a damaged line."""
         with open(self._path, "rb") as file:
             yield from map(decode, file)
 
     def cut(self, next_step: int) -> set[int]:
-        """Drop the lines of steps from next_step on, and damaged lines among them; the steps of which lines
-        stay."""
+        """Remove the lines of steps from next_step on, and damaged lines among them; return the steps that
+        are left."""
         size, cut_at, steps = 0, None, set()
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 step = (decode(line) or {}).get("step")
-                stays = isinstance(step, int) and step < next_step
-                if stays and cut_at is not None:
+                is_kept = isinstance(step, int) and step < next_step
+                if is_kept and cut_at is not None:
                     raise UserError(f"{self._path}: a line before line {number} is damaged or out of order")
-                if not stays and cut_at is None:
+                if not is_kept and cut_at is None:
                     cut_at = size
-                steps |= {step} if stays else set()
+                steps |= {step} if is_kept else set()
                 size += len(line)
         if cut_at is not None:
             self._truncate(cut_at)
@@ -120,14 +116,14 @@ class JsonLines:
     def close(self) -> None:
         self._file.close()
 
-    def _drop_torn_end(self) -> None:
-        whole, torn = 0, False
+    def _drop_incomplete_line(self) -> None:
+        whole_bytes, is_incomplete = 0, False
         with open(self._path, "rb") as file:
             for line in file:
-                torn = not line.endswith(b"\n")
-                whole += 0 if torn else len(line)
-        if torn:
-            self._truncate(whole)
+                is_incomplete = not line.endswith(b"\n")
+                whole_bytes += 0 if is_incomplete else len(line)
+        if is_incomplete:
+            self._truncate(whole_bytes)
 
     def _truncate(self, size: int) -> None:
         self._file.truncate(size)
@@ -135,11 +131,11 @@ class JsonLines:
 
 
 class Lock:
-    """One process at a time in a folder; the kernel lifts it when the process ends, however it ends."""
+    """Lock a folder for one process; the kernel releases the lock when the process ends, however it ends."""
 
     def __init__(self, folder: Path):
         self._file = open(folder / ".lock", "a+")  # noqa: SIM115
-        # A forked worker outlives a run that is killed for a moment, and would hold the lock as long.
+        # A forked worker may outlive a killed run for a moment and must not keep the lock.
         os.register_at_fork(after_in_child=self._file.close)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

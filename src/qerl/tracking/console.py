@@ -1,4 +1,4 @@
-"""What the console shows of a run: a line for each step or, on a terminal, a panel that stays in place."""
+"""Show a run on the console: a line per step or, on a terminal, a panel that is updated in place."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from qerl.tracking.metric_text import clock, one_line, plain_line, seconds_left, shown, sparkline
+from qerl.tracking.metric_text import clock, headline_metrics, one_line, plain_line, seconds_left, sparkline
 
 _REFRESHES_PER_S = 2
 _SPARK_WIDTH = 40
@@ -20,15 +20,15 @@ _SPARK_WIDTH = 40
 
 class Display(Protocol):
     def restore(self, records: list[dict[str, Any]]) -> None:
-        """The steps that an earlier process finished."""
+        """Take over the steps that an earlier process finished."""
         ...
 
     def phase(self, name: str | None) -> None:
-        """The phase that runs from now on; None between phases."""
+        """Show the phase that starts now; None between phases."""
         ...
 
     def finished(self, step: int, metrics: Mapping[str, float], sample: str | None) -> None:
-        """A step's metrics, and one of its samples as text."""
+        """Show a step's metrics and the text of one of its samples."""
         ...
 
     def notice(self, text: str) -> None: ...
@@ -37,7 +37,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """For a file or a pipe."""
+    """A line per step, for a file or a pipe."""
 
     def __init__(self, console: Console, num_steps: int, title: str):
         self._console, self._num_steps = console, num_steps
@@ -65,7 +65,7 @@ class PlainDisplay:
 
 
 class PanelDisplay:
-    """For a terminal: drawn again twice a second, so that the phase's seconds are seen to run."""
+    """A panel on a terminal, redrawn twice a second to show the running phase's time."""
 
     def __init__(self, console: Console, num_steps: int, title: str):
         self._console, self._num_steps, self._title = console, num_steps, title
@@ -104,7 +104,7 @@ class PanelDisplay:
         self._live.stop()
 
     def render(self) -> RenderableType:
-        rows = Group(self._progress(), self._numbers(), self._course(), self._newest())
+        rows = Group(self._progress(), self._numbers(), self._reward_and_phase(), self._newest_sample())
         return Panel(rows, title=Text(self._title), title_align="left", border_style="dim")
 
     def _progress(self) -> RenderableType:
@@ -123,14 +123,14 @@ class PanelDisplay:
 
     def _numbers(self) -> Text:
         line = Text()
-        for label, number in shown(self._metrics):
-            # No-break spaces: a narrow terminal wraps between the metrics, not within one.
+        for label, number in headline_metrics(self._metrics):
+            # No-break spaces: a narrow terminal breaks lines between metrics only.
             line.append(f"{label}\u00a0", style="dim").append(
                 number.replace(" ", "\u00a0"), style="bold"
             ).append("  ")
-        return line if line.plain else Text("no step finished yet", style="dim")
+        return line if line.plain else Text("waiting for the first step", style="dim")
 
-    def _course(self) -> Text:
+    def _reward_and_phase(self) -> Text:
         line, phase = Text(no_wrap=True), self._phase
         bars = sparkline(self._rewards, width=_SPARK_WIDTH, is_ascii=self._console.options.ascii_only)
         if bars:
@@ -140,8 +140,8 @@ class PanelDisplay:
             line.append(f" {clock(time.monotonic() - self._phase_started)}", style="dim")
         return line
 
-    def _newest(self) -> Text:
+    def _newest_sample(self) -> Text:
         line = Text(no_wrap=True, overflow="ellipsis")
         if self._sample is None:
-            return line.append("no sample yet", style="dim")
+            return line.append("waiting for the first sample", style="dim")
         return line.append("sample ", style="dim").append(one_line(self._sample), style="italic")

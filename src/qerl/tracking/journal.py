@@ -1,14 +1,14 @@
-"""The run's record, step by step: what a step measured, how long its phases took, what its samples said.
+"""Record each step of a run in its folder: metrics, phase durations and samples.
 
-    run.json        the resolved config, command, commit, versions, device; written first
-    metrics.jsonl   a line a step: step, metrics, `<phase>_s`, step_s, tokens_per_s, memory_gb, wall_time
-    samples.jsonl   a line a sample: step, prompt, text, reward, advantage
-    events.jsonl    notices              loggers/, tensorboard/    the metrics again: mirror.py
-    result.json     written last         .lock           held while a process writes here
+    run.json        the resolved config, command, commit, versions and device; written first
+    metrics.jsonl   a line per step: step, metrics, `<phase>_s`, step_s, tokens_per_s, memory_gb, wall_time
+    samples.jsonl   a line per sample: step, prompt, text, reward, advantage
+    events.jsonl    notices              loggers/, tensorboard/    the metrics again: async_logger.py
+    result.json     written last         .lock           locked while a process writes here
 
-A step is on the disk when its block is left, or not at all: its samples first, then its line of metrics.
-So a checkpoint belongs behind the block, under `journal.span("checkpoint")`: a run that was killed then has
-every step that its checkpoint has. What a span takes between steps is counted with the step that follows.
+A step is written when its `with` block ends, or not at all: its samples first, then its line of metrics. A
+checkpoint therefore comes after the block, under `journal.span("checkpoint")`: the files of a killed run then
+have every step that its checkpoint has. The time of a span between steps is added to the step that follows.
 """
 
 import resource
@@ -33,16 +33,16 @@ from qerl.tracking.loggers import LOGGERS, check_loggers
 from qerl.tracking.provenance import changes, check_same_run, run_facts
 from qerl.types import Group
 
-_CLOSING_S = 30.0  # what the loggers have to send the last steps
+_LOGGER_TIMEOUT_S = 30.0  # for sending the last steps when the run ends
 MAX_ANSWER_CHARACTERS = 1000
-"""Kept of an answer beside each sample: the tests of a programming problem may be megabytes."""
+"""Answers are cut to this length: the tests of a programming problem may be megabytes."""
 
 
 class Stopwatch:
-    """Seconds by phase. Phases do not nest, so that they add up to no more than the whole."""
+    """Measures the seconds of each phase. Phases do not nest, so their sum is at most the step's time."""
 
-    def __init__(self, show: Callable[[str | None], None]):
-        self._show = show
+    def __init__(self, on_phase: Callable[[str | None], None]):
+        self._on_phase = on_phase
         self._running: str | None = None
         self._seconds: dict[str, float] = {}
 
@@ -50,22 +50,22 @@ class Stopwatch:
     def span(self, name: str) -> Iterator[None]:
         assert self._running is None, f"span {name} inside span {self._running}"
         self._running, begin = name, time.perf_counter()
-        self._show(name)
+        self._on_phase(name)
         try:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
             self._running = None
-            self._show(None)
+            self._on_phase(None)
 
     def take(self) -> dict[str, float]:
-        """`<name>_s` for each phase since the last call."""
+        """Return `<name>_s` for each phase since the last call, and reset."""
         taken, self._seconds = self._seconds, {}
         return {f"{name}_s": seconds for name, seconds in taken.items()}
 
 
 class StepLog:
-    """What one step reports while it runs."""
+    """Collects the metrics and samples of one step."""
 
     def __init__(self, step: int, stopwatch: Stopwatch, answer_column: str):
         self.step, self._stopwatch, self._answer_column = step, stopwatch, answer_column
@@ -73,15 +73,15 @@ class StepLog:
         self.sample_records: list[dict[str, Any]] = []
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Times a phase; the same name again in one step adds up."""
+        """Time a phase; spans of the same name in one step are added."""
         return self._stopwatch.span(name)
 
     def add(self, **metrics: float) -> None:
-        """A later value of the same key takes its place."""
+        """Set metrics; a later value of the same key replaces the earlier one."""
         self.metrics |= {key: float(value) for key, value in metrics.items()}
 
     def samples(self, groups: list[Group]) -> None:
-        """Keeps every sample of the groups; give only those that are to be kept."""
+        """Record every sample of the groups."""
         self.sample_records += [
             {
                 "step": self.step,
@@ -108,7 +108,7 @@ class StepLog:
 
 
 class Journal:
-    """Owns a run's folder from construction to close(); a second Journal there is refused.
+    """Owns a run's folder from construction to close(); a second Journal there raises UserError.
 
     with Journal(folder, num_steps=30) as journal:
         journal.start(config)
@@ -125,13 +125,13 @@ class Journal:
                 JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")
             )
         except OSError as error:
-            raise UserError(f"{folder}: cannot hold a run ({error.strerror})") from None
+            raise UserError(f"cannot write a run to {folder}: {error.strerror}") from None
         self._folder, self._num_steps = folder, num_steps
         self._next_step = 1 + max((record["step"] for record in self.steps()), default=-1)
         self._open_step: int | None = None
         self._answer_column = "answer"
-        self._loggers, self._shown_config = RunConfig().loggers, {}
-        self._mirrors: list[AsyncLogger] = []
+        self._logger_names, self._config = RunConfig().loggers, {}
+        self._loggers: list[AsyncLogger] = []
         self._result: dict[str, Any] | None = None
         console = console or Console()
         is_panel = console.is_terminal and not console.is_dumb_terminal
@@ -141,16 +141,16 @@ class Journal:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What finish() wrote here; None for a run that has not ended."""
+        """Content of result.json; None if the run is not complete."""
         path = self._folder / "result.json"
         return read_object(path) if path.exists() else None
 
     def start(self, config: RunConfig) -> None:
-        """Writes run.json; once a step is recorded, the config must agree but for `provenance.EXEMPT`."""
+        """Write run.json; once a step is recorded, check that only fields in `provenance.EXEMPT` changed."""
         check_loggers(config.loggers)
-        self._answer_column, self._loggers = config.task.answer_column, config.loggers
+        self._answer_column, self._logger_names = config.task.answer_column, config.loggers
         path, facts = self._folder / "run.json", finite(run_facts(config))
-        self._shown_config = facts["config"]
+        self._config = facts["config"]
         if not self._next_step:
             write_atomic(path, encode(facts, indent=2))
             return
@@ -162,27 +162,29 @@ class Journal:
         check_same_run(path, old.get("config", {}), facts["config"])
         for name, (was, now) in changes(old, facts).items():
             if name not in ("command", "start_time", "config.out"):
-                self.notice(f"{name} is {now}, the run began with {was}")
+                self.notice(f"{name} is now {now}; the run started with {was}")
 
     def resume(self, next_step: int) -> None:
-        """Forgets steps from next_step on: going on from there leaves the files of an unbroken run."""
+        """Remove steps from next_step on, so that the files become those of an uninterrupted run."""
         kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
-        # dynamic sampling may have found no group to keep
+        # dynamic sampling may have kept no group
         kept["samples"] |= {record["step"] for record in records if record.get("trained_samples") == 0}
         self._display.restore(records)
         self._next_step = next_step
         for name, steps in kept.items():
             if len(steps) < next_step:
-                self.notice(f"{name}.jsonl lacks {next_step - len(steps)} of the {next_step} steps taken")
+                self.notice(
+                    f"{name}.jsonl is missing {next_step - len(steps)} of {next_step} completed steps"
+                )
         if next_step:
-            self.notice(f"goes on after step {next_step}/{self._num_steps}")
+            self.notice(f"resuming after step {next_step}/{self._num_steps}")
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
-        """Records the block as one step; if it raises, nothing of it."""
+        """Record the block as one step, or nothing if it raises."""
         assert self._open_step is None, f"step {step} inside step {self._open_step}"
-        assert step >= self._next_step, f"step {step} is recorded already: resume({step}) forgets it"
+        assert step >= self._next_step, f"step {step} is recorded already; call resume({step}) first"
         log, begin = StepLog(step, self._stopwatch, self._answer_column), time.perf_counter()
         self._open_step = step
         try:
@@ -196,15 +198,15 @@ class Journal:
         self._next_step = step + 1
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Times a phase between steps, such as a checkpoint; counted with the step that follows."""
+        """Time a phase between steps, such as a checkpoint; it is added to the step that follows."""
         return self._stopwatch.span(name)
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl so far."""
+        """Yield the lines of metrics.jsonl."""
         return (record for record in self._metrics.read() if record is not None and "step" in record)
 
     def notice(self, text: str) -> None:
-        """For the user, now; and for whoever reads events.jsonl later."""
+        """Show a message and append it to events.jsonl."""
         text = redact(text)
         self._events.append([{"wall_time": time.time(), "step": self._open_step, "text": text}])
         self._display.notice(text)
@@ -214,16 +216,17 @@ class Journal:
         self._result = result
 
     def catch_up(self) -> None:
-        """For a run that has ended: gives the loggers that lack steps of it the rest."""
+        """Send the steps of a complete run that a logger does not have yet."""
         self._result = self.result
-        self._loggers = tuple(n for n in self._loggers if num_sent(self._folder, n) < self._next_step)
-        self._mirror(self._next_step)
+        names = (name for name in self._logger_names if num_sent(self._folder, name) < self._next_step)
+        self._logger_names = tuple(names)
+        self._wake_loggers(self._next_step)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # each is closed even if another fails, the lock last
+        with ExitStack() as stack:  # all are closed even if one fails, the lock last
             for part in (self._lock, self._metrics, self._samples, self._events, self._display):
                 stack.callback(part.close)
-            stack.callback(self._close_mirrors)
+            stack.callback(self._close_loggers)
 
     def __enter__(self) -> Self:
         return self
@@ -244,36 +247,36 @@ class Journal:
         if log.sample_records:
             self._samples.append(log.sample_records)
         self._metrics.append([{"step": log.step, **metrics}])
-        self._mirror(log.step)
+        self._wake_loggers(log.step)
         newest = log.sample_records[-1]["text"] if log.sample_records else None
         self._display.finished(log.step, metrics, newest)
 
-    def _mirror(self, step: int) -> None:
-        if not self._mirrors:
-            self._mirrors = [
-                AsyncLogger(name, LOGGERS[name], self._folder, self._shown_config, first_step=step)
-                for name in self._loggers
+    def _wake_loggers(self, step: int) -> None:
+        if not self._loggers:
+            self._loggers = [
+                AsyncLogger(name, LOGGERS[name], self._folder, self._config, first_step=step)
+                for name in self._logger_names
             ]
-        for mirror in self._mirrors:
-            mirror.follow()
-        self._tell_of_mirrors()
+        for logger in self._loggers:
+            logger.wake()
+        self._show_logger_notices()
 
-    def _close_mirrors(self) -> None:
-        for mirror in self._mirrors:
-            mirror.end(self._result)
-        deadline = time.monotonic() + _CLOSING_S
-        for mirror in self._mirrors:
-            mirror.join(max(0.0, deadline - time.monotonic()))
-        self._tell_of_mirrors()
+    def _close_loggers(self) -> None:
+        for logger in self._loggers:
+            logger.end(self._result)
+        deadline = time.monotonic() + _LOGGER_TIMEOUT_S
+        for logger in self._loggers:
+            logger.join(max(0.0, deadline - time.monotonic()))
+        self._show_logger_notices()
 
-    def _tell_of_mirrors(self) -> None:
-        for mirror in self._mirrors:
-            for text in mirror.notices():
+    def _show_logger_notices(self) -> None:
+        for logger in self._loggers:
+            for text in logger.notices():
                 self.notice(text)
 
 
 def memory_gb() -> float:
-    """The most this process has held so far: of the GPU's memory if it uses one, else of main memory."""
+    """Return this process's peak memory: of the GPU if it uses one, else of main memory."""
     if torch.cuda.is_initialized():
         return peak_bytes(torch.device("cuda")) / 1e9
     # Linux counts in KiB, macOS in bytes.

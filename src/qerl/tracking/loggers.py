@@ -1,11 +1,11 @@
-"""Where a run's metrics are shown beside its files: TensorBoard, Weights & Biases, MLflow, trackio.
+"""Loggers: TensorBoard, Weights & Biases, MLflow and trackio.
 
-A logger raises what its package raises: mirror.py is who calls it, in a thread that may fail.
+A logger raises whatever its package raises; async_logger.py calls it in a thread and handles failures.
 
-Where the metrics go, and with which key, is the package's own business: WANDB_API_KEY, WANDB_PROJECT,
-MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_PROJECT, TRACKIO_SPACE_ID and the like are read where
-they always are. A package that keeps what it was given for a while before it sends or writes it (wandb 15 s,
-trackio 0.5 s) loses that by kill -9; wandb online says at the next start what it has, and gets the rest.
+The packages read their own environment variables: WANDB_API_KEY, WANDB_PROJECT, MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME, TRACKIO_PROJECT, TRACKIO_SPACE_ID and so on. wandb buffers metrics for 15 s and
+trackio for 0.5 s; kill -9 loses what is buffered. wandb online reports at the next start what it has and is
+sent the rest.
 """
 
 import importlib
@@ -20,32 +20,32 @@ from qerl.errors import UserError
 from qerl.tracking.provenance import flatten
 
 _PROJECT = "qerl"
-_ASKING_S = 5.0  # wandb asks for a missing key on a terminal; the run goes on meanwhile
+_LOGIN_TIMEOUT_S = 5.0  # wandb asks for a missing key on a terminal while the run continues
 
 
 class Logger(Protocol):
-    takes_back: bool
-    """Whether steps from first_step on that an earlier process sent are forgotten, to be sent again."""
+    can_rewind: bool
+    """True if steps from first_step on that an earlier process sent are discarded and must be sent again."""
     run_id: str
-    """By which a later process goes on in the same remote run."""
+    """Identifies the remote run, so that a resumed run continues it."""
     first_step: int
-    """The first step that the remote run lacks."""
+    """The first step that the remote run does not have."""
 
     def __init__(self, folder: Path, config: dict[str, Any], *, run_id: str | None, first_step: int):
-        """run_id None: a new remote run. first_step: the first that it lacks, as far as is known."""
+        """Open the remote run, or a new one if run_id is None; first_step is the first step to send."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
-        """The finite metrics of a step, each as metric/NAME or timing/NAME."""
+        """Send the finite metrics of a step, named metric/NAME or timing/NAME."""
         ...
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
-        """Sends what is left. The result of a run that has ended; None if it may go on."""
+        """Send what is buffered, and the result of a complete run; None if the run may be resumed."""
         ...
 
 
 class TensorBoardLogger:
-    takes_back = True
+    can_rewind = True
 
     def __init__(self, folder: Path, config: dict[str, Any], *, run_id: str | None, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -65,7 +65,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    takes_back = False
+    can_rewind = False
 
     def __init__(self, folder: Path, config: dict[str, Any], *, run_id: str | None, first_step: int):
         wandb = _package("wandb")
@@ -78,9 +78,13 @@ class WandbLogger:
             config=config,
             resume="allow",
             reinit="create_new",
-            # No copy of the console, of source code or of the repository's address and changes leaves.
+            # Do not upload the console output, source code, or the repository's address and diff.
             settings=wandb.Settings(
-                console="off", silent=True, disable_git=True, disable_code=True, login_timeout=_ASKING_S
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                login_timeout=_LOGIN_TIMEOUT_S,
             ),
         )
 
@@ -96,7 +100,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    takes_back = False
+    can_rewind = False
 
     def __init__(self, folder: Path, config: dict[str, Any], *, run_id: str | None, first_step: int):
         self._client, self.first_step = _package("mlflow").MlflowClient(), first_step
@@ -105,15 +109,17 @@ class MlflowLogger:
             self._client.update_run(run_id, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment_id = self._client.create_experiment(name) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(name)
+        experiment_id = self._client.create_experiment(name) if known is None else known.experiment_id
         self.run_id = self._client.create_run(experiment_id, run_name=folder.name).info.run_id
         for key, value in flatten(config).items():
             self._client.log_param(self.run_id, key, value)
 
     def log(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
-        point, at = _package("mlflow").entities.Metric, int(wall_time * 1000)
-        self._client.log_batch(self.run_id, [point(name, value, at, step) for name, value in metrics.items()])
+        metric, wall_ms = _package("mlflow").entities.Metric, int(wall_time * 1000)
+        self._client.log_batch(
+            self.run_id, [metric(name, value, wall_ms, step) for name, value in metrics.items()]
+        )
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         for key, value in (result or {}).items():
@@ -122,10 +128,10 @@ class MlflowLogger:
 
 
 class TrackioLogger:
-    takes_back = False
+    can_rewind = False
 
     def __init__(self, folder: Path, config: dict[str, Any], *, run_id: str | None, first_step: int):
-        # trackio goes on with a run by its name.
+        # trackio identifies a run by its name.
         self.run_id, self.first_step = run_id or f"{folder.name}-{secrets.token_hex(4)}", first_step
         self._run = _package("trackio").init(
             project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
@@ -153,10 +159,10 @@ LOGGERS: dict[str, type[Logger]] = {
 
 
 def check_loggers(names: tuple[str, ...]) -> None:
-    """UserError for a logger that is unknown or whose package cannot be imported, before the run begins."""
+    """Raise UserError for an unknown logger or one whose package cannot be imported."""
     for name in names:
         if name not in LOGGERS:
-            raise UserError(f"loggers: {name!r} is none of {', '.join(LOGGERS)}")
+            raise UserError(f"loggers: unknown logger {name!r}, choose from {', '.join(LOGGERS)}")
         _package(name)
 
 

@@ -1,7 +1,7 @@
-"""Whether a request that bears no key was meant for this machine.
+"""Protect a server on a loopback address against DNS rebinding.
 
-A page in a browser can send requests to a loopback address, by a name of its own that it lets point there
-(DNS rebinding); the Host header then has that name.
+A web page can reach a loopback address through a host name of its own that resolves to it; the Host header
+then contains that name.
 """
 
 import ipaddress
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 def names_this_machine(host_header: str, own: str = "localhost") -> bool:
-    """Whether it has a loopback address, `localhost` or the address that the server listens on."""
+    """True if the Host header is a loopback address, `localhost` or the address the server listens on."""
     try:
         name = urlsplit(f"//{host_header}").hostname or ""
         return name in ("localhost", own) or ipaddress.ip_address(name).is_loopback

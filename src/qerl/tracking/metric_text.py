@@ -1,14 +1,14 @@
-"""Metrics as words: which of them are times, and how a finished step reads in numbers.
+"""Format metrics as text, and tell timing metrics from the others.
 
-Keys carry their units. A timing key (`rollout_s`, `tokens_per_s`, `memory_gb`, `wall_time`) differs from one
-execution to the next; every other key of a continued run equals an unbroken run's.
+Keys end in their unit. A timing key (`rollout_s`, `tokens_per_s`, `memory_gb`, `wall_time`) differs from one
+execution to the next; every other metric of a resumed run equals that of an uninterrupted run.
 """
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 TIMING_KEYS = frozenset({"step_s", "tokens_per_s", "memory_gb", "wall_time"})
-_SHOWN = (
+_HEADLINES = (
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "accuracy", "{:.2f}"),
     ("eval_accuracy", "held-out", "{:.2f}"),
@@ -24,38 +24,41 @@ _RECENT_STEPS = 20
 
 
 def is_timing(key: str) -> bool:
-    """Also any other name that ends in `_s`: a span, or a rate such as `prefill_tokens_per_s`."""
+    """True for TIMING_KEYS and any key that ends in `_s`: a duration, or a rate per second."""
     return key in TIMING_KEYS or key.endswith("_s")
 
 
-def shown(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The few metrics a person follows, as (label, number), always in the same order."""
-    for key, label, template in _SHOWN:
+def headline_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield (label, value) of the main metrics that are there, in a fixed order."""
+    for key, label, template in _HEADLINES:
         if key in metrics:
             yield label, template.format(metrics[key])
 
 
 def seconds_left(step_seconds: Sequence[float], steps_left: int) -> float | None:
-    """From the pace of the last 20 steps, for samples get longer as a policy learns."""
+    """Estimate from the mean of the last 20 steps; samples get longer during training."""
     recent = step_seconds[-_RECENT_STEPS:]
     return sum(recent) / len(recent) * steps_left if recent else None
 
 
 def clock(seconds: float) -> str:
-    """4:31, or 2:04:31 from an hour on."""
+    """Format as 4:31, or 2:04:31 from an hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def plain_line(metrics: Mapping[str, float], *, steps_done: int, num_steps: int, left_s: float | None) -> str:
-    """`step 3/30  reward 0.412  accuracy 0.41  ...  left 4:31`; the count is of finished steps."""
-    parts = [f"step {steps_done}/{num_steps}", *(f"{label} {number}" for label, number in shown(metrics))]
+    """Return `step 3/30  reward 0.412  accuracy 0.41  ...  left 4:31`."""
+    parts = [
+        f"step {steps_done}/{num_steps}",
+        *(f"{label} {number}" for label, number in headline_metrics(metrics)),
+    ]
     return "  ".join(parts if left_s is None else [*parts, f"left {clock(left_s)}"])
 
 
 def sparkline(values: Sequence[float], *, width: int, is_ascii: bool) -> str:
-    """The values' course in at most `width` bars, each the mean of its share of the values."""
+    """Return at most `width` bars, each the mean of an equal share of the values."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -67,5 +70,5 @@ def sparkline(values: Sequence[float], *, width: int, is_ascii: bool) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text of unknown origin, safe for a terminal: white space as one blank, control characters as `?`."""
+    """Make text safe to print: each run of white space becomes one space, control characters become `?`."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

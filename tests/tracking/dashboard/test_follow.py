@@ -64,7 +64,7 @@ def test_what_a_journal_writes_is_known_at_the_next_look(tmp_path):
         take_step(journal, 1, text="four")
         follower.look()
         assert follower.steps() == [0, 1] and follower.groups(1)[0]["samples"][0]["text"] == "four"
-        assert follower.run().notices[-1].endswith("goes on after step 1/10")
+        assert follower.run().notices[-1].endswith("resuming after step 1/10")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a rank that is not the first has in the journal's place: it keeps nothing and shows nothing."""
+"""The journal of every rank but the first: it records nothing and prints nothing."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,8 +9,6 @@ from qerl.tracking.journal import StepLog, Stopwatch
 
 
 class NullJournal:
-    """The same calls as Journal's, which the first rank makes at the same places of the run."""
-
     result: dict[str, Any] | None = None
 
     def __init__(self):
