@@ -1,1 +1,1 @@
-"""Questions asked of many runs: arms and seeds side by side, results.jsonl, and a page with the verdict."""
+"""Studies: arms and seeds of a question side by side, with results.jsonl and a page of verdicts."""

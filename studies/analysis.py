@@ -1,20 +1,22 @@
-"""What the lines of a study say: an estimate for each arm, paired differences, and a verdict on each claim.
+"""Turn the lines of a study into an estimate for each arm, paired differences, and a verdict on each claim.
 
-    difference   arm - other, seed by seed; over all tasks the pairs are (task, seed)
-    p            of a claim: exact sign-flip test over all pairs, corrected by Holm over its family of claims;
-                 in a table, where a task's few pairs leave an exact test without power: Student's paired t,
+    difference   arm - against, at the same task and seed
+    unit         what is independent: a difference of one (task, seed); of arms with weights that are drawn by
+                 seed and shared by the tasks, one seed's mean difference over the tasks
+    p            of a claim: exact sign-flip test over its units, Holm-corrected over its family of claims;
+                 in a table, where an exact test of a task's few pairs has no power: Student's paired t test,
                  corrected over all rows of the metric
-    interval     over all tasks: of each seed's mean over the tasks, Student's t
+    interval     of each seed's mean difference over the tasks, Student's t
 
-    held       p < 0.05, and the difference has the claimed sign in every task
-    mixed      p < 0.05, the claimed sign over all, not in every task
-    opposite   p < 0.05, and the other sign
+    supported  p < 0.05, and the difference has the claimed sign in every task
+    mixed      p < 0.05 and the claimed sign overall, but not in every task
+    refuted    p < 0.05, and the opposite sign overall
     depends    p >= 0.05, and the 95 % intervals of two tasks are on opposite sides of 0
-    not shown  p >= 0.05 else; where no result of so few pairs could have been below it, that is said
+    not shown  p >= 0.05 otherwise; if no outcome of so few units could have had p < 0.05, the text says so
 
-`matched` compares arms from equal first rewards. For each task the level is the highest mean first reward of
-any arm. A run is read from the step on at which the mean of its last 3 rewards reaches that level, for half
-of its steps. One that gets there in its second half is read from the middle on, before it is there: that
+`matched` compares arms from equal first rewards. The level of a task is the highest mean first reward of any
+arm. A run is read from the step at which the mean of its last 3 rewards reaches that level, for half of its
+steps. A run that reaches it in its second half, or never, is read from the middle on, below the level: that
 counts against it.
 """
 
@@ -25,34 +27,61 @@ from statistics import fmean
 from typing import Any, Literal
 
 from studies.results import Line
-from studies.statistics import Estimate, Paired, estimate, holm, paired
+from studies.statistics import Estimate, Paired, estimate, exact_p, holm, paired
 from studies.study import Claim, Study
 
-Verdict = Literal["held", "mixed", "opposite", "depends", "not shown", "not measured"]
+Verdict = Literal["supported", "mixed", "refuted", "depends", "not shown", "not measured"]
 Values = dict[tuple[str, str], dict[int, float]]
 """By (task, arm), then by seed."""
-LEVEL_OF_PROOF = 0.05
+SIGNIFICANCE = 0.05
 _REACHED_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """The paired differences of a claim."""
+
+    over_all: Paired
+    by_task: dict[str, Paired]
+    num_units: int
+    p: float
+    """Of the exact test, not corrected."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SideResult:
+    """Another metric of a claim's two arms, in one task; no test is made of it."""
+
+    task: str
+    metric: str
+    arm: Estimate
+    against: Estimate
+    difference: Estimate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """A claim with its evidence; `over_all` is None where nothing was measured."""
+    """A claim with its verdict; `evidence` is None if nothing was measured."""
 
     claim: Claim
     verdict: Verdict
-    over_all: Paired | None
-    by_task: dict[str, Paired]
-    num_pairs: int
+    evidence: Evidence | None
     p: float | None
     """Corrected."""
     smallest_p: float | None
-    """What the corrected p could have been at best with so many pairs, the family's others as they are."""
+    """Smallest corrected p that so many units could give, the other p values of the family unchanged."""
+    first_look_p: float | None
+    """Corrected p of the seeds that were read before more were added; None if none were added."""
+    side_results: tuple[SideResult, ...]
 
     @property
-    def has_too_few_pairs(self) -> bool:
-        """Whether nothing that so few might have given would have been proof."""
-        return self.smallest_p is not None and self.smallest_p >= LEVEL_OF_PROOF
+    def is_decided(self) -> bool:
+        return self.verdict in ("supported", "mixed", "refuted")
+
+    @property
+    def has_too_few_units(self) -> bool:
+        """True if no outcome of so few units could have been significant."""
+        return self.smallest_p is not None and self.smallest_p >= SIGNIFICANCE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,33 +93,33 @@ class Row:
     estimate: Estimate
     compared: Paired | None
     p: float | None
-    """Of Student's paired t, corrected over all rows of the metric; None without spread."""
+    """Student's paired t, corrected over all rows of the metric; None without spread."""
 
 
 def values_of(lines: Sequence[Line], metric: str) -> Values:
-    """Runs without the metric are left out."""
+    """Return the values of a metric; runs without it are left out."""
     if metric in DERIVED:
         return DERIVED[metric](lines)
-    found: Values = {}
+    values: Values = {}
     for line in lines:
         if line["final"].get(metric) is not None:
-            found.setdefault((line["task"], line["arm"]), {})[line["seed"]] = line["final"][metric]
-    return found
+            values.setdefault((line["task"], line["arm"]), {})[line["seed"]] = line["final"][metric]
+    return values
 
 
 def matched(lines: Sequence[Line]) -> Values:
-    """Mean reward from the common level on; see above."""
-    found: Values = {}
+    """Return each run's mean reward from the common level on (module docstring)."""
+    values: Values = {}
     for task in dict.fromkeys(line["task"] for line in lines):
         own = [line for line in lines if line["task"] == task and line["curve"]]
         firsts: dict[str, list[float]] = {}
         for line in own:
             firsts.setdefault(line["arm"], []).append(line["curve"][0]["reward"])
-        level = max((fmean(values) for values in firsts.values()), default=0.0)
+        level = max((fmean(rewards) for rewards in firsts.values()), default=0.0)
         for line in own:
             rewards = [point["reward"] for point in line["curve"]]
-            found.setdefault((task, line["arm"]), {})[line["seed"]] = matched_mean(rewards, level)
-    return found
+            values.setdefault((task, line["arm"]), {})[line["seed"]] = matched_mean(rewards, level)
+    return values
 
 
 def matched_mean(rewards: Sequence[float], level: float) -> float:
@@ -105,13 +134,13 @@ DERIVED: Mapping[str, Callable[[Sequence[Line]], Values]] = {"matched": matched}
 
 
 def differences(values: Values, task: str, arm: str, against: str) -> dict[int, float]:
-    """By seed, where both arms have it."""
+    """Return the differences by seed, for the seeds that both arms have."""
     ours, theirs = values.get((task, arm), {}), values.get((task, against), {})
     return {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
 
 
 def table(study: Study, lines: Sequence[Line], metric: str) -> list[Row]:
-    """A row for each task and arm that was measured."""
+    """Return a row for each task and arm that was measured."""
     values = values_of(lines, metric)
     rows: list[tuple[str, str, Paired | None]] = []
     for task in study.tasks:
@@ -135,91 +164,109 @@ def table(study: Study, lines: Sequence[Line], metric: str) -> list[Row]:
 
 
 def judge(study: Study, lines: Sequence[Line]) -> list[Judged]:
-    """Every claim of the study, measured or not."""
+    """Return every claim of the study with its verdict, measured or not."""
     evidence = [_evidence(study, lines, claim) for claim in study.claims]
-    p_values: dict[str, list[float]] = {}
-    for claim, (over_all, _, _) in zip(study.claims, evidence, strict=True):
-        if over_all is not None:
-            p_values.setdefault(claim.family, []).append(over_all.p_exact)
-    places, judged = Counter[str](), []
-    for claim, (over_all, by_task, num_pairs) in zip(study.claims, evidence, strict=True):
-        p, smallest = None, None
-        if over_all is not None:
-            own, place = p_values[claim.family], places[claim.family]
-            best = [*own[:place], 2.0 ** (1 - num_pairs), *own[place + 1 :]]
-            p, smallest = holm(own)[place], holm(best)[place]
-            places[claim.family] += 1
-        judged.append(
-            Judged(
-                claim=claim,
-                verdict=_verdict(claim, over_all, by_task, p),
-                over_all=over_all,
-                by_task=by_task,
-                num_pairs=num_pairs,
-                p=p,
-                smallest_p=smallest,
-            )
+    first_look: list[float | None] = [None] * len(evidence)
+    if study.first_look_seeds is not None:
+        early = [line for line in lines if line["seed"] < study.first_look_seeds]
+        first_look = [p for p, _ in _corrected(study, [_evidence(study, early, c) for c in study.claims])]
+    return [
+        Judged(
+            claim=claim,
+            verdict=_verdict(claim, found, p),
+            evidence=found,
+            p=p,
+            smallest_p=smallest,
+            first_look_p=first_p,
+            side_results=_side_results(lines, claim),
         )
-    return judged
+        for claim, found, (p, smallest), first_p in zip(
+            study.claims, evidence, _corrected(study, evidence), first_look, strict=True
+        )
+    ]
 
 
-def _evidence(
-    study: Study, lines: Sequence[Line], claim: Claim
-) -> tuple[Paired | None, dict[str, Paired], int]:
+def _corrected(
+    study: Study, evidence: Sequence[Evidence | None]
+) -> list[tuple[float, float] | tuple[None, None]]:
+    """Return for each claim its corrected p and the smallest that it could have been."""
+    p_values: dict[str, list[float]] = {}
+    for claim, found in zip(study.claims, evidence, strict=True):
+        if found is not None:
+            p_values.setdefault(claim.family, []).append(found.p)
+    places, corrected = Counter[str](), []
+    for claim, found in zip(study.claims, evidence, strict=True):
+        if found is None:
+            corrected.append((None, None))
+            continue
+        own, place = p_values[claim.family], places[claim.family]
+        best = [*own[:place], 2.0 ** (1 - found.num_units), *own[place + 1 :]]
+        corrected.append((holm(own)[place], holm(best)[place]))
+        places[claim.family] += 1
+    return corrected
+
+
+def _evidence(study: Study, lines: Sequence[Line], claim: Claim) -> Evidence | None:
     values = values_of(lines, claim.metric)
     pairs = {task.name: differences(values, task.name, claim.arm, claim.against) for task in study.tasks}
     pairs = {task: by_seed for task, by_seed in pairs.items() if by_seed}
     if not pairs:
-        return None, {}, 0
+        return None
     everything = [d for by_seed in pairs.values() for d in by_seed.values()]
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in pairs.values())))
     means = [fmean(by_seed[seed] for by_seed in pairs.values()) for seed in seeds] or everything
-    over_all = dataclasses.replace(paired(means), p_exact=paired(everything).p_exact)
-    return over_all, {task: paired(list(d.values())) for task, d in pairs.items()}, len(everything)
+    units = means if study.shares_weights_over_tasks(claim) else everything
+    return Evidence(
+        over_all=paired(means),
+        by_task={task: paired(list(by_seed.values())) for task, by_seed in pairs.items()},
+        num_units=len(units),
+        p=exact_p(units),
+    )
 
 
-def _verdict(claim: Claim, over_all: Paired | None, by_task: dict[str, Paired], p: float | None) -> Verdict:
-    if over_all is None or p is None:
+def _side_results(lines: Sequence[Line], claim: Claim) -> tuple[SideResult, ...]:
+    results = []
+    for task, metric in claim.side_results:
+        values = values_of(lines, metric)
+        pairs = differences(values, task, claim.arm, claim.against)
+        if pairs:
+            arm, against = (estimate(list(values[task, a].values())) for a in (claim.arm, claim.against))
+            own = estimate(list(pairs.values()))
+            results.append(SideResult(task=task, metric=metric, arm=arm, against=against, difference=own))
+    return tuple(results)
+
+
+def _verdict(claim: Claim, evidence: Evidence | None, p: float | None) -> Verdict:
+    if evidence is None or p is None:
         return "not measured"
-    if p >= LEVEL_OF_PROOF:
-        sides = {_side(found.difference) for found in by_task.values()}
+    if p >= SIGNIFICANCE:
+        sides = {_side(found.difference) for found in evidence.by_task.values()}
         return "depends" if {-1, 1} <= sides else "not shown"
-    if over_all.difference.mean * claim.sign < 0:
-        return "opposite"
-    agrees = all(found.difference.mean * claim.sign > 0 for found in by_task.values())
-    return "held" if agrees else "mixed"
+    if evidence.over_all.difference.mean * claim.sign < 0:
+        return "refuted"
+    agrees = all(found.difference.mean * claim.sign > 0 for found in evidence.by_task.values())
+    return "supported" if agrees else "mixed"
 
 
 def _side(found: Estimate) -> int:
-    """Of 0, that the whole interval is on; 0 where it is on both."""
+    """Return the sign of the interval, or 0 if it contains 0."""
     if found.low is None or found.high is None:
         return 0
     return (found.low > 0) - (found.high < 0)
 
 
 def bands(lines: Sequence[Line], x: str, y: str) -> list[tuple[float, Estimate]]:
-    """The curve of one arm over its seeds: where x is a step, by step; where it is a time, on an even grid
-    up to the earliest end, each seed's value taken from the line between its neighbouring points."""
-    curves = [[(p[x], p[y]) for p in line["curve"] if p.get(y) is not None and x in p] for line in lines]
+    """Return the curve of one arm over its seeds, at each x that all of them have."""
+    curves = [{p[x]: p[y] for p in line["curve"] if p.get(y) is not None and x in p} for line in lines]
     curves = [curve for curve in curves if curve]
     if not curves:
         return []
-    grid = sorted(set.intersection(*({point[0] for point in curve} for curve in curves)))
-    if x.endswith("_s") and len(curves) > 1:
-        first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
-        num = max(len(curve) for curve in curves)
-        grid = [first + (last - first) * i / max(1, num - 1) for i in range(num)] if first < last else []
-    return [(at, estimate([_between(curve, at) for curve in curves])) for at in grid]
-
-
-def _between(curve: Sequence[tuple[float, float]], x: float) -> float:
-    behind = next((i for i, (at, _) in enumerate(curve) if at >= x), len(curve) - 1)
-    (x1, y1), (x0, y0) = curve[behind], curve[max(0, behind - 1)]
-    return y1 if x1 == x0 or x >= x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    shared = sorted(set.intersection(*(set(curve) for curve in curves)))
+    return [(at, estimate([curve[at] for curve in curves])) for at in shared]
 
 
 def facts(lines: Sequence[Line]) -> dict[str, Any]:
-    """Where the lines come from."""
+    """Return where the lines come from."""
     return {
         "runs": len(lines),
         "commits": sorted({str(line["commit"])[:10] + ("+" if line["is_dirty"] else "") for line in lines}),

@@ -1,10 +1,10 @@
-"""The studies there are: each claim of QeRL (arXiv 2510.11696) that one small model can test, as a value.
+"""Definitions of the studies: the claims of QeRL (arXiv 2510.11696) that one small model can test.
 
-entropy   does quantization raise an untrained policy's entropy, or does any noise of that size?
-growth    does reward grow faster under quantization and AQN?
-noise     which schedule, how much, in which policy, and with which correction?
+entropy   does quantization raise the entropy of an untrained policy, or does any noise of that size?
+growth    does reward grow faster with quantization and AQN?
+noise     noise schedule, size, place (sampler or both) and importance correction
 rank      LoRA rank and learning rate, BF16 against NVFP4
-methods   losses, corrections and advantages at one budget (methods.py)
+methods   losses, corrections and advantages at one budget (catalog_methods.py)
 """
 
 import dataclasses
@@ -13,15 +13,26 @@ from typing import Any
 
 from qerl.config import EvalConfig
 from studies.catalog_methods import methods
-from studies.common import AQN, BASE, ONE_MODEL, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
+from studies.common import (
+    AQN,
+    BASE,
+    ONE_MODEL,
+    SHARED_SEED,
+    TASKS,
+    TRAINING_CURVES,
+    TRAINING_METRICS,
+    claim,
+)
 from studies.study import Arm, Curve, Fields, Metric, Study, with_fields
 from studies.training import train_job
 from studies.untrained import measure_untrained
 
 _TEN = tuple(range(10))
+_FIRST_LOOK = 5
+"""Seeds that were run and read before the other five were added: growth, noise and rank."""
 _RATES = (1e-4, 3e-4, 1e-3)
 _FULL_RATES = (1e-5, 3e-5, 1e-4)
-"""Weights themselves learn at a tenth of an adapter's rate."""
+"""Full fine-tuning takes a tenth of an adapter's rates."""
 
 
 _ENTROPY_METRICS = (
@@ -53,7 +64,6 @@ def entropy() -> Study:
             ("awq+mse", "AWQ and block scales by least squares"),
         )
     ]
-    higher = "has a higher entropy than BF16"
     return Study(
         name="entropy",
         question="Does quantization raise the entropy of a policy before training, and if it does: is it the"
@@ -76,20 +86,45 @@ def entropy() -> Study:
         metrics=_ENTROPY_METRICS,
         curves=(Curve(x="k", y="pass", title="pass@k", about="by k"),),
         claims=(
-            *(claim(f"{f.upper()} {higher}", f, "bf16", "entropy") for f in formats),
-            claim(f"Gaussian noise of NVFP4's energy {higher}", "gaussian", "bf16", "entropy"),
-            claim("NVFP4 raises it more than Gaussian noise does", "nvfp4", "gaussian", "entropy"),
-            claim("NVFP4's first token has a higher entropy than BF16's", "nvfp4", "bf16", "first_entropy"),
-            claim("NVFP4 costs pass@1", "nvfp4", "bf16", "pass@1", -1),
-            claim("NVFP4 raises pass@16", "nvfp4", "bf16", "pass@16"),
-            claim("AWQ and least squares bring NVFP4 nearer to BF16", "nvfp4-awq+mse", "nvfp4", "kl", -1),
-            claim("AWQ and least squares win pass@1 back", "nvfp4-awq+mse", "nvfp4", "pass@1"),
+            *(
+                claim(f"{f.upper()} has a [higher|lower] entropy than BF16", f, "bf16", "entropy")
+                for f in formats
+            ),
+            claim(
+                "Gaussian noise of NVFP4's energy has a [higher|lower] entropy than BF16",
+                *("gaussian", "bf16", "entropy"),
+                is_headline=True,
+            ),
+            claim(
+                "NVFP4 raises the entropy [more|less] than Gaussian noise of the same energy",
+                *("nvfp4", "gaussian", "entropy"),
+                is_headline=True,
+            ),
+            claim(
+                "NVFP4's first token has a [higher|lower] entropy than BF16's",
+                *("nvfp4", "bf16", "first_entropy"),
+            ),
+            claim("NVFP4 [lowers|raises] pass@1", "nvfp4", "bf16", "pass@1", -1),
+            claim("NVFP4 [raises|lowers] pass@16", "nvfp4", "bf16", "pass@16"),
+            claim(
+                "AWQ and least squares bring NVFP4 [nearer to|farther from] BF16",
+                *("nvfp4-awq+mse", "nvfp4", "kl"),
+                sign=-1,
+            ),
+            claim(
+                "AWQ and least squares [raise|lower] NVFP4's pass@1",
+                *("nvfp4-awq+mse", "nvfp4", "pass@1"),
+            ),
         ),
         remarks=(
             ONE_MODEL,
-            "Seeds vary the problems, the samples, and the Gaussian noise. Every other arm's weights are the"
-            " same for all seeds: intervals say how well this model was measured, not how models differ.",
+            "What is independent: a seed draws the problems and samples of each task, so a difference of two"
+            " formats has 10 independent measurements of one and the same pair of weights (rounding is"
+            " deterministic). Its interval says how well this model was measured, not how models differ."
+            " The Gaussian noise in the weights is drawn by the seed alone and shared by both tasks: a claim"
+            " about it has 5 independent draws, and the exact test of 5 cannot give p below 0.0625.",
         ),
+        has_constant_weights=True,
     )
 
 
@@ -101,11 +136,11 @@ def growth() -> Study:
         return Arm(name=format, about=about, fields={"model.format": format})
 
     full = {"model.format": "bf16", "adapter.kind": "full"}
-    faster = "learns faster than BF16 LoRA (mean reward)"
+    faster = "learns [faster|more slowly] than BF16 LoRA"
     return Study(
         name="growth",
-        question="Does reward grow faster, by step and by second, with a quantized base and with AQN than"
-        " with BF16 LoRA, each at its best learning rate?",
+        question="Does reward grow faster with a quantized base and with AQN than with BF16 LoRA, each at its"
+        " best learning rate?",
         base=BASE,
         tasks=TASKS,
         arms=(
@@ -125,19 +160,25 @@ def growth() -> Study:
         curves=TRAINING_CURVES,
         rates=_RATES,
         seeds=_TEN,
+        first_look_seeds=_FIRST_LOOK,
         claims=(
-            claim(f"NVFP4 {faster}", "nvfp4", "bf16", "reward_mean"),
-            claim(f"NVFP4 + AQN {faster}", "nvfp4+aqn", "bf16", "reward_mean"),
-            claim("AQN makes NVFP4 learn faster", "nvfp4+aqn", "nvfp4", "reward_mean"),
-            claim("AQN makes BF16 LoRA learn faster", "bf16+aqn", "bf16", "reward_mean"),
+            claim(f"NVFP4 {faster}", "nvfp4", "bf16", "reward_mean", is_headline=True),
+            claim(f"NVFP4 + AQN {faster}", "nvfp4+aqn", "bf16", "reward_mean", is_headline=True),
+            claim("AQN makes NVFP4 learn [faster|more slowly]", "nvfp4+aqn", "nvfp4", "reward_mean"),
+            claim("AQN makes BF16 LoRA learn [faster|more slowly]", "bf16+aqn", "bf16", "reward_mean"),
             claim(
-                "From equal first rewards, NVFP4 + AQN is ahead of BF16 LoRA", "nvfp4+aqn", "bf16", "matched"
+                "From equal first rewards, NVFP4 + AQN is [ahead of|behind] BF16 LoRA",
+                *("nvfp4+aqn", "bf16", "matched"),
             ),
-            claim("NVFP4 + AQN ends above BF16 LoRA", "nvfp4+aqn", "bf16", "accuracy_after"),
-            claim("NVFP4 ends above NF4 (QLoRA)", "nvfp4", "nf4", "accuracy_after"),
-            claim("Full fine-tuning ends above NVFP4 + AQN", "full", "nvfp4+aqn", "accuracy_after"),
+            claim("NVFP4 + AQN ends [above|below] BF16 LoRA", "nvfp4+aqn", "bf16", "accuracy_after"),
+            claim("NVFP4 ends [above|below] NF4 (QLoRA)", "nvfp4", "nf4", "accuracy_after"),
+            claim("Full fine-tuning ends [above|below] NVFP4 + AQN", "full", "nvfp4+aqn", "accuracy_after"),
         ),
-        remarks=(ONE_MODEL, "Full fine-tuning has a grid of its own, a tenth of the adapters'."),
+        remarks=(
+            ONE_MODEL,
+            SHARED_SEED,
+            "The learning rates of full fine-tuning are a tenth of the adapters'.",
+        ),
     )
 
 
@@ -151,8 +192,8 @@ def noise() -> Study:
     others = ("linear", "cosine", "logarithmic", "constant")
     return Study(
         name="noise",
-        question="Does AQN help NVFP4, and does it matter which schedule, how much noise, in which policy,"
-        " and whether the loss corrects for it?",
+        question="Does AQN help NVFP4? Do its schedule, its size, the importance correction, and noise in the"
+        " learner matter?",
         base=with_fields(BASE, {"learn.learning_rate": 3e-4}),
         tasks=TASKS,
         arms=(
@@ -171,18 +212,33 @@ def noise() -> Study:
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
         seeds=_TEN,
+        first_look_seeds=_FIRST_LOOK,
         claims=(
-            claim("AQN raises the mean reward", "exponential", "none", "reward_mean"),
-            claim("AQN raises the final accuracy", "exponential", "none", "accuracy_after"),
+            claim("AQN [raises|lowers] the mean reward", "exponential", "none", "reward_mean"),
+            claim(
+                "AQN [raises|lowers] the final accuracy",
+                *("exponential", "none", "accuracy_after"),
+                is_headline=True,
+            ),
             *(
-                claim(f"Exponential decay beats {name}", "exponential", name, "accuracy_after")
+                claim(f"Exponential decay ends [above|below] {name}", "exponential", name, "accuracy_after")
                 for name in others
             ),
-            claim("Ten times the noise costs accuracy", "sigma-0.1", "sigma-0.01", "accuracy_after", -1),
-            claim("Noise on both sides beats noise in the sampler", "both", "exponential", "accuracy_after"),
-            claim("The correction helps under noise", "exponential", "uncorrected", "accuracy_after"),
+            claim(
+                "Ten times the noise [lowers|raises] the accuracy",
+                *("sigma-0.1", "sigma-0.01", "accuracy_after"),
+                sign=-1,
+            ),
+            claim(
+                "Noise on both sides ends [above|below] noise in the sampler",
+                *("both", "exponential", "accuracy_after"),
+            ),
+            claim(
+                "The importance correction [helps|harms] under noise",
+                *("exponential", "uncorrected", "accuracy_after"),
+            ),
         ),
-        remarks=(ONE_MODEL, "One learning rate for all arms, 3e-4."),
+        remarks=(ONE_MODEL, SHARED_SEED, "All arms have the learning rate 3e-4."),
     )
 
 
@@ -208,7 +264,7 @@ def rank() -> Study:
     ]
     return Study(
         name="rank",
-        question="Does LoRA's rank matter, and does BF16 LoRA collapse at learning rates that NVFP4 bears?",
+        question="Does LoRA's rank matter? Does BF16 LoRA collapse at learning rates where NVFP4 does not?",
         base=BASE,
         tasks=TASKS,
         arms=tuple(arms),
@@ -217,33 +273,35 @@ def rank() -> Study:
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
         seeds=_TEN,
+        first_look_seeds=_FIRST_LOOK,
         claims=(
             *(
                 claim(
-                    f"At rate {rate:g} BF16 collapses more than NVFP4",
-                    f"bf16-r32-lr{rate:g}",
-                    f"nvfp4-r32-lr{rate:g}",
-                    "reward_drop",
+                    f"At rate {rate:g} BF16 collapses [more|less] than NVFP4",
+                    *(f"bf16-r32-lr{rate:g}", f"nvfp4-r32-lr{rate:g}", "reward_drop"),
+                    is_headline=rate == rates[-1],
                 )
                 for rate in rates[1:]
             ),
             *(
                 claim(
-                    f"At rate {rate:g} NVFP4 ends above BF16",
-                    f"nvfp4-r32-lr{rate:g}",
-                    f"bf16-r32-lr{rate:g}",
-                    "accuracy_after",
+                    f"At rate {rate:g} NVFP4 ends [above|below] BF16",
+                    *(f"nvfp4-r32-lr{rate:g}", f"bf16-r32-lr{rate:g}", "accuracy_after"),
                 )
                 for rate in rates[1:]
             ),
             claim(
-                "Rank 16 learns faster than rank 128",
-                "nvfp4-r16-lr0.0003",
-                "nvfp4-r128-lr0.0003",
-                "reward_mean",
+                "Rank 16 learns [faster|more slowly] than rank 128, with alpha = rank",
+                *("nvfp4-r16-lr0.0003", "nvfp4-r128-lr0.0003", "reward_mean"),
+                side_results=(("add", "accuracy_after"),),
             ),
         ),
-        remarks=(ONE_MODEL, "alpha is the rank, so that the adapter's factor is 1 at every rank."),
+        remarks=(
+            ONE_MODEL,
+            SHARED_SEED,
+            "alpha = rank in every arm, so the adapter's factor alpha / rank is 1; with a fixed alpha the"
+            " ranks might compare differently.",
+        ),
     )
 
 

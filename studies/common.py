@@ -1,10 +1,12 @@
-"""What the studies share: the run that arms change, two tasks, and what is read from a training run.
+"""Parts that the studies share: the base run, the two tasks, and the metrics of a training run.
 
-Tasks that SmolLM2-135M-Instruct half knows, of 28 of reasoning-gym's that were tried with 64 prompts and 16
-samples each in NVFP4: sums of two numbers (pass@1 0.067, pass@16 0.34) and riddles of kin and friends, `aiw`
-(0.071, 0.53). Counting a letter in a word (0.113, 0.86) is none: 92 % of its answers are 1, and every arm
-learns to say just that.
+The tasks were chosen from 28 tasks of reasoning-gym, each tried with 64 prompts and 16 samples in NVFP4, as
+ones that SmolLM2-135M-Instruct solves sometimes: sums of two numbers (pass@1 0.067, pass@16 0.34) and riddles
+about relatives and friends, `aiw` (0.071, 0.53). Counting a letter in a word (0.113, 0.86) was refused: 92 %
+of its answers are 1, and every arm learns to answer 1.
 """
+
+import re
 
 from qerl.config.recipes import demo
 from studies.study import Claim, Curve, Fields, Metric, StudyTask, with_fields
@@ -21,7 +23,7 @@ BASE = with_fields(
         "checkpoint.keep": 1,
     },
 )
-"""16 prompts x 8 samples a step; a constant rate, so that no arm's reward is read at a rate near zero."""
+"""16 prompts x 8 samples a step. The rate is constant, so that no reward is read at a rate near zero."""
 
 ADD = StudyTask(name="add", fields={})
 RIDDLES = StudyTask(
@@ -40,7 +42,7 @@ AQN: Fields = {
     "noise.unit": "relative",
     "noise.num_stages": 10,
 }
-"""The paper's schedule; relative to each norm, since SmolLM2's norm weights are a third of its models'."""
+"""The paper's schedule, relative to each norm: SmolLM2's norm weights are a third as large as the paper's."""
 
 TRAINING_METRICS = (
     Metric(key="accuracy_after", title="Held-out accuracy", about="256 problems, temperature 1, after"),
@@ -55,18 +57,45 @@ TRAINING_METRICS = (
     Metric(key="accuracy_before", title="Held-out accuracy before", about="temperature 1"),
     Metric(key="entropy_first", title="First entropy", about="step 0, nats a token"),
     Metric(key="entropy_last", title="Last entropy", about="last step, nats a token"),
-    Metric(key="train_s", title="Seconds", about="in steps, other runs on the same GPU"),
 )
 TRAINING_CURVES = (
     Curve(x="step", y="reward", title="Reward", about="by step"),
-    Curve(x="elapsed_s", y="reward", title="Reward", about="by second, other runs on the same GPU"),
     Curve(x="step", y="entropy", title="Entropy", about="by step, nats a token"),
 )
 ONE_MODEL = (
-    "One model of 135 million parameters and short answers: what holds here need not hold at 7B, and what"
-    " does not hold here may. Its bf16 weights are those of a 4-bit GGUF (Q4_1)."
+    "These results are from one model of 135 million parameters with short answers; at 7B they may differ in"
+    " either direction. The model's bf16 weights come from a 4-bit GGUF (Q4_1)."
+)
+SHARED_SEED = (
+    "The two tasks of a seed share the adapter's initial values and the random numbers of noise and sampling;"
+    " the exact test treats them as independent. Intervals do not: they are over each seed's mean."
 )
 
+_CHOICE = re.compile(r"\[([^|\]]*)\|([^|\]]*)\]")
 
-def claim(says: str, arm: str, against: str, metric: str, sign: int = 1, family: str = "") -> Claim:
-    return Claim(says=says, arm=arm, against=against, metric=metric, sign=sign, family=family)
+
+def claim(
+    text: str,
+    arm: str,
+    against: str,
+    metric: str,
+    sign: int = 1,
+    *,
+    family: str = "",
+    side_results: tuple[tuple[str, str], ...] = (),
+    note: str = "",
+    is_headline: bool = False,
+) -> Claim:
+    """Return a claim; "a ends [above|below] b" has the claim's word and the one that is true if refuted."""
+    return Claim(
+        says=_CHOICE.sub(r"\1", text),
+        reverse=_CHOICE.sub(r"\2", text),
+        arm=arm,
+        against=against,
+        metric=metric,
+        sign=sign,
+        family=family,
+        side_results=side_results,
+        note=note,
+        is_headline=is_headline,
+    )

@@ -1,4 +1,4 @@
-"""Estimates of many arms one under the other, with their intervals, as inline SVG."""
+"""Draw a forest plot, the estimates and intervals of many arms, as inline SVG."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,7 +10,7 @@ WIDTH, LEFT, RIGHT, ROW = 480, 150, 14, 20
 
 
 def forest_svg(title: str, rows: Sequence[tuple[str, int, Estimate]], baseline: str) -> str:
-    """rows: (arm, its index, its estimate); a line stands at the baseline's mean."""
+    """Return the SVG; rows: (arm, its index, its estimate). A line marks the baseline's mean."""
     ends = [end for _, _, e in rows for end in (e.mean, e.low, e.high) if end is not None]
     low, high = min(ends), max(ends)
     pad = 0.04 * (high - low) or 0.05 * abs(high) or 0.5

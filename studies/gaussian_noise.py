@@ -1,9 +1,9 @@
-"""Gaussian noise in the linears of a checkpoint, as much of it as a format's rounding makes.
+"""Add Gaussian noise to the linears of a checkpoint, with the energy of a format's rounding error.
 
     W + e_W * Z,   Z ~ N(0, 1),   e_W = rms(W - decode(encode(W)))   for each matrix W
 
-It asks whether what quantization does to a policy is quantization's, or any noise's of that size. Z depends
-on (seed, matrix) alone.
+It separates the effect of quantization on a policy from that of any noise of the same size. Z depends only on
+(seed, matrix), so all tasks of a seed share it.
 """
 
 import torch
@@ -18,7 +18,7 @@ from qerl.models.state_dict import linear_groups, read_float
 
 
 class GaussianNoiseCheckpoint:
-    """A checkpoint that is read like any other; its linears are float32."""
+    """Checkpoint with noisy linears, in float32."""
 
     def __init__(
         self, checkpoint: Checkpoint, architecture: Architecture, kind: type[PackedWeight], seed: int
@@ -26,7 +26,7 @@ class GaussianNoiseCheckpoint:
         self.path, self.config, self.shapes = checkpoint.path, checkpoint.config, checkpoint.shapes
         self._checkpoint, self._seed = checkpoint, seed
         self._rms: dict[str, tuple[int, float]] = {}
-        """By tensor: the matrix's number, and e_W."""
+        """By tensor: the number of the matrix, and e_W."""
         for group in linear_groups(architecture):
             for linear, weight in encoded(checkpoint, group, kind, torch.device("cpu")):
                 error_NK = weight.decode() - read_float(checkpoint, f"{linear}.weight").float()

@@ -1,6 +1,6 @@
-"""A study's page: the verdict in sentences, tables, curves with bands, the choice of rates, the origin.
+"""Write a study's page: verdicts in sentences, tables, curves with bands, the choice of rates, the origin.
 
-The page stands alone, without a script; summary.md beside it holds the verdict and the leading table.
+The page is one file without scripts; summary.md beside it has the verdicts and the leading table.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from studies.study import Curve, Metric, Study
 
 
 def write_pages(study: Study, folder: Path, lines: Sequence[Line], trials: Sequence[Line]) -> Path:
-    """index.html and summary.md; the first one's path."""
+    """Write index.html and summary.md; return the path of index.html."""
     judged = judge(study, lines)
     rows = table(study, lines, study.metrics[0].key)
     origin = _origin(lines, trials)
@@ -41,6 +41,7 @@ def _html(
         "style": files("qerl.tracking.report").joinpath("page.css").read_text(encoding="utf-8"),
         "notices": f"{missing} of {planned} runs are missing" if missing else "",
         "question": escape(study.question),
+        "stopping": escape(verdict.stopping_note(study)),
         "verdicts": _verdicts(study, judged),
         "rules": escape(verdict.RULES),
         "metric": escape(first.title),
@@ -55,7 +56,7 @@ def _html(
         "arms": _arms(study),
         "remarks": "".join(f"<p>{escape(text)}</p>" for text in (*study.remarks, origin)),
     }
-    # One pass over the template: what is put in is never looked at again.
+    # One pass over the template: inserted text is never searched for placeholders.
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, *rest = template.split("{{")
     return head + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in rest))
@@ -65,7 +66,8 @@ def _verdicts(study: Study, judged: Sequence[Judged]) -> str:
     blocks = []
     for title, own in verdict.by_verdict(judged):
         items = "".join(
-            f"<li>{escape(one.claim.says)}<br><small>{escape(verdict.evidence(study, one))}</small></li>"
+            f"<li>{escape(verdict.sentence(one))}<br><small>{escape(verdict.evidence_text(study, one))}"
+            "</small></li>"
             for one in own
         )
         kind = own[0].verdict.replace(" ", "-")
@@ -100,7 +102,7 @@ def _forest(study: Study, lines: Sequence[Line], task: str, metric: Metric) -> s
 
 
 def _overview(study: Study, lines: Sequence[Line], curve: Curve, task: str) -> str:
-    """Every arm's mean."""
+    """Return the chart of every arm's mean."""
     series = [s for i, arm in enumerate(study.arms) if (s := _series(lines, curve, task, arm.name, i))]
     series = [dataclasses.replace(one, band=()) for one in series]
     return _chart(curve, task, series, "means of all arms")
@@ -115,7 +117,7 @@ def _pairs(study: Study, lines: Sequence[Line]) -> list[str]:
         for i, arm in enumerate(study.arms):
             own = _series(lines, curve, task.name, arm.name, i)
             if arm.name != study.baseline and own and base:
-                found.append(_chart(curve, task.name, [base, own], f"{arm.name} beside {study.baseline}"))
+                found.append(_chart(curve, task.name, [base, own], f"{arm.name} and {study.baseline}"))
     return found
 
 
@@ -152,7 +154,7 @@ def _legend(study: Study) -> str:
 
 
 def _choice(study: Study, trials: Sequence[Line]) -> str:
-    """The mean of the metric by arm and rate; the best of each arm is in bold."""
+    """Return the table of means by arm and rate, with the best rate of each arm in bold."""
     if not trials:
         return ""
     rates = sorted({line["learning_rate"] for line in trials})
@@ -171,8 +173,8 @@ def _choice(study: Study, trials: Sequence[Line]) -> str:
     seeds = ", ".join(map(str, study.choice_seeds))
     return (
         "<section><h2>Choice of the learning rate</h2>"
-        f'<p class="rule">Mean {escape(study.choice_metric)} of seeds {seeds}, which serve for nothing else;'
-        " the smaller of equal rates.</p>"
+        f'<p class="rule">Mean {escape(study.choice_metric)} over seeds {seeds}, which are used for nothing'
+        " else; of equal rates the smaller one is taken.</p>"
         f'<div class="scroll"><table><thead><tr><th>task</th><th>arm</th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
@@ -199,11 +201,11 @@ def _arms(study: Study) -> str:
 def _origin(lines: Sequence[Line], trials: Sequence[Line]) -> str:
     found = facts([*lines, *trials])
     if not found["runs"]:
-        return "No run has ended."
+        return "No run is complete."
     workers = "/".join(map(str, found["workers"]))
     commits = ", ".join(found["commits"])
-    differed = " (+: files differed from it)" if "+" in commits else ""
+    differed = " (+: with uncommitted changes)" if "+" in commits else ""
     return (
-        f"{found['runs']} runs, {clock(found['seconds'])} in all, {workers} side by side, on"
-        f" {', '.join(found['devices'])}; commit {commits}{differed}."
+        f"{found['runs']} runs, {clock(found['seconds'])} in total, {workers} at the same time, on"
+        f" {', '.join(found['devices'])}; commits {commits}{differed}."
     )

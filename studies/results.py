@@ -1,11 +1,11 @@
-"""A study's lines on the disk: results.jsonl for what counts, choice.jsonl for the choice of learning rates.
+"""Read and write a study's lines: results.jsonl, and choice.jsonl for the learning rates.
 
     {"study": "growth", "task": "add", "arm": "nvfp4", "seed": 0, "learning_rate": 0.0005,
      "final": {"accuracy_after": 0.87, ...}, "curve": [{"step": 0, "reward": 0.04, ...}, ...],
      "digest": "...", "commit": "...", "is_dirty": false, "device": "...", "seconds": 31.2, "workers": 1}
 
-The file is written anew, in the study's own order, whenever a run has ended: which run ends first shows
-nowhere. It is also what a study goes on from; a line whose config is no longer the study's is refused.
+The file is rewritten in the study's own order whenever a run ends, so it does not depend on which run ends
+first. A resumed study starts from it; a line whose config differs from the study's is refused.
 """
 
 import json
@@ -25,7 +25,7 @@ def key_of(job: Job) -> Key:
 
 
 class Results:
-    """One of the two files, in memory too."""
+    """One of the two files, with its lines in memory."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -43,16 +43,16 @@ class Results:
         if line is not None and line["digest"] != job.digest:
             raise UserError(
                 f"{self.path}: {job.task}, {job.arm}, seed {job.seed} was run with another config;"
-                " delete its line, or choose another folder (--out)"
+                " delete its line, or choose another folder with --out"
             )
         return line
 
     def found(self, jobs: list[Job]) -> list[Line]:
-        """Those that are there, in the jobs' order."""
+        """Return the existing lines in the order of the jobs."""
         return [line for job in jobs if (line := self.of(job)) is not None]
 
     def add(self, job: Job, line: Line, jobs: list[Job]) -> None:
-        """Writes the file anew: the lines of these jobs in their order, then what else was in it."""
+        """Add a line and rewrite the file: the lines of these jobs in their order, then all others."""
         self._lines[key_of(job)] = line
         keys = [key for job in jobs if (key := key_of(job)) in self._lines]
         keys += [key for key in self._lines if key not in set(keys)]

@@ -1,12 +1,12 @@
-"""Runs a study: chooses learning rates, runs what is missing in processes side by side, writes the page.
+"""Run a study: choose learning rates, run what is missing in parallel processes, write the page.
 
     studies/NAME/results.jsonl   a line for each task, arm and seed
-                 choice.jsonl    the same, of the runs that learning rates are chosen by
-                 index.html      the page                                 summary.md     its verdict, to quote
-                 runs/           each run's own folder; its checkpoints go once its line is written
+                 choice.jsonl    a line for each run that chooses a learning rate
+                 index.html      the page                                 summary.md     its verdicts
+                 runs/           each run's own folder; its checkpoints are deleted once its line is written
 
-A study that was killed goes on: runs that have a line are not run again, one that was under way continues
-from its checkpoint (training/session.py). Workers end with the process that started them, however that ends.
+A killed study can be resumed: runs that have a line are not repeated, and a run that was interrupted
+continues from its checkpoint (training/session.py). Workers end when the process that started them ends.
 """
 
 import itertools
@@ -33,16 +33,16 @@ from studies.study import Job, Study
 
 _WATCH_S = 0.3
 Outcomes = Callable[[list[Job]], Iterator[tuple[Job, Line]]]
-"""Runs jobs and gives each with its line, as they end."""
+"""Runs jobs and yields each with its line as it ends."""
 
 
 def run_study(study: Study, folder: Path, *, workers: int = 1) -> Path:
-    """The page's path."""
+    """Run what is missing and write the page; return the page's path."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)
     except OSError as error:
-        raise UserError(f"{folder}: cannot hold a study ({error.strerror})") from None
+        raise UserError(f"{folder}: cannot be used as the folder of a study ({error.strerror})") from None
     try:
         choice, results = (Results(folder / f"{name}.jsonl") for name in ("choice", "results"))
         trials = choice_jobs(study, folder)
@@ -64,13 +64,13 @@ def rewrite_pages(study: Study, folder: Path) -> Path:
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    """Its processes start with the first run and serve for all: what they compile, they compile once."""
+    """Return a pool whose processes are reused for all runs, so that each compiles its kernels once."""
     context = get_context("spawn")
     return ProcessPoolExecutor(workers, context, initializer=_end_with_parent, initargs=(os.getpid(),))
 
 
 def choice_jobs(study: Study, folder: Path) -> list[Job]:
-    """Those arms' that have a choice."""
+    """Return the runs of the arms that have several learning rates."""
     return [
         study.job(task, arm, seed, rate, folder / "runs")
         for task in study.tasks
@@ -82,8 +82,8 @@ def choice_jobs(study: Study, folder: Path) -> list[Job]:
 
 
 def best_rates(study: Study, trials: list[Job], choice: Results) -> dict[tuple[str, str], float | None]:
-    """By task and arm: the rate with the best mean, the smaller of equals; None: the config's own. Without
-    those that have not been tried to the end."""
+    """Return by task and arm the rate with the best mean, the smaller of equals; None is the config's own.
+    Arms with missing trials are left out."""
     found: dict[tuple[str, str], float | None] = {}
     for task in study.tasks:
         for arm in study.arms:
@@ -103,7 +103,7 @@ def _best(study: Study, lines: list[Line]) -> float:
 
 
 def final_jobs(study: Study, folder: Path, rates: dict[tuple[str, str], float | None]) -> list[Job]:
-    """Of the arms whose rate is known."""
+    """Return the runs of the arms whose rate is known."""
     return [
         study.job(task, arm, seed, rates[task.name, arm.name], folder / "runs")
         for task in study.tasks
@@ -114,7 +114,7 @@ def final_jobs(study: Study, folder: Path, rates: dict[tuple[str, str], float | 
 
 
 def execute(study: Study, jobs: list[Job], results: Results, outcomes: Outcomes) -> None:
-    """Runs what has no line yet and is to be run now; a line is on the disk before the next is waited for."""
+    """Run the selected jobs that have no line yet, and write each line to disk as its job ends."""
     missing = [job for job in jobs if results.of(job) is None and study.is_run(job.task, job.arm)]
     for count, (job, line) in enumerate(outcomes(missing), start=1):
         results.add(job, line, jobs)
@@ -128,8 +128,8 @@ def execute(study: Study, jobs: list[Job], results: Results, outcomes: Outcomes)
 
 
 def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> Iterator[tuple[Job, Line]]:
-    """As they end. The pool has no job that no worker has: after Ctrl-C, which ends a run in all processes, a
-    worker would begin it."""
+    """Yield jobs as they end. No job waits inside the pool: after Ctrl-C, which ends every running job, a
+    worker would start it."""
     waiting, running = iter(jobs), dict[Future[Line], Job]()
 
     def begin(count: int) -> None:
@@ -151,13 +151,13 @@ def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> It
 def _line_of(job: Job, future: Future[Line]) -> Line:
     try:
         return future.result()
-    except (Exception, SystemExit) as error:  # whatever a run can end with
+    except (Exception, SystemExit) as error:  # a run can fail with anything
         where = f"{job.task}, {job.arm}, seed {job.seed}"
         raise RunError(f"{where}: {type(error).__name__}: {error}; see {job.folder / 'log.txt'}") from error
 
 
 def _end_with_parent(parent: int) -> None:
-    """In a worker: a killed study leaves no run behind that would hold its folder's lock."""
+    """End this worker when its parent is gone, so that no run of a killed study keeps its folder's lock."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -2,9 +2,9 @@
 
     run = (task, arm, seed, learning rate)          config = base, then the task's fields, then the arm's
 
-Where an arm has several learning rates, each is tried with `choice_seeds`, and the one with the best mean of
-`choice_metric` is run with `seeds`. No seed serves both: a rate that was lucky when it was chosen is not
-lucky again.
+If an arm has several learning rates, each is tried with `choice_seeds`, and the one with the best mean of
+`choice_metric` is run with `seeds`. The two sets of seeds are disjoint: the luck of a rate when it was chosen
+does not count.
 """
 
 import dataclasses
@@ -22,6 +22,8 @@ from studies.statistics import MAX_EXACT_PAIRS
 
 Fields = Mapping[str, Any]
 """{"model.format": "bf16", "noise.schedule": "none"}: values by the dotted names of RunConfig's fields."""
+DRAWN_BY_SEED = frozenset({"gaussian"})
+"""Kinds of frozen weights that are drawn at random from the seed alone, so that all tasks share a draw."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +32,7 @@ class Arm:
     about: str = ""
     fields: Fields = dataclasses.field(default_factory=dict)
     weights: str = "plain"
-    """How the frozen weights come from the checkpoint: a name in `before.WEIGHTS`; runs know plain only."""
+    """How frozen weights come from the checkpoint: a name in `untrained.WEIGHTS`; training takes plain."""
     rates: tuple[float, ...] | None = None
     """Learning rates to choose from; None: the study's."""
 
@@ -60,9 +62,12 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """Claim(says="NVFP4 raises the entropy", arm="nvfp4", against="bf16", metric="entropy", sign=1)"""
+    """Claim(says="NVFP4 has a higher entropy than BF16", reverse="NVFP4 has a lower entropy than BF16",
+    arm="nvfp4", against="bf16", metric="entropy", sign=1)"""
 
     says: str
+    reverse: str
+    """The true sentence if the claim is refuted."""
     arm: str
     against: str
     metric: str
@@ -70,6 +75,12 @@ class Claim:
     """1: arm is above; -1: arm is below."""
     family: str = ""
     """p is corrected over the claims of one family: those that answer one question."""
+    side_results: tuple[tuple[str, str], ...] = ()
+    """(task, metric) of results that a reader of this claim has to know too."""
+    note: str = ""
+    """Qualification to state with a verdict."""
+    is_headline: bool = False
+    """True if the README names the claim even where it was not shown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,11 +119,11 @@ class Study:
     tasks: tuple[StudyTask, ...]
     arms: tuple[Arm, ...]
     baseline: str
-    """The arm that tables compare the others with."""
+    """The arm that the tables compare the others with."""
     measure: Callable[[Job], dict[str, Any]]
-    """One run's `final` and `curve`; called in a process of its own, so a module's function."""
+    """Return one run's `final` and `curve`. Called in a process of its own, so a function of a module."""
     metrics: tuple[Metric, ...]
-    """The first is the one that the page leads with."""
+    """The page leads with the first."""
     curves: tuple[Curve, ...]
     claims: tuple[Claim, ...]
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -121,9 +132,13 @@ class Study:
     choice_seeds: tuple[int, ...] = (1000, 1001)
     choice_metric: str = "accuracy_after"
     remarks: tuple[str, ...] = ()
-    """What the page says of the study's limits."""
+    """Limits of the study, for its page."""
+    has_constant_weights: bool = False
+    """True if seeds vary the problems and samples, but not the weights (except those `DRAWN_BY_SEED`)."""
+    first_look_seeds: int | None = None
+    """Number of seeds that were run and read before the others were added; None if none were added."""
     run_arms: tuple[str, ...] = ()
-    """Those to run now, empty for all: the page shows whatever has been run."""
+    """Arms to run now, empty for all. The page shows everything that has been run."""
     run_tasks: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -131,17 +146,24 @@ class Study:
         used = {self.baseline, *(name for claim in self.claims for name in (claim.arm, claim.against))}
         metrics = {metric.key for metric in self.metrics}
         assert len(set(names)) == len(names), f"two arms of {self.name} have the same name"
-        assert used <= set(names), f"{self.name} compares with arms that it has not: {used - set(names)}"
+        assert used <= set(names), f"{self.name} has no arms {used - set(names)}, but compares them"
         assert {claim.metric for claim in self.claims} <= metrics, (
-            f"{self.name}: a claim's metric is not shown"
+            f"{self.name}: the page does not show the metric of a claim"
         )
         if set(self.seeds) & set(self.choice_seeds):
-            raise UserError(f"study {self.name}: seeds {self.choice_seeds} choose the learning rate")
+            raise UserError(
+                f"study {self.name}: seeds {self.choice_seeds} are reserved for choosing the learning rate"
+            )
         if (num_pairs := len(self.tasks) * len(self.seeds)) > MAX_EXACT_PAIRS:
             raise UserError(
                 f"study {self.name}: {len(self.seeds)} seeds of {len(self.tasks)} tasks make {num_pairs}"
-                f" pairs, and the exact test takes {MAX_EXACT_PAIRS}"
+                f" pairs, and the exact test takes at most {MAX_EXACT_PAIRS}"
             )
+
+    def shares_weights_over_tasks(self, claim: Claim) -> bool:
+        """True if an arm's weights are drawn by seed, so that the tasks of a seed are not independent."""
+        weights = {arm.name: arm.weights for arm in self.arms}
+        return bool({weights[claim.arm], weights[claim.against]} & DRAWN_BY_SEED)
 
     def is_run(self, task: str, arm: str) -> bool:
         return arm in (self.run_arms or [arm]) and task in (self.run_tasks or [task])
@@ -150,7 +172,7 @@ class Study:
         return self.rates if arm.rates is None else arm.rates
 
     def job(self, task: StudyTask, arm: Arm, seed: int, rate: float | None, folder: Path) -> Job:
-        """rate: None for the config's own."""
+        """Return one run; rate None is the config's own."""
         config = with_fields(with_fields(self.base, task.fields), arm.fields)
         if rate is not None:
             config = with_fields(config, {"learn.learning_rate": rate})
@@ -194,20 +216,20 @@ def _former(value: Any, present: Mapping[str, str]) -> Any:
 
 
 def with_fields(config: RunConfig, fields: Fields) -> RunConfig:
-    """The config with these fields changed, all of one part at a time: checks see them together."""
+    """Return the config with these fields changed; each part is checked once, with all its changes."""
     parts: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         part, _, field = name.rpartition(".")
         parts.setdefault(part, {})[field] = value
     changes = parts.pop("", {})
     for part, values in parts.items():
-        changes[part] = _replaced(getattr(config, part, None), values, f"{part}.")
-    return _replaced(config, changes, "")
+        changes[part] = _replace(getattr(config, part, None), values, f"{part}.")
+    return _replace(config, changes, "")
 
 
-def _replaced(value: Any, changes: dict[str, Any], where: str) -> Any:
+def _replace(value: Any, changes: dict[str, Any], where: str) -> Any:
     known = getattr(value, "__dataclass_fields__", {})
     for name in changes:
         if name not in known:
-            raise UserError(f"there is no field {where}{name} in a config")
+            raise UserError(f"a config has no field {where}{name}")
     return dataclasses.replace(value, **changes)

@@ -1,8 +1,8 @@
-"""What a training run says in a study: held-out accuracy, reward and entropy, and their curves.
+"""Measure a training run of a study: held-out accuracy, reward and entropy, and their curves.
 
 reward_first   step 0, before any update          reward_last   mean of the last tenth of the steps
-reward_mean    of all steps: how early it grew    reward_drop   best tenth (a running mean) - reward_last
-elapsed_s      of a step: seconds in steps up to its end; evaluation and loading are not in it
+reward_mean    over all steps                     reward_drop   best tenth (a running mean) - reward_last
+elapsed_s      seconds in steps up to the end of this one, without evaluation and loading
 """
 
 import itertools
@@ -13,11 +13,11 @@ from typing import Any
 from qerl.training.session import train
 from studies.study import Job
 
-_KEPT = ("reward", "accuracy", "entropy", "mismatch_kl", "informative", "distinct", "sigma")
+_KEPT = ("reward", "accuracy", "entropy", "mismatch_kl", "informative", "distinct", "sigma", "clip_fraction")
 
 
 def train_job(job: Job) -> dict[str, Any]:
-    """Runs, or goes on with, the job's run."""
+    """Run the job, or resume it, and return its line's `final` and `curve`."""
     assert job.weights == "plain", job
     result = train(job.config)
     text = (job.folder / "metrics.jsonl").read_text()

@@ -1,14 +1,14 @@
-"""An untrained policy: its entropy, pass@k, and how far its weights are from the checkpoint's.
+"""Measure an untrained policy: its entropy, pass@k, and the distance of its weights from the checkpoint's.
 
-    entropy        mean over the tokens it samples, in nats: of states that the policy itself gets into
+    entropy        mean over the sampled tokens, in nats: over states that the policy itself reaches
     first_entropy  of the first token after each prompt: the same states for every arm
     kl             mean KL(checkpoint || policy) over the tokens of prompts and answers, in nats
-    weight_error   mean over the linears of |W' - W| / |W|          W' as it acts: factors that AWQ folded
-    output_error   mean over the linears of |(W' - W) x| / |W x|    into a neighbour are taken out again
+    weight_error   mean over the linears of |W' - W| / |W|          W' without the factors that AWQ folds
+    output_error   mean over the linears of |(W' - W) x| / |W x|    into a neighboring layer
 
-x are the linears' inputs on the prompts, in the checkpoint's own model in bf16. Prompts are those of a seed's
-first training step, so that seeds vary the problems too. AWQ is calibrated on other text: questions and
-answers of reasoning-gym tasks that no study has.
+x are the linears' inputs on the prompts, in the checkpoint's own model in bf16. The prompts are those of a
+seed's first training step, so seeds vary the problems too. AWQ is calibrated on other text: questions and
+answers of reasoning-gym tasks that no study uses.
 """
 
 import dataclasses
@@ -50,12 +50,12 @@ from studies.study import Job
 _CALIBRATION_GYMS = ("gsm_symbolic", "syllogism", "letter_jumble", "time_intervals", "family_relationships")
 _CALIBRATION_ROWS = 24
 _MOST_PROMPTS = 64
-"""Prompts that errors and KL are taken on."""
+"""Number of prompts for errors and KL."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What frozen weights are made from."""
+    """The checkpoint and the block scales that frozen weights are made from."""
 
     checkpoint: Checkpoint
     scales: Scales = plain_scales
@@ -103,11 +103,11 @@ WEIGHTS: dict[str, Callable[[Checkpoint, RunConfig, PreTrainedTokenizerBase], So
     "awq+mse": _awq_mse,
     "gaussian": _gaussian,
 }
-"""How an arm's frozen weights come from the checkpoint; gaussian: noise of the energy of NVFP4's error."""
+"""Makers of an arm's frozen weights; gaussian adds noise with the energy of NVFP4's rounding error."""
 
 
 def calibration_text(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """A sequence of tokens for each row."""
+    """Return a sequence of tokens for each row."""
     texts = []
     for gym in _CALIBRATION_GYMS:
         rows = gym_rows(TaskConfig(gym=gym, num_rows=_CALIBRATION_ROWS))
@@ -116,7 +116,7 @@ def calibration_text(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 def measure_untrained(job: Job) -> dict[str, Any]:
-    """One policy; the seed names the problems, the samples' random numbers and the Gaussian noise."""
+    """Measure one policy; the seed sets the problems, the samples' random numbers and the Gaussian noise."""
     config = dataclasses.replace(job.config, model=resolve_device(job.config.model))
     source = locate(config.model.path)
     checkpoint, tokenizer = source.open(), load_tokenizer(config.model.path)
@@ -171,7 +171,7 @@ def _decoder(made: Source, config: RunConfig, format: str) -> Decoder:
 
 @torch.no_grad()
 def entropies(decoder: Decoder, groups: list[Group], config: RunConfig) -> tuple[float, float]:
-    """Over all sampled tokens, and over the first ones: the samples of a prompt share theirs."""
+    """Return the mean entropy over all sampled tokens, and over the first token of each prompt."""
     weighted = [(group, [1.0] * len(group.samples_G)) for group in groups]
     batches = pack(weighted, max_tokens=config.learn.max_tokens_per_microbatch, device=decoder.device)
     entropy_C = torch.cat([_entropy_of(decoder, batch, config) for batch in batches]).cpu()
@@ -205,7 +205,7 @@ def distances(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, float]:
-    """kl, weight_error and output_error."""
+    """Return kl, weight_error and output_error."""
     answers = [str(prompt.columns.get(config.task.answer_column, "")) for prompt in prompts]
     texts = [
         [*prompt.tokens_T, *tokenizer(answer, add_special_tokens=False)["input_ids"]]
@@ -229,7 +229,7 @@ def distances(
             packed = linears[name].weight
             assert packed is not None
             weight_NK = read_float(original, f"{name}.weight").float().to(x_SK.device)
-            error_NK = _acting(packed.decode(), made, f"{name}.weight") - weight_NK
+            error_NK = _unfolded(packed.decode(), made, f"{name}.weight") - weight_NK
             weight_errors.append((error_NK.norm() / weight_NK.norm()).item())
             output_errors.append(((x_SK @ error_NK.T).norm() / (x_SK @ weight_NK.T).norm()).item())
     return {
@@ -239,8 +239,8 @@ def distances(
     }
 
 
-def _acting(weight_NK: Tensor, made: Checkpoint, name: str) -> Tensor:
-    """Without the factors that a neighbour undoes."""
+def _unfolded(weight_NK: Tensor, made: Checkpoint, name: str) -> Tensor:
+    """Return the weight without the factors that a neighboring layer undoes."""
     if not isinstance(made, Folded):
         return weight_NK
     rows_N, columns_K = made.rows(name).to(weight_NK.device), made.columns(name).to(weight_NK.device)

@@ -1,29 +1,31 @@
-"""Evidence as sentences: the same words on the page and in the summary, made from the numbers alone."""
+"""Write verdicts and their evidence as sentences: the same words on the page and in the summary."""
 
 from collections.abc import Sequence
 
-from studies.analysis import LEVEL_OF_PROOF, Judged, Row, Verdict
+from studies.analysis import SIGNIFICANCE, Evidence, Judged, Row, SideResult, Verdict
 from studies.statistics import Estimate, Paired
 from studies.study import Study
 
 HEADINGS: dict[Verdict, str] = {
-    "held": "What held",
-    "mixed": "What held over all, but not in every task",
-    "opposite": "What turned out the other way round",
-    "depends": "What depends on the task",
-    "not shown": "What was not shown",
-    "not measured": "What was not measured",
+    "supported": "Supported",
+    "mixed": "Supported overall, but not in every task",
+    "refuted": "Refuted (the opposite is true)",
+    "depends": "Depends on the task",
+    "not shown": "Not shown",
+    "not measured": "Not measured",
 }
 RULES = (
-    f"A claim holds if p < {LEVEL_OF_PROOF} and the difference has the claimed sign in every task; it is"
-    " turned round if p is as small and the sign is the other; where p is larger and two tasks' intervals"
-    " are on opposite sides of 0, it depends on the task. p is that of the exact sign-flip test over all"
-    " (task, seed) pairs, corrected by Holm over the claims of one family (all of this page, unless it names"
-    " some). Intervals are Student's, 95 %, over seeds; d is Cohen's for pairs, the mean difference over its"
-    " standard deviation. 'Not shown' is not 'not so': the interval says which differences these seeds leave"
-    " open. In tables p is that of Student's paired t-test within a task, corrected over all rows of the"
-    " table: it takes differences to be normal."
+    f"A claim is supported if p < {SIGNIFICANCE} and the difference has the claimed sign in every task. It is"
+    f" refuted if p < {SIGNIFICANCE} and the overall difference has the opposite sign. It depends on the task"
+    " if p is larger and the intervals of two tasks lie on opposite sides of 0. p is from the exact sign-flip"
+    " test over all independent differences (one for each task and seed, unless stated), corrected by Holm's"
+    " method over the claims of one family (all claims of this page, unless families are listed). Intervals"
+    " are Student's 95 % intervals over seeds; d is Cohen's d for pairs, the mean difference over its"
+    " standard deviation. 'Not shown' does not mean 'false': the interval shows which differences these seeds"
+    " leave open. In tables p is from Student's paired t test within a task, corrected over all rows of the"
+    " table; it assumes normal differences."
 )
+COLUMNS = ("n", "mean", "difference", "d", "p")
 
 
 def number(value: float) -> str:
@@ -41,6 +43,14 @@ def signed(found: Estimate) -> str:
     return ("+" if found.mean >= 0 else "") + interval(found)
 
 
+def with_ci(found: Estimate, metric: str) -> str:
+    """Return "+0.778 in entropy, 95 % CI [0.768, 0.787]"."""
+    mean = ("+" if found.mean >= 0 else "") + number(found.mean)
+    if found.low is None or found.high is None:
+        return f"{mean} in {metric}"
+    return f"{mean} in {metric}, 95 % CI [{number(found.low)}, {number(found.high)}]"
+
+
 def p_text(p: float | None) -> str:
     return "" if p is None else ("p < 0.001" if p < 0.001 else f"p = {p:.2g}")
 
@@ -49,22 +59,58 @@ def effect(found: Paired) -> str:
     return "" if found.effect_size is None else f"{found.effect_size:.2f}"
 
 
-def evidence(study: Study, judged: Judged) -> str:
-    """What stands behind a claim: "+0.03 [0.01, 0.05] in mean reward, p = 0.016, d = 1.9, 10 pairs; ..." """
-    if judged.over_all is None:
-        return "no pair of runs has been made"
-    parts = [_difference(study, judged)]
-    if judged.over_all.effect_size is not None:
-        parts.append(f"d = {effect(judged.over_all)}")
-    parts.append(f"{judged.num_pairs} pairs")
-    text = f"{', '.join(parts)}; {_by_task(judged)}"
-    if judged.verdict == "not shown" and judged.has_too_few_pairs:
-        text += f"; so few pairs could not have gone below {p_text(judged.smallest_p)}"
-    return text
+def sentence(judged: Judged) -> str:
+    """Return what is true: the claim's opposite if it was refuted, else the claim."""
+    return judged.claim.reverse if judged.verdict == "refuted" else judged.claim.says
+
+
+def difference_text(study: Study, judged: Judged) -> str:
+    """Return "-0.129 in entropy, 95 % CI [-0.141, -0.116]"."""
+    assert judged.evidence is not None, judged
+    return with_ci(judged.evidence.over_all.difference, title_of(study, judged.claim.metric))
+
+
+def evidence_text(study: Study, judged: Judged) -> str:
+    """Return the difference, p, d, what was counted, the tasks one by one, and what qualifies the verdict."""
+    found = judged.evidence
+    if found is None:
+        return "no pair of runs exists"
+    parts = [f"{difference_text(study, judged)}, {p_text(judged.p)}"]
+    if judged.is_decided and judged.first_look_p is not None:
+        parts[0] += f" ({p_text(judged.first_look_p)} with the first {study.first_look_seeds} seeds alone)"
+    if found.over_all.effect_size is not None:
+        parts.append(f"d = {effect(found.over_all)}")
+    parts.append(_count(study, judged, found))
+    tasks = ", ".join(f"{task} {signed(by_task.difference)}" for task, by_task in found.by_task.items())
+    text = f"{', '.join(parts)}; {tasks}"
+    if judged.verdict == "not shown" and judged.has_too_few_units:
+        text += f"; with so few, p cannot be below {judged.smallest_p:.2g}"
+    text = "; ".join([text, *(side_text(study, judged, side) for side in judged.side_results)])
+    return f"{text}; {judged.claim.note}" if judged.claim.note else text
+
+
+def side_text(study: Study, judged: Judged, side: SideResult) -> str:
+    """Return "on add, held-out accuracy is 0.787 with arm and 0.724 with against (...; not tested)"."""
+    arm, against = f"{number(side.arm.mean)} with {judged.claim.arm}", number(side.against.mean)
+    return (
+        f"on {side.task}, {title_of(study, side.metric)} is {arm} and {against} with {judged.claim.against}"
+        f" ({signed(side.difference)}, not tested)"
+    )
+
+
+def stopping_note(study: Study) -> str:
+    """Return the note on seeds that were added after a first look, or nothing."""
+    first = study.first_look_seeds
+    if first is None or len(study.seeds) <= first:
+        return ""
+    return (
+        f"Optional stopping: seeds 0 to {first - 1} of every arm were run and read before seeds {first} to"
+        f" {len(study.seeds) - 1} were added, so these p values are somewhat too small."
+    )
 
 
 def by_verdict(judged: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
-    """Headings with their claims, those that have any."""
+    """Return the headings that have claims, with their claims."""
     groups = [
         (title, [one for one in judged if one.verdict == verdict]) for verdict, title in HEADINGS.items()
     ]
@@ -72,71 +118,40 @@ def by_verdict(judged: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
 
 
 def cells(row: Row) -> tuple[str, str, str, str, str]:
-    """n, the arm's mean, its difference, d, p."""
+    """Return n, the arm's mean, its difference, d and p."""
     n, mean = str(row.estimate.n), interval(row.estimate)
     if row.compared is None:
         return n, mean, "", "", ""
     return n, mean, signed(row.compared.difference), effect(row.compared), p_text(row.p)
 
 
-COLUMNS = ("n", "mean", "difference", "d", "p")
-
-
 def summary(study: Study, judged: Sequence[Judged], rows: Sequence[Row], origin: str) -> str:
-    """Markdown to quote: the verdict, and the table of the leading metric."""
-    lines = [f"# Study {study.name}", "", study.question, ""]
+    """Return Markdown to quote: the verdicts, and the table of the leading metric."""
+    lines = [f"## Study {study.name}", "", study.question, ""]
+    if note := stopping_note(study):
+        lines += [note, ""]
     for title, own in by_verdict(judged):
-        lines += [f"**{title}**", "", *(f"- {one.claim.says}: {evidence(study, one)}." for one in own), ""]
+        bullets = (f"- {sentence(one)}: {evidence_text(study, one)}." for one in own)
+        lines += [f"**{title}**", "", *bullets, ""]
     metric = study.metrics[0]
     lines += [f"{metric.title} ({metric.about or metric.key}), differences from {study.baseline}:", ""]
     lines += [_row(("task", "arm", *COLUMNS)), _row(("---",) * (2 + len(COLUMNS)))]
     lines += [_row((row.task, row.arm, *cells(row))) for row in rows]
-    return "\n".join([*lines, "", RULES, "", *study.remarks, "", origin, ""])
+    notes = [line for remark in study.remarks for line in (remark, "")]
+    return "\n".join([*lines, "", RULES, "", *notes, origin, ""])
 
 
-_IN_SHORT: dict[Verdict, str] = {
-    "held": "Held",
-    "mixed": "Held over all, not in every task",
-    "opposite": "The other way round",
-    "depends": "Depends on the task",
-    "not shown": "Not shown",
-    "not measured": "Not measured",
-}
-_MOST_NAMED = 12
+def _count(study: Study, judged: Judged, found: Evidence) -> str:
+    if study.shares_weights_over_tasks(judged.claim):
+        return f"{found.num_units} independent draws of the noise, each used in all tasks"
+    constant = ", all of the same weights" if study.has_constant_weights else ""
+    return f"{found.num_units} pairs{constant}"
 
 
-def headline(study: Study, judged: Sequence[Judged], num_runs: int) -> str:
-    """Markdown for a page of all studies: every claim, those that were decided with their differences."""
-    whole = len(study.arms) * len(study.tasks) * len(study.seeds)
-    lines = [f"**{study.name}**, {num_runs} of {whole} runs. {study.question}", ""]
-    for verdict, title in _IN_SHORT.items():
-        own = [one for one in judged if one.verdict == verdict]
-        if verdict in ("not shown", "not measured"):
-            enough = [one for one in own if not one.has_too_few_pairs]
-            few = [one for one in own if one.has_too_few_pairs]
-            lines += _list(title, enough, len(judged)) + _list("Too few runs yet to show", few, len(judged))
-        else:
-            lines += [
-                f"- {title}: {one.claim.says} ({_difference(study, one)}; {_by_task(one)})." for one in own
-            ]
-    return "\n".join(lines)
-
-
-def _list(title: str, judged: Sequence[Judged], num_claims: int) -> list[str]:
-    """Claims by name if they are few; a line if there are any."""
-    named = "; ".join(one.claim.says for one in judged)
-    said = named if len(judged) <= _MOST_NAMED else f"{len(judged)} of {num_claims} claims"
-    return [f"- {title}: {said}."] if judged else []
-
-
-def _by_task(judged: Judged) -> str:
-    return ", ".join(f"{task} {signed(found.difference)}" for task, found in judged.by_task.items())
-
-
-def _difference(study: Study, judged: Judged) -> str:
-    assert judged.over_all is not None, judged
-    title = next(m.title for m in study.metrics if m.key == judged.claim.metric).lower()
-    return f"{signed(judged.over_all.difference)} in {title}, {p_text(judged.p)}"
+def title_of(study: Study, key: str) -> str:
+    """Return a metric's title as it stands inside a sentence."""
+    title = next(metric.title for metric in study.metrics if metric.key == key)
+    return title if title[1].isupper() else title[0].lower() + title[1:]
 
 
 def _row(values: Sequence[str]) -> str:

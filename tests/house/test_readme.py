@@ -1,13 +1,10 @@
 """README.md quotes what is. `python tests/house/test_readme.py` writes them anew."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
-from studies.analysis import judge
-from studies.catalog import STUDIES
-from studies.verdict import headline
+from studies.findings import brief, results_in
 
 ROOT = Path(__file__).parents[2]
 README, PACKAGE = ROOT / "README.md", ROOT / "src" / "qerl"
@@ -39,19 +36,7 @@ def first_line(part: Path) -> str:
 
 
 def the_findings() -> str:
-    """The verdicts of all studies, from their lines."""
-    found = []
-    for name, make in STUDIES.items():
-        study = make()
-        text = (ROOT / "studies" / name / "results.jsonl").read_text()
-        lines = [json.loads(line) for line in text.splitlines()]
-        found.append(headline(study, judge(study, lines), len(lines)))
-    return "\n\n".join(
-        [
-            *found,
-            "Intervals are 95 %, p corrected. All differences: `docs/findings.md`; rules: `docs/studies.md`.",
-        ]
-    )
+    return brief(results_in(ROOT / "studies"))
 
 
 QUOTES = {"loop": the_loop, "tree": the_tree, "findings": the_findings}

@@ -4,28 +4,39 @@ import pytest
 
 from qerl.config import RunConfig
 from studies.analysis import bands, differences, judge, matched, matched_mean, table, values_of
+from studies.findings import brief
 from studies.study import Arm, Claim, Metric, Study, StudyTask
-from studies.verdict import headline
+from studies.verdict import evidence_text, sentence, stopping_note, summary
 
 
-def study(*claims, seeds=(0, 1, 2, 3, 4), arms=("base", "a", "b")):
+def study(*claims, seeds=(0, 1, 2, 3, 4), arms=("base", "a", "b"), weights="plain", **changes):
     return Study(
         name="made",
         question="which is higher?",
         base=RunConfig(),
         tasks=(StudyTask(name="x", fields={}), StudyTask(name="y", fields={})),
-        arms=tuple(Arm(name=name) for name in arms),
+        arms=tuple(Arm(name=name, weights=weights if name == "a" else "plain") for name in arms),
         baseline="base",
         measure=lambda job: {},
         metrics=(Metric(key="score", title="Score"),),
         curves=(),
         claims=claims,
         seeds=seeds,
+        **changes,
     )
 
 
-def claim(arm="a", sign=1, family=""):
-    return Claim(says=f"{arm} differs", arm=arm, against="base", metric="score", sign=sign, family=family)
+def claim(arm="a", sign=1, family="", **changes):
+    return Claim(
+        says=f"{arm} is higher",
+        reverse=f"{arm} is lower",
+        arm=arm,
+        against="base",
+        metric="score",
+        sign=sign,
+        family=family,
+        **changes,
+    )
 
 
 def line(task, arm, seed, score, curve=()):
@@ -51,16 +62,16 @@ def test_differences_are_taken_seed_by_seed_where_both_have_it():
 @pytest.mark.parametrize(
     ("gains", "sign", "verdict"),
     [
-        ((0.3, 0.2), 1, "held"),
-        ((-0.3, -0.2), -1, "held"),
-        ((0.3, 0.2), -1, "opposite"),
+        ((0.3, 0.2), 1, "supported"),
+        ((-0.3, -0.2), -1, "supported"),
+        ((0.3, 0.2), -1, "refuted"),
         ((0.3, -0.3), 1, "depends"),
         ((0.0, 0.0), 1, "not shown"),
     ],
 )
 def test_a_verdict_needs_the_sign_in_every_task(gains, sign, verdict):
     judged = judge(study(claim(sign=sign)), lines("a", *gains))[0]
-    assert (judged.verdict, judged.num_pairs) == (verdict, 10)
+    assert (judged.verdict, judged.evidence.num_units) == (verdict, 10)
 
 
 def test_a_claim_that_fails_in_a_task_is_mixed_however_sure():
@@ -74,8 +85,8 @@ def test_p_is_the_exact_one_over_all_pairs_corrected_for_the_claims():
     judged = judge(study(claim("a"), claim("b")), lines("a", 0.3, 0.2) + lines("b", 0.01, -0.01))
     assert judged[0].p == pytest.approx(2 * 2 / 1024)
     assert judged[0].smallest_p == pytest.approx(2 * 2 / 1024)
-    assert judged[0].over_all.difference.mean == pytest.approx(0.25)
-    assert judged[0].over_all.difference.n == 5
+    assert judged[0].evidence.over_all.difference.mean == pytest.approx(0.25)
+    assert judged[0].evidence.over_all.difference.n == 5
 
 
 def test_claims_of_another_family_do_not_count():
@@ -95,7 +106,7 @@ def test_the_best_that_few_pairs_could_give_is_corrected_as_the_others_are():
 
 def test_what_was_not_run_is_not_measured():
     judged = judge(study(claim("a"), claim("b")), lines("a", 0.3, 0.2))
-    assert [one.verdict for one in judged] == ["held", "not measured"] and judged[1].p is None
+    assert [one.verdict for one in judged] == ["supported", "not measured"] and judged[1].p is None
 
 
 def test_few_seeds_cannot_show_anything():
@@ -103,19 +114,53 @@ def test_few_seeds_cannot_show_anything():
     assert judged.verdict == "not shown" and judged.smallest_p == 0.125
 
 
-def test_what_too_few_runs_could_not_show_is_told_apart_from_what_was_not_shown():
-    asked = study(claim("a"), claim("b", family="other"))
-    few = lines("a", 0.3, 0.3, seeds=range(2))
-    assert headline(asked, judge(asked, few), 8).splitlines() == [
-        "**made**, 8 of 30 runs. which is higher?",
-        "",
-        "- Too few runs yet to show: a differs.",
-        "- Not measured: b differs.",
-    ]
-    assert headline(asked, judge(asked, few + lines("b", 0.0, 0.0)), 24).splitlines()[2:] == [
-        "- Not shown: b differs.",
-        "- Too few runs yet to show: a differs.",
-    ]
+def test_a_refuted_claim_is_stated_as_the_true_sentence():
+    asked = study(claim(sign=1))
+    (judged,) = judge(asked, lines("a", -0.3, -0.2))
+    assert sentence(judged) == "a is lower"
+    text = evidence_text(asked, judged)
+    assert text.startswith("-0.25 in score, 95 % CI [-0.2") and "10 pairs" in text
+
+
+def test_weights_drawn_by_seed_count_once_for_all_tasks():
+    """Both tasks of a seed have the same draw: 5 units, not 10, whose smallest p is 2 / 32."""
+    asked = study(claim(), weights="gaussian")
+    (judged,) = judge(asked, lines("a", 0.3, 0.2))
+    assert (judged.verdict, judged.evidence.num_units, judged.p) == ("not shown", 5, 2 / 32)
+    text = evidence_text(asked, judged)
+    assert "5 independent draws of the noise" in text and "p cannot be below 0.062" in text
+    other = study(claim("b"), weights="gaussian")
+    assert judge(other, lines("b", 0.3, 0.2))[0].evidence.num_units == 10
+
+
+def test_pairs_of_constant_weights_are_called_so():
+    asked = study(claim(), has_constant_weights=True)
+    assert "10 pairs, all of the same weights" in evidence_text(asked, judge(asked, lines("a", 0.3, 0.2))[0])
+
+
+def test_seeds_added_after_a_first_look_are_stated_with_the_p_of_the_first_ones():
+    asked = study(claim(), seeds=tuple(range(8)), first_look_seeds=5)
+    (judged,) = judge(asked, lines("a", 0.3, 0.2, seeds=range(8)))
+    assert judged.p == pytest.approx(2 / 2**16) and judged.first_look_p == pytest.approx(2 / 1024)
+    assert "p < 0.001 (p = 0.002 with the first 5 seeds alone)" in evidence_text(asked, judged)
+    assert "seeds 0 to 4 of every arm were run and read before seeds 5 to 7" in stopping_note(asked)
+    assert stopping_note(asked) in summary(asked, [judged], [], "")
+    assert stopping_note(study(claim())) == ""
+
+
+def test_a_side_result_is_stated_with_its_claim():
+    asked = study(claim(side_results=(("y", "score"),)))
+    text = evidence_text(asked, judge(asked, lines("a", 0.3, 0.2))[0])
+    assert "on y, score is 0.4 with a and 0.2 with base (+0.2 [0.1" in text and "not tested)" in text
+
+
+def test_the_brief_names_what_was_decided_and_the_headlines():
+    first = study(claim("a", note="a note"), claim("b", is_headline=True))
+    results = [(first, judge(first, lines("a", 0.3, 0.2) + lines("b", 0.0, 0.0)))]
+    text = brief(results).splitlines()
+    assert text[0].startswith("- Supported: a is higher (+0.25 in score, 95 % CI [0.2")
+    assert text[0].endswith("; a note).")
+    assert text[1:] == ["- Not shown: b is higher."]
 
 
 def test_the_table_compares_with_the_baseline_and_corrects_over_all_its_rows():
@@ -143,9 +188,9 @@ def test_the_common_level_is_the_best_arm_s_first_reward():
     assert found["x", "a"][0] == pytest.approx(0.2 + 0.1 * 2)
 
 
-def test_bands_against_time_are_read_between_the_steps():
-    one = line("x", "a", 0, None, [{"elapsed_s": 0.0, "reward": 0.0}, {"elapsed_s": 4.0, "reward": 4.0}])
-    two = line("x", "a", 1, None, [{"elapsed_s": 1.0, "reward": 1.0}, {"elapsed_s": 2.0, "reward": 4.0}])
-    found = bands([one, two], "elapsed_s", "reward")
-    assert [at for at, _ in found] == [1.0, 2.0]
-    assert [band.mean for _, band in found] == pytest.approx([1.0, 3.0])
+def test_bands_are_over_the_seeds_at_each_step_that_all_have():
+    one = line("x", "a", 0, None, [{"step": 0, "reward": 0.0}, {"step": 1, "reward": 4.0}])
+    two = line("x", "a", 1, None, [{"step": 0, "reward": 2.0}, {"step": 1, "reward": 4.0}, {"step": 2}])
+    found = bands([one, two], "step", "reward")
+    assert [at for at, _ in found] == [0, 1]
+    assert [band.mean for _, band in found] == pytest.approx([1.0, 4.0])

@@ -176,5 +176,5 @@ def test_a_run_that_fails_ends_the_study_with_its_name(files, tmp_path):
 def test_more_seeds_than_the_exact_test_can_count_are_refused_before_a_run(files):
     study = tiny_study.make(files)
     assert len(select(study, seeds=40, arms=(), tasks=()).seeds) == 40
-    with pytest.raises(UserError, match="41 seeds of 1 tasks make 41 pairs, and the exact test takes 40"):
+    with pytest.raises(UserError, match=r"41 seeds of 1 tasks make 41 pairs, .* takes at most 40"):
         select(study, seeds=41, arms=(), tasks=())

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from qerl.config import RunConfig
-from studies.common import TRAINING_CURVES, TRAINING_METRICS
+from studies.common import TRAINING_CURVES, TRAINING_METRICS, claim
 from studies.run import run_study
-from studies.study import Arm, Claim, Study, StudyTask, with_fields
+from studies.study import Arm, Study, StudyTask, with_fields
 from studies.training import train_job
 
 
@@ -28,7 +28,7 @@ def make(files: Path, template="{prompt}") -> Study:
         "evaluate.num_prompts": 8,
         "checkpoint.every": 1,
     }
-    claim = Claim(says="NVFP4 ends above BF16", arm="nvfp4", against="bf16", metric="accuracy_after", sign=1)
+    above = claim("NVFP4 ends [above|below] BF16", "nvfp4", "bf16", "accuracy_after")
     return Study(
         name="tiny",
         question="does the machinery run?",
@@ -39,7 +39,7 @@ def make(files: Path, template="{prompt}") -> Study:
         measure=train_job,
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
-        claims=(claim,),
+        claims=(above,),
         seeds=(0, 1),
         rates=(0.001, 0.01),
         choice_seeds=(100,),

@@ -1,0 +1,69 @@
+"""Write the verdicts of all studies in a few lines, for the README and docs/findings.md.
+
+- Supported: MXFP4 has a higher entropy than BF16 (+0.778 in entropy, 95 % CI [0.768, 0.787]).
+- Refuted: NF4 has a lower entropy than BF16 (-0.129 in entropy, 95 % CI [-0.141, -0.116]).
+- Depends on the task: ...
+- Not shown: ...
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from studies.analysis import Judged, judge
+from studies.catalog import STUDIES
+from studies.study import Study
+from studies.verdict import difference_text, number, sentence, title_of
+
+MAX_LINES = 12
+Result = tuple[Study, list[Judged]]
+_DECIDED = {
+    "supported": "Supported",
+    "mixed": "Supported overall, but not in every task",
+    "refuted": "Refuted",
+}
+
+
+def results_in(folder: Path) -> list[Result]:
+    """Judge every study by its lines in FOLDER/NAME/results.jsonl."""
+    results = []
+    for name, make in STUDIES.items():
+        study = make()
+        text = (folder / name / "results.jsonl").read_text()
+        results.append((study, judge(study, [json.loads(line) for line in text.splitlines()])))
+    return results
+
+
+def brief(results: Sequence[Result]) -> str:
+    """Return Markdown of at most 12 lines: decided claims with their differences, then the others by name."""
+    lines = []
+    for verdict, title in _DECIDED.items():
+        for study, judged in results:
+            lines += [f"- {title}: {_decided(study, one)}." for one in judged if one.verdict == verdict]
+    claims = [one for _, judged in results for one in judged]
+    depends = [one.claim.says for one in claims if one.verdict == "depends"]
+    open_claims = [one for one in claims if one.verdict in ("not shown", "not measured")]
+    named = [one.claim.says for one in open_claims if one.claim.is_headline]
+    if depends:
+        lines.append(f"- Depends on the task: {'; '.join(depends)}.")
+    if open_claims:
+        if others := len(open_claims) - len(named):
+            named.append(f"{others} more of {len(claims)} claims")
+        lines.append(f"- Not shown: {'; '.join(named)}.")
+    assert len(lines) <= MAX_LINES, f"{len(lines)} lines of findings; at most {MAX_LINES} fit the README"
+    return "\n".join(lines)
+
+
+def _decided(study: Study, judged: Judged) -> str:
+    notes = [difference_text(study, judged)]
+    if study.first_look_seeds is not None:
+        first, total = study.first_look_seeds, len(study.seeds)
+        notes.append(f"{total - first} of {total} seeds were added after the first {first} were read")
+    notes += [
+        f"on {side.task}, {title_of(study, side.metric)} is {number(side.arm.mean)} against"
+        f" {number(side.against.mean)}"
+        for side in judged.side_results
+    ]
+    if judged.claim.note:
+        notes.append(judged.claim.note)
+    return f"{sentence(judged)} ({'; '.join(notes)})"
