@@ -42,7 +42,7 @@ from qerl.tasks import RewardPool, build_task
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows
 from qerl.training.evaluation import EVALUATION_STEP
-from qerl.training.loop import sampling_of
+from qerl.training.rollout import sampling_of
 from qerl.types import Group, Prompt
 from studies.gaussian_noise import GaussianNoiseCheckpoint
 from studies.study import Job

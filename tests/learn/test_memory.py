@@ -8,7 +8,7 @@ from engine.test_decode_hopper import NEVER, decoder_of, small_prompts
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.kernels import gpu_memory
 from qerl.learner import Learner
-from qerl.training.loop import drop_unrewarded, sampling_of, with_advantages
+from qerl.training.rollout import drop_overlong, sampling_of, with_advantages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
         gpu_memory.reset_peaks(device)
         groups = engine.generate(prompts_P, num_samples=4, sampling=sampling_of(config), seed=0, step=step)
         rewards_P_G = [[0.0, 1.0, 0.0, 1.0]] * len(groups)
-        groups = [drop_unrewarded(config, group) for group in with_advantages(config, groups, rewards_P_G)]
+        groups = drop_overlong(config, with_advantages(config, groups, rewards_P_G))
         assert gpu_memory.peak_bytes(device) > engine.num_bytes
         learner.step(groups)
         engine.publish(learner.version)

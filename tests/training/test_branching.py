@@ -14,8 +14,8 @@ from qerl.config import AlgoConfig, DeepConfig, RunConfig, SampleConfig
 from qerl.engine.generation import Stats
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix, split
-from qerl.training.branching import Branching
-from qerl.training.loop import drop_unrewarded, with_advantages
+from qerl.training.branching import BranchingRollouts
+from qerl.training.rollout import with_advantages
 from qerl.types import Group
 
 DEEP = DeepConfig(num_branches=2, segment_tokens=1, weight=0.5)
@@ -83,17 +83,23 @@ class NoneOfPrompts(Rewards):
         ]
 
 
-def drawn(branching, config=CONFIG, step=0, rewards=None):
+def rollouts_of(engine, config=CONFIG, rewards=None):
+    def train_prompts(step, num_prompts, round):
+        return [prompt(i, [7, 8]) for i in range(num_prompts)]
+
+    return BranchingRollouts(config, engine, rewards or Rewards(), train_prompts)
+
+
+def drawn(branching, step=0):
     metrics = {}
     log = SimpleNamespace(span=lambda name: contextlib.nullcontext(), add=lambda **new: metrics.update(new))
-    task = SimpleNamespace(train_prompts=lambda step, num: [prompt(i, [7, 8]) for i in range(num)])
-    groups = branching.draw(config, SimpleNamespace(task=task, rewards=rewards or Rewards()), step, log)
+    groups = branching.sample(step, log)
     return groups, metrics
 
 
 def test_what_failed_is_branched_once_and_branches_compare_with_their_siblings():
     engine = Lots()
-    groups, metrics = drawn(Branching(engine, CONFIG))
+    groups, metrics = drawn(rollouts_of(engine, CONFIG))
     assert [(p, s) for p, s, _ in engine.pivots] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert all(1 <= n <= 3 for *_, n in engine.pivots)
     samples, branches = groups[:2], groups[2:]
@@ -114,27 +120,26 @@ def test_what_failed_is_branched_once_and_branches_compare_with_their_siblings()
 
 
 def test_a_lot_without_any_reward_does_not_end_the_run_and_a_step_without_does():
-    groups, metrics = drawn(Branching(Lots(), CONFIG), rewards=NoneOfPrompts(0))
+    groups, metrics = drawn(rollouts_of(Lots(), CONFIG, NoneOfPrompts(0)))
     assert [g.prompt.index for g in groups] == [0, 1, 1, 1, 1] and metrics["pivots"] == 3
     with pytest.raises(UserError, match="no reward"):
-        drawn(Branching(Lots(), CONFIG), rewards=NoneOfPrompts(0, 1))
+        drawn(rollouts_of(Lots(), CONFIG, NoneOfPrompts(0, 1)))
 
 
 def test_branches_without_any_reward_do_not_end_the_run():
-    groups, metrics = drawn(Branching(Lots(), CONFIG), rewards=NoneOfBranches())
+    groups, metrics = drawn(rollouts_of(Lots(), CONFIG, NoneOfBranches()))
     assert {s.reward for g in groups[2:] for s in g.samples_G} == {None}
     assert metrics["branches"] == 8 and "branch_accuracy" not in metrics
-    learned = [drop_unrewarded(CONFIG, group) for group in groups]
-    (share,) = split(learned, CONFIG, device=torch.device("cpu"))
+    (share,) = split(groups, CONFIG, device=torch.device("cpu"))
     assert share.num_samples == 2 + 3 and len(share.teaching.batches(1000)) == 1
 
 
 def test_a_pivots_place_is_named_by_seed_step_prompt_and_sample():
     def places(**changed):
         engine, config = Lots(), replace(CONFIG, **{"seed": 0, **changed})
-        branching = Branching(engine, config)
+        branching = rollouts_of(engine, config)
         for step in range(5):
-            drawn(branching, config, step)
+            drawn(branching, step)
         return engine.pivots
 
     assert places() == places() != places(seed=1)
@@ -144,9 +149,9 @@ def test_a_pivots_place_is_named_by_seed_step_prompt_and_sample():
 
 def test_tries_steer_later_steps_and_survive_a_checkpoint():
     """Where pivots after one token of four never succeeded and those after three always did."""
-    one, other, engine = Branching(Lots(), CONFIG), Branching(Lots(), CONFIG), Lots()
+    one, other, engine = rollouts_of(Lots(), CONFIG), rollouts_of(Lots(), CONFIG), Lots()
     one.load([[0.25, 0.0], [0.75, 1.0]] * 500)
-    third = Branching(engine, CONFIG)
+    third = rollouts_of(engine, CONFIG)
     third.load(one.state())
     assert third.state() == one.state() != other.state()
     for step in range(20):
@@ -200,7 +205,7 @@ def test_the_loss_is_the_samples_plus_the_weighted_branches(rng):
 
 def gradient(groups, deep, num_samples):
     algo = {"loss_type": "dapo", "deep": deep}
-    learner = tiny_learner(algo, {"max_grad_norm": 1e9}, num_samples=num_samples)
+    learner = tiny_learner(algo, {"max_grad_norm": 1e9}, num_generations=num_samples)
     learner.step(groups)
     beta, moments = learner.config.learn.betas[0], learner.optimizer_state()
     return torch.cat(

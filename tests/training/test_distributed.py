@@ -262,7 +262,7 @@ def test_branches_are_for_one_process_which_is_told_before_there_is_a_model(file
     )
     _, stderr = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert "qerl: algo.branching deep is for one process: branches need its pages\n" in stderr
+    assert "qerl: algo.branching deep needs a single process: branches reuse its KV pages\n" in stderr
 
 
 def test_half_a_launcher_is_refused_by_name():
@@ -278,7 +278,7 @@ def test_shares_are_even_and_are_put_together_again(num_items, count):
     items = [f"item {i}" for i in range(num_items)]
     shares = [Ranks(index, count).own(items) for index in range(count)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert ALONE.own(items) == Ranks(0, count).woven(shares) == items
+    assert ALONE.own(items) == Ranks(0, count).interleave(shares) == items
 
 
 def test_what_is_learned_from_is_dealt_out_by_its_rows(rng):

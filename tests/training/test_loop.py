@@ -9,7 +9,8 @@ import pytest
 
 from qerl.config import AlgoConfig, NoiseConfig, RunConfig, SampleConfig
 from qerl.errors import RunError
-from qerl.training.loop import Parts, draw, run
+from qerl.training.loop import Parts, run
+from qerl.training.rollout import GroupRollouts
 from qerl.types import Group, Prompt, Sample
 
 
@@ -93,17 +94,15 @@ class Noise:
         return {"observed_version": metrics["mismatch_abs"] * 1000}
 
 
-def bandit_run(config, *, rewards=None, stop_after=None, first_step=0):
-    bandit, journal, noise, task = Bandit(), Journal(), Noise(), Task()
+def bandit_run(config, *, bandit=None, rewards=None, stop_after=None, first_step=0):
+    bandit, journal, noise, task = bandit or Bandit(), Journal(), Noise(), Task()
     parts = Parts(
-        task=task,
-        rewards=rewards or Rewards(),
+        rollouts=GroupRollouts(config, bandit, rewards or Rewards(), task.train_prompts),
         engine=bandit,
         learner=bandit,
-        noise=noise,
-        draw=draw,
+        aqn=noise,
         journal=journal,
-        observe=lambda step, log: None,
+        after_update=lambda step, log: None,
         save=lambda step: step == stop_after,
     )
     run(config, parts, first_step=first_step)
@@ -159,13 +158,14 @@ def test_a_run_goes_on_from_the_step_it_is_told():
     assert len(bandit_run(CONFIG, first_step=18)[1].steps) == 2
 
 
-def test_a_failed_reward_leaves_its_sample_out():
+def test_a_failed_reward_is_counted_and_its_sample_has_no_advantage():
     class OneFails(Rewards):
         def score(self, groups):
             return [[None, *rewards_G[1:]] for rewards_G in super().score(groups)]
 
     bandit, journal, _, _ = bandit_run(CONFIG, rewards=OneFails())
-    assert {len(group.samples_G) for groups in bandit.learned_from for group in groups} == {7}
+    failed = [group.samples_G[0] for groups in bandit.learned_from for group in groups]
+    assert {(sample.reward, sample.advantage) for sample in failed} == {(None, 0.0)}
     assert journal.steps[0]["num_failed_rewards"] == 8
 
 
@@ -197,21 +197,13 @@ def test_a_length_penalty_moves_the_advantage_and_leaves_the_reward():
                 else dataclasses.replace(sample, tokens_T=[0, 0], logprobs_T=[0, 0])
             )
 
-    bandit, journal = LongWhenZero(), Journal()
-    save = observe = lambda *_: None
-    run(
-        config,
-        Parts(
-            task=Task(), rewards=Rewards(), engine=bandit, learner=bandit, noise=Noise(), draw=draw,
-            journal=journal, observe=observe, save=save,
-        ),
-        first_step=0,
-    )  # fmt: skip
+    bandit = LongWhenZero()
+    bandit_run(config, bandit=bandit)
     group = next(g for g in bandit.learned_from[0] if len({s.reward for s in g.samples_G}) == 2)
     right, wrong = (next(s for s in group.samples_G if s.reward == r) for r in (1.0, 0.0))
     assert right.advantage - wrong.advantage == pytest.approx(2.0)
 
 
 def test_a_mismatch_over_the_limit_ends_the_run():
-    with pytest.raises(RunError, match=r"max_mismatch is 0\.0025"):
+    with pytest.raises(RunError, match=r"max_mismatch 0\.0025"):
         bandit_run(dataclasses.replace(CONFIG, max_mismatch=0.0025))

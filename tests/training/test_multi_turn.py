@@ -229,7 +229,11 @@ def test_failures_cost_the_samples_of_their_prompt_and_are_counted(play, row, ca
 
 def test_resets_that_disagree_are_failures_but_for_the_first(play):
     (group,) = play({}, environment=Uneven)
-    assert [s.failure and s.failure[0] for s in group.samples_G] == [None, "other messages", "other messages"]
+    assert [s.failure and s.failure[0] for s in group.samples_G] == [
+        None,
+        "different messages",
+        "different messages",
+    ]
 
 
 def test_if_every_episode_fails_the_run_ends_with_a_line_on_why(play):

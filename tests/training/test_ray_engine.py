@@ -160,7 +160,7 @@ def test_environments_do_not_go_with_workers_which_is_told_before_there_is_a_mod
     given = ("--ray", "local", "--task.rewards", "higher_lower", "--model.path", str(tmp_path / "none"))
     _, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=120)
     assert process.returncode == 2
-    assert stderr == "qerl: environments do not go with --ray: use torchrun\n"
+    assert stderr == "qerl: environments do not work with --ray: use torchrun\n"
 
 
 def test_being_ahead_needs_workers_and_a_correction():

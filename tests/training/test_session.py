@@ -177,7 +177,7 @@ def test_environments_are_no_branches_which_is_told_before_there_is_a_model(file
         timeout=60
     )
     assert process.returncode == 2
-    assert stderr == "qerl: algo.branching deep is not for environments: set none\n"
+    assert stderr == "qerl: algo.branching deep does not work with environments: set it to none\n"
 
 
 def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(files, tmp_path):

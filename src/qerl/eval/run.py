@@ -29,9 +29,9 @@ from qerl.tasks import RewardPool, Votes, build_task, every_prompt
 from qerl.tasks.majority_vote import voting_grader
 from qerl.tasks.reward import REWARDS, format_failures
 from qerl.tracking.provenance import environment
-from qerl.training.loop import sampling_of
+from qerl.training.rollout import sampling_of
 from qerl.training.multi_turn import MultiTurnEngine, with_environment
-from qerl.training.policy import check_room, load_tokenizer_and_limit, load_trained_sampler
+from qerl.training.policy import check_prompt_fits, load_tokenizer_and_limit, load_trained_sampler
 from qerl.types import Prompt
 
 
@@ -50,7 +50,7 @@ def run_benchmarks(
         graded = {_grading(task): task for task in tasks.values()}
         pools = {key: stack.enter_context(RewardPool(task)) for key, task in graded.items()}
         tokenizer, room = load_tokenizer_and_limit(config)
-        check_room(room, options.max_tokens, "max_tokens")
+        check_prompt_fits(room, options.max_tokens, "max_tokens")
         exams = {}
         for name, task in tasks.items():
             prompts = _prompts(task, tokenizer, config, options.num_prompts, room, is_whole=bool(sets))

@@ -49,7 +49,7 @@ class Ranks:
         """This rank's share: as many as any other's, or one less."""
         return items[self.index :: self.count]
 
-    def woven(self, parts: list[list[T]]) -> list[T]:
+    def interleave(self, parts: list[list[T]]) -> list[T]:
         """All items in their order, from what `own` gave to each rank."""
         num_items = sum(map(len, parts))
         return [parts[i % self.count][i // self.count] for i in range(num_items)]

@@ -1,61 +1,65 @@
-"""A step's samples, and branches of those that failed, drawn, scored and compared: DEEP-GRPO.
+"""Rollouts with branches of the samples that failed: DEEP-GRPO.
 
     every prompt's samples -> rewards -> a pivot in each that failed -> its branches -> rewards -> advantages
 
-The branches of one pivot are a group: a branch is better or worse than its siblings, and what comes after the
-pivot alone is learned from. The outcomes of the pivots tried so far (algo/pivot.py) steer the next step's,
-and are kept in checkpoints. The memory of keys and values is the engine's during all of it.
+The branches of one pivot are a group: each is compared with its siblings, and only the tokens after the pivot
+are learned from. The outcomes of earlier pivots (algo/pivot.py) steer the choice of the next ones and are
+stored in checkpoints. The engine keeps the KV cache's memory for all of it.
 """
 
 import collections
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
-from qerl.training.loop import Parts, rollout_metrics, sampling_of, with_advantages
+from qerl.tracking import StepLog
+from qerl.training.rollout import Rewards, TrainPrompts, rollout_metrics, sampling_of, with_advantages
 from qerl.types import Group, Pivot
 
-_PIVOT = 0x5049564F54  # keeps these draws apart from the tokens'
+_PIVOT = 0x5049564F54  # keeps these random numbers apart from the tokens'
 
 
-class Branching:
-    def __init__(self, engine: Engine, config: RunConfig):
-        self._engine, self._deep = engine, config.algo.deep
+class BranchingRollouts:
+    """Takes the place of GroupRollouts."""
+
+    def __init__(self, config: RunConfig, engine: Engine, rewards: Rewards, train_prompts: TrainPrompts):
+        self._config, self._engine, self._rewards = config, engine, rewards
+        self._train_prompts, self._deep = train_prompts, config.algo.deep
         self._tries: collections.deque[Try] = collections.deque(maxlen=WINDOW)
 
-    def draw(self, config: RunConfig, parts: Parts, step: int, log: Any) -> list[Group]:
-        """In the place of loop.draw: the step's groups, and behind them those of the branches."""
-        success = fitted(self._tries)
+    def sample(self, step: int, log: StepLog) -> list[Group]:
+        """Return the step's groups with advantages, followed by the groups of branches."""
+        config, success = self._config, fitted(self._tries)
         sampled_P, rewards_P_G, branched_P, branch_rewards_P_G, ratios = [], [], [], [], []
-        for lot in self._engine.lots(
-            parts.task.train_prompts(step, config.num_prompts),
+        for batch in self._engine.lots(
+            self._train_prompts(step, config.num_prompts, 0),
             num_samples=config.num_generations,
             sampling=sampling_of(config),
             seed=config.seed,
             step=step,
         ):
             with log.span("rollout"):
-                drawn_P = lot.sample()
+                groups_P = batch.sample()
             with log.span("reward"):
-                drawn_rewards_P_G = parts.rewards.attempt(drawn_P)
-            pivots = self._pivots(drawn_P, drawn_rewards_P_G, success, config.seed, step)
+                group_rewards_P_G = self._rewards.attempt(groups_P)
+            pivots = self._pivots(groups_P, group_rewards_P_G, success, step)
             with log.span("rollout"):
-                grown_P = lot.branch(pivots, self._deep.num_branches)
+                branches_P = batch.branch(pivots, self._deep.num_branches)
             with log.span("reward"):
-                branch_rewards_P_G += parts.rewards.attempt(grown_P) if grown_P else []
-            sampled_P, rewards_P_G = sampled_P + drawn_P, rewards_P_G + drawn_rewards_P_G
-            branched_P += grown_P
-            ratios += [_ratio(drawn_P, pivot) for pivot in pivots]
-        parts.rewards.check_some(rewards_P_G)  # a lot, or all branches, may fail: the run goes on
+                branch_rewards_P_G += self._rewards.attempt(branches_P) if branches_P else []
+            sampled_P, rewards_P_G = sampled_P + groups_P, rewards_P_G + group_rewards_P_G
+            branched_P += branches_P
+            ratios += [_ratio(groups_P, pivot) for pivot in pivots]
+        # One batch, or all branches, may have no reward at all: the run goes on.
+        self._rewards.check_some(rewards_P_G)
         groups = with_advantages(config, sampled_P, rewards_P_G)
         branches = with_advantages(config, branched_P, branch_rewards_P_G)
         tries = [Try(*pair) for pair in zip(ratios, map(self._succeeded, branches), strict=True)]
         log.add(**rollout_metrics(config, groups), rounds=1)
-        log.add(**self._measured(config, branches, tries, success))
+        log.add(**self._branch_metrics(branches, tries, success))
         self._tries += tries
         return groups + branches
 
@@ -64,46 +68,45 @@ class Branching:
         groups: list[Group],
         rewards_P_G: list[list[float | None]],
         success: Success | None,
-        seed: int,
         step: int,
     ) -> list[Pivot]:
-        """One in every sample that failed and is longer than a segment."""
-        found = []
+        """Return one pivot for every sample that failed and is longer than a segment."""
+        pivots = []
         for g, (group, rewards_G) in enumerate(zip(groups, rewards_P_G, strict=True)):
             for s, (sample, reward) in enumerate(zip(group.samples_G, rewards_G, strict=True)):
                 if reward is None or reward > self._deep.failure_reward:
                     continue
-                share = uniform(_PIVOT, seed, step, group.prompt.index, s)
+                share = uniform(_PIVOT, self._config.seed, step, group.prompt.index, s)
                 place = chosen(odds(len(sample.tokens_T), success, self._deep), share)
                 if place is not None:
-                    found.append(Pivot(group_index=g, sample_index=s, prefix_tokens=place))
-        return found
+                    pivots.append(Pivot(group_index=g, sample_index=s, prefix_tokens=place))
+        return pivots
 
     def _succeeded(self, branches: Group) -> bool:
         return any(s.reward is not None and s.reward > self._deep.failure_reward for s in branches.samples_G)
 
-    def _measured(
-        self, config: RunConfig, branches: list[Group], tries: list[Try], success: Success | None
+    def _branch_metrics(
+        self, branches: list[Group], tries: list[Try], success: Success | None
     ) -> dict[str, float]:
-        """sampled_tokens: of samples and branches. reused_tokens: before the pivots, computed once only."""
-        stats = self._engine.stats
+        """sampled_tokens: of samples and branches. reused_tokens: before the pivots, computed only once."""
+        stats, threshold = self._engine.stats, self._config.evaluate.success_threshold
         rewards = [s.reward for group in branches for s in group.samples_G if s.reward is not None]
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             "pivots": len(branches),
             "branches": sum(len(group.samples_G) for group in branches),
             "reused_tokens": stats.reused_tokens,
             "sampled_tokens": stats.num_tokens,
         }
         if rewards:
-            found["branch_accuracy"] = fmean(
-                reward >= config.evaluate.success_threshold for reward in rewards
-            )
-            found["pivot_success"] = fmean(each.succeeded for each in tries)
-            found["pivot_ratio"] = fmean(each.ratio for each in tries)
-        return found | ({} if success is None else {"pivot_slope": success.slope, "pivot_base": success.base})
+            metrics["branch_accuracy"] = fmean(reward >= threshold for reward in rewards)
+            metrics["pivot_success"] = fmean(each.succeeded for each in tries)
+            metrics["pivot_ratio"] = fmean(each.ratio for each in tries)
+        if success is not None:
+            metrics |= {"pivot_slope": success.slope, "pivot_base": success.base}
+        return metrics
 
     def state(self) -> list[list[float]]:
-        """What a checkpoint keeps, as JSON."""
+        """Return what a checkpoint stores, as JSON values."""
         return [[each.ratio, float(each.succeeded)] for each in self._tries]
 
     def load(self, state: Sequence[Sequence[float]]) -> None:

@@ -1,10 +1,10 @@
-"""Sampling and rewards spread over the ranks: each does its share, and all have the whole.
+"""Data-parallel sampling and rewards: each rank does its share, and every rank gets all results.
 
     prompt i of a call    is sampled and scored by rank i mod count
 
-A draw's randomness is named by (seed, step, prompt, sample), so who draws it changes nothing. What travels is
-12 bytes a token, and each sample's text: with it every rank computes the same advantages and metrics, and
-learning can be dealt out by what the samples turned out to be. Tests: tests/training/test_distributed.py.
+Random numbers follow from (seed, step, prompt, sample), so it does not matter which rank samples. Ranks
+exchange 12 bytes per token and each sample's text. Every rank then computes the same advantages and metrics,
+and learning is balanced by the samples' lengths. Tests: tests/training/test_distributed.py.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ class DataParallelEngine:
         if self._ranks.count == 1:
             return own_P
         own = zip(self._ranks.own(prompts_P), own_P, strict=True)
-        # an environment may have added to a prompt; others are known to every rank
+        # only a prompt that an environment has extended is unknown to the other ranks
         packed = [(None if g.prompt is p else g.prompt, [_packed(s) for s in g.samples_G]) for p, g in own]
         return [
             Group(prompt=opened or prompt, samples_G=[_unpacked(sample) for sample in packed_G])
             for prompt, (opened, packed_G) in zip(
-                prompts_P, self._ranks.woven(self._ranks.gather(packed)), strict=True
+                prompts_P, self._ranks.interleave(self._ranks.gather(packed)), strict=True
             )
         ]
 
@@ -50,19 +50,19 @@ class DataParallelRewards:
         self._pool, self._ranks = pool, ranks
 
     def attempt(self, groups: list[Group]) -> list[list[float | None]]:
-        return self._ranks.woven(self._ranks.gather(self._pool.attempt(self._ranks.own(groups))))
+        return self._ranks.interleave(self._ranks.gather(self._pool.attempt(self._ranks.own(groups))))
 
     def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
         self._pool.check_some(rewards_P_G)
 
     def score(self, groups: list[Group]) -> list[list[float | None]]:
-        """UserError if not one sample on any rank could be given a reward."""
+        """Raise UserError if no sample on any rank got a reward."""
         rewards_P_G = self.attempt(groups)
         self.check_some(rewards_P_G)
         return rewards_P_G
 
     def take_failures(self) -> dict[str, tuple[int, str]]:
-        """RewardPool's, of all ranks; an example is the first one's that has any."""
+        """Return RewardPool's failures over all ranks, each with the first rank's example."""
         taken: dict[str, tuple[int, str]] = {}
         for failures in self._ranks.gather(self._pool.take_failures()):
             for cause, (count, example) in failures.items():
@@ -72,7 +72,7 @@ class DataParallelRewards:
 
 
 def _packed(sample: Sample) -> Any:
-    """With arrays, which pickle to their bytes: lists take three times as many, and far longer."""
+    """Return the sample with arrays, which pickle to a third of the bytes of lists, and much faster."""
     tokens_T, logprobs_T = array("i", sample.tokens_T), array("d", sample.logprobs_T)
     return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)
 

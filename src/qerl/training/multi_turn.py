@@ -1,13 +1,13 @@
-"""Samples that are conversations with an environment: an engine to the loop, whatever is said in between.
+"""Multi-turn rollouts: samples that are conversations with an environment, behind the engine's interface.
 
     reset all  ->  first turns  ->  step all  ->  second turns  ->  ...        one call of the engine
 
-All samples that wait for the policy are drawn together, all that wait for their environment are answered
-together. The tokens that were sampled are what is learned from: they are never made from text again. Between
-two turns stands what the chat template puts there, with the environment's messages in it (`Sample.environment_spans`).
+All samples that wait for the policy are sampled together; all that wait for their environment step together.
+The learner sees the sampled tokens themselves: they are never tokenized again from text. Between two turns
+stands what the chat template puts there, with the environment's messages (`Sample.environment_spans`).
 
-A sample ends when its environment says so, after max_turns, or when sample.max_tokens leaves no room to go
-on: it then counts as cut (finish is "length"), with the rewards so far.
+A sample ends when its environment is done, after max_turns, or when sample.max_tokens leaves no room for
+another turn: it then counts as truncated (finish is "length") and keeps the rewards so far.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ from qerl.types import Group, Prompt, Sample, Sampling, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
-_ENVIRONMENT = 3  # a stream of seeds of its own
+_ENVIRONMENT = 3  # keeps these seeds apart from the tokens'
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Episode:
-    """What is known of one sample while it lasts."""
+    """The state of one sample while it runs."""
 
     key: Key
     between: Between
@@ -44,12 +44,12 @@ class _Episode:
     num_turns: int = 0
     reward: float | None = None
     failure: Failure | None = None
-    is_cut: bool = False
+    is_truncated: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Conversation:
-    """One call's conversations."""
+    """What the engine asks between turns: see types.Conversation."""
 
     turn_tokens: int | None
     answer: Callable[[list[Turn]], list[list[int] | None]]
@@ -57,12 +57,12 @@ class _Conversation:
 
 class MultiTurnEngine:
     def __init__(self, engine: Engine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int):
-        """max_prompt_tokens: most that a prompt may have together with what reset adds to it."""
+        """max_prompt_tokens: limit of a prompt together with what reset adds to it."""
         self._engine, self._pool, self._tokenizer = engine, pool, engine.tokenizer
         self._config, self._max_prompt_tokens = config, max_prompt_tokens
         self._step: int | None = None
         self.waited_s = 0.0
-        """Seconds spent on environments in the latest step, all its calls together."""
+        """Seconds spent in environments during the latest step, over all its calls."""
 
     def publish(self, version: int) -> None:
         self._engine.publish(version)
@@ -79,7 +79,7 @@ class MultiTurnEngine:
             [_Episode((p, g), self._between(prompt)) for g in range(num_samples)]
             for p, prompt in enumerate(prompts_P)
         ]
-        everyone = [episode for episodes_G in episodes_P_G for episode in episodes_G]
+        all_episodes = [episode for episodes_G in episodes_P_G for episode in episodes_G]
         resets = [
             Reset(
                 episode.key,
@@ -90,7 +90,7 @@ class MultiTurnEngine:
             for episode in episodes_G
         ]
         try:
-            for episode, reply in zip(everyone, self._play(resets), strict=True):
+            for episode, reply in zip(all_episodes, self._play(resets), strict=True):
                 if isinstance(reply, Failure):
                     episode.failure = reply
                 else:
@@ -108,7 +108,7 @@ class MultiTurnEngine:
                 ),
             )
         finally:
-            closed = self._play([Close(episode.key) for episode in everyone])
+            closed = self._play([Close(episode.key) for episode in all_episodes])
             for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
                 _logger.warning("%d environments: %s: %s", count, failure.cause, failure.message)
         return [
@@ -127,13 +127,13 @@ class MultiTurnEngine:
         return between if has_template else spaced
 
     def _opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
-        """The prompt with what the resets said, which must be the same for all of its samples."""
+        """Return the prompt with the messages of reset, which must be equal for all of its samples."""
         live_G = [episode for episode in episodes_G if episode.failure is None]
         opening = live_G[0].opening if live_G else []
         for episode in live_G:
             if episode.opening != opening:
-                message = "reset said other things to one sample of a prompt than to another"
-                episode.failure = Failure("other messages", message)
+                message = "reset returned different messages for samples of the same prompt"
+                episode.failure = Failure("different messages", message)
         if not opening:
             return prompt
         messages = [*(prompt.messages or [{"role": "user", "content": prompt.text}]), *opening]
@@ -142,7 +142,9 @@ class MultiTurnEngine:
             text, tokens_T = render(self._tokenizer, messages)
             if len(tokens_T) <= self._max_prompt_tokens:
                 return dataclasses.replace(prompt, text=text, tokens_T=tokens_T, messages=messages)
-            failure = Failure("too long", f"a prompt of {len(tokens_T)} tokens, of {self._max_prompt_tokens}")
+            failure = Failure(
+                "too long", f"prompt has {len(tokens_T)} tokens, limit {self._max_prompt_tokens}"
+            )
         except UserError as error:
             failure = Failure("not messages", str(error))
         for episode in live_G:
@@ -150,7 +152,7 @@ class MultiTurnEngine:
         return prompt
 
     def _answers(self, pairs: list[tuple[_Episode, Turn]]) -> list[list[int] | None]:
-        """What follows the turns, whose environments step together."""
+        """Step the environments of these turns together; return the tokens that follow each turn."""
         for episode, turn in pairs:
             episode.messages.append({"role": "assistant", "content": turn.text})
             episode.num_turns += 1
@@ -162,8 +164,8 @@ class MultiTurnEngine:
     def _continued(
         self, episode: _Episode, turn: Turn, reply: EnvironmentReply | Failure | None
     ) -> list[int] | None:
-        """reply: None where the environment had failed before."""
-        episode.is_cut = turn.finish == "length" and turn.num_left == 0
+        """reply: None if the environment has failed before."""
+        episode.is_truncated = turn.finish == "length" and turn.num_left == 0
         if reply is None or isinstance(reply, Failure):
             episode.failure = episode.failure or reply
             return None
@@ -173,39 +175,41 @@ class MultiTurnEngine:
             episode.messages += reply.messages
             return None
         try:
-            given_T = episode.between(self._tokenizer, reply.messages, self._special_end(turn))
-            require(bool(reply.messages and given_T), "a step said nothing, and the episode was not over")
+            reply_T = episode.between(self._tokenizer, reply.messages, self._special_end(turn))
+            require(
+                bool(reply.messages and reply_T), "step returned no messages although the episode is not done"
+            )
         except UserError as error:
             episode.failure = Failure("not messages", str(error))
             return None
-        if len(given_T) >= turn.num_left:
-            episode.is_cut = True
+        if len(reply_T) >= turn.num_left:
+            episode.is_truncated = True
             return None
         episode.messages += reply.messages
-        return given_T
+        return reply_T
 
     def _special_end(self, turn: Turn) -> str:
-        """The text of the turn's last token, if it is none of what was said."""
+        """Return the text of the turn's last token if it is a special token, else an empty string."""
         last = turn.tokens_T[-1:]
-        is_said = self._tokenizer.decode(last, skip_special_tokens=True)
-        return "" if is_said else str(self._tokenizer.decode(last))
+        is_text = self._tokenizer.decode(last, skip_special_tokens=True)
+        return "" if is_text else str(self._tokenizer.decode(last))
 
 
 def with_environment(
     engine: Engine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
 ) -> Engine | MultiTurnEngine:
-    """The engine itself, if there is no environment among the rewards."""
+    """Return the engine itself if none of the rewards is an environment."""
     return MultiTurnEngine(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
 
 
 def _finished_sample(sample: Sample, episode: _Episode) -> Sample:
-    """The sample with its whole story."""
+    """Return the sample with its conversation, reward and failure."""
     failure = episode.failure
     return dataclasses.replace(
         sample,
         text="\n".join(f"{message['role']}: {message['content']}" for message in episode.messages),
         messages=episode.messages,
-        finish="length" if episode.is_cut else "stop",
+        finish="length" if episode.is_truncated else "stop",
         reward=None if failure else episode.reward,
         failure=(failure.cause, failure.message) if failure else None,
     )

@@ -1,4 +1,4 @@
-"""From a config to what samples: the model with its adapter, the engine around it, and the task's prompts."""
+"""Build what samples from a config: the model with its adapter, the engine, the task's prompts."""
 
 from pathlib import Path
 
@@ -21,23 +21,23 @@ from qerl.tasks import Task, build_task
 
 
 def load_policy(config: RunConfig) -> tuple[Decoder, Engine, Task]:
-    """config.model has no `auto` left. The task comes first: its mistakes show before weights are read."""
+    """Build the task first, so that its errors appear before weights are read. config.model has no `auto`."""
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
-    check_room(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
+    check_prompt_fits(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
     return *load_sampler(config, tokenizer), task
 
 
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:
-    """The tokenizer, and the most tokens that a prompt may have beside sample.max_tokens."""
+    """Return the tokenizer, and the longest prompt that fits beside sample.max_tokens."""
     architecture = architecture_of(locate(config.model.path).open())
     return load_tokenizer(config.model.path), architecture.max_positions - config.sample.max_tokens
 
 
-def check_room(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
+def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
     """max_prompt_tokens: `load_tokenizer_and_limit`'s; option: the name that the user gave max_tokens by."""
     positions = max_prompt_tokens + max_tokens
-    require(max_prompt_tokens > 0, f"{option} is {max_tokens}, and the model has {positions} positions")
+    require(max_prompt_tokens > 0, f"{option} is {max_tokens}, but the model has only {positions} positions")
 
 
 def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Decoder, Engine]:
@@ -51,17 +51,17 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
         head=model.head_format,
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
-    stops = stop_token_ids(tokenizer, locate(model.path))
+    stop_ids = stop_token_ids(tokenizer, locate(model.path))
     sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)
-    return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stops)
+    return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
 
 
 def load_trained_sampler(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, checkpoints: Path | None
 ) -> Engine:
-    """With the adapter of the newest whole checkpoint in the folder; None: as the model is."""
-    learned = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)
+    """Load the adapter of the newest intact checkpoint in the folder; None: the model as it is."""
+    adapter = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)
     decoder, engine = load_sampler(config, tokenizer)
-    if learned is not None:
-        load_adapter(decoder, learned)
+    if adapter is not None:
+        load_adapter(decoder, adapter)
     return engine

@@ -1,13 +1,13 @@
-"""Sampling by workers that Ray starts and watches, beside the learner, some versions ahead of it.
+"""Sampling by Ray workers beside the learner, up to max_staleness versions behind it.
 
-    step s is asked for    with the newest version at the time when step s - num_ahead is wanted
-    so it is drawn by      the version before update step s - num_ahead, whichever worker draws it and when
-    staleness              versions between the one that drew a sample and the one that learns from it
+    step s is requested    with the newest version when the loop wants step s - max_staleness
+    so it is sampled by    the version before update step s - max_staleness, on whichever worker
+    staleness              versions between the one that sampled and the one that learns
 
-Which policy draws a sample is settled when it is asked for, and how by (seed, step, prompt, sample): with the
-same number of workers a run is the same however fast they are, and if some die. A worker that is gone is
-replaced and asked again for all that it still owed; what it has given is kept. `algo.importance` corrects for
-the staleness as for any other difference of the policies. Tests: tests/training/test_ray_engine.py.
+The version is fixed at the request, the random numbers by (seed, step, prompt, sample): with the same number
+of workers a run has the same result however fast they are and whether some die. A worker that dies is
+replaced, and its outstanding requests are repeated; finished results are kept. `algo.importance` corrects for
+staleness as for any difference of the policies. Tests: tests/training/test_ray_engine.py.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _REACHING_S = 5.0
 
 
 class Worker:
-    """An engine with a base model and an adapter of its own, in a process of Ray's."""
+    """An engine with its own base model and adapter, in a Ray process."""
 
     def __init__(self, config: RunConfig):
         tokenizer, _ = load_tokenizer_and_limit(config)
@@ -47,29 +47,29 @@ class Worker:
     def place(self) -> str:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
-    def draw(
+    def sample(
         self,
         version: int,
         adapter: list[Any],
         noise: Mapping[str, Any] | None,
         prompts_P: list[Prompt],
-        asked: dict[str, Any],
+        settings: dict[str, Any],
     ) -> tuple[list[list[Sample]], int]:
-        """By this version, whose adapter is fetched if it is another than the last, and how many Z it drew;
-        noise None: without."""
+        """Sample with this version, fetching its adapter if it changed; return the samples and the number of
+        noise draws. noise None: no noise."""
         if version != self._engine.version or version == 0:
             load_adapter(self._decoder, self._get(adapter[0]))
             self._engine.publish(version)
         with contextlib.ExitStack() as stack:
             if noise is not None:
                 self._noise.load(noise)
-                stack.enter_context(self._noise.sampling(asked["step"]))
-            samples_P_G = [group.samples_G for group in self._engine.generate(prompts_P, **asked)]
+                stack.enter_context(self._noise.sampling(settings["step"]))
+            samples_P_G = [group.samples_G for group in self._engine.generate(prompts_P, **settings)]
         return samples_P_G, 0 if noise is None else self._noise.num_drawn
 
 
 class Cluster:
-    """Ray, and the workers it has started for this run."""
+    """Ray and the workers that it started for this run."""
 
     def __init__(self, ray: Any, config: RunConfig):
         self.ray, self._config = ray, config
@@ -81,18 +81,18 @@ class Cluster:
         self.workers[index] = self._make(self._config)
 
     def places(self) -> list[str]:
-        """Once all have loaded."""
-        with self.understood():
+        """Wait until all workers have loaded; return where each runs."""
+        with self.unwrapped_errors():
             return self.ray.get([worker.place.remote() for worker in self.workers])
 
     @property
-    def losses(self) -> tuple[type[Exception], ...]:
-        """How Ray says that a worker, or what it had given, is gone."""
+    def loss_errors(self) -> tuple[type[Exception], ...]:
+        """Ray's errors for a worker, or its result, that is lost."""
         return self.ray.exceptions.RayActorError, self.ray.exceptions.ObjectLostError
 
     @contextlib.contextmanager
-    def understood(self) -> Iterator[None]:
-        """What a worker raised, as it raised it."""
+    def unwrapped_errors(self) -> Iterator[None]:
+        """Raise a worker's own UserError or RunError instead of Ray's wrapper."""
         try:
             yield
         except self.ray.exceptions.RayTaskError as error:
@@ -103,70 +103,70 @@ class Cluster:
 
 @contextlib.contextmanager
 def start_workers(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
-    """The workers that config.ray asks for; None if it asks for none."""
+    """Start the workers of config.ray; yield None if it has none."""
     if config.ray.address is None:
         yield None
         return
     if ranks.count > 1:
-        raise UserError("ray.address: Ray's workers serve one learner; start it without torchrun")
+        raise UserError("ray.address works with a single learner process: start without torchrun")
     check_reachable(config.ray.address)
-    is_ours = config.ray.address == "local"
-    if is_ours:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own tells nobody of itself
+    is_local = config.ray.address == "local"
+    if is_local:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry from a local cluster
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
         raise UserError(f"ray.address needs Ray ({error}): pip install ray") from None
     try:
-        more = {"include_dashboard": False} if is_ours else {}
+        more = {"include_dashboard": False} if is_local else {}
         ray.init(address=config.ray.address, log_to_driver=False, logging_level="ERROR", **more)
     except (ConnectionError, RuntimeError, ValueError) as error:
         hides_why = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
-        hint = "; a cluster that asks for a token needs RAY_AUTH_MODE=token here" if hides_why else ""
+        hint = "; if the cluster requires a token, set RAY_AUTH_MODE=token" if hides_why else ""
         raise UserError(f"ray.address: {config.ray.address} cannot be reached ({error}){hint}") from None
     try:
-        keeper = _reserved_gpu(ray) if config.model.device == "cuda" else None
+        reservation = _reserve_gpu(ray) if config.model.device == "cuda" else None
         yield Cluster(ray, config)
-        del keeper
+        del reservation
     finally:
         ray.shutdown()
 
 
 def check_reachable(address: str) -> None:
-    """UserError within seconds where nobody listens: Ray itself goes on trying for minutes."""
-    asked = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address  # as Ray takes it
-    if asked in ("auto", "local"):
+    """Raise UserError within seconds if nothing listens there: Ray itself retries for minutes."""
+    target = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address  # Ray's own rule
+    if target in ("auto", "local"):
         return
     try:
-        place = urlsplit(asked if "://" in asked else f"//{asked}")
+        place = urlsplit(target if "://" in target else f"//{target}")
         host, port = place.hostname, place.port
-        (host or "").encode("idna")  # as the socket will, whose error would not be a user's
+        (host or "").encode("idna")  # the socket would raise an obscure error
     except ValueError:
         host = port = None
-    require(bool(host and port), f"ray.address: {asked} is neither HOST:PORT, auto nor local")
+    require(bool(host and port), f"ray.address: {target} is neither HOST:PORT, auto nor local")
     try:
         socket.create_connection((host, port), timeout=_REACHING_S).close()
     except OSError as error:
-        raise UserError(f"ray.address: {asked} cannot be reached ({error.strerror or error})") from None
+        raise UserError(f"ray.address: {target} cannot be reached ({error.strerror or error})") from None
 
 
-def _reserved_gpu(ray: Any) -> Any:
-    """The learner's own GPU on this host, taken from Ray for as long as what is returned lives."""
+def _reserve_gpu(ray: Any) -> Any:
+    """Reserve the learner's GPU in Ray for as long as the returned actor lives."""
     node_id = ray.get_runtime_context().get_node_id()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
-    keeper = ray.remote(num_cpus=0, num_gpus=1, scheduling_strategy=here)(_Keeper).remote()
+    keeper = ray.remote(num_cpus=0, num_gpus=1, scheduling_strategy=here)(_GpuReservation).remote()
     torch.cuda.set_device(int(ray.get(keeper.gpu.remote())))
     return keeper
 
 
-class _Keeper:
+class _GpuReservation:
     def gpu(self) -> str:
         return str(importlib.import_module("ray").get_gpu_ids()[0])
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Job:
-    """A worker's part of the prompts of one call."""
+class _Request:
+    """One worker's part of the prompts of a call."""
 
     worker_index: int
     version: int
@@ -177,7 +177,7 @@ class _Job:
 
 
 class RemoteEngine:
-    """Takes an engine's place in the loop; each worker draws every num_samplers-th prompt of a call."""
+    """Takes the engine's place in the loop; each worker samples every num_samplers-th prompt of a call."""
 
     def __init__(
         self,
@@ -189,14 +189,14 @@ class RemoteEngine:
         adapter: Callable[[], Mapping[str, Tensor]],
         notice: Callable[[str], None],
     ):
-        """prompts: (step, num_prompts) -> those of its first round. adapter: the masters as they now are."""
+        """prompts: (step, num_prompts) -> prompts of the first round. adapter: the current fp32 masters."""
         self._cluster, self._config = cluster, config
         self._prompts, self._noise, self._adapter, self._notice = prompts, noise, adapter, notice
         self._split = Ranks(0, config.ray.num_samplers)
         self._version, self._published = 0, [None]
-        self._ahead: dict[tuple[int, tuple[int, ...]], list[_Job]] = {}
+        self._ahead: dict[tuple[int, tuple[int, ...]], list[_Request]] = {}
         self._newest_step = -1
-        self._open: list[_Job] = []
+        self._pending: list[_Request] = []
         named = ("staleness", "replaced_samplers", "resampled_prompts", "noise_draws")
         self._metrics: dict[str, float] = dict.fromkeys(named, 0.0)
         for index, place in enumerate(cluster.places()):
@@ -211,12 +211,12 @@ class RemoteEngine:
     ) -> list[Group]:
         asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed}
         if step != EVALUATION_STEP:
-            self._ask_ahead(step, asked)
-        jobs = self._ahead.pop(_key(step, prompts_P), None) or self._ask(prompts_P, asked, step)
-        parts, draws = zip(*(self._collected(job) for job in jobs), strict=True)
-        samples_P_G = self._split.woven(list(parts))
+            self._request_ahead(step, asked)
+        jobs = self._ahead.pop(_key(step, prompts_P), None) or self._request(prompts_P, asked, step)
+        parts, draws = zip(*(self._result(job) for job in jobs), strict=True)
+        samples_P_G = self._split.interleave(list(parts))
         if step != EVALUATION_STEP:
-            staleness = float(self._version - jobs[0].version)  # a later round's samples are fresher
+            staleness = float(self._version - jobs[0].version)  # later rounds of the step are fresher
             self._metrics["staleness"] = max(self._metrics["staleness"], staleness)
             self._metrics["noise_draws"] = self._noise.draws([self._metrics["noise_draws"], *draws])
         pairs = zip(prompts_P, samples_P_G, strict=True)
@@ -226,66 +226,68 @@ class RemoteEngine:
         taken, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
         return taken
 
-    def _ask_ahead(self, step: int, asked: dict[str, Any]) -> None:
+    def _request_ahead(self, step: int, asked: dict[str, Any]) -> None:
         last = min(step + self._config.ray.max_staleness, self._config.num_steps - 1)
         for later in range(max(step, self._newest_step + 1), last + 1):
             prompts_P = self._prompts(later, self._config.num_prompts)
-            self._ahead[_key(later, prompts_P)] = self._ask(prompts_P, asked, later)
+            self._ahead[_key(later, prompts_P)] = self._request(prompts_P, asked, later)
         self._newest_step = max(last, self._newest_step)
 
-    def _ask(self, prompts_P: list[Prompt], asked: dict[str, Any], step: int) -> list[_Job]:
+    def _request(self, prompts_P: list[Prompt], asked: dict[str, Any], step: int) -> list[_Request]:
         noise = None if step == EVALUATION_STEP else self._noise.state()
         jobs = []
         for index in range(self._split.count):
             own_P = Ranks(index, self._split.count).own(prompts_P)
             arguments = (self._version, self._published, noise, own_P, asked | {"step": step})
-            jobs.append(_Job(index, self._version, arguments))
+            jobs.append(_Request(index, self._version, arguments))
             self._send(jobs[-1])
-        self._open += jobs
+        self._pending += jobs
         return jobs
 
-    def _send(self, job: _Job) -> None:
+    def _send(self, job: _Request) -> None:
         job.worker = self._cluster.workers[job.worker_index]
-        job.answer = job.worker.draw.remote(*job.arguments)
+        job.answer = job.worker.sample.remote(*job.arguments)
         job.attempts += 1
 
-    def _collected(self, job: _Job) -> tuple[list[list[Sample]], int]:
+    def _result(self, job: _Request) -> tuple[list[list[Sample]], int]:
         while True:
             try:
-                with self._cluster.understood():
+                with self._cluster.unwrapped_errors():
                     answer = self._cluster.ray.get(job.answer)
-            except self._cluster.losses as error:
+            except self._cluster.loss_errors as error:
                 if job.attempts == _MAX_ATTEMPTS:
                     raise RunError(
                         f"sampler {job.worker_index} died {_MAX_ATTEMPTS} times: {error}"
                     ) from None
                 self._replace(job)
                 continue
-            self._open.remove(job)
+            self._pending.remove(job)
             return answer
 
-    def _replace(self, lost: _Job) -> None:
-        """Another worker in the place of the one that owed this, asked for all that it has not given."""
-        gone = lost.worker
+    def _replace(self, lost: _Request) -> None:
+        """Replace the lost worker and repeat its outstanding requests."""
+        lost_worker = lost.worker
         self._cluster.replace(lost.worker_index)
-        owed = [job for job in self._open if job.worker is gone and not self._is_given(job)]
-        for job in owed:
+        outstanding = [
+            job for job in self._pending if job.worker is lost_worker and not self._has_result(job)
+        ]
+        for job in outstanding:
             self._send(job)
-        num_prompts = sum(len(job.arguments[3]) for job in owed)
+        num_prompts = sum(len(job.arguments[3]) for job in outstanding)
         self._metrics["replaced_samplers"] += 1
         self._metrics["resampled_prompts"] += num_prompts
-        self._notice(f"sampler {lost.worker_index} is gone; another samples its {num_prompts} prompts")
+        self._notice(f"sampler {lost.worker_index} died; a new one samples its {num_prompts} prompts")
 
-    def _is_given(self, job: _Job) -> bool:
+    def _has_result(self, job: _Request) -> bool:
         ray = self._cluster.ray
         if not ray.wait([job.answer], timeout=0)[0]:
             return False
         try:
             ray.get(job.answer)
-        except self._cluster.losses:
+        except self._cluster.loss_errors:
             return False
         except ray.exceptions.RayTaskError:
-            pass  # raised again when it is collected
+            pass  # raised again by _result
         return True
 
 

@@ -1,11 +1,11 @@
-"""Assembles a run from its config, continues it where it stopped, and evaluates before and after.
+"""Build a run from its config, resume it where it stopped, evaluate before and after.
 
 The run's folder:
 
     run.json           the resolved config, versions, commit
-    metrics.jsonl      a line for each step             samples.jsonl   a line for each sample
+    metrics.jsonl      one line per step                samples.jsonl   one line per sample
     evaluations.json   held-out accuracy by moment      checkpoints/    adapter, optimizer, counters
-    tensorboard/       the same metrics                 result.json, report.html   when the run has ended
+    tensorboard/       the same metrics                 result.json, report.html   once the run is complete
 """
 
 import dataclasses
@@ -27,17 +27,18 @@ from qerl.tasks.reward import format_failures
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
-from qerl.training.branching import Branching
+from qerl.training.branching import BranchingRollouts
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.evaluation import evaluate, greedy
-from qerl.training.loop import Parts, draw, run, sampling_of
+from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
 from qerl.training.policy import load_policy
 from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
+from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.signals import StopSignal
-from qerl.types import Sampling
+from qerl.types import RolloutEngine, Sampling
 
-_ECHO_S = 2.0  # torchrun sends its workers the signal that a terminal has sent them already
+_ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
 
 
 def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> d
 def _train(
     config: RunConfig, ranks: Ranks, cluster: Cluster | None, rewards: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
-    """Only the first rank has a journal, and with it the folder."""
+    """Only the first rank has a journal and writes the folder."""
     folder = Path(config.out)
     with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
         stop = StopSignal(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
@@ -58,9 +59,11 @@ def _train(
             journal.start(config)
             finished = ranks.from_first(lambda: journal.result)
             if finished is not None:
-                journal.notice(f"{folder} holds this run, finished; nothing is left to do")
+                journal.notice(f"{folder}: this run is already complete; start another with --out")
                 journal.catch_up()
-                if ranks.is_first and not (folder / "report.html").exists():  # the disk was full
+                if (
+                    ranks.is_first and not (folder / "report.html").exists()
+                ):  # for instance: the disk was full
                     write_report([folder], folder / "report.html")
                 return finished
             with RewardPool(config.task, functions=rewards) as pool:
@@ -72,7 +75,7 @@ def _train(
 
 
 class _Session:
-    """One process's share of a run, from loading the model to the last evaluation."""
+    """One process's part of a run, from loading the model to the last evaluation."""
 
     def __init__(
         self,
@@ -85,82 +88,87 @@ class _Session:
         cluster: Cluster | None,
     ):
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
-        is_deep, talks = config.algo.branching == "deep", pool.has_environment
-        require(
-            not is_deep or ranks.count == 1, "algo.branching deep is for one process: branches need its pages"
-        )
-        require(not (is_deep and talks), "algo.branching deep is not for environments: set none")
-        require(cluster is None or not talks, "environments do not go with --ray: use torchrun")
+        _check_supported(config, pool, ranks, cluster)
         self.decoder, self.engine, self.task = load_policy(config)
-        self.rewards = DataParallelRewards(pool, ranks)
-        room = self.decoder.architecture.max_positions - config.sample.max_tokens
-        speaker = with_environment(self.engine, pool, config.task.environment, room)
-        score = partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None
-        # Too few rows to learn from are told here, before any is tried.
+        self.rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)
+        # This also raises if there are too few rows, before anything is sampled.
         first_P = self.task.train_prompts(0, config.num_prompts)
-        settled, holds = self.settled(max(len(prompt.tokens_T) for prompt in first_P))
-        self.learner = Learner(
-            self.decoder, settled, notice=journal.notice, score=score, ranks=ranks, holds_operands=holds
-        )
-        self.noise = AQN(self.decoder.noise_table, config, ranks.gather)
-        self.sampler = DataParallelEngine(speaker, ranks) if cluster is None else self._remote(cluster)
-        self.branching = Branching(self.engine, config) if is_deep else None
+        self.learner = self._make_learner(max(len(prompt.tokens_T) for prompt in first_P))
+        self.aqn = AQN(self.decoder.noise_table, config, ranks.gather)
+        self.sampler = self._make_sampler(pool, cluster)
+        if config.algo.branching == "deep":
+            self.rollouts = BranchingRollouts(config, self.engine, self.rewards, self.task.train_prompts)
+        else:
+            self.rollouts = GroupRollouts(config, self.sampler, self.rewards, self.task.train_prompts)
         self.prompts = self.task.held_out(config.evaluate.num_prompts)
         path = folder / "evaluations.json"
         self.evaluations = ranks.from_first(lambda: read_object(path) if path.exists() else {})
 
-    def _remote(self, cluster: Cluster) -> RemoteEngine:
-        return RemoteEngine(
-            cluster,
-            self.config,
-            prompts=self.task.train_prompts,
-            noise=self.noise,
-            adapter=self.learner.adapter_state,
-            notice=self.journal.notice,
-        )
+    def _make_sampler(self, pool: RewardPool, cluster: Cluster | None) -> RolloutEngine:
+        """Return the engine, wrapped for environments, several ranks or Ray where the run has them."""
+        if cluster is not None:
+            return RemoteEngine(
+                cluster,
+                self.config,
+                prompts=self.task.train_prompts,
+                noise=self.aqn,
+                adapter=self.learner.adapter_state,
+                notice=self.journal.notice,
+            )
+        max_prompt_tokens = self.decoder.architecture.max_positions - self.config.sample.max_tokens
+        engine = with_environment(self.engine, pool, self.config.task.environment, max_prompt_tokens)
+        return engine if self.ranks.count == 1 else DataParallelEngine(engine, self.ranks)
 
-    def settled(self, prompt_tokens: int) -> tuple[RunConfig, bool]:
-        """The config with learn.gradient_checkpointing auto replaced on a GPU, and whether the learner holds operands; the
-        journal is told."""
-        config, device, a = self.config, self.decoder.device, self.decoder.architecture
-        if device.type == "cpu":
-            return config, False
-        gpu_bytes = plan.usable_bytes(device)
-        found = plan.resolve_checkpointing(a, config, prompt_tokens, gpu_bytes)
-        need = plan.learning_bytes(plan.parts(a, found, prompt_tokens))
-        holds = plan.holds_operands(a, found, prompt_tokens, gpu_bytes)
-        besides = f", and {plan.held(a, found) / 1e9:.1f} for operands held unpacked" if holds else ""
-        self.journal.notice(
-            f"learn.gradient_checkpointing is {found.learn.gradient_checkpointing}: learning is planned to take {need / 1e9:.1f} of"
-            f" {gpu_bytes / 1e9:.1f} GB{besides}"
+    def _make_learner(self, prompt_tokens: int) -> Learner:
+        """Resolve gradient_checkpointing auto by the memory plan, and report the plan in the journal."""
+        config, device, arch, keeps_operands = (
+            self.config,
+            self.decoder.device,
+            self.decoder.architecture,
+            False,
         )
-        return found, holds
+        if device.type != "cpu":
+            gpu_bytes = plan.usable_bytes(device)
+            config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
+            needed_bytes = plan.learning_bytes(plan.parts(arch, config, prompt_tokens))
+            keeps_operands = plan.holds_operands(arch, config, prompt_tokens, gpu_bytes)
+            held_gb = plan.held(arch, config) / 1e9
+            self.journal.notice(
+                f"learn.gradient_checkpointing is {config.learn.gradient_checkpointing}: learning needs"
+                f" {needed_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
+                + (f", and {held_gb:.1f} GB for operands that stay unpacked" if keeps_operands else "")
+            )
+        return Learner(
+            self.decoder,
+            config,
+            notice=self.journal.notice,
+            score=partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None,
+            ranks=self.ranks,
+            holds_operands=keeps_operands,
+        )
 
     def run(self) -> dict[str, Any]:
-        config = self.config
-        parts = Parts(
-            task=self.task,
-            rewards=self.rewards,
-            engine=self.sampler,
-            learner=self.learner,
-            noise=self.noise,
-            draw=draw if self.branching is None else self.branching.draw,
-            journal=self.journal,
-            observe=self.observe,
-            save=self.save,
-        )
         first_step = self.resume()
         if first_step == 0:
             self.evaluate("before")
+        parts = Parts(
+            rollouts=self.rollouts,
+            engine=self.sampler,
+            learner=self.learner,
+            aqn=self.aqn,
+            journal=self.journal,
+            after_update=self.after_update,
+            save=self.save,
+        )
         with self.stop.deferred():
-            run(config, parts, first_step=first_step)
+            run(self.config, parts, first_step=first_step)
         if self.stop.requested is not None:
             raise SystemExit(self.stop.exit_code)
         self.evaluate("after")
         return self.result()
 
     def resume(self) -> int:
-        """The step to go on with, after taking back the newest checkpoint that is whole."""
+        """Load the newest intact checkpoint and return the step to continue with."""
         found = self.ranks.from_first(
             lambda: checkpoint.load_latest(self.folder / "checkpoints", self.learner)
         )
@@ -170,28 +178,28 @@ class _Session:
             load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
         if found is not None and "noise" in found.extra:
-            self.noise.load(found.extra["noise"])
-        if found is not None and self.branching is not None:
-            self.branching.load(found.extra["tries"])
+            self.aqn.load(found.extra["noise"])
+        if found is not None and isinstance(self.rollouts, BranchingRollouts):
+            self.rollouts.load(found.extra["tries"])
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
         self.sampler.publish(self.learner.version)
         if first_step and self.prompts and "before" not in self.evaluations:
-            self.journal.notice("evaluations.json lacks the accuracy before the first step")
+            self.journal.notice("evaluations.json has no accuracy from before the first step")
         if first_step == 0:
-            self.evaluations = {}  # those there may be of another config that was given up
+            self.evaluations = {}  # any that exist belong to an earlier config
         return first_step
 
     def _copy_first(self) -> None:
-        """The first rank's learner to the others, which need not see its folder."""
+        """Copy the first rank's learner to the others, which may not see its folder."""
         state = self.ranks.from_first(self.learner.state) if self.ranks.count > 1 else None
         if state is not None and not self.ranks.is_first:
             self.learner.load(*state)
 
     def save(self, step: int) -> bool:
-        """A signal that any rank got stops all of them, and none before the first has saved."""
-        requested = max(self.ranks.gather(self.stop.requested or 0))  # what comes later is for the next
+        """Save if due. A signal to any rank stops all of them, after the first one has saved."""
+        requested = max(self.ranks.gather(self.stop.requested or 0))  # a later signal stops the next step
         next_step, is_stopping = step + 1, requested > 0
         is_due = next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps
         if self.ranks.is_first and (is_stopping or is_due):
@@ -201,20 +209,24 @@ class _Session:
                     self.learner,
                     next_step=next_step,
                     keep=self.config.checkpoint.keep,
-                    extra={"noise": self.noise.state(), **self.tries()},
+                    extra=self.extra_state(),
                 )
         if is_stopping:
             self.ranks.gather(None)
-            self.stop.request(requested)  # the first to end makes torchrun send the others a signal
+            self.stop.request(requested)  # when one rank ends, torchrun signals the others
         return is_stopping
 
-    def tries(self) -> dict[str, Any]:
-        return {} if self.branching is None else {"tries": self.branching.state()}
+    def extra_state(self) -> dict[str, Any]:
+        """Return what a checkpoint stores besides the learner, as JSON values."""
+        state: dict[str, Any] = {"noise": self.aqn.state()}
+        if isinstance(self.rollouts, BranchingRollouts):
+            state["tries"] = self.rollouts.state()
+        return state
 
-    def observe(self, step: int, log: StepLog) -> None:
-        """Says why rewards failed, and measures held-out accuracy where it is due."""
+    def after_update(self, step: int, log: StepLog) -> None:
+        """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
         log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
-        self.tell_failures()
+        self.report_failures()
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
@@ -222,7 +234,7 @@ class _Session:
             log.add(eval_accuracy=accuracy, eval_greedy=best)
 
     def evaluate(self, moment: str) -> None:
-        """Held-out accuracy before or after, measured once in a run however often it is continued."""
+        """Measure held-out accuracy before or after training, once per run even if the run is resumed."""
         if moment in self.evaluations or not self.prompts:
             return
         with self.journal.span("evaluate"):
@@ -231,18 +243,19 @@ class _Session:
         if self.ranks.is_first:
             write_atomic(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
         self.journal.notice(
-            f"held out, {moment}: {accuracy:.3f} right at temperature {self.config.sample.temperature:g},"
+            f"held-out accuracy {moment} training: {accuracy:.3f} at temperature"
+            f" {self.config.sample.temperature:g},"
             f" {best:.3f} greedy ({len(self.prompts)} problems)"
         )
 
     def accuracies(self) -> tuple[float, float]:
-        """Of the policy without noise: at the config's sampling, and greedy."""
-        drawn = sampling_of(self.config)
-        found = self.accuracy(drawn), self.accuracy(greedy(drawn))
-        self.tell_failures()
-        return found
+        """Return the accuracy without noise: with the config's sampling, and greedy."""
+        sampling = sampling_of(self.config)
+        accuracies = self.accuracy(sampling), self.accuracy(greedy(sampling))
+        self.report_failures()
+        return accuracies
 
-    def tell_failures(self) -> None:
+    def report_failures(self) -> None:
         for text in format_failures(self.rewards.take_failures()):
             self.journal.notice(text)
 
@@ -267,3 +280,16 @@ class _Session:
         }
         train_s = self.ranks.from_first(lambda: sum(step["step_s"] for step in self.journal.steps()))
         return {**accuracies, "train_s": round(train_s, 1), "run": str(self.folder)}
+
+
+def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster: Cluster | None) -> None:
+    is_deep, has_environment = config.algo.branching == "deep", pool.has_environment
+    require(
+        not is_deep or ranks.count == 1,
+        "algo.branching deep needs a single process: branches reuse its KV pages",
+    )
+    require(
+        not (is_deep and has_environment),
+        "algo.branching deep does not work with environments: set it to none",
+    )
+    require(cluster is None or not has_environment, "environments do not work with --ray: use torchrun")

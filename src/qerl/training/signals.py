@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: inside a step they wait until the step is saved; elsewhere they end the run at once."""
+"""Ctrl-C and SIGTERM: during a step they wait until it is saved; otherwise they end the run at once."""
 
 import signal
 import threading
@@ -11,12 +11,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """Remembers the first signal while deferred; a second, or one outside, raises SystemExit."""
+    """Record the first signal while deferred; raise SystemExit on a second one, or on one outside."""
 
     def __init__(self, announce: Callable[[str], None], *, echo_s: float = 0.0):
-        """echo_s: a signal that comes so soon after the first is the same one, passed on by a launcher."""
+        """echo_s: a signal within so many seconds of the first is the same one, forwarded by a launcher."""
         self.requested: int | None = None
-        """The signal's number once one has come."""
+        """Number of the received signal; None before one arrives."""
         self._announce, self._echo_s = announce, echo_s
         self._requested_at = 0.0
         self._is_deferring = False
@@ -29,7 +29,7 @@ class StopSignal:
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Signals come here inside, if this is the main thread: no other can ask for them."""
+        """Handle signals in this context; only the main thread can install handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -49,7 +49,7 @@ class StopSignal:
             self._is_deferring = False
 
     def request(self, number: int) -> None:
-        """As if the signal had come now, deferred."""
+        """Act as if the signal had arrived now, deferred."""
         self.requested, self._requested_at = number, time.monotonic()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -60,4 +60,4 @@ class StopSignal:
         if not (is_first and self._is_deferring):
             raise SystemExit(128 + number)
         name = signal.Signals(number).name
-        self._announce(f"{name}: finishing this step and saving it; once more stops at once")
+        self._announce(f"{name}: finishing and saving this step; press again to stop at once")

@@ -36,7 +36,7 @@ from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import shape
 from qerl.training.data_parallel import DataParallelEngine
-from qerl.training.loop import drop_unrewarded, sampling_of, with_advantages
+from qerl.training.rollout import drop_overlong, sampling_of, with_advantages
 from qerl.types import Prompt
 
 
@@ -174,9 +174,7 @@ def _step(
     meter.wait()
     sampled_s = time.perf_counter()
     rewards_G: list[float | None] = [float(g % 2) for g in range(config.num_generations)]
-    groups = [
-        drop_unrewarded(config, group) for group in with_advantages(config, groups, [rewards_G] * len(groups))
-    ]
+    groups = drop_overlong(config, with_advantages(config, groups, [rewards_G] * len(groups)))
     learn_from_s = time.perf_counter()
     metrics = learner.step(groups)
     meter.wait()

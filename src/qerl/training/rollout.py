@@ -1,0 +1,132 @@
+"""The rollouts of a step: sample groups, score them, compare each sample with its siblings.
+
+With dynamic sampling (algo/dynamic_sampling.py) prompts are sampled in rounds until num_prompts groups have
+unequal rewards.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from statistics import fmean
+
+from qerl.algo.advantage import ADVANTAGES, is_informative
+from qerl.algo.dynamic_sampling import fill
+from qerl.algo.estimate import pass_at_powers
+from qerl.algo.overlong import OVERLONG
+from qerl.config import RunConfig
+from qerl.tasks import RewardPool
+from qerl.tracking import StepLog
+from qerl.training.data_parallel import DataParallelRewards
+from qerl.types import Group, Prompt, RolloutEngine, Sample, Sampling
+
+Rewards = RewardPool | DataParallelRewards
+TrainPrompts = Callable[[int, int, int], list[Prompt]]
+"""(step, num_prompts, round) -> the prompts of that round."""
+
+
+class GroupRollouts:
+    """Samples every group of a step at once."""
+
+    def __init__(
+        self, config: RunConfig, engine: RolloutEngine, rewards: Rewards, train_prompts: TrainPrompts
+    ):
+        self._config, self._engine, self._rewards = config, engine, rewards
+        self._train_prompts = train_prompts
+
+    def sample(self, step: int, log: StepLog) -> list[Group]:
+        """Return the step's groups with rewards and advantages."""
+        config, sampling = self._config, sampling_of(self._config)
+        kept_P, sampled_P, round = [], [], 0
+        for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
+            prompts_P = self._train_prompts(step, config.num_prompts, round)
+            with log.span("rollout"):
+                groups_P = self._engine.generate(
+                    prompts_P,
+                    num_samples=config.num_generations,
+                    sampling=sampling,
+                    seed=config.seed,
+                    step=step,
+                )
+            with log.span("reward"):
+                rewards_P_G = self._rewards.score(groups_P)
+            groups_P = with_advantages(config, groups_P, rewards_P_G)
+            sampled_P += groups_P
+            kept_P = fill(kept_P, groups_P, config.num_prompts) if config.algo.dynamic_sampling else groups_P
+            if len(kept_P) == config.num_prompts:
+                break
+        log.add(**rollout_metrics(config, sampled_P), rounds=round + 1)
+        return kept_P
+
+
+def sampling_of(config: RunConfig) -> Sampling:
+    return Sampling(**dataclasses.asdict(config.sample))
+
+
+def with_advantages(
+    config: RunConfig, groups: list[Group], rewards_P_G: list[list[float | None]]
+) -> list[Group]:
+    """Return the groups with each sample's reward, and its advantage over its siblings."""
+    penalized_P_G = [penalize_overlong(config, *pair) for pair in zip(groups, rewards_P_G, strict=True)]
+    advantages_P_G = ADVANTAGES[config.algo.advantage](penalized_P_G)
+    compared_P = []
+    for group, rewards_G, advantages_G in zip(groups, rewards_P_G, advantages_P_G, strict=True):
+        triples = zip(group.samples_G, rewards_G, advantages_G, strict=True)
+        samples_G = [dataclasses.replace(s, reward=r, advantage=a) for s, r, a in triples]
+        compared_P.append(dataclasses.replace(group, samples_G=samples_G))
+    return compared_P
+
+
+def penalize_overlong(config: RunConfig, group: Group, rewards_G: list[float | None]) -> list[float | None]:
+    """Return the rewards less each sample's length penalty."""
+    penalty, max_tokens = OVERLONG[config.algo.overlong].penalty, config.sample.max_tokens
+    return [
+        None if r is None else r + penalty(len(s.tokens_T), max_tokens, config.algo.overlong_buffer)
+        for r, s in zip(rewards_G, group.samples_G, strict=True)
+    ]
+
+
+def drop_overlong(config: RunConfig, groups: list[Group]) -> list[Group]:
+    """Return the groups without the samples that algo.overlong keeps out of the loss."""
+    is_kept = OVERLONG[config.algo.overlong].is_kept
+    return [
+        dataclasses.replace(group, samples_G=[s for s in group.samples_G if is_kept(s)]) for group in groups
+    ]
+
+
+def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
+    """Return the metrics of the samples; one without a reward counts in num_failed_rewards only."""
+    samples: list[Sample] = [sample for group in groups for sample in group.samples_G]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    lengths = [len(sample.logprobs_T) for sample in samples]
+    threshold = config.evaluate.success_threshold
+    correct_P_G = [
+        [s.reward >= threshold for s in group.samples_G if s.reward is not None] for group in groups
+    ]
+    return {
+        "reward": fmean(rewards),
+        "accuracy": fmean(reward >= threshold for reward in rewards),
+        "informative": fmean(is_informative([s.reward for s in group.samples_G]) for group in groups),
+        "distinct": fmean(len({s.text for s in group.samples_G}) / len(group.samples_G) for group in groups),
+        "mean_tokens": fmean(lengths),
+        "sampled_tokens": sum(lengths),
+        "cut_fraction": fmean(sample.finish == "length" for sample in samples),
+        "num_failed_rewards": len(samples) - len(rewards),
+        **multi_turn_metrics(samples),
+        **{f"pass_at_{k}": value for k, value in pass_at_powers(correct_P_G).items()},
+    }
+
+
+def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the metrics of samples that are conversations with an environment; empty if none is.
+
+    turns: mean number of the policy's turns. given_tokens: tokens that are not learned from.
+    """
+    conversations = [sample.messages for sample in samples if sample.messages is not None]
+    if not conversations:
+        return {}
+    roles = [[message["role"] for message in messages] for messages in conversations]
+    return {
+        "turns": fmean(each.count("assistant") for each in roles),
+        "tool_calls": sum(each.count("tool") for each in roles),
+        "given_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
+        "num_failed_episodes": sum(sample.failure is not None for sample in samples),
+    }
