@@ -6,8 +6,8 @@ from collections.abc import Callable
 import tyro
 
 from benchmarks.linear import LinearOptions, bench_linear
+from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
-from benchmarks.table import TableOptions, write_tables
 from benchmarks.tile import TileOptions, bench_tile
 from qerl.cli.arguments import check_known, wants_help
 from qerl.errors import RunError, UserError

@@ -1,18 +1,18 @@
-"""`python -m benchmarks parity`: how far the learner's logprobs of the engine's samples are from the engine's own.
+"""Compare the engine's log-probabilities with the learner's: `python -m benchmarks parity`.
 
-    d_t       learner_t - engine_t             of every sampled token, noise off, no update between
+    d_t       learner_t - engine_t of every sampled token, without noise or an update in between
     abs_diff  mean |d|       max_diff  max |d|       kl  mean(exp(d) - 1 - d), k3 of KL(engine || learner)
-    early_diff, late_diff    abs_diff of each sample's first and last quarter
-    sample_diff              mean |sum of d| of a sample: by max_tokens, how a mismatch adds up
+    early_diff, late_diff    abs_diff of the first and the last quarter of each sample
+    sample_diff              mean over samples of |sum of d|: grows with max_tokens as mismatches add up
     entropy   the learner's mean over the tokens, in nats
-    exact     whether every d_t is 0; exact_mode: whether engine.exact is on
-    rollout_tok_per_s, read_s    of a second run: sampling, and the learner's pass over all samples (with
-              exact_mode it has the engine score them too); `python -m benchmarks step --exact` has whole steps
+    exact     true if every d_t is 0; exact_mode: the value of engine.exact
+    rollout_tok_per_s, read_s    of a second run: sampling, and the learner's pass over all samples (in exact
+              mode the engine scores them as well); `qerl bench step --exact` measures whole steps
 
-A random head gives distributions that are all but flat, which a model's are not, and differences grow with
-the logits: the head's rows are drawn for a mean entropy. Logits are then normal, of a deviation s, since the
-final norm gives hidden states of length sqrt(D); s is found by bisection over draws of them, and
-W ~ N(0, s^2 / D). The learner reads through its own step: samples without an advantage teach nothing.
+A random LM head gives nearly uniform distributions, unlike a trained model, and differences grow with the
+logits. So the head is scaled to a mean entropy: logits are normal with a standard deviation s, since the final
+norm gives hidden states of length sqrt(D); s is found by bisection on random logits, and W ~ N(0, s^2 / D).
+The learner runs its own step; samples without an advantage have no gradient.
 """
 
 import dataclasses

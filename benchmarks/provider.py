@@ -1,4 +1,4 @@
-"""What multiplies in `python -m benchmarks linear`: the four products of every layer, each provider in its own format.
+"""Libraries that `python -m benchmarks linear` compares: the four products of every layer in their formats.
 
     qerl-nvfp4        one launch each; LoRA's expansion, bias, residual and SwiGLU ride in its epilogue
     cublas-bf16       torch's product of bfloat16 matrices

@@ -1,4 +1,4 @@
-"""`python -m benchmarks tile`: the quickest tiles of each packed product, written as the table that kernels read.
+"""Find the fastest tiles of each NVFP4 product and write the kernels' table: `python -m benchmarks tile`.
 
 Each candidate of kernels/nvfp4_tile.py is timed alone, in a CUDA graph of launches with weights of their own,
 as a decode step launches it: adapter, bias, residual and SwiGLU included, u given where the engine gives it.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.table import fill, pages
+from benchmarks.pages import fill, pages
 from qerl.cli.bench.record import RESULTS, ROOT, read_rows
 
 

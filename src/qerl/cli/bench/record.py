@@ -1,13 +1,13 @@
-"""Print and append benchmark rows: one line of JSON with the source, GPU and libraries that it was measured on.
+"""Print and append benchmark rows: lines of JSON that name the measured source, GPU and libraries.
 
     {"bench": "decode", "shape": "qwen2.5-7b", "batch": 8, "provider": "qerl-nvfp4", "lora_rank": 32,
      "tok_per_s": 3672.0, ..., "floor_fraction": 0.46, "commit": "782c2b4...", "is_dirty": false,
      "qerl": "0.1.0", "gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0+cu130", "triton": "3.6.0",
      "driver": "580.159.04", "date": "2026-11-21"}
 
-In a checkout, a row holds the commit, and uncommitted changes are refused unless the user allows them. Changes
-in benchmarks/results are ignored, since every row changes them. An installed package has no commit; its rows
-are printed, and written only to a file that the user names. Committed rows are never dirty:
+In a checkout, a row holds the commit, and uncommitted changes are refused unless the user allows them.
+Changes in benchmarks/results are ignored, since every row changes them. An installed package has no commit;
+its rows are printed, and written only to a file that the user names. Committed rows are never dirty:
 tests/benchmarks/test_table.py.
 """
 
@@ -55,7 +55,7 @@ class RowOptions(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowWriter:
-    """RowWriter(file, origin).add({"bench": "learn", ...}) prints the row and appends it to the file, if any."""
+    """RowWriter(file, origin).add({"bench": "learn"}) prints the row and appends it to the file, if any."""
 
     file: Path | None
     origin: Origin

@@ -1,0 +1,65 @@
+"""Fill the tables that README.md and docs/*.md mark:
+
+<!-- table speed -->
+...
+<!-- end -->
+
+Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), and gpus.
+`tests/house/test_tables.py` holds the pages to the committed rows.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import table
+from benchmarks.rows import Row, coverage
+from benchmarks.summary import exact_table, speed_table
+from qerl.cli.bench.record import RESULTS, ROOT, read_rows
+from qerl.errors import UserError
+
+_MARKED = re.compile(r"<!-- table ([\w-]+) -->\n(?:.*?\n)??<!-- end -->", flags=re.DOTALL)
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "speed": speed_table,
+    "exact": exact_table,
+    "gpus": coverage,
+    **table.TABLES,
+    "all": table.all_tables,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TableOptions:
+    write: bool = False
+    """Fill the marked tables of README.md and docs/*.md; otherwise print all tables."""
+
+
+def write_tables(options: TableOptions) -> None:
+    rows = read_rows(ROOT / RESULTS)
+    if not options.write:
+        names = (name for name in TABLES if name != "all")
+        print("\n\n".join(f"## {name}\n\n{TABLES[name](rows)}" for name in names))
+        return
+    for page in pages(ROOT):
+        text = page.read_text()
+        filled = fill(text, rows, page.name)
+        if filled != text:
+            page.write_text(filled)
+            print(page)
+
+
+def pages(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def fill(text: str, rows: list[Row], page: str) -> str:
+    """Return the text with every marked table made from the rows."""
+
+    def marked(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in TABLES:
+            raise UserError(f"{page}: unknown table {name}; choose from {', '.join(TABLES)}")
+        return f"<!-- table {name} -->\n\n{TABLES[name](rows)}\n\n<!-- end -->"
+
+    return _MARKED.sub(marked, text)
