@@ -105,7 +105,7 @@ class Group:
     prompt: Prompt
     samples_G: list[Sample]
     prefix_tokens: int = 0
-    """If not 0, the samples are branches and share this many first tokens with the sample they branch from."""
+    """If not 0, the samples are branches that share this many first tokens with the branched sample."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,17 +82,19 @@ def pivots_in(groups):
 def branched(
     engine, prompts_P, *, num_samples=3, num_branches=3, pivots=pivots_in, seed=5, step=2, **sampling
 ):
-    """(the samples' groups, the branches' groups, the pivots, how many lots)."""
-    groups, branches, found, num_lots = [], [], [], 0
+    """(the samples' groups, the branches' groups, the pivots, the number of batches)."""
+    groups, branches, found, num_batches = [], [], [], 0
     sampling = Sampling(**({"max_tokens": 12} | sampling))
-    for lot in engine.lots(prompts_P, num_samples=num_samples, sampling=sampling, seed=seed, step=step):
-        drawn_P = lot.sample()
+    for batch in engine.branch_batches(
+        prompts_P, num_samples=num_samples, sampling=sampling, seed=seed, step=step
+    ):
+        drawn_P = batch.sample()
         pivots_here = pivots(drawn_P)
         groups += drawn_P
-        branches += lot.branch(pivots_here, num_branches)
+        branches += batch.branch(pivots_here, num_branches)
         found += [(drawn_P[p.group_index], p) for p in pivots_here]
-        num_lots += 1
-    return groups, branches, found, num_lots
+        num_batches += 1
+    return groups, branches, found, num_batches
 
 
 def packed_logprobs(decoder, prompt, sample, temperature=1.0):
@@ -102,28 +104,28 @@ def packed_logprobs(decoder, prompt, sample, temperature=1.0):
     return (logits_TV[len(prompt.tokens_T) - 1 :] / temperature).log_softmax(-1)
 
 
-def exact_twin(decoder):
+def fp32_copy(decoder):
     """The same weights, adapter and noise in float32."""
-    twin = Decoder(decoder.architecture, compute=torch.float32, device=decoder.device)
-    for (_, theirs), (_, ours) in zip(decoder.linears(), twin.linears(), strict=True):
+    copy = Decoder(decoder.architecture, compute=torch.float32, device=decoder.device)
+    for (_, theirs), (_, ours) in zip(decoder.linears(), copy.linears(), strict=True):
         ours.load_weight(theirs.weight)
         if theirs.rank:  # what is multiplied, not the masters
             ours.add_adapter(theirs.a_work.float(), theirs.b_work.float(), theirs.scaling)
     if decoder.lm_head.packed is not None:
-        twin.lm_head.load_packed(decoder.lm_head.packed)
+        copy.lm_head.load_packed(decoder.lm_head.packed)
     buffers = dict(decoder.named_buffers())
-    for name, buffer in twin.named_buffers():
+    for name, buffer in copy.named_buffers():
         buffer.copy_(buffers[name])
-    return twin
+    return copy
 
 
 def compared(decoder, prompts_P, samples, num_samples=1, temperature=1.0):
     """The sampled tokens' logprobs by the engine, the packed forward, and the packed forward in fp32."""
-    twin, found = exact_twin(decoder), ([], [], [])
+    copy, found = fp32_copy(decoder), ([], [], [])
     for i, sample in enumerate(samples):
         prompt = prompts_P[i // num_samples]
         found[0].append(torch.tensor(sample.logprobs_T))
-        for logprobs, each in zip(found[1:], (decoder, twin), strict=True):
+        for logprobs, each in zip(found[1:], (decoder, copy), strict=True):
             logprobs_TV = packed_logprobs(each, prompt, sample, temperature).cpu()
             logprobs.append(logprobs_TV[torch.arange(len(sample.tokens_T)), torch.tensor(sample.tokens_T)])
     return tuple(torch.cat(logprobs) for logprobs in found)

@@ -9,7 +9,7 @@ from engine.parts import EOS, engine_of, packed_logprobs, prompts_of, tokens_of
 from engine.test_engine import assert_same, kv_gb_for
 from engine.test_scheduler import PAGE_TOKENS, FakeRunner, live_group
 from models.tiny import tiny
-from qerl.engine.scheduler import group_pages, num_pages
+from qerl.engine.scheduler import min_group_pages, num_pages
 from qerl.types import Sampling
 
 LENGTHS = (9, 31, 1, 16, 17)
@@ -96,7 +96,7 @@ def test_pages_are_continued_so_only_what_was_given_is_computed(decoder):
     samples = talked(engine, talk)
     num_given = sum(len(places) for s in samples for places in s.environment_spans)
     assert engine.stats.prefill_tokens == sum(LENGTHS) + num_given
-    assert engine.stats.pauses == 0
+    assert engine.stats.num_preemptions == 0
     assert talk.rounds[0] == len(samples) and len(talk.rounds) == 3, "all who wait are answered together"
 
 
@@ -187,7 +187,7 @@ class FakeTalk(FakeRunner):
         if not self.scheduler.running and not any(
             s.finish is None for group in self.admissions for s in group.samples_G
         ):
-            resting = list(self.scheduler.resting)
+            resting = list(self.scheduler.parked)
             over = [s for s in resting if len(s.tokens_T) > s.group.max_tokens - 2 or self.rng.random() < 0.3]
             self.finished += over
             self.scheduler.finish(over)
@@ -218,9 +218,9 @@ class FakeTalk(FakeRunner):
 def test_every_conversation_ends_with_as_few_pages_as_the_largest_needs(seed):
     rng = random.Random(seed)
     groups = [live_group(i, rng.randint(1, 14), rng.randint(1, 20), rng.randint(1, 5)) for i in range(8)]
-    least = max(group_pages(g.prompt_tokens, g.max_tokens, PAGE_TOKENS) for g in groups)
+    least = max(min_group_pages(g.prompt_tokens, g.max_tokens, PAGE_TOKENS) for g in groups)
     runner = FakeTalk(
-        groups, total_pages=least + rng.choice((0, 1, 5, 20)), max_running=rng.randint(1, 12), rng=rng
+        groups, total_pages=least + rng.choice((0, 1, 5, 20)), max_num_seqs=rng.randint(1, 12), rng=rng
     ).run()
     assert len(runner.finished) == sum(len(g.samples_G) for g in groups)
     assert runner.num_rests > 0
@@ -228,7 +228,7 @@ def test_every_conversation_ends_with_as_few_pages_as_the_largest_needs(seed):
 
 def test_the_pages_of_those_who_rest_are_room_for_those_who_run():
     group = live_group(0, PAGE_TOKENS, 20, 2)  # a page of prompt; a sample fills 5 more
-    runner = FakeRunner([group], total_pages=7, max_running=2)
+    runner = FakeRunner([group], total_pages=7, max_num_seqs=2)
     first, second = group.samples_G
     scheduler = runner.scheduler
     scheduler.admit()
@@ -238,8 +238,10 @@ def test_the_pages_of_those_who_rest_are_room_for_those_who_run():
         scheduler.allocate()
         runner.draw([first, second])
     scheduler.allocate()
-    assert runner.pages.num_free == 0 and scheduler.room(PAGE_TOKENS + 1) <= PAGE_TOKENS // 2
+    assert (
+        runner.pages.num_free == 0 and scheduler.steps_without_preemption(PAGE_TOKENS + 1) <= PAGE_TOKENS // 2
+    )
     scheduler.park([second])
-    assert scheduler.room(PAGE_TOKENS + 1) == PAGE_TOKENS + 1
+    assert scheduler.steps_without_preemption(PAGE_TOKENS + 1) == PAGE_TOKENS + 1
     assert scheduler.allocate(PAGE_TOKENS + 1) == [first]
-    assert second.pages == [] and second.num_cached == 0 and scheduler.num_pauses == 0
+    assert second.pages == [] and second.num_cached == 0 and scheduler.num_preemptions == 0

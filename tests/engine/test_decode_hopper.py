@@ -191,7 +191,7 @@ def _step(runner):
     if runner._records:
         runner._step(8)
     else:
-        runner.draw.step(runner._forward(runner._state, 8), runner._state)
+        runner.sampler.step(runner._forward(runner._state, 8), runner._state)
 
 
 def _runner(decoder, max_rows) -> tuple[DecodeRunner, KVCache]:
@@ -249,7 +249,7 @@ def test_samples_are_paused_and_resumed_when_pages_run_out(decoder):
     kv_gb = 30.5 * page_bytes(SMALL, 16, torch.bfloat16) / 1e9
     tight = engine_of(decoder, kv_cache_gb=kv_gb, stop_token_ids=NEVER)
     samples = drawn(tight, prompts_P, max_tokens=70)
-    assert tight.stats.pauses > 0 and {len(s.tokens_T) for s in samples} == {70}
+    assert tight.stats.num_preemptions > 0 and {len(s.tokens_T) for s in samples} == {70}
     assert error_ratio(decoder, prompts_P, samples, 3) < FACTOR
 
 
@@ -334,7 +334,7 @@ def test_who_decodes_is_said(decoder):
     (rank,) = engine_of(decoder_of(rank=8)).notices
     assert "ranks of 16, 32, ... 128, here 8" in rank
     (rows,) = engine_of(decoder, max_num_seqs=300).notices
-    assert "256 samples are decoded at once" in rows
+    assert "at most 256 samples at once" in rows
 
 
 def test_the_torch_path_draws_from_the_same_policy(decoder):

@@ -15,7 +15,7 @@ def first_stop(text, tokens_T):
 
 
 def test_text_leaves_special_tokens_out():
-    assert Detokenizer(tokenizer(), ()).of(tokens_of("a", "<pad>", "\u0120", "cde", "<eos>")) == "a cde"
+    assert Detokenizer(tokenizer(), ()).decode(tokens_of("a", "<pad>", "\u0120", "cde", "<eos>")) == "a cde"
 
 
 @pytest.mark.parametrize(
@@ -47,21 +47,21 @@ def test_a_space_that_decoding_strips_from_a_texts_start_is_seen_within_it():
     core = Tokenizer(models.WordLevel({"x": 0, "\u2581": 1, "b": 2, "<unk>": 3}, unk_token="<unk>"))
     core.decoder = decoders.Metaspace()
     text = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=core), (" b",))
-    assert text.of([1, 2]) == "b"
+    assert text.decode([1, 2]) == "b"
     assert first_stop(text, [0, 1, 2]) == 3
 
 
 def test_text_is_cut_before_the_first_of_the_stop_strings():
     text = Detokenizer(tokenizer(), ("cd", "bc"))
-    assert text.of(tokens_of("a", "b", "cde", "f")) == "a"
-    assert text.of(tokens_of("a", "b", "x")) == "abx"
+    assert text.decode(tokens_of("a", "b", "cde", "f")) == "a"
+    assert text.decode(tokens_of("a", "b", "x")) == "abx"
 
 
 def test_tokens_beyond_the_tokenizer_are_no_text():
     padded = len(VOCABULARY) + 3  # a model's table is often larger than its tokenizer's
     text = Detokenizer(tokenizer(), ("ab",))
     tokens_T = [*tokens_of("a"), *[padded] * 9, *tokens_of("b")]
-    assert first_stop(text, tokens_T) == 11 and text.of(tokens_T) == ""
+    assert first_stop(text, tokens_T) == 11 and text.decode(tokens_T) == ""
 
 
 def test_only_a_short_tail_is_decoded_at_each_step():
@@ -79,11 +79,11 @@ def test_only_a_short_tail_is_decoded_at_each_step():
 
 
 def test_an_empty_stop_string_is_the_users_mistake():
-    with pytest.raises(UserError, match=r"sample\.stop must not hold the empty string"):
+    with pytest.raises(UserError, match=r"sample\.stop must not contain the empty string"):
         Detokenizer(tokenizer(), ("a", ""))
 
 
 def test_the_stop_token_alone_is_no_text():
-    assert Detokenizer(tokenizer(), ("a",)).of([EOS]) == "" and not Detokenizer(tokenizer(), ("a",)).has_stop(
-        [EOS]
-    )
+    assert Detokenizer(tokenizer(), ("a",)).decode([EOS]) == "" and not Detokenizer(
+        tokenizer(), ("a",)
+    ).has_stop([EOS])

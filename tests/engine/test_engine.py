@@ -105,7 +105,7 @@ def test_a_sample_does_not_depend_on_pauses(decoder, plain, num_pages, page_toke
         decode_steps_per_sync=burst_steps,
     )
     assert_same(drawn(engine, prompts_of(*LENGTHS)), plain)
-    assert engine.stats.pauses > 0
+    assert engine.stats.num_preemptions > 0
     assert engine.stats.peak_pages <= num_pages
     assert engine.stats.prefill_tokens > sum(LENGTHS)
 
@@ -247,7 +247,7 @@ def test_a_sample_ends_where_the_models_positions_do(decoder):
 
 @pytest.mark.parametrize("length", [0, 256, 300])
 def test_a_prompt_without_room_for_a_sample_is_named(decoder, length):
-    with pytest.raises(UserError, match=rf"prompt 41 has {length} tokens; the model takes 1 to 255"):
+    with pytest.raises(UserError, match=rf"prompt 41 has {length} tokens; the model allows 1 to 255"):
         drawn(engine_of(decoder), prompts_of(3, length, first_index=40))
 
 
@@ -269,7 +269,7 @@ def test_the_cache_is_no_larger_than_the_call_can_use(decoder):
     drawn(engine, prompts_of(9, 8), num_samples=3, max_tokens=8)
     page = page_bytes(decoder.architecture, 8, torch.float32)
     assert engine.num_bytes == (2 + 1 + 4 * 1 + 1) * page  # one that unused rows write to
-    assert engine.stats.pauses == 0
+    assert engine.stats.num_preemptions == 0
     drawn(engine, prompts_of(9), num_samples=3, max_tokens=40)
     assert engine.num_bytes == (2 + 3 * 5 + 1) * page
     drawn(engine, prompts_of(9), num_samples=1, max_tokens=1)
@@ -280,7 +280,7 @@ def test_the_cache_is_no_larger_than_the_call_can_use(decoder):
 def test_a_full_sized_cache_never_pauses_nor_waits_for_pages(decoder, lengths):
     engine = engine_of(decoder, block_size=4, max_num_seqs=7, stop_token_ids=frozenset())
     drawn(engine, prompts_of(*lengths), num_samples=3, max_tokens=9)
-    assert engine.stats.pauses == 0
+    assert engine.stats.num_preemptions == 0
     assert engine.stats.decode_forwards == -(-len(lengths) * 3 // 7) * 8
 
 

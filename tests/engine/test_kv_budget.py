@@ -7,16 +7,16 @@ from engine.parts import compared, drawn, engine_of, prompts_of
 from models.tiny import tiny
 from qerl.config import EngineConfig
 from qerl.engine import kv_budget
-from qerl.engine.kv_budget import kv_bytes, working_bytes
+from qerl.engine.kv_budget import new_cache_bytes, working_bytes
 from qerl.engine.kv_cache import FP8, KVCache, page_bytes
 from qerl.errors import UserError
 
 
 def test_a_cpu_has_a_gigabyte_unless_told_otherwise():
     decoder = tiny()
-    for held_bytes in (0, 700_000_000):
-        assert kv_bytes(EngineConfig(), decoder, held_bytes) == 1e9
-        assert kv_bytes(EngineConfig(kv_cache_gb=0.25), decoder, held_bytes) == 0.25e9
+    for resident_bytes in (0, 700_000_000):
+        assert new_cache_bytes(EngineConfig(), decoder, resident_bytes) == 1e9
+        assert new_cache_bytes(EngineConfig(kv_cache_gb=0.25), decoder, resident_bytes) == 0.25e9
 
 
 @pytest.mark.parametrize(("gives_back", "limit"), [(True, 900), (False, 600)])
@@ -28,7 +28,7 @@ def test_a_gpus_cache_leaves_the_rest_to_learning_only_if_it_stays(monkeypatch, 
     free, held = working_bytes(config, decoder) + 1000, 0.0
     for _ in range(5):
         monkeypatch.setattr(kv_budget, "free_bytes", lambda device, held=held: free - held)
-        size = kv_bytes(config, decoder, int(held))
+        size = new_cache_bytes(config, decoder, int(held))
         assert size == pytest.approx(limit)
         held = 0.0 if gives_back else size
 
@@ -38,7 +38,7 @@ def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_gra
     engine, prompts_P = engine_of(decoder, block_size=4, stop_token_ids=frozenset()), prompts_of(*[9] * 8)
     sizes = []
     for affordable, room in ((40, 45), (39, 40), (44, 49), (45, 50), (36, 44), (36, 45)):
-        for name, pages in (("kv_bytes", affordable), ("room_bytes", room)):
+        for name, pages in (("new_cache_bytes", affordable), ("max_cache_bytes", room)):
             limit = (pages + 0.5) * engine._page_bytes
             monkeypatch.setattr(f"qerl.engine.engine.{name}", lambda *_, limit=limit: limit)
         drawn(engine, prompts_P, max_tokens=9)
@@ -51,11 +51,11 @@ def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_gra
 def test_a_cache_that_stays_is_memory_that_its_successor_may_have(monkeypatch):
     engine, held = engine_of(tiny()), []
 
-    def kv_bytes(config, decoder, held_bytes):
-        held.append(held_bytes)
+    def new_cache_bytes(config, decoder, resident_bytes):
+        held.append(resident_bytes)
         return 1e9
 
-    monkeypatch.setattr("qerl.engine.engine.kv_bytes", kv_bytes)
+    monkeypatch.setattr("qerl.engine.engine.new_cache_bytes", new_cache_bytes)
     for _ in range(2):
         drawn(engine, prompts_of(9))
     assert held == [0, engine.num_bytes] and engine.num_bytes > 0

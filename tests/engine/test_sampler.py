@@ -4,7 +4,7 @@ import torch
 from engine.parts import prompts_of
 from models.tiny import tiny
 from qerl.algo.seeds import uniform
-from qerl.engine.sampler import TorchSampler, move_on
+from qerl.engine.sampler import TorchSampler, advance
 from qerl.kernels.decode_state import DecodeState
 from qerl.types import Sampling
 
@@ -26,7 +26,7 @@ def test_a_draw_takes_the_uniform_of_its_coordinates():
     coordinates, prompt_tokens, drawn = (5, 2, 1, 4), 9, 6
     hidden_1D = torch.randn(1, decoder.architecture.width)
     keys = torch.tensor([draw.key(coordinates, prompt_tokens)])
-    token, _ = draw.first(hidden_1D, keys, torch.tensor([prompt_tokens - 1 + drawn]))
+    token, _ = draw.sample(hidden_1D, keys, torch.tensor([prompt_tokens - 1 + drawn]))
     p_V = decoder.logits(hidden_1D).softmax(-1)[0].double().cumsum(0)
     expected = torch.searchsorted(p_V, uniform(*coordinates, drawn) * p_V[-1], right=True)
     assert token.item() == expected.item()
@@ -34,28 +34,28 @@ def test_a_draw_takes_the_uniform_of_its_coordinates():
 
 def test_rows_move_on_and_end_at_a_stop_token_or_their_last_position():
     state = state_of([3, 3, -1, 7], [10, 10, 10, 8])
-    move_on(state, torch.tensor([11, 12, 13, 14]), torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([12]))
+    advance(state, torch.tensor([11, 12, 13, 14]), torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([12]))
     assert state.positions_B.tolist() == [4, -1, -1, -1, -1]
     assert state.drawn_tokens_WB[0].tolist() == [11, 12, 0, 14, 0]
     assert state.drawn_logprobs_WB[0].tolist() == [-1.0, -2.0, 0.0, -4.0, 0.0]
     assert state.tokens_B.tolist() == [11, 12, 50, 14, 0] and state.place_1.item() == 1
-    move_on(state, torch.tensor([21, 22, 23, 24]), torch.tensor([-5.0] * 4), torch.tensor([12]))
+    advance(state, torch.tensor([21, 22, 23, 24]), torch.tensor([-5.0] * 4), torch.tensor([12]))
     assert state.positions_B.tolist() == [5, -1, -1, -1, -1]
     assert state.drawn_tokens_WB[1].tolist() == [21, 0, 0, 0, 0] and state.place_1.item() == 2
 
 
 def test_a_row_without_finite_logits_ends():
     state = state_of([3, 4], [10, 10])
-    move_on(state, torch.tensor([1, 2]), torch.tensor([torch.nan, -1.0]), NONE)
+    advance(state, torch.tensor([1, 2]), torch.tensor([torch.nan, -1.0]), NONE)
     assert state.positions_B.tolist() == [-1, 5, -1] and state.drawn_logprobs_WB[0, 0].isnan()
 
 
 @pytest.mark.parametrize(
-    "sampling, is_recordable", [({}, True), ({"top_k": 3}, True), ({"top_p": 0.9}, False)]
+    "sampling, is_capturable", [({}, True), ({"top_k": 3}, True), ({"top_p": 0.9}, False)]
 )
-def test_only_a_draw_that_waits_for_the_device_stays_out_of_a_graph(sampling, is_recordable):
+def test_only_a_draw_that_waits_for_the_device_stays_out_of_a_graph(sampling, is_capturable):
     draw = TorchSampler(tiny(), Sampling(max_tokens=1, **sampling), NONE)
-    assert draw.is_recordable is is_recordable
+    assert draw.is_capturable is is_capturable
 
 
 def test_prompts_have_their_own_randomness():

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from qerl.engine.page_pool import PagePool
-from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, group_pages, num_pages
+from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, min_group_pages, num_pages
 
 PAGE_TOKENS = 4
 
@@ -17,10 +17,10 @@ def live_group(index, prompt_tokens, max_tokens, num_samples):
 class FakeRunner:
     """Draws no tokens, only counts them: a sample is done after as many as `lengths` says."""
 
-    def __init__(self, groups, *, total_pages, max_running, lengths=None):
+    def __init__(self, groups, *, total_pages, max_num_seqs, lengths=None):
         self.groups, self.lengths = groups, lengths or {}
         self.pages = PagePool(total_pages)
-        self.scheduler = Scheduler(groups, self.pages, page_tokens=PAGE_TOKENS, max_running=max_running)
+        self.scheduler = Scheduler(groups, self.pages, page_tokens=PAGE_TOKENS, max_num_seqs=max_num_seqs)
         self.scheduled, self.admissions = [], []
         self.finished, self.batch_sizes = [], []
 
@@ -75,11 +75,11 @@ class FakeRunner:
 def test_every_sample_finishes_with_as_few_pages_as_the_largest_needs(seed):
     rng = random.Random(seed)
     groups = [live_group(i, rng.randint(1, 14), rng.randint(1, 20), rng.randint(1, 5)) for i in range(8)]
-    least = max(group_pages(g.prompt_tokens, g.max_tokens, PAGE_TOKENS) for g in groups)
+    least = max(min_group_pages(g.prompt_tokens, g.max_tokens, PAGE_TOKENS) for g in groups)
     lengths = {(g.index, s.sample_index): rng.randint(1, g.max_tokens) for g in groups for s in g.samples_G}
     total_pages = least + rng.choice((0, 1, 5, 20))
     runner = FakeRunner(
-        groups, total_pages=total_pages, max_running=rng.randint(1, 12), lengths=lengths
+        groups, total_pages=total_pages, max_num_seqs=rng.randint(1, 12), lengths=lengths
     ).run()
     assert len(runner.finished) == len(lengths)
     for group in groups:
@@ -91,8 +91,8 @@ def test_every_sample_finishes_with_as_few_pages_as_the_largest_needs(seed):
 def test_no_sample_is_overtaken_so_none_starves(seed):
     rng = random.Random(seed)
     groups = [live_group(i, rng.randint(1, 9), 24, 4) for i in range(6)]
-    least = max(group_pages(g.prompt_tokens, 24, PAGE_TOKENS) for g in groups)
-    runner = FakeRunner(groups, total_pages=least + 6, max_running=6)
+    least = max(min_group_pages(g.prompt_tokens, 24, PAGE_TOKENS) for g in groups)
+    runner = FakeRunner(groups, total_pages=least + 6, max_num_seqs=6)
     unfinished = [s for group in groups for s in group.samples_G]
     while not runner.scheduler.is_done:
         runner.turn()
@@ -101,14 +101,14 @@ def test_no_sample_is_overtaken_so_none_starves(seed):
         assert is_running == sorted(is_running, reverse=True), (
             "a younger sample runs while an older one waits"
         )
-    assert runner.scheduler.num_pauses > 0
+    assert runner.scheduler.num_preemptions > 0
 
 
 def test_the_youngest_is_paused_and_comes_back_with_its_tokens():
     group = live_group(0, 4, 21, 2)  # 1 page of prompt; a sample fills 5 more
-    runner = FakeRunner([group], total_pages=8, max_running=2)
+    runner = FakeRunner([group], total_pages=8, max_num_seqs=2)
     old, young = group.samples_G
-    while runner.scheduler.num_pauses == 0:
+    while runner.scheduler.num_preemptions == 0:
         runner.turn()
     assert runner.scheduler.running == [old] and not young.is_running and young.pages == []
     kept = len(young.tokens_T)
@@ -120,14 +120,14 @@ def test_the_youngest_is_paused_and_comes_back_with_its_tokens():
 
 def test_a_prompt_is_admitted_once_however_often_its_samples_are_paused():
     groups = [live_group(i, 6, 16, 4) for i in range(3)]
-    runner = FakeRunner(groups, total_pages=12, max_running=12).run()
-    assert runner.scheduler.num_pauses > 0
+    runner = FakeRunner(groups, total_pages=12, max_num_seqs=12).run()
+    assert runner.scheduler.num_preemptions > 0
     assert runner.admissions == groups
 
 
 def test_samples_of_a_group_share_the_prompts_full_pages():
     group = live_group(0, 2 * PAGE_TOKENS + 1, 2, 5)
-    runner = FakeRunner([group], total_pages=50, max_running=5)
+    runner = FakeRunner([group], total_pages=50, max_num_seqs=5)
     runner.scheduler.admit()
     runner.draw(group.samples_G)
     runner.scheduler.schedule()
@@ -138,7 +138,7 @@ def test_samples_of_a_group_share_the_prompts_full_pages():
 
 def test_the_prompts_pages_stay_until_the_last_sample_of_the_group():
     group = live_group(0, 5, 9, 3)
-    runner = FakeRunner([group], total_pages=50, max_running=3, lengths={(0, 0): 1, (0, 1): 2})
+    runner = FakeRunner([group], total_pages=50, max_num_seqs=3, lengths={(0, 0): 1, (0, 1): 2})
     runner.turn()
     assert [s.finish for s in group.samples_G] == ["length", "length", None]
     assert len(group.pages) == 2 and group.num_unfinished == 1
@@ -149,7 +149,7 @@ def test_the_prompts_pages_stay_until_the_last_sample_of_the_group():
 def test_finished_samples_leave_at_once_and_waiting_ones_take_their_place():
     groups = [live_group(i, 3, 8, 1) for i in range(4)]
     lengths = {(0, 0): 3, (1, 0): 8, (2, 0): 4, (3, 0): 2}
-    runner = FakeRunner(groups, total_pages=100, max_running=2, lengths=lengths).run()
+    runner = FakeRunner(groups, total_pages=100, max_num_seqs=2, lengths=lengths).run()
     # Rows by turn: 0 and 1 until 0 ends; 2 and 1; 3 and 1; then 1 alone.
     assert runner.batch_sizes == [2, 2, 2, 2, 2, 2, 1]
     assert [s.group.index for s in runner.finished] == [0, 2, 3, 1]
@@ -157,27 +157,27 @@ def test_finished_samples_leave_at_once_and_waiting_ones_take_their_place():
 
 def test_a_group_is_not_admitted_while_its_samples_could_not_run():
     groups = [live_group(i, 4, 13, 2) for i in range(5)]
-    runner = FakeRunner(groups, total_pages=12, max_running=10)
+    runner = FakeRunner(groups, total_pages=12, max_num_seqs=10)
     runner.turn()
     assert runner.admissions == groups[:2]  # 1 + 2 * 2 pages for each, one more prompt would leave 1
 
 
 def test_prompts_are_admitted_for_the_free_rows_only():
     groups = [live_group(i, 4, 8, 4) for i in range(6)]
-    runner = FakeRunner(groups, total_pages=200, max_running=10)
+    runner = FakeRunner(groups, total_pages=200, max_num_seqs=10)
     runner.turn()
     assert runner.admissions == groups[:3]
 
 
 def test_a_newcomer_leaves_every_running_sample_a_page_to_grow_into():
     group = live_group(0, 4, 13, 4)  # 1 page of prompt; a sample enters with 1 more and fills 3
-    runner = FakeRunner([group], total_pages=1 + 5, max_running=4)
+    runner = FakeRunner([group], total_pages=1 + 5, max_num_seqs=4)
     runner.turn()
     assert len(runner.scheduler.running) == 2  # a page each and one to grow into; three need 6
     while len(runner.scheduler.running) == 2:
         runner.turn()
     old, young = group.samples_G[:2]
-    assert not young.is_running and runner.scheduler.num_pauses == 1
+    assert not young.is_running and runner.scheduler.num_preemptions == 1
     while not young.is_running:
         runner.turn()
     assert old.finish is not None, "it came back while the older one could still need its pages"

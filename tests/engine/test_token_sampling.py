@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.algo.seeds import uniform
-from qerl.engine.token_sampling import sample
+from qerl.engine.token_sampling import sample_tokens
 from qerl.types import Sampling
 
 PROBABILITIES_V = [0.4, 0.0, 0.25, 0.2, 0.1, 0.05]
@@ -17,7 +17,7 @@ def logits_of(probabilities_V, num_rows=1):
 
 def draws(logits_BV, uniforms, **settings):
     sampling = Sampling(max_tokens=1, **settings)
-    tokens_B, logprobs_B = sample(logits_BV, sampling, torch.tensor(uniforms, dtype=torch.float64))
+    tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, torch.tensor(uniforms, dtype=torch.float64))
     return tokens_B.tolist(), logprobs_B.tolist()
 
 

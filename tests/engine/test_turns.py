@@ -34,7 +34,7 @@ def test_between_calls_the_cache_takes_no_memory_and_its_graphs_stay(decoder, li
     before = drawn(engine, prompts_P, max_tokens=100)
     cache, (runner,) = engine._cache, engine._runners._runners.values()
     graphs = dict(runner._graphs)
-    assert cache.num_bytes > 0 and cache.held_bytes == 0 and graphs
+    assert cache.num_bytes > 0 and cache.resident_bytes == 0 and graphs
     free = free_bytes()
     for _ in range(3):
         torch.full((2 << 30,), 1.0, device="cuda").sum().item()  # what learning writes where pages were
@@ -80,7 +80,7 @@ def test_a_cache_made_when_there_was_more_room_is_made_anew(decoder, limited):
     assert large > 512 * MIB
     limited(large // 2)
     tight = drawn(engine, prompts_P, num_samples=30, max_tokens=4000)
-    assert 0 < engine.num_bytes < large / 2 and engine.stats.pauses > 0
+    assert 0 < engine.num_bytes < large / 2 and engine.stats.num_preemptions > 0
     assert [len(s.tokens_T) for s in tight] == [len(s.tokens_T) for s in plain]
     limited(MIB)
     with pytest.raises(UserError, match=r"pages of KV cache"):

@@ -27,7 +27,7 @@ def test_a_watch_sees_every_token_as_it_is_read_and_each_sample_at_its_end(decod
             ended[index, sample_index] = sample
         return False
 
-    watched = _generated(engine, prompts_P, watch=watch)
+    watched = _generated(engine, prompts_P, on_token=watch)
     assert watched == _generated(engine, prompts_P)
     places = {(p, g): sample for p, group in enumerate(watched) for g, sample in enumerate(group.samples_G)}
     assert ended == places and seen == {place: s.tokens_T for place, s in places.items()}
@@ -43,7 +43,7 @@ def test_a_watch_ends_one_sample_and_leaves_the_others_as_they_are(decoder, burs
         counts[index, sample_index] += 1
         return counts[index, sample_index] == ends.get((index, sample_index))
 
-    whole, cut = _generated(engine, prompts_P), _generated(engine, prompts_P, watch=watch)
+    whole, cut = _generated(engine, prompts_P), _generated(engine, prompts_P, on_token=watch)
     for p, (group, before) in enumerate(zip(cut, whole, strict=True)):
         for g, (sample, uncut) in enumerate(zip(group.samples_G, before.samples_G, strict=True)):
             num_tokens = ends.get((p, g), 12)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import rms_error
-from qerl.engine.token_sampling import sample
+from qerl.engine.token_sampling import sample_tokens
 from qerl.formats.fp8 import FP8
 from qerl.formats.nvfp4 import NVFP4
 from qerl.kernels import head_sample as op
@@ -59,7 +59,7 @@ def test_reference_and_the_engine_draw_from_the_same_distribution(rng):
     positions = torch.full((num_draws,), 40, dtype=torch.int32)
     logits = (hidden @ weight.T).expand(num_draws, V)
     uniforms = torch.rand(num_draws, generator=rng, dtype=torch.float64)
-    tokens, _ = sample(logits.contiguous(), Sampling(max_tokens=1, temperature=0.7), uniforms)
+    tokens, _ = sample_tokens(logits.contiguous(), Sampling(max_tokens=1, temperature=0.7), uniforms)
     drawn, logprobs, _ = op.reference(hidden.expand(num_draws, 16), weight, keys, positions, 0.7)
     p = (logits[0].double() / 0.7).softmax(0)
     assert abs(chi_square_in_deviations(tokens.bincount(minlength=V), p)) < 5

@@ -17,7 +17,7 @@ from models.tiny import oracle, ported, tiny
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.engine.kv_cache import page_bytes
-from qerl.engine.prefill import Prefill, PrefillRun
+from qerl.engine.prefill import Prefill, PrefillChunk
 from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.errors import UserError
@@ -97,7 +97,7 @@ def test_pauses_and_scores_in_many_lots_change_no_bit():
     kv_gb = 27.5 * page_bytes(decoder.architecture, 4, torch.float32) / 1e9
     tight = engine_of(decoder, exact=True, block_size=4, kv_cache_gb=kv_gb)
     groups = groups_of(tight)
-    assert tight.stats.pauses > 0 and groups == groups_of(roomy)
+    assert tight.stats.num_preemptions > 0 and groups == groups_of(roomy)
     assert gap(tight, groups) == 0
 
 
@@ -110,7 +110,9 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     engine = engine_of(decoder, exact=True, max_num_seqs=6 if broken == "rows" else 20)
     if broken == "prefill":
         with monkeypatch.context() as wide:
-            wide.setattr(RunnerCache, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
+            wide.setattr(
+                RunnerCache, "teacher_forcing", lambda runners: Prefill(decoder, engine._cache, 4096)
+            )
             groups = groups_of(engine)
     else:
         groups = groups_of(engine)
@@ -120,7 +122,7 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
 def _replay(decoder, rows):
     engine = engine_of(decoder, exact=True, max_num_seqs=rows, block_size=4)
     groups_of(engine, (60,))
-    return engine._runners.replay()
+    return engine._runners.teacher_forcing()
 
 
 @COMPUTES
@@ -129,12 +131,14 @@ def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
     """Of a run cut in two, and of one computed token by token, in chunks of the same rows."""
     replay: TeacherForcing = _replay(policy(compute), rows=16)
     tokens_T, pages = prompts_of(60)[0].tokens_T, list(range(15))
-    whole = torch.cat([hidden.clone() for hidden in replay.chunks([PrefillRun(tokens_T, 0, pages)])])[:60]
-    pieces = [PrefillRun(tokens_T[:23], 0, pages), PrefillRun(tokens_T[23:], 23, pages)]
-    cut = torch.cat([next(replay.chunks([run])).clone() for run in pieces[:1]])
+    whole = torch.cat(
+        [hidden.clone() for hidden in replay.hidden_states([PrefillChunk(tokens_T, 0, pages)])]
+    )[:60]
+    pieces = [PrefillChunk(tokens_T[:23], 0, pages), PrefillChunk(tokens_T[23:], 23, pages)]
+    cut = torch.cat([next(replay.hidden_states([run])).clone() for run in pieces[:1]])
     assert torch.equal(cut[:16], whole[:16])
     assert torch.equal(replay(pieces), whole[[22, 59]])
-    steps = torch.cat([replay([PrefillRun([token], i, pages)]) for i, token in enumerate(tokens_T)])
+    steps = torch.cat([replay([PrefillChunk([token], i, pages)]) for i, token in enumerate(tokens_T)])
     assert torch.equal(steps, whole)
 
 

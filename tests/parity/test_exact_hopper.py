@@ -13,7 +13,7 @@ from qerl.aqn.norm_noise import noised
 from qerl.config import SampleConfig
 from qerl.engine.decode_hopper import HopperForward
 from qerl.engine.fused_linear import PackedLinears
-from qerl.engine.prefill import Prefill, PrefillRun
+from qerl.engine.prefill import Prefill, PrefillChunk
 from qerl.engine.runner_cache import RunnerCache
 from qerl.learner import Learner
 from qerl.models.random_weights import SHAPES
@@ -87,7 +87,7 @@ def test_more_rows_at_once_would_change_bits(monkeypatch):
 def test_whatever_the_cache_and_the_bursts(settings):
     engine = engine_of(decoder_of(), exact=True, max_num_seqs=48, stop_token_ids=NEVER, **settings)
     groups = groups_of(engine, 12)
-    assert (engine.stats.pauses > 0) == ("kv_cache_gb" in settings)
+    assert (engine.stats.num_preemptions > 0) == ("kv_cache_gb" in settings)
     assert gap(engine, groups) == 0
 
 
@@ -99,7 +99,9 @@ def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     engine = engine_of(decoder, exact=True, max_num_seqs=100, stop_token_ids=NEVER)
     with monkeypatch.context() as wide:
         if broken == "prefill":
-            wide.setattr(RunnerCache, "replay", lambda runners: Prefill(decoder, engine._cache, 4096))
+            wide.setattr(
+                RunnerCache, "teacher_forcing", lambda runners: Prefill(decoder, engine._cache, 4096)
+            )
         groups = groups_of(engine)
     assert gap(engine, groups) > 0
 
@@ -109,14 +111,14 @@ def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode():
     engine = engine_of(decoder_of(), exact=True, max_num_seqs=16, stop_token_ids=NEVER)
     groups_of(engine)
     assert engine._cache is not None
-    replay, pages = engine._runners.replay(), list(range(9))
+    replay, pages = engine._runners.teacher_forcing(), list(range(9))
     (prompt,) = small_prompts(130)
     with engine._cache.present():
-        chunks = replay.chunks([PrefillRun(prompt.tokens_T, 0, pages)])
+        chunks = replay.hidden_states([PrefillChunk(prompt.tokens_T, 0, pages)])
         whole = torch.cat([hidden.clone() for hidden in chunks])[:130]
-        pieces = [PrefillRun(prompt.tokens_T[:53], 0, pages), PrefillRun(prompt.tokens_T[53:], 53, pages)]
+        pieces = [PrefillChunk(prompt.tokens_T[:53], 0, pages), PrefillChunk(prompt.tokens_T[53:], 53, pages)]
         assert torch.equal(replay(pieces), whole[[52, 129]])
-        steps = [replay([PrefillRun([token], i, pages)]) for i, token in enumerate(prompt.tokens_T)]
+        steps = [replay([PrefillChunk([token], i, pages)]) for i, token in enumerate(prompt.tokens_T)]
         assert torch.equal(torch.cat(steps), whole)
 
 

@@ -16,7 +16,7 @@ def model(tmp_path_factory):
 def streamed(model, tokens_T, stop=()):
     """(the pieces as tokens come, one by one; the whole text by the engine's own reading)."""
     stream, text = TextStream(model, stop), Detokenizer(model.tokenizer, stop)
-    whole = text.of([token for token in tokens_T if token not in model.stop_tokens])
+    whole = text.decode([token for token in tokens_T if token not in model.stop_tokens])
     sample = Sample(tokens_T=tokens_T, logprobs_T=[0.0], text=whole, finish="stop", version=0)
     ended = [None] * (len(tokens_T) - 1) + [sample]
     return [stream.add(token, end) for token, end in zip(tokens_T, ended, strict=True)], whole

@@ -1,6 +1,6 @@
-"""What draws samples: continuous batching over a paged KV cache, on the learner's own decoder."""
+"""Sampling engine: continuous batching over a paged KV cache, on the learner's own decoder."""
 
-from qerl.engine.engine import Engine, Watch
+from qerl.engine.engine import Engine, TokenCallback
 from qerl.engine.generation import Stats
 
-__all__ = ["Engine", "Stats", "Watch"]
+__all__ = ["Engine", "Stats", "TokenCallback"]

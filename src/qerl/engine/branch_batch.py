@@ -1,11 +1,11 @@
-"""Prompts whose samples are drawn, looked at, and branched on the pages that they left.
+"""Sample a batch of prompts, then branch the samples on the KV pages that they left.
 
-    sample   every prompt's samples; finished ones keep their pages
-    branch   more samples from pivots in them; the first tokens are the pivot's, and are not computed again
+    sample   all samples of every prompt; finished ones keep their pages
+    branch   more samples from pivots in them; the tokens before a pivot are not computed again
 
-A branch shares the full pages before its pivot and copies the one that the pivot lies in, as a sample does
-with its prompt's (scheduler.py). Prompts whose samples need more pages than there are come in lots, one after
-the other; what is drawn does not depend on that (tests/engine/test_branch_batch.py).
+A branch shares the full pages before its pivot and copies the page that the pivot lies in, as a sample does
+with its prompt's (scheduler.py). Prompts whose samples need more pages than there are come in several
+batches, one after the other; the samples do not depend on the split (tests/engine/test_branch_batch.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,36 +13,36 @@ from collections.abc import Callable, Iterator
 import torch
 
 from qerl.engine.generation import Generation
-from qerl.engine.scheduler import LiveGroup, LiveSample, kept_pages
+from qerl.engine.scheduler import LiveGroup, LiveSample, branching_pages
 from qerl.types import Group, Pivot
 
 
 class BranchBatch:
-    """Sampled once, then branched once."""
+    """Call `sample` once, then `branch` once."""
 
     def __init__(
-        self, groups: list[LiveGroup], generation: Generation, finished: Callable[[LiveGroup], Group]
+        self, groups: list[LiveGroup], generation: Generation, to_group: Callable[[LiveGroup], Group]
     ):
-        self._groups, self._generation, self._finished = groups, generation, finished
+        self._groups, self._generation, self._to_group = groups, generation, to_group
 
     @torch.no_grad()
     def sample(self) -> list[Group]:
         self._generation.run()
-        return [self._finished(group) for group in self._groups]
+        return [self._to_group(group) for group in self._groups]
 
     @torch.no_grad()
     def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
-        """A group of num_branches for each pivot in what `sample` returned, in their order."""
-        branched = [self._branched(pivot, num_branches) for pivot in pivots]
-        self._generation.branch(branched)
+        """Return a group of num_branches samples for each pivot in the groups that `sample` returned."""
+        branches = [self._branch_group(pivot, num_branches) for pivot in pivots]
+        self._generation.branch(branches)
         self._generation.run()
-        return [self._finished(group) for group in branched]
+        return [self._to_group(group) for group in branches]
 
-    def _branched(self, pivot: Pivot, num_branches: int) -> LiveGroup:
+    def _branch_group(self, pivot: Pivot, num_branches: int) -> LiveGroup:
         group = self._groups[pivot.group_index]
         parent, num_shared = group.samples_G[pivot.sample_index], pivot.prefix_tokens - 1
-        assert 0 <= num_shared < len(parent.tokens_T) - 1, "nothing is before the pivot, or nothing after it"
-        branched = LiveGroup(
+        assert 0 <= num_shared < len(parent.tokens_T) - 1, "a pivot must lie inside its sample"
+        branch = LiveGroup(
             index=group.index,
             prompt_tokens=group.prompt_tokens + num_shared,
             max_tokens=group.max_tokens - num_shared,
@@ -50,9 +50,9 @@ class BranchBatch:
             noise_row=parent.noise_row,
         )
         last = slice(num_shared, pivot.prefix_tokens)
-        branched.samples_G = [
+        branch.samples_G = [
             LiveSample(
-                group=branched,
+                group=branch,
                 sample_index=branch_index,
                 tokens_T=parent.tokens_T[last],
                 logprobs_T=parent.logprobs_T[last],
@@ -60,18 +60,18 @@ class BranchBatch:
             )
             for branch_index in range(num_branches)
         ]
-        return branched
+        return branch
 
 
 def split_batches(groups: list[LiveGroup], num_pages: int, page_tokens: int) -> Iterator[list[LiveGroup]]:
-    """The groups in lots, each as large as its pages may be."""
-    lot, held = [], 0
+    """Split the groups, in order, into batches that need at most num_pages pages."""
+    batch, num_used = [], 0
     for group in groups:
-        needed = kept_pages(group, page_tokens)
-        if lot and held + needed > num_pages:
-            yield lot
-            lot, held = [], 0
-        lot.append(group)
-        held += needed
-    if lot:
-        yield lot
+        needed = branching_pages(group, page_tokens)
+        if batch and num_used + needed > num_pages:
+            yield batch
+            batch, num_used = [], 0
+        batch.append(group)
+        num_used += needed
+    if batch:
+        yield batch

@@ -1,16 +1,17 @@
-"""Runs decode steps in bursts: the device draws many tokens in a row before the host looks at any.
+"""Run decode steps in bursts: the device samples many tokens in a row before the host reads any.
 
-    arrange   the running samples become rows 0..B-1 of the DecodeState       the host knows all their tokens
-    launch    a burst of steps; whoever reaches a stop token or its last position rests until the next arrange
-    read      what the oldest unread burst drew
+    set_batch   the running samples become rows 0..B-1 of the DecodeState; the host knows all their tokens
+    launch      a burst of steps; a row that reaches a stop token or its last position stays idle after it
+    read        the tokens of the oldest unread burst
 
-On a GPU a burst is that many replays of one CUDA graph, recorded when a number of rows is first used, and the
-next burst may be launched before this one is read; only `read` waits. Rows are rounded up to a bucket, so
-that few graphs serve all batches. On a CPU a step is called directly, with exactly the running rows.
+On a GPU a burst replays one CUDA graph once per step. The graph is recorded when a batch size is first used,
+and the next burst may be launched before this one is read; only `read` waits. Batch sizes are rounded up to a
+bucket, so few graphs serve all of them. On a CPU a step is called directly, with exactly the running rows.
 """
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 def bucket_of(num_rows: int, max_rows: int) -> int:
-    """The rows that a graph for so many samples has."""
+    """Return the number of rows of the graph that serves num_rows samples."""
     return min((bucket for bucket in BUCKETS if bucket >= num_rows), default=max_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Burst:
-    """Row b drew tokens_WB[w][b] at step w; what follows its sample's end means nothing."""
+    """tokens_WB[w][b] is row b's token at step w; values after a sample's end are undefined."""
 
     samples_B: list[LiveSample]
     tokens_WB: Tensor
@@ -45,24 +46,24 @@ class DecodeRunner:
     def __init__(
         self,
         forward: DecodeForward,
-        draw: Sampler,
+        sampler: Sampler,
         *,
         max_rows: int,
         max_pages: int,
         page_tokens: int,
         max_steps: int,
-        least_rows: int,
+        min_rows: int,
         device: torch.device,
         pool: Any,
     ):
-        """least_rows: fewest rows of a step, whoever runs."""
-        self.draw = draw
+        """min_rows: least rows of a step, padded if fewer samples run. pool: of the CUDA graphs."""
+        self.sampler = sampler
         self.num_steps = 0
-        """Launched since this was last set to 0."""
+        """Steps launched since this was last set to 0."""
         self._forward, self._page_tokens, self._pool = forward, page_tokens, pool
-        self._records = device.type == "cuda" and draw.is_recordable
-        self.max_steps = max_steps if self._records or device.type == "cpu" else 1
-        self.max_rows, self._least_rows, self._device = max_rows, least_rows, device
+        self._uses_graphs = device.type == "cuda" and sampler.is_capturable
+        self.max_steps = max_steps if self._uses_graphs or device.type == "cpu" else 1
+        self.max_rows, self._min_rows, self._device = max_rows, min_rows, device
         self._host = DecodeState.empty(self.max_rows, max_pages, 1, "cpu")
         self._state = DecodeState.empty(self.max_rows, max_pages, self.max_steps, device)
         self._samples_B: list[LiveSample] = []
@@ -70,33 +71,29 @@ class DecodeRunner:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @property
-    def num_ahead(self) -> int:
+    def num_unread_steps(self) -> int:
         """Steps launched and not read."""
         return sum(len(burst.tokens_WB) for burst in self._unread)
 
     @property
-    def num_unread(self) -> int:
-        """Bursts."""
+    def num_unread_bursts(self) -> int:
         return len(self._unread)
 
     def would_shrink(self, num_samples: int) -> bool:
-        """Whether so few samples would run as fewer rows."""
+        """True if num_samples would run with fewer rows than now."""
         return num_samples > 0 and self._rows(num_samples) < self._rows(len(self._samples_B))
 
-    def first(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
-        """draw.first, of as many rows as a step has at least."""
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Call Sampler.sample with rows padded to min_rows."""
         M = len(keys_M)
-        more = (0, max(self._least_rows - M, 0))
-        hidden_BD, keys_B, positions_B = (
-            F.pad(hidden_MD, (0, 0, *more)),
-            F.pad(keys_M, more),
-            F.pad(positions_M, more),
+        padding = (0, max(self._min_rows - M, 0))
+        tokens_B, logprobs_B = self.sampler.sample(
+            F.pad(hidden_MD, (0, 0, *padding)), F.pad(keys_M, padding), F.pad(positions_M, padding)
         )
-        tokens_B, logprobs_B = self.draw.first(hidden_BD, keys_B, positions_B)
         return tokens_B[:M], logprobs_B[:M]
 
-    def arrange(self, samples_B: list[LiveSample], keys_B: list[int]) -> None:
-        """These samples are the rows now; every burst has been read."""
+    def set_batch(self, samples_B: list[LiveSample], keys_B: list[int]) -> None:
+        """Make these samples the rows. Every burst must have been read."""
         assert not self._unread and len(samples_B) <= self.max_rows
         host, self._samples_B = self._host, list(samples_B)
         host.positions_B.fill_(-1)
@@ -116,11 +113,11 @@ class DecodeRunner:
         for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "tables_BX"):
             self._upload(name)
 
-    def allocate(self, grown: list[LiveSample]) -> None:
-        """These have new pages."""
-        if grown:
-            is_grown = {id(s) for s in grown}
-            self._write_tables(b for b, s in enumerate(self._samples_B) if id(s) in is_grown)
+    def update_pages(self, samples: list[LiveSample]) -> None:
+        """Upload the block tables of samples that got new pages."""
+        if samples:
+            updated = {id(s) for s in samples}
+            self._write_tables(b for b, s in enumerate(self._samples_B) if id(s) in updated)
             self._upload("tables_BX")
 
     def launch(self, num_steps: int) -> None:
@@ -139,52 +136,54 @@ class DecodeRunner:
             burst.is_done.synchronize()
         return burst
 
-    def forget(self) -> None:
-        """Drops what is unread."""
+    def discard_unread(self) -> None:
+        """Drop unread bursts."""
         self._unread.clear()
 
     def _rows(self, num_samples: int) -> int:
-        num_rows = bucket_of(num_samples, num_samples) if self._records else num_samples
-        return min(max(num_rows, self._least_rows), self.max_rows)
+        num_rows = bucket_of(num_samples, num_samples) if self._uses_graphs else num_samples
+        return min(max(num_rows, self._min_rows), self.max_rows)
 
     def _step(self, num_rows: int) -> None:
         if num_rows in self._graphs:
             self._graphs[num_rows].replay()
             return
-        self._eager_step(num_rows)  # compiles what it needs, which a recording could not
-        if self._records:
+        self._eager_step(num_rows)  # compiles kernels, which must not happen in a recording
+        if self._uses_graphs:
             self._graphs[num_rows] = graph = torch.cuda.CUDAGraph()
             with record_graph(graph, pool=self._pool):
                 self._eager_step(num_rows)
 
     def _eager_step(self, num_rows: int) -> None:
         state = self._state
-        if not self._records:  # a graph must serve every length; a call needs the longest only
-            longest = max(s.num_positions for s in self._samples_B) + self.num_ahead + self.max_steps
+        if not self._uses_graphs:  # a graph must serve every length, a direct call only the longest present
+            longest = max(s.num_positions for s in self._samples_B) + self.num_unread_steps + self.max_steps
             width = num_pages(longest, self._page_tokens)
             state = state.of_width(width)
-        self.draw.step(self._forward(state, num_rows), state)
+        self.sampler.step(self._forward(state, num_rows), state)
 
     def _burst(self, num_steps: int) -> Burst:
         B = len(self._samples_B)
-        drawn = (self._state.drawn_tokens_WB[:num_steps, :B], self._state.drawn_logprobs_WB[:num_steps, :B])
+        tokens_WB = self._state.drawn_tokens_WB[:num_steps, :B]
+        logprobs_WB = self._state.drawn_logprobs_WB[:num_steps, :B]
         if self._device.type == "cpu":
-            return Burst(self._samples_B, drawn[0].clone(), drawn[1].clone(), None)
-        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in drawn]
-        for copy, tensor in zip(copies, drawn, strict=True):
+            return Burst(self._samples_B, tokens_WB.clone(), logprobs_WB.clone(), None)
+        outputs = (tokens_WB, logprobs_WB)
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in outputs]
+        for copy, tensor in zip(copies, outputs, strict=True):
             copy.copy_(tensor, non_blocking=True)
         is_done = torch.cuda.Event()
         is_done.record()
         return Burst(self._samples_B, copies[0], copies[1], is_done)
 
-    def _write_tables(self, rows) -> None:
+    def _write_tables(self, rows: Iterable[int]) -> None:
         tables = self._host.tables_BX.numpy()
         for b in rows:
             pages = self._samples_B[b].pages
             tables[b, : len(pages)] = pages
 
     def _upload(self, name: str) -> None:
-        """From a pinned copy, which torch keeps until the device has read it."""
+        """Copy to the device from a pinned copy, which torch keeps until the device has read it."""
         values = getattr(self._host, name)
         pinned = values.pin_memory() if self._device.type == "cuda" else values
         getattr(self._state, name).copy_(pinned, non_blocking=True)

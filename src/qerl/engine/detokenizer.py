@@ -1,44 +1,44 @@
-"""Turns sampled tokens into text, and finds the strings that end a sample.
+"""Detokenize samples and detect stop strings.
 
-A stop string of n bytes that the newest token completes lies within that token and the n before it, for each
-holds a byte or more: only that tail is decoded at each step. A few more tokens make up for what decoding
-does to the first ones: a space stripped, a character cut in two.
+A stop string of n bytes completed by the newest token lies within that token and the n before it, since each
+token has at least one byte: only this tail is decoded at each step. A margin of tokens covers what decoding
+changes at the start of a text: a stripped space, or a character split between tokens.
 """
 
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import UserError
 
-_MARGIN_TOKENS = 4  # a UTF-8 character has at most so many bytes
+_MARGIN_TOKENS = 4  # most bytes of a UTF-8 character
 
 
 class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
         if "" in stop:
-            raise UserError("sample.stop must not hold the empty string")
+            raise UserError("sample.stop must not contain the empty string")
         self._tokenizer, self._stop = tokenizer, stop
         self._tail_tokens = max((len(s.encode()) for s in stop), default=0) + _MARGIN_TOKENS
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = special.union(tokenizer.all_special_ids)
         self._vocab_size = len(tokenizer)
 
-    def of(self, tokens_T: list[int]) -> str:
-        """The tokens' text without special tokens, cut before the first stop string."""
+    def decode(self, tokens_T: list[int]) -> str:
+        """Return the text without special tokens, cut before the first stop string."""
         text = self._decode(tokens_T)
-        found = [place for s in self._stop if (place := text.find(s)) >= 0]
-        return text[: min(found)] if found else text
+        starts = [start for s in self._stop if (start := text.find(s)) >= 0]
+        return text[: min(starts)] if starts else text
 
     def has_stop(self, tokens_T: list[int]) -> bool:
-        """Whether the newest token completed a stop string."""
-        if not self._stop or not self._contains(self._decode(self._tail(tokens_T))):
+        """True if the newest token completed a stop string."""
+        if not self._stop or not self._contains_stop(self._decode(self._tail(tokens_T))):
             return False
-        return self._contains(self._decode(tokens_T))
+        return self._contains_stop(self._decode(tokens_T))
 
-    def _contains(self, text: str) -> bool:
+    def _contains_stop(self, text: str) -> bool:
         return any(s in text for s in self._stop)
 
     def _tail(self, tokens_T: list[int]) -> list[int]:
-        """The newest tokens that are text; a model's vocabulary may be larger than its tokenizer's."""
+        """Return the newest tokens that are text; a model's vocabulary may be larger than its tokenizer's."""
         tail = []
         for token in reversed(tokens_T):
             if token < self._vocab_size and token not in self._special:

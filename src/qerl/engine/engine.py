@@ -1,15 +1,17 @@
-"""The engine: draws samples from the learner's own decoder, continuously batched over a paged KV cache.
+"""Sampling engine: continuous batching over a paged KV cache, on the learner's own decoder.
 
-    scheduler.py   who runs, who waits, who is paused       pages.py      which page belongs to whom
-    generation.py  one call: rearrange, decode, read        cache.py      the pages' memory
-    prefill.py     prompts -> keys, values, hidden states   budget.py     how much memory they may take
-    replay.py      known tokens by decode's own forward     score.py      exact logprobs of samples, by that
-    runner.py      bursts of decode steps, CUDA graphs      runners.py    which forward and draw a call gets
-    forward.py     one step's forward; hopper.py: fast      sliced.py     products whose bits are a row's own
-    draw.py        hidden states -> tokens                  sampling.py   logits -> token and its logprob
-    text.py        tokens -> text, stop strings             lot.py        samples, then branches of them
+    engine.py           KV cache, public methods      generation.py      one call: schedule, decode, read
+    scheduler.py        run, wait, park, preempt      page_pool.py       reference counts of pages
+    kv_cache.py         memory of the pages           kv_budget.py       how much memory they may take
+    prefill.py          prompts -> hidden states      teacher_forcing.py prefill by the decode forward
+    decode_runner.py    bursts of steps, CUDA graphs  runner_cache.py    runners kept between calls
+    decode_forward.py   one step's forward            decode_hopper.py   the same with Hopper kernels
+    fused_linear.py     linears of a decode step      batch_invariant.py the same, bits independent of batch
+    sampler.py          hidden states -> tokens       token_sampling.py  logits -> token and logprob
+    detokenizer.py      tokens -> text, stop strings  branch_batch.py    samples, then branches of them
+    score.py            exact logprobs of samples
 
-It holds no weights. Noise is whatever the decoder's norms hold during a call.
+The engine owns no weights. The noise is whatever the decoder's norms contain during a call.
 """
 
 import contextlib
@@ -26,7 +28,7 @@ from qerl.config import EngineConfig
 from qerl.engine.branch_batch import BranchBatch, split_batches
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation, Stats
-from qerl.engine.kv_budget import free_bytes, kv_bytes, room_bytes
+from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.kv_cache import FP8, KVCache, page_bytes
 from qerl.engine.page_pool import PagePool
 from qerl.engine.prefill import Prefill
@@ -35,8 +37,8 @@ from qerl.engine.scheduler import (
     LiveGroup,
     LiveSample,
     Scheduler,
-    group_pages,
-    kept_pages,
+    branching_pages,
+    min_group_pages,
     num_pages,
     own_pages,
 )
@@ -46,12 +48,12 @@ from qerl.models.adapter import publish
 from qerl.models.decoder import Decoder
 from qerl.types import Conversation, Group, Prompt, Sample, Sampling
 
-# A cache as large as the memory allows stays if a new one would be little larger: its graphs go with it.
+# A cache limited by memory is kept unless a new one is clearly larger, because its CUDA graphs go with it.
 _WORTH_KEEPING = 0.9
 
-Watch = Callable[[int, int, int, Sample | None], bool]
-"""(the prompt's place in the call, sample index, newest token, the sample if that token ended it): sees every
-token when the host reads it, and says whether the sample is to end there."""
+TokenCallback = Callable[[int, int, int, Sample | None], bool]
+"""(the prompt's index in the call, sample index, newest token, the sample if the token ended it): called for
+every token when the host reads it; True ends the sample."""
 
 
 class Engine:
@@ -65,7 +67,7 @@ class Engine:
     ):
         self.version = 0
         self.stats = Stats()
-        """Of the latest call of generate."""
+        """Stats of the latest call."""
         self._decoder, self.tokenizer, self._config = decoder, tokenizer, config
         self._stop_token_ids = stop_token_ids
         self._cache: KVCache | None = None
@@ -75,33 +77,33 @@ class Engine:
 
     @property
     def num_bytes(self) -> int:
-        """Of the KV cache during a call: none before the first, then what the largest so far could use."""
+        """Size of the KV cache during a call; 0 before the first call."""
         return 0 if self._cache is None else self._cache.num_bytes
 
     @property
     def notices(self) -> list[str]:
-        """What its user should know before it samples."""
-        found, obstacle = [], self._runners.obstacle
+        """Messages for the user about limits of this engine."""
+        notices, obstacle = [], self._runners.obstacle
         if self._decoder.device.type == "cuda" and obstacle is not None:
-            found.append(f"sampling is done by torch, without the decode kernels: {obstacle}")
+            notices.append(f"decode kernels unavailable ({obstacle}): falling back to PyTorch")
         if self._runners.max_rows < self._config.max_num_seqs:
-            found.append(
-                f"{self._runners.max_rows} samples are decoded at once, not engine.max_num_seqs ="
-                f" {self._config.max_num_seqs}: the kernels take no more"
+            notices.append(
+                f"the decode kernels run at most {self._runners.max_rows} samples at once,"
+                f" below engine.max_num_seqs = {self._config.max_num_seqs}"
             )
-        return found
+        return notices
 
     def publish(self, version: int) -> None:
-        """Sample from the learner's weights as they now are, under this version number."""
+        """Sample from the learner's current weights from now on, under this version number."""
         publish(self._decoder)
         self._runners.publish()
         self.version = version
 
     def take_metrics(self) -> dict[str, float]:
-        """Nothing that a step's log does not have from elsewhere."""
+        """Return no metrics: those of this engine are in `stats`."""
         return {}
 
-    # Not inference_mode: a tensor that the decoder keeps from a call must serve the learner too.
+    # Not inference_mode: the learner also uses tensors that the decoder caches during a call.
     @torch.no_grad()
     def generate(
         self,
@@ -111,84 +113,90 @@ class Engine:
         sampling: Sampling,
         seed: int,
         step: int,
-        watch: Watch | None = None,
+        on_token: TokenCallback | None = None,
         conversation: Conversation | None = None,
     ) -> list[Group]:
-        """num_samples samples of each prompt, in the prompts' order; `watch` ends a turn by "stop"."""
+        """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop"."""
         assert num_samples > 0
         start_s = time.perf_counter()
-        text = Detokenizer(self.tokenizer, sampling.stop)
-        groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
+        detokenizer = Detokenizer(self.tokenizer, sampling.stop)
+        groups = [self._new_group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
         if not groups:
             self.stats = Stats()
             return []
-        self._take_noise(groups, prompts_P)
+        self._assign_noise_rows(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
-            watcher = self._watcher(watch, text)
+            callback = None if on_token is None else self._live_callback(on_token, detokenizer)
             generation = self._generation(
-                cache, groups, prompts_P, text, sampling, seed, step, watcher, conversation
+                cache, groups, prompts_P, detokenizer, sampling, seed, step, callback, conversation
             )
             self.stats = generation.stats
             generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
-        return [self._finished(prompts_P[group.index], group, text) for group in groups]
+        return [self._to_group(prompts_P[group.index], group, detokenizer) for group in groups]
 
     @torch.no_grad()
-    def lots(
+    def branch_batches(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
     ) -> Iterator[BranchBatch]:
-        """The prompts, in their order, in lots that can be sampled and then branched (lot.py). One is to be
-        done with before the next is asked for; nothing else may be drawn or learned meanwhile."""
-        text, self.stats = Detokenizer(self.tokenizer, sampling.stop), Stats()
-        groups = [self._group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
+        """Yield the prompts, in order, in batches that can be sampled and then branched (branch_batch.py).
+
+        Finish with a batch before taking the next one. Do not generate or learn meanwhile.
+        """
+        detokenizer, self.stats = Detokenizer(self.tokenizer, sampling.stop), Stats()
+        groups = [self._new_group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
         for group in groups:
             group.keeps_pages = True
-        self._take_noise(groups, prompts_P)
+        self._assign_noise_rows(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
-            for some in split_batches(groups, cache.num_pages, cache.page_tokens):
-                generation = self._generation(cache, some, prompts_P, text, sampling, seed, step, None, None)
+            for batch in split_batches(groups, cache.num_pages, cache.page_tokens):
+                generation = self._generation(
+                    cache, batch, prompts_P, detokenizer, sampling, seed, step, None, None
+                )
                 yield BranchBatch(
-                    some, generation, lambda group: self._finished(prompts_P[group.index], group, text)
+                    batch,
+                    generation,
+                    lambda group: self._to_group(prompts_P[group.index], group, detokenizer),
                 )
                 self.stats += generation.stats
 
     @torch.no_grad()
     def score(self, groups: list[Group], *, sampling: Sampling) -> Tensor:
-        """fp32 [tokens], group by group: each sampled token's logprob under the weights and the noise as they
-        now are. Bit for bit what `generate` recorded, if it was under the same: for engine.exact alone."""
+        """Return each sampled token's logprob under the current weights and noise: fp32 [tokens], group by
+        group. Bit for bit what `generate` recorded under the same weights and noise. Needs engine.exact."""
         assert self._config.exact and any(group.samples_G for group in groups)
         groups = [group for group in groups if group.samples_G]
         prompts_P, live = [group.prompt for group in groups], []
         for index, group in enumerate(groups):
             longest = max(len(sample.tokens_T) for sample in group.samples_G)
             each = dataclasses.replace(sampling, max_tokens=longest)
-            live.append(self._group(index, group.prompt, len(group.samples_G), each))
+            live.append(self._new_group(index, group.prompt, len(group.samples_G), each))
         with self._present_cache(live, prompts_P) as cache:
-            runner = self._runners.of(cache, sampling, self._most_pages(live))
+            runner = self._runners.of(cache, sampling, self._max_pages(live))
             self._runners.publish()
             noise_rows = self._decoder.noise_table.rows(
                 [(g.prompt.index, [s.sample_index for s in g.samples_G]) for g in groups]
             )
-            scores_T = score(groups, noise_rows, cache, self._runners.replay(), runner.draw)
-        samples, places, start = [s for group in groups for s in group.samples_G], [], 0
+            scores_T = score(groups, noise_rows, cache, self._runners.teacher_forcing(), runner.sampler)
+        samples, indices, start = [s for group in groups for s in group.samples_G], [], 0
         for s in samples:
-            places += [start + place for place in s.sampled_indices]
+            indices += [start + index for index in s.sampled_indices]
             start += len(s.tokens_T)
-        return scores_T[torch.tensor(places, device=scores_T.device)]
+        return scores_T[torch.tensor(indices, device=scores_T.device)]
 
-    def _group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
+    def _new_group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
         prompt_tokens, max_positions = len(prompt.tokens_T), self._decoder.architecture.max_positions
         if not 0 < prompt_tokens < max_positions:
             raise UserError(
                 f"prompt {prompt.index} has {prompt_tokens} tokens;"
-                f" the model takes 1 to {max_positions - 1} and a sample after them"
+                f" the model allows 1 to {max_positions - 1} in its context of {max_positions}"
             )
         max_tokens = min(sampling.max_tokens, max_positions - prompt_tokens)
         group = LiveGroup(index=index, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
         group.samples_G = [LiveSample(group=group, sample_index=g) for g in range(num_samples)]
         return group
 
-    def _take_noise(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> None:
+    def _assign_noise_rows(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> None:
         members = [(prompts_P[group.index].index, range(len(group.samples_G))) for group in groups]
         for group, (row, rows_G) in zip(groups, self._decoder.noise_table.rows(members), strict=True):
             group.noise_row = row
@@ -200,93 +208,93 @@ class Engine:
         cache: KVCache,
         groups: list[LiveGroup],
         prompts_P: list[Prompt],
-        text: Detokenizer,
+        detokenizer: Detokenizer,
         sampling: Sampling,
         seed: int,
         step: int,
-        watch: Callable[[LiveSample], bool] | None,
+        on_token: Callable[[LiveSample], bool] | None,
         conversation: Conversation | None,
     ) -> Generation:
         config = self._config
-        runner = self._runners.of(cache, sampling, self._most_pages(groups))
+        runner = self._runners.of(cache, sampling, self._max_pages(groups))
         return Generation(
             cache,
             Scheduler(
                 groups,
                 PagePool(cache.num_pages),
                 page_tokens=config.block_size,
-                max_running=self._runners.max_rows,
+                max_num_seqs=self._runners.max_rows,
             ),
-            self._runners.replay()
+            self._runners.teacher_forcing()
             if config.exact
             else Prefill(self._decoder, cache, config.max_num_batched_tokens),
             runner,
             prompts_P,
-            text,
+            detokenizer,
             stop_token_ids=self._stop_token_ids,
-            num_ahead=0 if runner.max_steps == 1 else 1,
+            max_unread_bursts=0 if runner.max_steps == 1 else 1,
             seed=seed,
             step=step,
-            watch=watch,
+            on_token=on_token,
             conversation=conversation,
         )
 
-    def _most_pages(self, groups: list[LiveGroup]) -> int:
-        """Of a prompt and its longest sample."""
+    def _max_pages(self, groups: list[LiveGroup]) -> int:
+        """Return the most pages of a prompt and one of its samples."""
         longest = max(group.prompt_tokens + group.max_tokens for group in groups)
         return num_pages(longest, self._config.block_size)
 
     @contextlib.contextmanager
     def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[KVCache]:
-        """The cache of earlier calls if it serves this one and there is room for it, else a new one."""
-        held_bytes = 0 if self._cache is None else self._cache.held_bytes
-        affordable = int(kv_bytes(self._config, self._decoder, held_bytes) / self._page_bytes)
-        room = int(room_bytes(self._config, self._decoder, held_bytes) / self._page_bytes)
+        """Yield the cache of earlier calls if it is large enough and fits into memory, else a new one."""
+        budget = self._config, self._decoder, 0 if self._cache is None else self._cache.resident_bytes
+        affordable = int(new_cache_bytes(*budget) / self._page_bytes)
+        most = int(max_cache_bytes(*budget) / self._page_bytes)
         least, useful = self._needed_pages(groups, prompts_P, affordable)
-        serving = useful if useful <= affordable else max(least, _WORTH_KEEPING * affordable)
-        if self._cache is not None and not serving <= self._cache.num_pages <= room:
+        enough = useful if useful <= affordable else max(least, _WORTH_KEEPING * affordable)
+        if self._cache is not None and not enough <= self._cache.num_pages <= most:
             self._drop_cache()  # freed before another is made
         with contextlib.ExitStack() as stack:
             if self._cache is not None:
                 try:
                     stack.enter_context(self._cache.present())
-                except torch.OutOfMemoryError:  # engine.kv_cache_gb, or another process
+                except torch.OutOfMemoryError:  # kv_cache_gb is too large, or another process uses the GPU
                     self._drop_cache()
             if self._cache is None:
                 self._cache = self._new_cache(min(affordable, useful), stack)
             try:
                 yield self._cache
             except BaseException:
-                self._drop_cache()  # it may hold NaNs
+                self._drop_cache()  # it may contain NaNs
                 raise
 
     def _needed_pages(
         self, groups: list[LiveGroup], prompts_P: list[Prompt], affordable: int
     ) -> tuple[int, int]:
-        """(what the largest group needs to run at all, what all can hold at once)."""
-        page_tokens, max_running = self._config.block_size, self._runners.max_rows
+        """Return (pages that the largest group needs to run at all, most pages that all can use at once)."""
+        page_tokens, max_rows = self._config.block_size, self._runners.max_rows
         least = kept = 0
         for group in groups:
-            needed = group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
+            needed = min_group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
             if group.keeps_pages:
-                needed = kept_pages(group, page_tokens)
+                needed = branching_pages(group, page_tokens)
                 kept += needed
             if needed > affordable:
-                drawn = f"{len(group.samples_G)} samples and a branch" if group.keeps_pages else "a sample"
+                samples = f"{len(group.samples_G)} samples and a branch" if group.keeps_pages else "a sample"
                 raise UserError(
                     f"prompt {prompts_P[group.index].index} needs {needed} pages of KV cache"
                     f" ({_rounded_up_gb(needed * self._page_bytes)} GB)"
-                    f" for its {group.prompt_tokens} tokens and {drawn} of {group.max_tokens};"
-                    + _too_little(self._config, affordable, needed * self._page_bytes)
+                    f" for its {group.prompt_tokens} tokens and {samples} of {group.max_tokens};"
+                    + _more_memory_hint(self._config, affordable, needed * self._page_bytes)
                 )
             least = max(least, needed)
         prompts = sorted((num_pages(group.prompt_tokens, page_tokens) for group in groups), reverse=True)
-        most_running = min(max_running, sum(len(group.samples_G) for group in groups))
+        most_running = min(max_rows, sum(len(group.samples_G) for group in groups))
         largest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
-        return least, kept + sum(prompts[:max_running]) + most_running * largest
+        return least, kept + sum(prompts[:max_rows]) + most_running * largest
 
     def _new_cache(self, num_pages: int, stack: contextlib.ExitStack) -> KVCache:
-        """Present until the stack is closed."""
+        """Make a cache that is present until the stack is closed."""
         decoder, page_tokens = self._decoder, self._config.block_size
         try:
             cache = KVCache(decoder.architecture, num_pages, page_tokens, self._kv_dtype, decoder.device)
@@ -303,31 +311,30 @@ class Engine:
         self._cache = None
         self._runners.clear()
 
-    def _finished(self, prompt: Prompt, group: LiveGroup, text: Detokenizer) -> Group:
+    def _to_group(self, prompt: Prompt, group: LiveGroup, detokenizer: Detokenizer) -> Group:
         return Group(
             prompt=prompt,
-            samples_G=[self._sample(s, text) for s in group.samples_G],
-            prefix_tokens=0 if group.parent is None else group.prefix.stop + 1,
+            samples_G=[self._to_sample(s, detokenizer) for s in group.samples_G],
+            prefix_tokens=0 if group.parent is None else group.num_parent_tokens + 1,
         )
 
-    def _watcher(self, watch: Watch | None, text: Detokenizer) -> Callable[[LiveSample], bool] | None:
-        if watch is None:
-            return None
+    def _live_callback(
+        self, on_token: TokenCallback, detokenizer: Detokenizer
+    ) -> Callable[[LiveSample], bool]:
+        def call(s: LiveSample) -> bool:
+            ended = None if s.finish is None else self._to_sample(s, detokenizer)
+            return on_token(s.group.index, s.sample_index, s.tokens_T[-1], ended)
 
-        def seen(s: LiveSample) -> bool:
-            ended = None if s.finish is None else self._sample(s, text)
-            return watch(s.group.index, s.sample_index, s.tokens_T[-1], ended)
+        return call
 
-        return seen
-
-    def _sample(self, s: LiveSample, text: Detokenizer) -> Sample:
+    def _to_sample(self, s: LiveSample, detokenizer: Detokenizer) -> Sample:
         assert s.finish is not None
-        tokens_T = s.whole_T
-        ends_with_stop_token = tokens_T[-1] in self._stop_token_ids
+        tokens_T = s.all_tokens_T
+        end = -1 if tokens_T[-1] in self._stop_token_ids else None
         return Sample(
             tokens_T=tokens_T,
-            logprobs_T=s.whole_logprobs_T,
-            text=text.of(tokens_T[:-1] if ends_with_stop_token else tokens_T),
+            logprobs_T=s.all_logprobs_T,
+            text=detokenizer.decode(tokens_T[:end]),
             finish=s.finish,
             version=self.version,
             environment_spans=tuple(s.environment_spans),
@@ -339,8 +346,10 @@ def _rounded_up_gb(num_bytes: float) -> float:
     return math.ceil(num_bytes / 1e5) / 1e4
 
 
-def _too_little(config: EngineConfig, affordable: int, needed_bytes: float) -> str:
+def _more_memory_hint(config: EngineConfig, affordable: int, needed_bytes: float) -> str:
     if config.kv_cache_gb is not None:
         gb = _rounded_up_gb(needed_bytes)
-        return f" engine.kv_cache_gb = {config.kv_cache_gb} holds {affordable}: raise it to {gb} or more"
-    return f" what is free holds {affordable}: set engine.kv_cache_dtype to fp8, or lower sample.max_tokens"
+        return (
+            f" engine.kv_cache_gb = {config.kv_cache_gb} allows {affordable} pages: raise it to {gb} or more"
+        )
+    return f" memory allows {affordable} pages: set engine.kv_cache_dtype to fp8, or lower sample.max_tokens"

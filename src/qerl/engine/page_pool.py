@@ -1,9 +1,10 @@
-"""Counts who uses which page of the KV cache: a page is free, or owned by one or more holders.
+"""Reference counts of KV cache pages: a page is free or has one or more owners.
 
-    take     a free page gets its first holder          share   one holder more
-    release  one holder less; with none left it is free
+    allocate   give a free page its first owner          share   add an owner
+    release    remove an owner; without any the page is free
 
-Always: free + used = all, and no page is both. tests/engine/test_page_pool.py holds it under random operations.
+Invariant: free + used = all, and no page is both. tests/engine/test_page_pool.py checks it under random
+operations.
 """
 
 
@@ -11,7 +12,7 @@ class PagePool:
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low pages first
-        self._num_holders = [0] * num_pages
+        self._ref_counts = [0] * num_pages
 
     @property
     def num_free(self) -> int:
@@ -21,25 +22,24 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_pages - len(self._free)
 
-    def take(self, num: int) -> list[int]:
-        """`num` pages nobody holds."""
-        assert 0 <= num <= len(self._free), f"{num} pages wanted, {len(self._free)} free"
-        taken = [self._free.pop() for _ in range(num)]
-        for page in taken:
-            assert self._num_holders[page] == 0
-            self._num_holders[page] = 1
-        return taken
+    def allocate(self, num: int) -> list[int]:
+        assert 0 <= num <= len(self._free), f"cannot allocate {num} pages, {len(self._free)} are free"
+        pages = [self._free.pop() for _ in range(num)]
+        for page in pages:
+            assert self._ref_counts[page] == 0
+            self._ref_counts[page] = 1
+        return pages
 
     def share(self, pages: list[int]) -> list[int]:
-        """The same pages, held once more."""
+        """Add an owner to each page and return the same pages."""
         for page in pages:
-            assert self._num_holders[page] > 0, f"page {page} is free"
-            self._num_holders[page] += 1
+            assert self._ref_counts[page] > 0, f"page {page} is free"
+            self._ref_counts[page] += 1
         return list(pages)
 
     def release(self, pages: list[int]) -> None:
         for page in pages:
-            assert self._num_holders[page] > 0, f"page {page} is released twice"
-            self._num_holders[page] -= 1
-            if self._num_holders[page] == 0:
+            assert self._ref_counts[page] > 0, f"page {page} is released twice"
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
                 self._free.append(page)

@@ -1,8 +1,8 @@
-"""Computes prompts, and what paused samples had computed before, in forwards of many rows at once.
+"""Prefill prompts, and recompute preempted samples, in forwards of many rows at once.
 
-A run is neighbouring tokens of one sequence, whose earlier positions are in its pages. Runs are packed into
-forwards of at most max_tokens rows; one that does not fit is cut. Each forward writes its keys and values to
-the cache, and its rows attend to their sequence's positions up to their own.
+A chunk is consecutive tokens of one sequence whose earlier positions are cached. Chunks are packed into
+forwards of at most max_tokens rows; one that does not fit is split. Each forward writes its keys and values
+to the cache, and its rows attend to their sequence's positions up to their own.
 """
 
 import dataclasses
@@ -18,12 +18,28 @@ from qerl.models.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PrefillRun:
+class PrefillChunk:
     tokens_T: list[int]
     first_position: int
     pages: list[int]
     noise_row: int = 0
-    """In the norms' table of noise."""
+    """Row in the noise table of the norms."""
+
+    @property
+    def positions(self) -> range:
+        return range(self.first_position, self.first_position + len(self.tokens_T))
+
+
+def chunk_rows(chunks: list[PrefillChunk]) -> Tensor:
+    """Return (tokens, positions, chunk indices, noise rows) of the chunks' rows in order: int32 [4, rows]."""
+    lengths = torch.tensor([len(chunk.tokens_T) for chunk in chunks])
+    per_chunk = torch.tensor([[i, chunk.noise_row] for i, chunk in enumerate(chunks)], dtype=torch.int32)
+    columns = (
+        torch.tensor([token for chunk in chunks for token in chunk.tokens_T], dtype=torch.int32),
+        torch.tensor([position for chunk in chunks for position in chunk.positions], dtype=torch.int32),
+        *per_chunk.repeat_interleave(lengths, dim=0).unbind(1),
+    )
+    return torch.stack(columns)
 
 
 class Prefill:
@@ -33,36 +49,33 @@ class Prefill:
         self.num_forwards = 0
         self._decoder, self._cache, self._max_tokens = decoder, cache, max_tokens
 
-    def __call__(self, runs: list[PrefillRun]) -> Tensor:
-        """Writes the runs' keys and values; the hidden state of each run's last token, [runs, D]."""
+    def __call__(self, chunks: list[PrefillChunk]) -> Tensor:
+        """Write the chunks' keys and values; return the hidden states of their last rows, [chunks, D]."""
         last_hidden = []
-        for parts in forwards(runs, self._max_tokens):
-            hidden_TD = self._forward([run for run, _ in parts])
+        for parts in split_into_forwards(chunks, self._max_tokens):
+            hidden_TD = self._forward([chunk for chunk, _ in parts])
             ends, row = [], 0
-            for run, is_end in parts:
-                row += len(run.tokens_T)
+            for chunk, is_end in parts:
+                row += len(chunk.tokens_T)
                 if is_end:
                     ends.append(row - 1)
             last_hidden.append(hidden_TD[torch.tensor(ends, dtype=torch.long, device=hidden_TD.device)])
         return torch.cat(last_hidden)
 
-    def _forward(self, runs: list[PrefillRun]) -> Tensor:
+    def _forward(self, chunks: list[PrefillChunk]) -> Tensor:
         cache, device = self._cache, self._decoder.device
-        spans, positions, slots, row = [], [], [], 0
-        for run in runs:
-            end = run.first_position + len(run.tokens_T)
-            table = torch.tensor(run.pages[: num_pages(end, cache.page_tokens)])
-            positions_T = torch.arange(run.first_position, end)
-            slots.append(slots_of(table[positions_T // cache.page_tokens], positions_T, cache.page_tokens))
-            positions.append(positions_T)
+        tokens_T, positions_T, _, noise_rows_T = chunk_rows(chunks).to(device)
+        spans, slots, row = [], [], 0
+        for chunk in chunks:
+            table = torch.tensor(chunk.pages[: num_pages(chunk.positions.stop, cache.page_tokens)])
+            positions = torch.arange(chunk.first_position, chunk.positions.stop)
+            slots.append(slots_of(table[positions // cache.page_tokens], positions, cache.page_tokens))
+            length = len(chunk.tokens_T)
             spans.append(
-                Span(
-                    start_row=row, num_rows=len(run.tokens_T), first_position=run.first_position, table=table
-                )
+                Span(start_row=row, num_rows=length, first_position=chunk.first_position, table=table)
             )
-            row += len(run.tokens_T)
+            row += length
         layout = PagedLayout.of(spans, cache.page_tokens, device)
-        tokens_T = torch.tensor([token for run in runs for token in run.tokens_T], device=device)
         slots_T = torch.cat(slots).to(device)
 
         def attend(layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
@@ -73,25 +86,22 @@ class Prefill:
 
         self.num_forwards += 1
         self.num_tokens += row
-        lengths, noise_rows = zip(*((len(run.tokens_T), run.noise_row) for run in runs), strict=True)
-        noise_rows_T = torch.tensor(noise_rows, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-        positions_T = torch.cat(positions).to(device)
-        return self._decoder(tokens_T, positions_T, attend, noise_rows_T=noise_rows_T.to(device))
+        return self._decoder(tokens_T.long(), positions_T.long(), attend, noise_rows_T=noise_rows_T)
 
 
-def forwards(runs: list[PrefillRun], max_tokens: int) -> Iterator[list[tuple[PrefillRun, bool]]]:
-    """The runs cut into forwards of at most max_tokens; with each part, whether its run ends there."""
+def split_into_forwards(
+    chunks: list[PrefillChunk], max_tokens: int
+) -> Iterator[list[tuple[PrefillChunk, bool]]]:
+    """Split the chunks into forwards of at most max_tokens rows; True marks the last part of a chunk."""
     parts, num_free = [], max_tokens
-    for run in runs:
+    for chunk in chunks:
         first = 0
-        while first < len(run.tokens_T):
-            tokens_T = run.tokens_T[first : first + num_free]
+        while first < len(chunk.tokens_T):
+            tokens_T = chunk.tokens_T[first : first + num_free]
+            part = PrefillChunk(tokens_T, chunk.first_position + first, chunk.pages, chunk.noise_row)
             first += len(tokens_T)
             num_free -= len(tokens_T)
-            position = run.first_position + first - len(tokens_T)
-            parts.append(
-                (PrefillRun(tokens_T, position, run.pages, run.noise_row), first == len(run.tokens_T))
-            )
+            parts.append((part, first == len(chunk.tokens_T)))
             if num_free == 0:
                 yield parts
                 parts, num_free = [], max_tokens

@@ -42,15 +42,15 @@ class RunnerCache:
         """Why decode steps are torch's operations; None if they are the kernels'."""
         self._is_fast = self.obstacle is None
         self.max_rows = min(config.max_num_seqs, MAX_ROWS) if self._is_fast else config.max_num_seqs
-        self._least_rows, self._rows = 1, bucket_of(self.max_rows, self.max_rows)
+        self._min_rows, self._rows = 1, bucket_of(self.max_rows, self.max_rows)
         if config.exact:
-            self._least_rows, self._rows = self._exact_rows()
+            self._min_rows, self._rows = self._exact_rows()
         self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(decoder.device)
         self._head: HeadSampler | None = None
         self._forward: DecodeForward | None = None
         self._max_pages = 0
         self._runners: dict[Sampling, DecodeRunner] = {}
-        self._replay: TeacherForcing | None = None
+        self._teacher_forcing: TeacherForcing | None = None
         self._pool: Any = None
 
     def of(self, cache: KVCache, sampling: Sampling, max_pages: int) -> DecodeRunner:
@@ -66,14 +66,14 @@ class RunnerCache:
                 del self._runners[next(iter(self._runners))]
             self._runners[key] = self._made(key, self._forward)
         runner = self._runners[key]
-        runner.forget()
+        runner.discard_unread()
         return runner
 
-    def replay(self) -> TeacherForcing:
+    def teacher_forcing(self) -> TeacherForcing:
         """For the same sequences as the latest `of`."""
         assert self._config.exact and self._forward is not None
-        if self._replay is None:
-            self._replay = TeacherForcing(
+        if self._teacher_forcing is None:
+            self._teacher_forcing = TeacherForcing(
                 self._forward,
                 rows=self._rows,
                 max_pages=self._max_pages,
@@ -81,12 +81,12 @@ class RunnerCache:
                 device=self._decoder.device,
                 pool=self._pool,
             )
-        self._replay.num_tokens = self._replay.num_forwards = 0
-        return self._replay
+        self._teacher_forcing.num_tokens = self._teacher_forcing.num_forwards = 0
+        return self._teacher_forcing
 
     def clear(self) -> None:
         self._runners.clear()
-        self._forward = self._replay = None
+        self._forward = self._teacher_forcing = None
         # freed with its last graph
         self._pool = torch.cuda.graph_pool_handle() if self._decoder.device.type == "cuda" else None
 
@@ -98,12 +98,12 @@ class RunnerCache:
         config, device = self._config, self._decoder.device
         return DecodeRunner(
             forward,
-            self._draw(sampling),
+            self._sampler(sampling),
             max_rows=self._rows,
             max_pages=self._max_pages,
             page_tokens=config.block_size,
             max_steps=config.decode_steps_per_sync or (1 if device.type == "cpu" else _GPU_STEPS),
-            least_rows=self._least_rows,
+            min_rows=self._min_rows,
             device=device,
             pool=self._pool,
         )
@@ -124,7 +124,7 @@ class RunnerCache:
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
 
-    def _draw(self, sampling: Sampling) -> Sampler:
+    def _sampler(self, sampling: Sampling) -> Sampler:
         truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
         head = None if truncates else _kernel_head(self._decoder)
         if head is None:

@@ -1,11 +1,11 @@
-"""Draws the next token of every row from the forward's hidden states, and moves the rows on.
+"""Sample the next token of every row from hidden states, and advance the decode state.
 
-    PlainDraw   logits, then sampling.py: every kind of Sampling, any device
-    FusedDraw   kernels/head_sample.py: temperature alone, no logits written out, on a GPU
+    TorchSampler   logits, then token_sampling.py: all sampling parameters, any device
+    FusedSampler   kernels/head_sample.py: temperature only, logits never written to memory, on a GPU
 
-A draw's randomness is a function of the row's key and position. PlainDraw's is seeds.uniform of (seed, step,
-prompt, sample, the token's number in its sample), its last round carried out on the device: the same bits on
-every device (tests/engine/test_sampler.py). FusedDraw's is the kernel's own generator.
+A token's randomness is a function of its row's key and position. TorchSampler uses seeds.uniform of (seed,
+step, prompt, sample, token index in the sample), with the last round computed on the device: the same bits on
+every device (tests/engine/test_sampler.py). FusedSampler uses the kernel's own generator.
 """
 
 from typing import Protocol
@@ -14,35 +14,35 @@ import torch
 from torch import Tensor
 
 from qerl.algo.seeds import last_round, mix, rounds
-from qerl.engine.token_sampling import sample, score
+from qerl.engine.token_sampling import sample_tokens, score_tokens
 from qerl.kernels.decode_state import DecodeState
 from qerl.models.decoder import Decoder
 from qerl.types import Sampling
 
 
 class Sampler(Protocol):
-    is_recordable: bool
-    """Whether a step may go into a CUDA graph: it never waits for the device."""
+    is_capturable: bool
+    """True if a step can be captured in a CUDA graph: it never waits for the device."""
 
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
-        """What keys_B holds for (seed, step, prompt, sample), or (seed, step, prompt, sample, branch)."""
+        """Return the row key of (seed, step, prompt, sample) or (seed, step, prompt, sample, branch)."""
         ...
 
-    def first(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens_M, logprobs_M) after hidden states at these positions; a logprob is NaN if logits are."""
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (tokens_M, logprobs_M) after hidden states at these positions; NaN logits give a NaN."""
         ...
 
     def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
-        """Draws for the first B rows and moves them on; see kernels/decode_state.py."""
+        """Sample for the first B rows and advance them; see kernels/decode_state.py."""
         ...
 
     def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
-        """logprobs_M of these tokens, int64: the bits that a draw of them from as many rows gives."""
+        """Return logprobs_M of these int64 tokens, bitwise as if they were sampled from as many rows."""
         ...
 
 
 class HeadSampler(Protocol):
-    """What kernels/head_sample.py makes for a device."""
+    """The fused LM head and sampler that kernels/head_sample.py returns for a device."""
 
     def draw(
         self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
@@ -58,26 +58,26 @@ class HeadSampler(Protocol):
 class TorchSampler:
     def __init__(self, decoder: Decoder, sampling: Sampling, stop_tokens: Tensor):
         self._decoder, self._sampling, self._stop_tokens = decoder, sampling, stop_tokens
-        self.is_recordable = sampling.top_p is None or sampling.top_p >= 1
+        self.is_capturable = sampling.top_p is None or sampling.top_p >= 1
 
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
-        return rounds(*coordinates, 1 - prompt_tokens)  # position + 1 - prompt_tokens tokens were drawn
+        return rounds(*coordinates, 1 - prompt_tokens)  # token index = position + 1 - prompt_tokens
 
-    def first(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
         uniforms_M = last_round(keys_M, positions_M)
-        return sample(self._decoder.logits(hidden_MD), self._sampling, uniforms_M)
+        return sample_tokens(self._decoder.logits(hidden_MD), self._sampling, uniforms_M)
 
     def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
         B = len(hidden_BD)
-        drawn = self.first(hidden_BD, state.keys_B[:B], state.positions_B[:B])
-        move_on(state, *drawn, self._stop_tokens)
+        tokens_B, logprobs_B = self.sample(hidden_BD, state.keys_B[:B], state.positions_B[:B])
+        advance(state, tokens_B, logprobs_B, self._stop_tokens)
 
     def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
-        return score(self._decoder.logits(hidden_MD), self._sampling, tokens_M)
+        return score_tokens(self._decoder.logits(hidden_MD), self._sampling, tokens_M)
 
 
 class FusedSampler:
-    is_recordable = True
+    is_capturable = True
 
     def __init__(self, kernel: HeadSampler, temperature: float, stop_tokens: Tensor):
         self._kernel, self._stop_tokens = kernel, stop_tokens
@@ -86,7 +86,7 @@ class FusedSampler:
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         return mix(*coordinates)
 
-    def first(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
         return self._kernel.draw(hidden_MD, keys_M, positions_M, self._temperature)
 
     def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
@@ -96,8 +96,8 @@ class FusedSampler:
         return self._kernel.score(hidden_MD, tokens_M, self._temperature)
 
 
-def move_on(state: DecodeState, tokens_B: Tensor, logprobs_B: Tensor, stop_tokens: Tensor) -> None:
-    """Writes the draws into the ring and moves each live row to its next position, or ends it there."""
+def advance(state: DecodeState, tokens_B: Tensor, logprobs_B: Tensor, stop_tokens: Tensor) -> None:
+    """Write the tokens to the ring buffer and move each live row to its next position, or end it."""
     B, tokens_B = len(tokens_B), tokens_B.int()
     positions_B, place = state.positions_B[:B], state.place_1.long()
     is_live_B = positions_B >= 0

@@ -1,22 +1,22 @@
-"""Decides which samples run, and who gets pages when there are too few. No tensors.
+"""Schedule samples: decide which ones run and which one is preempted when KV pages run out. No tensors.
 
-Samples queue in one order for good: prompt by prompt, sample by sample. A group is admitted when nobody older
-waits: its prompt is computed and the first token of all its samples drawn. They then wait, enter the running
-batch oldest first, and leave it when they finish. A sample without a page for its newest token takes those of
-the youngest running sample, which is paused: it keeps its tokens, waits at the head of the queue, and enters
-again with its own pages computed anew. A sample whose turn in a conversation has ended rests with its pages
-until all who can run have got so far; when they go on, or when there are too few pages, the youngest of those
-who rest lose theirs first. Two things follow. Every running sample is older than every waiting
-one, so none starves. And the oldest always gets on, because a group is admitted only if the prompts of all
-admitted groups leave room for the largest sample among them.
+Samples have one fixed order: prompt by prompt, sample by sample. A group is admitted when no older sample
+waits: its prompt is prefilled and the first token of all its samples is sampled. The samples then wait, join
+the running batch oldest first, and leave it when they finish. If a running sample needs a page and none is
+free, the youngest running sample is preempted: it keeps its tokens, releases its pages, goes to the head of
+the waiting queue, and its keys and values are recomputed when it is scheduled again. In a conversation, a
+sample whose turn has ended is parked with its pages until no other sample can run. If pages run out, parked
+samples lose theirs first, the youngest first. Two properties follow. Every running sample is older than every
+waiting one, so no sample starves. And the oldest sample always progresses, because a group is admitted only
+if the prompts of all admitted groups leave enough pages for the largest of their samples.
 
-A sample's pages, in the order of its positions:
+The pages of a sample, in the order of its positions:
 
-    the prompt's full pages, shared by reference | a copy of its partial page | pages for what was sampled
+    the prompt's full pages, shared by reference | a copy of its partial page | pages for sampled tokens
 
-A group may keep the pages of its finished samples. Branches of one are then a group of their own: what they
-have of the sample, but for the last token, is this group's prompt and lies in pages already. The last token
-is as if a branch had just drawn it: the branch's first decode step computes it.
+A group may keep the pages of its finished samples so that they can be branched. The branches of a sample form
+a group of their own: the sample's tokens before the pivot, except the last, count as this group's prompt and
+are in pages already. The first decode step of a branch computes the last one.
 """
 
 import collections
@@ -28,36 +28,36 @@ from qerl.engine.page_pool import PagePool
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class LiveGroup:
-    """A prompt whose samples are not all finished."""
+    """A prompt and its samples during one call."""
 
     index: int
-    """Its place among the prompts of this call."""
+    """Index of the prompt in this call."""
     prompt_tokens: int
     max_tokens: int
-    """Longest sample that it may have."""
+    """Maximum length of a sample."""
     samples_G: list["LiveSample"] = dataclasses.field(default_factory=list)
     num_unfinished: int = 0
     noise_row: int = 0
-    """Of the prompt's tokens, in the norms' table of noise."""
+    """The prompt's row in the noise table of the norms."""
     pages: list[int] = dataclasses.field(default_factory=list)
-    """Of the prompt; held from its admission until the last of its samples finishes."""
+    """The prompt's pages, from admission until the last sample finishes."""
     keeps_pages: bool = False
-    """Whether its finished samples keep theirs, to be branched."""
+    """True if finished samples keep their pages, to be branched."""
     parent: "LiveSample | None" = None
-    """The sample that this group's samples are branches of; prompt_tokens then counts tokens of it too."""
+    """The sample that this group branches; prompt_tokens then includes the shared tokens of that sample."""
 
     def __post_init__(self):
         assert self.prompt_tokens > 0 and self.max_tokens > 0
 
     @property
-    def path(self) -> tuple[int, ...]:
-        """What names its samples' randomness together with the prompt's index and their own."""
+    def seed_path(self) -> tuple[int, ...]:
+        """Seed coordinates between the prompt's index and the sample's."""
         return () if self.parent is None else (self.parent.sample_index,)
 
     @property
-    def prefix(self) -> slice:
-        """The parent's tokens that count as prompt."""
-        return slice(0 if self.parent is None else self.prompt_tokens - self.parent.group.prompt_tokens)
+    def num_parent_tokens(self) -> int:
+        """Number of the parent's first tokens that count as prompt."""
+        return 0 if self.parent is None else self.prompt_tokens - self.parent.group.prompt_tokens
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
@@ -65,47 +65,54 @@ class LiveSample:
     group: LiveGroup
     sample_index: int
     noise_row: int = 0
-    """In the norms' table of noise."""
+    """Row in the noise table of the norms."""
     tokens_T: list[int] = dataclasses.field(default_factory=list)
     logprobs_T: list[float] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
-    """Empty unless it runs, or rests between two turns."""
+    """Empty unless the sample is running, parked or resumed with its pages."""
     is_running: bool = False
     environment_spans: list[range] = dataclasses.field(default_factory=list)
-    """Where in tokens_T an environment's tokens lie."""
+    """Index ranges in tokens_T written by an environment."""
     num_cached: int = 0
-    """Positions in the pages that it rests with."""
+    """Number of positions in the pages of a parked sample."""
     max_tokens: int = dataclasses.field(init=False)
-    """So many tokens end its turn, at the latest."""
+    """Length at which its turn ends at the latest."""
     finish: Literal["stop", "length"] | None = None
 
     def __post_init__(self):
         self.max_tokens = self.group.max_tokens
 
     @property
-    def turn_T(self) -> list[int]:
-        """What was sampled since it was last given tokens, if it was given any."""
-        return self.tokens_T[self.environment_spans[-1].stop :] if self.environment_spans else self.whole_T
+    def age(self) -> tuple[int, int]:
+        """Sort key; the oldest sample is the smallest."""
+        return self.group.index, self.sample_index
 
     @property
     def num_positions(self) -> int:
-        """Of prompt and sample: what the cache holds once the newest token has been computed."""
+        """Tokens of prompt and sample: cached positions after the newest token has been computed."""
         return self.group.prompt_tokens + len(self.tokens_T)
 
     @property
-    def whole_T(self) -> list[int]:
-        """The tokens of the sample, with those that a branch has from its parent."""
-        parent = self.group.parent
-        return self.tokens_T if parent is None else parent.tokens_T[self.group.prefix] + self.tokens_T
+    def turn_tokens_T(self) -> list[int]:
+        """Tokens sampled in the current turn."""
+        return (
+            self.tokens_T[self.environment_spans[-1].stop :] if self.environment_spans else self.all_tokens_T
+        )
 
     @property
-    def whole_logprobs_T(self) -> list[float]:
-        parent = self.group.parent
-        return self.logprobs_T if parent is None else parent.logprobs_T[self.group.prefix] + self.logprobs_T
+    def all_tokens_T(self) -> list[int]:
+        """Tokens of the sample, those shared with the parent of a branch included."""
+        group = self.group
+        if group.parent is None:
+            return self.tokens_T
+        return group.parent.tokens_T[: group.num_parent_tokens] + self.tokens_T
 
-
-def _age(sample: LiveSample) -> tuple[int, int]:
-    return sample.group.index, sample.sample_index
+    @property
+    def all_logprobs_T(self) -> list[float]:
+        group = self.group
+        if group.parent is None:
+            return self.logprobs_T
+        return group.parent.logprobs_T[: group.num_parent_tokens] + self.logprobs_T
 
 
 def num_pages(num_positions: int, page_tokens: int) -> int:
@@ -113,121 +120,124 @@ def num_pages(num_positions: int, page_tokens: int) -> int:
 
 
 def own_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
-    """The most pages a sample holds beside those shared with its group; its last token is never computed."""
+    """Return the most pages a sample has beside its group's shared ones. Its last token is never cached."""
     return num_pages(prompt_tokens + max_tokens - 1, page_tokens) - prompt_tokens // page_tokens
 
 
-def group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
-    """What a prompt and one of its samples hold together at most: less than this, and it can never run."""
+def min_group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
+    """Return the pages of a prompt and one of its samples: with fewer in all, the group can never run."""
     return num_pages(prompt_tokens, page_tokens) + own_pages(prompt_tokens, max_tokens, page_tokens)
 
 
-def kept_pages(group: LiveGroup, page_tokens: int) -> int:
-    """What a group that keeps its samples' pages holds at most, and beside it one branch at its longest."""
+def branching_pages(group: LiveGroup, page_tokens: int) -> int:
+    """Return the most pages of a group that keeps its samples' pages, and of one branch beside them."""
     own = own_pages(group.prompt_tokens, group.max_tokens, page_tokens)
     return num_pages(group.prompt_tokens, page_tokens) + (len(group.samples_G) + 1) * own
 
 
 class Scheduler:
-    """Drive it in a circle: grow, enter, admit, draw first tokens, enter, decode; finish whoever is done.
+    """Call in a loop: allocate, schedule, admit, sample first tokens, schedule, decode, finish.
 
-    A decode may be of several steps at once: `room` says how many fit into the pages there are, and `allocate`
-    with so many gives them out. Nobody is paused then; only growing by one step pauses.
+    One decode may be several steps: `steps_without_preemption` returns how many fit into the free pages, and
+    `allocate` with that number allocates them. Only `allocate` for one step preempts.
     """
 
-    def __init__(self, groups: list[LiveGroup], pages: PagePool, *, page_tokens: int, max_running: int):
+    def __init__(self, groups: list[LiveGroup], pages: PagePool, *, page_tokens: int, max_num_seqs: int):
         self.pages = pages
         self.running: list[LiveSample] = []  # oldest first
-        self.resting: list[LiveSample] = []
-        self.num_pauses = 0
-        self._page_tokens = page_tokens
-        self._max_running = max_running
+        self.parked: list[LiveSample] = []
+        self.num_preemptions = 0
+        self._page_tokens, self._max_num_seqs = page_tokens, max_num_seqs
         self._not_admitted = collections.deque(groups)
         self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
         self._admitted: list[LiveGroup] = []
-        self._kept: dict[LiveSample, list[int]] = {}
+        self._finished_pages: dict[LiveSample, list[int]] = {}
 
     @property
     def is_done(self) -> bool:
-        return not (self.running or self._waiting or self._not_admitted or self.resting)
+        return not (self.running or self.parked or self.has_waiting)
 
     @property
-    def has_others(self) -> bool:
-        """Whether some sample that is not running may yet run."""
+    def has_waiting(self) -> bool:
+        """True if a sample that is neither running nor parked remains."""
         return bool(self._waiting or self._not_admitted)
 
-    def room(self, num_steps: int, num_ahead: int = 0) -> int:
-        """The largest of num_steps, num_steps / 2, ..., 1, 0 for which grow(num_ahead + it) pauses nobody."""
+    def steps_without_preemption(self, num_steps: int, num_launched: int = 0) -> int:
+        """Return the largest of num_steps, num_steps / 2, ..., 1, 0 for which allocate(num_launched + it)
+        preempts no sample."""
         while num_steps > 0:
-            num_lacking = sum(self._lacking(s, num_ahead + num_steps) for s in self.running)
-            if num_lacking <= self.pages.num_free or num_lacking <= self.pages.num_free + self._num_held():
+            num_missing = sum(self._num_missing(s, num_launched + num_steps) for s in self.running)
+            num_free = self.pages.num_free
+            if num_missing <= num_free or num_missing <= num_free + self._num_reclaimable():
                 return num_steps
             num_steps //= 2
         return 0
 
     def allocate(self, num_steps: int = 1) -> list[LiveSample]:
-        """Gives every running sample room for its newest token and the num_steps - 1 to come, oldest first;
-        those that got a page. The youngest are paused if there are too few."""
-        grown = []
-        for sample in [s for s in self.running if self._lacking(s, num_steps)]:
-            num_lacking = self._lacking(sample, num_steps)
-            while not self._reclaim(num_lacking) and sample.is_running:
-                self._pause(self.running[-1])
+        """Allocate pages for the newest token of every running sample and num_steps - 1 more, oldest first.
+
+        Return the samples that got a page. If there are too few pages, the youngest samples are preempted.
+        """
+        extended = []
+        for sample in [s for s in self.running if self._num_missing(s, num_steps)]:
+            num_missing = self._num_missing(sample, num_steps)
+            while not self._reclaim(num_missing) and sample.is_running:
+                self._preempt(self.running[-1])
             if not sample.is_running:
-                break  # it was the youngest itself; those after it are paused already
-            sample.pages += self.pages.take(num_lacking)
-            grown.append(sample)
-        return grown
+                break  # it was the youngest itself; those after it are preempted already
+            sample.pages += self.pages.allocate(num_missing)
+            extended.append(sample)
+        return extended
 
     def admit(self) -> list[LiveGroup]:
-        """The groups whose prompts are to be computed now, with pages for them; their samples then wait."""
+        """Return the groups whose prompts are to be prefilled now, with pages; their samples then wait."""
         admitted = []
-        num_live, promised = len(self.running), self._reserve()
-        while not self._waiting and self._not_admitted and num_live < self._max_running:
+        num_live, num_reserved = len(self.running), self._num_reserved()
+        while not self._waiting and self._not_admitted and num_live < self._max_num_seqs:
             group = self._not_admitted[0]
-            if not self._has_room(group, promised):
+            if not self._fits(group, num_reserved):
                 break
             self._not_admitted.popleft()
-            group.pages = self.pages.take(num_pages(group.prompt_tokens, self._page_tokens))
+            group.pages = self.pages.allocate(self._pages_of(group.prompt_tokens))
             group.num_unfinished = len(group.samples_G)
             num_live += len(group.samples_G)
-            promised += len(group.samples_G) * self._first_pages(group)
+            num_reserved += len(group.samples_G) * self._start_pages(group)
             self._admitted.append(group)
             admitted.append(group)
         self._waiting.extend(s for group in admitted for s in group.samples_G)
         return admitted
 
     def schedule(self) -> list[LiveSample]:
-        """Waiting samples that join the running batch, oldest first, with pages up to their newest token.
+        """Move waiting samples to the running batch, oldest first, with pages up to their newest token.
 
-        One page stays free for every running sample that may need another, or the newcomers would be paused
-        as soon as their pages are computed.
+        One page stays free for every running sample that may need another; otherwise the scheduled samples
+        would be preempted as soon as their pages are computed.
         """
         scheduled = []
-        reserve = self._reserve()
-        while self._waiting and len(self.running) + len(scheduled) < self._max_running:
+        num_reserved = self._num_reserved()
+        while self._waiting and len(self.running) + len(scheduled) < self._max_num_seqs:
             sample = self._waiting[0]
             shared = sample.group.pages[: sample.group.prompt_tokens // self._page_tokens]
-            num_reached = num_pages(sample.num_positions, self._page_tokens)
-            num_new = max(num_reached - len(sample.pages or shared), 0)
-            reserve += num_reached < self._most_pages(sample.group)
-            if not self._reclaim(num_new + reserve, sample):
+            num_needed = self._pages_of(sample.num_positions)
+            num_new = max(num_needed - len(sample.pages or shared), 0)
+            num_reserved += num_needed < self._max_pages(sample.group)
+            if not self._reclaim(num_new + num_reserved, keep=sample):
                 break
             self._waiting.popleft()
-            sample.pages = (sample.pages or self.pages.share(shared)) + self.pages.take(num_new)
+            sample.pages = (sample.pages or self.pages.share(shared)) + self.pages.allocate(num_new)
             sample.is_running = True
             scheduled.append(sample)
         self.running += scheduled
         return scheduled
 
     def finish(self, samples: list[LiveSample]) -> None:
-        """Lets samples go, whatever they do; the last of a group takes the prompt's pages along."""
+        """Remove samples in any state; the last of a group also releases the prompt's pages."""
         for sample in samples:
             if sample.is_running and sample.group.keeps_pages:
-                self._kept[sample] = self.pages.share(sample.pages)
+                self._finished_pages[sample] = self.pages.share(sample.pages)
             if not sample.is_running:
-                (self.resting if sample in self.resting else self._waiting).remove(sample)
-            self._leave(sample)
+                (self.parked if sample in self.parked else self._waiting).remove(sample)
+            self._release(sample)
             group = sample.group
             group.num_unfinished -= 1
             if group.num_unfinished == 0:
@@ -237,82 +247,92 @@ class Scheduler:
         self.running = [s for s in self.running if s.is_running]
 
     def park(self, samples: list[LiveSample]) -> None:
-        """Their turns have ended, running or waiting; all tokens but the newest are cached, if they ran."""
+        """Park running or waiting samples whose turns have ended; a running one has all tokens but the newest
+        cached."""
         for sample in samples:
             if sample.is_running:
                 sample.is_running, sample.num_cached = False, sample.num_positions - 1
             else:
                 self._waiting.remove(sample)
-        self.resting += samples
+        self.parked += samples
         self.running = [s for s in self.running if s.is_running]
 
     def resume(self, samples: list[LiveSample]) -> None:
-        """These go on, with the tokens that they were given. Nobody runs."""
+        """Move parked samples, which have got the environment's tokens, to the waiting queue."""
         assert not self.running
-        woken = {id(s) for s in samples}
-        self.resting = [s for s in self.resting if id(s) not in woken]
-        self._waiting = collections.deque(sorted([*self._waiting, *samples], key=_age))
-
-    def _reclaim(self, num: int, keeper: LiveSample | None = None) -> bool:
-        """Whether so many pages are free, once those of samples between turns are taken, the youngest first,
-        as far as need be; not the keeper's."""
-        if self.pages.num_free < num:
-            for sample in sorted([*self._waiting, *self.resting], key=_age, reverse=True):
-                if sample is not keeper and self.pages.num_free < num:
-                    self._leave(sample)
-        return self.pages.num_free >= num
-
-    def _num_held(self) -> int:
-        """What `_reclaim` could take; a prompt's pages stay its group's."""
-        holders = [s for s in (*self._waiting, *self.resting) if s.pages]
-        return sum(len(s.pages) - s.group.prompt_tokens // self._page_tokens for s in holders)
+        resumed = {id(s) for s in samples}
+        self.parked = [s for s in self.parked if id(s) not in resumed]
+        self._waiting = collections.deque(sorted([*self._waiting, *samples], key=lambda s: s.age))
 
     def branch(self, groups: list[LiveGroup]) -> None:
-        """Admits branches of finished samples, on the pages kept of these; what else was kept is let go."""
+        """Admit branches of finished samples on their pages; release all other pages of finished samples."""
         for group in groups:
-            assert group.parent is not None and group.prefix.stop < len(group.parent.tokens_T)
-            kept = self._kept[group.parent]
-            group.pages = self.pages.share(kept[: num_pages(group.prompt_tokens, self._page_tokens)])
+            assert group.parent is not None and group.num_parent_tokens < len(group.parent.tokens_T)
+            pages = self._finished_pages[group.parent]
+            group.pages = self.pages.share(pages[: self._pages_of(group.prompt_tokens)])
             group.num_unfinished = len(group.samples_G)
             self._admitted.append(group)
             self._waiting.extend(group.samples_G)
-        for pages in self._kept.values():
+        for pages in self._finished_pages.values():
             self.pages.release(pages)
-        self._kept.clear()
+        self._finished_pages.clear()
 
-    def _has_room(self, group: LiveGroup, promised: int) -> bool:
-        """Whether its prompt and a first sample fit beside what is promised to samples before it, and any one
-        admitted sample can get to its end."""
+    def _reclaim(self, num: int, keep: LiveSample | None = None) -> bool:
+        """Release pages of samples between turns, youngest first, until `num` pages are free; True if they
+        are. The sample `keep` keeps its pages."""
+        if self.pages.num_free < num:
+            for sample in sorted(self._between_turns(), key=lambda s: s.age, reverse=True):
+                if sample is not keep and self.pages.num_free < num:
+                    self._release(sample)
+        return self.pages.num_free >= num
+
+    def _num_reclaimable(self) -> int:
+        """Number of pages that `_reclaim` could release; a prompt's pages stay with its group."""
+        return sum(
+            len(s.pages) - s.group.prompt_tokens // self._page_tokens
+            for s in self._between_turns()
+            if s.pages
+        )
+
+    def _between_turns(self) -> list[LiveSample]:
+        return [*self._waiting, *self.parked]
+
+    def _fits(self, group: LiveGroup, num_reserved: int) -> bool:
+        """True if its prompt and a first sample fit beside the reserved pages, and any one admitted sample
+        can reach its maximum length."""
         groups = [*self._admitted, group]
-        held = sum(num_pages(g.prompt_tokens, self._page_tokens) for g in groups)
+        prompt_pages = sum(self._pages_of(g.prompt_tokens) for g in groups)
         largest = max(own_pages(g.prompt_tokens, g.max_tokens, self._page_tokens) for g in groups)
-        now = num_pages(group.prompt_tokens, self._page_tokens) + self._first_pages(group)
-        return held + largest <= self.pages.num_pages and now + promised <= self.pages.num_free
+        now = self._pages_of(group.prompt_tokens) + self._start_pages(group)
+        return prompt_pages + largest <= self.pages.num_pages and now + num_reserved <= self.pages.num_free
 
-    def _first_pages(self, group: LiveGroup) -> int:
-        """What a sample needs to enter with one token and leave its reserve."""
+    def _start_pages(self, group: LiveGroup) -> int:
+        """Pages that a sample needs to be scheduled with one token and leave one in reserve."""
         most = own_pages(group.prompt_tokens, group.max_tokens, self._page_tokens)
         return min(own_pages(group.prompt_tokens, 2, self._page_tokens) + 1, most)
 
-    def _reserve(self) -> int:
-        """Running samples that may need a page more than they have."""
-        return sum(len(s.pages) < self._most_pages(s.group) for s in self.running)
+    def _num_reserved(self) -> int:
+        """Number of running samples that may need one more page."""
+        return sum(len(s.pages) < self._max_pages(s.group) for s in self.running)
 
-    def _lacking(self, sample: LiveSample, num_steps: int) -> int:
-        """Pages it has too few for its newest token and num_steps - 1 more, as far as it may have them."""
-        reach = num_pages(sample.num_positions + num_steps - 1, self._page_tokens)
-        return max(min(reach, self._most_pages(sample.group)) - len(sample.pages), 0)
+    def _num_missing(self, sample: LiveSample, num_steps: int) -> int:
+        """Pages missing for its newest token and num_steps - 1 more, up to its maximum length."""
+        needed = self._pages_of(sample.num_positions + num_steps - 1)
+        return max(min(needed, self._max_pages(sample.group)) - len(sample.pages), 0)
 
-    def _most_pages(self, group: LiveGroup) -> int:
-        """What one of its samples holds at its longest, shared pages included."""
-        return num_pages(group.prompt_tokens + group.max_tokens - 1, self._page_tokens)
+    def _max_pages(self, group: LiveGroup) -> int:
+        """Pages of one of its samples at maximum length, shared pages included."""
+        return self._pages_of(group.prompt_tokens + group.max_tokens - 1)
 
-    def _pause(self, sample: LiveSample) -> None:
+    def _pages_of(self, num_positions: int) -> int:
+        return num_pages(num_positions, self._page_tokens)
+
+    def _preempt(self, sample: LiveSample) -> None:
         self.running.remove(sample)
-        self._leave(sample)
+        self._release(sample)
         self._waiting.appendleft(sample)
-        self.num_pauses += 1
+        self.num_preemptions += 1
 
-    def _leave(self, sample: LiveSample) -> None:
+    def _release(self, sample: LiveSample) -> None:
         self.pages.release(sample.pages)
         sample.pages, sample.is_running, sample.num_cached = [], False, 0

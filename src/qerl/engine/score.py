@@ -1,11 +1,11 @@
-"""The logprob of every sampled token under the weights as they now are, as a decode step would have it.
+"""Compute the logprob of every sampled token under the current weights, as a decode step would.
 
-    prompts      by replay.py, each once; the last row of each predicts its samples' first tokens
-    samples      the same, their rows beside the prompt's pages; row i predicts token i + 1
-    logprobs     by the draw's own head, of given tokens
+    prompts      by teacher_forcing.py, once each; a prompt's last row predicts its samples' first tokens
+    samples      likewise, on the prompt's pages; row i predicts token i + 1
+    logprobs     of the known tokens, by the sampler
 
-As many samples at a time as there are pages for, prompts in front of each lot again. Bit for bit what
-sampling recorded, if the weights and the noise are those of then: tests/parity/test_exact.py.
+Samples come in batches that fit into the cache; each batch computes its prompts again. The logprobs are bit
+for bit those recorded during sampling if weights and noise are the same: tests/parity/test_exact.py.
 """
 
 import dataclasses
@@ -16,100 +16,94 @@ from torch import Tensor
 
 from qerl.engine.kv_cache import KVCache
 from qerl.engine.page_pool import PagePool
-from qerl.engine.prefill import PrefillRun
+from qerl.engine.prefill import PrefillChunk
 from qerl.engine.sampler import Sampler
 from qerl.engine.scheduler import num_pages, own_pages
 from qerl.engine.teacher_forcing import TeacherForcing
-from qerl.types import Group, Prompt, Sample
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Seat:
-    """A sample with its pages."""
-
-    sample: Sample
-    prompt: Prompt
-    prompt_index: int
-    """Among the prompts of its lot."""
-    pages: list[int]
-    noise_row: int
+from qerl.types import Group
 
 
 @dataclasses.dataclass(slots=True)
-class _Batch:
-    """What has pages at the same time."""
+class _ScoreBatch:
+    """Prompts and samples whose pages fit into the cache together."""
 
-    prompts: list[PrefillRun] = dataclasses.field(default_factory=list)
-    seats: list[_Seat] = dataclasses.field(default_factory=list)
+    prompts: list[PrefillChunk] = dataclasses.field(default_factory=list)
+    samples: list[PrefillChunk] = dataclasses.field(default_factory=list)
+    """All tokens of each sample, the last one too, which is predicted and not computed."""
+    prompt_indices: list[int] = dataclasses.field(default_factory=list)
+    """For each sample, the index of its prompt."""
 
 
 def score(
     groups: list[Group],
     noise_rows: list[tuple[int, list[int]]],
     cache: KVCache,
-    replay: TeacherForcing,
-    draw: Sampler,
+    teacher_forcing: TeacherForcing,
+    sampler: Sampler,
 ) -> Tensor:
-    """fp32 [tokens], group by group, sample by sample; noise_rows: each group's, as NoiseTable.rows has
-    them."""
-    return torch.cat([_scored(lot, cache, replay, draw) for lot in _lots(groups, noise_rows, cache)])
+    """Return fp32 [tokens], group by group and sample by sample; noise_rows are those of NoiseTable.rows."""
+    batches = _split_batches(groups, noise_rows, cache)
+    return torch.cat([_score_batch(batch, cache, teacher_forcing, sampler) for batch in batches])
 
 
-def _lots(groups: list[Group], noise_rows: list[tuple[int, list[int]]], cache: KVCache) -> list[_Batch]:
-    """In the samples' order; each sample fits into the cache beside its prompt."""
-    page_tokens, lots, pages = cache.page_tokens, [_Batch()], PagePool(cache.num_pages)
+def _split_batches(
+    groups: list[Group], noise_rows: list[tuple[int, list[int]]], cache: KVCache
+) -> list[_ScoreBatch]:
+    """Keep the samples' order; any one sample fits into the cache beside its prompt."""
+    page_tokens, batches, pool = cache.page_tokens, [_ScoreBatch()], PagePool(cache.num_pages)
     for group, (prompt_row, rows_G) in zip(groups, noise_rows, strict=True):
         P = len(group.prompt.tokens_T)
-        shared: list[int] | None = None
+        prompt_pages: list[int] | None = None
         for sample, noise_row in zip(group.samples_G, rows_G, strict=True):
             num_own = own_pages(P, len(sample.tokens_T), page_tokens)
-            if num_own + (num_pages(P, page_tokens) if shared is None else 0) > pages.num_free:
-                lots.append(_Batch())
-                pages, shared = PagePool(cache.num_pages), None
-            if shared is None:
-                shared = pages.take(num_pages(P, page_tokens))
-                lots[-1].prompts.append(PrefillRun(group.prompt.tokens_T, 0, shared, prompt_row))
-            own = shared[: P // page_tokens] + pages.take(num_own)
-            lots[-1].seats.append(_Seat(sample, group.prompt, len(lots[-1].prompts) - 1, own, noise_row))
-    return lots
+            if num_own + (num_pages(P, page_tokens) if prompt_pages is None else 0) > pool.num_free:
+                batches.append(_ScoreBatch())
+                pool, prompt_pages = PagePool(cache.num_pages), None
+            batch = batches[-1]
+            if prompt_pages is None:
+                prompt_pages = pool.allocate(num_pages(P, page_tokens))
+                batch.prompts.append(PrefillChunk(group.prompt.tokens_T, 0, prompt_pages, prompt_row))
+            pages = prompt_pages[: P // page_tokens] + pool.allocate(num_own)
+            batch.samples.append(PrefillChunk(sample.tokens_T, P, pages, noise_row))
+            batch.prompt_indices.append(len(batch.prompts) - 1)
+    return batches
 
 
-def _scored(lot: _Batch, cache: KVCache, replay: TeacherForcing, draw: Sampler) -> Tensor:
-    hidden_PD = replay(lot.prompts)
-    device, seats = hidden_PD.device, lot.seats
-    partial = [s for s in seats if len(s.prompt.tokens_T) % cache.page_tokens and len(s.sample.tokens_T) > 1]
-    if partial:
-        places = [len(s.prompt.tokens_T) // cache.page_tokens for s in partial]
-        sources = [lot.prompts[s.prompt_index].pages[-1] for s in partial]
-        cache.copy_pages(sources, [s.pages[place] for s, place in zip(partial, places, strict=True)])
-    prompt_S = torch.tensor([s.prompt_index for s in seats], device=device)
-    hidden_BD = _padded(hidden_PD[prompt_S], replay.rows).split(replay.rows)
-    first_S = _logprobs(draw, hidden_BD, [s.sample.tokens_T[0] for s in seats], replay.rows, device)
-    lengths = torch.tensor([len(s.sample.tokens_T) for s in seats])
+def _score_batch(
+    batch: _ScoreBatch, cache: KVCache, teacher_forcing: TeacherForcing, sampler: Sampler
+) -> Tensor:
+    rows = teacher_forcing.rows
+    hidden_PD = teacher_forcing(batch.prompts)
+    device = hidden_PD.device
+    hidden_BD = _padded(hidden_PD[torch.tensor(batch.prompt_indices, device=device)], rows).split(rows)
+    first_S = _logprobs(sampler, hidden_BD, [s.tokens_T[0] for s in batch.samples], rows, device)
+    pairs = zip(batch.samples, batch.prompt_indices, strict=True)
+    longer = [(s, batch.prompts[index].pages) for s, index in pairs if len(s.tokens_T) > 1]
+    if not longer:
+        return first_S
+    cache.copy_partial_pages([(s.first_position, pages, s.pages) for s, pages in longer])
+    chunks = [dataclasses.replace(s, tokens_T=s.tokens_T[:-1]) for s, _ in longer]
+    later_tokens = [token for s, _ in longer for token in s.tokens_T[1:]]
+    later_T = _logprobs(sampler, teacher_forcing.hidden_states(chunks), later_tokens, rows, device)
+    lengths = torch.tensor([len(s.tokens_T) for s in batch.samples])
     is_first_T = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     is_first_T[lengths.cumsum(0) - lengths] = True
     logprobs_T = torch.empty(len(is_first_T), device=device)
     logprobs_T[is_first_T.to(device)] = first_S
-    rest = [s for s in seats if len(s.sample.tokens_T) > 1]
-    if rest:
-        runs = [
-            PrefillRun(s.sample.tokens_T[:-1], len(s.prompt.tokens_T), s.pages, s.noise_row) for s in rest
-        ]
-        tokens = [token for s in rest for token in s.sample.tokens_T[1:]]
-        logprobs_T[~is_first_T.to(device)] = _logprobs(draw, replay.chunks(runs), tokens, replay.rows, device)
+    logprobs_T[~is_first_T.to(device)] = later_T
     return logprobs_T
 
 
 def _logprobs(
-    draw: Sampler, hidden: Iterable[Tensor], tokens: list[int], rows: int, device: torch.device
+    sampler: Sampler, hidden: Iterable[Tensor], tokens: list[int], rows: int, device: torch.device
 ) -> Tensor:
-    """Of the token after each hidden state, which come [rows, D] at a time, the last ones padded."""
+    """Return the logprob of each token after its hidden state; these come [rows, D] at a time, padded."""
     parts, tokens_CB = [], _padded(torch.tensor(tokens), rows).to(device).view(-1, rows)
     for hidden_BD in hidden:
-        parts.append(draw.score(hidden_BD, tokens_CB[len(parts)]))
+        parts.append(sampler.score(hidden_BD, tokens_CB[len(parts)]))
     return torch.cat(parts)[: len(tokens)]
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """With zeros behind, so that its rows are a multiple."""
+    """Append zeros until the number of rows is a multiple of `rows`."""
     return torch.cat((x, x.new_zeros(-len(x) % rows, *x.shape[1:])))

@@ -1,12 +1,12 @@
-"""Draws one token from each row of logits, and the log of the probability that it had.
+"""Sample one token from each row of logits, with its log-probability.
 
     p_V = softmax(logits_V / temperature) over the kept tokens
-    token = the first v with p_0 + ... + p_v > u * (p_0 + ... + p_V-1)       u in [0, 1), one a token
+    token = the first v with p_0 + ... + p_v > u * (p_0 + ... + p_V-1)       u in [0, 1), one per token
 
 top_k, top_p and min_p each keep a prefix of the tokens sorted by probability, so the shortest prefix wins and
 all three together are one threshold on the logits; tokens that tie with the last kept one are kept too.
-The inverse runs over the vocabulary's own order, first over the sums of 256 tokens, then within one of them:
-[128, 49152] take 3 ms on two CPU cores, where a cumulative sum alone takes 8 ms and a sort 400 ms. A row's
+Inverse transform sampling in vocabulary order, first over sums of 256 tokens, then within one of these
+chunks: [128, 49152] take 3 ms on two CPU cores; a cumulative sum alone takes 8 ms, a sort 400 ms. A row's
 result depends on that row alone. B is the rows, C the chunks of 256 tokens.
 """
 
@@ -19,22 +19,22 @@ from torch import Tensor
 from qerl.types import Sampling
 
 _CHUNK_TOKENS = 256
-_FIRST_CANDIDATES = 64  # what top_p looks at first; a peaked distribution needs no more
+_FIRST_CANDIDATES = 64  # enough for top_p in a peaked distribution
 
 
-def sample(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens_B, logprobs_B); a row without finite probabilities gets a NaN logprob.
+def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (tokens_B, logprobs_B); a row without finite probabilities gets a NaN logprob.
 
-    Greedy (temperature 0) ignores the uniforms and the truncation; its logprob is that of temperature 1.
+    Greedy (temperature 0) ignores uniforms and truncation; its logprob is that of temperature 1.
     """
     assert logits_BV.dtype == torch.float32 and uniforms_B.dtype == torch.float64
     if sampling.temperature == 0:
         return _greedy(logits_BV)
-    return _draw(_probabilities(logits_BV, sampling), uniforms_B)
+    return _inverse_transform(_probabilities(logits_BV, sampling), uniforms_B)
 
 
-def score(logits_BV: Tensor, sampling: Sampling, tokens_B: Tensor) -> Tensor:
-    """logprobs_B of given tokens, by the operations that `sample` draws with; -inf where it would not."""
+def score_tokens(logits_BV: Tensor, sampling: Sampling, tokens_B: Tensor) -> Tensor:
+    """Return logprobs_B of known tokens with the operations of `sample_tokens`; -inf for excluded tokens."""
     assert logits_BV.dtype == torch.float32 and sampling.temperature > 0
     return _probabilities(logits_BV, sampling).gather(1, tokens_B[:, None])[:, 0].log()
 
@@ -52,7 +52,7 @@ def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     return tokens_B, logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
 
 
-def _draw(p_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+def _inverse_transform(p_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     vocab_size = p_BV.shape[1]
     padded_BV = F.pad(p_BV, (0, -vocab_size % _CHUNK_TOKENS)) if vocab_size % _CHUNK_TOKENS else p_BV
     chunks_BCV = padded_BV.view(len(p_BV), -1, _CHUNK_TOKENS)
@@ -67,18 +67,18 @@ def _draw(p_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(cumulative_BV: Tensor, target_B1: Tensor) -> Tensor:
-    """The first place whose cumulative sum is above the target: its own share is then above zero.
+    """Return the first index whose cumulative sum exceeds the target; its own probability is then above zero.
 
-    Rounding may lift the target to the row's sum or over it; held just below, it finds the last such place.
+    Rounding may lift the target to the row's sum or above; clamped just below, it finds the last such index.
     """
     total_B1 = cumulative_BV[:, -1:]
     target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-    place_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-    return place_B1.clamp(max=cumulative_BV.shape[1] - 1)  # a row of NaNs finds no place
+    index_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
+    return index_B1.clamp(max=cumulative_BV.shape[1] - 1)  # a row of NaNs has no such index
 
 
 def _threshold(scaled_BV: Tensor, sampling: Sampling) -> Tensor | None:
-    """The least scaled logit that is kept, [B, 1]; None keeps all."""
+    """Return the smallest scaled logit that is kept, [B, 1]; None keeps all."""
     bounds = []
     if sampling.top_k is not None and sampling.top_k < scaled_BV.shape[1]:
         bounds.append(scaled_BV.topk(sampling.top_k, dim=-1).values[:, -1:])
@@ -91,24 +91,24 @@ def _threshold(scaled_BV: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def _nucleus_threshold(scaled_BV: Tensor, top_p: float) -> Tensor:
-    """The logit at which the sum of the probabilities, largest first, reaches top_p.
+    """Return the logit at which the sum of the probabilities, largest first, reaches top_p.
 
-    Looks at ever more candidates until every row's reach top_p; how many does not change a row's threshold.
+    The number of candidates grows until every row reaches top_p; it does not change a row's threshold.
     """
     vocab_size = scaled_BV.shape[1]
     log_total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
     threshold_B1 = torch.full_like(log_total_B1, -torch.inf)
-    open_B = torch.arange(len(scaled_BV), device=scaled_BV.device)
+    pending_B = torch.arange(len(scaled_BV), device=scaled_BV.device)
     num_candidates = _FIRST_CANDIDATES
-    while len(open_B):
+    while len(pending_B):
         num_candidates = min(num_candidates, vocab_size)
-        values_BV = scaled_BV[open_B].topk(num_candidates, dim=-1).values
-        mass_BV = (values_BV - log_total_B1[open_B]).exp().double().cumsum(-1)
-        is_closed_B = mass_BV[:, -1] >= top_p
-        place_B = torch.searchsorted(mass_BV, torch.full_like(mass_BV[:, :1], top_p)).clamp(
+        values_BV = scaled_BV[pending_B].topk(num_candidates, dim=-1).values
+        mass_BV = (values_BV - log_total_B1[pending_B]).exp().double().cumsum(-1)
+        is_done_B = mass_BV[:, -1] >= top_p
+        index_B = torch.searchsorted(mass_BV, torch.full_like(mass_BV[:, :1], top_p)).clamp(
             max=num_candidates - 1
         )
-        threshold_B1[open_B[is_closed_B]] = values_BV.gather(1, place_B)[is_closed_B]
-        open_B = open_B[~is_closed_B] if num_candidates < vocab_size else open_B[:0]
+        threshold_B1[pending_B[is_done_B]] = values_BV.gather(1, index_B)[is_done_B]
+        pending_B = pending_B[~is_done_B] if num_candidates < vocab_size else pending_B[:0]
         num_candidates *= 8
     return threshold_B1

@@ -121,7 +121,7 @@ class Batcher:
                 sampling=batch[0].sampling,
                 seed=0,
                 step=0,
-                watch=watch,
+                on_token=watch,
             )
         except Exception as failure:  # a failed call must not end the server
             error = failure

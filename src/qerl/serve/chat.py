@@ -92,7 +92,7 @@ class Chat:
             ),
             seed=self._seed,
             step=0,
-            watch=watch,
+            on_token=watch,
         )
         self._out.write("\n")
         self._out.flush()

@@ -63,7 +63,7 @@ def run_longest_request(model: LoadedModel, options: ServeOptions) -> None:
         sampling=Sampling(max_tokens=num_tokens - 1),
         seed=0,
         step=0,
-        watch=lambda *_: True,
+        on_token=lambda *_: True,
     )
 
 

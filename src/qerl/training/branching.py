@@ -34,7 +34,7 @@ class BranchingRollouts:
         """Return the step's groups with advantages, followed by the groups of branches."""
         config, success = self._config, fitted(self._tries)
         sampled_P, rewards_P_G, branched_P, branch_rewards_P_G, ratios = [], [], [], [], []
-        for batch in self._engine.lots(
+        for batch in self._engine.branch_batches(
             self._train_prompts(step, config.num_prompts, 0),
             num_samples=config.num_generations,
             sampling=sampling_of(config),
