@@ -74,7 +74,7 @@ def test_every_size_has_a_tile_that_fits(head_format, D):
         return
     for M in (*range(1, 258), 1024):
         tile = op.choose_tile(M, head_format, D)
-        assert D % tile.k_block == 0 and tile.stages >= 2 and tile.tokens % tile.dump == 0
+        assert D % tile.k_block == 0 and tile.stages >= 2 and tile.tokens % tile.reduce_tokens == 0
         assert (tile.shared_bytes + 1024) * tile.ctas_per_sm <= 228 * 1024
         assert tile.threads * tile.ctas_per_sm <= 2048 and tile.threads <= 1024
 

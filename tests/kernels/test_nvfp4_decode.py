@@ -67,7 +67,7 @@ def test_a_packed_word_decodes_to_code_times_scale():
 
 def decoded(words):
     """What a kernel makes of words before it multiplies by scales: rows g and g + 8, then both at k + 8."""
-    source = resources.files("qerl.kernels").joinpath("nvfp4_codes.cu").read_text()
+    source = resources.files("qerl.kernels").joinpath("cuda", "nvfp4_codes.cuh").read_text()
     (mask,) = re.findall(r"const u32 m = (0x\w+)u", source)
     assigned = re.findall(r"a\[(\d)\] = mul_\w*\((.*), s\)", source)
     assert [int(i) for i, _ in assigned] == [0, 1, 2, 3]

@@ -21,7 +21,6 @@ early launch of what follows.
 import dataclasses
 import functools
 import struct
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -214,7 +213,7 @@ class DecodeAttention:
             "STAGES": stages,
             "CTAS": shape.ctas_per_sm,
         }
-        module = nvrtc.CudaModule(source(), defines, self._device, self._cache_folder)
+        module = nvrtc.CudaModule("decode_attention.cu", defines, self._device, self._cache_folder)
         kernel = module.kernel("decode_attention", stages * stage_bytes + 4 * self._max_rows)
         status, resident = kernel.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             kernel.function, _THREADS, kernel.shared_bytes
@@ -228,9 +227,9 @@ class DecodeAttention:
 
         shape = {"H": self._head_size, "GROUP": self._heads // self._kv_heads, "KV_HEADS": self._kv_heads}
         others = {"PAGE": self._page_tokens, "CHUNK": CHUNK, "FP8": int(self._kv_dtype != torch.bfloat16)}
-        text = _text("_units") + _text("_put")
-        module = nvrtc.CudaModule(text, shape | others, self._device, self._cache_folder)
-        return module.kernel("decode_attention_put", 0)
+        defines = shape | others
+        module = nvrtc.CudaModule("decode_attention_write.cu", defines, self._device, self._cache_folder)
+        return module.kernel("decode_attention_write", 0)
 
     def attend_together(
         self,
@@ -312,12 +311,3 @@ class DecodeAttention:
             assert (scales is None) == (self._kv_dtype == torch.bfloat16)
             assert scales is None or (scales.shape == shape[:3] and scales.dtype == torch.float32)
             assert scales is None or scales.is_contiguous()
-
-
-def source() -> str:
-    """The kernel's CUDA C++."""
-    return _text("_units") + _text("")
-
-
-def _text(part: str) -> str:
-    return resources.files("qerl.kernels").joinpath(f"decode_attention{part}.cu").read_text()

@@ -220,7 +220,7 @@ def _copied(x_TK: Tensor, y_TK: Tensor) -> Tensor:
     (T, K), strides = x_TK.shape, (x_TK.stride(0), y_TK.stride(0))
     if T == 0 or not row_kernel.are_vectors(x_TK, y_TK):
         return y_TK.copy_(x_TK)
-    kernel = row_kernel.kernel("joined_linear.cu", "copy_rows", x_TK.device, PARTS=1)
+    kernel = row_kernel.kernel("fused_linear.cu", "copy_rows", x_TK.device, PARTS=1)
     kernel.launch(grid=T, block_threads=256, parameters=(x_TK, y_TK, T, K, *strides))
     return y_TK
 
@@ -267,7 +267,7 @@ def _place_adapters(b_NR: Tensor, parts: Sequence[LinearPart]) -> None:
         column_ends = itertools.accumulate(_rank(part) for part in parts)
         addresses = (0 if b is None else b.data_ptr() for b in tensors)
         packed = struct.pack(f"{len(parts)}Q{2 * len(parts)}i", *addresses, *row_ends, *column_ends)
-        kernel = row_kernel.kernel("joined_linear.cu", "place_adapters", b_NR.device, PARTS=len(parts))
+        kernel = row_kernel.kernel("fused_linear.cu", "place_adapters", b_NR.device, PARTS=len(parts))
         kernel.launch(
             grid=-(-rows * (columns // 8) // 256),
             block_threads=256,

@@ -21,7 +21,6 @@ depend on M, the other rows or the tile that M chose: tests/kernels/test_head_sa
 
 import dataclasses
 import struct
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ WEIGHT_TILE_BYTES = 2304  # 64 x 64 of NVFP4
 FP8_BLOCK = 128
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _MASK = 2**32 - 1
-_DRAWS, _LOGITS, _SCORES = 0, 1, 2  # what the product leaves
+_DRAWS, _LOGITS, _SCORES = 0, 1, 2  # what the product writes
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -158,7 +157,7 @@ class HeadTile:
     """1: four more warps reduce."""
 
     @property
-    def dump(self) -> int:
+    def reduce_tokens(self) -> int:
         """Tokens that are reduced together."""
         widths = (32, 16, 8) if self.warpgroups < 4 else (16, 8)
         return next(width for width in widths if self.tokens % width == 0)
@@ -171,9 +170,11 @@ class HeadTile:
 
     @property
     def scratch_bytes(self) -> int:
-        stride = self.tokens + 8 if self.split and self.tokens > 32 else 40 if self.dump == 32 else 20
+        stride = (
+            self.tokens + 8 if self.split and self.tokens > 32 else 40 if self.reduce_tokens == 32 else 20
+        )
         groups = 1 if self.split else self.warpgroups
-        return self.warpgroups * 4 * 16 * stride * 4 + groups * 2 * 4 * self.dump * 20
+        return self.warpgroups * 4 * 16 * stride * 4 + groups * 2 * 4 * self.reduce_tokens * 20
 
     @property
     def stages(self) -> int:
@@ -202,7 +203,7 @@ class HeadTile:
             "KB": self.k_block,
             "STAGES": self.stages,
             "CTAS": self.ctas_per_sm,
-            "DUMP": self.dump,
+            "REDUCE": self.reduce_tokens,
             "SPLIT": self.split,
             "REGISTERS": self.registers,
         }
@@ -257,7 +258,7 @@ class HeadSample:
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """fp32 [M, V], not divided by a temperature: the very numbers that the draws use."""
         logits_MV = torch.empty(len(hidden_MD), self._v, device=self._device)
-        self._multiply(hidden_MD, None, None, None, logits_MV, gives=_LOGITS)
+        self._multiply(hidden_MD, None, None, None, logits_MV, output=_LOGITS)
         return logits_MV
 
     def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor:
@@ -265,7 +266,7 @@ class HeadSample:
         m = len(hidden_MD)
         tokens_M = targets_M.int()
         logprobs_M = torch.empty(m, device=self._device)
-        self._multiply(hidden_MD, targets_M, tokens_M, temperature, None, gives=_SCORES)
+        self._multiply(hidden_MD, targets_M, tokens_M, temperature, None, output=_SCORES)
         pointers = (self._partials, None, None, None, tokens_M, logprobs_M, None, None, None, None)
         self._finish(m, pointers, (0, 0, 0), step=0)
         return logprobs_M
@@ -277,7 +278,7 @@ class HeadSample:
         m = len(hidden_MD)
         tokens_M = torch.empty(m, dtype=torch.int32, device=self._device)
         logprobs_M = torch.empty(m, device=self._device)
-        self._multiply(hidden_MD, keys_M, positions_M, temperature, None, gives=_DRAWS)
+        self._multiply(hidden_MD, keys_M, positions_M, temperature, None, output=_DRAWS)
         pointers = (self._partials, None, None, None, tokens_M, logprobs_M, None, None, None, None)
         self._finish(m, pointers, (0, 0, 0), step=0)
         return tokens_M, logprobs_M
@@ -293,12 +294,12 @@ class HeadSample:
             assert ring.dtype == dtype and ring.shape[1] >= m and ring.stride(1) == 1
         assert stop_tokens.dtype == torch.int32 and stop_tokens.is_contiguous()
         assert state.place_1.dtype == torch.int32
-        self._multiply(hidden_MD, state.keys_B, state.positions_B, temperature, None, gives=_DRAWS)
+        self._multiply(hidden_MD, state.keys_B, state.positions_B, temperature, None, output=_DRAWS)
         pointers = (self._partials, stop_tokens, *rows, None, *rings, state.place_1, self._arrived)
         sizes = (stop_tokens.numel(), rings[0].stride(0), rings[1].stride(0))
         self._finish(m, pointers, sizes, step=1)
 
-    def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV, *, gives: int) -> None:
+    def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV, *, output: int) -> None:
         m = len(hidden_MD)
         assert hidden_MD.shape == (m, self._d) and hidden_MD.dtype == torch.bfloat16
         assert hidden_MD.is_contiguous() and hidden_MD.data_ptr() % 16 == 0
@@ -317,7 +318,7 @@ class HeadSample:
         else:
             tiles, factors = self.head.tiles, self.head.factors_V
         pointers = (keys, positions, temperature, factors, self._partials, logits_MV)
-        self._kernel(tile, gives).launch(
+        self._kernel(tile, output).launch(
             grid=min(self._num_sms * tile.ctas_per_sm, -(-self._v // CHUNK)),
             block_threads=tile.threads,
             parameters=(
@@ -339,55 +340,18 @@ class HeadSample:
         finish = struct.pack("10Q4i", *map(_address, pointers), -(-self._v // CHUNK), *sizes)
         self._finish_kernel(step).launch(grid=m, block_threads=512, parameters=(finish,))
 
-    def _compile(self, tile: HeadTile, gives: int):
-        defines = {**tile.defines, "GIVES": gives}
-        return self._module(source(tile), defines).kernel("head_sample", tile.shared_bytes)
+    def _compile(self, tile: HeadTile, output: int):
+        module = self._module("head_sample.cu", {**tile.defines, "OUTPUT": output})
+        return module.kernel("head_sample", tile.shared_bytes)
 
     def _compile_finish(self, step: int):
-        return self._module(_text("head_finish.cu"), {"STEP": step}).kernel("head_finish", 0)
+        return self._module("head_finish.cu", {"STEP": step}).kernel("head_finish", 0)
 
-    def _module(self, text: str, defines: dict[str, int]):
+    def _module(self, file: str, defines: dict[str, int]):
         from qerl.kernels import nvrtc
 
-        return nvrtc.CudaModule(text, defines, self._device, self._folder)
-
-
-def source(tile: HeadTile) -> str:
-    """The kernel's CUDA C++ with its products and their instruction, of this width, put in."""
-    product = _wgmma(tile.tokens, in_registers=tile.format != 0) + _text("head_product.cu")
-    if tile.format == 2:
-        product = _text("nvfp4_codes.cu") + product
-    return _text("head_sample.cu").replace("// PRODUCT\n", product)
-
-
-def _text(name: str) -> str:
-    return resources.files("qerl.kernels").joinpath(name).read_text()
+        return nvrtc.CudaModule(file, defines, self._device, self._folder)
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _wgmma(tokens: int, *, in_registers: bool) -> str:
-    """d += a b of a warpgroup: 64 rows, 16 k, `tokens` columns; descriptors are given by their first word."""
-    sums = tokens // 2  # in each thread
-    into = ", ".join(f"%{i}" for i in range(sums))
-    held = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(sums))
-    names = [f"%{sums + i}" for i in range(6)]
-    if in_registers:
-        first, a = "const u32* a", '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
-        registers = f"{{.reg .b64 b; mov.b64 b, {{{names[4]}, {names[5]}}}; "
-        operands = f"{{{', '.join(names[:4])}}}, b, 1, 1, 1, 0"
-    else:
-        first, a = "u32 a", '"r"(a)'
-        registers = f"{{.reg .b64 a, b; mov.b64 a, {{{names[0]}, {names[2]}}}; "
-        registers += f"mov.b64 b, {{{names[1]}, {names[2]}}}; "
-        operands = "a, b, 1, 1, 1, 0, 0"
-    return f"""__device__ __forceinline__ void wgmma(float (*d)[4], {first}, u32 desc) {{
-  asm volatile(
-      "{registers}"
-      "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{into}}}, {operands};}}"
-      : {held}
-      : {a}, "r"(desc), "n"(0x40000040));
-}}
-"""

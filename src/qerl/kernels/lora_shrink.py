@@ -18,7 +18,6 @@ kernels do; torch's do not.
 import dataclasses
 import enum
 import struct
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -188,8 +187,7 @@ class LoraShrink:
             "WARPS": _WARPS,
             "CLUSTER": split.cluster,
         }
-        source = resources.files("qerl.kernels").joinpath("shrink.cu").read_text()
-        module = nvrtc.CudaModule(source, defines, self._device, self._cache_folder)
+        module = nvrtc.CudaModule("lora_shrink.cu", defines, self._device, self._cache_folder)
         return module.kernel(name, 0, cluster=split.cluster)
 
 

@@ -5,8 +5,8 @@
     y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F
 
 M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank; alpha is fp32, one
-number for a row. u is made in the same launch, ahead of the rest (nvfp4_shrink.cu), and waited for only where
-it is added. y is rounded to bfloat16, but not where a residual is added: that is fp32, and so is the sum.
+number for a row. u is computed in the same launch (nvfp4_shrink.cuh) and waited for only where it is added.
+y is rounded to bfloat16, but not where a residual is added: that is fp32, and so is the sum.
 
 Layout, exactly invertible, one for every M:
 
@@ -33,7 +33,6 @@ import dataclasses
 import struct
 from collections.abc import Callable
 from functools import partial
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -48,7 +47,6 @@ MAX_LOW_RANK_ROWS = 384  # of all a that read one x
 ALPHA_FACTOR = 2.0**19
 
 _PLACED = 0x81C081C0  # where the bits of two codes lie in two bfloat16
-_PARTS = ("nvfp4_codes", "nvfp4_instructions", "nvfp4_shrink", "nvfp4_decode")
 _NO_GROUP = 2**31 - 1
 _SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B have more
 _PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)
@@ -255,31 +253,8 @@ class NVFP4Decode:
             "U_WORDS": _U_WORDS,
             "GIVEN_U": given_u,
         }
-        module = nvrtc.CudaModule(source(tile.tokens), defines, self._device, self._cache_folder)
+        module = nvrtc.CudaModule("nvfp4_decode.cu", defines, self._device, self._cache_folder)
         return module.kernel("nvfp4_decode", tile.shared_bytes), nvrtc.tensor_map
-
-
-def source(tokens: int) -> str:
-    """The kernel's CUDA C++ with the product instruction of this width put in."""
-    folder = resources.files("qerl.kernels")
-    parts = [folder.joinpath(f"{name}.cu").read_text() for name in _PARTS]
-    return "".join(parts).replace("// WGMMA\n", _product(tokens))
-
-
-def _product(tokens: int) -> str:
-    """d += a b of a warpgroup: 64 rows, 16 k, `tokens` columns; desc is the first word of b's descriptor."""
-    sums = tokens // 2  # in each thread
-    into = ", ".join(f"%{i}" for i in range(sums))
-    held = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(sums))
-    return f"""__device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u32 desc) {{
-  asm volatile(
-      "{{.reg .b64 b; mov.b64 b, {{%{sums + 4}, %{sums + 5}}}; "
-      "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{into}}}, "
-      "{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, b, 1, 1, 1, 0;}}"
-      : {held}
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(0x40000040));
-}}
-"""
 
 
 def _packed_codes(each: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def unpack(tiles: Tensor, rows: UnpackRows, dtype: torch.dtype, *, out: Tensor |
         UnpackRows.GATE: (0, -1),
         UnpackRows.UP: (-1, 0),
     }[rows]
-    kernel = row_kernel.kernel("nvfp4_unpack.cu", "nvfp4_unpack", tiles.device, ahead=("nvfp4_codes.cu",))
+    kernel = row_kernel.kernel("nvfp4_unpack.cu", "nvfp4_unpack", tiles.device)
     kernel.launch(
         grid=len(tiles) * -(-tiles.shape[1] // 2),
         block_threads=256,

@@ -1,20 +1,24 @@
-"""CUDA C++ compiled while the program runs, and launched on torch's stream.
+"""Compile the CUDA C++ of kernels/cuda/ at run time with NVRTC, and launch it on torch's stream.
 
-NVRTC compiles the source once for a device; the cubin is kept on disk under a hash of the source, the
-options, the device's architecture and the versions of NVRTC and the driver, so that a later process reads
-it. No compiler is needed where it runs, only `cuda-bindings`, imported when the first module is made.
+A .cu file is compiled once per device and set of definitions; its headers (.cuh) are given to NVRTC by
+name. The cubin is cached on disk under a hash of the source, the headers, the options with the architecture,
+and the versions of NVRTC and the driver. No compiler is needed, only `cuda-bindings`, which is imported when
+the first module is made.
 
-A launch may begin before the kernel ahead of it on the stream has ended (programmatic dependent launch), so
-a kernel calls `griddepcontrol.wait` before it reads or writes what that one touches. It records into a CUDA
-graph like any other.
+A launch may begin before the previous kernel on the stream has ended (programmatic dependent launch), so a
+kernel calls `grid_dependency_wait` (launch.cuh) before it reads or writes what that kernel touches. Launches
+can be captured in a CUDA graph.
 """
 
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +33,28 @@ def cache_folder() -> Path:
 
 
 class CudaModule:
-    """One source with its definitions, compiled for one device."""
+    """A .cu file of kernels/cuda/, compiled with its definitions for one device."""
 
-    def __init__(self, source: str, defines: Mapping[str, int], device: torch.device, folder: Path):
+    def __init__(self, file: str, defines: Mapping[str, int], device: torch.device, folder: Path):
         assert device.type == "cuda"
         self._driver = importlib.import_module("cuda.bindings.driver")
         self._device = device
         torch.cuda.synchronize(device)  # the driver calls below need torch's context
         major, minor = torch.cuda.get_device_capability(device)
-        options = (f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}", "-default-device")
-        options += tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
-        cubin = _cubin(source, options, folder, self._driver)
+        architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+        cubin = _cached_cubin(file, defines, architecture, folder, self._driver)
         with torch.cuda.device(device):
             self._module = checked(self._driver.cuModuleLoadData(cubin))
 
     def kernel(self, name: str, shared_bytes: int, cluster: int = 1) -> "CudaKernel":
-        """cluster: CTAs that share their shared memory; above 8 a device need not be able to."""
+        """cluster: number of CTAs that access each other's shared memory; above 8 is not portable."""
         driver = self._driver
         function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
         attributes = driver.CUfunction_attribute
-        wanted = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)]
+        settings = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)]
         if cluster > 8:
-            wanted.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
-        for attribute, value in wanted:
+            settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        for attribute, value in settings:
             checked(driver.cuFuncSetAttribute(function, attribute, value))
         return CudaKernel(driver, self, function, shared_bytes, cluster, self._device)
 
@@ -61,7 +64,7 @@ class CudaKernel:
     """kernel.launch(grid=132, block_threads=160, parameters=[x, None, 8])"""
 
     driver: Any
-    module: CudaModule  # keeps the code loaded
+    module: CudaModule  # a reference, so that the code stays loaded
     function: Any
     shared_bytes: int
     cluster: int
@@ -82,23 +85,22 @@ class CudaKernel:
 
     def _attributes(self) -> list:
         driver, ids = self.driver, self.driver.CUlaunchAttributeID
-        early = driver.CUlaunchAttribute()
-        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
+        dependent = driver.CUlaunchAttribute()
+        dependent.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        dependent.value.programmaticStreamSerializationAllowed = 1
         if self.cluster == 1:
-            return [early]
-        together = driver.CUlaunchAttribute()
-        together.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        together.value.clusterDim.x = self.cluster
-        together.value.clusterDim.y = together.value.clusterDim.z = 1
-        return [early, together]
+            return [dependent]
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x = self.cluster
+        cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+        return [dependent, cluster]
 
 
 def tensor_map(x_MK: Tensor, rows: int, columns: int) -> bytes:
-    """A bulk copy's description of x_MK (16-bit) as [K / 64, M, 64]: boxes of [columns / 64, rows, 64].
+    """Return the tensor map of x_MK (16-bit) as [K / 64, M, 64], for copies of [columns / 64, rows, 64].
 
-    In shared memory each row of 64 has its 16-byte pieces exchanged as `wgmma`'s 128-byte swizzle wants
-    them; rows beyond M read as 0.
+    In shared memory each row of 64 is in `wgmma`'s 128-byte swizzle; rows past M read as 0.
     """
     driver = importlib.import_module("cuda.bindings.driver")
     (m, k), size = x_MK.shape, x_MK.element_size()
@@ -126,38 +128,76 @@ def _c_value(parameter: Parameter) -> ctypes.Array | ctypes.c_void_p | ctypes.c_
     return ctypes.c_void_p(0 if parameter is None else parameter.data_ptr())
 
 
-def _cubin(source: str, options: Sequence[str], folder: Path, driver: Any) -> bytes:
+def compile_cubin(file: str, defines: Mapping[str, int], architecture: str) -> bytes:
+    """Compile a file of kernels/cuda/ for an architecture such as sm_90a; needs no GPU."""
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    versions = (*checked(nvrtc.nvrtcVersion()), checked(driver.cuDriverGetVersion()))
-    key = hashlib.sha256(repr((source, tuple(options), versions)).encode()).hexdigest()
-    path = folder / f"{key}.cubin"
-    if path.exists():
-        return path.read_bytes()
-    cubin = _compiled(source, options, nvrtc)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(cubin)
-    partial.replace(path)  # a process that reads at the same time finds all of it or nothing
-    return cubin
-
-
-def _compiled(source: str, options: Sequence[str], nvrtc: Any) -> bytes:
-    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"source.cu", 0, [], []))
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    headers, options = _headers(), [option.encode() for option in _options(defines, architecture)]
+    program = checked(
+        nvrtc.nvrtcCreateProgram(
+            _source(file).encode(),
+            file.encode(),
+            len(headers),
+            [text.encode() for text in headers.values()],
+            [name.encode() for name in headers],
+        )
+    )
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(result) != 0:
         log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
         checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"NVRTC {result}: {log.decode()}")
+        raise RuntimeError(f"NVRTC cannot compile {file}: {result}\n{log.decode()}")
     cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
 
 
+def cache_key(file: str, defines: Mapping[str, int], architecture: str, versions: tuple) -> str:
+    """Return a hash of everything that a cubin depends on."""
+    parts = (_source(file), _headers(), _options(defines, architecture), versions)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _cached_cubin(
+    file: str, defines: Mapping[str, int], architecture: str, folder: Path, driver: Any
+) -> bytes:
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    versions = (*checked(nvrtc.nvrtcVersion()), checked(driver.cuDriverGetVersion()))
+    path = folder / f"{cache_key(file, defines, architecture, versions)}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    cubin = compile_cubin(file, defines, architecture)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(cubin)
+    partial.replace(path)  # atomic: other processes see the whole file or none
+    return cubin
+
+
+def _options(defines: Mapping[str, int], architecture: str) -> tuple[str, ...]:
+    macros = (f"-D{name}={value}" for name, value in sorted(defines.items()))
+    return (f"--gpu-architecture={architecture}", "-default-device", *macros)
+
+
+def _source(file: str) -> str:
+    return _folder().joinpath(file).read_text()
+
+
+@functools.cache
+def _headers() -> dict[str, str]:
+    """Return the text of every .cuh file by name."""
+    files = sorted(_folder().iterdir(), key=lambda file: file.name)
+    return {file.name: file.read_text() for file in files if file.name.endswith(".cuh")}
+
+
+def _folder() -> Traversable:
+    return resources.files("qerl.kernels") / "cuda"
+
+
 def checked(returned: tuple) -> Any:
-    """What a driver or NVRTC call gives besides its status: nothing, one value or several."""
+    """Return the values of a driver or NVRTC call, or raise if its status is an error."""
     status, *values = returned
     if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
-        raise torch.OutOfMemoryError(f"CUDA: {status}")
+        raise torch.OutOfMemoryError(f"CUDA driver call failed: {status}")
     if int(status) != 0:
-        raise RuntimeError(f"CUDA: {status}")
+        raise RuntimeError(f"CUDA driver or NVRTC call failed: {status}")
     return values[0] if len(values) == 1 else values

@@ -51,7 +51,7 @@ def _turned(x_TNH: Tensor, cosine_T1H: Tensor, sine_T1H: Tensor, direction: floa
     for angle in (cosine_T1H, sine_T1H):
         assert angle.shape == (T, 1, H) and angle.dtype == torch.float32 and angle.is_contiguous()
     if T:
-        kernel = row_kernel.kernel("rotate.cu", "rotate", x_TNH.device, HEAD=H, THREADS=_THREADS)
+        kernel = row_kernel.kernel("rotary.cu", "rotate", x_TNH.device, HEAD=H, THREADS=_THREADS)
         parameters = x_TNH, cosine_T1H, sine_T1H, y_TNH, N, x_TNH.stride(0), struct.pack("f", direction)
         kernel.launch(grid=T, block_threads=_THREADS, parameters=parameters)
     return y_TNH

@@ -1,11 +1,10 @@
-"""CUDA kernels over rows of bfloat16, eight numbers at a time: how they are built, kept and given their rows.
+"""Compile CUDA kernels over rows of bfloat16, which read eight numbers at a time, and allocate their rows.
 
-A row may be longer than what is used of it: `rows` makes tensors with room behind each row, where the linear
-that reads them puts its adapter's part (lora_linear.py).
+`rows` can allocate extra columns behind each row: the linear that reads the rows stores its adapter's part
+there (fused_linear.py).
 """
 
 import functools
-from importlib import resources
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,19 +15,15 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def kernel(
-    file: str, name: str, device: torch.device, *, ahead: tuple[str, ...] = (), **defines: int
-) -> "CudaKernel":
-    """One kernel of a .cu file on a device, behind those of `ahead`, compiled when first asked for."""
+def kernel(file: str, name: str, device: torch.device, **defines: int) -> "CudaKernel":
+    """Return one kernel of a .cu file on a device, compiled on first use."""
     from qerl.kernels import nvrtc
 
-    folder = resources.files("qerl.kernels")
-    source = "".join(folder.joinpath(f).read_text() for f in ("vectors.cu", *ahead, file))
-    return nvrtc.CudaModule(source, defines, device, nvrtc.cache_folder()).kernel(name, 0)
+    return nvrtc.CudaModule(file, defines, device, nvrtc.cache_folder()).kernel(name, 0)
 
 
 def are_vectors(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the kernels can take them: of this dtype on a GPU, every row at a multiple of 16 bytes."""
+    """True if the kernels can read these: this dtype, on a GPU, every row aligned to 16 bytes."""
     return all(
         x.is_cuda
         and x.dtype == dtype
@@ -41,7 +36,9 @@ def are_vectors(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
 
 
 def rows(num_rows: int, width: int, room: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Unset [num_rows, width], in like's dtype unless another is given; `room` or more columns lie behind
-    each row, out of sight."""
-    apart = -(-(width + room) // 8) * 8 if room else width
-    return torch.empty(num_rows, apart, dtype=dtype or like.dtype, device=like.device)[:, :width]
+    """Return an uninitialized [num_rows, width] view with at least `room` more columns behind each row.
+
+    Its dtype is like's unless `dtype` is given.
+    """
+    stride = -(-(width + room) // 8) * 8 if room else width
+    return torch.empty(num_rows, stride, dtype=dtype or like.dtype, device=like.device)[:, :width]

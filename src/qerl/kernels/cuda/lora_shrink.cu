@@ -1,24 +1,25 @@
 // x[m, k] = bf16(h[m, k] / sqrt(mean_k(h[m]^2) + eps) * (weight[k] + noise[k])), or x = h; with TABLE noise[noise_rows[m], k]
 // u[m, r] = bf16(scaling * sum_k x[m, k] a[r, k])
 //
-// A cluster of CLUSTER CTAs holds ROW_TILES * 16 rows of a and TOKEN_TILES * 8 tokens; its CTAs, and the WARPS of each, share k.
-// Everything a thread needs is asked for at once and stays in its registers: a and the norm's weight before
-// griddepcontrol.wait (no kernel of a step writes them), h after it. Sums of squares and of products cross the cluster by
-// stores that count themselves in at the receiver's mbarrier, and are added in the order of k: no result depends on timing,
-// nor on how many tokens there are. With 8 tokens a tile, 3584 k and 32 rows a CTA has 80 registers a thread, 64 without
-// the norm, and 13 KB of shared memory: it may start, and fetch a, beside the GEMM ahead of it, and the GEMM behind it starts
-// beside this kernel.
+// A cluster of CLUSTER CTAs computes ROW_TILES * 16 rows of a for TOKEN_TILES * 8 tokens. Its CTAs, and the WARPS of each, split k.
+// A thread requests everything it needs at once and keeps it in registers: a and the norm's weight before griddepcontrol.wait (no
+// kernel of a step writes them), h after it. Sums of squares and of products cross the cluster by stores that complete at the
+// receiver's mbarrier, and are added in the order of k: no result depends on timing or on how many tokens there are. With 8 tokens
+// per tile, 3584 k and 32 rows a CTA uses 80 registers per thread, 64 without the norm, and 13 KB of shared memory. So it can start,
+// and load a, beside the previous GEMM, and the next GEMM can start beside it.
 //
-// Compile-time: NORM, TABLE, TOKEN_TILES, ROW_TILES (0: the norm alone), UNITS of 32 k a warp, WARPS, CLUSTER.
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// Compile-time: NORM, TABLE, TOKEN_TILES, ROW_TILES (0: the norm alone), UNITS of 32 k per warp, WARPS, CLUSTER.
+#include "bfloat16.cuh"
+#include "launch.cuh"
+#include "mbarrier.cuh"
+#include "mma.cuh"
 
 #define TOKENS (TOKEN_TILES * 8)
 #define ROWS (ROW_TILES * 16)
 #define THREADS (WARPS * 32)
-// Held to 64 registers a thread, or 80 with the norm, where that spills next to none, it starts beside a GEMM.
-#define AT_ONCE (TOKEN_TILES == 1 && UNITS * (1 + NORM) <= 5 ? 4 - NORM : 1)
+// CTAs per multiprocessor. This limits a thread to 64 registers (80 with the norm), where that spills almost nothing: the kernel can
+// then start beside a GEMM.
+#define MIN_CTAS (TOKEN_TILES == 1 && UNITS * (1 + NORM) <= 5 ? 4 - NORM : 1)
 
 struct Operands {
   const void* h;        // [M, K], in fp32 with NORM
@@ -32,27 +33,23 @@ struct Operands {
   float eps, scaling;
 };
 
-__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ uint4 load_frozen(const void* p) {
+__device__ __forceinline__ uint4 load_constant(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-__device__ __forceinline__ uint4 load_written(const void* p) {
+__device__ __forceinline__ uint4 load_activation(const void* p) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(bar) : "memory");
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void mbar_wait(u32 bar) {  // for its first and only phase
+// Wait for the first and only phase, which other CTAs of the cluster complete.
+__device__ __forceinline__ void mbar_wait_cluster(u32 bar) {
   asm volatile(
       "{\n.reg .pred p;\nL_%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@p bra D_%=;\nbra L_%=;\nD_%=:\n}" ::"r"(bar)
       : "memory");
 }
-// Four numbers into the CTA `rank` of the cluster, where `local` and `bar` would lie in this one.
+// Send four numbers to CTA `rank` of the cluster. `local` and `bar` are addresses in this CTA; the receiver's are the same.
 __device__ __forceinline__ void send(u32 rank, u32 local, u32 bar, float4 v) {
   u32 there, bar_there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(local), "r"(rank));
@@ -61,40 +58,28 @@ __device__ __forceinline__ void send(u32 rank, u32 local, u32 bar, float4 v) {
                "f"(v.z), "f"(v.w), "r"(bar_there)
                : "memory");
 }
-__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
-__device__ __forceinline__ u32 pack2(float lo, float hi) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
-}
-__device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 __device__ __forceinline__ float4 as_float4(uint4 v) {
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 __device__ __forceinline__ float sum4(float v) {  // over the four lanes of a row
-  v += __shfl_xor_sync(0xFFFFFFFFu, v, 1);
-  return v + __shfl_xor_sync(0xFFFFFFFFu, v, 2);
+  v += __shfl_xor_sync(ALL_LANES, v, 1);
+  return v + __shfl_xor_sync(ALL_LANES, v, 2);
 }
 
 #if NORM
-// weight + noise of the CTA's k. In the registers of all who need them they would cost a CTA its place beside a GEMM's.
+// weight + noise of the CTA's k. In registers they would leave no room for a CTA beside a GEMM's.
 struct Weights {
   float sum[UNITS * WARPS * 32];
 };
 
-struct LoadedWeights {  // each thread's part on its way to shared memory
+struct LoadedWeights {  // each thread's part, in registers until it is stored in shared memory
   uint4 weight[(UNITS + 3) / 4], noise[(UNITS + 3) / 4];
   __device__ __forceinline__ void load(const Operands& o, int first) {
 #pragma unroll
     for (int i = 0; i < (UNITS + 3) / 4; i++) {
       const int k = min(first * 32 + (i * THREADS + (int)threadIdx.x) * 4, o.K - 4);
-      weight[i] = load_frozen(o.weight + k), noise[i] = o.noise && !TABLE ? load_frozen(o.noise + k) : make_uint4(0, 0, 0, 0);
+      weight[i] = load_constant(o.weight + k), noise[i] = o.noise && !TABLE ? load_constant(o.noise + k) : make_uint4(0, 0, 0, 0);
     }
   }
   __device__ __forceinline__ void store(Weights& w) const {
@@ -112,7 +97,7 @@ struct Squares {
   float of_cta[CLUSTER][TOKENS];
 };
 
-// 1 / sqrt(mean(h^2) + eps) of this lane's tokens; every CTA of the cluster gets every CTA's sums.
+// Compute 1 / sqrt(mean(h^2) + eps) of this lane's tokens. Every CTA of the cluster gets every CTA's sums.
 __device__ __forceinline__ void inverse_norms(float (&inverse)[TOKEN_TILES], const uint4 (&h)[UNITS][TOKEN_TILES][2], Squares& s, u32 bar, u32 rank,
                                               const Operands& o) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -138,7 +123,7 @@ __device__ __forceinline__ void inverse_norms(float (&inverse)[TOKEN_TILES], con
     for (int w = 1; w < WARPS; w++) sum = add4(sum, *(const float4*)&s.of_warp[w][at]);
     send(to, smem_u32(&s.of_cta[rank][at]), bar, sum);
   }
-  mbar_wait(bar);
+  mbar_wait_cluster(bar);
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; n++) {
     float sum = 0.f;
@@ -151,11 +136,11 @@ __device__ __forceinline__ void inverse_norms(float (&inverse)[TOKEN_TILES], con
 
 #if ROW_TILES > 0
 struct Products {
-  float of_warp[WARPS][TOKENS][ROWS + 4];  // 4 more: the lanes of a warp then write to different banks
+  float of_warp[WARPS][TOKENS][ROWS + 4];  // 4 more, so that the lanes of a warp write to different banks
   float of_cta[CLUSTER][TOKENS * ROWS / CLUSTER];
 };
 
-// Adds what the warps and then the CTAs have; each CTA writes an equal share of the cluster's tile of u.
+// Add the sums of the warps, then of the CTAs. Each CTA writes an equal share of the cluster's tile of u.
 __device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES][4], Products& s, u32 bar, u32 rank, int m0, int row0, const Operands& o) {
   constexpr int SHARE = TOKENS * ROWS / CLUSTER;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -172,7 +157,7 @@ __device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES
     for (int w = 1; w < WARPS; w++) sum = add4(sum, *(const float4*)&s.of_warp[w][at / ROWS][at % ROWS]);
     send(at / SHARE, smem_u32(&s.of_cta[rank][at % SHARE]), bar, sum);
   }
-  mbar_wait(bar);
+  mbar_wait_cluster(bar);
   for (int i = threadIdx.x; i < SHARE; i += THREADS) {
     float sum = 0.f;
 #pragma unroll
@@ -183,7 +168,7 @@ __device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __grid_constant__ Operands o) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __grid_constant__ Operands o) {
   __shared__ __align__(8) u64 bars[2];
   const u32 square_bar = smem_u32(&bars[0]), product_bar = smem_u32(&bars[1]);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -191,14 +176,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
   const int row_tiles = ROW_TILES ? (o.rows + ROWS - 1) / (ROWS + !ROW_TILES) : 1, tile = blockIdx.x / CLUSTER;
   const int row_tile = tile % row_tiles, m0 = tile / row_tiles * TOKENS;
   if (threadIdx.x == 0) {
-    mbar_expect(square_bar, CLUSTER * TOKENS * 4);
-    mbar_expect(product_bar, TOKENS * ROWS * 4);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    mbar_init(square_bar, 1), mbar_expect(square_bar, CLUSTER * TOKENS * 4);
+    mbar_init(product_bar, 1), mbar_expect(product_bar, TOKENS * ROWS * 4);
+    mbar_init_fence();
   }
-  asm volatile("griddepcontrol.launch_dependents;");
+  launch_dependents();
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 
-  // Loads beyond an end read something that is there: past k its x becomes 0, past the tokens or rows the product is not used.
+  // Loads past an end are clamped to valid addresses: past k, x is set to 0; past the tokens or rows, the product is not used.
   const int units = o.K / 32, first = units * rank / CLUSTER, end = units * (rank + 1) / CLUSTER;
   int k[UNITS];
 #pragma unroll
@@ -211,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) a[i][r][j] = load_frozen(o.a + (size_t)min(row0 + r * 16 + j * 8 + g, o.rows - 1) * o.K + k[i]);
+      for (int j = 0; j < 2; j++) a[i][r][j] = load_constant(o.a + (size_t)min(row0 + r * 16 + j * 8 + g, o.rows - 1) * o.K + k[i]);
 #endif
 #if NORM
   LoadedWeights loaded;
@@ -223,16 +208,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
   for (int n = 0; n < TOKEN_TILES; n++) noise_row[n] = __ldg(o.noise_rows + min(m0 + n * 8 + g, o.M - 1));
 #endif
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  grid_dependency_wait();
 
-  uint4 h[UNITS][TOKEN_TILES][1 + NORM];  // eight k; with NORM in fp32, until x takes the first half of the place
+  uint4 h[UNITS][TOKEN_TILES][1 + NORM];  // eight k; with NORM in fp32, then x overwrites the first half
 #pragma unroll
   for (int i = 0; i < UNITS; i++)
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
       for (int j = 0; j < 1 + NORM; j++)
-        h[i][n][j] = load_written((const uint4*)o.h + ((size_t)min(m0 + n * 8 + g, o.M - 1) * o.K + k[i]) / 8 * (1 + NORM) + j);
+        h[i][n][j] = load_activation((const uint4*)o.h + ((size_t)min(m0 + n * 8 + g, o.M - 1) * o.K + k[i]) / 8 * (1 + NORM) + j);
 #pragma unroll
   for (int i = 0; i < UNITS; i++)
     if (first + i * WARPS + warp >= end)
@@ -248,18 +233,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
   inverse_norms(inverse, h, squares, square_bar, rank, o);
 #pragma unroll
   for (int i = 0; i < UNITS; i++) {
-    float of_all[8];
+    float shared[8];
 #pragma unroll
-    for (int j = 0; j < 8; j += 4) *(float4*)&of_all[j] = *(const float4*)&weights.sum[(i * WARPS + warp) * 32 + t * 8 + j];
+    for (int j = 0; j < 8; j += 4) *(float4*)&shared[j] = *(const float4*)&weights.sum[(i * WARPS + warp) * 32 + t * 8 + j];
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++) {
 #if TABLE
       const float* noise = o.noise + (size_t)noise_row[n] * o.K + k[i];
       float w[8];
 #pragma unroll
-      for (int j = 0; j < 8; j += 4) *(float4*)&w[j] = add4(*(const float4*)&of_all[j], as_float4(load_frozen(noise + j)));
+      for (int j = 0; j < 8; j += 4) *(float4*)&w[j] = add4(*(const float4*)&shared[j], as_float4(load_constant(noise + j)));
 #else
-      const float(&w)[8] = of_all;
+      const float(&w)[8] = shared;
 #endif
       const float4 a = as_float4(h[i][n][0]), b = as_float4(h[i][n][1]);
       h[i][n][0] = make_uint4(pack2(a.x * inverse[n] * w[0], a.y * inverse[n] * w[1]), pack2(a.z * inverse[n] * w[2], a.w * inverse[n] * w[3]),
@@ -287,10 +272,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) shrink(const __gr
 #endif
 }
 
-// h[m] = table[tokens[m]] in fp32, the token brought into [0, vocabulary): rows that are not in use hold anything.
+// h[m] = table[tokens[m]] in fp32. Tokens are clamped to [0, vocabulary), because unused rows contain arbitrary numbers.
 extern "C" __global__ void __launch_bounds__(256) embed(const int* tokens, const uint2* table, float4* h, int vocabulary, int pieces) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  launch_dependents();
+  grid_dependency_wait();
   const size_t token = min(max(((const volatile int*)tokens)[blockIdx.x], 0), vocabulary - 1);
   for (int i = threadIdx.x; i < pieces; i += 256) {
     const uint2 v = table[token * pieces + i];

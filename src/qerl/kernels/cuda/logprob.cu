@@ -1,4 +1,7 @@
-// Of each row of fp32 logits, divided by the temperature: its target's log-probability, its entropy, and onehot - p in bfloat16.
+// For each row of fp32 logits / temperature: the target's log-probability, the entropy, and onehot - p in bfloat16.
+#include "bfloat16.cuh"
+#include "launch.cuh"
+
 struct Sums {
   float top, total, along;  // max l, sum exp(l - top), sum exp(l - top) (l - top)
 };
@@ -20,7 +23,8 @@ __device__ __forceinline__ void load8(const float* from, float factor, float* l)
 
 extern "C" __global__ void __launch_bounds__(THREADS) logprob(const float* logits, const long long* targets, float* logprobs,
                                                               float* entropies, u16* slopes, int width, float factor) {
-  begin();
+  launch_dependents();
+  grid_dependency_wait();
   __shared__ Sums parts[THREADS / 32];
   const size_t row = blockIdx.x;
   logits += row * width;

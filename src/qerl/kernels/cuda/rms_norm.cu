@@ -1,14 +1,18 @@
-// y = x / sqrt(mean(x^2) + eps) * (weight + noise), and its gradient in x: a CTA for some rows of WIDTH, each held in registers.
-// The noise is a vector or, with TABLE, has rows: row t of x takes row noise_rows[t].
-// x and its gradient in fp32 or, with X_BYTES 2, in bfloat16; y and dy in bfloat16. Where x is copied too, the copy's gradient
-// is added to x's.
+// y = x / sqrt(mean(x^2) + eps) * (weight + noise) and its gradient in x. A CTA takes several rows of WIDTH and keeps each in registers.
+//
+// The noise is one vector, or with TABLE a table: row t of x takes row noise_rows[t]. x and its gradient are fp32, or bfloat16
+// with X_BYTES 2; y and dy are bfloat16. The forward kernel can also copy x; the copy's gradient is then added to x's.
+#include "bfloat16.cuh"
+#include "launch.cuh"
+#include "warp.cuh"
+
 #if X_BYTES == 4
 typedef float X;
 #else
 typedef u16 X;
 #endif
 
-struct Eight {  // numbers of x
+struct Eight {  // eight numbers of x
   uint4 v[X_BYTES / 2];
 };
 
@@ -31,9 +35,8 @@ __device__ __forceinline__ void store(X* x, const float* f) {
 
 __device__ __forceinline__ float block_sum(float v) {
   __shared__ float sums[THREADS / 32];
-  __syncthreads();  // the last row's sums have been read
-#pragma unroll
-  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
+  __syncthreads();  // all threads have read the previous row's sums
+  v = warp_sum(v);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
   __syncthreads();
   float total = 0;
@@ -48,22 +51,23 @@ __device__ __forceinline__ void add_noise(const float* noise, float* w) {
 #pragma unroll
   for (int i = 0; i < 8; i++) w[i] += n[i];
 }
-// Of all rows: with TABLE the weight alone.
+// The part that all rows share: with TABLE the weight alone.
 __device__ __forceinline__ void load_weight(const float* weight, const float* noise, int at, float* w) {
   *(float4*)w = *(const float4*)(weight + at), *(float4*)(w + 4) = *(const float4*)(weight + at + 4);
   if (!TABLE && noise) add_noise(noise + at, w);
 }
-// Of one row.
+// The weight of one row.
 __device__ __forceinline__ void row_weight(const float* shared, const float* noise, const int* noise_rows, int row, int at, float* w) {
 #pragma unroll
   for (int i = 0; i < 8; i++) w[i] = shared[i];
   if (TABLE) add_noise(noise + (size_t)noise_rows[row] * WIDTH + at, w);
 }
 
-// The next row is loaded before this one is finished; weight and a noise of all are read once for all rows of a CTA.
+// The next row is loaded before this one is finished. The weight and a shared noise are read once for all rows of a CTA.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const float* weight, const float* noise, const int* noise_rows, u16* y,
                                                                X* copy, float* inverse, int rows, int x_stride, int y_stride, float eps) {
-  begin();
+  launch_dependents();
+  grid_dependency_wait();
   float w[VECTORS][8];
   Eight next[VECTORS];
 #pragma unroll
@@ -105,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const X* x, const
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const u16* dy, const X* x, const float* weight,
                                                                         const float* noise, const int* noise_rows, const float* inverse,
                                                                         const X* dcopy, X* dx, int rows, int dy_stride, int x_stride) {
-  begin();
+  launch_dependents();
+  grid_dependency_wait();
   float w[VECTORS][8];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) {

@@ -1,11 +1,15 @@
 // y = silu(gate) * up, and its gradients in both: 8 elements a thread.
+#include "bfloat16.cuh"
+#include "launch.cuh"
+
 #define LEAST_GATE 8.673617379884035e-19f  // 2 ** -60
 
 __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
 
 extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const u16* up, u16* y, int features, int blocks_a_row,
                                                          int stride, int y_stride) {
-  begin();
+  launch_dependents();
+  grid_dependency_wait();
   const size_t row = blockIdx.x / blocks_a_row;
   const int at = (blockIdx.x % blocks_a_row * 256 + threadIdx.x) * 8;
   if (at >= features) return;
@@ -20,7 +24,8 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const 
 // The same of gate | up in fp32; gate is rounded for the backward pass alone, into `kept`, if there is one, which divides by it.
 extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_up, u16* y, u16* kept, int features, int blocks_a_row,
                                                               int y_stride) {
-  begin();
+  launch_dependents();
+  grid_dependency_wait();
   const size_t row = blockIdx.x / blocks_a_row;
   const int at = (blockIdx.x % blocks_a_row * 256 + threadIdx.x) * 8;
   if (at >= features) return;
@@ -39,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_
 // with s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; one after the other in each row
 extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy, const u16* gate, const u16* up, u16* d, int features,
                                                                   int blocks_a_row, int stride, int dy_stride) {
-  begin();
+  launch_dependents();
+  grid_dependency_wait();
   const size_t row = blockIdx.x / blocks_a_row;
   const int at = (blockIdx.x % blocks_a_row * 256 + threadIdx.x) * 8;
   if (at >= features) return;
@@ -60,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy,
 // The same from y itself, of `swiglu_wide`, in the place of up: up s = y / gate
 extern "C" __global__ void __launch_bounds__(256) swiglu_wide_backward(const u16* dy, const u16* gate, const u16* y, u16* d, int features,
                                                                        int blocks_a_row, int y_stride, int dy_stride) {
-  begin();
+  launch_dependents();
+  grid_dependency_wait();
   const size_t row = blockIdx.x / blocks_a_row;
   const int at = (blockIdx.x % blocks_a_row * 256 + threadIdx.x) * 8;
   if (at >= features) return;

@@ -1,10 +1,12 @@
-// The products of head_sample.cu: acc[m, v] += sum_k x[m, k] W[v, k] of a warpgroup's 64 rows and MT tokens, from a ring of stages.
+// The products of head_sample.cu: acc[m, v] += sum_k x[m, k] W[v, k] for a warpgroup's 64 rows and MT tokens, from a ring of stages.
 //
-// BF16 rows lie in shared memory as wgmma wants both its operands. FP8 and NVFP4 codes become bfloat16 in the registers
-// of its first operand; FP8's scales, one for each 128 x 128, multiply the sums of 128 k.
+// BF16 rows are read by wgmma from shared memory. FP8 and NVFP4 codes are converted to bfloat16 in the registers of wgmma's first
+// operand. FP8's scales, one for each 128 x 128, multiply the sums of 128 k.
+#pragma once
+#include "head_types.cuh"
 
 #if FORMAT == 2
-// The 64 k of a tile that this thread multiplies, in rows g and g + 8.
+// Decode this thread's part of a tile: 64 k of rows g and g + 8.
 __device__ __forceinline__ void decode64(const u8* at, u32 (&a)[4][4]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint4 q = *(const uint4*)(at + warp * 512 + lane * 16);
@@ -14,12 +16,12 @@ __device__ __forceinline__ void decode64(const u8* at, u32 (&a)[4][4]) {
   for (int j = 0; j < 4; j++) decode(words[j], scale_pair(scales, j, SCALE_TOP), a[j]);
 }
 #elif FORMAT == 1
-__device__ __forceinline__ u32 times_2_120(u32 a) {  // exact; what it multiplies may be subnormal
+__device__ __forceinline__ u32 times_2_120(u32 a) {  // exact, also for subnormal a
   u32 d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(0x7B807B80u));
   return d;
 }
-// 4 codes of one row: bytes 0 and 2, then 1 and 3. head_sample.py orders x to match.
+// Decode 4 codes of one row: bytes 0 and 2 (even), 1 and 3 (odd). head_sample.py reorders x to match.
 __device__ __forceinline__ void decode4(u32 w, u32& even, u32& odd) {
   odd = times_2_120(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u));
   even = times_2_120(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u));
@@ -34,64 +36,58 @@ __device__ __forceinline__ void decode64(const u8* at, int block, u32 (&a)[4][4]
 }
 #endif
 
-// A stage's products (FP8: of 128 k) added to acc, the last of them perhaps not yet done.
+// Add a stage's products (FP8: 128 k of it) to acc. The last ones may still be running on return.
 __device__ __forceinline__ void multiply(float (&acc)[NT][4], const u8* w, u32 w_desc, u32 x_desc) {
 #if FORMAT == 0
-  asm volatile("wgmma.fence.sync.aligned;");
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < KB / 16; k++) wgmma(acc, w_desc + (k / 4 * 8192 + k % 4 * 32) / 16, x_desc + (k / 4 * MT * 128 + k % 4 * 32) / 16);
-  asm volatile("wgmma.commit_group.sync.aligned;");
+  wgmma_commit();
 #else
-  u32 a0[4][4], a1[4][4];  // wgmma reads one while the other is filled
+  u32 a0[4][4], a1[4][4];  // wgmma reads one while the other is being filled
 #pragma unroll
   for (int b = 0; b < (FORMAT == 1 ? 128 : KB) / 64; b++) {
     u32(&a)[4][4] = b % 2 ? a1 : a0;
 #if FORMAT == 1
     decode64(w, b, a);
 #else
-    decode64(w + b * 2304, a);
+    decode64(w + b * TILE_BYTES, a);
 #endif
-    asm volatile("wgmma.fence.sync.aligned;");
+    wgmma_fence();
 #pragma unroll
     for (int j = 0; j < 4; j++) wgmma(acc, a[j], x_desc + (b * MT * 128 + j * 32) / 16);
-    asm volatile("wgmma.commit_group.sync.aligned;");
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(KB % 128 ? 0 : 1) : "memory");
+    wgmma_commit();
+    wgmma_wait<KB % 128 ? 0 : 1>();
   }
 #endif
 }
 
-__device__ __forceinline__ void clear(float (&acc)[NT][4]) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
-  hold(acc);
-}
-
-// The sums over all k of 64 rows and MT tokens. A warpgroup without rows reads what happens to lie there.
-__device__ __forceinline__ void consume(float (&acc)[NT][4], const Draw& e, const u8* generic, u32 smem0, u32 full0, int warp, int lane, int row64,
+// Compute the sums over all k of 64 rows and MT tokens. A warpgroup without rows multiplies whatever is in shared memory.
+__device__ __forceinline__ void consume(float (&acc)[NT][4], const Operands& e, const u8* generic, u32 smem0, u32 full0, int warp, int lane, int row64,
                                         u32& stage, u32& parity) {
   const int kblocks = e.D / KB;
-  clear(acc);
+  clear_sums(acc);
 #if FORMAT == 1
   float part[NT][4];
   const float* scales = e.factors + (size_t)(min(row64 * 64, e.V - 1) / 128) * (e.D / 128);
   float next_scale = scales[0];
 #else
-  u32 before = 0;  // the stage whose last products may still run
+  u32 before = 0;  // barrier of the stage whose last products may still be running
 #endif
   for (int kb = 0; kb < kblocks; kb++) {
     const u32 offset = stage * STAGE_BYTES, w_at = offset + X_STAGE + warp / 4 * W_SEG;
-    const u32 x_desc = __shfl_sync(0xFFFFFFFFu, ((smem0 + offset) >> 4) | (1u << 16), 0);  // the shuffle tells the compiler that it is uniform
-    const u32 w_desc = __shfl_sync(0xFFFFFFFFu, ((smem0 + w_at) >> 4) | (1u << 16), 0);
+    const u32 x_desc = __shfl_sync(ALL_LANES, ((smem0 + offset) >> 4) | (1u << 16), 0);  // the shuffle makes it uniform for the compiler
+    const u32 w_desc = __shfl_sync(ALL_LANES, ((smem0 + w_at) >> 4) | (1u << 16), 0);
     mbar_wait(full0 + stage * 8, parity);
 #if FORMAT == 1
 #pragma unroll
     for (int b = 0; b < KB / 128; b++) {
       const float scale = next_scale;
       next_scale = scales[min(kb * (KB / 128) + b + 1, e.D / 128 - 1)];
-      clear(part);
+      clear_sums(part);
       multiply(part, generic + w_at + b * 8192, w_desc, x_desc + b * MT * 256 / 16);
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      hold(part);
+      wgmma_wait<0>();
+      fence_sums(part);
       if (b == KB / 128 - 1 && lane == 0) mbar_arrive(full0 + (STAGES + stage) * 8);
 #pragma unroll
       for (int n = 0; n < NT; n++)
@@ -100,15 +96,15 @@ __device__ __forceinline__ void consume(float (&acc)[NT][4], const Draw& e, cons
     }
 #else
     multiply(acc, generic + w_at, w_desc, x_desc);
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    wgmma_wait<1>();
     if (before && lane == 0) mbar_arrive(before);
     before = full0 + (STAGES + stage) * 8;
 #endif
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 #if FORMAT != 1
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  hold(acc);
+  wgmma_wait<0>();
+  fence_sums(acc);
   if (lane == 0) mbar_arrive(before);
 #endif
 }

@@ -1,18 +1,22 @@
 // y[m, n] = alpha[n] * sum_k x[m, k] W[n, k] + sum_r u[m, r] B[n, r] + bias[n] + residual[m, n], or silu(gate) * up of it.
 //
-// W lies in tiles of 64 rows x 64 k (nvfp4_decode.py has the layout). A warp decodes 16 rows of a tile straight into the
-// registers of wgmma's first operand; x is the second, in shared memory. One warp keeps a ring of stages filled by bulk
-// copies. All (row tile, token tile, k block) units are shared evenly among the CTAs, in order, so most tiles of a narrow
-// weight belong to several CTAs. Each but the one with the tile's first k writes its sums to the workspace; that one reads
-// them in the order of k: the result depends on no timing. The words themselves tell that they have arrived (they are
-// EMPTY before and made EMPTY again), which saves the fence, the atomic and the second trip of a counter: at 8 tokens,
-// o_proj of a 7B model, 5.6 us against 7.8 (H200). With SPLIT a tile of three or more CTAs is not left to one of them: each
-// writes all its sums, and when its units are done adds up and finishes an equal share of the tile. There CTAs wait for one
-// another, so all of them must fit on the device at once: at 128 tokens, down_proj, 35.4 us against 45.6.
+// W is stored in tiles of 64 rows x 64 k (nvfp4_decode.py has the layout). A warp decodes 16 rows of a tile straight into the registers
+// of wgmma's first operand; x, in shared memory, is the second. One warp keeps a ring of stages filled by bulk copies. All units (row
+// tile, token tile, k block) are divided evenly among the CTAs, in order, so most tiles of a narrow weight belong to several CTAs. Each
+// of these but the one with the tile's first k writes its sums to the workspace, and that one adds them in the order of k: the result
+// does not depend on timing. The workspace's words are their own flags (workspace.cuh): at 8 tokens, o_proj of a 7B model, 5.6 us
+// against 7.8 with a counter (H200). With SPLIT a tile of three or more CTAs is not finished by one of them: each writes all its sums,
+// and after its units adds up and finishes an equal share of the tile. CTAs then wait for one another, so all of them must be on the
+// device at once: at 128 tokens, down_proj, 35.4 us against 45.6.
 //
-// Compile-time: MT tokens of a tile, WG groups of 4 warps (64 rows each), KB k of a stage, STAGES, CTAS on a
-// multiprocessor, GROUP k16 steps issued together, RANK of the adapter or 0, SWIGLU, SPLIT.
-#define SLOT (WG * 4 * NT * 128)  // words of a tile's sums; a CTA has two slots, for the later k of one tile and the first k of another
+// Compile-time: MT tokens per tile, WG groups of 4 warps (64 rows each), KB k per stage, STAGES, CTAS per multiprocessor, GROUP k16 steps
+// issued together, RANK of the adapter or 0, SWIGLU, SPLIT, GIVEN_U and U_WORDS (nvfp4_shrink.cuh).
+#include "bfloat16.cuh"
+#include "launch.cuh"
+#include "mma.cuh"
+#include "nvfp4_shrink.cuh"
+
+#define SLOT (WG * 4 * NT * 128)  // words of a tile's sums; a CTA has two slots: later k of one tile, first k of another
 #define ITEM (NT % 4 == 0 ? 4 : 3)
 #define ITEMS (WG * 4 * NT / ITEM)
 
@@ -28,7 +32,7 @@ struct Epilogue {
 };
 
 #if RANK > 0
-// Waits for u. A thread takes neighbouring k of both operands, in one load: which k meets which step is the same for both.
+// Add u B^T, after waiting for u. A thread loads neighboring k of both operands at once: both use the same order of k.
 template <int COUNT>
 __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
   constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 ? (COUNT > 8 ? 6 : COUNT) : 8, PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
@@ -46,7 +50,7 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 #pragma unroll
       for (int n0 = 0; n0 < COUNT; n0 += TOKENS) {
         Words um[PARTS][TOKENS];
-        await_u(u + (offset + part0 * RANK + k) / 2 + WORDS * t, width, m0 + n0 * 8 + g, e.M, um);
+        wait_u(u + (offset + part0 * RANK + k) / 2 + WORDS * t, width, m0 + n0 * 8 + g, e.M, um);
 #pragma unroll
         for (int part = part0; part < part0 + PARTS; part++)
 #pragma unroll
@@ -64,10 +68,10 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilo
 #endif
 
 #if !SWIGLU
-// y = the sums + residual, both in fp32: a lane's own numbers, those of the eight g side by side in a sector.
+// y = sums + residual, both fp32. Each lane handles its own numbers; those of the eight g are neighbors in a sector.
 template <int COUNT>
 __device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
-  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // whose loads are under way together
+  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // token groups whose loads are in flight together
 #pragma unroll
   for (int n0 = 0; n0 < COUNT; n0 += STEP) {
     float r[STEP][4];
@@ -120,9 +124,9 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
   }
 }
 
-// Adds the sums of the CTAs that share this tile's k, in the order of k, waiting for each.
+// Add the sums of the CTAs that share this tile's k, in the order of k, waiting for each.
 __device__ __forceinline__ void add_partials(float (&acc)[NT][4], u32* slot, u32 stride, int count) {
-  constexpr int CHUNK = NT % 8 ? (NT > 8 ? 6 : NT) : 8, BATCH = NT >= 8 ? 1 : 8 / NT;  // 8 loads under way, or nearly
+  constexpr int CHUNK = NT % 8 ? (NT > 8 ? 6 : NT) : 8, BATCH = NT >= 8 ? 1 : 8 / NT;  // about 8 loads in flight
 #pragma unroll 1
   for (int p0 = 0; p0 < count; p0 += BATCH) {
 #pragma unroll
@@ -134,7 +138,7 @@ __device__ __forceinline__ void add_partials(float (&acc)[NT][4], u32* slot, u32
 #pragma unroll
         for (int p = 0; p < BATCH; p++)
 #pragma unroll
-          for (int n = 0; n < CHUNK; n++) load_partial(slot + min(p0 + p, count - 1) * stride + (n0 + n) * 128, v[p][n]);
+          for (int n = 0; n < CHUNK; n++) load_relaxed(slot + min(p0 + p, count - 1) * stride + (n0 + n) * 128, v[p][n]);
 #pragma unroll
         for (int i = 0; i < BATCH * CHUNK; i++) missing |= is_missing(v[i / CHUNK][i % CHUNK]);
       } while (missing);
@@ -151,11 +155,11 @@ __device__ __forceinline__ void add_partials(float (&acc)[NT][4], u32* slot, u32
 }
 
 #if SPLIT
-// The CTAs that share a tile: `count` from part `first` on, in the order of k. Where each finishes a share of it, it takes
-// `items` from `item` on, each of 16 rows and ITEM token groups.
-struct Shared {
+// The CTAs that share a tile: `count` from part `first` on, in the order of k. If each finishes a share of the tile, this CTA's is `items`
+// from `item` on, each of 16 rows and ITEM token groups.
+struct SharedTile {
   int tile, first, count, item, items;
-  __device__ __forceinline__ Shared(int tile, int part, u32 parts, u32 units, int kblocks) : tile(tile) {
+  __device__ __forceinline__ SharedTile(int tile, int part, u32 parts, u32 units, int kblocks) : tile(tile) {
     const u32 first_u = tile * kblocks;
     first = ((first_u + 1) * parts - 1) / units;
     count = ((first_u + kblocks) * parts - 1) / units - first + 1;
@@ -164,7 +168,7 @@ struct Shared {
   }
 };
 
-// `begin` asks for what the CTAs have of an item, `end` waits for it and adds it up in the order of k.
+// `begin` starts loading an item's sums of all CTAs; `end` waits for them and adds them in the order of k.
 struct Item {
   static constexpr int BATCH = 4;
   u32* slots;
@@ -174,9 +178,9 @@ struct Item {
   __device__ __forceinline__ u32* words(int p, int n) const { return slots + (2 * p + (p == 0)) * SLOT + n * 128; }
   __device__ __forceinline__ void load(int p0, int p) {
 #pragma unroll
-    for (int n = 0; n < ITEM; n++) load_partial(words(p0 + p, n), v[p][n]);
+    for (int n = 0; n < ITEM; n++) load_relaxed(words(p0 + p, n), v[p][n]);
   }
-  __device__ __forceinline__ void begin(const Shared& a, const Shared& b, int i, u32* workspace, const Epilogue& e, int token_tiles) {
+  __device__ __forceinline__ void begin(const SharedTile& a, const SharedTile& b, int i, u32* workspace, const Epilogue& e, int token_tiles) {
     const bool of_a = i < a.items;
     const int tile = of_a ? a.tile : b.tile, at = of_a ? a.item + i : b.item + i - a.items;
     slots = workspace + (size_t)(of_a ? a.first : b.first) * (2 * SLOT) + at * (ITEM * 128) + threadIdx.x % 32 * 4;
@@ -190,7 +194,7 @@ struct Item {
   }
   __device__ __forceinline__ void end(float (&sum)[ITEM][4]) {
 #pragma unroll
-    for (int n = 0; n < ITEM; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = -0.f;  // adds nothing, not even a sign
+    for (int n = 0; n < ITEM; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = -0.f;  // adding to -0 keeps the sign of a zero
 #pragma unroll 1
     for (int p0 = 0; p0 < count; p0 += BATCH) {
       for (bool missing = p0 > 0, first = true; missing || first; first = false) {
@@ -215,8 +219,8 @@ struct Item {
   }
 };
 
-// What the CTA has to finish of its first and its last tile; a warp takes every so manyth item.
-__device__ __forceinline__ void finish_shared(const Shared& a, const Shared& b, u32* workspace, const Epilogue& e, const u32* u, int warp, int g, int t, int token_tiles) {
+// Finish this CTA's shares of its first and last tile, item by item over the warps.
+__device__ __forceinline__ void finish_shared(const SharedTile& a, const SharedTile& b, u32* workspace, const Epilogue& e, const u32* u, int warp, int g, int t, int token_tiles) {
   Item item;
   int i = warp;
   if (i < a.items + b.items) item.begin(a, b, i, workspace, e, token_tiles);
@@ -240,20 +244,20 @@ __device__ __forceinline__ void load_weights(const u8* w, const Position& at, in
   mbar_expect(bar, valid * W_SEG + X_STAGE);
 #pragma unroll
   for (int s = 0; s < WG; s++)
-    if (s < valid) load_weight(base + X_STAGE + s * W_SEG, from + s * row, W_SEG, bar, policy);
+    if (s < valid) copy_bulk(base + X_STAGE + s * W_SEG, from + s * row, W_SEG, bar, policy);
 }
 
-// Each scheduler has WG warps of a CTA and up to one more: the bound counts that one four times.
+// Each scheduler has WG warps of a CTA and at most one more: the launch bound counts that one four times.
 extern "C" __global__ void __launch_bounds__((WG * 4 + 4) * 32, CTAS)
 nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, const __grid_constant__ Epilogue e, const __grid_constant__ LowRank l,
              u32* workspace, int M, int N, int K) {
   extern __shared__ u8 raw[];
   const u32 smem0 = (smem_u32(raw) + 1023) & ~1023u;
-  const u32 full0 = smem0 + STAGES * STAGE_BYTES, empty0 = full0 + STAGES * 8, ready = empty0 + STAGES * 8, told = ready + 8;
+  const u32 full0 = smem0 + STAGES * STAGE_BYTES, empty0 = full0 + STAGES * 8, turn_ready = empty0 + STAGES * 8, turn_at = turn_ready + 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int kblocks = K / KB, token_tiles = (M + MT - 1) / MT;
   const int units = ((N + RT - 1) / RT) * token_tiles * kblocks;
-  // The CTAs share all units evenly. A later CTA takes earlier units, so that it waits only for CTAs that started before it.
+  // All units are divided evenly. A later CTA takes earlier units, so that it waits only for CTAs that started before it.
   const int parts = gridDim.x, part = parts - 1 - blockIdx.x;
   const int u0 = (u32)units * part / parts, u1 = (u32)units * (part + 1) / parts;
   if (threadIdx.x == 0) {
@@ -261,26 +265,24 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
       mbar_init(full0 + i * 8, 1);
       mbar_init(empty0 + i * 8, WG * 4);
     }
-    mbar_init(ready, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    mbar_init(turn_ready, 1);
+    mbar_init_fence();
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;");
+  launch_dependents();
 
 #if SHRINK_WARPS
-  if (warp == WG * 4 + 1) return put_u(l, parts, token_tiles, told, ready, K);
+  if (warp == WG * 4 + 1) return reduce_u(l, parts, token_tiles, turn_at, turn_ready, K);
 #endif
   if (warp == WG * 4) {  // producer
     if (threadIdx.x != WG * 128) return;
-    u64 stream, keep;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
-    // the weights of the first stages do not depend on the kernel before
+    const u64 stream = l2_evict_first(), keep = l2_evict_last();
+    // The weights of the first stages do not depend on the previous kernel.
     const int slices = own_slices(l, token_tiles, K), total = slices + u1 - u0, pre = min(total, STAGES);
     Position at(u0, kblocks, token_tiles), ahead = at;
     for (int i = slices; i < pre; i++, ahead.next(kblocks, token_tiles))
       load_weights(w, ahead, N, K, smem0 + i * STAGE_BYTES, full0 + i * 8, stream);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    grid_dependency_wait();
     u32 base = smem0, bar = full0, parity = 1;
     for (int i = 0; i < total; i++) {
       if (i >= STAGES) mbar_wait(bar + STAGES * 8, parity);
@@ -292,15 +294,15 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
         if (i >= pre) load_weights(w, at, N, K, base, bar, stream);
         at.next(kblocks, token_tiles);
       }
-      load_x(base, &x_map, x.kb * (KB / 64), x.mt * MT, bar, keep);
+      copy_box(base, &x_map, x.kb * (KB / 64), x.mt * MT, bar, keep);
       base += STAGE_BYTES, bar += 8;
       if (bar == empty0) base = smem0, bar = full0, parity ^= 1;
     }
     return;
   }
 
-  const int slices = put_slices(l, token_tiles, smem0, full0, K);
-  u32 top;  // 0x70007000 in a register: a LOP3 takes one immediate only
+  const int slices = compute_slices(l, token_tiles, smem0, full0, K);
+  u32 top;  // SCALE_TOP in a register: a LOP3 takes only one immediate
   asm volatile("or.b32 %0, %1, 0x70007000;" : "=r"(top) : "r"(gridDim.y - 1));
   const u32 my_codes = X_STAGE + warp / 4 * W_SEG + (warp % 4) * 512 + lane * 16;
   const u32 my_scales = X_STAGE + warp / 4 * W_SEG + 2048 + (warp % 4) * 64 + g * 8;
@@ -314,8 +316,8 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
     q = *(const uint4*)(stage + my_codes), sc = *(const uint2*)(stage + my_scales);
   }
 #if SPLIT
-  const Shared first(u0 / kblocks, part, parts, units, kblocks);
-  Shared last((u1 - 1) / kblocks, part, parts, units, kblocks);
+  const SharedTile first(u0 / kblocks, part, parts, units, kblocks);
+  SharedTile last((u1 - 1) / kblocks, part, parts, units, kblocks);
   if (last.tile == first.tile) last.items = 0;
 #endif
   for (int u = u0; u < u1;) {
@@ -328,13 +330,11 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
       asm volatile("prefetch.global.L2 [%0];" ::"l"(e.lora_b + (size_t)row0 * RANK + lane * 64));
 #endif
     float acc[NT][4];
-#pragma unroll
-    for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
-    hold(acc);
-    u32 before = 0;              // the stage whose last products may still run
-    u32 a0[GROUP][4], a1[GROUP][4];  // wgmma reads one while the other is filled
+    clear_sums(acc);
+    u32 before = 0;                  // barrier of the stage whose last products may still be running
+    u32 a0[GROUP][4], a1[GROUP][4];  // wgmma reads one while the other is being filled
     for (; u < end; u++) {
-      const u32 x_desc = __shfl_sync(0xFFFFFFFFu, desc, 0), here = full + STAGES * 8;  // the shuffle tells the compiler that it is uniform
+      const u32 x_desc = __shfl_sync(ALL_LANES, desc, 0), here = full + STAGES * 8;  // the shuffle makes it uniform for the compiler
 #pragma unroll
       for (int b = 0; b < KB / 64; b += GROUP / 2) {
 #pragma unroll
@@ -342,27 +342,27 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
           const int k16 = b * 4 + half * GROUP;
           u32(*a)[4] = half ? a1 : a0;
           decode64(q, sc, top, k16 % 4, a);
-          asm volatile("wgmma.fence.sync.aligned;");
+          wgmma_fence();
 #pragma unroll
           for (int j = 0; j < GROUP; j++) wgmma(acc, a[j], x_desc + ((k16 / 4) * MT * 128 + (k16 % 4 + j) * 32) / 16);
-          asm volatile("wgmma.commit_group.sync.aligned;");
+          wgmma_commit();
           if (k16 + GROUP == KB / 16) {
             full += 8, stage += STAGE_BYTES, desc += STAGE_BYTES / 16;
             if (full == empty0) full = full0, stage -= STAGES * STAGE_BYTES, desc -= STAGES * STAGE_BYTES / 16, parity ^= 1;
             if (u + 1 < u1) mbar_wait(full, parity);
           }
-          if (k16 % 4 + GROUP == 4) {  // the codes after these; what follows the last unit is not used
+          if (k16 % 4 + GROUP == 4) {  // load the next codes; those after the last unit are not used
             const int next = k16 + GROUP == KB / 16 ? 0 : k16 / 4 + 1;
             q = ((const uint4*)(stage + my_codes))[next * (TILE_BYTES / 16)], sc = ((const uint2*)(stage + my_scales))[next * (TILE_BYTES / 8)];
           }
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          wgmma_wait<1>();
           if (k16 == 0 && before && lane == 0) mbar_arrive(before);
         }
       }
       before = here;
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    hold(acc);
+    wgmma_wait<0>();
+    fence_sums(acc);
     if (lane == 0) mbar_arrive(before);
     u32* slot = workspace + (size_t)(2 * part) * SLOT + warp * (NT * 128) + lane * 4;
 #if SPLIT
@@ -373,17 +373,17 @@ nvfp4_decode(const u8* __restrict__ w, const __grid_constant__ TensorMap x_map, 
     if (begin > first_u || split) {
 #pragma unroll
       for (int n = 0; n < NT; n++)
-        if (row0 < N || !split)  // nobody takes an item beyond the last row
-          store_partial(slot + (begin == first_u) * SLOT + n * 128, sum_bits(acc[n][0]), sum_bits(acc[n][1]), sum_bits(acc[n][2]), sum_bits(acc[n][3]));
+        if (row0 < N || !split)  // no CTA takes an item past the last row
+          store_partial(slot + (begin == first_u) * SLOT + n * 128, acc[n]);
     } else {
       if (end < first_u + kblocks) {
         const int last_part = ((u32)(first_u + kblocks) * parts - 1) / (u32)units;
         add_partials(acc, slot + 2 * SLOT, 2 * SLOT, last_part - part);
       }
-      if (row0 < N) finish<NT>(acc, e, find_u(l, told, ready), alpha0, alpha1, row0, tile % token_tiles * MT, g, t);
+      if (row0 < N) finish<NT>(acc, e, current_u(l, turn_at, turn_ready), alpha0, alpha1, row0, tile % token_tiles * MT, g, t);
     }
   }
 #if SPLIT
-  finish_shared(first, last, workspace, e, find_u(l, told, ready), warp, g, t, token_tiles);
+  finish_shared(first, last, workspace, e, current_u(l, turn_at, turn_ready), warp, g, t, token_tiles);
 #endif
 }

@@ -1,7 +1,10 @@
-// NVFP4's codes and block scales as bfloat16 (nvfp4_decode.py has the layout): put in front of each kernel that reads tiles.
-typedef unsigned int u32;
+// Conversion of NVFP4 codes and block scales to bfloat16 (nvfp4_decode.py has the layout).
+#pragma once
+#include "types.cuh"
 
-__device__ __forceinline__ u32 mul_lo(u32 a, u32 b) {  // by the low half of b, folded into one HMUL2
+#define TILE_BYTES 2304  // 64 rows x 64 k
+
+__device__ __forceinline__ u32 mul_lo(u32 a, u32 b) {  // both halves by the low half of b, in one HMUL2
   u32 d;
   asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
   return d;
@@ -13,14 +16,14 @@ __device__ __forceinline__ u32 mul_hi(u32 a, u32 b) {
 }
 
 #define SCALE_TOP 0x70007000u
-// Of block j of a tile's four: row g's scale and row g + 8's. top is SCALE_TOP, from where the caller has it.
+// The scales of rows g and g + 8 for block j of a tile's four. `top` is SCALE_TOP, in a register or as an immediate.
 __device__ __forceinline__ u32 scale_pair(uint2 scales, int j, u32 top) {
   u32 v = j < 2 ? scales.x : scales.y;
   if (j & 1) v = __funnelshift_l(v, v, 8);
   return (v & 0x0FF00FF0u) | top;
 }
 
-// A word holds 4 codes in each half; a[0] and a[2] belong to row g, a[1] and a[3] to row g + 8.
+// A word has 4 codes in each half: a[0] and a[2] belong to row g, a[1] and a[3] to row g + 8.
 __device__ __forceinline__ void decode(u32 w, u32 s, u32* a) {
   const u32 m = 0x81C081C0u;
   a[0] = mul_lo(w & m, s);

@@ -1,11 +1,10 @@
 // out[n, k] = code[n, k] * scale[n, k / 16] in bfloat16, from tiles of 64 rows x 64 k (nvfp4_decode.py has the layout).
 //
-// A warp decodes 16 rows of a tile as the decode kernel does: lane 4 g + t then holds, for rows g and g + 8, pairs of
-// neighbouring k in 8 chunks of 8. Four lanes exchange them until each holds whole chunks, so that a store writes 64
+// A warp decodes 16 rows of a tile as the decode kernel does: lane 4 g + t then has, for rows g and g + 8, pairs of
+// neighboring k in 8 chunks of 8. Four lanes exchange them until each has whole chunks, so that a store writes 64
 // consecutive bytes of a row.
-typedef unsigned char u8;
-
-#define TILE_BYTES 2304
+#include "launch.cuh"
+#include "nvfp4_codes.cuh"
 
 __device__ __forceinline__ u32 times_2_19(u32 a) {
   u32 d;
@@ -13,7 +12,7 @@ __device__ __forceinline__ u32 times_2_19(u32 a) {
   return d;
 }
 
-// Lane t of four has word t of each of four chunks; after it, all words of chunk t.
+// Before: lane t of four has word t of each of four chunks. After: it has all words of chunk t.
 __device__ __forceinline__ void transpose(u32 (&w)[4], int t) {
   const bool odd = t & 1, upper = t & 2;
   u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
@@ -24,7 +23,8 @@ __device__ __forceinline__ void transpose(u32 (&w)[4], int t) {
   else w[2] = a, w[3] = b;
 }
 
-// Of the 16 rows number i, g goes to row i * step + g + first, g + 8 to i * step + g + second; nowhere if that is negative.
+// Of the i-th 16 rows, row g is written to row i * step + g + first and row g + 8 to i * step + g + second. A negative `first` or
+// `second` skips those rows.
 extern "C" __global__ void __launch_bounds__(256) nvfp4_unpack(const u8* __restrict__ tiles, u16* __restrict__ out, int columns,
                                                                int row_stride, int step, int first, int second) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(256) nvfp4_unpack(const u8* __restr
   const u8* tile = tiles + ((size_t)row_tile * columns + k_tile) * TILE_BYTES;
   const uint4 codes = __ldcs((const uint4*)(tile + warp % 4 * 512) + lane);
   const uint2 scales = __ldcs((const uint2*)(tile + 2048) + warp % 4 * 8 + g);
-  begin();
+  launch_dependents();
+  grid_dependency_wait();
   const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
   const long long row = (long long)(row_tile * 4 + warp % 4) * step + g;
   u16* target = out + k_tile * 64 + t * 8;

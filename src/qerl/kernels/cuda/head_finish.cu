@@ -1,11 +1,13 @@
-// One block for each row: its partials, in an order that the vocabulary alone decides, become a token and its logprob,
+// The second launch of head_sample.py, one CTA per row: reduce the row's partials in an order that depends on the vocabulary alone,
 //
-//   token = the v of the best score          logprob = y[token] - log sum exp y, NaN if a logit of the row is not finite
+//   token = the v with the best score          logprob = y[token] - log sum exp y, NaN if a logit of the row is not finite
 //
-// and the row's state moves on; the last block to arrive moves the place of the next draw. STEP 0 stores the two alone.
-typedef unsigned int u32;
+// With STEP also update the row's state and advance the step index (`place`), which the last CTA to arrive does. Without STEP only store
+// token and logprob.
+#include "launch.cuh"
+#include "types.cuh"
+
 #define WARPS 16
-#define INFINITE __int_as_float(0x7F800000)
 
 struct Finish {
   const float4* partials;
@@ -22,7 +24,7 @@ struct Finish {
 };
 
 struct Row {
-  float score, y, most, sum;  // the log sum exp so far is most + log(sum)
+  float score, y, most, sum;  // log sum exp = most + log(sum)
   int v;
   __device__ __forceinline__ void join(const Row& other) {
     if (other.score > score || (other.score == score && other.v < v)) score = other.score, y = other.y, v = other.v;
@@ -32,17 +34,17 @@ struct Row {
   }
 };
 
-__device__ __forceinline__ Row read(float4 p) {  // a log sum exp of NaN gives a sum of NaN
-  return {p.x, p.y, p.w == p.w ? p.w : -INFINITE, p.w == p.w ? 1.f : p.w, __float_as_int(p.z)};
+__device__ __forceinline__ Row read(float4 p) {  // a NaN in the log sum exp becomes a NaN in the sum
+  return {p.x, p.y, p.w == p.w ? p.w : -INF, p.w == p.w ? 1.f : p.w, __float_as_int(p.z)};
 }
 
-__device__ __forceinline__ Row across_lanes(Row row) {
+__device__ __forceinline__ Row warp_reduce(Row row) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     Row other;
-    other.score = __shfl_xor_sync(0xFFFFFFFFu, row.score, step), other.y = __shfl_xor_sync(0xFFFFFFFFu, row.y, step);
-    other.most = __shfl_xor_sync(0xFFFFFFFFu, row.most, step), other.sum = __shfl_xor_sync(0xFFFFFFFFu, row.sum, step);
-    other.v = __shfl_xor_sync(0xFFFFFFFFu, row.v, step);
+    other.score = __shfl_xor_sync(ALL_LANES, row.score, step), other.y = __shfl_xor_sync(ALL_LANES, row.y, step);
+    other.most = __shfl_xor_sync(ALL_LANES, row.most, step), other.sum = __shfl_xor_sync(ALL_LANES, row.sum, step);
+    other.v = __shfl_xor_sync(ALL_LANES, row.v, step);
     row.join(other);
   }
   return row;
@@ -56,7 +58,7 @@ __device__ __forceinline__ void store(const Finish& e, int m, const Row& row) {
   e.drawn_tokens[(size_t)place * e.token_stride + m] = is_live ? row.v : 0;
   e.drawn_logprobs[(size_t)place * e.logprob_stride + m] = is_live ? logprob : 0.f;
   if (is_live) {
-    bool has_ended = position + 1 >= e.ends[m] || !(fabsf(logprob) < INFINITE);
+    bool has_ended = position + 1 >= e.ends[m] || !(fabsf(logprob) < INF);
     for (int i = 0; i < e.num_stops; i++) has_ended |= e.stops[i] == row.v;
     e.tokens[m] = row.v, e.positions[m] = has_ended ? -1 : position + 1;
   }
@@ -72,16 +74,16 @@ __device__ __forceinline__ void store(const Finish& e, int m, const Row& row) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) head_finish(const __grid_constant__ Finish e) {
   __shared__ Row rows[WARPS];
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  grid_dependency_wait();
   const int m = blockIdx.x, lane = threadIdx.x % 32;
   const float4* partials = e.partials + (size_t)m * e.tiles;
-  Row row = {-INFINITE, 0.f, -INFINITE, 0.f, 0x7FFFFFFF};
+  Row row = {-INF, 0.f, -INF, 0.f, 0x7FFFFFFF};
 #pragma unroll 5
   for (int i = threadIdx.x; i < e.tiles; i += WARPS * 32) row.join(read(partials[i]));
-  row = across_lanes(row);
+  row = warp_reduce(row);
   if (lane == 0) rows[threadIdx.x / 32] = row;
   __syncthreads();
   if (threadIdx.x >= 32) return;
-  row = across_lanes(lane < WARPS ? rows[lane] : Row{-INFINITE, 0.f, -INFINITE, 0.f, 0x7FFFFFFF});
+  row = warp_reduce(lane < WARPS ? rows[lane] : Row{-INF, 0.f, -INF, 0.f, 0x7FFFFFFF});
   if (lane == 0) store(e, m, row);
 }

@@ -1,0 +1,78 @@
+// Hopper's warpgroup products: d [64, N] += a [64, 16] b [16, N] in bfloat16, with fp32 sums.
+//
+//   wgmma(d, a, desc)    d float[N / 8][4], which selects the width; a is u32[4] in registers, or the descriptor of a in shared memory
+//
+// Descriptors are given by their first word: the address / 16 and a leading offset of 1. The second word says: 128-byte swizzle, 1024 bytes
+// from one group of 8 rows to the next.
+#pragma once
+#include "types.cuh"
+
+#define DESC_HIGH "n"(0x40000040)
+
+// The operand numbers of n sums, "%10, %11, ...", ten at a time: t is their leading digits.
+#define REGS2(t) "%" #t "0, %" #t "1"
+#define REGS4(t) REGS2(t) ", %" #t "2, %" #t "3"
+#define REGS6(t) REGS4(t) ", %" #t "4, %" #t "5"
+#define REGS8(t) REGS6(t) ", %" #t "6, %" #t "7"
+#define REGS10(t) REGS8(t) ", %" #t "8, %" #t "9"
+#define REGS20 REGS10() ", " REGS10(1)
+#define REGS40 REGS20 ", " REGS10(2) ", " REGS10(3)
+#define REGS60 REGS40 ", " REGS10(4) ", " REGS10(5)
+#define REGS120 REGS60 ", " REGS10(6) ", " REGS10(7) ", " REGS10(8) ", " REGS10(9) ", " REGS10(10) ", " REGS10(11)
+
+// The sums of so many columns, from column 8 n on.
+#define SUMS8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define SUMS16(n) SUMS8(n), SUMS8(n + 1)
+#define SUMS24(n) SUMS16(n), SUMS8(n + 2)
+#define SUMS32(n) SUMS16(n), SUMS16(n + 2)
+#define SUMS48(n) SUMS32(n), SUMS16(n + 4)
+#define SUMS64(n) SUMS32(n), SUMS32(n + 4)
+#define SUMS96(n) SUMS64(n), SUMS32(n + 8)
+#define SUMS128(n) SUMS64(n), SUMS64(n + 8)
+#define SUMS256(n) SUMS128(n), SUMS128(n + 16)
+
+// i0 to i5: the operand numbers after those of the sums.
+#define DEFINE_WGMMA(N, REGS, i0, i1, i2, i3, i4, i5)                                                                    \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], const u32 (&a)[4], u32 desc) {                             \
+    asm volatile("{.reg .b64 b; mov.b64 b, {%" #i4 ", %" #i5 "}; "                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, "                                 \
+                 "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, 1, 1, 1, 0;}"                                             \
+                 : SUMS##N(0)                                                                                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), DESC_HIGH);                                    \
+  }                                                                                                                      \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], u32 a, u32 desc) {                                         \
+    asm volatile("{.reg .b64 a, b; mov.b64 a, {%" #i0 ", %" #i2 "}; mov.b64 b, {%" #i1 ", %" #i2 "}; "                   \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, a, b, 1, 1, 1, 0, 0;}"            \
+                 : SUMS##N(0)                                                                                            \
+                 : "r"(a), "r"(desc), DESC_HIGH);                                                                        \
+  }
+DEFINE_WGMMA(8, REGS4(), 4, 5, 6, 7, 8, 9)
+DEFINE_WGMMA(16, REGS8(), 8, 9, 10, 11, 12, 13)
+DEFINE_WGMMA(24, REGS10() ", " REGS2(1), 12, 13, 14, 15, 16, 17)
+DEFINE_WGMMA(32, REGS10() ", " REGS6(1), 16, 17, 18, 19, 20, 21)
+DEFINE_WGMMA(48, REGS20 ", " REGS4(2), 24, 25, 26, 27, 28, 29)
+DEFINE_WGMMA(64, REGS20 ", " REGS10(2) ", " REGS2(3), 32, 33, 34, 35, 36, 37)
+DEFINE_WGMMA(96, REGS40 ", " REGS8(4), 48, 49, 50, 51, 52, 53)
+DEFINE_WGMMA(128, REGS60 ", " REGS4(6), 64, 65, 66, 67, 68, 69)
+DEFINE_WGMMA(256, REGS120 ", " REGS8(12), 128, 129, 130, 131, 132, 133)
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;"); }
+// Wait until at most PENDING committed groups are still running.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keep the compiler from moving accesses to the sums across the asynchronous products.
+template <int TILES>
+__device__ __forceinline__ void fence_sums(float (&d)[TILES][4]) {
+#pragma unroll
+  for (int n = 0; n < TILES; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+}
+template <int TILES>
+__device__ __forceinline__ void clear_sums(float (&d)[TILES][4]) {
+#pragma unroll
+  for (int n = 0; n < TILES; n++) d[n][0] = d[n][1] = d[n][2] = d[n][3] = 0.f;
+  fence_sums(d);
+}

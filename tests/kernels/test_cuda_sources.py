@@ -1,0 +1,66 @@
+"""The CUDA sources compile for Hopper, which NVRTC does without a GPU."""
+
+import re
+from importlib import resources
+
+import pytest
+
+from qerl.kernels import nvrtc
+from qerl.kernels.head_sample import choose_tile
+
+CUDA = resources.files("qerl.kernels") / "cuda"
+DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
+ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
+SHRINK = {"TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 1, "WARPS": 8, "CLUSTER": 8}
+
+CONFIGURATIONS = (
+    ("decode_attention.cu", ATTENTION | {"FP8": 0, "STAGES": 4, "CTAS": 6}),
+    ("decode_attention.cu", ATTENTION | {"FP8": 1, "STAGES": 4, "CTAS": 6}),
+    ("decode_attention_write.cu", ATTENTION | {"FP8": 1}),
+    ("fp8_linear.cu", {}),
+    ("fused_linear.cu", {"PARTS": 3}),
+    ("head_finish.cu", {"STEP": 1}),
+    *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),
+    ("logprob.cu", {"THREADS": 1024}),
+    ("lora_shrink.cu", SHRINK | {"NORM": 0, "TABLE": 0}),
+    ("lora_shrink.cu", SHRINK | {"NORM": 1, "TABLE": 1}),
+    ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0}),
+    ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0}),
+    ("nvfp4_unpack.cu", {}),
+    ("rms_norm.cu", {"WIDTH": 96, "THREADS": 32, "X_BYTES": 4, "TABLE": 1}),
+    ("rotary.cu", {"HEAD": 64, "THREADS": 128}),
+    ("swiglu.cu", {}),
+)
+
+
+@pytest.mark.parametrize(("file", "defines"), CONFIGURATIONS)
+def test_a_kernel_compiles_for_hopper(file, defines):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    assert nvrtc.compile_cubin(file, defines, "sm_90a")[:4] == b"\x7fELF"
+
+
+def test_every_source_is_compiled_here():
+    files = {file.name for file in CUDA.iterdir() if file.name.endswith(".cu")}
+    assert files == {file for file, _ in CONFIGURATIONS}
+
+
+def test_every_included_header_exists_and_every_header_is_included():
+    texts = {file.name: file.read_text() for file in CUDA.iterdir()}
+    included = {name for text in texts.values() for name in re.findall(r'^#include "(.+)"$', text, re.M)}
+    assert included == {name for name in texts if name.endswith(".cuh")}
+
+
+def test_the_cache_key_depends_on_source_headers_options_and_versions(monkeypatch):
+    def key(file="rotary.cu", defines=None, architecture="sm_90a", versions=(13, 0)):
+        return nvrtc.cache_key(file, defines or {"HEAD": 64}, architecture, versions)
+
+    keys = {
+        key(),
+        key("swiglu.cu"),
+        key(defines={"HEAD": 96}),
+        key(architecture="sm_80"),
+        key(versions=(13, 1)),
+    }
+    headers = nvrtc._headers()
+    monkeypatch.setattr(nvrtc, "_headers", lambda: headers | {"mma.cuh": "// changed"})
+    assert len(keys | {key()}) == 6
