@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl.algo.estimate import pass_at_powers
 from qerl.config import RunConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.formats import FORMATS, NVFP4
@@ -41,7 +40,7 @@ from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import RewardPool, build_task
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import gym_rows
-from qerl.training.evaluation import EVALUATION_STEP
+from qerl.training.evaluation import sample_and_score, sampled_tokens, summarize
 from qerl.training.rollout import sampling_of
 from qerl.types import Group, Prompt
 from studies.gaussian_noise import GaussianNoiseCheckpoint
@@ -127,32 +126,29 @@ def measure_untrained(job: Job) -> dict[str, Any]:
         made = WEIGHTS[job.weights](checkpoint, config, tokenizer)
         decoder = _decoder(made, config, config.model.format)
         engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_token_ids(tokenizer, source))
-        groups = engine.generate(
+        groups, rewards_P_G = sample_and_score(
+            engine,
+            pool.score,
             prompts,
             num_samples=config.num_generations,
             sampling=sampling_of(config),
             seed=config.seed,
-            step=EVALUATION_STEP,
         )
-        rewards_P_G = pool.score(groups)
         for text in format_failures(pool.take_failures()):
             print(f"{job.study}, {job.task}, {job.arm}, seed {job.seed}: {text}", file=sys.stderr)
-    threshold = config.evaluate.success_threshold
-    found = pass_at_powers(
-        [[r is not None and r >= threshold for r in rewards_G] for rewards_G in rewards_P_G]
-    )
+    tokens_P_G = list(map(sampled_tokens, groups))
+    evaluation = summarize(rewards_P_G, tokens_P_G, config.evaluate.success_threshold)
     entropy, first_entropy = entropies(decoder, groups, config)
-    lengths = [len(sample.tokens_T) for group in groups for sample in group.samples_G]
     errors = distances(checkpoint, made.checkpoint, decoder, prompts[:_MOST_PROMPTS], config, tokenizer)
     return {
         "final": {
             "entropy": entropy,
             "first_entropy": first_entropy,
-            **{f"pass@{k}": value for k, value in found.items()},
+            **{f"pass@{k}": value for k, value in evaluation.pass_at_k.items()},
             **errors,
-            "mean_tokens": fmean(lengths),
+            "mean_tokens": evaluation.mean_tokens,
         },
-        "curve": [{"k": k, "pass": value} for k, value in found.items()],
+        "curve": [{"k": k, "pass": value} for k, value in evaluation.pass_at_k.items()],
     }
 
 

@@ -1,4 +1,4 @@
-"""`qerl eval MODEL SET=FILE`: files with the columns of the published sets, and a model of two layers."""
+"""`qerl eval MODEL BENCHMARK=FILE`: files in the published sets' columns, and a two-layer model."""
 
 import dataclasses
 import io
@@ -200,9 +200,9 @@ def test_why_rewards_failed_is_told_once(monkeypatch, capsys, model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["aime2"], ["no set aime2", "did you mean aime25 or aime24 or amc23?"]),
-        (["mine.jsonl"], ["no set mine.jsonl", "math-500", "SET=FILE"]),
-        (["aime24="], ["aime24=", "missing"]),
+        (["aime2"], ["unknown benchmark aime2", "did you mean aime25 or aime24 or amc23?"]),
+        (["mine.jsonl"], ["unknown benchmark mine.jsonl", "math-500", "BENCHMARK=FILE"]),
+        (["aime24="], ["aime24= needs a file"]),
         (["aime24=none.jsonl"], ["none.jsonl", "no such file"]),
         (["aime24=empty.jsonl"], ["empty.jsonl", "holds no rows"]),
         (["aime24=text.jsonl"], ["'problem'", "there are: text, answer"]),
@@ -227,7 +227,7 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, model, tmp_path, arguments, 
 
 def test_a_set_from_two_places_is_refused():
     assert list(parse_benchmarks(["aime25", "aime24=a.jsonl"])) == ["aime25", "aime24"]
-    with pytest.raises(UserError, match="aime24 is named twice"):
+    with pytest.raises(UserError, match="benchmark aime24 is given twice"):
         parse_benchmarks(["aime24", "aime25", "aime24=a.jsonl"])
 
 
@@ -267,17 +267,15 @@ class Texts:
         raise AssertionError("evaluation changes no weights")
 
 
-class Exact:
-    """1 where the text's number is the answer; none for a text of one word."""
-
-    def score(self, groups):
-        return [
-            [
-                None if s.text == "fail" else float(s.text.strip(".") == g.prompt.columns["answer"])
-                for s in g.samples_G
-            ]
-            for g in groups
+def exact(groups):
+    """1 where the text's number is the answer; None for the text "fail"."""
+    return [
+        [
+            None if s.text == "fail" else float(s.text.strip(".") == g.prompt.columns["answer"])
+            for s in g.samples_G
         ]
+        for g in groups
+    ]
 
 
 def sample(text):
@@ -288,21 +286,19 @@ def sample(text):
 TEXTS = [["7", "8", "7", "6..", "7"], ["1", "2", "2", "3", "1"], ["4", "fail", "5", "4", "5"]]
 
 
-def exam(**changes):
+def benchmark(**changes):
     prompts = [
         Prompt(index=i, text=f"problem {i}", tokens_T=[1], messages=None, columns={"answer": answer})
         for i, answer in enumerate(("7", "1", "4"))
     ]
-    ballot = lambda texts_P_G: [votes("numeric", texts_G) for texts_G in texts_P_G]  # noqa: E731
-    given = {"prompts": prompts, "num_samples": 4, "ballot": ballot, "sampling": SAMPLED, **changes}
-    return Benchmark(
-        name="sums", answer_column="answer", rewards=Exact(), seed=0, success_threshold=1.0, **given
-    )
+    count_votes = lambda texts_P_G: [votes("numeric", texts_G) for texts_G in texts_P_G]  # noqa: E731
+    given = {"prompts": prompts, "num_samples": 4, "count_votes": count_votes, "sampling": SAMPLED, **changes}
+    return Benchmark(name="sums", answer_column="answer", score=exact, seed=0, success_threshold=1.0, **given)
 
 
 def test_the_figures_of_three_problems_worked_by_hand(tmp_path):
     # right: 2, 1 and 2 of 4; the majority is 7 (right), 2 (wrong), 4 (right); greedy 7, 1, 5
-    got = run_benchmark(exam(), lambda: Texts(TEXTS), tmp_path / "sums.json", {}, lambda line: None)
+    got = run_benchmark(benchmark(), lambda: Texts(TEXTS), tmp_path / "sums.json", {}, lambda line: None)
     mean = (1 / 2 + 1 / 4 + 1 / 2) / 3
     spread = math.sqrt(sum((x - mean) ** 2 for x in (1 / 2, 1 / 4, 1 / 2)) / 2)
     assert got == {
@@ -322,20 +318,20 @@ def test_the_figures_of_three_problems_worked_by_hand(tmp_path):
 
 
 def test_a_broken_evaluation_goes_on_where_it_stopped(monkeypatch, tmp_path):
-    monkeypatch.setattr("qerl.eval.benchmark._SAMPLES_AT_ONCE", 4)
+    monkeypatch.setattr("qerl.eval.benchmark._SAMPLES_PER_BATCH", 4)
     whole, path = tmp_path / "whole.json", tmp_path / "broken.json"
-    settings = settings_of(exam(), {})
-    run_benchmark(exam(), lambda: Texts(TEXTS), whole, settings, lambda line: None)
+    settings = settings_of(benchmark(), {})
+    run_benchmark(benchmark(), lambda: Texts(TEXTS), whole, settings, lambda line: None)
 
     def stop_after_two(line):
         if "2 of 3" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_benchmark(exam(), lambda: Texts(TEXTS), path, settings, stop_after_two)
+        run_benchmark(benchmark(), lambda: Texts(TEXTS), path, settings, stop_after_two)
     assert len(read_results(path)) == 2 and json.loads(path.read_text())["summary"] is None
     engine = Texts(TEXTS)
-    run_benchmark(exam(), lambda: engine, path, settings, lambda line: None)
+    run_benchmark(benchmark(), lambda: engine, path, settings, lambda line: None)
     assert engine.asked == [(2, 4), (2, 1)]
     assert path.read_bytes() == whole.read_bytes()
 
@@ -343,32 +339,44 @@ def test_a_broken_evaluation_goes_on_where_it_stopped(monkeypatch, tmp_path):
 def test_a_damaged_file_of_results_is_begun_anew(tmp_path):
     path = tmp_path / "sums.json"
     path.write_text('{"problems": [{"index"')
-    run_benchmark(exam(), lambda: Texts(TEXTS), path, {}, lambda line: None)
+    run_benchmark(benchmark(), lambda: Texts(TEXTS), path, {}, lambda line: None)
     assert len(read_results(path)) == 3
 
 
 def test_another_problem_or_answer_is_another_file(tmp_path):
-    paths = {result_path(tmp_path, settings_of(exam(), {}))}
+    paths = {result_path(tmp_path, settings_of(benchmark(), {}))}
     for changed in ({"text": "problem 9"}, {"columns": {"answer": "9"}}):
-        prompts = [dataclasses.replace(exam().prompts[0], **changed), *exam().prompts[1:]]
-        paths.add(result_path(tmp_path, settings_of(exam(prompts=prompts), {})))
-    paths.add(result_path(tmp_path, settings_of(exam(num_samples=3), {})))
-    paths.add(result_path(tmp_path, settings_of(exam(), {"model": "other"})))
+        prompts = [dataclasses.replace(benchmark().prompts[0], **changed), *benchmark().prompts[1:]]
+        paths.add(result_path(tmp_path, settings_of(benchmark(prompts=prompts), {})))
+    paths.add(result_path(tmp_path, settings_of(benchmark(num_samples=3), {})))
+    paths.add(result_path(tmp_path, settings_of(benchmark(), {"model": "other"})))
     assert len(paths) == 5 and all(path.name.startswith("sums-") for path in paths)
 
 
 def test_the_table_has_a_row_a_set_and_a_dash_for_what_means_nothing(tmp_path):
     results = [
-        {"set": "sums", **run_benchmark(exam(), lambda: Texts(TEXTS), tmp_path / "a.json", {}, print)},
+        {"set": "sums", **run_benchmark(benchmark(), lambda: Texts(TEXTS), tmp_path / "a.json", {}, print)},
         {
             "set": "bare",
-            **run_benchmark(exam(ballot=None), lambda: Texts(TEXTS), tmp_path / "b.json", {}, print),
+            **run_benchmark(
+                benchmark(count_votes=None), lambda: Texts(TEXTS), tmp_path / "b.json", {}, print
+            ),
         },
     ]
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(results))
     heading, sums, bare = console.export_text().splitlines()
-    assert heading.split() == ["set", "samples", "pass@1", "@2", "@4", "majority", "greedy", "tokens", "cut"]
+    assert heading.split() == [
+        "benchmark",
+        "samples",
+        "pass@1",
+        "@2",
+        "@4",
+        "majority",
+        "greedy",
+        "tokens",
+        "cut",
+    ]
     assert " ".join(sums.split()) == "sums 3 x 4 41.7 +- 8.3 72.2 100.0 66.7 66.7 1 8.3"
     assert bare.split()[9] == "-"
 

@@ -29,11 +29,9 @@ class Table:
         raise AssertionError("evaluation changes no weights")
 
 
-class Numbers:
-    """A reward that is the number the text is, and fails on anything else."""
-
-    def score(self, groups):
-        return [[number(s.text) for s in group.samples_G] for group in groups]
+def score(groups):
+    """The number that each text is; None for anything else."""
+    return [[number(s.text) for s in group.samples_G] for group in groups]
 
 
 def sample(text):
@@ -55,14 +53,14 @@ def prompts(num):
 TEXTS = [["1", "no", "1", "no"], ["0", "0", "0", "0"], ["1", "1", "1.5", "0.9"]]
 
 
-def measured(**options):
+def evaluated(**options):
     settings = {"num_samples": 4, "sampling": SAMPLED, "seed": 5, **options}
-    return evaluate(Table(TEXTS), Numbers(), prompts(3), **settings)
+    return evaluate(Table(TEXTS), score, prompts(3), **settings)
 
 
 def test_accuracy_is_the_mean_over_prompts_with_its_error():
     # fractions 1/2, 0, 3/4: mean 5/12, variance ((1/12)^2 + (5/12)^2 + (4/12)^2) / 2 = 42/288
-    result = measured()
+    result = evaluated()
     assert result.accuracy == pytest.approx(5 / 12, rel=1e-12)
     assert result.accuracy_error == pytest.approx(math.sqrt(42 / 288 / 3), rel=1e-12)
     assert result.num_prompts == 3
@@ -70,45 +68,45 @@ def test_accuracy_is_the_mean_over_prompts_with_its_error():
 
 def test_pass_at_k_for_the_powers_of_two():
     # c = 2, 0, 3 of n = 4: pass@2 = 5/6, 0, 1
-    assert measured().pass_at_k == pytest.approx({1: 5 / 12, 2: 11 / 18, 4: 2 / 3}, rel=1e-12)
+    assert evaluated().pass_at_k == pytest.approx({1: 5 / 12, 2: 11 / 18, 4: 2 / 3}, rel=1e-12)
 
 
 def test_pass_at_k_stops_at_the_samples_there_are():
-    assert set(measured(num_samples=3).pass_at_k) == {1, 2}
+    assert set(evaluated(num_samples=3).pass_at_k) == {1, 2}
 
 
 def test_a_failed_reward_counts_as_wrong_and_is_counted():
-    result = measured()
+    result = evaluated()
     assert result.num_failed == 2
-    assert measured(num_samples=1).num_failed == 0
+    assert evaluated(num_samples=1).num_failed == 0
 
 
 def test_the_threshold_decides_what_is_correct():
-    assert measured(threshold=1.2).accuracy == pytest.approx(1 / 12, rel=1e-12)
-    assert measured(threshold=0.9).accuracy == pytest.approx(1 / 2, rel=1e-12)
+    assert evaluated(threshold=1.2).accuracy == pytest.approx(1 / 12, rel=1e-12)
+    assert evaluated(threshold=0.9).accuracy == pytest.approx(1 / 2, rel=1e-12)
 
 
 def test_mean_tokens_is_over_samples():
     # 6 + 4 + 8 characters over 12 samples
-    assert measured().mean_tokens == 1.5
+    assert evaluated().mean_tokens == 1.5
 
 
 def test_the_engine_is_asked_once_with_a_step_that_no_training_has():
     engine = Table(TEXTS)
-    evaluate(engine, Numbers(), prompts(3), num_samples=2, sampling=SAMPLED, seed=5)
+    evaluate(engine, score, prompts(3), num_samples=2, sampling=SAMPLED, seed=5)
     ((num_samples, sampling, seed, step),) = engine.calls
     assert (num_samples, sampling, seed) == (2, SAMPLED, 5)
     assert step < 0
 
 
 def test_greedy_is_one_sample_a_prompt():
-    result = measured(num_samples=1, sampling=GREEDY)
+    result = evaluated(num_samples=1, sampling=GREEDY)
     assert result.accuracy == pytest.approx(2 / 3, rel=1e-12)
     assert result.pass_at_k == {1: pytest.approx(2 / 3)}
     with pytest.raises(UserError, match="temperature 0"):
-        measured(num_samples=2, sampling=GREEDY)
+        evaluated(num_samples=2, sampling=GREEDY)
 
 
 def test_nothing_to_evaluate_is_an_error():
     with pytest.raises(UserError, match="no held-out prompts"):
-        evaluate(Table([]), Numbers(), [], num_samples=1, sampling=GREEDY, seed=0)
+        evaluate(Table([]), score, [], num_samples=1, sampling=GREEDY, seed=0)

@@ -1,4 +1,4 @@
-"""A set's problems sampled, graded and voted on, with a result for each in a file that can be continued.
+"""Run a benchmark: sample and grade its problems, take a majority vote, and keep each result in a file.
 
     {"settings": {"set": "aime24", "num_samples": 16, "temperature": 0.6, "top_p": 0.95, "seed": 0, ...},
      "problems": [{"index": 0, "answer": "204", "rewards": [1.0, 0.0], "votes": ["204", "12"],
@@ -6,9 +6,9 @@
                    "greedy": {"reward": 1.0, "vote": "204", "num_tokens": 790, "is_cut": false}}],
      "summary": {"pass@1": 0.5, "pass@1_error": 0.08, ..., "majority": 0.7, "greedy": 0.6}}
 
-The file's name holds a digest of the settings, and among those are the prompts, the answers, the weights and
-the commit: what was computed under other settings is another file, and a file found is continued. Random
-numbers follow from (seed, problem, sample), so the parts of a broken evaluation are those of an unbroken one.
+The file's name holds a digest of the settings, which include the prompts, the answers, the weights and the
+commit: results of other settings go to another file, and an existing file is continued. Random numbers follow
+from (seed, problem, sample), so an interrupted evaluation ends with the results of an uninterrupted one.
 """
 
 import dataclasses
@@ -17,20 +17,19 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
-from qerl.algo.estimate import clustered_mean, majority_vote, pass_at_powers
+from qerl.algo.estimate import majority_vote
 from qerl.tracking.atomic_file import decode, encode, write_atomic
-from qerl.training.evaluation import EVALUATION_STEP, Rewards, greedy
-from qerl.types import Group, Prompt, RolloutEngine, Sampling
+from qerl.training.evaluation import Score, greedy, is_correct, sample_and_score, sampled_tokens, summarize
+from qerl.types import Prompt, RolloutEngine, Sampling
 
-_SAMPLES_AT_ONCE = 1024
-"""Between two writes of the file: a few batches of a GPU's 256, so that little of it waits for the last."""
-_OF_ONE = {"reward": "rewards", "vote": "votes", "num_tokens": "num_tokens", "is_cut": "is_cut"}
-
-
-class VoteCounter(Protocol):
-    def __call__(self, texts_P_G: list[list[str]], /) -> list[list[str | None]]: ...
+_SAMPLES_PER_BATCH = 1024
+"""Samples between two writes of the file: a few times what a GPU samples in parallel, so that it is seldom
+idle while the last samples end."""
+_GREEDY_FIELDS = {"reward": "rewards", "vote": "votes", "num_tokens": "num_tokens", "is_cut": "is_cut"}
+CountVotes = Callable[[list[list[str]]], list[list[str | None]]]
+"""Return the answer that each text of each group gives; None for a text without an answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,25 +37,25 @@ class Benchmark:
     name: str
     prompts: list[Prompt]
     answer_column: str
-    rewards: Rewards
-    ballot: VoteCounter | None
-    """None where the rewards read no answer, and a majority means nothing."""
+    score: Score
+    count_votes: CountVotes | None
+    """None if the rewards do not read an answer, so that there is no majority."""
     num_samples: int
     sampling: Sampling
     seed: int
     success_threshold: float
 
 
-def settings_of(exam: Benchmark, facts: dict[str, Any]) -> dict[str, Any]:
-    """All that the result depends on; `facts` are those of the model and of the set's source."""
-    problems = [[prompt.text, prompt.columns.get(exam.answer_column)] for prompt in exam.prompts]
+def settings_of(benchmark: Benchmark, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that the results depend on; `settings` are those of the model and the data."""
+    problems = [[prompt.text, prompt.columns.get(benchmark.answer_column)] for prompt in benchmark.prompts]
     return {
-        "set": exam.name,
-        **facts,
-        "num_samples": exam.num_samples,
-        **dataclasses.asdict(exam.sampling),
-        "seed": exam.seed,
-        "success_threshold": exam.success_threshold,
+        "set": benchmark.name,
+        **settings,
+        "num_samples": benchmark.num_samples,
+        **dataclasses.asdict(benchmark.sampling),
+        "seed": benchmark.seed,
+        "success_threshold": benchmark.success_threshold,
         "num_prompts": len(problems),
         "problems_digest": hashlib.sha256(encode(problems)).hexdigest()[:16],
     }
@@ -68,28 +67,28 @@ def result_path(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """The results of an evaluation that was broken off, or has ended; none where the file is damaged."""
+    """Return the results of the problems so far; none if the file is missing or damaged."""
     problems = (decode(path.read_bytes()) or {}).get("problems") if path.exists() else None
     return problems if isinstance(problems, list) else []
 
 
 def run_benchmark(
-    exam: Benchmark,
+    benchmark: Benchmark,
     engine: Callable[[], RolloutEngine],
     path: Path,
     settings: dict[str, Any],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Does what the file lacks and gives its summary; where it lacks nothing, the engine is not asked for."""
+    """Evaluate the problems that the file lacks and return the summary; the engine is made only if needed."""
     problems = read_results(path)
-    left = exam.prompts[len(problems) :]
-    at_once = max(1, _SAMPLES_AT_ONCE // exam.num_samples)
+    remaining = benchmark.prompts[len(problems) :]
+    batch = max(1, _SAMPLES_PER_BATCH // benchmark.num_samples)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for start in range(0, len(left), at_once):
-        problems += _results(exam, engine(), left[start : start + at_once])
+    for start in range(0, len(remaining), batch):
+        problems += _evaluate(benchmark, engine(), remaining[start : start + batch])
         _write(path, settings, problems, None)
-        notice(f"{exam.name}: {len(problems)} of {len(exam.prompts)} problems")
-    summary = summarise(problems, exam.success_threshold)
+        notice(f"{benchmark.name}: {len(problems)} of {len(benchmark.prompts)} problems")
+    summary = summarize_problems(problems, benchmark.success_threshold)
     _write(path, settings, problems, summary)
     return summary
 
@@ -98,70 +97,68 @@ def _write(path: Path, settings: dict[str, Any], problems: list[dict[str, Any]],
     write_atomic(path, encode({"settings": settings, "summary": summary, "problems": problems}))
 
 
-def _results(exam: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt]) -> list[dict[str, Any]]:
-    sampled, best = (
-        _marked(exam, engine, prompts_P, num_samples, sampling)
-        for num_samples, sampling in ((exam.num_samples, exam.sampling), (1, greedy(exam.sampling)))
-    )
+def _evaluate(benchmark: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt]) -> list[dict[str, Any]]:
+    sampled = _graded(benchmark, engine, prompts_P, benchmark.num_samples, benchmark.sampling)
+    best = _graded(benchmark, engine, prompts_P, 1, greedy(benchmark.sampling))
     return [
-        {"index": prompt.index, "answer": prompt.columns.get(exam.answer_column), **drawn}
-        | {"majority": _majority(drawn), "greedy": {name: one[names][0] for name, names in _OF_ONE.items()}}
-        for prompt, drawn, one in zip(prompts_P, sampled, best, strict=True)
+        {"index": prompt.index, "answer": prompt.columns.get(benchmark.answer_column), **samples}
+        | {"majority": _majority(samples)}
+        | {"greedy": {field: one[fields][0] for field, fields in _GREEDY_FIELDS.items()}}
+        for prompt, samples, one in zip(prompts_P, sampled, best, strict=True)
     ]
 
 
-def _marked(
-    exam: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt], num_samples: int, sampling: Sampling
+def _graded(
+    benchmark: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt], num_samples: int, sampling: Sampling
 ) -> list[dict[str, list[Any]]]:
-    groups = engine.generate(
-        prompts_P, num_samples=num_samples, sampling=sampling, seed=exam.seed, step=EVALUATION_STEP
+    """Return rewards, votes and lengths of the samples of each prompt."""
+    groups, rewards_P_G = sample_and_score(
+        engine, benchmark.score, prompts_P, num_samples=num_samples, sampling=sampling, seed=benchmark.seed
     )
-    rewards_P_G = exam.rewards.score(groups)
-    votes_P_G = exam.ballot([[s.text for s in group.samples_G] for group in groups]) if exam.ballot else None
+    votes_P_G: list[list[str | None]] = [[None] * num_samples] * len(groups)
+    if benchmark.count_votes is not None:
+        votes_P_G = benchmark.count_votes([[sample.text for sample in group.samples_G] for group in groups])
     return [
         {
             "rewards": rewards_G,
-            "votes": votes_P_G[place] if votes_P_G else [None] * num_samples,
-            "num_tokens": [len(sample.logprobs_T) for sample in group.samples_G],
-            "is_cut": _is_cut(group),
+            "votes": votes_G,
+            "num_tokens": sampled_tokens(group),
+            "is_cut": [sample.finish == "length" for sample in group.samples_G],
         }
-        for place, (group, rewards_G) in enumerate(zip(groups, rewards_P_G, strict=True))
+        for group, rewards_G, votes_G in zip(groups, rewards_P_G, votes_P_G, strict=True)
     ]
 
 
-def _is_cut(group: Group) -> list[bool]:
-    return [sample.finish == "length" for sample in group.samples_G]
+def _majority(samples: dict[str, list[Any]]) -> float | None:
+    """Return the reward of the most frequent answer; None if no sample has an answer."""
+    winner = majority_vote(samples["votes"])
+    return None if winner is None else samples["rewards"][samples["votes"].index(winner)]
 
 
-def _majority(drawn: dict[str, list[Any]]) -> float | None:
-    """The reward of the answer that most samples give; None where none gives one."""
-    winner = majority_vote(drawn["votes"])
-    return None if winner is None else drawn["rewards"][drawn["votes"].index(winner)]
-
-
-def summarise(problems: list[dict[str, Any]], success_threshold: float) -> dict[str, Any]:
-    """pass@1 with its standard error over problems, pass@k without bias, majority, greedy."""
-
-    def is_right(reward: float | None) -> bool:
-        return reward is not None and reward >= success_threshold
-
-    correct_P_G = [[is_right(reward) for reward in problem["rewards"]] for problem in problems]
-    num_samples = len(correct_P_G[0])
-    accuracy, error = clustered_mean(correct_P_G)
-    best, best_error = clustered_mean([[is_right(problem["greedy"]["reward"])] for problem in problems])
+def summarize_problems(problems: list[dict[str, Any]], success_threshold: float) -> dict[str, Any]:
+    """Return pass@1 with its standard error over problems, unbiased pass@k, majority and greedy accuracy."""
+    sampled = summarize(
+        [problem["rewards"] for problem in problems],
+        [problem["num_tokens"] for problem in problems],
+        success_threshold,
+    )
+    best = summarize(
+        [[problem["greedy"]["reward"]] for problem in problems],
+        [[problem["greedy"]["num_tokens"]] for problem in problems],
+        success_threshold,
+    )
     has_votes = any(vote is not None for problem in problems for vote in problem["votes"])
+    majority = [is_correct(problem["majority"], success_threshold) for problem in problems]
     return {
-        "pass@1": accuracy,
-        "pass@1_error": error,
-        **{f"pass@{k}": value for k, value in pass_at_powers(correct_P_G).items() if k > 1},
-        "majority": fmean(is_right(problem["majority"]) for problem in problems) if has_votes else None,
-        "greedy": best,
-        "greedy_error": best_error,
-        "num_prompts": len(problems),
-        "num_samples": num_samples,
-        "mean_tokens": fmean(length for problem in problems for length in problem["num_tokens"]),
-        "cut_fraction": fmean(cut for problem in problems for cut in problem["is_cut"]),
-        "num_failed_rewards": sum(
-            [*problem["rewards"], problem["greedy"]["reward"]].count(None) for problem in problems
-        ),
+        "pass@1": sampled.accuracy,
+        "pass@1_error": sampled.accuracy_error,
+        **{f"pass@{k}": value for k, value in sampled.pass_at_k.items() if k > 1},
+        "majority": fmean(majority) if has_votes else None,
+        "greedy": best.accuracy,
+        "greedy_error": best.accuracy_error,
+        "num_prompts": sampled.num_prompts,
+        "num_samples": len(problems[0]["rewards"]),
+        "mean_tokens": sampled.mean_tokens,
+        "cut_fraction": fmean(is_cut for problem in problems for is_cut in problem["is_cut"]),
+        "num_failed_rewards": sampled.num_failed + best.num_failed,
     }

@@ -1,4 +1,4 @@
-r"""The sets that `qerl eval` knows by name: where the problems are, what is asked, and who grades.
+r"""Named benchmarks of `qerl eval`: data set, prompt and grader.
 
     gsm8k      openai/gsm8k:main          test    1,319   question, answer (ends in #### and a number)
     math-500   HuggingFaceH4/MATH-500     test      500   problem, answer
@@ -6,8 +6,8 @@ r"""The sets that `qerl eval` knows by name: where the problems are, what is ask
     aime25     math-ai/aime25             test       30   problem, answer
     amc23      math-ai/amc23              test       40   question, answer (27.0 stands for 27)
 
-`math-500=FILE` reads a file of the same columns. The paper names the sets but neither copies nor prompts; the
-prompt is the one that the recipes train with.
+`math-500=FILE` reads a file with the same columns. QeRL's paper names neither the copies nor the prompts;
+the prompt is the one that the recipes train with.
 """
 
 import dataclasses
@@ -58,20 +58,22 @@ BENCHMARKS: dict[str, TaskConfig] = {
 
 
 def parse_benchmarks(arguments: Iterable[str]) -> dict[str, TaskConfig]:
-    """By name, each once."""
-    sets: dict[str, TaskConfig] = {}
+    """Return the tasks by benchmark name."""
+    tasks: dict[str, TaskConfig] = {}
     for name, task in map(parse_benchmark, arguments):
-        require(name not in sets, f"{name} is named twice: one evaluation has one of each set")
-        sets[name] = task
-    return sets
+        require(name not in tasks, f"benchmark {name} is given twice")
+        tasks[name] = task
+    return tasks
 
 
 def parse_benchmark(argument: str) -> tuple[str, TaskConfig]:
-    """(name, task) of `aime24`, or of `aime24=FILE`: the same set from a file, a folder or another hub id."""
+    """Parse `aime24`, or `aime24=FILE` with a file, a folder or another hub id."""
     name, equals, place = argument.partition("=")
     if name not in BENCHMARKS:
-        hint = near(name, BENCHMARKS) or f"; there are {', '.join(BENCHMARKS)}, and SET=FILE reads a file"
-        raise UserError(f"no set {name}{hint}")
+        hint = (
+            near(name, BENCHMARKS) or f"; choose from {', '.join(BENCHMARKS)} (BENCHMARK=FILE reads a file)"
+        )
+        raise UserError(f"unknown benchmark {name}{hint}")
     if equals and not place:
-        raise UserError(f"{argument}: a file, a folder or a hub id is missing after =")
+        raise UserError(f"{argument} needs a file, a folder or a hub id after =")
     return name, dataclasses.replace(BENCHMARKS[name], name=place or BENCHMARKS[name].name)

@@ -1,7 +1,7 @@
-"""How well a model or a run's policy does on named sets, or on its own held-out rows: a table and files.
+"""Evaluate a model or a run on named benchmarks, or on the held-out rows of its task.
 
-A set's file has a result for each problem (eval/benchmark.py). It lies in the run's folder under eval/, for a model in
-runs/eval. What it holds already is not done again.
+Each benchmark has a file with a result for each problem (eval/benchmark.py), in eval/ of the run's folder,
+or in runs/eval for a model. Problems whose results are in the file are not sampled again.
 """
 
 import dataclasses
@@ -36,57 +36,56 @@ from qerl.types import Prompt
 
 
 def run_benchmarks(
-    source: str, run: RunConfig | None, options: EvalOptions, sets: dict[str, TaskConfig], console: Console
+    source: str, run: RunConfig | None, options: EvalOptions, tasks: dict[str, TaskConfig], console: Console
 ) -> list[dict[str, Any]]:
-    """A summary for each set, with the file of its results; no sets: one for options.task's held-out rows.
+    """Return a summary for each benchmark, with the file of its results.
 
-    `source` is a model, or the folder of the run that `run` is the config of."""
-    config = _config(run, options, is_own=not sets)
+    `source` is a model, or the folder of the run with the config `run`. Without benchmarks, evaluate on the
+    held-out rows of options.task."""
+    config = _sampling_config(run, options, is_own_task=not tasks)
     adapters = Path(source) / "checkpoints" if run is not None and options.with_adapter else None
     folder = options.out or (Path("runs/eval") if run is None else Path(source) / "eval")
-    tasks = {name: _asked(task, run, options) for name, task in sets.items()} or {"task": options.task}
+    has_benchmarks = bool(tasks)
+    tasks = {name: _with_prompt(task, run, options) for name, task in tasks.items()} or {"task": options.task}
+    results = []
     with ExitStack() as stack:
         votes = stack.enter_context(Votes())
-        graded = {_grading(task): task for task in tasks.values()}
-        pools = {key: stack.enter_context(RewardPool(task)) for key, task in graded.items()}
-        tokenizer, room = load_tokenizer_and_limit(config)
-        check_prompt_fits(room, options.max_tokens, "max_tokens")
-        exams = {}
+        by_grading = {_grading(task): task for task in tasks.values()}
+        pools = {key: stack.enter_context(RewardPool(task)) for key, task in by_grading.items()}
+        tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
+        check_prompt_fits(max_prompt_tokens, options.max_tokens, "max_tokens")
+        benchmarks = {}
         for name, task in tasks.items():
-            prompts = _prompts(task, tokenizer, config, options.num_prompts, room, is_whole=bool(sets))
-            pool = pools[_grading(task)]
-            pool.check(prompts[0])
-            exams[name] = _exam(name, task, prompts, pool, votes, config, options)
-        engine = cache(partial(load_trained_sampler, config, tokenizer, adapters))
-        facts = {"model": source, **_facts(config, adapters)}
-        results = []
-        for name, exam in exams.items():
-            task = tasks[name]
-            asked = {"data": task.name, "rewards": list(task.rewards), **_graded_by(task)}
-            if pools[_grading(task)].has_environment:
-                asked["environment"] = dataclasses.asdict(task.environment)
-            settings = settings_of(exam, {**facts, **asked})
+            limits = {"num": options.num_prompts, "max_prompt_tokens": max_prompt_tokens}
+            prompts = _prompts(task, tokenizer, config.seed, is_whole=has_benchmarks, **limits)
+            pools[_grading(task)].check(prompts[0])
+            benchmarks[name] = _benchmark(name, task, prompts, pools[_grading(task)], votes, config, options)
+        load_engine = cache(partial(load_trained_sampler, config, tokenizer, adapters))
+        model_settings = {"model": source, **_model_settings(config, adapters)}
+        notice = partial(console.print, markup=False, highlight=False)
+        for name, benchmark in benchmarks.items():
+            task, pool = tasks[name], pools[_grading(tasks[name])]
+            settings = settings_of(benchmark, model_settings | _task_settings(task, pool))
             path = result_path(folder, settings)
             if not all(reward in REWARDS for reward in task.rewards):
-                path.unlink(missing_ok=True)  # the user's function may have changed, which no setting shows
-            sampler = partial(_sampler, engine, pools[_grading(task)], task, room)
-            say = partial(console.print, markup=False, highlight=False)
-            summary = run_benchmark(exam, sampler, path, settings, say)
-            for text in format_failures(pools[_grading(task)].take_failures()):
-                say(text)
+                path.unlink(missing_ok=True)  # the settings do not show changes of the user's own function
+            engine = partial(_engine, load_engine, pool, task, max_prompt_tokens)
+            summary = run_benchmark(benchmark, engine, path, settings, notice)
+            for text in format_failures(pool.take_failures()):
+                notice(text)
             results.append({"set": name, "model": source, **summary, "file": str(path)})
     console.print(table(results))
     return results
 
 
 def table(results: list[dict[str, Any]]) -> Table:
-    """A row for each set, in percent; the error is that of pass@1, over problems."""
+    """Return a row per benchmark, in percent; the error is the standard error of pass@1 over problems."""
     powers = sorted(
         {int(key[5:]) for each in results for key in each if re.fullmatch(r"pass@\d+", key)} - {1}
     )
     shown = Table(box=None, pad_edge=False)
     headings = ("samples", "pass@1", *(f"@{k}" for k in powers), "majority", "greedy", "tokens", "cut")
-    shown.add_column("set", no_wrap=True)
+    shown.add_column("benchmark", no_wrap=True)
     for heading in headings:
         shown.add_column(heading, justify="right", no_wrap=True)
     for each in results:
@@ -103,29 +102,33 @@ def _percent(share: float | None) -> str:
 
 
 def _grading(task: TaskConfig) -> tuple[Any, ...]:
-    """What a pool depends on: sets that are graded alike share their processes."""
+    """Return what a reward pool depends on: benchmarks that are graded alike share their processes."""
     return task.rewards, task.reward_weights, task.answer_column, task.environment
 
 
-def _graded_by(task: TaskConfig) -> dict[str, Any]:
-    """What rewards depend on besides, where it is not the default."""
+def _task_settings(task: TaskConfig, pool: RewardPool) -> dict[str, Any]:
+    """Return the data and the fields that rewards depend on, where they differ from the default."""
     given, default = dataclasses.asdict(task), dataclasses.asdict(TaskConfig())
     names = ("reward_weights", "reward_timeout_s", "code")
-    return {name: given[name] for name in names if given[name] != default[name]}
+    settings = {name: given[name] for name in names if given[name] != default[name]}
+    if pool.has_environment:
+        settings["environment"] = given["environment"]
+    return {"data": task.name, "rewards": list(task.rewards), **settings}
 
 
-def _sampler(
-    engine: Callable[[], Engine], pool: RewardPool, task: TaskConfig, room: int
+def _engine(
+    load_engine: Callable[[], Engine], pool: RewardPool, task: TaskConfig, max_prompt_tokens: int
 ) -> Engine | MultiTurnEngine:
-    return with_environment(engine(), pool, task.environment, room)
+    return with_environment(load_engine(), pool, task.environment, max_prompt_tokens)
 
 
-def _config(run: RunConfig | None, options: EvalOptions, *, is_own: bool) -> RunConfig:
-    """What draws samples, and of the run no more: how it learned need not go with these lengths. On its own
-    rows it keeps its other cuts and its stop strings; exact mode, which is for learning, takes no cuts."""
+def _sampling_config(run: RunConfig | None, options: EvalOptions, *, is_own_task: bool) -> RunConfig:
+    """Return the config to sample with; fields of a run that concern learning need not suit these lengths.
+
+    On its own task, a run keeps top_k, min_p and its stop strings. Exact mode does not support top_p."""
     base = run or RunConfig()
     sample = dataclasses.replace(
-        base.sample if is_own else SampleConfig(),
+        base.sample if is_own_task else SampleConfig(),
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -142,31 +145,31 @@ def _config(run: RunConfig | None, options: EvalOptions, *, is_own: bool) -> Run
     )
 
 
-def _asked(task: TaskConfig, run: RunConfig | None, options: EvalOptions) -> TaskConfig:
-    """The set's task with the user's template, if any, and the system message that the run learned with."""
-    system = run.task.system_prompt if run is not None else task.system_prompt
-    return dataclasses.replace(task, template=options.template or task.template, system_prompt=system)
+def _with_prompt(task: TaskConfig, run: RunConfig | None, options: EvalOptions) -> TaskConfig:
+    """Return the benchmark's task with the user's template and the system prompt of the run, if any."""
+    system_prompt = run.task.system_prompt if run is not None else task.system_prompt
+    return dataclasses.replace(task, template=options.template or task.template, system_prompt=system_prompt)
 
 
 def _prompts(
     task: TaskConfig,
     tokenizer: PreTrainedTokenizerBase,
-    config: RunConfig,
-    num: int | None,
-    room: int,
+    seed: int,
     *,
+    num: int | None,
+    max_prompt_tokens: int,
     is_whole: bool,
 ) -> list[Prompt]:
-    """All rows of a set; of a task only those that are held out."""
+    """Return all rows of a benchmark, or the held-out rows of a task."""
     if is_whole:
-        return every_prompt(task, tokenizer, num=num, max_prompt_tokens=room)
-    prompts = build_task(task, tokenizer, seed=config.seed, max_prompt_tokens=room).held_out(num)
+        return every_prompt(task, tokenizer, num=num, max_prompt_tokens=max_prompt_tokens)
+    prompts = build_task(task, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens).held_out(num)
     if not prompts:
-        raise UserError(f"task.num_held_out is {task.num_held_out}: {task.name} holds out no problems to try")
+        raise UserError(f"{task.name} has no held-out rows to evaluate on: set task.num_held_out")
     return prompts
 
 
-def _exam(
+def _benchmark(
     name: str,
     task: TaskConfig,
     prompts: list[Prompt],
@@ -180,8 +183,8 @@ def _exam(
         name=name,
         prompts=prompts,
         answer_column=task.answer_column,
-        rewards=pool,
-        ballot=partial(votes.count, grader) if grader else None,
+        score=pool.score,
+        count_votes=partial(votes.count, grader) if grader else None,
         num_samples=options.num_samples,
         sampling=sampling_of(config),
         seed=options.seed,
@@ -189,20 +192,20 @@ def _exam(
     )
 
 
-def _facts(config: RunConfig, adapters: Path | None) -> dict[str, Any]:
-    """What the samples depend on beside the exam: weights, formats, code and device."""
+def _model_settings(config: RunConfig, adapters: Path | None) -> dict[str, Any]:
+    """Return the weights, formats, code and device that samples depend on."""
     newest = None if adapters is None else checkpoint.find_latest(adapters)[0]
     return {
-        "weights": _stamp(locate(config.model.path).path),
-        "checkpoint": None if newest is None else _stamp(newest),
+        "weights": _fingerprint(locate(config.model.path).path),
+        "checkpoint": None if newest is None else _fingerprint(newest),
         **dataclasses.asdict(config.model),
         "kv": config.engine.kv_cache_dtype,
         **environment(config.model.device),
     }
 
 
-def _stamp(path: Path) -> str:
-    """The files' sizes and times: other weights at the same place are other ones."""
+def _fingerprint(path: Path) -> str:
+    """Return a digest of the files' names, sizes and times, which differs if the weights were replaced."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files if file.is_file()]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

@@ -1,25 +1,25 @@
-"""How well a model does on prompts it does not learn from.
+"""Evaluate a policy by sampling: sample prompts, score the samples, and estimate accuracy and pass@k.
 
     accuracy = mean over prompts of the fraction of samples whose reward reaches the threshold
 
-A sample whose reward failed counts as wrong, and is counted. The samples' random numbers come from step -1,
-which no training step has: evaluation disturbs no run, and two evaluations of one run draw with the same
-numbers, so that their difference shows the model and not the dice.
+A failed reward counts as wrong, and failures are counted. The samples' random numbers are those of step -1,
+which no training step uses: an evaluation does not change a run, and two evaluations of one run share their
+random numbers, so that their difference is due to the model.
+
+Used by training (held-out accuracy), by qerl.eval (benchmarks) and by the studies.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Protocol
 
 from qerl.algo.estimate import clustered_mean, pass_at_powers
 from qerl.errors import UserError
 from qerl.types import Group, Prompt, RolloutEngine, Sampling
 
 EVALUATION_STEP = -1
-
-
-class Rewards(Protocol):
-    def score(self, groups: list[Group], /) -> list[list[float | None]]: ...
+Score = Callable[[list[Group]], list[list[float | None]]]
+"""Return the rewards of each group's samples; None for a reward that failed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,17 +31,17 @@ class Evaluation:
     accuracy_error: float | None
     """Standard error over prompts; None for a single prompt."""
     pass_at_k: dict[int, float]
-    """For k = 1, 2, 4 and so on up to the samples of a prompt."""
+    """For k = 1, 2, 4 and so on up to the number of samples per prompt."""
     mean_tokens: float
-    """Length of a sample."""
+    """Mean sampled tokens of a sample."""
     num_prompts: int
     num_failed: int
-    """Samples whose reward failed."""
+    """Number of samples whose reward failed."""
 
 
 def evaluate(
     engine: RolloutEngine,
-    rewards: Rewards,
+    score: Score,
     prompts: list[Prompt],
     *,
     num_samples: int,
@@ -49,28 +49,62 @@ def evaluate(
     seed: int,
     threshold: float = 1.0,
 ) -> Evaluation:
-    """Sample every prompt and score; greedy is a sampling with temperature 0 and one sample a prompt."""
+    """Sample every prompt, score the samples and summarize; greedy sampling allows one sample per prompt."""
     if not prompts:
         raise UserError("evaluate: there are no held-out prompts")
     if sampling.temperature == 0 and num_samples != 1:
-        raise UserError(f"evaluate: temperature 0 always gives the same sample, num_samples is {num_samples}")
+        raise UserError(
+            f"evaluate: temperature 0 always gives the same sample, but num_samples is {num_samples}"
+        )
+    groups, rewards_P_G = sample_and_score(
+        engine, score, prompts, num_samples=num_samples, sampling=sampling, seed=seed
+    )
+    return summarize(rewards_P_G, list(map(sampled_tokens, groups)), threshold)
+
+
+def sample_and_score(
+    engine: RolloutEngine,
+    score: Score,
+    prompts: list[Prompt],
+    *,
+    num_samples: int,
+    sampling: Sampling,
+    seed: int,
+) -> tuple[list[Group], list[list[float | None]]]:
+    """Return the samples of every prompt and their rewards."""
     groups = engine.generate(
         prompts, num_samples=num_samples, sampling=sampling, seed=seed, step=EVALUATION_STEP
     )
-    rewards_P_G = rewards.score(groups)
-    correct_P_G = [[r is not None and r >= threshold for r in rewards_G] for rewards_G in rewards_P_G]
-    assert [len(correct_G) for correct_G in correct_P_G] == [num_samples] * len(prompts)
+    rewards_P_G = score(groups)
+    assert [len(rewards_G) for rewards_G in rewards_P_G] == [num_samples] * len(prompts)
+    return groups, rewards_P_G
+
+
+def summarize(
+    rewards_P_G: Sequence[Sequence[float | None]], tokens_P_G: Sequence[Sequence[int]], threshold: float
+) -> Evaluation:
+    """Estimate accuracy and pass@k from rewards and sampled tokens, both by prompt and sample."""
+    correct_P_G = [[is_correct(reward, threshold) for reward in rewards_G] for rewards_G in rewards_P_G]
     accuracy, accuracy_error = clustered_mean(correct_P_G)
     return Evaluation(
         accuracy=accuracy,
         accuracy_error=accuracy_error,
         pass_at_k=pass_at_powers(correct_P_G),
-        mean_tokens=fmean(len(sample.logprobs_T) for group in groups for sample in group.samples_G),
-        num_prompts=len(prompts),
-        num_failed=sum(rewards_G.count(None) for rewards_G in rewards_P_G),
+        mean_tokens=fmean(tokens for tokens_G in tokens_P_G for tokens in tokens_G),
+        num_prompts=len(rewards_P_G),
+        num_failed=sum(reward is None for rewards_G in rewards_P_G for reward in rewards_G),
     )
 
 
+def is_correct(reward: float | None, threshold: float) -> bool:
+    return reward is not None and reward >= threshold
+
+
+def sampled_tokens(group: Group) -> list[int]:
+    """Return the number of sampled tokens of each sample, without tokens of an environment."""
+    return [len(sample.logprobs_T) for sample in group.samples_G]
+
+
 def greedy(sampling: Sampling) -> Sampling:
-    """The same with the most likely token at each place."""
+    """Return the sampling that picks the most likely token."""
     return dataclasses.replace(sampling, temperature=0.0, top_k=None, top_p=None, min_p=None)

@@ -262,7 +262,7 @@ class _Session:
     def accuracy(self, sampling: Sampling) -> float:
         return evaluate(
             self.sampler,
-            self.rewards,
+            self.rewards.score,
             self.prompts,
             num_samples=1,
             sampling=sampling,
