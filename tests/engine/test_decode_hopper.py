@@ -84,6 +84,19 @@ def test_logprobs_are_the_packed_forwards(format, rank):
     assert error_ratio(decoder, prompts_P, samples, 4) < FACTOR
 
 
+def test_of_bf16_each_product_is_one_call_with_its_adapter_in_it():
+    """No addition of an adapter's part, and no copy of x but attention's result."""
+    decoder = decoder_of("bf16")
+    runner, cache = _runner(decoder, max_rows=8)
+    runner._records = False
+    _fill(runner._state, rows=8)
+    with cache.present(), torch.profiler.profile() as profile:
+        runner._forward(runner._state, 8)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    products = sum(calls.get(f"aten::{name}", 0) for name in ("addmm", "mm"))
+    assert products == 4 * SMALL.num_layers and "aten::cat" not in calls and "aten::copy_" not in calls
+
+
 @pytest.mark.parametrize(("num_samples", "makers"), [(12, 4), (15, 1), (20, 0)])
 def test_products_make_u_or_are_given_it(num_samples, makers, decoder, monkeypatch):
     """96, 120 and 160 rows; of a layer's four weights o's alone counts as small."""
@@ -282,8 +295,9 @@ def test_what_unused_pages_hold_never_matters(decoder):
         handle.remove()
 
 
-def test_recorded_graphs_follow_noise_and_adapter():
-    decoder, prompts_P = decoder_of(), small_prompts(20, 33)
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+def test_recorded_graphs_follow_noise_and_adapter(format):
+    decoder, prompts_P = decoder_of(format), small_prompts(20, 33)
     engine = engine_of(decoder, stop_token_ids=NEVER)
     quiet = drawn(engine, prompts_P, max_tokens=20)
     with noised(decoder.noise_table, sigma=0.1, unit="absolute", seed=0, step=1):

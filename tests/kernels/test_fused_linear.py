@@ -33,19 +33,22 @@ def _with_gradients(function, x, parts, dy):
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
-def _unpack(operand_NK):
-    def unpack(dtype, out):
-        assert dtype == operand_NK.dtype
-        return operand_NK.clone() if out is None else out.copy_(operand_NK)
+def _operand(operand_NK, parts):
+    rank = sum(len(part.adapter.a_RK) for part in parts if part.adapter)
 
-    return unpack
+    def operand(dtype, has_b):
+        assert dtype == operand_NK.dtype
+        w_NK = row_kernel.rows(*operand_NK.shape, rank if has_b else 0, operand_NK).copy_(operand_NK)
+        return op.widened(w_NK, parts) if has_b else w_NK
+
+    return operand
 
 
 def _ours(x, operand, parts, dy, room=0):
     x = row_kernel.rows(*x.shape, room, x).copy_(x.detach())
 
     def function(x):
-        return torch.cat(op.fused_linear(x, _unpack(operand), parts, gaps_are_free=room > 0), 1)
+        return torch.cat(op.fused_linear(x, _operand(operand, parts), parts, gaps_are_free=room > 0), 1)
 
     return _with_gradients(function, x, parts, dy)
 
@@ -102,7 +105,7 @@ def test_room_behind_the_rows_changes_no_bit(dtype, device, rng):
 def test_room_is_used_without_a_copy(device, rng):
     x, operand, parts, _ = _case(37, 128, (64, 32), 16, torch.float32, device, rng)
     apart = row_kernel.rows(37, 128, 32, x).copy_(x)
-    op.fused_linear(apart, _unpack(operand), parts, gaps_are_free=True)
+    op.fused_linear(apart, _operand(operand, parts), parts, gaps_are_free=True)
     behind = apart.as_strided((37, 160), apart.stride())[:, 128:]
     want = 0.75 / 0.037 * x @ torch.cat([p.adapter.a_RK for p in parts]).T
     assert rms_error(behind, want.detach()) < 1e-5
@@ -111,7 +114,7 @@ def test_room_is_used_without_a_copy(device, rng):
 def test_what_lies_between_rows_is_left_alone_unless_it_is_free(device, rng):
     x, operand, parts, _ = _case(37, 128, (64, 32), 16, torch.float32, device, rng)
     whole = torch.cat((x, torch.full((37, 64), 5.0, device=device)), 1)
-    op.fused_linear(whole[:, :128], _unpack(operand), parts)
+    op.fused_linear(whole[:, :128], _operand(operand, parts), parts)
     assert (whole[:, 128:] == 5).all()
 
 
@@ -122,7 +125,7 @@ def test_what_a_product_is_added_to_is_in_the_sum_and_gets_its_gradient(dtype, b
     h = torch.randn(37, 96, generator=rng).to(device).mul_(30).requires_grad_()  # fp32 in either case
 
     def function(x):
-        return op.linear_onto(h.clone(), x, _unpack(operand), parts[0])
+        return op.linear_onto(h.clone(), x, _operand(operand, parts), parts[0])
 
     got, truth = _with_gradients(function, x, parts, dy), _truth(x, operand, parts, dy)
     (dh,) = torch.autograd.grad(function(x), h, dy.float())
@@ -132,7 +135,7 @@ def test_what_a_product_is_added_to_is_in_the_sum_and_gets_its_gradient(dtype, b
         ours = ours.double() - h.double() if ours.shape == h.shape else ours
         assert rms_error(ours, want) < limit
     place = h.detach().clone()
-    y = op.linear_onto(place, x, _unpack(operand), parts[0])
+    y = op.linear_onto(place, x, _operand(operand, parts), parts[0])
     assert y.data_ptr() == place.data_ptr() and torch.equal(y, got[0])
 
 
@@ -157,11 +160,11 @@ def test_gated_value_and_gradients_are_the_definitions(T, K, widths, R, kind, ro
         dy = dy[:, : widths[0]].contiguous()
 
         def plain(x, operand=operand, parts=parts):
-            gate, up = torch.cat(op.fused_linear(x, _unpack(operand), parts), 1).chunk(2, 1)
+            gate, up = torch.cat(op.fused_linear(x, _operand(operand, parts), parts), 1).chunk(2, 1)
             return F.silu(gate) * up
 
         def ours(x, operand=operand, parts=parts):
-            return op.fused_swiglu(x, _unpack(operand), parts, room=24)
+            return op.fused_swiglu(x, _operand(operand, parts), parts, room=24)
 
         truth, theirs = _swiglu_truth(x, operand, parts, dy), _with_gradients(plain, x, parts, dy)
         for got, other, want in zip(_with_gradients(ours, x, parts, dy), theirs, truth, strict=True):
@@ -174,8 +177,8 @@ def test_neither_gate_nor_up_is_rounded(device, rng):
     want = _swiglu_truth(x, operand, parts, dy[:, :1536])[0]
     once = rms_error(want.bfloat16(), want)
     with torch.no_grad():
-        assert rms_error(op.fused_swiglu(x, _unpack(operand), parts), want) <= 1.1 * once
-        gate, up = (y.double() for y in op.fused_linear(x, _unpack(operand), parts))
+        assert rms_error(op.fused_swiglu(x, _operand(operand, parts), parts), want) <= 1.1 * once
+        gate, up = (y.double() for y in op.fused_linear(x, _operand(operand, parts), parts))
     assert rms_error((F.silu(gate) * up).bfloat16(), want) > 1.5 * once
 
 
@@ -186,9 +189,9 @@ def test_gate_is_kept_for_the_gradient_alone_and_up_never(device, rng, monkeypat
     monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append((a, k.get("dtype"))) or empty(*a, **k))
     gate = (37, 64), torch.bfloat16
     with torch.no_grad():
-        op.fused_swiglu(x, _unpack(operand), parts, room=16)
+        op.fused_swiglu(x, _operand(operand, parts), parts, room=16)
     assert made and gate not in made
-    op.fused_swiglu(x, _unpack(operand), parts, room=16)
+    op.fused_swiglu(x, _operand(operand, parts), parts, room=16)
     assert made.count(gate) == 1 and ((37, 128), torch.bfloat16) not in made
 
 
@@ -205,8 +208,8 @@ def test_the_result_is_kept_once_for_its_own_gradient_and_the_next_products(devi
             return t
 
         def function(x, room=room):
-            act = op.fused_swiglu(x, _unpack(operand), parts, room=room)
-            return op.linear_onto(h.clone(), act, _unpack(down), last[0], gaps_are_free=True)
+            act = op.fused_swiglu(x, _operand(operand, parts), parts, room=room)
+            return op.linear_onto(h.clone(), act, _operand(down, last), last[0], gaps_are_free=True)
 
         found.append(_with_gradients(function, x, [*parts, *last], dy))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
@@ -228,12 +231,12 @@ def test_the_operand_is_unpacked_in_each_pass_and_not_kept(device, rng):
     x, operand, parts, dy = _case(5, 64, (96,), 8, torch.float32, device, rng)
     calls, kept = [], []
 
-    def unpack(dtype, out):
+    def counted(dtype, has_b):
         calls.append(1)
-        return _unpack(operand)(dtype, out)
+        return _operand(operand, parts)(dtype, has_b)
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(len(t)) or t, lambda t: t):
-        (y,) = op.fused_linear(x.requires_grad_(), unpack, parts)
+        (y,) = op.fused_linear(x.requires_grad_(), counted, parts)
     assert len(calls) == 1 and kept == [5]
     y.backward(dy)
     assert len(calls) == 2

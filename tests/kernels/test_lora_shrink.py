@@ -147,6 +147,31 @@ def test_rows_past_the_last_are_neither_read_nor_written(M, kernels, rng):
         assert big[:64].isnan().all() and big[64 + rows :].isnan().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("K", "R"), [(3584, 96), (896, 48), (18944, 32)])
+@pytest.mark.parametrize("M", [1, 8, 40, 200])
+def test_x_and_u_of_one_tensor_are_the_same_bits(M, K, R, kernels, rng):
+    """As a BF16 weight takes them, [x | u]; x copied on the way, or read and left where it is."""
+    h, weight, noise, a = on_gpu(case(M, K, R, rng))
+    x, u = kernels.norm_shrink(h, weight, noise, EPS, a, SCALING)
+    alone = kernels.shrink(x, a, SCALING)
+
+    def side_by_side():
+        big = torch.full((M, K + R + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
+        return big, (big[:, :K], big[:, K : K + R])
+
+    big, out = side_by_side()
+    kernels.norm_shrink(h, weight, noise, EPS, a, SCALING, out=out)
+    assert torch.equal(out[0], x) and torch.equal(out[1], u) and big[:, K + R :].isnan().all()
+    big, out = side_by_side()
+    kernels.shrink(x, a, SCALING, out=out[1], copy=out[0])
+    assert torch.equal(out[0], x) and torch.equal(out[1], alone) and big[:, K + R :].isnan().all()
+    big, out = side_by_side()
+    out[0].copy_(x)
+    kernels.shrink(out[0], a, SCALING, out=out[1])
+    assert torch.equal(out[0], x) and torch.equal(out[1], alone) and big[:, K + R :].isnan().all()
+
+
 def framed(rows):
     """(rows between 64 rows of NaN on each side, the rows inside it)"""
     big = rows.new_full((len(rows) + 128, rows.shape[1]), float("nan"))

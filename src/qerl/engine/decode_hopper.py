@@ -121,10 +121,10 @@ class HopperForward:
         x_BD, u = self._normed(h_BD, module.input_layernorm, noise_rows_B, layer, layer.qkv)
         qkv_BX = layer.products.linear(x_BD, layer.qkv, u, None)
         o_BX = attend(qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms)
-        h_BD = layer.products.linear(o_BX, layer.o, self._shrunk(o_BX, layer, layer.o), h_BD)
+        h_BD = layer.products.linear(*self._shrunk(o_BX, layer, layer.o), h_BD)
         x_BD, u = self._normed(h_BD, module.post_attention_layernorm, noise_rows_B, layer, layer.gate_up)
         y_BF = layer.products.swiglu(x_BD, layer.gate_up, u)
-        return layer.products.linear(y_BF, layer.down, self._shrunk(y_BF, layer, layer.down), h_BD)
+        return layer.products.linear(*self._shrunk(y_BF, layer, layer.down), h_BD)
 
     def _normed(
         self,
@@ -138,12 +138,23 @@ class HopperForward:
         operands = h_BD, norm.weight, noise, norm.eps
         if group.a is None or layer.products.makes_u(len(h_BD), group):
             return self._shrink.norm(*operands, rows_M=rows_B), None
-        return self._shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B)
+        out = group.empty_input(len(h_BD), group.a) if group.room else None
+        return self._shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B, out=out)
 
-    def _shrunk(self, x_BK: Tensor, layer: "_LayerGroups", group: LinearGroup) -> Tensor | None:
+    def _shrunk(
+        self, x_BK: Tensor, layer: "_LayerGroups", group: LinearGroup
+    ) -> tuple[Tensor, LinearGroup, Tensor | None]:
+        """Return (x, group, u); x is copied where u must follow its rows and there is no room."""
         if group.a is None or layer.products.makes_u(len(x_BK), group):
-            return None
-        return self._shrink.shrink(x_BK, group.a, group.scaling)
+            return x_BK, group, None
+        if group.room == 0:
+            return x_BK, group, self._shrink.shrink(x_BK, group.a, group.scaling)
+        if x_BK.stride(0) >= group.in_width + group.room:
+            u_BR = self._shrink.shrink(x_BK, group.a, group.scaling, out=group.behind(x_BK))
+            return x_BK, group, u_BR
+        copy_BK, u_BR = group.empty_input(len(x_BK), x_BK)
+        self._shrink.shrink(x_BK, group.a, group.scaling, out=u_BR, copy=copy_BK)
+        return copy_BK, group, u_BR
 
 
 class _LayerGroups:
@@ -154,7 +165,7 @@ class _LayerGroups:
         self.groups = tuple(map(LinearGroup, layer.linear_groups))
         self.qkv, self.o, self.gate_up, self.down = self.groups
         is_packed = all(group.tiles is not None for group in self.groups)
-        self.products: FusedLinears = packed if is_packed else TorchLinears()
+        self.products: FusedLinears = packed if is_packed else TorchLinears(self.down.room)
         q_norm, k_norm = layer.self_attn.q_norm, layer.self_attn.k_norm
         self.head_norms: Norms | None = None
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):

@@ -5,8 +5,9 @@ swiglu   y = silu(gate) * up                         gate|up
 
 A residual is in fp32, and so is what is added to it; any other y is in x's dtype.
 
-PackedProducts   kernels/nvfp4_decode.py over the model's tiles, u made in the same launch where that pays
-PlainProducts    torch, linear by linear, over whatever format the linears are in; u comes ready
+PackedLinears   kernels/nvfp4_decode.py over the model's tiles; u is made in the same launch where that pays
+TorchLinears    cuBLAS, u comes ready. BF16: one product [x | u] @ [W | B]^T. FP8Flow: one product, and one
+                for the adapters. Other formats: linear by linear, and one product for the adapters
 """
 
 from collections.abc import Sequence
@@ -17,38 +18,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qerl.kernels import row_kernel
 from qerl.kernels.fp8_linear import fp8_product
+from qerl.kernels.fused_linear import side_by_side
 from qerl.kernels.matmul_fp32 import add_product
 from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
 from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.kernels.swiglu import swiglu
-from qerl.models.fused_weights import fuse_fp8_weights, fuse_weights
+from qerl.models.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
 from qerl.models.linear import QuantLinear
 from qerl.models.packed_linear import tiles_of
 
 
 class LinearGroup:
-    """Linears of one layer that read the same x, with their adapters stacked: a [G R, K] and b [N, R] in the
-    order of the packed rows, or, where the linears are not packed, b [N, G R] with zeros between them."""
+    """Linears of one layer that read the same x, with their adapters stacked.
+
+    tiles       a [G R, K], b [N, R] in the order of the packed rows; zeros for a linear without an adapter
+    wide_NC     BF16: [W | B], which holds the linears' own weights; a [R, K] of those that have an adapter
+    otherwise   a as for BF16, b [N, R] with zeros between the linears
+    """
 
     def __init__(self, linears: Sequence[QuantLinear]):
         self.linears, self.tiles = tuple(linears), tiles_of(linears)
         self.rank = max(linear.rank for linear in linears)
         self.scaling = max(linear.scaling for linear in linears)
+        self.in_width = linears[0].in_width
         self.ends = torch.tensor([linear.out_width for linear in linears]).cumsum(0).tolist()
         self.num_weights = sum(linear.out_width * linear.in_width for linear in linears)
-        self.bias_N = _joined_bias(linears)
-        self.joined_NK = fuse_weights(linears) if self.tiles is None else None
+        self.bias_N = self._stacked_bias()
         self.fp8 = fuse_fp8_weights(linears)
+        fused = fuse_weights(linears) if self.tiles is None and self.fp8 is None else None
+        self.wide_NC = fused.wide_NC if isinstance(fused, FusedBF16) else None
         self._device = next(t for linear in linears for t in linear.tensors).device
         self.a, self.b = self._stacked() if self.rank else (None, None)
 
     def publish(self) -> None:
-        """In place: recorded graphs point to the stacked copies."""
-        if self.a is not None and self.b is not None:
+        """Copy the adapters in place: recorded graphs point to the stacked copies. `QuantLinear.publish` writes b
+        of a BF16 weight."""
+        if self.a is not None:
             a, b = self._stacked()
             self.a.copy_(a)
-            self.b.copy_(b)
+            if self.b is not None and b is not None:
+                self.b.copy_(b)
 
     def adapter(self, u_BR: Tensor | None) -> PackedAdapter | None:
         if self.a is None or self.b is None:
@@ -57,31 +68,49 @@ class LinearGroup:
         return PackedAdapter(self.a, self.b, self.scaling, starts, u_BR)
 
     @property
+    def room(self) -> int:
+        """Columns for u that `linear` wants behind each row of x; 0 where u is a tensor of its own."""
+        return 0 if self.wide_NC is None or self.a is None else len(self.a)
+
+    def empty_input(self, num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return unset x [B, K] and u [B, R] in one tensor [x | u]."""
+        x_BK = row_kernel.rows(num_rows, self.in_width, self.room, like)
+        return x_BK, self.behind(x_BK)
+
+    def behind(self, x_BK: Tensor) -> Tensor:
+        """Return the columns for u behind the rows of x."""
+        (B, K), stride = x_BK.shape, x_BK.stride(0)
+        assert stride >= K + self.room
+        return x_BK.as_strided((B, K + self.room), (stride, 1))[:, K:]
+
+    @property
     def _is_interleaved(self) -> bool:
         return self.tiles is not None and self.tiles.rows is UnpackRows.GATE_UP
 
-    def _stacked(self) -> tuple[Tensor, Tensor]:
+    def _stacked(self) -> tuple[Tensor, Tensor | None]:
         a_parts, b_parts = zip(*(self._working(linear) for linear in self.linears), strict=True)
         if self.tiles is None:
-            return torch.cat(a_parts), torch.block_diag(*b_parts)
+            return torch.cat(a_parts), torch.block_diag(*b_parts) if self.wide_NC is None else None
         b_NR = torch.cat(b_parts)
         if self._is_interleaved:
             b_NR = b_NR[swiglu_order(len(b_parts[0]), b_NR.device)]
         return torch.cat(a_parts), b_NR
 
     def _working(self, linear: QuantLinear) -> tuple[Tensor, Tensor]:
-        """Zeros for a linear that has no adapter."""
+        """Return (a, b); of a linear without an adapter zeros in tiles, else nothing."""
         if linear.a_work is not None and linear.b_work is not None:
             return linear.a_work, linear.b_work
-        zeros = torch.zeros(self.rank, linear.in_width, dtype=linear.compute, device=self._device)
-        return zeros, zeros.new_zeros(linear.out_width, self.rank)
+        rank = 0 if self.tiles is None else self.rank
+        zeros = torch.zeros(rank, linear.in_width, dtype=linear.compute, device=self._device)
+        return zeros, zeros.new_zeros(linear.out_width, rank)
 
-
-def _joined_bias(linears: Sequence[QuantLinear]) -> Tensor | None:
-    """fp32 [N]; a group has biases or it has none."""
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    assert len(biases) in (0, len(linears))
-    return torch.cat(biases).float() if biases else None
+    def _stacked_bias(self) -> Tensor | None:
+        """Return [N], in fp32 for tiles; a group has biases or it has none."""
+        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        assert len(biases) in (0, len(self.linears))
+        if not biases:
+            return None
+        return torch.cat(biases) if self.tiles is None else torch.cat(biases).float()
 
 
 class FusedLinears(Protocol):
@@ -125,34 +154,38 @@ class PackedLinears:
 
 
 class TorchLinears:
+    def __init__(self, swiglu_room: int = 0):
+        """swiglu_room: columns behind each row of what `swiglu` returns, for the next product's u."""
+        self._swiglu_room = swiglu_room
+
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
         return False
 
     def linear(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
     ) -> Tensor:
-        if residual_BN is not None:
-            return self._onto(residual_BN, x_BK, group, u_BR)
-        y_BN = self._product(x_BK, group)
-        return y_BN if u_BR is None or group.b is None else torch.addmm(y_BN, u_BR, group.b.T)
+        if group.wide_NC is not None:
+            x_BC = x_BK if u_BR is None else side_by_side((x_BK, u_BR))
+            return self._joined(x_BC, group.wide_NC[:, : x_BC.shape[1]], group.bias_N, residual_BN)
+        y_BN = self._frozen(x_BK, group)
+        if residual_BN is None:
+            return y_BN if u_BR is None or group.b is None else torch.addmm(y_BN, u_BR, group.b.T)
+        residual_BN.add_(y_BN)
+        return residual_BN if u_BR is None or group.b is None else add_product(residual_BN, u_BR, group.b.T)
 
     def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
         gate_BF, up_BF = self.linear(x_BK, group, u_BR, None).chunk(2, dim=-1)
-        return swiglu(gate_BF, up_BF)
+        return swiglu(gate_BF, up_BF, room=self._swiglu_room)
 
-    def _onto(self, sum_BN: Tensor, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
-        if group.joined_NK is None:
-            sum_BN.add_(self._product(x_BK, group))
-        else:
-            add_product(sum_BN, x_BK, group.joined_NK.T)
-            if group.bias_N is not None:
-                sum_BN.add_(group.bias_N)
-        return sum_BN if u_BR is None or group.b is None else add_product(sum_BN, u_BR, group.b.T)
+    def _joined(
+        self, x_BC: Tensor, w_NC: Tensor, bias_N: Tensor | None, residual_BN: Tensor | None
+    ) -> Tensor:
+        if residual_BN is None:
+            return F.linear(x_BC, w_NC, bias_N)
+        add_product(residual_BN, x_BC, w_NC.T)
+        return residual_BN if bias_N is None else residual_BN.add_(bias_N)
 
-    def _product(self, x_BK: Tensor, group: LinearGroup) -> Tensor:
-        if group.joined_NK is not None:
-            bias = None if group.bias_N is None else group.bias_N.to(x_BK.dtype)
-            return F.linear(x_BK, group.joined_NK, bias)
+    def _frozen(self, x_BK: Tensor, group: LinearGroup) -> Tensor:
         if group.fp8 is not None:
             y_BN = fp8_product(x_BK, group.fp8)
             return y_BN if group.bias_N is None else y_BN.add_(group.bias_N)

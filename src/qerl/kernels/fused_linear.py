@@ -59,7 +59,7 @@ class LinearPart:
     """False where nobody reads y, only gradients are wanted: `linear_onto` then leaves y out."""
 
 
-Unpack = Callable[[torch.dtype, Tensor | None], Tensor]  # the joined operand [N, K], into the tensor if given
+Operand = Callable[[torch.dtype, bool], Tensor]  # (dtype, True): [W | b], [N, K + R]; (dtype, False): W alone
 
 
 def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
@@ -75,31 +75,31 @@ def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[LinearPart]) -> 
 
 
 def fused_linear(
-    x_TK: Tensor, unpack: Unpack, parts: Sequence[LinearPart], *, gaps_are_free: bool = False
+    x_TK: Tensor, operand: Operand, parts: Sequence[LinearPart], *, gaps_are_free: bool = False
 ) -> tuple[Tensor, ...]:
     """y_TN of each part, columns of one tensor; differentiable in x and the masters. Unpacks in each pass.
 
     gaps_are_free: what lies between the rows of x is nobody's, u may be put there.
     """
     assert x_TK.dim() == 2
-    return _FusedLinear.apply(x_TK, None, unpack, tuple(parts), gaps_are_free, *_masters(parts))
+    return _FusedLinear.apply(x_TK, None, operand, tuple(parts), gaps_are_free, *_masters(parts))
 
 
 def linear_onto(
-    h_TN: Tensor, x_TK: Tensor, unpack: Unpack, part: LinearPart, *, gaps_are_free: bool = False
+    h_TN: Tensor, x_TK: Tensor, operand: Operand, part: LinearPart, *, gaps_are_free: bool = False
 ) -> Tensor:
     """h + y, both in fp32, in the place of h; differentiable in h too."""
     assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
-    return _FusedLinear.apply(x_TK, h_TN, unpack, (part,), gaps_are_free, *_masters([part]))[0]
+    return _FusedLinear.apply(x_TK, h_TN, operand, (part,), gaps_are_free, *_masters([part]))[0]
 
 
 def fused_swiglu(
-    x_TK: Tensor, unpack: Unpack, parts: Sequence[LinearPart], *, room: int = 0, gaps_are_free: bool = False
+    x_TK: Tensor, operand: Operand, parts: Sequence[LinearPart], *, room: int = 0, gaps_are_free: bool = False
 ) -> Tensor:
     """silu(y_1) * y_2 [T, F] of two parts, rounded once, with room for so many columns behind each row."""
     assert x_TK.dim() == 2 and len(parts) == 2 and parts[0].width == parts[1].width
     is_learning = torch.is_grad_enabled()
-    return _FusedSwiGLU.apply(x_TK, unpack, tuple(parts), room, gaps_are_free, is_learning, *_masters(parts))
+    return _FusedSwiGLU.apply(x_TK, operand, tuple(parts), room, gaps_are_free, is_learning, *_masters(parts))
 
 
 def _masters(parts: Sequence[LinearPart]) -> list[Tensor]:
@@ -108,14 +108,14 @@ def _masters(parts: Sequence[LinearPart]) -> list[Tensor]:
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, sum_TN, unpack, parts, gaps_are_free, *masters):
-        ctx.unpack, ctx.parts = unpack, parts
+    def forward(ctx, x_TK, sum_TN, operand, parts, gaps_are_free, *masters):
+        ctx.operand, ctx.parts = operand, parts
         x_TC = _with_u(x_TK, parts, gaps_are_free)
         ctx.save_for_backward(x_TC)
         if sum_TN is not None and not parts[0].is_read:
             ctx.mark_dirty(sum_TN)
             return (sum_TN,)
-        w_NC = _widened(unpack, x_TK, parts)
+        w_NC = operand(x_TK.dtype, True)
         if sum_TN is not None:
             ctx.mark_dirty(sum_TN)
             return (_add_product(sum_TN, x_TC, w_NC, parts[0]),)
@@ -127,15 +127,15 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx, *dy):
         (x_TC,) = ctx.saved_tensors
         dy_TN = side_by_side(dy).to(x_TC.dtype)
-        dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.unpack, ctx.parts, ctx.needs_input_grad[0])
+        dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.operand, ctx.parts, ctx.needs_input_grad[0])
         dsum_TN = dy[0] if ctx.needs_input_grad[1] else None
         return dx_TK, dsum_TN, None, None, None, *gradients
 
 
 class _FusedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, unpack, parts, room, gaps_are_free, is_learning, *masters):
-        x_TC, w_NC = _with_u(x_TK, parts, gaps_are_free), _widened(unpack, x_TK, parts)
+    def forward(ctx, x_TK, operand, parts, room, gaps_are_free, is_learning, *masters):
+        x_TC, w_NC = _with_u(x_TK, parts, gaps_are_free), operand(x_TK.dtype, True)
         T, N, device = len(x_TC), len(w_NC), x_TC.device
         y_TF = row_kernel.rows(T, N // 2, room, x_TC)
         gate_TF = torch.empty(T, N // 2, dtype=x_TC.dtype, device=device) if is_learning else None
@@ -148,19 +148,19 @@ class _FusedSwiGLU(torch.autograd.Function):
         if is_learning:
             # y.data: the next product puts its u behind y's rows, which autograd would take for a change of y
             ctx.save_for_backward(x_TC, gate_TF, y_TF.data)
-            ctx.unpack, ctx.parts = unpack, parts
+            ctx.operand, ctx.parts = operand, parts
         return y_TF
 
     @staticmethod
     def backward(ctx, dy_TF):  # type: ignore[override]
         x_TC, gate_TF, y_TF = ctx.saved_tensors
         dy_TN = swiglu.wide_gradient(dy_TF, gate_TF, y_TF)
-        dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.unpack, ctx.parts, ctx.needs_input_grad[0])
+        dx_TK, gradients = _gradients(dy_TN, x_TC, ctx.operand, ctx.parts, ctx.needs_input_grad[0])
         return dx_TK, None, None, None, None, None, *gradients
 
 
 def _gradients(
-    dy_TN: Tensor, x_TC: Tensor, unpack: Unpack, parts: Sequence[LinearPart], wants_dx: bool
+    dy_TN: Tensor, x_TC: Tensor, operand: Operand, parts: Sequence[LinearPart], wants_dx: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     """dx, and each master's."""
     columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
@@ -173,7 +173,7 @@ def _gradients(
             gradients += [product(du[-1].T, x_TK), product(dy_part.T, u_TR).mul_(part.alpha)]
             columns += _rank(part)
         rows += part.width
-    return _input_gradient(dy_TN, du, unpack, parts) if wants_dx else None, gradients
+    return _input_gradient(dy_TN, du, operand, parts) if wants_dx else None, gradients
 
 
 def side_by_side(pieces: Sequence[Tensor]) -> Tensor:
@@ -245,11 +245,9 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _widened(unpack: Unpack, x_TK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
-    """[W | b], [N, K + rank]."""
-    rank = sum(_rank(part) for part in parts)
-    rows, columns = sum(part.width for part in parts), x_TK.shape[1]
-    w_NK = unpack(x_TK.dtype, row_kernel.rows(rows, columns, rank, x_TK))
+def widened(w_NK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
+    """Return [W | b], [N, K + R]; b is written behind the rows of W, where there must be room."""
+    (rows, columns), rank = w_NK.shape, sum(_rank(part) for part in parts)
     assert w_NK.stride(0) >= columns + rank
     w_NC = w_NK.as_strided((rows, columns + rank), w_NK.stride())
     if rank:
@@ -310,8 +308,8 @@ def _runs(parts: Sequence[LinearPart]) -> list[list[LinearPart]]:
     return [list(run) for _, run in alike]
 
 
-def _input_gradient(dy_TN: Tensor, du: list[Tensor], unpack: Unpack, parts: Sequence[LinearPart]) -> Tensor:
-    w_NK, row = unpack(dy_TN.dtype, None), 0
+def _input_gradient(dy_TN: Tensor, du: list[Tensor], operand: Operand, parts: Sequence[LinearPart]) -> Tensor:
+    w_NK, row = operand(dy_TN.dtype, False), 0
     if du:
         a_RK = _stacked([part.adapter.a_work_RK for part in parts if part.adapter is not None])
         dx_TK = torch.cat(du, 1) @ a_RK

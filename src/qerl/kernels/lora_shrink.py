@@ -113,6 +113,7 @@ class LoraShrink:
         assert tokens_B.dtype == torch.int32 and tokens_B.is_contiguous() and d % 8 == 0
         _check(table_VD, (v, d), torch.bfloat16)
         h_BD = _output((b, d), tokens_B.device, out, torch.float32)
+        assert table_VD.is_contiguous() and h_BD.is_contiguous()
         embed = self._kernel("embed", _Norm.NONE, ShrinkTile(8, 0), Split(1, 1))
         embed.launch(grid=b, block_threads=256, parameters=(tokens_B, table_VD, h_BD, v, d // 4))
         return h_BD
@@ -127,7 +128,7 @@ class LoraShrink:
         rows_M: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x_MD alone."""
+        """Return x_MD alone."""
         x_MD = _output(h_MD.shape, h_MD.device, out)
         self._launch(h_MD, weight_D, noise, rows_M, eps, None, 0.0, x_MD, None)
         return x_MD
@@ -144,16 +145,26 @@ class LoraShrink:
         rows_M: Tensor | None = None,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(x_MD, u_MR)"""
+        """Return (x_MD, u_MR). The rows of `out` may lie apart, as in the halves of one tensor [x | u]."""
         x_MD = _output(h_MD.shape, h_MD.device, None if out is None else out[0])
         u_MR = _output((h_MD.shape[0], a_RD.shape[0]), h_MD.device, None if out is None else out[1])
         self._launch(h_MD, weight_D, noise, rows_M, eps, a_RD, scaling, x_MD, u_MR)
         return x_MD, u_MR
 
-    def shrink(self, x_MK: Tensor, a_RK: Tensor, scaling: float, *, out: Tensor | None = None) -> Tensor:
-        """u_MR of an x that is ready."""
+    def shrink(
+        self,
+        x_MK: Tensor,
+        a_RK: Tensor,
+        scaling: float,
+        *,
+        out: Tensor | None = None,
+        copy: Tensor | None = None,
+    ) -> Tensor:
+        """Return u_MR of an x that is ready; `copy`, if given, gets the rows of x."""
         u_MR = _output((x_MK.shape[0], a_RK.shape[0]), x_MK.device, out)
-        self._launch(x_MK, None, None, None, 0.0, a_RK, scaling, None, u_MR)
+        if copy is not None:
+            _check(copy, x_MK.shape, torch.bfloat16)
+        self._launch(x_MK, None, None, None, 0.0, a_RK, scaling, copy, u_MR)
         return u_MR
 
     def _launch(self, h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR) -> None:
@@ -166,10 +177,12 @@ class LoraShrink:
         if a_RK is not None:
             rows = a_RK.shape[0]
             _check(a_RK, (rows, k), torch.bfloat16)
+            assert a_RK.is_contiguous()
         split, tile = choose_split(k), choose_tile(m, k, rows)
         pointers = (h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
         addresses = (0 if t is None else t.data_ptr() for t in pointers)
-        operands = struct.pack("7Q3i2f4x", *addresses, m, k, rows, eps, scaling)
+        strides = (0 if t is None else t.stride(0) for t in (h_MK, x_MK, u_MR))
+        operands = struct.pack("7Q6i2f", *addresses, m, k, rows, *strides, eps, scaling)
         kernel = self._kernel("shrink", _Norm.of(weight_K, rows_M), tile, split)
         kernel.launch(
             grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * _WARPS, parameters=(operands,)
@@ -197,7 +210,8 @@ def _ceil(a: int, b: int) -> int:
 
 def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert tensor.shape == shape and tensor.dtype == dtype, (tensor.shape, tensor.dtype, shape, dtype)
-    assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    assert tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+    assert all(stride % 8 == 0 for stride in tensor.stride()[:-1])
 
 
 def _output(

@@ -10,6 +10,7 @@ first. After `learn_weight` the weight has such a master too, `full`, and is its
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,16 @@ class Held:
         return self._operands[id(owner)]
 
 
+class OperandGroup(Protocol):
+    """Weights of linears that read the same x, as one operand."""
+
+    in_width: int
+
+    def operand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Return W [sum N, K]; it is in `out` if given, or keeps the adapters' b behind its rows."""
+        ...
+
+
 class QuantLinear(nn.Module):
     def __init__(
         self, in_width: int, out_width: int, *, has_bias: bool, compute: torch.dtype, device: torch.device
@@ -62,6 +73,10 @@ class QuantLinear(nn.Module):
         self.register_parameter("full", None)
         self.a_work: Tensor | None = None
         self.b_work: Tensor | None = None
+        self.fused: OperandGroup | None = None
+        """What this weight is fused into (fused_weights.py)."""
+        self.b_fused: Tensor | None = None
+        """The place of b_work behind the rows of a fused BF16 weight."""
         self._operand: Tensor | None = None
         self.unpacked: Unpacked | Held | None = None
         """Where its operand is left for the next product, inside `repeating` and `holding`."""
@@ -74,6 +89,7 @@ class QuantLinear(nn.Module):
         """Take the weight; a resident operand of an earlier one is dropped."""
         assert packed.shape == (self.out_width, self.in_width), (packed.shape, self)
         self.weight, self._operand = packed, None
+        self.fused = self.b_fused = None
         self.alpha = packed.alpha.item() if packed.alpha.dim() == 0 else packed.alpha
 
     def make_resident(self) -> None:
@@ -107,7 +123,7 @@ class QuantLinear(nn.Module):
         assert a_RK.shape[1] == self.in_width and b_NR.shape == (self.out_width, len(a_RK))
         self.lora_A, self.lora_B = nn.Parameter(a_RK.float()), nn.Parameter(b_NR.float())
         self.a_work, self.b_work = a_RK.to(self.compute, copy=True), b_NR.to(self.compute, copy=True)
-        self.scaling = scaling
+        self.scaling, self.fused, self.b_fused = scaling, None, None
 
     def learn_weight(self) -> None:
         """A new master of the weight, which must be in BF16."""
@@ -123,6 +139,8 @@ class QuantLinear(nn.Module):
         if self.a_work is not None and self.b_work is not None:
             self.a_work.copy_(self.lora_A.detach())
             self.b_work.copy_(self.lora_B.detach())
+            if self.b_fused is not None:
+                self.b_fused.copy_(self.b_work)
 
     @property
     def tensors(self) -> list[Tensor]:

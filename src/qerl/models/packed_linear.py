@@ -20,12 +20,21 @@ import torch
 from torch import Tensor
 
 from qerl.formats import NVFP4, PackedWeight
-from qerl.kernels import nvfp4_decode, nvfp4_unpack
-from qerl.kernels.fused_linear import Adapter, LinearPart, Unpack, fused_linear, fused_swiglu, linear_onto
+from qerl.kernels import nvfp4_decode, nvfp4_unpack, row_kernel
+from qerl.kernels.fused_linear import (
+    Adapter,
+    LinearPart,
+    Operand,
+    fused_linear,
+    fused_swiglu,
+    linear_onto,
+    widened,
+)
 from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.kernels.swiglu import swiglu
-from qerl.models.linear import QuantLinear
+from qerl.models.fused_weights import FusedBF16, fuse_weights
+from qerl.models.linear import OperandGroup, QuantLinear
 
 # Packing spreads each code over an int32 and some: 16 Mi weights at a time take 0.5 GB beside the model.
 _CHUNK_WEIGHTS = 1 << 24
@@ -186,48 +195,69 @@ def tiles_of(linears: Sequence[QuantLinear]) -> PackedGroup | None:
 def project(
     x_TK: Tensor, linears: Sequence[QuantLinear], *, gaps_are_free: bool = False
 ) -> tuple[Tensor, ...]:
-    """Each linear's y_TN: one product for all of them where their weights share tiles on a GPU.
+    """Return each linear's y_TN: on a GPU one product for all of them, where their weights can be fused.
 
     gaps_are_free: x was made with `room` behind its rows, or with none.
     """
     group = _product_group(x_TK, linears)
     if group is None:
         return tuple(linear(x_TK) for linear in linears)
-    return fused_linear(
-        x_TK, _unpack(group, linears), [_part(linear) for linear in linears], gaps_are_free=gaps_are_free
-    )
+    parts = [_part(linear) for linear in linears]
+    return fused_linear(x_TK, _operand(x_TK, group, linears), parts, gaps_are_free=gaps_are_free)
 
 
 def project_swiglu(x_TK: Tensor, gate_up: Sequence[QuantLinear], *, room: int) -> Tensor:
-    """silu(gate) * up, with room for so many columns behind each row if on a GPU; x as `gaps_are_free` says
-    of `project`."""
+    """Return silu(gate) * up, on a GPU with room for so many columns behind each row; x is as for `project`
+    with gaps_are_free."""
     group = _product_group(x_TK, gate_up)
     if group is None:
         gate_TF, up_TF = (linear(x_TK) for linear in gate_up)
         return swiglu(gate_TF, up_TF, room=room)
     parts = [_part(linear) for linear in gate_up]
-    return fused_swiglu(x_TK, _unpack(group, gate_up), parts, room=room, gaps_are_free=True)
+    return fused_swiglu(x_TK, _operand(x_TK, group, gate_up), parts, room=room, gaps_are_free=True)
 
 
 def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_free: bool = False) -> Tensor:
-    """h + y in fp32, in the place of h."""
+    """Return h + y in fp32, in the place of h."""
     group = _product_group(x_TK, (linear,))
     if group is None:
         return h_TN.add_(linear(x_TK))
-    return linear_onto(h_TN, x_TK, _unpack(group, (linear,)), _part(linear), gaps_are_free=gaps_are_free)
+    operand = _operand(x_TK, group, (linear,))
+    return linear_onto(h_TN, x_TK, operand, _part(linear), gaps_are_free=gaps_are_free)
 
 
-def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> PackedGroup | None:
-    """None where each linear is to multiply for itself."""
-    is_apart = not x_TK.is_cuda or any(linear.is_resident for linear in linears)
-    return None if is_apart else tiles_of(linears)
+def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> OperandGroup | None:
+    """Return the linears' common operand; None where each is to multiply for itself."""
+    if not _is_fused_on(x_TK.device) or any(linear.full is not None for linear in linears):
+        return None
+    tiles = tiles_of(linears)
+    if tiles is None:
+        return fuse_weights(linears)
+    return None if any(linear.is_resident for linear in linears) else tiles
 
 
-def _unpack(group: PackedGroup, linears: Sequence[QuantLinear]) -> Unpack:
-    unpacked = linears[0].unpacked
-    if unpacked is None:
-        return group.operand
-    return lambda dtype, out: unpacked.of(group, functools.partial(group.operand, dtype, out))
+def _is_fused_on(device: torch.device) -> bool:
+    """True on a GPU; on a CPU each linear has a resident operand of its own."""
+    return device.type == "cuda"
+
+
+def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:
+    rank, columns = room(linears), group.in_width
+    if isinstance(group, FusedBF16):
+        assert columns + rank in (columns, group.wide_NC.shape[1]), "some adapters are on, some off"
+        return lambda dtype, has_b: group.wide_NC[:, : columns + rank if has_b else columns]
+    parts, unpacked = [_part(linear) for linear in linears], linears[0].unpacked
+    num_rows, like = sum(part.width for part in parts), x_TK.new_empty(0)
+
+    def unpack(dtype: torch.dtype, room: int) -> Tensor:
+        return group.operand(dtype, row_kernel.rows(num_rows, columns, room, like, dtype) if room else None)
+
+    def operand(dtype: torch.dtype, has_b: bool) -> Tensor:
+        make = functools.partial(unpack, dtype, rank if has_b else 0)
+        w_NK = make() if unpacked is None else unpacked.of(group, make)
+        return widened(w_NK, parts) if has_b else w_NK
+
+    return operand
 
 
 def room(linears: Sequence[QuantLinear]) -> int:

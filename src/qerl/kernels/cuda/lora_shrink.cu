@@ -22,14 +22,14 @@
 #define MIN_CTAS (TOKEN_TILES == 1 && UNITS * (1 + NORM) <= 5 ? 4 - NORM : 1)
 
 struct Operands {
-  const void* h;        // [M, K], in fp32 with NORM
+  const void* h;        // [M, K], in fp32 with NORM; rows h_stride elements apart
   const float* weight;  // [K]
   const float* noise;   // [K] or null; with TABLE [.., K]
   const int* noise_rows;  // [M] with TABLE
   const u16* a;         // [rows, K]
-  u16* x;               // [M, K]
-  u16* u;               // [M, rows]
-  int M, K, rows;
+  u16* x;               // [M, K], rows x_stride elements apart; without NORM a copy of h, or null
+  u16* u;               // [M, rows], rows u_stride elements apart
+  int M, K, rows, h_stride, x_stride, u_stride;
   float eps, scaling;
 };
 
@@ -163,7 +163,7 @@ __device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) sum += s.of_cta[c][i];
     const int at = rank * SHARE + i, m = m0 + at / ROWS, row = row0 + at % ROWS;
-    if (m < o.M && row < o.rows) o.u[(size_t)m * o.rows + row] = (u16)pack2(o.scaling * sum, 0.f);
+    if (m < o.M && row < o.rows) o.u[(size_t)m * o.u_stride + row] = (u16)pack2(o.scaling * sum, 0.f);
   }
 }
 #endif
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __g
     for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
       for (int j = 0; j < 1 + NORM; j++)
-        h[i][n][j] = load_activation((const uint4*)o.h + ((size_t)min(m0 + n * 8 + g, o.M - 1) * o.K + k[i]) / 8 * (1 + NORM) + j);
+        h[i][n][j] = load_activation((const uint4*)o.h + ((size_t)min(m0 + n * 8 + g, o.M - 1) * o.h_stride + k[i]) / 8 * (1 + NORM) + j);
 #pragma unroll
   for (int i = 0; i < UNITS; i++)
     if (first + i * WARPS + warp >= end)
@@ -250,8 +250,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) shrink(const __g
       h[i][n][0] = make_uint4(pack2(a.x * inverse[n] * w[0], a.y * inverse[n] * w[1]), pack2(a.z * inverse[n] * w[2], a.w * inverse[n] * w[3]),
                               pack2(b.x * inverse[n] * w[4], b.y * inverse[n] * w[5]), pack2(b.z * inverse[n] * w[6], b.w * inverse[n] * w[7]));
       const int unit = first + i * WARPS + warp, m = m0 + n * 8 + g;
-      if (unit % row_tiles == row_tile && unit < end && m < o.M) *(uint4*)(o.x + (size_t)m * o.K + k[i]) = h[i][n][0];
+      if (unit % row_tiles == row_tile && unit < end && m < o.M) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = h[i][n][0];
     }
+  }
+#else
+  if (o.x) {
+#pragma unroll
+    for (int i = 0; i < UNITS; i++)
+#pragma unroll
+      for (int n = 0; n < TOKEN_TILES; n++) {
+        const int unit = first + i * WARPS + warp, m = m0 + n * 8 + g;
+        if (unit % row_tiles == row_tile && unit < end && m < o.M) *(uint4*)(o.x + (size_t)m * o.x_stride + k[i]) = h[i][n][0];
+      }
   }
 #endif
 #if ROW_TILES > 0
