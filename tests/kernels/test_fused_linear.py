@@ -21,6 +21,8 @@ def _case(T, K, widths, R, dtype, device, rng, *, alphas=None, bias=True, ranks=
             a, b = random(r, K, size=K**-0.5).to(dtype).float(), random(n, r, size=0.3).to(dtype).float()
             adapter = op.Adapter(a, b, a.to(dtype), b.to(dtype), 0.75)
         alpha = 0.037 if alphas is None else alphas[i]
+        if alpha == "rows":
+            alpha = random(n).abs() * 0.1 + 0.01
         parts.append(op.LinearPart(n, alpha, random(n).to(dtype) if bias else None, adapter))
     return random(T, K).to(dtype), random(sum(widths), K).to(dtype), parts, random(T, sum(widths)).to(dtype)
 
@@ -60,6 +62,7 @@ def _truth(x, operand, parts, dy):
 KINDS = {
     "alike": {},
     "own alphas": {"alphas": (0.05, 0.02, 0.09)},
+    "rows' alphas": {"alphas": ("rows", "rows", 0.09)},
     "no bias": {"bias": False},
     "some adapters": {"ranks": (0, 8, 24)},
     "no adapters": {"ranks": (0, 0, 0)},
@@ -82,7 +85,7 @@ def test_bf16_loses_no_more_than_products_of_their_own(T, K, widths, R, kind, de
     def plain(x):
         found = []
         for part, w in zip(parts, operand.split([p.width for p in parts]), strict=True):
-            y = (x @ w.T) * part.alpha
+            y = ((x @ w.T) * part.alpha).to(x.dtype)
             if part.adapter:
                 a = part.adapter
                 y = y + a.scaling * (x @ a.a_RK.bfloat16().T) @ a.b_NR.bfloat16().T

@@ -132,7 +132,9 @@ def test_a_row_of_a_layer():
     inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
     row = 2 * (inputs + gate + attention) + 4 * (2 * 128 + 4)
     assert op.layer_row(SMALL, CONFIG) == row
-    assert op.layer_row(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="nf4"))) == row + 2 * 320
+    for format, up in (("nf4", 0), ("bf16", 0), ("fp8-flow", 2 * 320)):
+        config = dataclasses.replace(CONFIG, model=ModelConfig(format=format))
+        assert op.layer_row(SMALL, config) == row + up
     backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
     assert op.activations(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
     assert op.activations(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
@@ -172,6 +174,15 @@ def test_operands_are_unpacked_one_at_a_time_or_a_layers():
     assert op.unpacked(SMALL, with_learn(gradient_checkpointing="layer")) == sum(each)
     assert op.unpacked(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
     assert op.held(SMALL, CONFIG) == 3 * sum(each)
+
+
+def test_bf16_weights_have_the_adapters_behind_their_rows():
+    """48 columns, 16, 32 and 16, each rounded up to 64."""
+    bf16 = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))
+    columns = 2 * 3 * 64 * (256 + 128 + 640 + 128)
+    assert op.adapter_columns(SMALL, bf16) == columns and op.adapter_columns(SMALL, CONFIG) == 0
+    copies = {part.name: part.num_bytes for part in op.parts(SMALL, bf16, PROMPT)}["adapter's working copies"]
+    assert copies == 4 * op.adapter_weights(SMALL, bf16) + columns
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])

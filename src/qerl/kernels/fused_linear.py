@@ -52,7 +52,8 @@ class LinearPart:
     """One of the linears."""
 
     width: int
-    alpha: float
+    alpha: float | Tensor
+    """One number, or fp32 [N], one for each row."""
     bias_N: Tensor | None
     adapter: Adapter | None
     is_read: bool = True
@@ -66,7 +67,7 @@ def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[LinearPart]) -> 
     """The definition in float64, y_TN of all parts side by side; differentiable in x and the masters."""
     found, x_TK = [], x_TK.double()
     for part, w_NK in zip(parts, operand_NK.double().split([p.width for p in parts]), strict=True):
-        y_TN = part.alpha * x_TK @ w_NK.T
+        y_TN = part.alpha * (x_TK @ w_NK.T)
         if part.adapter is not None:
             a = part.adapter
             y_TN = y_TN + a.scaling * (x_TK @ a.a_RK.double().T) @ a.b_NR.double().T
@@ -170,7 +171,8 @@ def _gradients(
             dy_part = dy_TN[:, rows : rows + part.width]
             u_TR = x_TC[:, columns : columns + _rank(part)]
             du.append((dy_part @ part.adapter.b_work_NR).mul_(part.adapter.scaling))
-            gradients += [product(du[-1].T, x_TK), product(dy_part.T, u_TR).mul_(part.alpha)]
+            alpha = part.alpha if isinstance(part.alpha, float) else 1.0
+            gradients += [product(du[-1].T, x_TK), product(dy_part.T, u_TR).mul_(alpha)]
             columns += _rank(part)
         rows += part.width
     return _input_gradient(dy_TN, du, operand, parts) if wants_dx else None, gradients
@@ -237,8 +239,15 @@ def _shrink(x_TC: Tensor, columns: int, parts: Sequence[LinearPart]) -> None:
 
 
 def _factor(part: LinearPart) -> float:
+    """Return what u is multiplied by; an alpha for each row divides b instead."""
     assert part.adapter is not None
-    return part.adapter.scaling / part.alpha
+    return part.adapter.scaling / (part.alpha if isinstance(part.alpha, float) else 1.0)
+
+
+def _b_of(part: LinearPart) -> Tensor | None:
+    if part.adapter is None or isinstance(part.alpha, float):
+        return None if part.adapter is None else part.adapter.b_work_NR
+    return (part.adapter.b_work_NR / part.alpha[:, None]).to(part.adapter.b_work_NR.dtype)
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
@@ -256,10 +265,10 @@ def widened(w_NK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
 
 
 def _place_adapters(b_NR: Tensor, parts: Sequence[LinearPart]) -> None:
-    """Each part's b in its own rows and columns, zeros in the others."""
+    """Put each part's b into its own rows and columns, zeros into the others."""
+    tensors = [_b_of(part) for part in parts]
     if row_kernel.are_vectors(b_NR) and all(_rank(part) % 8 == 0 for part in parts):
         rows, columns = b_NR.shape
-        tensors = [None if p.adapter is None else p.adapter.b_work_NR for p in parts]
         assert all(b is None or (b.is_contiguous() and b.dtype == b_NR.dtype) for b in tensors)
         row_ends = itertools.accumulate(part.width for part in parts)
         column_ends = itertools.accumulate(_rank(part) for part in parts)
@@ -274,37 +283,48 @@ def _place_adapters(b_NR: Tensor, parts: Sequence[LinearPart]) -> None:
         return
     b_NR.zero_()
     row = column = 0
-    for part in parts:
-        if part.adapter is not None:
-            b_NR[row : row + part.width, column : column + _rank(part)] = part.adapter.b_work_NR
+    for part, b in zip(parts, tensors, strict=True):
+        if b is not None:
+            b_NR[row : row + part.width, column : column + _rank(part)] = b
         row, column = row + part.width, column + _rank(part)
 
 
 def _put(y_TN: Tensor, x_TC: Tensor, w_NC: Tensor, parts: Sequence[LinearPart]) -> None:
-    """Fills y, in x's dtype or fp32: one product where the parts are alike in alpha and bias, as those that
+    """Fill y, in x's dtype or fp32: one product where the parts are alike in alpha and bias, as those that
     were quantized together are."""
     row = 0
     for run in _runs(parts):
         rows = slice(row, row + sum(part.width for part in run))
         y, w, alpha, row = y_TN[:, rows], w_NC[rows].T, run[0].alpha, rows.stop
+        number = alpha if isinstance(alpha, float) else 1.0
         biases = [part.bias_N for part in run if part.bias_N is not None]
-        bias_N = _stacked(biases) if biases else x_TC.new_empty(1)
+        adds_bias = bool(biases) and isinstance(alpha, float) and y.dtype == x_TC.dtype
         if y.dtype == x_TC.dtype:
-            torch.addmm(bias_N, x_TC, w, beta=1 if biases else 0, alpha=alpha, out=y)
-            continue
-        put_product(y, x_TC, w, alpha)
-        if biases:
-            y.add_(bias_N)
+            bias_N = _stacked(biases) if adds_bias else x_TC.new_empty(1)
+            torch.addmm(bias_N, x_TC, w, beta=int(adds_bias), alpha=number, out=y)
+        else:
+            put_product(y, x_TC, w, number)
+        if isinstance(alpha, Tensor):
+            y.mul_(alpha)
+        if biases and not adds_bias:
+            y.add_(_stacked(biases))
 
 
 def _add_product(sum_TN: Tensor, x_TC: Tensor, w_NC: Tensor, part: LinearPart) -> Tensor:
-    add_product(sum_TN, x_TC, w_NC.T, part.alpha)
+    if isinstance(part.alpha, float):
+        add_product(sum_TN, x_TC, w_NC.T, part.alpha)
+    else:
+        sum_TN.addcmul_(product(x_TC, w_NC.T), part.alpha)
     return sum_TN if part.bias_N is None else sum_TN.add_(part.bias_N)
 
 
 def _runs(parts: Sequence[LinearPart]) -> list[list[LinearPart]]:
-    """Neighbours with the same alpha, all or none of them with a bias."""
-    alike = itertools.groupby(parts, key=lambda part: (part.alpha, part.bias_N is None))
+    """Return neighbors with the same alpha, all or none of them with a bias."""
+
+    def kind(part: LinearPart) -> tuple[float, bool]:
+        return part.alpha if isinstance(part.alpha, float) else id(part), part.bias_N is None
+
+    alike = itertools.groupby(parts, key=kind)
     return [list(run) for _, run in alike]
 
 
@@ -317,6 +337,9 @@ def _input_gradient(dy_TN: Tensor, du: list[Tensor], operand: Operand, parts: Se
         dx_TK = dy_TN.new_empty(len(dy_TN), w_NK.shape[1])
     for run in _runs(parts):
         rows = slice(row, row + sum(part.width for part in run))
-        dx_TK.addmm_(dy_TN[:, rows], w_NK[rows], beta=1 if du or row else 0, alpha=run[0].alpha)
+        dy_part, alpha = dy_TN[:, rows], run[0].alpha
+        if isinstance(alpha, Tensor):
+            dy_part, alpha = (dy_part * alpha).to(dy_TN.dtype), 1.0
+        dx_TK.addmm_(dy_part, w_NK[rows], beta=1 if du or row else 0, alpha=alpha)
         row = rows.stop
     return dx_TK

@@ -62,8 +62,8 @@ def fuse_weights(linears: Sequence[QuantLinear]) -> FusedBF16 | FusedPacked | No
         return first
     weights = tuple(linear.weight for linear in linears if linear.weight is not None)
     assert len(weights) == len(linears), "no weight was loaded"
-    if any(isinstance(weight, FP8Flow) or weight.alpha.dim() for weight in weights):
-        return None  # products of codes; an alpha for each row, which would scale the adapter too
+    if any(isinstance(weight, FP8Flow) for weight in weights):
+        return None  # its products are of codes
     if linears[0].compute == torch.bfloat16 and all(isinstance(weight, BF16) for weight in weights):
         fused = _fuse_bf16(linears)
     elif any(linear.is_resident for linear in linears):

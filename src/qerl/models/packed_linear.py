@@ -266,7 +266,6 @@ def room(linears: Sequence[QuantLinear]) -> int:
 
 
 def _part(linear: QuantLinear) -> LinearPart:
-    assert isinstance(linear.alpha, float)
     adapter = None
     if linear.a_work is not None and linear.b_work is not None and linear.adapter_enabled:
         adapter = Adapter(linear.lora_A, linear.lora_B, linear.a_work, linear.b_work, linear.scaling)

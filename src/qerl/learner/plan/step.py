@@ -9,7 +9,8 @@ layer, D F N K H V as in types.py. Bytes in bf16; with model.dtype fp32 (`word`,
 is not packed takes 4 for 2:
 
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
-    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n
+    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n; of BF16 weights b
+                     behind their rows, with zeros between the linears that share an input
     gradients        4 n                                            moments           8 n, or 2 n + n / 32
     KV cache         all samples at once, up to engine.max_num_seqs or engine.kv_cache_gb; with branches, beside all
                      samples' pages
@@ -126,10 +127,10 @@ def kv_cache(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
 
 
 def prefill(a: Architecture, config: RunConfig) -> float:
-    """A layer's activations, no more; gate and up, in fp32 for some rows where they are packed; its largest
+    """A layer's activations, no more; gate and up, but for FP8's kernels in fp32 and of some rows; its largest
     operand."""
     heads, rows = layer_spec(a).qkv.out_width, config.engine.max_num_batched_tokens
-    gate_up = 2 * word(config) * rows if config.model.format == "bf16" else 8 * min(rows, WIDE_ROWS)
+    gate_up = 2 * word(config) * rows if _keeps_up(config) else 8 * min(rows, WIDE_ROWS)
     row = word(config) * (4 * a.width + 2 * heads + a.ff_width)
     return rows * row + gate_up * a.ff_width + max(operands(a, config))
 
@@ -144,6 +145,17 @@ def operands(a: Architecture, config: RunConfig) -> list[float]:
     ]
 
 
+def adapter_columns(a: Architecture, config: RunConfig) -> int:
+    """Bytes behind the rows of BF16 weights, where the adapters' b and zeros are (models/fused_weights.py)."""
+    if config.model.format != "bf16" or word(config) != 2:
+        return 0
+    columns = sum(
+        group.out_width * (_with_room(group.in_width, group, config) - group.in_width)
+        for group in layer_spec(a).groups
+    )
+    return 2 * a.num_layers * columns
+
+
 def held(a: Architecture, config: RunConfig) -> float:
     """All layers' operands at once; FP8's own products are of codes (kernels/fp8_linear.py)."""
     return 0.0 if config.model.format == "fp8-flow" else a.num_layers * sum(operands(a, config))
@@ -151,7 +163,7 @@ def held(a: Architecture, config: RunConfig) -> float:
 
 def _keeps_up(config: RunConfig) -> bool:
     """Whether swiglu's backward pass reads up, or has it from its result (kernels/swiglu.py)."""
-    return config.model.format != "nvfp4"
+    return config.model.format == "fp8-flow"
 
 
 def layer_row(a: Architecture, config: RunConfig) -> float:
@@ -224,7 +236,7 @@ def parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[Memory
     second = 0 if config.model.sampler_format is None else weights(a, config.model.sampler_format)
     num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
     frozen = tables(a, config.model.head_format, num_noise_rows, word(config))
-    copies = 2 * word(config) * n if config.adapter.kind == "lora" else 0
+    copies = 2 * word(config) * n + adapter_columns(a, config) if config.adapter.kind == "lora" else 0
     return [
         MemoryPart(name="weights", num_bytes=weights(a, config.model.format), when="always"),
         MemoryPart(name="sampler's weights", num_bytes=second, when="always"),
