@@ -38,7 +38,7 @@ from qerl.errors import UserError
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
-from qerl.models.lm_head import Head, check_head
+from qerl.models.lm_head import LMHead, check_head
 from qerl.models.random_weights import shape
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.training.rollout import sampling_of
@@ -141,7 +141,7 @@ def measured(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
     """The decoder gets a new head."""
     Meter(decoder.device).clear()
     vocab_size = decoder.architecture.vocab_size
-    decoder.lm_head = Head(random_head(decoder, spread_for(case.target_entropy, vocab_size)))
+    decoder.lm_head = LMHead(random_head(decoder, spread_for(case.target_entropy, vocab_size)))
     decoder.lm_head.pack(case.head)
     config = config_of(case)
     tokenizer: Any = Wordless(vocab_size)

@@ -12,7 +12,6 @@ from torch import Tensor
 from qerl.algo.seeds import mix
 from qerl.formats import PackedWeight
 from qerl.models.architecture import Architecture
-from qerl.models.compressed_tensors import encoded
 from qerl.models.source import Checkpoint
 from qerl.models.state_dict import linear_groups, read_float
 
@@ -28,7 +27,7 @@ class GaussianNoiseCheckpoint:
         self._rms: dict[str, tuple[int, float]] = {}
         """By tensor: the number of the matrix, and e_W."""
         for group in linear_groups(architecture):
-            for linear, weight in encoded(checkpoint, group, kind, torch.device("cpu")):
+            for linear, weight in encode_group(checkpoint, group, kind, torch.device("cpu")):
                 error_NK = weight.decode() - read_float(checkpoint, f"{linear}.weight").float()
                 rms = error_NK.square().mean().sqrt().item()
                 self._rms[f"{linear}.weight"] = len(self._rms), rms

@@ -29,11 +29,11 @@ from qerl.formats.block_scale import least_squares
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.packing import PackedBatch, pack
-from qerl.models.awq import Folded, awq, inputs_of, packed_batches, run_sequences
-from qerl.models.compressed_tensors import Scales, encoded_together, plain_scales
+from qerl.models.awq import ScaledCheckpoint, awq, collect_inputs, packed_batches, run_sequences
+from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE, resolve_device
-from qerl.models.loader import decoder_of
+from qerl.models.loader import build_decoder
 from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import architecture_of, linear_groups, read_float
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
@@ -57,7 +57,7 @@ class Source:
     """The checkpoint and the block scales that frozen weights are made from."""
 
     checkpoint: Checkpoint
-    scales: Scales = plain_scales
+    scales: SelectScales = default_scales
 
 
 def _plain(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
@@ -74,7 +74,7 @@ def _gaussian(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTo
 
 
 def _awq(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
-    return _folded(checkpoint, config, tokenizer, plain_scales)
+    return _folded(checkpoint, config, tokenizer, default_scales)
 
 
 def _awq_mse(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
@@ -82,15 +82,17 @@ def _awq_mse(checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTok
 
 
 def _folded(
-    checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase, scales: Scales
+    checkpoint: Checkpoint, config: RunConfig, tokenizer: PreTrainedTokenizerBase, scales: SelectScales
 ) -> Source:
     kind = FORMATS[config.model.format]
-    inputs = inputs_of(_decoder(Source(checkpoint=checkpoint), config, "bf16"), calibration_text(tokenizer))
+    inputs = collect_inputs(
+        _decoder(Source(checkpoint=checkpoint), config, "bf16"), calibration_text(tokenizer)
+    )
     folded = awq(
         checkpoint,
         architecture_of(checkpoint),
         inputs,
-        lambda weights: encoded_together(weights, kind, scales),
+        lambda weights: encode_weights(weights, kind, scales),
     )
     return Source(checkpoint=folded, scales=scales)
 
@@ -154,14 +156,14 @@ def measure_untrained(job: Job) -> dict[str, Any]:
 
 def _decoder(made: Source, config: RunConfig, format: str) -> Decoder:
     model = config.model
-    return decoder_of(
+    return build_decoder(
         made.checkpoint,
         format=format,
         compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
         head=model.head_format,
-        scales=made.scales if format == model.format else plain_scales,
+        scales=made.scales if format == model.format else default_scales,
     )
 
 
@@ -216,7 +218,7 @@ def distances(
             theirs = reference.logits(theirs_TD[rows]).log_softmax(-1)
             kl += (theirs.exp() * (theirs - ours)).sum().item()
         num_tokens += len(ours_TD)
-    inputs = inputs_of(reference, texts)
+    inputs = collect_inputs(reference, texts)
     linears = {f"model.{name}": linear for name, linear in decoder.linears()}
     weight_errors, output_errors = [], []
     for group in linear_groups(decoder.architecture):
@@ -237,7 +239,7 @@ def distances(
 
 def _unfolded(weight_NK: Tensor, made: Checkpoint, name: str) -> Tensor:
     """Return the weight without the factors that a neighboring layer undoes."""
-    if not isinstance(made, Folded):
+    if not isinstance(made, ScaledCheckpoint):
         return weight_NK
     rows_N, columns_K = made.rows(name).to(weight_NK.device), made.columns(name).to(weight_NK.device)
     return weight_NK / rows_N[:, None] / columns_K

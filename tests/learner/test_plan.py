@@ -24,8 +24,8 @@ from qerl.config import (
 )
 from qerl.errors import UserError
 from qerl.learner.packing import pack
-from qerl.learner.plan import fit
-from qerl.learner.plan import step as op
+from qerl.learner.plan import memory as op
+from qerl.learner.plan import report
 from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import Architecture, Rope
 from qerl.models.random_weights import random_decoder, shape
@@ -71,8 +71,8 @@ def with_learn(**changes):
 
 def test_weights_are_packed_and_have_a_factor_and_perhaps_a_bias_for_each_output():
     outputs, biased = 128 + 64 + 64 + 128 + 320 + 320 + 128, 128 + 64 + 64
-    assert op.weights(SMALL, "nvfp4") == 3 * (WEIGHTS * 0.5625 + 4 * outputs + 2 * biased)
-    assert op.weights(SMALL, "bf16") == 3 * (WEIGHTS * 2 + 2 * biased)
+    assert op.weight_bytes(SMALL, "nvfp4") == 3 * (WEIGHTS * 0.5625 + 4 * outputs + 2 * biased)
+    assert op.weight_bytes(SMALL, "bf16") == 3 * (WEIGHTS * 2 + 2 * biased)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
@@ -81,74 +81,76 @@ def test_the_frozen_model_is_as_large_as_planned(format, compute, word):
     """A decoder that is made, in the plain layout: that of tiles has the factors too."""
     arch, cpu = dataclasses.replace(shape("smollm2-135m"), num_layers=2), torch.device("cpu")
     decoder = random_decoder(arch, format=format, rank=32, device=cpu, seed=0, compute=compute)
-    planned = op.weights(arch, format) + op.tables(arch, word=word)
+    planned = op.weight_bytes(arch, format) + op.embedding_bytes(arch, element_bytes=word)
     assert planned == pytest.approx(decoder.num_bytes, rel=1e-3)
     config = RunConfig(adapter=AdapterConfig(rank=32))
-    assert op.adapter_weights(arch, config) == sum(m.numel() for m in adapter_tensors(decoder).values())
+    assert op.num_trained_weights(arch, config) == sum(m.numel() for m in adapter_tensors(decoder).values())
 
 
 def test_the_tables_are_the_embedding_the_head_and_the_norms_with_their_noise():
     norms = 4 * 128 * (3 * 2 * 2 + 1)
-    assert op.tables(SMALL) == 2 * 2 * 1000 * 128 + norms
-    assert op.tables(dataclasses.replace(SMALL, tied_head=True)) == 2 * 1000 * 128 + norms
+    assert op.embedding_bytes(SMALL) == 2 * 2 * 1000 * 128 + norms
+    assert op.embedding_bytes(dataclasses.replace(SMALL, tied_head=True)) == 2 * 1000 * 128 + norms
 
 
 @pytest.mark.parametrize(("head", "each"), [("fp8", 1 + 4 / 128**2), ("nvfp4", 0.5625)])
 def test_a_packed_head_is_a_copy_in_its_format_tied_or_not_and_is_unpacked_to_learn(head, each):
     norms = 4 * 128 * (3 * 2 * 2 + 1)
     for arch in (SMALL, dataclasses.replace(SMALL, tied_head=True)):
-        assert op.tables(arch, head) == 1000 * 128 * (2 + each) + norms
+        assert op.embedding_bytes(arch, head) == 1000 * 128 * (2 + each) + norms
     packed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, head_format=head))
-    assert op.head(SMALL, packed, 200) - op.head(SMALL, CONFIG, 200) == 2 * 1000 * 128
+    assert op.head_bytes(SMALL, packed, 200) - op.head_bytes(SMALL, CONFIG, 200) == 2 * 1000 * 128
 
 
 def test_the_adapter_is_of_the_targets_alone():
-    assert op.adapter_weights(SMALL, CONFIG) == 3 * 16 * IN_AND_OUT
+    assert op.num_trained_weights(SMALL, CONFIG) == 3 * 16 * IN_AND_OUT
     one = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4, target_modules=("k_proj",)))
-    assert op.adapter_weights(SMALL, one) == 3 * 4 * 192
+    assert op.num_trained_weights(SMALL, one) == 3 * 4 * 192
 
 
 def test_moments_take_8_bytes_a_weight_or_a_little_over_2():
-    assert op.moments(1000, "adamw") == 8000
-    assert op.moments(1024, "adamw_8bit") == 2 * (1024 + 4 * 4)
+    assert op.optimizer_bytes(1000, "adamw") == 8000
+    assert op.optimizer_bytes(1024, "adamw_8bit") == 2 * (1024 + 4 * 4)
 
 
 def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
     """A prompt of 40 has 3 pages, 2 of them full; a sample of 100 goes on to position 138: 9 - 2 pages."""
     page = 16 * 2 * 3 * 2 * 32 * 2
-    assert op.kv_cache(SMALL, CONFIG, PROMPT) == (4 * 3 + 8 * 7 + 1) * page
+    assert op.kv_cache_bytes(SMALL, CONFIG, PROMPT) == (4 * 3 + 8 * 7 + 1) * page
     few = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, max_num_seqs=3))
-    assert op.kv_cache(SMALL, few, PROMPT) == (3 * 3 + 3 * 7 + 1) * page
+    assert op.kv_cache_bytes(SMALL, few, PROMPT) == (3 * 3 + 3 * 7 + 1) * page
     kept = dataclasses.replace(few, algo=AlgoConfig(branching="deep"))
-    assert op.kv_cache(SMALL, kept, PROMPT) == (3 * 3 + (8 + 3) * 7 + 1) * page
+    assert op.kv_cache_bytes(SMALL, kept, PROMPT) == (3 * 3 + (8 + 3) * 7 + 1) * page
     little = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_cache_gb=1e-4))
-    assert op.kv_cache(SMALL, little, PROMPT) == 1e5
+    assert op.kv_cache_bytes(SMALL, little, PROMPT) == 1e5
     fp8 = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_cache_dtype="fp8"))
-    assert op.kv_cache(SMALL, fp8, PROMPT) == 69 * 16 * 2 * 3 * 2 * (32 + 4)
+    assert op.kv_cache_bytes(SMALL, fp8, PROMPT) == 69 * 16 * 2 * 3 * 2 * (32 + 4)
 
 
 def test_a_row_of_a_layer():
     """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
     inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
     row = 2 * (inputs + gate + attention) + 4 * (2 * 128 + 4)
-    assert op.layer_row(SMALL, CONFIG) == row
+    assert op.saved_bytes_per_row(SMALL, CONFIG) == row
     for format, up in (("nf4", 0), ("bf16", 0), ("fp8-flow", 2 * 320)):
         config = dataclasses.replace(CONFIG, model=ModelConfig(format=format))
-        assert op.layer_row(SMALL, config) == row + up
+        assert op.saved_bytes_per_row(SMALL, config) == row + up
     backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
-    assert op.activations(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
-    assert op.activations(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
+    assert op.activation_bytes(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
+    assert op.activation_bytes(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
         3 * 512 + row + backward
     )
     deep = dataclasses.replace(SMALL, num_layers=9)
-    assert op.activations(deep, with_learn(gradient_checkpointing="offload"), 10) == 10 * (
+    assert op.activation_bytes(deep, with_learn(gradient_checkpointing="offload"), 10) == 10 * (
         4 * 512 + row + backward
     )
 
 
 def test_in_fp32_what_is_not_packed_takes_four_bytes():
     config = dataclasses.replace(CONFIG, model=ModelConfig(dtype="fp32"))
-    in_bf16, in_fp32 = ({p.name: p.num_bytes for p in op.parts(SMALL, c, PROMPT)} for c in (CONFIG, config))
+    in_bf16, in_fp32 = (
+        {p.name: p.num_bytes for p in op.memory_parts(SMALL, c, PROMPT)} for c in (CONFIG, config)
+    )
     assert {name for name, size in in_fp32.items() if size == in_bf16[name]} == {
         *(
             "weights",
@@ -160,52 +162,54 @@ def test_in_fp32_what_is_not_packed_takes_four_bytes():
         )
     }
     assert in_fp32["KV cache"] == 2 * in_bf16["KV cache"]
-    assert in_fp32["adapter's working copies"] == 8 * op.adapter_weights(SMALL, config)
+    assert in_fp32["adapter's working copies"] == 8 * op.num_trained_weights(SMALL, config)
     assert in_fp32["embedding, head, norms"] - in_bf16["embedding, head, norms"] == 2 * 2 * 1000 * 128
-    assert op.layer_row(SMALL, config) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
-    assert op.head(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
+    assert op.saved_bytes_per_row(SMALL, config) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
+    assert op.head_bytes(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
     plain = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16", dtype="fp32"))
-    assert op.unpacked(SMALL, plain) == 4 * 640 * 192
+    assert op.unpacked_bytes(SMALL, plain) == 4 * 640 * 192
 
 
 def test_operands_are_unpacked_one_at_a_time_or_a_layers():
     each = [2 * 256 * 192, 2 * 128 * 192, 2 * 640 * 192, 2 * 128 * 384]
-    assert op.unpacked(SMALL, CONFIG) == each[2]
-    assert op.unpacked(SMALL, with_learn(gradient_checkpointing="layer")) == sum(each)
-    assert op.unpacked(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
-    assert op.held(SMALL, CONFIG) == 3 * sum(each)
+    assert op.unpacked_bytes(SMALL, CONFIG) == each[2]
+    assert op.unpacked_bytes(SMALL, with_learn(gradient_checkpointing="layer")) == sum(each)
+    assert op.unpacked_bytes(SMALL, dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))) == 0
+    assert op.operand_cache_bytes(SMALL, CONFIG) == 3 * sum(each)
 
 
 def test_bf16_weights_have_the_adapters_behind_their_rows():
     """48 columns, 16, 32 and 16, each rounded up to 64."""
     bf16 = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16"))
     columns = 2 * 3 * 64 * (256 + 128 + 640 + 128)
-    assert op.adapter_columns(SMALL, bf16) == columns and op.adapter_columns(SMALL, CONFIG) == 0
-    copies = {part.name: part.num_bytes for part in op.parts(SMALL, bf16, PROMPT)}["adapter's working copies"]
-    assert copies == 4 * op.adapter_weights(SMALL, bf16) + columns
+    assert op.adapter_column_bytes(SMALL, bf16) == columns and op.adapter_column_bytes(SMALL, CONFIG) == 0
+    copies = {part.name: part.num_bytes for part in op.memory_parts(SMALL, bf16, PROMPT)}[
+        "adapter's working copies"
+    ]
+    assert copies == 4 * op.num_trained_weights(SMALL, bf16) + columns
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
-def test_all_layers_operands_are_held_where_they_fit_beside_what_learning_takes(recompute):
+def test_all_layers_operands_are_cached_where_they_fit_beside_what_learning_takes(recompute):
     config = with_learn(gradient_checkpointing=recompute)
-    need = op.learning_bytes(op.parts(SMALL, config, PROMPT)) + op.held(SMALL, config)
-    assert op.holds_operands(SMALL, config, PROMPT, need / 0.95 + 1)
-    assert not op.holds_operands(SMALL, config, PROMPT, need / 0.95 - 1)
+    need = op.learning_bytes(op.memory_parts(SMALL, config, PROMPT)) + op.operand_cache_bytes(SMALL, config)
+    assert op.can_cache_operands(SMALL, config, PROMPT, need / 0.95 + 1)
+    assert not op.can_cache_operands(SMALL, config, PROMPT, need / 0.95 - 1)
     for format in ("bf16", "fp8-flow"):
         bare = dataclasses.replace(config, model=ModelConfig(format=format))
-        assert not op.holds_operands(SMALL, bare, PROMPT, 1e12)
+        assert not op.can_cache_operands(SMALL, bare, PROMPT, 1e12)
 
 
-def test_the_command_says_what_holding_takes_where_it_fits(capsys):
+def test_the_command_says_what_caching_operands_takes_where_it_fits(capsys):
     for gpu_gb, fits in ((80, True), (48, False)):
         command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.gradient-checkpointing", "none"])
         text = capsys.readouterr().out
-        assert "fits into" in text and ("13.25 GB besides" in text) == fits
+        assert "fits into" in text and ("up to 13.25 GB" in text) == fits
 
 
 def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
-    assert op.head(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 10
-    assert op.head(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 10
+    assert op.head_bytes(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 10
+    assert op.head_bytes(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 10
 
 
 @pytest.mark.parametrize(
@@ -224,7 +228,7 @@ def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
 )
 def test_a_micro_batch_is_as_pack_makes_it(micro_tokens, updates, rows):
     config = with_learn(max_tokens_per_microbatch=micro_tokens, updates_per_step=updates)
-    assert op.rows_at_once(config, PROMPT) == rows
+    assert op.microbatch_rows(config, PROMPT) == rows
     prompt = Prompt(index=0, text="", tokens_T=[1] * PROMPT, messages=None, columns={})
     one = Sample(
         tokens_T=[1] * 100, logprobs_T=[0.0] * 100, text="", finish="length", version=0, advantage=1.0
@@ -238,9 +242,9 @@ def test_branches_fill_a_micro_batch_that_samples_alone_would_not():
     """Each of 4 prompts' 2 samples may have a pivot: 4 + 8 groups of 238 rows at most."""
     algo = AlgoConfig(branching="deep", deep=DeepConfig(num_branches=2))
     config = dataclasses.replace(with_learn(max_tokens_per_microbatch=100_000), algo=algo)
-    assert op.rows_at_once(config, PROMPT) == 12 * 238
+    assert op.microbatch_rows(config, PROMPT) == 12 * 238
     assert (
-        op.rows_at_once(
+        op.microbatch_rows(
             dataclasses.replace(config, learn=with_learn(max_tokens_per_microbatch=2000).learn), PROMPT
         )
         == 8 * 238
@@ -258,27 +262,27 @@ def test_a_micro_batch_that_parts_fill_is_as_pack_makes_it(micro_tokens):
     one = Sample(tokens_T=[1] * 4, logprobs_T=[0.0] * 4, text="", finish="length", version=0, advantage=1.0)
     groups = [(Group(prompt=prompt, samples_G=[one] * 8), [1.0] * 8)] * 4
     batches = pack(groups, max_tokens=micro_tokens, device=torch.device("cpu"))
-    assert op.rows_at_once(config, 2) == max(len(batch.tokens_T) for batch in batches)
+    assert op.microbatch_rows(config, 2) == max(len(batch.tokens_T) for batch in batches)
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "offload"])
 def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
     config = with_learn(gradient_checkpointing=recompute)
-    found = op.parts(SMALL, config, PROMPT)
+    found = op.memory_parts(SMALL, config, PROMPT)
     phases = {
         when: sum(p.num_bytes for p in found if p.when == when) for when in ("always", "sampling", "learning")
     }
-    assert op.total(found) == phases["always"] + max(phases["sampling"], phases["learning"])
-    assert phases["sampling"] == op.kv_cache(SMALL, config, PROMPT) + op.prefill(SMALL, config)
-    layers = op.activations(SMALL, config, 139) + op.unpacked(SMALL, config)
-    kept = 3 * op.layer_row(SMALL, config) if recompute == "none" else 3 * 512
-    gradients = 4 * op.adapter_weights(SMALL, config)
-    assert phases["learning"] == gradients + max(layers, 139 * kept + op.head(SMALL, config, 139))
+    assert op.peak_bytes(found) == phases["always"] + max(phases["sampling"], phases["learning"])
+    assert phases["sampling"] == op.kv_cache_bytes(SMALL, config, PROMPT) + op.prefill_bytes(SMALL, config)
+    layers = op.activation_bytes(SMALL, config, 139) + op.unpacked_bytes(SMALL, config)
+    kept = 3 * op.saved_bytes_per_row(SMALL, config) if recompute == "none" else 3 * 512
+    gradients = 4 * op.num_trained_weights(SMALL, config)
+    assert phases["learning"] == gradients + max(layers, 139 * kept + op.head_bytes(SMALL, config, 139))
 
 
 def test_auto_is_the_least_recomputation_that_learning_fits_with():
     def learning(recompute):
-        found = op.parts(SMALL, with_learn(gradient_checkpointing=recompute), PROMPT)
+        found = op.memory_parts(SMALL, with_learn(gradient_checkpointing=recompute), PROMPT)
         return sum(p.num_bytes for p in found if p.when in ("always", "learning"))
 
     needs = [learning(recompute) for recompute in ("none", "layer", "offload")]
@@ -299,8 +303,8 @@ def test_auto_is_the_least_recomputation_that_learning_fits_with():
 def test_autos_choice_does_not_depend_on_what_the_cache_wants():
     auto = with_learn(gradient_checkpointing="auto")
     many = dataclasses.replace(auto, num_prompts=512, engine=EngineConfig(block_size=16, max_num_seqs=1024))
-    found = op.parts(SMALL, op.resolve_checkpointing(SMALL, many, PROMPT, 0.64e9), PROMPT)
-    assert op.total(found) > 0.64e9 > op.learning_bytes(found)
+    found = op.memory_parts(SMALL, op.resolve_checkpointing(SMALL, many, PROMPT, 0.64e9), PROMPT)
+    assert op.peak_bytes(found) > 0.64e9 > op.learning_bytes(found)
     assert op.resolve_checkpointing(SMALL, many, PROMPT, 0.64e9).learn.gradient_checkpointing == "none"
 
 
@@ -321,14 +325,14 @@ def test_what_was_measured_is_within_a_tenth_of_the_plan(row):
         **({"batches": (row["batch"],)} if "batch" in row else {}),
     )
     config = config_of(next(cases("memory", options, row.get("provider", "qerl-nvfp4"))))
-    planned_gb = op.total(op.parts(shape(options.shape), config, options.prompt_tokens)) / 1e9
+    planned_gb = op.peak_bytes(op.memory_parts(shape(options.shape), config, options.prompt_tokens)) / 1e9
     planned_gb = min(planned_gb - op.CONTEXT_BYTES / 1e9, row.get("cap_gb") or math.inf)
     assert abs(planned_gb - row["peak_gb"]) < 0.1 * row["peak_gb"]
 
 
 def test_the_largest_fits_and_one_more_does_not():
     limit = 0.611e9
-    most = fit.largest(SMALL, CONFIG, PROMPT, limit)
+    most = report.largest_settings(SMALL, CONFIG, PROMPT, limit)
     assert 0 < most.num_prompts < 2048 and 100 < most.max_tokens < 472 and 16 < most.rank < 1024
 
     def need(count, tokens, rank):
@@ -340,7 +344,7 @@ def test_the_largest_fits_and_one_more_does_not():
             adapter=AdapterConfig(rank=rank),
             engine=dataclasses.replace(CONFIG.engine, max_num_seqs=running),
         )
-        return op.total(op.parts(SMALL, config, PROMPT))
+        return op.peak_bytes(op.memory_parts(SMALL, config, PROMPT))
 
     for just, over in (
         ((most.num_prompts, 100, 16), (most.num_prompts + 1, 100, 16)),
@@ -348,7 +352,9 @@ def test_the_largest_fits_and_one_more_does_not():
         ((4, 100, most.rank), (4, 100, most.rank + 16)),
     ):
         assert need(*just) <= limit < need(*over)
-    assert fit.largest(SMALL, CONFIG, PROMPT, 1e6) == fit.Largest(num_prompts=0, max_tokens=0, rank=0)
+    assert report.largest_settings(SMALL, CONFIG, PROMPT, 1e6) == report.LargestSettings(
+        num_prompts=0, max_tokens=0, rank=0
+    )
 
 
 @pytest.mark.parametrize(("model", "gpu_gb"), [("qwen2.5-7b", 24), ("qwen2.5-32b", 40), ("qwen2.5-72b", 80)])
@@ -361,7 +367,7 @@ def test_what_it_says_would_fit_does(capsys, model, gpu_gb):
     assert found
     for options, gb in found:
         command(["plan", model, "--gpu-gb", str(gpu_gb), *as_it_was, *options.split()])
-        assert re.search(rf"most at once +{gb} GB   fits into", capsys.readouterr().out), options
+        assert re.search(rf"peak +{gb} GB   fits into", capsys.readouterr().out), options
     sets = [set(zip(*[iter(options.split())] * 2, strict=True)) for options, _ in found]
     assert not any(one < other for one in sets for other in sets)
 
@@ -384,7 +390,7 @@ def test_the_page_shows_what_the_command_prints(capsys):
 
 def test_it_says_so_where_nothing_helps(capsys):
     command(["plan", "qwen2.5-72b", "--gpu-gb", "24"])
-    assert "not even recomputation" in capsys.readouterr().out
+    assert "does not fit even with offload" in capsys.readouterr().out
 
 
 def test_the_command_prints_parts_that_add_up(capsys):

@@ -14,15 +14,22 @@ from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
 from qerl.models.architecture import from_hf_config
-from qerl.models.awq import Folded, awq, best_factors, factors_of, inputs_of, run_sequences
+from qerl.models.awq import (
+    ScaledCheckpoint,
+    awq,
+    channel_scales,
+    collect_inputs,
+    run_sequences,
+    search_scales,
+)
 from qerl.models.compressed_tensors import (
     LAYOUTS,
-    encoded_together,
-    plain_scales,
+    default_scales,
+    encode_weights,
     read_packed,
     write_quantized,
 )
-from qerl.models.loader import decoder_of
+from qerl.models.loader import build_decoder
 from qerl.models.quantize import quantize
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.source import locate
@@ -38,8 +45,8 @@ FAMILIES = {
 TEXT = [[(7 * i + i * i) % 300 + 1 for i in range(start, start + 40)] for start in (0, 13, 90)]
 
 
-def decoder(checkpoint, *, format="bf16", scales=plain_scales):
-    return decoder_of(
+def decoder(checkpoint, *, format="bf16", scales=default_scales):
+    return build_decoder(
         checkpoint,
         format=format,
         compute=torch.float32,
@@ -67,9 +74,9 @@ def exact_decoder(checkpoint):
     return found
 
 
-def fold(checkpoint, format="nvfp4", scales=plain_scales, sequences=TEXT):
-    inputs = inputs_of(exact_decoder(checkpoint), sequences)
-    encode = lambda weights: encoded_together(weights, FORMATS[format], scales)  # noqa: E731
+def fold(checkpoint, format="nvfp4", scales=default_scales, sequences=TEXT):
+    inputs = collect_inputs(exact_decoder(checkpoint), sequences)
+    encode = lambda weights: encode_weights(weights, FORMATS[format], scales)  # noqa: E731
     return awq(checkpoint, from_hf_config(checkpoint.config), inputs, encode)
 
 
@@ -98,11 +105,11 @@ def test_a_folded_norm_is_stored_in_bfloat16_without_rounding(checkpoint):
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("scales", [plain_scales, least_squares])
+@pytest.mark.parametrize("scales", [default_scales, least_squares])
 def test_each_group_errs_no_more_than_with_plain_rounding(checkpoint, format, scales):
     """By the sum that is searched; before o's and down's factors rescale rows of v and up."""
-    inputs = inputs_of(exact_decoder(checkpoint), TEXT)
-    encode = lambda weights: encoded_together(weights, FORMATS[format], scales)  # noqa: E731
+    inputs = collect_inputs(exact_decoder(checkpoint), TEXT)
+    encode = lambda weights: encode_weights(weights, FORMATS[format], scales)  # noqa: E731
     better = 0
     for group in linear_groups(from_hf_config(checkpoint.config)):
         found = inputs[group[0]]
@@ -115,7 +122,7 @@ def test_each_group_errs_no_more_than_with_plain_rounding(checkpoint, format, sc
                 for p, w in zip(packed, weights, strict=True)
             )
 
-        ours = error(best_factors(weights, found.mean_K, found.rows_SK, encode))
+        ours = error(search_scales(weights, found.mean_K, found.rows_SK, encode))
         plain = error(torch.ones_like(found.mean_K))
         assert ours <= plain
         better += bool(ours < plain)
@@ -123,7 +130,7 @@ def test_each_group_errs_no_more_than_with_plain_rounding(checkpoint, format, sc
 
 
 def test_the_inputs_are_those_of_the_linears(checkpoint):
-    found = inputs_of(exact_decoder(checkpoint), TEXT)
+    found = collect_inputs(exact_decoder(checkpoint), TEXT)
     model, seen = exact_decoder(checkpoint), []
     hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda m, a: seen.append(a[0]))
     for tokens in TEXT:
@@ -135,21 +142,21 @@ def test_the_inputs_are_those_of_the_linears(checkpoint):
 
 
 def test_of_a_long_text_rows_are_kept_evenly(checkpoint):
-    found = inputs_of(exact_decoder(checkpoint), [TEXT[0] * 3] * 10)["model.layers.0.mlp.down_proj"]
+    found = collect_inputs(exact_decoder(checkpoint), [TEXT[0] * 3] * 10)["model.layers.0.mlp.down_proj"]
     assert len(found.rows_SK) == 512  # of 1,200, every second
 
 
 def test_factors_are_worked_by_hand():
     # sqrt of 1 4 16: 1 2 4, over sqrt(4 * 1) = 2
-    assert factors_of(torch.tensor([1.0, 4.0, 16.0]), 0.5).tolist() == [0.5, 1.0, 2.0]
-    assert factors_of(torch.tensor([1.0, 4.0, 16.0]), 0.0).tolist() == [1.0, 1.0, 1.0]
-    assert factors_of(torch.tensor([0.0, 1.0]), 1.0).isfinite().all()
-    assert factors_of(torch.zeros(3), 1.0).tolist() == [1.0, 1.0, 1.0]
+    assert channel_scales(torch.tensor([1.0, 4.0, 16.0]), 0.5).tolist() == [0.5, 1.0, 2.0]
+    assert channel_scales(torch.tensor([1.0, 4.0, 16.0]), 0.0).tolist() == [1.0, 1.0, 1.0]
+    assert channel_scales(torch.tensor([0.0, 1.0]), 1.0).isfinite().all()
+    assert channel_scales(torch.zeros(3), 1.0).tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_text_without_tokens_is_refused(checkpoint):
     with pytest.raises(UserError, match="needs a text"):
-        inputs_of(exact_decoder(checkpoint), [])
+        collect_inputs(exact_decoder(checkpoint), [])
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
@@ -163,7 +170,7 @@ def test_what_is_written_is_what_a_folded_checkpoint_decodes_to(checkpoint, tmp_
     )
     packed, folded = SafetensorsFolder(tmp_path / "packed"), fold(checkpoint, format, least_squares)
     for group in linear_groups(from_hf_config(packed.config)):
-        together = encoded_together(
+        together = encode_weights(
             [folded.read(f"{linear}.weight") for linear in group], FORMATS[format], least_squares
         )
         for linear, expected in zip(group, together, strict=True):
@@ -258,11 +265,11 @@ def real_errors(checkpoint, format, num_layers):
     tokens = tokenizer(words * 12 + "What is 4 + 9? Answer with just the number. 13")["input_ids"]
     other = tokenizer("How many times does the letter b appear in the word rabbit? Twice, I think: 2.")
     model = exact_decoder(checkpoint)
-    inputs, test = inputs_of(model, [tokens]), inputs_of(model, [other["input_ids"]])
-    encode = lambda weights: encoded_together(weights, FORMATS[format])  # noqa: E731
+    inputs, test = collect_inputs(model, [tokens]), collect_inputs(model, [other["input_ids"]])
+    encode = lambda weights: encode_weights(weights, FORMATS[format])  # noqa: E731
     folded = awq(checkpoint, from_hf_config(checkpoint.config), inputs, encode)
     found = {}
-    for name, source in (("plain", Folded(checkpoint, {})), ("awq", folded)):
+    for name, source in (("plain", ScaledCheckpoint(checkpoint, {})), ("awq", folded)):
         total = 0.0
         for group in linear_groups(from_hf_config(checkpoint.config)):
             packed = encode([source.read(f"{linear}.weight").float() for linear in group])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qerl.errors import RunError, UserError
 from qerl.formats import FORMATS, NVFP4
 from qerl.models.architecture import from_hf_config
-from qerl.models.compressed_tensors import LAYOUTS, packed_layout, packed_shapes, read_packed, write_quantized
+from qerl.models.compressed_tensors import LAYOUTS, detect_layout, packed_shapes, read_packed, write_quantized
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.state_dict import linear_groups
 from qerl.models.tokenizer import load_tokenizer
@@ -205,7 +205,7 @@ def test_other_quantizations_are_refused_by_name(tmp_path, quantization, says):
     checkpoint = SafetensorsFolder(tmp_path)
     checkpoint.config["quantization_config"] = quantization
     with pytest.raises(UserError, match=says):
-        packed_layout(checkpoint)
+        detect_layout(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_weights_in_other_blocks_than_the_format_s_are_refused(tmp_path, key, va
         "config_groups": groups,
     }
     with pytest.raises(UserError, match=f"nvfp4-pack-quantized needs {key} .*, got {value}"):
-        packed_layout(checkpoint)
+        detect_layout(checkpoint)
 
 
 def test_the_codes_of_a_checkpoint_are_taken_as_they_are(tmp_path):

@@ -193,9 +193,9 @@ def test_any_value_of_a_gguf_key_is_a_config_or_a_user_error(data):
 def _end_of_metadata(content: bytes, num_keys: int) -> int:
     import io
 
-    from qerl.models.gguf_file import _Cursor
+    from qerl.models.gguf_file import GgufCursor
 
-    cursor = _Cursor(io.BytesIO(content), len(content))
+    cursor = GgufCursor(io.BytesIO(content), len(content))
     cursor.take(24)
     for _ in range(num_keys):
         cursor.string()

@@ -10,7 +10,7 @@ from huggingface_hub.utils import filter_repo_objects
 from qerl.errors import UserError
 from qerl.models.gguf_file import GgufFile
 from qerl.models.safetensors_file import SafetensorsFolder
-from qerl.models.source import BUILT_IN, Source, locate
+from qerl.models.source import BUILT_IN, ModelSource, locate
 
 
 def refusal(path):
@@ -40,14 +40,14 @@ def hub(monkeypatch):
 
 def test_a_folder_is_itself(tmp_path):
     save_tiny(tmp_path)
-    assert locate(str(tmp_path)) == Source(tmp_path)
+    assert locate(str(tmp_path)) == ModelSource(tmp_path)
     assert isinstance(locate(str(tmp_path)).open(), SafetensorsFolder)
 
 
 def test_a_gguf_file_is_itself(tmp_path):
     write_gguf(tmp_path / "m.gguf", tiny(num_hidden_layers=1))
     source = locate(str(tmp_path / "m.gguf"))
-    assert source == Source(tmp_path / "m.gguf") == locate(str(source.path))
+    assert source == ModelSource(tmp_path / "m.gguf") == locate(str(source.path))
     assert isinstance(source.open(), GgufFile)
 
 
@@ -70,7 +70,7 @@ def test_a_path_that_leads_nowhere_is_refused_without_asking_the_hub(tmp_path, h
 def test_a_hub_id_is_downloaded_without_anything_that_could_run(tmp_path, hub):
     save_tiny(tmp_path)
     hub.answer = str(tmp_path)
-    assert locate("some-org/Some.Model-7B") == Source(tmp_path)
+    assert locate("some-org/Some.Model-7B") == ModelSource(tmp_path)
     assert hub.asked["hub_id"] == "some-org/Some.Model-7B"
     wanted = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json"]
     wanted += ["model.safetensors.index.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
@@ -96,7 +96,7 @@ def test_the_built_in_model_is_taken_from_the_hub_s_cache_first(tmp_path, hub):
     hub.answer = str(tmp_path)
     assert locate(BUILT_IN).is_gguf  # the copy in the cache is not whole
     (tmp_path / "tokenizer.json").touch()
-    assert locate(BUILT_IN) == Source(tmp_path)
+    assert locate(BUILT_IN) == ModelSource(tmp_path)
     assert hub.asked == {"hub_id": "HuggingFaceTB/SmolLM2-135M-Instruct", "local_files_only": True}
 
 

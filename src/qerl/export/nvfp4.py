@@ -16,7 +16,7 @@ from qerl.export.policy import merged
 from qerl.export.rounding import damped, rounded
 from qerl.formats import NVFP4, e2m1
 from qerl.formats.nvfp4 import BLOCK_WEIGHTS
-from qerl.models.decoder import Attend, Decoder, Layer, Places
+from qerl.models.decoder import Attend, Decoder, Layer, RowContext
 from qerl.models.linear import QuantLinear
 
 DAMPING, SWEEPS = 0.01, 2
@@ -29,9 +29,11 @@ class _Enough(Exception):
 def requantize(decoder: Decoder, rows: Calibration, *, notice: Callable[[str], None]) -> None:
     """Puts every linear of a float32 decoder into NVFP4 with its adapter merged in, layer by layer."""
 
-    def run_layer(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
+    def run_layer(
+        layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend
+    ) -> Tensor:
         def run() -> Tensor:
-            return layer(h_TD.clone(), places, layer_index, attend)  # it may write over its input
+            return layer(h_TD.clone(), context, layer_index, attend)  # it may write over its input
 
         for linears in layer.linear_groups:
             x_TK = _inputs(linears[0], run)

@@ -13,7 +13,7 @@ from qerl.models.linear import QuantLinear
 from qerl.models.loader import load_decoder
 
 
-def policy_in_fp32(run: Path, config: RunConfig, device: torch.device) -> Decoder:
+def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:
     """The model as the run holds it, with what its newest checkpoint has learned."""
     learned = checkpoint.latest_adapter(run / "checkpoints")
     decoder = load_decoder(

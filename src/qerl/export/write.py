@@ -22,12 +22,18 @@ from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 from qerl.export.calibration import calibration
 from qerl.export.nvfp4 import requantize
-from qerl.export.policy import merged, policy_in_fp32
+from qerl.export.policy import load_fp32_policy, merged
 from qerl.formats import NVFP4
 from qerl.learner.checkpoint import latest_adapter, peft_config
-from qerl.models.compressed_tensors import LAYOUTS, unquantized, write_quantized_config
+from qerl.models.compressed_tensors import LAYOUTS, without_quantization, write_quantized_config
 from qerl.models.decoder import Decoder
-from qerl.models.hf_writer import atomic_folder, check_empty, write_json, write_shards, write_tokenizer
+from qerl.models.hf_writer import (
+    atomic_folder,
+    check_output_folder,
+    write_json,
+    write_shards,
+    write_tokenizer,
+)
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.source import locate
 from qerl.models.state_dict import HEAD, tensor_shapes
@@ -39,7 +45,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def export(config: RunConfig, options: ExportOptions) -> None:
     """`config` is what options.run was made with."""
     run, out = options.run, options.out
-    check_empty(out)
+    check_output_folder(out)
     if options.form == "peft":
         write_peft(run, config, out)
     elif options.form == "nvfp4":
@@ -62,10 +68,10 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
 
 
 def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
-    decoder, source = policy_in_fp32(run, config, torch.device("cpu")), locate(config.model.path)
+    decoder, source = load_fp32_policy(run, config, torch.device("cpu")), locate(config.model.path)
     with atomic_folder(out) as folder:
         write_shards(folder, _merged_tensors(decoder, dtype))
-        hf_config = unquantized(source.open().config)
+        hf_config = without_quantization(source.open().config)
         write_json(folder / "config.json", _with_dtype(hf_config, dtype))
         write_tokenizer(folder, source)
 
@@ -73,7 +79,7 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) ->
 def write_nvfp4(
     run: Path, config: RunConfig, out: Path, *, device: torch.device, calibration_tokens: int
 ) -> None:
-    decoder, source = policy_in_fp32(run, config, device), locate(config.model.path)
+    decoder, source = load_fp32_policy(run, config, device), locate(config.model.path)
     rows = calibration(run, load_tokenizer(config.model.path), max_tokens=calibration_tokens, device=device)
     requantize(decoder, rows, notice=partial(print, "nvfp4:", file=sys.stderr))
     with atomic_folder(out) as folder:

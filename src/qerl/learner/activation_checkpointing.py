@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qerl.models.decoder import Attend, Layer, Places, RunLayer, run_layer
+from qerl.models.decoder import Attend, Layer, RowContext, RunLayer, run_layer
 from qerl.models.linear import QuantLinear, repeating
 
 _LEAVING = 2
@@ -109,7 +109,7 @@ class _Call:
     """A layer's call but for its input."""
 
     layer: Layer
-    places: Places
+    context: RowContext
     layer_index: int
     attend: Attend
     kept: SavedInputs
@@ -121,10 +121,10 @@ class _Call:
 def checkpoint_layers(kept: SavedInputs) -> RunLayer:
     """Runs the layers of one pass and, in its backward pass, runs each again."""
 
-    def run(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
+    def run(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
         if not torch.is_grad_enabled():
-            return layer(h_TD, places, layer_index, attend)
-        call = _Call(layer, places, layer_index, attend, kept)
+            return layer(h_TD, context, layer_index, attend)
+        call = _Call(layer, context, layer_index, attend, kept)
         return _CheckpointedLayer.apply(call, h_TD, *layer.parameters())
 
     return run

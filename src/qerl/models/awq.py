@@ -39,7 +39,7 @@ from qerl.types import Tree
 
 NUM_ALPHAS = 20
 KEPT_ROWS = 512
-"""Inputs of each group that errors are measured on; the means are over all."""
+"""LinearInputs of each group that errors are measured on; the means are over all."""
 _BATCH_TOKENS = 4096
 
 Encode = Callable[[list[Tensor]], list[PackedWeight]]
@@ -47,7 +47,7 @@ Encode = Callable[[list[Tensor]], list[PackedWeight]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Inputs:
+class LinearInputs:
     """What a group of linears multiplies: mean |x| [K] over a text, and some of its rows [S, K]; fp32."""
 
     mean_K: Tensor
@@ -55,7 +55,7 @@ class Inputs:
 
 
 @torch.no_grad()
-def inputs_of(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str, Inputs]:
+def collect_inputs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str, LinearInputs]:
     """By the name of each group's first linear: q_proj, o_proj, gate_proj and down_proj of every layer. The
     kept rows are spread evenly over the text."""
     num_tokens = sum(map(len, sequences))
@@ -87,7 +87,7 @@ def inputs_of(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str,
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: Inputs(sums[name] / num_tokens, torch.cat(rows[name])[:KEPT_ROWS]) for name in sums}
+    return {name: LinearInputs(sums[name] / num_tokens, torch.cat(rows[name])[:KEPT_ROWS]) for name in sums}
 
 
 def packed_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
@@ -122,8 +122,8 @@ def run_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Tenso
 
 
 def awq(
-    checkpoint: Checkpoint, architecture: Architecture, inputs: dict[str, Inputs], encode: Encode
-) -> "Folded":
+    checkpoint: Checkpoint, architecture: Architecture, inputs: dict[str, LinearInputs], encode: Encode
+) -> "ScaledCheckpoint":
     """The checkpoint with the factors that are best for this encoding folded in."""
     factors: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     layer = layer_spec(architecture)
@@ -138,7 +138,7 @@ def awq(
             found = inputs[group[0]]
             mean_K = _shared_by_heads(found.mean_K, architecture) if is_o else found.mean_K
             weights = [read_float(checkpoint, f"{linear}.weight").to(mean_K.device) for linear in group]
-            s_K = best_factors(weights, mean_K, found.rows_SK, encode).cpu()
+            s_K = search_scales(weights, mean_K, found.rows_SK, encode).cpu()
             if spec.input_from in layer.norm_widths:
                 s_K = _kept_by(read_float(checkpoint, f"{before}.weight").float(), s_K)
             for linear in group:
@@ -146,14 +146,14 @@ def awq(
             shared = _of_kv_heads(s_K, architecture) if is_o else s_K
             for name in (f"{before}.weight", f"{before}.bias"):
                 factors[name] = (1 / shared, factors.get(name, (None, None))[1])
-    return Folded(checkpoint, factors)
+    return ScaledCheckpoint(checkpoint, factors)
 
 
-def best_factors(weights: list[Tensor], mean_K: Tensor, rows_SK: Tensor, encode: Encode) -> Tensor:
+def search_scales(weights: list[Tensor], mean_K: Tensor, rows_SK: Tensor, encode: Encode) -> Tensor:
     """s [K], fp32."""
     best, least = torch.ones_like(mean_K), math.inf
     for step in range(NUM_ALPHAS + 1):
-        s_K = factors_of(mean_K, step / NUM_ALPHAS)
+        s_K = channel_scales(mean_K, step / NUM_ALPHAS)
         packed = encode([weight.float() * s_K for weight in weights])
         error = sum(
             ((p.decode() / s_K - weight.float()) @ rows_SK.T).square().sum().item()
@@ -164,7 +164,7 @@ def best_factors(weights: list[Tensor], mean_K: Tensor, rows_SK: Tensor, encode:
     return best
 
 
-def factors_of(mean_K: Tensor, alpha: float) -> Tensor:
+def channel_scales(mean_K: Tensor, alpha: float) -> Tensor:
     powers = mean_K.clamp(min=1e-4 * mean_K.max().item() or 1.0).pow(alpha)
     return powers / (powers.max() * powers.min()).sqrt()
 
@@ -185,7 +185,7 @@ def _of_kv_heads(s_NH: Tensor, a: Architecture) -> Tensor:
     return s_NH.view(a.num_kv_heads, -1, a.head_size)[:, 0].reshape(-1)
 
 
-class Folded:
+class ScaledCheckpoint:
     """A checkpoint whose tensors are multiplied as they are read: rows, and columns, by fp32 factors."""
 
     def __init__(self, checkpoint: Checkpoint, factors: dict[str, tuple[Tensor | None, Tensor | None]]):

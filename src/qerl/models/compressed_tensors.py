@@ -22,7 +22,13 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.formats import FORMATS, NVFP4, PackedWeight
 from qerl.models.architecture import Architecture
-from qerl.models.hf_writer import atomic_folder, check_empty, write_json, write_shards, write_tokenizer
+from qerl.models.hf_writer import (
+    atomic_folder,
+    check_output_folder,
+    write_json,
+    write_shards,
+    write_tokenizer,
+)
 from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import (
     HEAD,
@@ -35,7 +41,7 @@ from qerl.models.state_dict import (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class CheckpointLayout:
     """How a checkpoint stores the tensors of one format."""
 
     format: str
@@ -55,14 +61,14 @@ class Layout:
         return {"codes": torch.uint8, "scales": self.scale_dtype, "global_scale": torch.float32}
 
 
-Scales = Callable[[PackedWeight, Tensor], PackedWeight]
+SelectScales = Callable[[PackedWeight, Tensor], PackedWeight]
 """(a weight's plain encoding, the weight) -> its encoding with the block scales that it is to have."""
 
 _CHUNK_WEIGHTS = 1 << 20
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _FIELDS = {"codes": "weight_packed", "scales": "weight_scale"}
 LAYOUTS = {
-    "nvfp4": Layout(
+    "nvfp4": CheckpointLayout(
         "nvfp4",
         "nvfp4-pack-quantized",
         16,
@@ -70,11 +76,11 @@ LAYOUTS = {
         torch.float8_e4m3fn,
         _FIELDS | {"global_scale": "weight_global_scale"},
     ),
-    "mxfp4": Layout("mxfp4", "mxfp4-pack-quantized", 32, "group", torch.uint8, _FIELDS),
+    "mxfp4": CheckpointLayout("mxfp4", "mxfp4-pack-quantized", 32, "group", torch.uint8, _FIELDS),
 }
 
 
-def packed_layout(checkpoint: Checkpoint) -> Layout | None:
+def detect_layout(checkpoint: Checkpoint) -> CheckpointLayout | None:
     """How the checkpoint's linears are packed; None if they are floats; any other quantization is refused."""
     config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
     if config is None:
@@ -95,7 +101,7 @@ def packed_layout(checkpoint: Checkpoint) -> Layout | None:
     )
 
 
-def _check_group(path: Path, layout: Layout, group: Any) -> None:
+def _check_group(path: Path, layout: CheckpointLayout, group: Any) -> None:
     weights = group.get("weights") if isinstance(group, dict) else None
     expected = {"num_bits": 4, "type": "float", "group_size": layout.block_weights, "symmetric": True}
     for key, value in expected.items():
@@ -106,7 +112,7 @@ def _check_group(path: Path, layout: Layout, group: Any) -> None:
             )
 
 
-def read_packed(checkpoint: Checkpoint, layout: Layout, linear: str) -> PackedWeight:
+def read_packed(checkpoint: Checkpoint, layout: CheckpointLayout, linear: str) -> PackedWeight:
     """One linear's weight with its codes untouched; the shapes have been checked."""
     tensors: dict[str, Any] = {}
     for field, suffix in layout.suffixes.items():
@@ -129,7 +135,7 @@ def _check_values(checkpoint: Checkpoint, name: str, tensor: Tensor, field: str)
         raise UserError(f"{checkpoint.path}: {name} must be positive, is {tensor.item()}")
 
 
-def plain_scales(packed: PackedWeight, weight_NK: Tensor) -> PackedWeight:
+def default_scales(packed: PackedWeight, weight_NK: Tensor) -> PackedWeight:
     """Each block's largest weight on the largest code, as `encode` has it."""
     return packed
 
@@ -139,7 +145,7 @@ def write_quantized(
     out_folder: str | Path,
     *,
     format: str = "nvfp4",
-    scales: Scales = plain_scales,
+    scales: SelectScales = default_scales,
     fold: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
@@ -148,10 +154,10 @@ def write_quantized(
     out = Path(out_folder)
     if format not in LAYOUTS:
         raise UserError(f"{format} has no checkpoint layout to write; {' and '.join(LAYOUTS)} have one")
-    check_empty(out)
+    check_output_folder(out)
     source = locate(path)
     checkpoint = source.open()
-    if packed_layout(checkpoint) is not None:
+    if detect_layout(checkpoint) is not None:
         raise UserError(f"{path}: is quantized already")
     architecture = architecture_of(checkpoint)
     check_tensors(checkpoint, tensor_shapes(architecture))
@@ -163,7 +169,7 @@ def write_quantized(
 
 
 def packed_shapes(
-    checkpoint: Checkpoint, architecture: Architecture, layout: Layout | None
+    checkpoint: Checkpoint, architecture: Architecture, layout: CheckpointLayout | None
 ) -> dict[str, tuple[int, ...]]:
     """What tensors the checkpoint must hold, where some or all of its linears are packed."""
     shapes = tensor_shapes(architecture)
@@ -179,12 +185,12 @@ def packed_shapes(
     return shapes
 
 
-def encoded(
+def encode_group(
     checkpoint: Checkpoint,
     group: tuple[str, ...],
     kind: type[PackedWeight],
     device: torch.device,
-    scales: Scales = plain_scales,
+    scales: SelectScales = default_scales,
 ) -> Iterator[tuple[str, PackedWeight]]:
     """A group's linears and their weights, one float weight in memory at a time, encoded on the device."""
     weights = (read_float(checkpoint, f"{linear}.weight") for linear in group)
@@ -199,7 +205,7 @@ def _read_encoded(
     kind: type[PackedWeight],
     largest: float | None,
     device: torch.device,
-    scales: Scales,
+    scales: SelectScales,
 ) -> PackedWeight:
     weight_NK = read_float(checkpoint, name).to(device)
     try:
@@ -208,8 +214,8 @@ def _read_encoded(
         raise UserError(f"{checkpoint.path}: {name}: {error}") from error
 
 
-def encoded_together(
-    weights: list[Tensor], kind: type[PackedWeight], scales: Scales = plain_scales
+def encode_weights(
+    weights: list[Tensor], kind: type[PackedWeight], scales: SelectScales = default_scales
 ) -> list[PackedWeight]:
     """The same of a group's weights that are in memory."""
     largest = _shared_largest(iter(weights), kind, len(weights))
@@ -222,7 +228,7 @@ def _shared_largest(weights: Iterator[Tensor], kind: type[PackedWeight], num: in
 
 
 def _encoded_one(
-    weight_NK: Tensor, kind: type[PackedWeight], largest: float | None, scales: Scales
+    weight_NK: Tensor, kind: type[PackedWeight], largest: float | None, scales: SelectScales
 ) -> PackedWeight:
     packed = kind.encode(weight_NK) if largest is None else _encoded_under(weight_NK, largest)
     return scales(packed, weight_NK)
@@ -245,7 +251,7 @@ def _encoded_under(weight_NK: Tensor, largest: float) -> NVFP4:
 
 
 def _quantized(
-    checkpoint: Checkpoint, architecture: Architecture, layout: Layout, scales: Scales
+    checkpoint: Checkpoint, architecture: Architecture, layout: CheckpointLayout, scales: SelectScales
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the new checkpoint."""
     shapes = tensor_shapes(architecture)
@@ -256,7 +262,7 @@ def _quantized(
             yield name, _as_config_says(checkpoint, read_float(checkpoint, name))
     for group in groups:
         device = torch.device("cpu")
-        for linear, weight in encoded(checkpoint, group, FORMATS[layout.format], device, scales):
+        for linear, weight in encode_group(checkpoint, group, FORMATS[layout.format], device, scales):
             tensors = weight.tensors()
             yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
 
@@ -266,7 +272,7 @@ def _as_config_says(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
     return tensor.bfloat16() if checkpoint.path.suffix == ".gguf" else tensor
 
 
-def write_quantized_config(folder: Path, config: dict[str, Any], layout: Layout) -> None:
+def write_quantized_config(folder: Path, config: dict[str, Any], layout: CheckpointLayout) -> None:
     """A model's config.json for the same model in this layout."""
     weights = {
         "num_bits": 4,
@@ -286,9 +292,9 @@ def write_quantized_config(folder: Path, config: dict[str, Any], layout: Layout)
         "ignore": [HEAD.removesuffix(".weight")],
         "kv_cache_scheme": None,
     }
-    write_json(folder / "config.json", unquantized(config) | {"quantization_config": quantization})
+    write_json(folder / "config.json", without_quantization(config) | {"quantization_config": quantization})
 
 
-def unquantized(config: dict[str, Any]) -> dict[str, Any]:
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     """Without what it says of a quantization."""
     return {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}

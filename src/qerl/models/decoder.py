@@ -27,7 +27,7 @@ from qerl.kernels.rotary import rotate
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
 from qerl.models.linear import QuantLinear
-from qerl.models.lm_head import Head
+from qerl.models.lm_head import LMHead
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
 from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
@@ -35,7 +35,7 @@ from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-class Places(NamedTuple):
+class RowContext(NamedTuple):
     """What the layers are told of each row."""
 
     angles: tuple[Tensor, Tensor]
@@ -44,10 +44,10 @@ class Places(NamedTuple):
     """int32: which row of the norms' noise is its own, where that is a table; None: none."""
 
 
-RunLayer = Callable[["Layer", Tensor, Places, int, Attend], Tensor]
+RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
 
 
-class Table(nn.Module):
+class EmbeddingTable(nn.Module):
     """One vector for each token: the embedding, and a head of its own."""
 
     def __init__(self, vocab_size: int, width: int, compute: torch.dtype, device: torch.device):
@@ -117,8 +117,8 @@ class Layer(nn.Module):
             arch.width, arch.norm_eps, compute=compute, device=device
         )
 
-    def forward(self, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
-        angles, noise_rows_T = places
+    def forward(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
+        angles, noise_rows_T = context
         x_TD, h_TD = self.input_layernorm(h_TD, noise_rows_T, room=room(self.self_attn.qkv_projs))
         h_TD = self.self_attn(h_TD, x_TD, angles, layer_index, attend)
         x_TD, h_TD = self.post_attention_layernorm(h_TD, noise_rows_T, room=room(self.mlp.gate_up_projs))
@@ -136,9 +136,9 @@ class Layer(nn.Module):
             tile_linears(linears, UnpackRows.GATE_UP if group is self.spec.gate_up else UnpackRows.ALL)
 
 
-def run_layer(layer: Layer, h_TD: Tensor, places: Places, layer_index: int, attend: Attend) -> Tensor:
+def run_layer(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
     """Plainly."""
-    return layer(h_TD, places, layer_index, attend)
+    return layer(h_TD, context, layer_index, attend)
 
 
 class Decoder(nn.Module):
@@ -148,11 +148,15 @@ class Decoder(nn.Module):
         super().__init__()
         arch = self.architecture = architecture
         self.compute, self.device = compute, device
-        self.embed_tokens = Table(arch.vocab_size, arch.width, compute, device)
+        self.embed_tokens = EmbeddingTable(arch.vocab_size, arch.width, compute, device)
         self.layers = nn.ModuleList(Layer(arch, compute, device) for _ in range(arch.num_layers))
         self.norm = RMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
-        table = self.embed_tokens if arch.tied_head else Table(arch.vocab_size, arch.width, compute, device)
-        self.lm_head = Head(table.weight)
+        table = (
+            self.embed_tokens
+            if arch.tied_head
+            else EmbeddingTable(arch.vocab_size, arch.width, compute, device)
+        )
+        self.lm_head = LMHead(table.weight)
         self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
         self._magnitude = magnitude(arch.rope)
         self.noise_table = NoiseTable(self._noised_norms())
@@ -167,11 +171,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """hidden_TD after the final norm, in the compute dtype. run_layer: how a layer is called.
         noise_rows_T: of noise_table, int32; None: none of it."""
-        places = Places(cosine_sine(positions_T, self._frequencies, self._magnitude), noise_rows_T)
+        context = RowContext(cosine_sine(positions_T, self._frequencies, self._magnitude), noise_rows_T)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         for layer_index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            h_TD = run_layer(layer, h_TD, places, layer_index, attend)
+            h_TD = run_layer(layer, h_TD, context, layer_index, attend)
         return self.norm(h_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

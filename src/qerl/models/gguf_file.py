@@ -196,19 +196,19 @@ def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
     try:
         file_bytes = file.stat().st_size
         with file.open("rb", buffering=1 << 20) as stream:
-            return _parse_stream(_Cursor(stream, file_bytes), file_bytes)
+            return _parse_stream(GgufCursor(stream, file_bytes), file_bytes)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except (_Damaged, ValueError, struct.error) as error:
+    except (_DamagedError, ValueError, struct.error) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{file}: damaged, or not a GGUF file: {reason}") from error
 
 
-class _Damaged(Exception):
+class _DamagedError(Exception):
     pass
 
 
-class _Cursor:
+class GgufCursor:
     """Reads values one after the other and refuses to go past the end of the file."""
 
     def __init__(self, stream: BinaryIO | io.BufferedReader, num_bytes: int):
@@ -219,7 +219,7 @@ class _Cursor:
     def take(self, num_bytes: int) -> bytes:
         self.offset += num_bytes
         if self.offset > self.num_bytes:
-            raise _Damaged(f"it ends before byte {self.offset}")
+            raise _DamagedError(f"it ends before byte {self.offset}")
         return self.stream.read(num_bytes)
 
     def number(self, letter: str) -> Any:
@@ -238,17 +238,17 @@ class _Cursor:
         if item_type == gguf.GGUFValueType.STRING:
             return [self.string() for _ in range(count)]
         if item_type == gguf.GGUFValueType.ARRAY:
-            raise _Damaged("it holds an array of arrays")
+            raise _DamagedError("it holds an array of arrays")
         letter = "<" + _SCALARS[item_type]
         return [item for (item,) in struct.iter_unpack(letter, self.take(count * struct.calcsize(letter)))]
 
 
-def _parse_stream(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
+def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
     if cursor.take(4) != b"GGUF":
-        raise _Damaged("it does not begin with GGUF")
+        raise _DamagedError("it does not begin with GGUF")
     version = cursor.number("I")
     if version not in (2, 3):
-        raise _Damaged(f"its version is {version}, 2 and 3 are supported")
+        raise _DamagedError(f"its version is {version}, 2 and 3 are supported")
     num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
     metadata = {}
     for _ in range(num_keys):
@@ -261,7 +261,7 @@ def _parse_stream(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Any], lis
         infos.append((name, shape, gguf.GGMLQuantizationType(cursor.number("I")), cursor.number("Q")))
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:
-        raise _Damaged(f"general.alignment is {alignment}")
+        raise _DamagedError(f"general.alignment is {alignment}")
     data_begin = math.ceil(cursor.offset / alignment) * alignment
     return metadata, [
         _entry(name, shape, kind, data_begin + at, file_bytes) for name, shape, kind, at in infos
@@ -272,11 +272,11 @@ def _entry(
     name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int, file_bytes: int
 ) -> _GgufEntry:
     if kind not in gguf.GGML_QUANT_SIZES:
-        raise _Damaged(f"{name} is of a type that holds no weights: {kind.name}")
+        raise _DamagedError(f"{name} is of a type that holds no weights: {kind.name}")
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_size:
-        raise _Damaged(f"{name} {list(shape)} does not divide into blocks of {block_size}")
+        raise _DamagedError(f"{name} {list(shape)} does not divide into blocks of {block_size}")
     num_bytes = math.prod(shape) // block_size * block_bytes
     if begin + num_bytes > file_bytes:
-        raise _Damaged(f"truncated: {name} ends at byte {begin + num_bytes}, the file has {file_bytes}")
+        raise _DamagedError(f"truncated: {name} ends at byte {begin + num_bytes}, the file has {file_bytes}")
     return _GgufEntry(name, kind, shape, begin, num_bytes)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from qerl.errors import RunError, UserError
 from qerl.models.safetensors_file import INDEX_NAME, read_json
-from qerl.models.source import Source
+from qerl.models.source import ModelSource
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 
 _COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 _COPIED += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
 
 
-def check_empty(out: Path) -> None:
+def check_output_folder(out: Path) -> None:
     """What is there already is not ours to overwrite."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already and is not an empty folder")
@@ -82,7 +82,7 @@ def _unnamed(index: int) -> str:
     return f"shard-{index}"
 
 
-def write_tokenizer(folder: Path, source: Source) -> None:
+def write_tokenizer(folder: Path, source: ModelSource) -> None:
     """The tokenizer's own files, or those of the tokenizer built from a GGUF."""
     if not source.is_gguf:
         for pattern in _COPIED:

@@ -42,7 +42,7 @@ def check_head(format: str, vocab_size: int, width: int) -> None:
         )
 
 
-class Head(nn.Module):
+class LMHead(nn.Module):
     def __init__(self, weight_VD: Tensor):
         super().__init__()
         self.compute, self.shape = weight_VD.dtype, (weight_VD.shape[0], weight_VD.shape[1])

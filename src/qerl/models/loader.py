@@ -15,17 +15,17 @@ from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
 from qerl.models.architecture import Architecture
 from qerl.models.compressed_tensors import (
-    Layout,
-    Scales,
-    encoded,
-    packed_layout,
+    CheckpointLayout,
+    SelectScales,
+    default_scales,
+    detect_layout,
+    encode_group,
     packed_shapes,
-    plain_scales,
     read_packed,
 )
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
-from qerl.models.lm_head import Head, check_head
+from qerl.models.lm_head import LMHead, check_head
 from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import HEAD, architecture_of, check_tensors, linear_groups, read_float
 
@@ -39,12 +39,14 @@ def load_decoder(
     resident: bool,
     head: str = "bf16",
 ) -> Decoder:
-    """The decoder of a model wherever it lies; see `decoder_of`."""
+    """The decoder of a model wherever it lies; see `build_decoder`."""
     checkpoint = locate(path).open()
-    return decoder_of(checkpoint, format=format, compute=compute, device=device, resident=resident, head=head)
+    return build_decoder(
+        checkpoint, format=format, compute=compute, device=device, resident=resident, head=head
+    )
 
 
-def decoder_of(
+def build_decoder(
     checkpoint: Checkpoint,
     *,
     format: str,
@@ -52,14 +54,14 @@ def decoder_of(
     device: torch.device,
     resident: bool,
     head: str = "bf16",
-    scales: Scales = plain_scales,
+    scales: SelectScales = default_scales,
 ) -> Decoder:
     """Linears in `format`, the head in `head` (bf16: in `compute`), the rest in `compute`.
 
     A packed checkpoint must be in that format already. Its packed head is taken as it is where `head` is its
     format, and unpacked first where it is not.
     """
-    path, layout = str(checkpoint.path), packed_layout(checkpoint)
+    path, layout = str(checkpoint.path), detect_layout(checkpoint)
     if layout is not None and layout.format != format:
         raise UserError(f"{path}: holds {layout.format}, which is taken as it is; model.format says {format}")
     architecture = architecture_of(checkpoint)
@@ -94,7 +96,7 @@ def _check_head(path: str, format: str, architecture: Architecture) -> None:
         raise UserError(f"{path}: {error}") from error
 
 
-def _load_head(head: Head, checkpoint: Checkpoint, layout: Layout | None, format: str) -> None:
+def _load_head(head: LMHead, checkpoint: Checkpoint, layout: CheckpointLayout | None, format: str) -> None:
     """Before the linears, so that there is room for the full weight; a layout is that of a packed head."""
     if layout is not None:
         assert head.weight is not None
@@ -108,17 +110,17 @@ def _load_head(head: Head, checkpoint: Checkpoint, layout: Layout | None, format
 
 def _weights(
     checkpoint: Checkpoint,
-    layout: Layout | None,
+    layout: CheckpointLayout | None,
     group: tuple[str, ...],
     format: str,
     device: torch.device,
-    scales: Scales,
+    scales: SelectScales,
 ) -> Iterator[tuple[str, PackedWeight]]:
     if layout is None:
-        yield from encoded(checkpoint, group, FORMATS[format], device, scales)
+        yield from encode_group(checkpoint, group, FORMATS[format], device, scales)
         return
     for linear in group:
         if f"{linear}.weight_packed" in checkpoint.shapes:
             yield linear, read_packed(checkpoint, layout, linear).to(device)
         else:  # what a packed checkpoint leaves unpacked was meant to stay precise
-            yield from encoded(checkpoint, (linear,), BF16, device)
+            yield from encode_group(checkpoint, (linear,), BF16, device)

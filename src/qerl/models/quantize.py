@@ -13,15 +13,15 @@ from qerl.config.options import QuantizeOptions
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
-from qerl.models.awq import Folded, awq, inputs_of
-from qerl.models.compressed_tensors import Scales, encoded_together, plain_scales, write_quantized
+from qerl.models.awq import ScaledCheckpoint, awq, collect_inputs
+from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights, write_quantized
 from qerl.models.device import COMPUTE, resolve_device
-from qerl.models.loader import decoder_of
+from qerl.models.loader import build_decoder
 from qerl.models.source import Checkpoint
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer
 
-SCALES: dict[str, Scales] = {"plain": plain_scales, "mse": least_squares}
+SCALES: dict[str, SelectScales] = {"plain": default_scales, "mse": least_squares}
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -46,17 +46,19 @@ def _sequences(options: QuantizeOptions) -> list[list[int]]:
     return [tokens[at : at + length] for at in range(0, len(tokens), length)][: options.sequences]
 
 
-def _fold(checkpoint: Checkpoint, *, sequences: list[list[int]], format: str, scales: Scales) -> Folded:
+def _fold(
+    checkpoint: Checkpoint, *, sequences: list[list[int]], format: str, scales: SelectScales
+) -> ScaledCheckpoint:
     architecture, model = architecture_of(checkpoint), resolve_device(ModelConfig(format="bf16"))
     longest = architecture.max_positions
-    decoder = decoder_of(
+    decoder = build_decoder(
         checkpoint,
         format="bf16",
         compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
     )
-    inputs = inputs_of(decoder, [tokens[:longest] for tokens in sequences])
+    inputs = collect_inputs(decoder, [tokens[:longest] for tokens in sequences])
     del decoder
     kind = FORMATS[format]
-    return awq(checkpoint, architecture, inputs, lambda weights: encoded_together(weights, kind, scales))
+    return awq(checkpoint, architecture, inputs, lambda weights: encode_weights(weights, kind, scales))

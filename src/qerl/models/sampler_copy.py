@@ -16,22 +16,24 @@ from qerl.models.linear import QuantLinear
 
 def make_sampler_copy(decoder: Decoder, format: str) -> Decoder:
     """Of a decoder that has its adapters: masters and working copies, norms and noise are shared."""
-    twin = _copied(decoder, format)
+    twin = _copy_module(decoder, format)
     assert isinstance(twin, Decoder)
     return twin
 
 
-def _copied(module: nn.Module, format: str) -> nn.Module:
+def _copy_module(module: nn.Module, format: str) -> nn.Module:
     if isinstance(module, QuantLinear):
-        return _quantized(module, format)
+        return _quantized_copy(module, format)
     if not any(isinstance(m, QuantLinear) for m in module.modules()):
         return module
     twin = copy.copy(module)
-    twin._modules = {name: None if m is None else _copied(m, format) for name, m in module._modules.items()}
+    twin._modules = {
+        name: None if m is None else _copy_module(m, format) for name, m in module._modules.items()
+    }
     return twin
 
 
-def _quantized(linear: QuantLinear, format: str) -> QuantLinear:
+def _quantized_copy(linear: QuantLinear, format: str) -> QuantLinear:
     assert linear.weight is not None and linear.full is None
     twin, is_resident = copy.copy(linear), linear.is_resident
     twin.load_weight(FORMATS[format].encode(linear.weight.decode()))

@@ -54,8 +54,8 @@ class Checkpoint(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """Source(path=Path("/home/me/.cache/qerl/SmolLM2-135M-Instruct.Q4_1.gguf"))"""
+class ModelSource:
+    """ModelSource(path=Path("/home/me/.cache/qerl/SmolLM2-135M-Instruct.Q4_1.gguf"))"""
 
     path: Path
     """A folder with config.json and safetensors, or a .gguf file."""
@@ -68,19 +68,19 @@ class Source:
         return GgufFile(self.path) if self.is_gguf else SafetensorsFolder(self.path)
 
 
-def locate(path: str) -> Source:
+def locate(path: str) -> ModelSource:
     """Where the model is on this disk, fetched first if need be. locate(str(source.path)) == source."""
     if path == BUILT_IN:
-        return Source(_hub_twin() or _built_in_gguf())
+        return ModelSource(_hub_twin() or _built_in_gguf())
     here = Path(path).expanduser()
     if path and here.is_dir():
-        return Source(_checked(here))
+        return ModelSource(_checked(here))
     if here.is_file():
         if here.suffix != ".gguf":
             raise UserError(f"{path}: a model is a folder or a .gguf file, this is neither")
-        return Source(here)
+        return ModelSource(here)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and here.suffix != ".gguf":
-        return Source(_checked(_from_hub(path)))
+        return ModelSource(_checked(_from_hub(path)))
     raise UserError(
         f"{path}: no such folder or file, not a hub id (owner/name), and not the built-in {BUILT_IN}"
     )

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from qerl.errors import UserError
 from qerl.models.gguf_file import GgufFile
 from qerl.models.safetensors_file import read_json
-from qerl.models.source import Source, locate
+from qerl.models.source import ModelSource, locate
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's kinds of token: never text; text that is always one token
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -74,7 +74,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise UserError(f"{source.path}: its tokenizer cannot be loaded: {said}") from error
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: Source) -> frozenset[int]:
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> frozenset[int]:
     """The tokens that end a sample: the tokenizer's eos and those that generation_config.json adds."""
     found: list[Any] = [tokenizer.eos_token_id]
     if source.is_gguf:

@@ -130,9 +130,9 @@ class _Session:
         if device.type != "cpu":
             gpu_bytes = plan.usable_bytes(device)
             config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
-            needed_bytes = plan.learning_bytes(plan.parts(arch, config, prompt_tokens))
-            keeps_operands = plan.holds_operands(arch, config, prompt_tokens, gpu_bytes)
-            held_gb = plan.held(arch, config) / 1e9
+            needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens))
+            keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes)
+            held_gb = plan.operand_cache_bytes(arch, config) / 1e9
             self.journal.notice(
                 f"learn.gradient_checkpointing is {config.learn.gradient_checkpointing}: learning needs"
                 f" {needed_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"

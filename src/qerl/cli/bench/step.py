@@ -151,7 +151,7 @@ def _holds_operands(case: StepCase, config: RunConfig, decoder: Decoder) -> bool
     if decoder.device.type == "cpu":
         return False
     usable_bytes = plan.usable_bytes(decoder.device)
-    return plan.holds_operands(decoder.architecture, config, case.prompt_tokens, usable_bytes)
+    return plan.can_cache_operands(decoder.architecture, config, case.prompt_tokens, usable_bytes)
 
 
 def _step(

@@ -1,30 +1,30 @@
-"""How much memory a step takes on a GPU, before anything is loaded: part by part, and what fits."""
+"""Predict the GPU memory of a training step before a model is loaded: its parts, its peak, and what fits."""
 
-from qerl.learner.plan.fit import Largest, largest, plan, remedies
-from qerl.learner.plan.step import (
+from qerl.learner.plan.memory import (
     MemoryPart,
-    architecture,
-    held,
-    holds_operands,
+    can_cache_operands,
     learning_bytes,
-    parts,
+    memory_parts,
+    operand_cache_bytes,
+    peak_bytes,
+    read_architecture,
     resolve_checkpointing,
-    total,
     usable_bytes,
 )
+from qerl.learner.plan.report import LargestSettings, format_plan, largest_settings, options_that_fit
 
 __all__ = [
-    "Largest",
+    "LargestSettings",
     "MemoryPart",
-    "architecture",
-    "held",
-    "holds_operands",
-    "largest",
+    "can_cache_operands",
+    "format_plan",
+    "largest_settings",
     "learning_bytes",
-    "parts",
-    "plan",
-    "remedies",
+    "memory_parts",
+    "operand_cache_bytes",
+    "options_that_fit",
+    "peak_bytes",
+    "read_architecture",
     "resolve_checkpointing",
-    "total",
     "usable_bytes",
 ]

@@ -1,0 +1,332 @@
+"""The parts of the GPU memory that a training step takes, computed from the model's shape and the config.
+
+    peak = what is always allocated + the larger of what sampling and what learning allocate in addition
+
+Assumed: the KV cache and the learner use the same memory in turns (kernels/virtual_memory.py), weights are
+packed, and all samples have the maximum length. Shorter samples fill learn.max_tokens_per_microbatch better.
+W weights a layer, n weights in the adapter, T rows in a micro-batch; D F N K H V as in types.py. Sizes are for
+bf16; with model.dtype fp32 (`element_bytes`; not measured yet) everything that is not packed takes 4 bytes
+instead of 2:
+
+    weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
+    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n; BF16 weights hold
+                     b behind their rows, with zeros between the linears of a group
+    gradients        4 n                                            moments           8 n, or 2 n + n / 32
+    KV cache         all samples at once, up to engine.max_num_seqs or engine.kv_cache_gb; with branches, the
+                     pages of all samples in addition
+    activations      of the layers, by learn.gradient_checkpointing  unpacked         operands of one layer
+    head             logits and their gradient for one chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
+
+A head in bf16 that is tied to the embedding takes nothing. A packed head takes V D in its format, tied or not.
+
+`resolve_checkpointing` replaces learn.gradient_checkpointing auto by the least recomputation with which
+learning fits. The KV cache does not count there, because it takes whatever memory is left.
+`can_cache_operands` is True if the learner may also keep the unpacked operands of all layers during an update.
+
+tests/learner/test_plan.py checks each part by hand and the sum against benchmarks. Learning from 8,192 rows at
+the 7B shape on an H200, model included, took 41.19 GB with gradient_checkpointing none and 13.19 GB with
+layer; the plan says 42.4 and 14.2, of which the 0.6 GB of CUDA itself were not measured.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from qerl.config import RunConfig
+from qerl.engine.kv_budget import free_bytes
+from qerl.engine.kv_cache import FP8, page_bytes
+from qerl.engine.scheduler import num_pages, own_pages
+from qerl.errors import UserError
+from qerl.formats import FORMATS
+from qerl.kernels.fused_linear import WIDE_ROWS
+from qerl.models.architecture import Architecture
+from qerl.models.device import COMPUTE
+from qerl.models.layer_spec import LinearGroupSpec, layer_spec
+from qerl.models.random_weights import SHAPES
+
+CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
+_CHECKPOINTING_MODES = "none", "layer", "offload"
+_USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
+_ROW_MULTIPLE = 64  # a row that holds an adapter's columns too is padded to a multiple of this
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPart:
+    name: str
+    num_bytes: float
+    when: Literal["always", "sampling", "learning"]
+
+
+def read_architecture(model: str) -> Architecture:
+    """Return the architecture of a named shape or of a checkpoint; only the checkpoint's config is read."""
+    if model in SHAPES:
+        return SHAPES[model]
+    from qerl.models.source import BUILT_IN, locate
+    from qerl.models.state_dict import architecture_of  # a named shape needs no file readers
+
+    if "/" not in model and model != BUILT_IN and not Path(model).exists():
+        raise UserError(f"{model}: no folder, file or hub id, and no shape; there are {', '.join(SHAPES)}")
+    return architecture_of(locate(model).open())
+
+
+def weight_bytes(a: Architecture, format: str) -> float:
+    """Return the bytes of the packed linears, their biases, and one factor for each output."""
+    linears = layer_spec(a).linears
+    packed = sum(linear.num_weights for linear in linears) * FORMATS[format].bytes_per_weight
+    factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
+    biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
+    return a.num_layers * (packed + factors + biases)
+
+
+def element_bytes(config: RunConfig) -> int:
+    """Return the bytes of one element of an activation, an unpacked weight or a working copy."""
+    return _compute_dtype(config).itemsize
+
+
+def _compute_dtype(config: RunConfig) -> torch.dtype:
+    return COMPUTE.get(config.model.dtype, torch.bfloat16)
+
+
+def embedding_bytes(
+    a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, element_bytes: int = 2
+) -> float:
+    """Return the bytes of the embedding, the head, the norms and their noise."""
+    norms = (
+        4 * a.width * ((2 + 2 * num_noise_rows) * a.num_layers + 1)
+        + a.qk_norm * 8 * a.head_size * a.num_layers
+    )
+    plain_head = 0 if a.tied_head else element_bytes
+    head = plain_head if head_format == "bf16" else FORMATS[head_format].bytes_per_weight
+    return a.vocab_size * a.width * (element_bytes + head) + norms
+
+
+def num_trained_weights(a: Architecture, config: RunConfig) -> int:
+    """Return the number of weights that learn: the adapters', or the target linears' own."""
+    linears = [x for x in layer_spec(a).linears if x.short_name in config.adapter.target_modules]
+    if config.adapter.kind == "full":
+        return a.num_layers * sum(x.num_weights for x in linears)
+    return a.num_layers * config.adapter.rank * sum(x.out_width + x.in_width for x in linears)
+
+
+def optimizer_bytes(num_weights: int, optimizer: str) -> float:
+    """Return the bytes of AdamW's moments; 8-bit moments have one fp32 factor for each block of 256."""
+    return num_weights * (8 if optimizer == "adamw" else 2 * (1 + 4 / 256))
+
+
+def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
+    engine, max_tokens = config.engine, config.sample.max_tokens
+    dtype = FP8 if engine.kv_cache_dtype == "fp8" else _compute_dtype(config)
+    running = min(config.num_prompts * config.num_generations, engine.max_num_seqs)
+    prompts = min(config.num_prompts, engine.max_num_seqs)
+    pages = prompts * num_pages(prompt_tokens, engine.block_size)
+    kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
+    pages += (kept + running) * own_pages(prompt_tokens, max_tokens, engine.block_size)
+    wanted = (pages + 1) * page_bytes(a, engine.block_size, dtype)
+    return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
+
+
+def prefill_bytes(a: Architecture, config: RunConfig) -> float:
+    """Return the bytes of one layer's activations, gate and up (in fp32 for some rows, except in FP8's
+    kernels), and the layer's largest operand."""
+    qkv_width, rows = layer_spec(a).qkv.out_width, config.engine.max_num_batched_tokens
+    gate_up = 2 * element_bytes(config) * rows if _saves_up(config) else 8 * min(rows, WIDE_ROWS)
+    row = element_bytes(config) * (4 * a.width + 2 * qkv_width + a.ff_width)
+    return rows * row + gate_up * a.ff_width + max(operand_bytes(a, config))
+
+
+def operand_bytes(a: Architecture, config: RunConfig) -> list[float]:
+    """Return the bytes of a layer's four unpacked operands, whose rows end with the adapter's columns. BF16
+    weights computed in bf16 are their own operands."""
+    if config.model.format == "bf16" and element_bytes(config) == 2:
+        return [0.0]
+    return [
+        element_bytes(config) * group.out_width * _row_width(group.in_width, group, config)
+        for group in layer_spec(a).groups
+    ]
+
+
+def adapter_column_bytes(a: Architecture, config: RunConfig) -> int:
+    """Return the bytes behind the rows of BF16 weights, which hold the adapters' b and zeros
+    (models/fused_weights.py)."""
+    if config.model.format != "bf16" or element_bytes(config) != 2:
+        return 0
+    columns = sum(
+        group.out_width * (_row_width(group.in_width, group, config) - group.in_width)
+        for group in layer_spec(a).groups
+    )
+    return 2 * a.num_layers * columns
+
+
+def operand_cache_bytes(a: Architecture, config: RunConfig) -> float:
+    """Return the bytes of all layers' operands; FP8 multiplies its codes directly (kernels/fp8_linear.py)."""
+    return 0.0 if config.model.format == "fp8-flow" else a.num_layers * sum(operand_bytes(a, config))
+
+
+def _saves_up(config: RunConfig) -> bool:
+    """True if swiglu's backward pass reads up; else it recovers up from its result (kernels/swiglu.py)."""
+    return config.model.format == "fp8-flow"
+
+
+def saved_bytes_per_row(a: Architecture, config: RunConfig) -> float:
+    """Return the bytes that a layer's forward pass saves for its backward pass, for each row.
+
+    Saved in the compute dtype: inputs of products and swiglu, q, the branches' k and v, the attention output.
+    Saved in fp32: inputs of the norms, and the softmax's sums.
+    """
+    gate_up = (1 + _saves_up(config)) * a.ff_width
+    spec = layer_spec(a)
+    inputs = sum(_row_width(group.in_width, group, config) for group in spec.groups)
+    q, k, v = spec.qkv.out_widths
+    return element_bytes(config) * (inputs + gate_up + 2 * q + k + v) + 4 * (2 * a.width + a.num_heads)
+
+
+def backward_bytes_per_row(a: Architecture, config: RunConfig) -> float:
+    """Return the peak bytes of gradients in a layer's backward pass, for each row.
+
+    Counted: gate, up and h in the compute dtype, h twice in fp32, and swiglu's own gradient, which overwrites
+    its input where that is not read again.
+    """
+    return element_bytes(config) * ((3 - _saves_up(config)) * a.ff_width + a.width) + 4 * 2 * a.width
+
+
+def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
+    """Return the bytes of activations for so many rows.
+
+    none: all layers' saved rows. layer: each layer's input and one layer's saved rows. offload: four inputs.
+    """
+    one, inputs = saved_bytes_per_row(a, config), 4 * a.width
+    saved = {
+        "none": a.num_layers * one,
+        "layer": a.num_layers * inputs + one,
+        "offload": min(4, a.num_layers) * inputs + one,
+    }
+    return rows * (saved[config.learn.gradient_checkpointing] + backward_bytes_per_row(a, config))
+
+
+def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
+    """Return the bytes of operands unpacked at a time: one, or a layer's if the layer is recomputed."""
+    each = operand_bytes(a, config)
+    return max(each) if config.learn.gradient_checkpointing == "none" else sum(each)
+
+
+def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
+    """Return the bytes of the head's passes: a chunk of logits and their gradient, [T, D] twice in fp32 and
+    once in the compute dtype, and a packed head's operand."""
+    chunk = min(config.learn.logprob_chunk_tokens, rows)
+    operand = 0 if config.model.head_format == "bf16" else element_bytes(config) * a.vocab_size * a.width
+    logits = chunk * a.vocab_size * (4 + element_bytes(config))
+    return logits + rows * a.width * (2 * 4 + element_bytes(config)) + operand
+
+
+def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
+    """Return the rows of the largest micro-batch if all samples have the maximum length.
+
+    It holds whole groups, or parts of a group with as many samples as fit, at least one (learner/packing.py).
+    With branches, there is one more group for each sample.
+    """
+    limit, branch = config.learn.max_tokens_per_microbatch, config.sample.max_tokens - 1
+    group = prompt_tokens + config.num_generations * branch
+    num_groups = config.num_prompts * (1 if config.algo.branching == "none" else 1 + config.num_generations)
+    num_groups = -(-num_groups // config.learn.updates_per_step)
+    if group <= limit:
+        return group * min(limit // group, num_groups)
+    most = space = 0
+    for _ in range(num_groups):
+        left = config.num_generations
+        while left:
+            space = space if space >= prompt_tokens + branch else limit
+            count = min(max((space - prompt_tokens) // max(branch, 1), 1), left)
+            space, left = space - prompt_tokens - count * branch, left - count
+            most = max(most, limit - space)
+    return most
+
+
+def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[MemoryPart]:
+    n, rows = num_trained_weights(a, config), microbatch_rows(config, prompt_tokens)
+    # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
+    kept = activation_bytes(a, config, rows) - rows * backward_bytes_per_row(a, config)
+    if config.learn.gradient_checkpointing != "none":
+        kept -= rows * saved_bytes_per_row(a, config)
+    layers = activation_bytes(a, config, rows) - kept + unpacked_bytes(a, config)
+    head = head_bytes(a, config, rows)
+    sampler = 0 if config.model.sampler_format is None else weight_bytes(a, config.model.sampler_format)
+    num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
+    embedding = embedding_bytes(a, config.model.head_format, num_noise_rows, element_bytes(config))
+    copies = 2 * element_bytes(config) * n + adapter_column_bytes(a, config)
+    copies = copies if config.adapter.kind == "lora" else 0
+    return [
+        MemoryPart(name="weights", num_bytes=weight_bytes(a, config.model.format), when="always"),
+        MemoryPart(name="sampler's weights", num_bytes=sampler, when="always"),
+        MemoryPart(name="embedding, head, norms", num_bytes=embedding, when="always"),
+        MemoryPart(name="adapter's masters", num_bytes=4 * n, when="always"),
+        MemoryPart(name="adapter's working copies", num_bytes=copies, when="always"),
+        MemoryPart(
+            name="optimizer's moments", num_bytes=optimizer_bytes(n, config.learn.optim), when="always"
+        ),
+        MemoryPart(name="KV cache", num_bytes=kv_cache_bytes(a, config, prompt_tokens), when="sampling"),
+        MemoryPart(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
+        MemoryPart(name="prefill", num_bytes=prefill_bytes(a, config), when="sampling"),
+        MemoryPart(name="adapter's gradients", num_bytes=4 * n, when="learning"),
+        MemoryPart(name=f"activations saved for {rows} rows", num_bytes=kept, when="learning"),
+        MemoryPart(
+            name="a layer's backward pass" if layers > head else "the head's passes",
+            num_bytes=max(layers, head),
+            when="learning",
+        ),
+    ]
+
+
+def peak_bytes(parts: list[MemoryPart]) -> float:
+    always, *phases = (
+        sum(part.num_bytes for part in parts if part.when == when)
+        for when in ("always", "sampling", "learning")
+    )
+    return always + max(phases)
+
+
+def resolve_checkpointing(
+    a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float
+) -> RunConfig:
+    """Return the config with learn.gradient_checkpointing auto replaced by the first of none, layer and
+    offload with which learning fits, or else by offload. gpu_bytes includes the CUDA context."""
+    if config.learn.gradient_checkpointing != "auto":
+        return config
+    changed = config
+    for mode in _CHECKPOINTING_MODES:
+        changed = dataclasses.replace(
+            config, learn=dataclasses.replace(config.learn, gradient_checkpointing=mode)
+        )
+        if learning_bytes(memory_parts(a, changed, prompt_tokens)) <= _USABLE_SHARE * gpu_bytes:
+            break
+    return changed
+
+
+def can_cache_operands(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> bool:
+    """True if there are unpacked operands and those of all layers fit beside what learning takes.
+
+    The config's gradient_checkpointing must be resolved. gpu_bytes includes the CUDA context.
+    """
+    cache = operand_cache_bytes(a, config)
+    need = learning_bytes(memory_parts(a, config, prompt_tokens)) + cache
+    return cache > 0 and need <= _USABLE_SHARE * gpu_bytes
+
+
+def usable_bytes(device: torch.device) -> float:
+    """Return the bytes of this GPU that this process may use, the CUDA context included: the gpu_bytes of a
+    run whose model is loaded."""
+    return free_bytes(device) + torch.cuda.memory_allocated(device) + CONTEXT_BYTES
+
+
+def learning_bytes(parts: list[MemoryPart]) -> float:
+    return sum(part.num_bytes for part in parts if part.when != "sampling")
+
+
+def _row_width(width: int, group: LinearGroupSpec, config: RunConfig) -> int:
+    """Return the elements of a row with the columns that the group's adapters add to it."""
+    adapter = config.adapter
+    num_adapters = sum(linear.short_name in adapter.target_modules for linear in group.linears)
+    rank = adapter.rank * num_adapters * (adapter.kind == "lora")
+    return math.ceil((width + rank) / _ROW_MULTIPLE) * _ROW_MULTIPLE if rank else width

@@ -1,0 +1,163 @@
+"""The table that `qerl plan` prints: memory by part, and the largest settings or the options that fit."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from qerl.config import RunConfig
+from qerl.errors import UserError
+from qerl.learner.plan.memory import (
+    can_cache_operands,
+    memory_parts,
+    operand_cache_bytes,
+    peak_bytes,
+    read_architecture,
+    resolve_checkpointing,
+)
+from qerl.models.architecture import Architecture
+
+_MAX_SAMPLES, _MAX_RANK = 4096, 1024
+
+
+def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> float:
+    return peak_bytes(
+        memory_parts(a, resolve_checkpointing(a, config, prompt_tokens, gpu_bytes), prompt_tokens)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LargestSettings:
+    """The largest value of each setting that fits while the others stay; 0 if not even the smallest fits."""
+
+    num_prompts: int
+    max_tokens: int
+    rank: int
+
+
+def largest_settings(
+    a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float
+) -> LargestSettings:
+    def fits(changed: RunConfig) -> bool:
+        return _needed_bytes(a, changed, prompt_tokens, gpu_bytes) <= gpu_bytes
+
+    def with_prompts(count: int) -> RunConfig:
+        """All of their samples run at once."""
+        running = max(config.engine.max_num_seqs, count * config.num_generations)
+        engine = dataclasses.replace(config.engine, max_num_seqs=running)
+        return dataclasses.replace(config, num_prompts=count, engine=engine)
+
+    def with_tokens(count: int) -> RunConfig:
+        return dataclasses.replace(config, sample=dataclasses.replace(config.sample, max_tokens=count))
+
+    def with_rank(count: int) -> RunConfig:
+        return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, rank=16 * count))
+
+    max_prompts = max(_MAX_SAMPLES // config.num_generations, 1)
+    max_tokens = max(a.max_positions - prompt_tokens, 1)
+    return LargestSettings(
+        num_prompts=_largest(max_prompts, lambda n: fits(with_prompts(n))),
+        max_tokens=_largest(max_tokens, lambda n: fits(with_tokens(n))),
+        rank=16 * _largest(_MAX_RANK // 16, lambda n: fits(with_rank(n))),
+    )
+
+
+def options_that_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
+    """Return the sets of options with which the run fits and the memory each then takes, smallest sets first.
+    No set contains another."""
+    lines: list[str] = []
+    sufficient: list[tuple[Any, ...]] = []
+    for options in _OPTION_SETS:
+        if any(set(fewer) <= set(options) for fewer in sufficient):
+            continue
+        changed = config
+        for part, name, value in options:
+            changed = dataclasses.replace(
+                changed, **{part: dataclasses.replace(getattr(changed, part), **{name: value})}
+            )
+        need = _needed_bytes(a, changed, prompt_tokens, gpu_bytes)
+        if changed != config and need <= gpu_bytes:
+            set_to = " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
+            lines.append(f"{set_to:64}{need / 1e9:8.2f} GB")
+            sufficient.append(options)
+    return lines
+
+
+_LAYER = "learn", "gradient_checkpointing", "layer"
+_OFFLOAD = "learn", "gradient_checkpointing", "offload"
+_MICROBATCH, _FP8_CACHE = ("learn", "max_tokens_per_microbatch", 2048), ("engine", "kv_cache_dtype", "fp8")
+_FEW_SEQUENCES = "engine", "max_num_seqs", 32
+_OPTION_SETS = (
+    *((one,) for one in (_LAYER, _OFFLOAD, _MICROBATCH, _FP8_CACHE, _FEW_SEQUENCES)),
+    *((one, other) for one in (_LAYER, _OFFLOAD) for other in (_MICROBATCH, _FP8_CACHE, _FEW_SEQUENCES)),
+    (_OFFLOAD, _MICROBATCH, _FP8_CACHE, _FEW_SEQUENCES),
+)
+
+
+def format_plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) -> str:
+    """Return a table of the parts, the peak, and what fits or which options make it fit."""
+    a = read_architecture(model)
+    if prompt_tokens + config.sample.max_tokens > a.max_positions:
+        raise UserError(
+            f"{model} has {a.max_positions} positions, prompt_tokens and sample.max_tokens ask for"
+            f" {prompt_tokens + config.sample.max_tokens}"
+        )
+    resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
+    parts = memory_parts(a, resolved, prompt_tokens)
+    peak, fits = peak_bytes(parts), peak_bytes(parts) <= gpu_gb * 1e9
+    advice = (
+        _what_fits(a, config, resolved, prompt_tokens, gpu_gb * 1e9)
+        if fits
+        else _what_would_fit(a, config, prompt_tokens, gpu_gb * 1e9)
+    )
+    lines = [
+        f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
+    ]
+    auto = " (auto)" if resolved != config else ""
+    return "\n".join(
+        [
+            f"{model} in {config.model.format}, {config.num_prompts * config.num_generations} samples of up to"
+            f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_trained(config)},"
+            f" learn.gradient_checkpointing {resolved.learn.gradient_checkpointing}{auto}",
+            "",
+            *lines,
+            f"{'peak':36}{peak / 1e9:8.2f} GB   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB",
+            "",
+            *advice,
+        ]
+    )
+
+
+def _what_fits(
+    a: Architecture, config: RunConfig, resolved: RunConfig, prompt_tokens: int, gpu_bytes: float
+) -> list[str]:
+    most = largest_settings(a, config, prompt_tokens, gpu_bytes)
+    rank = f" or rank {most.rank}," if config.adapter.kind == "lora" else ""
+    lines = [
+        f"largest batch {most.num_prompts * config.num_generations} samples at once, or samples of"
+        f" {most.max_tokens} tokens,{rank} all other settings unchanged"
+    ]
+    if can_cache_operands(a, resolved, prompt_tokens, gpu_bytes):
+        cache_gb = operand_cache_bytes(a, resolved) / 1e9
+        lines.append(f"learning also keeps unpacked operands in free memory, up to {cache_gb:.2f} GB")
+    return lines
+
+
+def _what_would_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> list[str]:
+    lines = options_that_fit(a, config, prompt_tokens, gpu_bytes)
+    if not lines:
+        return ["does not fit even with offload, small micro-batches, an FP8 KV cache and 32 samples at once"]
+    return ["it fits with", *(f"  {line}" for line in lines)]
+
+
+def _trained(config: RunConfig) -> str:
+    return f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
+
+
+def _largest(limit: int, condition: Callable[[int], bool]) -> int:
+    """Return the largest of 1..limit that meets the condition, 0 if none does. Every number below one that
+    meets it must meet it too."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if condition(middle) else (low, middle)
+    return low
