@@ -8,8 +8,8 @@ from rich.console import Console
 
 from qerl.config import RunConfig
 from qerl.tracking import Journal
-from qerl.tracking.dashboard.follow import Follower
-from qerl.tracking.dashboard.live import Live
+from qerl.tracking.dashboard.follow import RunFollower
+from qerl.tracking.dashboard.live import LivePage
 from qerl.tracking.dashboard.server import listening
 from qerl.types import Group, Prompt, Sample
 
@@ -35,7 +35,7 @@ def take_step(journal, step, text="three", **metrics):
 @contextlib.contextmanager
 def serving(*folders, port=0):
     """Its address."""
-    with listening(port, Live([Follower(folder, folder.name) for folder in folders])) as server:
+    with listening(port, LivePage([RunFollower(folder, folder.name) for folder in folders])) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from qerl.errors import UserError
 from qerl.tracking.atomic_file import decode
-from qerl.tracking.dashboard.follow import Follower, Tail, step_of
+from qerl.tracking.dashboard.follow import LineReader, RunFollower, step_of
 from tracking.dashboard.parts import run_of, take_step
 
 
@@ -17,52 +17,52 @@ def line(step, **fields):
 
 def test_a_line_comes_once_and_a_half_one_when_it_is_whole(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    tail, whole = Tail(path), line(1, reward=0.5)
-    assert tail.more() == (False, [])
+    reader, whole = LineReader(path), line(1, reward=0.5)
+    assert reader.read_new() == (False, [])
     path.write_bytes(line(0) + whole[:9])
-    assert tail.more() == (False, [(0, {"step": 0})])
+    assert reader.read_new() == (False, [(0, {"step": 0})])
     for end in range(9, len(whole)):
         path.write_bytes(line(0) + whole[:end])
-        assert tail.more() == (False, [])
+        assert reader.read_new() == (False, [])
     path.write_bytes(line(0) + whole)
-    assert tail.more() == (False, [(len(line(0)), {"step": 1, "reward": 0.5})])
-    assert tail.more() == (False, []) and tail.num_damaged == 0
+    assert reader.read_new() == (False, [(len(line(0)), {"step": 1, "reward": 0.5})])
+    assert reader.read_new() == (False, []) and reader.num_damaged == 0
 
 
 @pytest.mark.parametrize("num_after", [1, 2, 5])
 def test_a_file_that_was_cut_and_has_grown_again_is_read_anew(tmp_path, num_after):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(line(i, wall_time=i) for i in range(3)))
-    tail = Tail(path)
-    tail.more()
+    reader = LineReader(path)
+    reader.read_new()
     path.write_bytes(line(0, wall_time=0) + b"".join(line(i, wall_time=9) for i in range(1, 1 + num_after)))
-    is_void, lines = tail.more()
+    is_void, lines = reader.read_new()
     assert is_void and [record["wall_time"] for _, record in lines] == [0] + [9] * num_after
 
 
-def test_a_damaged_line_is_left_out_and_told(tmp_path):
+def test_a_damaged_line_is_skipped_with_a_notice(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(line(0) + b'{"step": 1, "rew\n[3]\n{"no": 1}\n' + line(2))
-    run = Follower(tmp_path, "run").run()
+    run = RunFollower(tmp_path, "run").run()
     assert [record["step"] for record in run.records] == [0, 2]
-    assert run.notices == ["metrics.jsonl: 2 lines are damaged and left out"]
+    assert run.notices == ["metrics.jsonl: skipped 2 damaged lines"]
 
 
-def test_what_a_journal_writes_is_known_at_the_next_look(tmp_path):
+def test_what_a_journal_writes_is_known_after_the_next_refresh(tmp_path):
     with run_of(tmp_path) as journal:
-        follower = Follower(tmp_path, "run")
+        follower = RunFollower(tmp_path, "run")
         assert follower.steps() == [] and follower.state()["text"] == "step 0 of 10"
         tags = {follower.tag}
         for step in range(3):
             take_step(journal, step)
-            follower.look()
+            follower.refresh()
             tags.add(follower.tag)
-            follower.look()
+            follower.refresh()
             assert follower.tag in tags and len(tags) == step + 2
         assert follower.steps() == [0, 1, 2] and follower.groups(1)[0]["prompt"] == "What is 1? three"
         assert follower.run().values("reward") == [0.0, 0.25, 0.5]
         journal.resume(1)
         take_step(journal, 1, text="four")
-        follower.look()
+        follower.refresh()
         assert follower.steps() == [0, 1] and follower.groups(1)[0]["samples"][0]["text"] == "four"
         assert follower.run().notices[-1].endswith("resuming after step 1/10")
 
@@ -85,43 +85,43 @@ def test_the_step_of_a_sample_is_that_of_its_object(text):
 def test_a_steps_samples_are_shown_when_its_metrics_are_there(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(line(0))
     (tmp_path / "samples.jsonl").write_bytes(line(0, text="a") + line(1, text="b"))
-    follower = Follower(tmp_path, "run")
+    follower = RunFollower(tmp_path, "run")
     assert follower.steps() == [0]
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(line(1))
-    follower.look()
+    follower.refresh()
     assert follower.steps() == [0, 1]
 
 
-def test_a_run_is_running_then_stopped_then_ended(tmp_path):
+def test_a_run_is_running_then_stopped_then_complete(tmp_path):
     with run_of(tmp_path) as journal:
         take_step(journal, 0)
-        follower = Follower(tmp_path, "run")
+        follower = RunFollower(tmp_path, "run")
         assert follower.state()["state"] == "running" and follower.state()["done"] == 0.1
         with subprocess.Popen(["true"]) as ended:
             ended.wait()
         (tmp_path / ".lock").write_text(f"{ended.pid}\n")
         assert follower.state()["text"] == "stopped, step 1 of 10"
         journal.finish({"accuracy_after": 0.5})
-    follower.look()
-    assert follower.state()["state"] == "ended" and follower.run().result == {"accuracy_after": 0.5}
+    follower.refresh()
+    assert follower.state()["state"] == "complete" and follower.run().result == {"accuracy_after": 0.5}
 
 
 @pytest.mark.parametrize("content", ["", "0", "-1", "word", "9" * 30])
 def test_a_lock_that_names_no_process_is_a_stopped_run(tmp_path, content):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / ".lock").write_text(content)
-    assert Follower(tmp_path, "run").state()["state"] == "stopped"
+    assert RunFollower(tmp_path, "run").state()["state"] == "stopped"
 
 
 def test_files_that_vanish_leave_an_empty_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(line(0))
-    follower = Follower(tmp_path, "run")
+    follower = RunFollower(tmp_path, "run")
     (tmp_path / "metrics.jsonl").unlink()
-    follower.look()
+    follower.refresh()
     assert follower.run().records == []
 
 
 def test_a_folder_that_is_no_runs_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
-        Follower(tmp_path, "run")
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
+        RunFollower(tmp_path, "run")

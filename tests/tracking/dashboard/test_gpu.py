@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.tracking.dashboard.gpu import Gpus
+from qerl.tracking.dashboard.gpu import GpuMonitor
 
 SAID = """0, NVIDIA H200, 97, 1000, 143771, 612.34, 61
 1, NVIDIA H200, [N/A], 0, 143771, [N/A], 35
@@ -26,7 +26,7 @@ def installed(tmp_path, monkeypatch):
 
 def test_each_gpu_is_read_and_what_is_not_known_is_none(installed):
     installed(SAID)
-    first, second = Gpus().now()
+    first, second = GpuMonitor().now()
     assert first["name"] == "GPU 0, NVIDIA H200"
     assert [first[key] for key in ("busy_share", "watts", "celsius")] == pytest.approx([0.97, 612.34, 61])
     assert first["memory_gb"] == pytest.approx(1.048576)
@@ -36,19 +36,19 @@ def test_each_gpu_is_read_and_what_is_not_known_is_none(installed):
 
 def test_it_is_asked_as_often_as_wanted_and_no_more(installed):
     calls = installed(SAID)
-    gpus = Gpus(every_s=60)
+    gpus = GpuMonitor(every_s=60)
     assert gpus.now() == gpus.now() and calls.read_text() == "\n"
-    hasty = Gpus(every_s=0)
+    hasty = GpuMonitor(every_s=0)
     hasty.now(), hasty.now()
     assert calls.read_text() == "\n" * 3
 
 
 def test_a_driver_that_fails_is_no_gpu(installed):
     calls = installed(SAID, code=9)
-    gpus = Gpus(every_s=0)
+    gpus = GpuMonitor(every_s=0)
     assert gpus.now() == gpus.now() == [] and calls.read_text() == "\n"
 
 
 def test_a_machine_without_one_has_none(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert Gpus().now() == []
+    assert GpuMonitor().now() == []

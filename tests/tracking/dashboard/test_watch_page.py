@@ -46,15 +46,15 @@ def test_steps_appear_without_a_reload_and_a_half_line_disturbs_nothing(watched,
     assert tab.until(f"{NOW}.includes('step 3 of 10') && {POINTS}") == 3
     assert "3 of 10" in tab.value("document.querySelector('[data-part=tiles]').textContent")
     journal.finish({"accuracy_after": 0.875})
-    tab.until(f"{NOW}.startsWith('ended')")
+    tab.until(f"{NOW}.startsWith('complete')")
     tab.until("document.querySelector('[data-part=results]').textContent.includes('0.875')")
     assert tab.value("window.isTheSame") and not tab.errors
 
 
 def test_where_all_rewards_are_the_same_those_above_0_are_good(watched):
     _, tab = watched  # its one sample has the reward 1
-    assert tab.until("lowest === 1 && highest === 1")
-    shares = [tab.value(f"lowest = highest = {reward}, colour({reward})") for reward in (1, 0, -1)]
+    assert tab.until("minReward === 1 && maxReward === 1")
+    shares = [tab.value(f"minReward = maxReward = {reward}, rewardColor({reward})") for reward in (1, 0, -1)]
     assert ["--good) 100%" in shares[0], *("--good) 0%" in share for share in shares[1:])] == [True] * 3
 
 
@@ -64,7 +64,7 @@ def test_the_newest_samples_are_followed_and_those_of_a_chosen_step_stay(watched
     assert tab.until(f"{shown}.includes('What is 0?')")
     take_step(journal, 1)
     assert tab.until(f"{shown}.includes('What is 1?')")
-    tab.value("document.querySelector('#earlier').click(), document.querySelector('#earlier').click()")
+    tab.value("document.querySelector('#previous').click(), document.querySelector('#previous').click()")
     assert tab.until(f"{shown}.includes('What is 0?')")
     take_step(journal, 2)
     tab.until(f"{NOW}.includes('step 3 of 10')")
@@ -75,7 +75,7 @@ def test_the_newest_samples_are_followed_and_those_of_a_chosen_step_stay(watched
         "2",
         "newest",
     ]
-    tab.value("document.querySelector('#text').value = 'zzz'; list()")
+    tab.value("document.querySelector('#text').value = 'zzz'; listGroups()")
     assert tab.value("document.querySelector('#count').textContent") == "0 prompts, 0 samples"
     assert not tab.errors
 
@@ -137,7 +137,7 @@ def test_a_written_report_is_the_same_page_without_a_server(tab, tmp_path):
     tab.open((tmp_path / "page.html").as_uri())
     shown = "document.querySelector('#group').textContent"
     assert "What is 2?" in tab.value(shown) and tab.value(POINTS) == 3
-    tab.value("document.querySelector('#earlier').click()")
+    tab.value("document.querySelector('#previous').click()")
     assert "What is 1?" in tab.value(shown)
     assert tab.value("document.querySelector('#step').options[0].text") == "all"
     assert tab.value("document.querySelector('#now')") is None and not tab.errors

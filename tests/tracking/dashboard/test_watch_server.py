@@ -80,7 +80,7 @@ def test_a_run_that_can_no_longer_be_read_is_told(run):
 
 
 def test_a_port_in_use_is_one_line(run):
-    said = r"cannot listen on 127.0.0.1 port \d+: Address already in use; --port 0 takes a free one"
+    said = r"cannot listen on 127.0.0.1 port \d+: Address already in use; --port 0 picks a free one"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=said):
         watch([run], port=taken.getsockname()[1], opens_browser=False)
 
@@ -119,7 +119,7 @@ def test_the_command_opens_the_page_and_ends_with_ctrl_c_while_someone_looks(run
 def test_a_run_that_is_just_being_started_is_waited_for(tmp_path):
     with command(tmp_path / "run", "--port", "0") as server:
         try:
-            assert server.stderr.readline() == f"waiting up to 60 s for {tmp_path / 'run'} to begin\n"
+            assert server.stderr.readline() == f"waiting up to 60 s for {tmp_path / 'run'} to start\n"
             with run_of(tmp_path / "run"):
                 assert server.stdout.readline().startswith("run at http://127.0.0.1:")
         finally:
@@ -127,6 +127,6 @@ def test_a_run_that_is_just_being_started_is_waited_for(tmp_path):
 
 
 def test_a_run_that_does_not_begin_is_told(tmp_path, capsys):
-    with pytest.raises(UserError, match=r"/none: holds no metrics\.jsonl, so it is no run's folder"):
+    with pytest.raises(UserError, match=r"/none: has no metrics\.jsonl, so it is not the folder of a run"):
         watch([tmp_path / "none"], port=0, opens_browser=False, patience_s=0.2)
-    assert capsys.readouterr().err == f"waiting up to 0 s for {tmp_path / 'none'} to begin\n"
+    assert capsys.readouterr().err == f"waiting up to 0 s for {tmp_path / 'none'} to start\n"

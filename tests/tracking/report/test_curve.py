@@ -8,12 +8,12 @@ from qerl.tracking.report.curve import (
     MAX_POINTS,
     Series,
     curves_svg,
+    downsampled,
     linear_ticks,
     log_ticks,
     number_text,
     smoothed,
-    stack_svg,
-    thinned,
+    stacked_svg,
 )
 
 
@@ -98,7 +98,7 @@ def test_a_long_curve_is_smoothed_with_its_values_behind():
 def test_thinning_keeps_every_stretchs_extremes_in_order():
     points = [(i, 0.0) for i in range(10_000)]
     points[5003], points[7777] = (5003, 9.0), (7777, -9.0)
-    kept = thinned(points)
+    kept = downsampled(points)
     assert len(kept) <= MAX_POINTS and (5003, 9.0) in kept and (7777, -9.0) in kept
     assert [x for x, _ in kept] == sorted({x for x, _ in kept})
 
@@ -115,7 +115,7 @@ def test_a_constant_has_axes(value):
 
 
 def test_layers_stand_on_each_other():
-    svg = stack_svg("t", [0.0, 1.0], [[1.0, 2.0], [3.0, 0.0]], 4.0)
+    svg = stacked_svg("t", [0.0, 1.0], [[1.0, 2.0], [3.0, 0.0]], 4.0)
     outlines = re.findall(r'class="layer p(\d)" points="([^"]*)"', svg)
     lower, upper = ([tuple(map(float, p.split(","))) for p in points.split()] for _, points in outlines)
     assert lower[:4] == [(50, 156.5), (260, 156.5), (260, 107), (470, 107)]

@@ -1,4 +1,4 @@
-"""The page as a whole: it stands alone, nothing that a run says becomes markup, what is missing is told."""
+"""The page as a whole: it stands alone, nothing that a run says becomes markup, what is missing is named."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from qerl.config import LearnConfig, RunConfig
 from qerl.errors import UserError
 from qerl.tracking import Journal
 from qerl.tracking.report import write_report
-from qerl.tracking.report.page import embedded
+from qerl.tracking.report.page import script_json
 from qerl.types import Group, Prompt, Sample
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&{{title}}<!--\u2028\ud800"
@@ -115,7 +115,7 @@ def test_only_the_pages_own_script_may_run_and_nothing_is_loaded(tmp_path):
 
 def test_embedded_json_has_no_character_that_begins_markup():
     value = {"a<b": ["&\u2028\u2029", HOSTILE, float("nan")]}
-    text = embedded(value)
+    text = script_json(value)
     assert not set("<>&\u2028\u2029") & set(text)
     assert json.loads(text) == {"a<b": ["&\u2028\u2029", HOSTILE, None]}
 
@@ -203,9 +203,9 @@ def test_what_tells_of_exploration_has_charts_of_its_own(tmp_path):
     head, others = text.split("pass_at_1", 1)
     for title in (
         "Informative groups",
-        "Distinct answers",
-        "Sampler's entropy",
-        "Effective samples",
+        "Distinct samples",
+        "Sampler entropy",
+        "Effective sample size",
         "Pass@16",
     ):
         assert title in head
@@ -221,7 +221,7 @@ def test_settings_in_which_runs_differ_are_marked(tmp_path):
     assert "<tr><th>config.num_steps</th><td>4</td><td>4</td></tr>" in out.read_text()
 
 
-def test_damage_is_left_out_and_told(tmp_path):
+def test_damaged_lines_are_skipped_with_a_notice(tmp_path):
     folder = make_run(tmp_path / "run", num_steps=3)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "rew')
@@ -229,9 +229,9 @@ def test_damage_is_left_out_and_told(tmp_path):
     (folder / "result.json").write_text('{"half": ')
     page = page_of([folder], tmp_path)
     for text in (
-        "metrics.jsonl: 1 line is damaged and left out",
-        "samples.jsonl: 2 lines are damaged and left out",
-        "result.json: is damaged and left out",
+        "metrics.jsonl: skipped 1 damaged line",
+        "samples.jsonl: skipped 2 damaged lines",
+        "result.json: skipped, the file is damaged",
     ):
         assert text in page.text
     assert len(page.data["charts"][0][0]["points"]) == 3 and len(page.data["runs"][0]["groups"]) == 1
@@ -254,12 +254,12 @@ def test_values_of_a_wrong_kind_are_no_points(tmp_path):
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_a_folder_that_is_no_runs_is_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=rf"{name}: holds no metrics.jsonl"):
+    with pytest.raises(UserError, match=rf"{name}: has no metrics.jsonl"):
         write_report([tmp_path / name], tmp_path / "page.html")
 
 
 def test_no_folder_and_no_place_are_the_users_to_mend(tmp_path):
-    with pytest.raises(UserError, match="no run's folder was given"):
+    with pytest.raises(UserError, match="give the folder of at least one run"):
         write_report([], tmp_path / "page.html")
     with pytest.raises(UserError, match="cannot be written"):
         write_report([make_run(tmp_path / "run")], tmp_path)

@@ -3,7 +3,7 @@
 import json
 
 from qerl.tracking.report import page
-from qerl.tracking.report.read import RecordedRun, chosen_steps, read_run
+from qerl.tracking.report.read import RecordedRun, read_run, select_steps
 from qerl.tracking.report.section import evaluated, phase_seconds
 
 
@@ -27,15 +27,15 @@ def write_samples(folder, num_steps, num_prompts, num_samples, text="t"):
 
 
 def test_a_large_run_shows_its_newest_and_evenly_spread_steps():
-    assert chosen_steps(list(range(100)), 8) == [0, 16, 32, 49, 65, 81, 98, 99]
-    assert chosen_steps(list(range(100)), 1) == [99]
-    assert chosen_steps([3, 5], 8) == [3, 5]
+    assert select_steps(list(range(100)), 8) == [0, 16, 32, 49, 65, 81, 98, 99]
+    assert select_steps(list(range(100)), 1) == [99]
+    assert select_steps([3, 5], 8) == [3, 5]
 
 
-def test_chosen_steps_are_as_many_as_asked_for_and_no_step_comes_twice():
+def test_select_steps_are_as_many_as_asked_for_and_no_step_comes_twice():
     for num_steps in range(1, 40):
         for num_chosen in range(1, 45):
-            chosen = chosen_steps(list(range(num_steps)), num_chosen)
+            chosen = select_steps(list(range(num_steps)), num_chosen)
             assert len(set(chosen)) == len(chosen) == min(num_steps, num_chosen) and chosen == sorted(chosen)
             assert chosen[-1] == num_steps - 1
 
@@ -46,8 +46,8 @@ def test_the_samples_on_a_page_are_capped_and_the_page_says_so(tmp_path):
     assert [group["step"] for group in run.groups[::4]] == [0, 5, 11, 17, 23, 29]
     assert [s["text"] for s in run.groups[4 * 5 + 1]["samples"]] == ["t29.2", "t29.3"]
     assert run.coverage == [
-        "48 samples of 6 steps are on this page, the newest and others spread evenly;"
-        " all 240 of 30 steps are in samples.jsonl"
+        "This page shows 48 samples from 6 steps: the newest and evenly spaced ones."
+        " samples.jsonl has all 240 samples from 30 steps."
     ]
 
 

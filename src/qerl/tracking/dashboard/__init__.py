@@ -1,5 +1,5 @@
-"""Runs in the browser while they go on and afterwards: the report's page, which asks for what is new.
+"""Show runs in the browser while they train: the report's page, updated every second.
 
-follow.py   files that grow -> runs        gpu.py      what nvidia-smi says
-live.py     what the page asks for         server.py   on this machine's own address
+follow.py   growing files -> runs          gpu.py      GPU use, from nvidia-smi
+live.py     answers to the page            server.py   HTTP server on 127.0.0.1
 """

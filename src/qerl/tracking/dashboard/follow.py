@@ -1,4 +1,4 @@
-"""A run's folder read as it grows: each line once, and all of a file anew where the run went back in it."""
+"""Follow a growing run: read only new lines, and a whole file again after a resume truncated it."""
 
 import os
 import re
@@ -9,97 +9,104 @@ from typing import Any, BinaryIO
 
 from qerl.tracking.atomic_file import decode
 from qerl.tracking.metric_text import clock, seconds_left
-from qerl.tracking.report.read import RecordedRun, check_folder, damaged, groups_at, number, read_object
+from qerl.tracking.report.read import (
+    RecordedRun,
+    check_folder,
+    damage_notice,
+    number,
+    read_groups,
+    read_object,
+)
 
-_NOTICES = 5
-"""The newest that are shown."""
+_NUM_NOTICES = 5
+"""Only the newest are shown."""
 
 _STEP = re.compile(rb'\{"step": (\d{1,15}), .*\}\n', re.DOTALL)
 
 
 def step_of(line: bytes) -> dict[str, Any] | None:
-    """What a follower keeps of a sample, without reading all of it where the journal wrote it."""
-    return {"step": int(found[1])} if (found := _STEP.fullmatch(line)) else decode(line)
+    """Return a sample's record, or only its step if the line has the journal's form, which is much faster."""
+    return {"step": int(match[1])} if (match := _STEP.fullmatch(line)) else decode(line)
 
 
-class Tail:
-    """The whole lines of a file of JSON lines. A last one without its end waits until it is whole."""
+class LineReader:
+    """Reads the complete lines of a growing file of JSON lines; an incomplete last line waits."""
 
-    def __init__(self, path: Path, read: Callable[[bytes], dict[str, Any] | None] = decode):
-        self.path, self._read = path, read
-        self.num_damaged = self.num_anew = self.end = 0
-        self._last = b""
+    def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any] | None] = decode):
+        self.path, self._parse = path, parse
+        self.num_damaged = self.num_restarts = self.end = 0
+        self._last_line = b""
 
-    def more(self) -> tuple[bool, list[tuple[int, dict[str, Any]]]]:
-        """Whether all lines until now are void, and (where it begins, its object) for each new one."""
+    def read_new(self) -> tuple[bool, list[tuple[int, dict[str, Any]]]]:
+        """Return whether earlier lines are void, and (offset, JSON object) of each new line."""
         try:
             file = open(self.path, "rb")  # noqa: SIM115
         except FileNotFoundError:
-            return self._forget(), []
+            return self._restart(), []
         with file:
-            # A run that goes on after a kill cuts its files, and they may have grown beyond the cut since.
-            file.seek(self.end - len(self._last))
-            is_void = file.read(len(self._last)) != self._last and self._forget()
+            # A resumed run truncates its files, which may have grown beyond the cut since.
+            file.seek(self.end - len(self._last_line))
+            is_void = file.read(len(self._last_line)) != self._last_line and self._restart()
             file.seek(self.end)
-            return is_void, list(self._taken(file))
+            return is_void, list(self._records(file))
 
-    def _taken(self, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _records(self, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            begin, self.end, self._last = self.end, self.end + len(line), line
-            if (record := self._read(line)) is None:
+            offset, self.end, self._last_line = self.end, self.end + len(line), line
+            if (record := self._parse(line)) is None:
                 self.num_damaged += 1
             else:
-                yield begin, record
+                yield offset, record
 
-    def _forget(self) -> bool:
-        had = self.end > 0
-        self.num_anew += had
+    def _restart(self) -> bool:
+        had_lines = self.end > 0
+        self.num_restarts += had_lines
         self.num_damaged = self.end = 0
-        self._last = b""
-        return had
+        self._last_line = b""
+        return had_lines
 
 
-class Follower:
-    """One run: look() reads what is new, the rest says what is known by then."""
+class RunFollower:
+    """Follows one run: refresh() reads what is new, the other methods return what is known."""
 
     def __init__(self, folder: Path, name: str):
         check_folder(folder)
         self.name, self._folder = name, folder
-        self._metrics, self._events = (Tail(folder / f"{part}.jsonl") for part in ("metrics", "events"))
-        self._samples = Tail(folder / "samples.jsonl", step_of)
+        self._metrics, self._events = (LineReader(folder / f"{part}.jsonl") for part in ("metrics", "events"))
+        self._samples = LineReader(folder / "samples.jsonl", step_of)
         self._records: list[dict[str, Any]] = []
-        self._begins: dict[int, list[int]] = {}
+        self._offsets: dict[int, list[int]] = {}
         self._notices: list[str] = []
         self._objects: dict[str, dict[str, Any]] = {}
         self._damage: list[str] = []
-        self.look()
+        self.refresh()
 
     @property
     def tag(self) -> str:
-        """Changes with all that is known."""
-        tails = (self._metrics, self._samples, self._events)
-        seen = [*((tail.num_anew, tail.end) for tail in tails), self._objects, self._damage]
-        return str(hash(repr(seen)) & (1 << 48) - 1)
+        """Changes whenever anything known about the run changes."""
+        files = (self._metrics, self._samples, self._events)
+        known = [*((file.num_restarts, file.end) for file in files), self._objects, self._damage]
+        return str(hash(repr(known)) & (1 << 48) - 1)
 
-    def look(self) -> None:
-        is_void, lines = self._metrics.more()
+    def refresh(self) -> None:
+        is_void, lines = self._metrics.read_new()
         known = [] if is_void else self._records
         self._records = known + [record for _, record in lines if isinstance(record.get("step"), int)]
-        is_void, lines = self._samples.more()
+        is_void, lines = self._samples.read_new()
         if is_void:
-            self._begins = {}
-        for begin, record in lines:
+            self._offsets = {}
+        for offset, record in lines:
             if isinstance(record.get("step"), int):
-                self._begins.setdefault(record["step"], []).append(begin)
-        is_void, lines = self._events.more()
-        told = [_told(record) for _, record in lines]
-        self._notices = ([] if is_void else self._notices)[-_NOTICES:] + told[-_NOTICES:]
+                self._offsets.setdefault(record["step"], []).append(offset)
+        is_void, lines = self._events.read_new()
+        texts = [_event_text(record) for _, record in lines]
+        self._notices = ([] if is_void else self._notices)[-_NUM_NOTICES:] + texts[-_NUM_NOTICES:]
         self._damage = [
-            damaged(tail.path, tail.num_damaged)
-            for tail in (self._metrics, self._samples)
-            if tail.num_damaged
+            damage_notice(file.path, file.num_damaged)
+            for file in (self._metrics, self._samples)
+            if file.num_damaged
         ]
         self._objects = {
             name: read_object(self._folder / f"{name}.json", self._damage)
@@ -114,29 +121,29 @@ class Follower:
             evaluations=self._objects["evaluations"],
             records=self._records,
             groups=[],
-            notices=[*self._damage, *self._notices[-_NOTICES:]],
+            notices=[*self._damage, *self._notices[-_NUM_NOTICES:]],
             coverage=[],
         )
 
     def steps(self) -> list[int]:
-        """Those whose samples are whole: a step's metrics follow them."""
+        """Return the steps whose samples are complete, since their metrics are there too."""
         last = self._records[-1]["step"] if self._records else -1
-        return sorted(step for step in self._begins if step <= last)
+        return sorted(step for step in self._offsets if step <= last)
 
     def groups(self, step: int) -> list[dict[str, Any]]:
-        return groups_at(self._samples.path, self._begins.get(step, []))
+        return read_groups(self._samples.path, self._offsets.get(step, []))
 
     def state(self) -> dict[str, Any]:
         """{"state": "running", "text": "step 13 of 60, 4:31 left, last step 0:06 ago", "done": 0.22}"""
-        has_ended = (self._folder / "result.json").exists()
-        state = "ended" if has_ended else "running" if _is_alive(self._folder / ".lock") else "stopped"
+        is_complete = (self._folder / "result.json").exists()
+        state = "complete" if is_complete else "running" if _is_alive(self._folder / ".lock") else "stopped"
         config = self._objects["run"].get("config")
         planned = number(config.get("num_steps")) if isinstance(config, dict) else None
-        taken = self._records[-1]["step"] + 1 if self._records else 0
-        words = [f"step {taken} of {planned:.0f}" if planned else f"step {taken}"]
+        num_steps = self._records[-1]["step"] + 1 if self._records else 0
+        words = [f"step {num_steps} of {planned:.0f}" if planned else f"step {num_steps}"]
         if state == "running":
-            pace = [number(record.get("step_s")) or 0.0 for record in self._records[-20:]]
-            if planned and (left_s := seconds_left(pace, int(planned) - taken)):
+            step_seconds = [number(record.get("step_s")) or 0.0 for record in self._records[-20:]]
+            if planned and (left_s := seconds_left(step_seconds, int(planned) - num_steps)):
                 words.append(f"{clock(left_s)} left")
             if self._records and (at := number(self._records[-1].get("wall_time"))):
                 words.append(f"last step {clock(max(0.0, time.time() - at))} ago")
@@ -145,18 +152,18 @@ class Follower:
         return {
             "state": state,
             "text": ", ".join(words),
-            "done": min(1.0, taken / planned) if planned else 0.0,
+            "done": min(1.0, num_steps / planned) if planned else 0.0,
         }
 
 
-def _told(event: dict[str, Any]) -> str:
+def _event_text(event: dict[str, Any]) -> str:
     at = number(event.get("wall_time"))
     when = "" if at is None else time.strftime("%H:%M  ", time.localtime(at))
     return f"{when}{event.get('text', '')}"
 
 
 def _is_alive(lock: Path) -> bool:
-    """Whether the process that wrote its number there is still running, on this machine."""
+    """True if the process whose id is in the lock file is running on this machine."""
     try:
         process = int(lock.read_text())
         os.kill(max(process, 1), 0)

@@ -1,6 +1,6 @@
-"""What this machine's GPUs do now, by nvidia-smi; no GPUs where there is none.
+"""Read the use of this machine's GPUs from nvidia-smi; an empty list where there is none.
 
-busy_share   time of the last second in which a kernel ran     memory_gb, memory_total_gb   1e9 bytes
+busy_share   share of the last second in which a kernel ran     memory_gb, memory_total_gb   1e9 bytes
 """
 
 import subprocess
@@ -13,27 +13,27 @@ _COMMAND = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nouni
 _MIB = 1 << 20
 
 
-class Gpus:
-    """Asked at most every `every_s`, by whoever comes first; others get what is known."""
+class GpuMonitor:
+    """Runs nvidia-smi at most every `every_s` seconds; other calls return the last result."""
 
     def __init__(self, every_s: float = 2.0):
         self._every_s = every_s
         self._lock = threading.Lock()
-        self._known: list[dict[str, Any]] = []
+        self._latest: list[dict[str, Any]] = []
         self._next_at = 0.0
 
     def now(self) -> list[dict[str, Any]]:
         if time.monotonic() >= self._next_at and self._lock.acquire(blocking=False):
             try:
-                self._known = _asked()
-                # Where there is no nvidia-smi, or no answer, there will be none in two seconds either.
-                self._next_at = time.monotonic() + (self._every_s if self._known else 60.0)
+                self._latest = _query()
+                # Where nvidia-smi is missing or fails, retry only once a minute.
+                self._next_at = time.monotonic() + (self._every_s if self._latest else 60.0)
             finally:
                 self._lock.release()
-        return self._known
+        return self._latest
 
 
-def _asked() -> list[dict[str, Any]]:
+def _query() -> list[dict[str, Any]]:
     try:
         done = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
@@ -54,7 +54,7 @@ def _read(cells: list[str]) -> dict[str, Any]:
 
 
 def _number(cell: str, unit: float) -> float | None:
-    """None where the driver does not know: [N/A]."""
+    """Return None for [N/A]."""
     try:
         return float(cell) * unit
     except ValueError:

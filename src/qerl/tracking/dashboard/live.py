@@ -1,7 +1,7 @@
-"""What the page asks for: itself, how the runs are now, its parts as they have become, the samples of a step.
+"""Answer the page's requests.
 
-/          the page                            /now       states, GPUs, and a tag of all the rest
-/update    parts and data, under their tag     /samples   the groups of ?run=0&step=12
+/          the page                         /now       run states, GPUs, and a tag that names the content
+/update    changed parts and data           /samples   the groups of ?run=0&step=12
 """
 
 import threading
@@ -11,49 +11,49 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from qerl.tracking.atomic_file import encode
-from qerl.tracking.dashboard.follow import Follower
-from qerl.tracking.dashboard.gpu import Gpus
+from qerl.tracking.dashboard.follow import RunFollower
+from qerl.tracking.dashboard.gpu import GpuMonitor
 from qerl.tracking.report import page
 
 POLICY = "; connect-src 'self'"
 
 
-class Live:
-    """Each answer is of the files as they are when it is asked for; threads may ask at once."""
+class LivePage:
+    """Reads the files anew for each request; thread-safe."""
 
-    def __init__(self, followers: Sequence[Follower]):
-        self._followers, self._gpus = followers, Gpus()
+    def __init__(self, followers: Sequence[RunFollower]):
+        self._followers, self._gpus = followers, GpuMonitor()
         self._lock = threading.Lock()
         self._tag, self._update = "", b""
 
     def page(self) -> bytes:
         with self._lock:
-            self._look()
+            self._refresh()
             parts, data = self._contents()
-        style, script = (page.asset(f"page.{kind}") + _asset(f"watch.{kind}") for kind in ("css", "js"))
+        style, script = (page.asset(f"page.{kind}") + _asset(f"dashboard.{kind}") for kind in ("css", "js"))
         runs = [follower.run() for follower in self._followers]
         text = page.document(runs, parts, data, style=style, script=script, policy=POLICY)
         return text.encode("utf-8", errors="backslashreplace")
 
     def now(self) -> bytes:
         with self._lock:
-            tag = self._look()
+            tag = self._refresh()
             states = [follower.state() for follower in self._followers]
         return encode({"tag": tag, "runs": states, "gpus": self._gpus.now()})
 
     def update(self) -> bytes:
         with self._lock:
-            tag = self._look()
+            tag = self._refresh()
             if tag != self._tag:
                 parts, data = self._contents()
                 self._tag, self._update = tag, encode({"parts": parts, "data": data})
             return self._update
 
     def samples(self, query: str) -> bytes | None:
-        """None where there is no such run or step."""
+        """Return the groups of a run's step; None if there are none."""
         try:
-            asked = {name: int(values[0]) for name, values in parse_qs(query).items()}
-            run, step = asked["run"], asked["step"]
+            wanted = {name: int(values[0]) for name, values in parse_qs(query).items()}
+            run, step = wanted["run"], wanted["step"]
         except (KeyError, ValueError):
             return None
         if not 0 <= run < len(self._followers):
@@ -62,9 +62,9 @@ class Live:
             groups = self._followers[run].groups(step)
         return encode(groups) if groups else None
 
-    def _look(self) -> str:
+    def _refresh(self) -> str:
         for follower in self._followers:
-            follower.look()
+            follower.refresh()
         return "-".join(follower.tag for follower in self._followers)
 
     def _contents(self) -> tuple[dict[str, str], dict[str, Any]]:

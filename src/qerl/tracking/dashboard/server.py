@@ -1,6 +1,6 @@
-"""The page's server: on 127.0.0.1 alone, for requests that name this machine; nothing can be changed by it.
+"""Serve the page on 127.0.0.1, read-only, to requests whose Host header names this machine.
 
-From elsewhere: ssh -L 8080:127.0.0.1:8080 MACHINE.
+From another machine: ssh -L 8080:127.0.0.1:8080 MACHINE.
 """
 
 import sys
@@ -15,14 +15,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qerl.errors import UserError
-from qerl.tracking.dashboard.follow import Follower
-from qerl.tracking.dashboard.live import Live
+from qerl.tracking.dashboard.follow import RunFollower
+from qerl.tracking.dashboard.live import LivePage
 from qerl.tracking.loopback import names_this_machine
-from qerl.tracking.report.page import names_of
+from qerl.tracking.report.page import run_names
 from qerl.tracking.report.read import is_run
 
 _HOST = "127.0.0.1"
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -33,10 +33,10 @@ _HEADERS = {
 
 
 def watch(folders: Sequence[Path], *, port: int, opens_browser: bool, patience_s: float = 60.0) -> None:
-    """Until Ctrl-C. Runs that are just being started have patience_s to begin their files."""
-    names = names_of(folders)
-    _await(folders, patience_s)
-    live = Live([Follower(folder, name) for folder, name in zip(folders, names, strict=True)])
+    """Serve until Ctrl-C; wait up to `patience_s` seconds for runs that are just starting."""
+    names = run_names(folders)
+    _wait_for_runs(folders, patience_s)
+    live = LivePage([RunFollower(folder, name) for folder, name in zip(folders, names, strict=True)])
     with listening(port, live) as server:
         address = f"http://{_HOST}:{server.server_address[1]}/"
         print(f"{', '.join(names)} at {address}", flush=True)
@@ -45,39 +45,39 @@ def watch(folders: Sequence[Path], *, port: int, opens_browser: bool, patience_s
         server.serve_forever()
 
 
-def _await(folders: Sequence[Path], patience_s: float) -> None:
+def _wait_for_runs(folders: Sequence[Path], patience_s: float) -> None:
     end = time.monotonic() + patience_s
     if missing := [str(folder) for folder in folders if not is_run(folder)]:
-        said = f"waiting up to {patience_s:.0f} s for {', '.join(missing)} to begin"
-        print(said, file=sys.stderr, flush=True)
+        message = f"waiting up to {patience_s:.0f} s for {', '.join(missing)} to start"
+        print(message, file=sys.stderr, flush=True)
     while time.monotonic() < end and not all(map(is_run, folders)):
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-class Server(ThreadingTCPServer):
+class DashboardServer(ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     block_on_close = False
-    live: Live
+    live: LivePage
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # A browser that leaves in the middle of an answer is no error.
+        # A browser that disconnects during a response is not an error.
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+class DashboardHandler(BaseHTTPRequestHandler):
+    server: DashboardServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "qerl", ""
     timeout = 60
 
     def do_GET(self) -> None:
         if not names_this_machine(self.headers.get("Host", "")):
-            self._send(403, "text/plain", b"only requests to this machine's own address are answered\n")
+            self._send(403, "text/plain", b"the Host header must name this machine\n")
             return
         try:
             answer = self._answer()
-        except OSError as error:  # of the run's files
+        except OSError as error:  # reading the run's files
             answer = 503, "text/plain", f"the run cannot be read: {error.strerror}\n".encode()
         self._send(*answer)
 
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         answers = {"/now": live.now, "/update": live.update, "/samples": lambda: live.samples(url.query)}
         body = answers.get(url.path, lambda: None)()
         if body is None:
-            return 404, "text/plain", b"there is no such thing\n"
+            return 404, "text/plain", b"not found\n"
         return 200, "application/json", body
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
@@ -106,12 +106,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def listening(port: int, live: Live) -> Server:
+def listening(port: int, live: LivePage) -> DashboardServer:
     try:
-        server = Server((_HOST, port), Handler)
+        server = DashboardServer((_HOST, port), DashboardHandler)
     except OSError as error:
         raise UserError(
-            f"cannot listen on {_HOST} port {port}: {error.strerror}; --port 0 takes a free one"
+            f"cannot listen on {_HOST} port {port}: {error.strerror}; --port 0 picks a free one"
         ) from None
     server.live = live
     return server
@@ -119,4 +119,4 @@ def listening(port: int, live: Live) -> Server:
 
 def _open(address: str) -> None:
     if not webbrowser.open(address):
-        print("no browser was found to open it in", file=sys.stderr)
+        print("no browser found; open the address yourself", file=sys.stderr)

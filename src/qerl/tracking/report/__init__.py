@@ -1,4 +1,4 @@
-"""A run, or several beside each other, as one HTML page that needs nothing else."""
+"""Show one run, or several side by side, as one self-contained HTML page."""
 
 from qerl.tracking.report.page import write_report
 

@@ -1,31 +1,31 @@
 "use strict";
-// Text of a run only ever enters the page through text nodes.
+// Text of a run enters the page only through text nodes.
 let data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const MOST_LISTED = 300;
+const MAX_LISTED = 300;
 
 function element(name, properties = {}, children = []) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...children);
+  return node;
 }
 
-// Runs on and off.
+// Show and hide runs.
 const hidden = new Set();
 for (const box of document.querySelectorAll("[data-toggle]")) {
   const apply = () => {
     if (box.checked) hidden.delete(box.dataset.toggle); else hidden.add(box.dataset.toggle);
-    hide();
+    applyHidden();
   };
   box.addEventListener("change", apply);
   apply();
 }
 
-function hide() {
+function applyHidden() {
   for (const part of document.querySelectorAll("[data-run]")) part.classList.toggle("off", hidden.has(part.dataset.run));
 }
 
-// The values under the pointer. The plot's sides are those of curve.py.
+// Show the values under the pointer. The margins are those of curve.py.
 const LEFT = 50, RIGHT = 10, WIDTH = 480;
 
 function nearest(points, x) {
@@ -34,14 +34,14 @@ function nearest(points, x) {
   return best;
 }
 
-function point(event, svg, chart) {
+function showValues(event, svg, chart) {
   const box = svg.getBoundingClientRect();
   const low = Number(svg.dataset.low), high = Number(svg.dataset.high);
   const px = (event.clientX - box.left) / box.width * WIDTH;
-  const wanted = low + (px - LEFT) / (WIDTH - LEFT - RIGHT) * (high - low);
+  const target = low + (px - LEFT) / (WIDTH - LEFT - RIGHT) * (high - low);
   const shown = chart.filter((series) => !hidden.has(String(series.run)));
-  if (!shown.length || px < LEFT - 10 || px > WIDTH - RIGHT + 10) return leave(svg);
-  const x = nearest(shown.map((series) => nearest(series.points, wanted)), wanted)[0];
+  if (!shown.length || px < LEFT - 10 || px > WIDTH - RIGHT + 10) return hideValues(svg);
+  const x = nearest(shown.map((series) => nearest(series.points, target)), target)[0];
   const lines = shown.flatMap((series) => series.points.filter((p) => p[0] === x)
     .map((p) => `${data.runs.length > 1 || shown.length > 1 ? series.label + "  " : ""}${p[1]}`));
   const place = LEFT + (x - low) / (high - low || 1) * (WIDTH - LEFT - RIGHT);
@@ -56,7 +56,7 @@ function point(event, svg, chart) {
   tip.style.top = `${Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)}px`;
 }
 
-function leave(svg) {
+function hideValues(svg) {
   byId("tip").hidden = true;
   svg.querySelector(".pointer").style.opacity = 0;
 }
@@ -65,38 +65,38 @@ function plots() {
   return [...document.querySelectorAll("[data-part] svg")];
 }
 
-let under = null;
-function listen() {
+let hovered = null;
+function attachPointer() {
   plots().forEach((svg, i) => {
-    svg.onpointermove = (event) => { under = [event, i]; point(event, svg, data.charts[i]); };
-    svg.onpointerleave = () => { under = null; leave(svg); };
+    svg.onpointermove = (event) => { hovered = [event, i]; showValues(event, svg, data.charts[i]); };
+    svg.onpointerleave = () => { hovered = null; hideValues(svg); };
   });
 }
-listen();
+attachPointer();
 
 // Samples.
 const fields = Object.fromEntries(["run", "step", "text", "low", "high"].map((id) => [id, byId(id)]));
-let lowest = Infinity, highest = -Infinity, listed = [], current = null;
+let minReward = Infinity, maxReward = -Infinity, listed = [], current = null;
 
-// The rewards' range so far, for their colours.
-function range(groups) {
+// The range of all rewards so far sets the colors.
+function extendRewardRange(groups) {
   const rewards = groups.flatMap((group) => group.samples.map((s) => s.reward)).filter((reward) => reward !== null);
-  lowest = rewards.reduce((a, b) => Math.min(a, b), lowest);
-  highest = rewards.reduce((a, b) => Math.max(a, b), highest);
+  minReward = rewards.reduce((a, b) => Math.min(a, b), minReward);
+  maxReward = rewards.reduce((a, b) => Math.max(a, b), maxReward);
 }
 
-function colour(reward) {
+function rewardColor(reward) {
   if (reward === null) return "var(--quiet)";
-  const share = highest > lowest ? (reward - lowest) / (highest - lowest) : Number(reward > 0);
+  const share = maxReward > minReward ? (reward - minReward) / (maxReward - minReward) : Number(reward > 0);
   return `color-mix(in oklab, var(--good) ${Math.round(100 * share)}%, var(--bad))`;
 }
 
-function brief(value, digits = 3) {
+function formatNumber(value, digits = 3) {
   return value === null ? "none" : String(+value.toFixed(digits));
 }
 
-// The samples of a group that the filter lets through.
-function matching(group) {
+// Samples of a group that pass the filter.
+function matchingSamples(group) {
   const text = fields.text.value.toLowerCase();
   const low = fields.low.value === "" ? null : Number(fields.low.value);
   const high = fields.high.value === "" ? null : Number(fields.high.value);
@@ -106,10 +106,10 @@ function matching(group) {
     && (high === null || (s.reward !== null && s.reward <= high)));
 }
 
-function marked(text) {
+function highlighted(text) {
   const wanted = fields.text.value.toLowerCase(), pieces = [];
   const lowered = text.toLowerCase();
-  // Lower case can change a text's length; then its places are not this text's.
+  // Lower case can change a text's length, and then the positions differ.
   if (!wanted || lowered.length !== text.length) return [text];
   let begin = 0;
   for (let at = lowered.indexOf(wanted); at >= 0; at = lowered.indexOf(wanted, begin)) {
@@ -119,74 +119,74 @@ function marked(text) {
   return [...pieces, text.slice(begin)];
 }
 
-// What tells prompts apart: the last long line, without the chat template's marks.
-function gist(prompt) {
+// Summarize a prompt by its last long line, without the chat template's tokens.
+function summary(prompt) {
   const lines = prompt.replace(/<\|[^|]*\|>/g, "\n").split("\n").map((line) => line.trim());
   const last = lines.map((line, i) => [line, i]).filter(([line]) => line.length > 12).pop();
   return last ? last[0] : lines.join(" ").trim();
 }
 
-function card(sample) {
-  const reward = element("span", {}, ["reward ", element("b", { textContent: brief(sample.reward) })]);
-  const advantage = element("span", {}, ["advantage ", element("b", { textContent: brief(sample.advantage, 2) })]);
+function sampleCard(sample) {
+  const reward = element("span", {}, ["reward ", element("b", { textContent: formatNumber(sample.reward) })]);
+  const advantage = element("span", {}, ["advantage ", element("b", { textContent: formatNumber(sample.advantage, 2) })]);
   const tokens = sample.num_tokens === null ? "" : `${sample.num_tokens} tokens`;
-  const length = element("span", { textContent: sample.finish === "length" ? `${tokens}, cut` : tokens });
-  const branch = sample.prefix_tokens ? [element("span", { textContent: `branched after ${sample.prefix_tokens}` })] : [];
-  const made = element("div", {}, [
+  const length = element("span", { textContent: sample.finish === "length" ? `${tokens}, truncated` : tokens });
+  const branch = sample.prefix_tokens ? [element("span", { textContent: `branched after ${sample.prefix_tokens} tokens` })] : [];
+  const node = element("div", {}, [
     element("header", {}, [reward, advantage, length, ...branch]),
-    element("pre", {}, marked(sample.text)),
+    element("pre", {}, highlighted(sample.text)),
   ]);
-  made.style.setProperty("--r", colour(sample.reward));
-  return made;
+  node.style.setProperty("--r", rewardColor(sample.reward));
+  return node;
 }
 
-function open(group) {
+function openGroup(group) {
   current = group;
   for (const [i, button] of [...byId("groups").querySelectorAll("button")].entries()) {
     button.setAttribute("aria-current", String(listed[i] === group));
   }
   if (!group) return byId("group").replaceChildren();
-  const shown = matching(group);
+  const shown = matchingSamples(group);
   const about = element("p", { className: "about" }, [`step ${group.step}, prompt ${group.prompt_index}`]);
-  if (group.answer !== null) about.append(", answer ", element("b", {}, marked(group.answer)));
+  if (group.answer !== null) about.append(", answer ", element("b", {}, highlighted(group.answer)));
   if (shown.length < group.samples.length) about.append(`; ${shown.length} of ${group.samples.length} samples match`);
   byId("group").replaceChildren(
-    element("pre", { className: "prompt" }, marked(group.prompt)),
+    element("pre", { className: "prompt" }, highlighted(group.prompt)),
     about,
-    element("div", { className: "cards" }, shown.map(card)),
+    element("div", { className: "cards" }, shown.map(sampleCard)),
   );
 }
 
-function row(group) {
+function groupRow(group) {
   const chips = group.samples.map((sample) => {
-    const chip = element("i", { className: "chip", title: brief(sample.reward) });
-    chip.style.background = colour(sample.reward);
+    const chip = element("i", { className: "chip", title: formatNumber(sample.reward) });
+    chip.style.background = rewardColor(sample.reward);
     return chip;
   });
   const label = fields.step.value === "" ? `step ${group.step}, prompt ${group.prompt_index}` : `prompt ${group.prompt_index}`;
   const button = element("button", { type: "button" }, [
-    element("span", { className: "line", textContent: gist(group.prompt) }),
+    element("span", { className: "line", textContent: summary(group.prompt) }),
     element("span", { className: "line" }, [label, ...chips.slice(0, 16)]),
   ]);
-  button.addEventListener("click", () => open(group));
+  button.addEventListener("click", () => openGroup(group));
   return element("li", {}, [button]);
 }
 
-function list() {
+function listGroups() {
   const groups = data.runs[Number(fields.run.value)].groups;
   const found = groups.filter((group) => (fields.step.value === "" || group.step === Number(fields.step.value))
-    && matching(group).length);
-  const numSamples = found.reduce((sum, group) => sum + matching(group).length, 0);
-  listed = found.slice(0, MOST_LISTED);
-  byId("groups").replaceChildren(...listed.map(row));
-  const more = found.length > listed.length ? `, the first ${listed.length} listed` : "";
+    && matchingSamples(group).length);
+  const numSamples = found.reduce((sum, group) => sum + matchingSamples(group).length, 0);
+  listed = found.slice(0, MAX_LISTED);
+  byId("groups").replaceChildren(...listed.map(groupRow));
+  const more = found.length > listed.length ? `, showing the first ${listed.length}` : "";
   byId("count").textContent = `${found.length} prompts, ${numSamples} samples${more}`;
-  // A prompt whose samples differ says most.
+  // Prefer a prompt whose samples have different rewards.
   const differing = listed.find((group) => new Set(group.samples.map((sample) => sample.reward)).size > 1);
-  open(listed.includes(current) ? current : differing || listed[0] || null);
+  openGroup(listed.includes(current) ? current : differing || listed[0] || null);
 }
 
-// Steps to choose from; none chosen is the newest one of a live page, of a report all.
+// Fill the list of steps; the empty choice means the newest step on a live page, all steps in a report.
 function fillSteps(steps, chosen) {
   const option = (value, text) => element("option", { value, textContent: text });
   const numbered = steps.map((step) => option(String(step), String(step)));
@@ -194,14 +194,14 @@ function fillSteps(steps, chosen) {
   fields.step.value = chosen;
 }
 
-function choose() {
+function chooseStep() {
   const steps = [...new Set(data.runs[Number(fields.run.value)].groups.map((group) => group.step))].sort((a, b) => a - b);
   const before = fields.step.value;
   fillSteps(steps, before !== "" && steps.includes(Number(before)) ? before : String(steps[steps.length - 1] ?? ""));
-  list();
+  listGroups();
 }
 
-function move(by) {
+function moveStep(by) {
   const index = fields.step.selectedIndex + by;
   if (index < 0 || index >= fields.step.options.length) return;
   fields.step.selectedIndex = index;
@@ -210,16 +210,16 @@ function move(by) {
 
 data.runs.forEach((run, i) => fields.run.append(element("option", { value: String(i), textContent: run.name })));
 fields.run.parentElement.hidden = data.runs.length < 2;
-for (const id of ["text", "low", "high"]) fields[id].addEventListener("input", list);
-byId("earlier").addEventListener("click", () => move(-1));
-byId("later").addEventListener("click", () => move(1));
+for (const id of ["text", "low", "high"]) fields[id].addEventListener("input", listGroups);
+byId("previous").addEventListener("click", () => moveStep(-1));
+byId("next").addEventListener("click", () => moveStep(1));
 byId("filter").addEventListener("submit", (event) => event.preventDefault());
 byId("samples").classList.toggle("none", !data.runs.some((run) => run.groups.length));
 
-// A live page's samples come by the step: watch.js.
+// A live page loads the samples of one step at a time: dashboard.js.
 if (!data.isLive) {
-  data.runs.forEach((run) => range(run.groups));
-  fields.run.addEventListener("change", choose);
-  fields.step.addEventListener("change", list);
-  choose();
+  data.runs.forEach((run) => extendRewardRange(run.groups));
+  fields.run.addEventListener("change", chooseStep);
+  fields.step.addEventListener("change", listGroups);
+  chooseStep();
 }

@@ -1,8 +1,8 @@
-"""One HTML page of one or more runs: headlines, curves, time by phase, samples, results, configuration.
+"""Write the HTML page of one or more runs: headlines, metrics, time by phase, samples, results and config.
 
-The page stands alone: style, script and data are in it, and its content policy lets it load nothing and run
-no script but its own. What a model or a file said goes in as escaped text, or as JSON without `<`, `>`, `&`
-that the script only ever puts into text nodes.
+The page is self-contained: it includes style, script and data, and its content security policy lets it load
+nothing and run no other script. Text of a model or a file is escaped, or is JSON without `<`, `>` and `&`
+that the script only puts into text nodes.
 """
 
 import base64
@@ -22,11 +22,11 @@ MAX_SAMPLES = 2000
 
 
 def write_report(folders: list[Path], out: Path) -> None:
-    """Reads the runs' folders and writes the page, in one piece."""
+    """Read the runs' folders and write the page atomically."""
     if not folders:
-        raise UserError("report: no run's folder was given")
+        raise UserError("report: give the folder of at least one run")
     share = max(1, MAX_SAMPLES // len(folders))
-    names = names_of(folders)
+    names = run_names(folders)
     runs = [read_run(folder, name, max_samples=share) for folder, name in zip(folders, names, strict=True)]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -44,13 +44,13 @@ def html(runs: Sequence[RecordedRun]) -> str:
 
 
 def contents(runs: Sequence[RecordedRun]) -> tuple[dict[str, str], list[Any]]:
-    """What changes while a run goes on: the page's parts by name, and the charts' data in its order."""
-    charts, chart_data = section.charts(runs, [*section.CHARTS, *section.pass_at(runs)])
+    """Return the parts of the page that change during a run, by name, and the data of its charts in order."""
+    charts, chart_data = section.charts(runs, [*section.CHARTS, *section.pass_at_charts(runs)])
     phases, phase_data = section.phases(runs)
     others, other_data = section.charts(runs, section.other_metrics(runs))
     parts = {
-        "notices": section.list_of(runs, [run.notices for run in runs]),
-        "coverage": section.list_of(runs, [run.coverage for run in runs]),
+        "notices": section.notice_list(runs, [run.notices for run in runs]),
+        "coverage": section.notice_list(runs, [run.coverage for run in runs]),
         "tiles": section.tiles(runs),
         "charts": charts + phases,
         "others": others,
@@ -69,25 +69,25 @@ def document(
     script: str,
     policy: str = "",
 ) -> str:
-    """The page; `policy` says what it may do beside running its own script and style."""
+    """Return the page; `policy` extends its content security policy."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     own = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    shown = parts | {
+    values = parts | {
         "title": escape(", ".join(run.name for run in runs)),
         "policy": own + policy,
         "legend": section.legend(runs),
         "style": style,
-        "data": embedded(data),
+        "data": script_json(data),
         "script": script,
     }
-    # One pass over the template: what is put in is never looked at again.
+    # One pass over the template: inserted text is never expanded again.
     head, *rest = asset("page.html").split("{{")
-    pieces = [(shown[name], text) for name, _, text in (piece.partition("}}") for piece in rest)]
+    pieces = [(values[name], text) for name, _, text in (piece.partition("}}") for piece in rest)]
     return head + "".join(part + text for part, text in pieces)
 
 
-def embedded(data: Any) -> str:
-    """JSON that no HTML parser can take for markup."""
+def script_json(data: Any) -> str:
+    """Return JSON without any character that starts HTML markup."""
     text = encode(data).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -95,11 +95,11 @@ def embedded(data: Any) -> str:
 
 
 def asset(name: str) -> str:
-    """A file of this package."""
+    """Return a file of this package."""
     return files("qerl.tracking.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """The folders' last names, or whole paths where these are alike."""
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' names, or their paths if two names are equal."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

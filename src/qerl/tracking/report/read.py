@@ -1,7 +1,7 @@
-"""Reads what the journal left in a run's folder, as far as it is whole.
+"""Read the files of a run's folder for the report.
 
-A damaged line is left out and told in `notices`; only a folder that is no run's is refused. Of the samples,
-those of the newest steps and of steps spread evenly over the rest are taken, as many as a page can carry.
+Damaged lines are skipped with a notice; a folder without a run raises UserError. If there are more samples
+than a page can show, those of the newest steps and of evenly spaced earlier steps are selected.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ from typing import Any
 from qerl.errors import UserError
 from qerl.tracking.atomic_file import decode
 
-_MOST_CHARACTERS = 20_000
-"""Of one prompt or sample."""
+_MAX_CHARACTERS = 20_000
+"""Longest prompt or sample on the page."""
 
 Points = list[tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRun:
-    """One run's files; what is missing there is empty here."""
+    """The content of one run's files; empty where a file is missing."""
 
     name: str
     facts: dict[str, Any]
@@ -32,16 +32,16 @@ class RecordedRun:
     evaluations: dict[str, Any]
     """evaluations.json: {"before": {"accuracy": 0.1, "greedy": 0.2}, "after": ...}"""
     records: list[dict[str, Any]]
-    """metrics.jsonl, in order."""
+    """Lines of metrics.jsonl."""
     groups: list[dict[str, Any]]
     """[{"step": 3, "prompt_index": 17, "prompt": "...", "answer": "3", "samples": [{"text": ...}]}]"""
     notices: list[str]
-    """What is wrong with the files."""
+    """Problems with the files, or messages of the run."""
     coverage: list[str]
-    """Which samples were taken, if not all."""
+    """Which samples are shown, if not all."""
 
     def points(self, key: str) -> Points:
-        """(step, value) wherever the value is a number."""
+        """Return (step, value) of each step where the value is a number."""
         pairs = [(record["step"], number(record.get(key))) for record in self.records]
         return [(float(step), value) for step, value in pairs if value is not None]
 
@@ -50,7 +50,7 @@ class RecordedRun:
 
 
 def number(value: Any) -> float | None:
-    """The value if it is a finite number."""
+    """Return the value if it is a finite number, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
 
@@ -81,21 +81,21 @@ def is_run(folder: Path) -> bool:
 
 def check_folder(folder: Path) -> None:
     if not is_run(folder):
-        raise UserError(f"{folder}: holds no metrics.jsonl, so it is no run's folder")
+        raise UserError(f"{folder}: has no metrics.jsonl, so it is not the folder of a run")
 
 
-def chosen_steps(steps: list[int], num_chosen: int) -> list[int]:
-    """A quarter of them the newest, the others spread evenly from the first on."""
-    if len(steps) <= num_chosen:
+def select_steps(steps: list[int], num_selected: int) -> list[int]:
+    """Select steps: a quarter of them the newest, the others evenly spaced from the first on."""
+    if len(steps) <= num_selected:
         return steps
-    num_newest = max(1, num_chosen // 4)
-    older, num_spread = steps[:-num_newest], num_chosen - num_newest
+    num_newest = max(1, num_selected // 4)
+    older, num_spread = steps[:-num_newest], num_selected - num_newest
     spread = [older[i * len(older) // num_spread] for i in range(num_spread)]
     return [*spread, *steps[-num_newest:]]
 
 
 def read_object(path: Path, notices: list[str]) -> dict[str, Any]:
-    """The file's object; empty where there is none, or a damaged one, which is a notice."""
+    """Return the file's JSON object; {} if the file is missing, or is damaged, which adds a notice."""
     if not path.exists():
         return {}
     try:
@@ -103,57 +103,56 @@ def read_object(path: Path, notices: list[str]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        notices.append(f"{path.name}: is damaged and left out")
+        notices.append(f"{path.name}: skipped, the file is damaged")
         return {}
     return value
 
 
 def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(where it begins, its object) for each whole line that has a step."""
-    begin, num_damaged = 0, 0
+    """Yield (offset, JSON object) of each line that has a step."""
+    offset, num_damaged = 0, 0
     with open(path, "rb") as file:
         for line in file:
             record = decode(line)
             if record is not None and isinstance(record.get("step"), int):
-                yield begin, record
+                yield offset, record
             else:
                 num_damaged += 1
-            begin += len(line)
+            offset += len(line)
     if num_damaged:
-        notices.append(damaged(path, num_damaged))
+        notices.append(damage_notice(path, num_damaged))
 
 
-def damaged(path: Path, num_lines: int) -> str:
-    lines = "1 line is" if num_lines == 1 else f"{num_lines} lines are"
-    return f"{path.name}: {lines} damaged and left out"
+def damage_notice(path: Path, num_lines: int) -> str:
+    return f"{path.name}: skipped {num_lines} damaged line{'s' * (num_lines > 1)}"
 
 
 def _groups(path: Path, notices: list[str], max_samples: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Groups, and a remark where some are left out."""
-    begins: dict[int, list[int]] = {}
-    for begin, record in _lines(path, notices) if path.exists() else ():
-        begins.setdefault(record["step"], []).append(begin)
-    if not begins:
+    """Return the groups, and a remark if not all samples are among them."""
+    offsets: dict[int, list[int]] = {}
+    for offset, record in _lines(path, notices) if path.exists() else ():
+        offsets.setdefault(record["step"], []).append(offset)
+    if not offsets:
         return [], []
-    most = max(map(len, begins.values()))
-    steps = chosen_steps(sorted(begins), max(1, max_samples // most))
-    kept = [begin for step in steps for begin in begins[step][:max_samples]]
-    num_samples = sum(map(len, begins.values()))
+    max_per_step = max(map(len, offsets.values()))
+    steps = select_steps(sorted(offsets), max(1, max_samples // max_per_step))
+    kept = [offset for step in steps for offset in offsets[step][:max_samples]]
+    num_samples = sum(map(len, offsets.values()))
     remark = (
-        f"{len(kept)} samples of {len(steps)} steps are on this page, the newest and others spread evenly;"
-        f" all {num_samples} of {len(begins)} steps are in samples.jsonl"
+        f"This page shows {len(kept)} samples from {len(steps)} steps: the newest and evenly spaced ones."
+        f" samples.jsonl has all {num_samples} samples from {len(offsets)} steps."
     )
-    return groups_at(path, kept), [remark] if len(kept) < num_samples else []
+    return read_groups(path, kept), [remark] if len(kept) < num_samples else []
 
 
-def groups_at(path: Path, begins: Sequence[int]) -> list[dict[str, Any]]:
-    """The groups of the samples whose lines begin there."""
+def read_groups(path: Path, offsets: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the groups of the samples whose lines start at these offsets."""
     groups: dict[tuple[int, Any], dict[str, Any]] = {}
     with open(path, "rb") as file:
-        for begin in begins:
-            file.seek(begin)
+        for offset in offsets:
+            file.seek(offset)
             record = decode(file.readline())
-            if record is not None and "step" in record:  # a run that goes back has cut it meanwhile
+            if record is not None and "step" in record:  # a resumed run may have truncated the file
                 _add_sample(groups, record)
     return list(groups.values())
 
@@ -182,7 +181,5 @@ def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str,
 
 def _shortened(value: Any) -> str:
     text = str(value)
-    left_out = len(text) - _MOST_CHARACTERS
-    return (
-        text if left_out <= 0 else f"{text[:_MOST_CHARACTERS]}\n[{left_out} more characters in samples.jsonl]"
-    )
+    num_cut = len(text) - _MAX_CHARACTERS
+    return text if num_cut <= 0 else f"{text[:_MAX_CHARACTERS]}\n[{num_cut} more characters in samples.jsonl]"

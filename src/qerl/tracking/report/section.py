@@ -1,4 +1,4 @@
-"""The page's sections as HTML: headlines, curves, time by phase, tables. Text of a run is escaped here."""
+"""Render the page's sections as HTML, with all text of a run escaped: headlines, charts, tables."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,27 +10,27 @@ from qerl.tracking import is_timing
 from qerl.tracking.atomic_file import encode
 from qerl.tracking.metric_text import clock
 from qerl.tracking.provenance import flatten
-from qerl.tracking.report.curve import Series, curves_svg, hover_data, number_text, rounded, stack_svg
+from qerl.tracking.report.curve import Series, curves_svg, hover_data, number_text, rounded, stacked_svg
 from qerl.tracking.report.read import Points, RecordedRun, number
 
 PHASES = ("rollout", "reward", "learn", "publish", "evaluate", "checkpoint")
-"""Spans that add up to a step; what is left of it is shown as other."""
+"""Phases of a step; the rest of its time is shown as other."""
 CHARTS = (
-    ("reward", "Reward", "mean of the step's samples"),
-    ("accuracy", "Accuracy", "share of samples that are right"),
-    ("entropy", "Entropy", "of the learner's policy, nats a token"),
-    ("sampler_entropy", "Sampler's entropy", "of the noisy policy, from its samples, nats a token"),
-    ("mismatch_kl", "KL to the sampler", "sampling policy against the learner's, nats a token"),
-    ("sigma", "Noise sigma", "standard deviation of the noise in the norms"),
+    ("reward", "Reward", "mean over the step's samples"),
+    ("accuracy", "Accuracy", "share of correct samples"),
+    ("entropy", "Entropy", "of the learner's policy, nats per token"),
+    ("sampler_entropy", "Sampler entropy", "of the noisy policy, nats per token"),
+    ("mismatch_kl", "Sampler-learner KL", "sampling policy to learner's policy, nats per token"),
+    ("sigma", "Noise sigma", "standard deviation of the noise in the RMSNorm weights"),
     ("informative", "Informative groups", "share of groups whose rewards differ"),
-    ("distinct", "Distinct answers", "share of a group's samples that differ in text"),
-    ("effective_fraction", "Effective samples", "share that the importance weights leave of the tokens"),
-    ("mean_tokens", "Length", "mean tokens of a sample"),
-    ("grad_norm", "Gradient norm", "before it is scaled down"),
-    ("tokens_per_s", "Sampling speed", "tokens a second"),
+    ("distinct", "Distinct samples", "share of a group's samples with different text"),
+    ("effective_fraction", "Effective sample size", "share of the tokens, after importance weights"),
+    ("mean_tokens", "Completion length", "mean tokens per sample"),
+    ("grad_norm", "Gradient norm", "before clipping"),
+    ("tokens_per_s", "Sampling speed", "tokens per second"),
 )
 _EXACT = ("sigma", "learning_rate")
-"""Set by the config, not measured: nothing to smooth."""
+"""Set by the config, not measured, so never smoothed."""
 _MAX_STACKED = 300
 
 
@@ -42,8 +42,8 @@ def legend(runs: Sequence[RecordedRun]) -> str:
     )
 
 
-def list_of(runs: Sequence[RecordedRun], texts: Sequence[Sequence[str]]) -> str:
-    """Each run's remarks, under its name."""
+def notice_list(runs: Sequence[RecordedRun], texts: Sequence[Sequence[str]]) -> str:
+    """List each run's texts after its name."""
     pairs = [(run.name, text) for run, own in zip(runs, texts, strict=True) for text in own]
     lines = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in pairs)
     return f"<ul>{lines}</ul>" if lines else ""
@@ -64,10 +64,10 @@ def tiles(runs: Sequence[RecordedRun]) -> str:
 
 
 def _headlines(run: RecordedRun) -> dict[str, str]:
-    """Label and value, of what the run has."""
+    """Return {label: value} of the metrics that the run has."""
     found: dict[str, str] = {}
     held_out, rewards = evaluated(run, "accuracy"), run.values("reward")
-    for label, values in (("Held-out accuracy", held_out), ("Held-out, greedy", evaluated(run, "greedy"))):
+    for label, values in (("Held-out accuracy", held_out), ("Greedy accuracy", evaluated(run, "greedy"))):
         if values:
             found[label] = _change(values[0][1], values[-1][1], len(values) > 1, "{:.0%}")
     if rewards:
@@ -79,9 +79,9 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
         found["Steps"] = f"{len(run.records)}" + (
             f" <small>of {escape(str(planned))}</small>" if planned else ""
         )
-        found["Time in steps"] = clock(sum(run.values("step_s")))
+        found["Training time"] = clock(sum(run.values("step_s")))
     if speeds := run.values("tokens_per_s"):
-        found["Tokens a second"] = number_text(round(median(speeds)))
+        found["Tokens per second"] = number_text(round(median(speeds)))
     if memory := run.values("memory_gb"):
         found["Peak memory"] = f"{max(memory):.1f} <small>GB</small>"
     return found
@@ -93,12 +93,12 @@ def _change(first: float, last: float, has_changed: bool, template: str) -> str:
 
 
 def evaluated(run: RecordedRun, name: str) -> Points:
-    """(steps taken by then, held-out accuracy): before the first step, after some, after the last."""
+    """Return (completed steps, held-out accuracy): before training, during it, and after."""
     points = [(step + 1, value) for step, value in run.points(f"eval_{name}")]
     last = run.records[-1]["step"] + 1 if run.records else 0
     for moment, steps in (("before", 0), ("after", last)):
-        measured = run.evaluations.get(moment)
-        value = number(measured.get(name)) if isinstance(measured, dict) else None
+        scores = run.evaluations.get(moment)
+        value = number(scores.get(name)) if isinstance(scores, dict) else None
         if value is not None and steps not in [step for step, _ in points]:
             points.append((float(steps), value))
     return sorted(points)
@@ -108,29 +108,29 @@ def _keys(runs: Sequence[RecordedRun]) -> set[str]:
     return {key for run in runs for record in run.records for key in record}
 
 
-def pass_at(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
-    """A chart of pass@k for each k that was measured but 1, which is the accuracy."""
+def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
+    """Return a pass@k chart for each measured k except 1, which is the accuracy."""
     numbers = {key.removeprefix("pass_at_") for key in _keys(runs) if key.startswith("pass_at_")}
     powers = sorted(int(number) for number in numbers if number.isdigit() and number != "1")
-    about = "share of prompts of which one of {} samples is right, unbiased"
+    about = "probability that one of {} samples is correct"
     return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
 
 
 def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
-    shown = {key for key, _, _ in [*CHARTS, *pass_at(runs)]}
-    shown |= {"step", "wall_time", "eval_accuracy", "eval_greedy"}
+    charted = {key for key, _, _ in [*CHARTS, *pass_at_charts(runs)]}
+    charted |= {"step", "wall_time", "eval_accuracy", "eval_greedy"}
     keys = _keys(runs)
-    return [(key, key, "") for key in sorted(keys - shown, key=lambda key: (is_timing(key), key))]
+    return [(key, key, "") for key in sorted(keys - charted, key=lambda key: (is_timing(key), key))]
 
 
 def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -> tuple[str, list[Any]]:
-    """The charts that have something to show, and their data for the pointer."""
+    """Return the charts that have values, and the values for the pointer."""
     cards, data = [], []
     for key, title, about in kinds:
         series = [s for i, run in enumerate(runs) for s in _series(run, i, key) if s.points]
         if series:
             has_marks = any(one.mark in ("dot", "ring") for one in series)
-            note = "; held out: dots sampled, rings greedy" if has_marks else ""
+            note = "; held-out: dots sampled, rings greedy" if has_marks else ""
             cards.append(_card(title, about + note, curves_svg(title, series)))
             data.append(hover_data(series))
     return "".join(cards), data
@@ -140,7 +140,7 @@ def _series(run: RecordedRun, run_index: int, key: str) -> list[Series]:
     mark = "exact" if key in _EXACT else "line"
     found = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark)]
     if key == "accuracy":
-        for name, label, mark in (("accuracy", "held out", "dot"), ("greedy", "held out, greedy", "ring")):
+        for name, label, mark in (("accuracy", "held-out", "dot"), ("greedy", "held-out greedy", "ring")):
             points = evaluated(run, name)
             found.append(Series(label=f"{run.name}, {label}", run_index=run_index, points=points, mark=mark))
     return found
@@ -153,16 +153,16 @@ def _card(title: str, about: str, svg: str, attributes: str = "") -> str:
 
 
 def phases(runs: Sequence[RecordedRun]) -> tuple[str, list[Any]]:
-    """Seconds of each step by phase, on one scale for all runs; and their data for the pointer."""
+    """Return charts of seconds by phase, on one scale for all runs, and the values for the pointer."""
     shares = [phase_seconds(run) for run in runs]
     high = max((sum(parts) for _, rows in shares for parts in rows), default=1.0)
     cards, data = [], []
     for i, (run, (steps, rows)) in enumerate(zip(runs, shares, strict=True)):
         if any(sum(parts) for parts in rows):
             layers = [list(layer) for layer in zip(*rows, strict=True)]
-            svg = stack_svg(f"Seconds of each step: {run.name}", steps, layers, high)
-            about = f"{run.name}, seconds of each step"
-            cards.append(_card("Time", about, svg + _phase_key(layers), f' data-run="{i}"'))
+            svg = stacked_svg(f"Seconds per step: {run.name}", steps, layers, high)
+            about = f"seconds by phase, {run.name}"
+            cards.append(_card("Time per step", about, svg + _phase_key(layers), f' data-run="{i}"'))
             named = zip((*PHASES, "other"), layers, strict=True)
             data.append(
                 [
@@ -185,7 +185,7 @@ def _phase_key(layers: Sequence[Sequence[float]]) -> str:
 
 
 def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
-    """Steps, and for each the seconds of every phase and of the rest; long runs as means of stretches."""
+    """Return the steps, and the seconds of every phase and of the rest in each; long runs are averaged."""
     rows = []
     for record in run.records:
         parts = [number(record.get(f"{name}_s")) or 0.0 for name in PHASES]
@@ -199,7 +199,7 @@ def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
 
 
 def table(runs: Sequence[RecordedRun], trees: Sequence[dict[str, Any]]) -> str:
-    """A row for each name, a column for each run; rows in which the runs differ are marked."""
+    """Return a table with a row per name and a column per run; rows that differ are marked."""
     columns = [flatten(tree) for tree in trees]
     names = dict.fromkeys(name for column in columns for name in column)
     head = "".join(f'<th class="s{i % 8}"><i></i>{escape(run.name)}</th>' for i, run in enumerate(runs))

@@ -1,24 +1,24 @@
-// Below page.js: asks each second how the runs are, and for the page's parts when they have changed.
-const EVERY_MS = 1000, MOST_SECONDS = 300;
+// Appended to page.js: requests the runs' states every second, and the page's parts when they have changed.
+const POLL_MS = 1000, MAX_SECONDS = 300;
 const now = element("p", { id: "now" });
 const gpus = element("section", { id: "gpus", hidden: true });
-const shownParts = {}, busy = {};
+const currentParts = {}, usageHistory = {};
 let loaded = null;
 document.querySelector("body > header").append(now);
 document.querySelector("[data-part=tiles]").after(gpus);
 
-async function ask(path) {
+async function getJson(path) {
   const reply = await fetch(path, { cache: "no-store" });
   if (!reply.ok) throw new Error(`${path}: ${reply.status}`);
   return reply.json();
 }
 
-function say(states) {
+function showStates(states) {
   now.replaceChildren(...states.map((run, i) => {
     const name = data.runs.length > 1 ? `${data.runs[i].name}: ` : "";
-    const made = element("span", { className: `state ${run.state}` }, [element("i"), name + run.text]);
-    made.style.setProperty("--done", `${100 * run.done}%`);
-    return made;
+    const node = element("span", { className: `state ${run.state}` }, [element("i"), name + run.text]);
+    node.style.setProperty("--done", `${100 * run.done}%`);
+    return node;
   }));
   document.title = `${states.map((run) => `${Math.floor(100 * run.done)}%`).join(" ")} ${data.runs.map((run) => run.name).join(", ")} - qerl`;
 }
@@ -29,58 +29,58 @@ function meter(label, share, text) {
   return element("div", { className: "meter" }, [element("span", { textContent: label }), bar, element("span", { textContent: text })]);
 }
 
-// A GPU's last minutes, as long as this page has been looking: one at least, five at most.
-function course(name) {
-  const made = (kind, attributes) => {
+// A GPU's utilization since the page was opened; the axis is one to five minutes long.
+function usageCurve(name) {
+  const node = (kind, attributes) => {
     const shape = document.createElementNS("http://www.w3.org/2000/svg", kind);
     for (const [key, value] of Object.entries(attributes)) shape.setAttribute(key, value);
     return shape;
   };
-  const values = busy[name], width = Math.max(60, values.length), first = width - values.length;
+  const values = usageHistory[name], width = Math.max(60, values.length), first = width - values.length;
   const line = values.map((share, i) => `${first + i},${(40 - 38 * share).toFixed(1)}`).join(" ");
-  const svg = made("svg", { viewBox: `0 0 ${width - 1} 41`, preserveAspectRatio: "none", role: "img", "aria-label": `busy until now: ${name}` });
+  const svg = node("svg", { viewBox: `0 0 ${width - 1} 41`, preserveAspectRatio: "none", role: "img", "aria-label": `GPU usage: ${name}` });
   svg.append(
-    made("polygon", { class: "band", points: `${first},41 ${line} ${width - 1},41` }),
-    made("polyline", { class: "curve", points: line, "vector-effect": "non-scaling-stroke" }),
+    node("polygon", { class: "band", points: `${first},41 ${line} ${width - 1},41` }),
+    node("polyline", { class: "curve", points: line, "vector-effect": "non-scaling-stroke" }),
   );
   return svg;
 }
 
-function draw(found) {
+function drawGpus(found) {
   gpus.hidden = !found.length;
   gpus.replaceChildren(...found.map((gpu) => {
-    (busy[gpu.name] ??= []).push(gpu.busy_share ?? 0);
-    busy[gpu.name].splice(0, busy[gpu.name].length - MOST_SECONDS);
+    (usageHistory[gpu.name] ??= []).push(gpu.busy_share ?? 0);
+    usageHistory[gpu.name].splice(0, usageHistory[gpu.name].length - MAX_SECONDS);
     const about = [gpu.watts === null ? "" : `${Math.round(gpu.watts)} W`, gpu.celsius === null ? "" : `${gpu.celsius} \u00b0C`];
     const share = gpu.memory_gb === null || !gpu.memory_total_gb ? null : gpu.memory_gb / gpu.memory_total_gb;
     return element("div", { className: "s0" }, [
       element("h3", {}, [gpu.name, element("small", { textContent: about.filter(Boolean).join(", ") })]),
-      meter("busy", gpu.busy_share, gpu.busy_share === null ? "not known" : `${Math.round(100 * gpu.busy_share)} %`),
-      meter("memory", share, share === null ? "not known" : `${gpu.memory_gb.toFixed(1)} of ${gpu.memory_total_gb.toFixed(0)} GB`),
-      course(gpu.name),
+      meter("usage", gpu.busy_share, gpu.busy_share === null ? "unknown" : `${Math.round(100 * gpu.busy_share)} %`),
+      meter("memory", share, share === null ? "unknown" : `${gpu.memory_gb.toFixed(1)} of ${gpu.memory_total_gb.toFixed(0)} GB`),
+      usageCurve(gpu.name),
     ]);
   }));
 }
 
-async function renew() {
-  const fresh = await ask("update");
+async function refreshPage() {
+  const fresh = await getJson("update");
   for (const [name, html] of Object.entries(fresh.parts)) {
-    if (shownParts[name] === html) continue;
-    shownParts[name] = html;
-    // The server has escaped what a run says.
+    if (currentParts[name] === html) continue;
+    currentParts[name] = html;
+    // The server has escaped all text of a run.
     const parsed = new DOMParser().parseFromString(html, "text/html").body.childNodes;
     document.querySelector(`[data-part=${name}]`).replaceChildren(...parsed);
   }
   data = fresh.data;
-  listen();
-  hide();
+  attachPointer();
+  applyHidden();
   byId("tip").hidden = true;
-  if (under && plots()[under[1]]) point(under[0], plots()[under[1]], data.charts[under[1]]);
-  await choose();
+  if (hovered && plots()[hovered[1]]) showValues(hovered[0], plots()[hovered[1]], data.charts[hovered[1]]);
+  await chooseStep();
 }
 
-// The samples of the chosen step of the chosen run.
-choose = async function () {
+// Load the samples of the chosen step of the chosen run.
+chooseStep = async function () {
   const index = Number(fields.run.value), steps = data.runs[index].steps;
   const before = steps.includes(Number(fields.step.value)) ? fields.step.value : "";
   if (fields.step.options.length !== steps.length + 1 || before !== fields.step.value || loaded?.run !== index) fillSteps(steps, before);
@@ -88,30 +88,30 @@ choose = async function () {
   byId("samples").classList.toggle("none", step === undefined);
   if (step === undefined) return;
   if (loaded?.run !== index || loaded.step !== step) {
-    const groups = await ask(`samples?run=${index}&step=${step}`);
+    const groups = await getJson(`samples?run=${index}&step=${step}`);
     if (Number(fields.run.value) !== index || (fields.step.value || String(step)) !== String(step)) return;
     loaded = { run: index, step, groups };
-    range(groups);
+    extendRewardRange(groups);
   }
   data.runs[index].groups = loaded.groups;
-  list();
+  listGroups();
 };
-for (const field of [fields.run, fields.step]) field.addEventListener("change", () => choose().catch(lost));
+for (const field of [fields.run, fields.step]) field.addEventListener("change", () => chooseStep().catch(showDisconnected));
 
-function lost() {
-  now.replaceChildren(element("span", { className: "state lost" }, [element("i"), "qerl watch does not answer; this is the last it said"]));
+function showDisconnected() {
+  now.replaceChildren(element("span", { className: "state lost" }, [element("i"), "qerl watch does not answer; showing the last known state"]));
 }
 
-async function look(isFirst) {
+async function poll(isFirst) {
   try {
-    const reply = await ask("now");
-    if (reply.tag !== data.tag) await renew();
-    else if (isFirst) await choose();
-    say(reply.runs);
-    draw(reply.gpus);
+    const reply = await getJson("now");
+    if (reply.tag !== data.tag) await refreshPage();
+    else if (isFirst) await chooseStep();
+    showStates(reply.runs);
+    drawGpus(reply.gpus);
   } catch (error) {
-    lost();
+    showDisconnected();
   }
-  setTimeout(look, EVERY_MS);
+  setTimeout(poll, POLL_MS);
 }
-look(true);
+poll(true);
