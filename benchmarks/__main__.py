@@ -8,6 +8,7 @@ import tyro
 from benchmarks.linear import LinearOptions, bench_linear
 from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
+from benchmarks.pictures import PicturesOptions, draw_pictures
 from benchmarks.tile import TileOptions, bench_tile
 from qerl.cli.arguments import check_known, wants_help
 from qerl.errors import RunError, UserError
@@ -17,6 +18,7 @@ usage: python -m benchmarks BENCHMARK [OPTIONS]
 
 benchmarks:
   linear   time the linears of a decode step beside other libraries
+  pictures draw the pictures of README.md
   parity   compare the engine's log-probabilities with the learner's
   tile     time all tiles of the NVFP4 kernel and write the table that the kernel reads
   table    print the tables of README.md and docs/, or write them with --write
@@ -24,6 +26,7 @@ benchmarks:
 Rows are appended to benchmarks/results/GPU.jsonl. 'qerl bench decode', 'learn' and 'step' write there too."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "linear": (LinearOptions, bench_linear),
+    "pictures": (PicturesOptions, draw_pictures),
     "parity": (ParityOptions, bench_parity),
     "tile": (TileOptions, bench_tile),
     "table": (TableOptions, write_tables),

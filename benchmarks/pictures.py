@@ -1,0 +1,134 @@
+"""Draw the pictures of README.md: docs/images/system.svg, and run.svg from the metrics of one run.
+
+    python -m benchmarks pictures --run runs/demo
+
+Colors follow the reader's light or dark setting.
+"""
+
+import dataclasses
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from qerl.cli.bench.record import ROOT
+from qerl.errors import UserError
+from qerl.tracking.report.curve import linear_ticks
+
+IMAGES = ROOT / "docs" / "images"
+_STYLE = """<style>
+  text { font: 13px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11px; fill: #59636e }
+  .box { fill: #f6f8fa; stroke: #818b98 } .shared { fill: #ddf4ff; stroke: #0969da; stroke-width: 1.5 }
+  .arrow { fill: none; stroke: #59636e; stroke-width: 1.3; marker-end: url(#head) } #head path { fill: #59636e }
+  .axis { stroke: #d1d9e0; stroke-width: 1 } .curve { fill: none; stroke: #0969da; stroke-width: 1.8 }
+  .raw { fill: none; stroke: #0969da; opacity: .25 } .dot { fill: #bc4c00 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .small { fill: #9198a1 } .box { fill: #151b23; stroke: #656c76 }
+    .shared { fill: #0c2d4a; stroke: #4493f8 } .arrow { stroke: #9198a1 } #head path { fill: #9198a1 }
+    .axis { stroke: #3d444d } .curve, .raw { stroke: #4493f8 } .dot { fill: #f0883e }
+  }
+</style>
+<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
+<path d="M0 0 L8 4 L0 8 z"/></marker></defs>"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PicturesOptions:
+    run: Path = Path("runs/demo")
+    """The folder of the run that run.svg shows."""
+
+
+def draw_pictures(options: PicturesOptions) -> None:
+    """Write both pictures to docs/images."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    (IMAGES / "system.svg").write_text(system_svg())
+    (IMAGES / "run.svg").write_text(run_svg(options.run))
+    print(IMAGES)
+
+
+def system_svg() -> str:
+    """Return the picture of the parts of a step around the one packed model."""
+    boxes = [
+        _box(10, 80, 105, 60, "box", "prompts", "task"),
+        _box(165, 80, 130, 60, "box", "engine", "samples groups"),
+        _box(345, 80, 130, 60, "box", "rewards", "graders, sandbox"),
+        _box(525, 80, 130, 60, "box", "advantages", "within each group"),
+        _box(705, 80, 130, 60, "box", "learner", "loss, AdamW"),
+        _box(165, 200, 670, 62, "shared", "one model", "frozen 4-bit weights + LoRA adapter"),
+    ]
+    arrows = [f"M{x} 110 H{x + 48}" for x in (116, 296, 476, 656)]
+    arrows += ["M230 199 V142", "M770 199 V142", "M800 142 V199"]
+    notes = [
+        _text(240, 175, "reads the weights, plus AQN noise in the norms", "small", "start"),
+        _text(810, 175, "updates LoRA", "small", "start"),
+        _text(760, 175, "reads the same weights", "small", "end"),
+        _text(430, 40, "one training step", "", "middle"),
+        _text(430, 58, "no second copy of the weights, no merging, no weight sync", "small", "middle"),
+    ]
+    return _svg(900, 280, [*boxes, *(f'<path class="arrow" d="{d}"/>' for d in arrows), *notes])
+
+
+def run_svg(folder: Path) -> str:
+    """Return three curves of a run: reward, entropy and sigma, with held-out accuracy before and after."""
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((folder / "result.json").read_text())
+    if not steps:
+        raise UserError(f"{folder}: metrics.jsonl has no steps")
+    ends = [(0.0, result["accuracy_before"]), (float(len(steps)), result["accuracy_after"])]
+    panels = [
+        _panel(0, "reward (dots: held-out accuracy)", [step["reward"] for step in steps], ends, 1.0),
+        _panel(300, "entropy of the policy, nats", [step["entropy"] for step in steps], [], None),
+        _panel(600, "AQN's sigma", [step["sigma"] for step in steps], [], None),
+    ]
+    return _svg(900, 220, panels)
+
+
+def _panel(
+    left: int, title: str, values: Sequence[float], dots: Sequence[tuple[float, float]], top: float | None
+) -> str:
+    high = top or max(values) * 1.08
+    x_px, y_px, width, height = left + 45, 190, 235, 150
+
+    def place(x: float, y: float) -> str:
+        return f"{x_px + width * x / len(values):.1f} {y_px - height * y / high:.1f}"
+
+    lines = []
+    for tick in linear_ticks(0.0, high, 4):
+        y = y_px - height * tick / high
+        lines.append(f'<path class="axis" d="M{x_px} {y:.1f} H{x_px + width}"/>')
+        lines.append(_text(x_px - 6, y + 4, f"{tick:g}", "small", "end"))
+    curves = [("raw", values), ("curve", _smooth(values))]
+    for name, ys in curves:
+        points = " L".join(place(i + 0.5, y) for i, y in enumerate(ys))
+        lines.append(f'<path class="{name}" d="M{points}"/>')
+    for x, y in dots:
+        cx, cy = place(x, y).split()
+        lines.append(f'<circle class="dot" cx="{cx}" cy="{cy}" r="4.5"/>')
+    lines.append(_text(x_px + width / 2, y_px + 20, f"step (1 to {len(values)})", "small", "middle"))
+    return "\n".join([_text(x_px, 25, title, "", "start"), *lines])
+
+
+def _smooth(values: Sequence[float], reach: int = 3) -> list[float]:
+    """Return the means over up to `reach` neighbors on either side."""
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _box(x: int, y: int, width: int, height: int, name: str, title: str, note: str) -> str:
+    middle = x + width / 2
+    return "\n".join(
+        [
+            f'<rect class="{name}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>',
+            _text(middle, y + height / 2 - 3, title, "", "middle"),
+            _text(middle, y + height / 2 + 15, note, "small", "middle"),
+        ]
+    )
+
+
+def _text(x: float, y: float, text: str, name: str, anchor: str) -> str:
+    return f'<text class="{name}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _svg(width: int, height: int, parts: Sequence[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
+    return "\n".join([head, _STYLE, *parts, "</svg>"]) + "\n"
