@@ -112,7 +112,7 @@ def test_every_value_of_a_method_has_a_recipe():
     assert {name for algo in algos for name in algo.reject} == {"geometric", "veto"}
     noises = [recipe().noise for recipe in METHODS.values()]
     assert {noise.schedule for noise in noises} == {"exponential", "adaptive", "plappert", "none"}
-    assert {noise.control.measure for noise in noises if noise.is_steered} == {"kl", "entropy"}
+    assert {noise.control.measure for noise in noises if noise.is_controlled} == {"kl", "entropy"}
     assert {noise.scope for noise in noises} == {"step", "group", "sample"}
 
 
@@ -135,7 +135,7 @@ def test_a_method_differs_from_the_demo_by_itself_alone(name):
 def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
     """Six steps of the tiny model: every step's numbers are finite, and the weights change."""
     given = tiny_run.options(tiny_files, tmp_path / "run")
-    if METHODS[name]().noise.is_steered:
+    if METHODS[name]().noise.is_controlled:
         given += ["--noise.control.warmup-steps", "2"]
     config = tyro.cli(RunConfig, default=METHODS[name](), args=[*given, "--evaluate.num-prompts", "0"])
     train(config)

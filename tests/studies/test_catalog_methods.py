@@ -13,7 +13,7 @@ def test_every_method_is_an_arm_as_its_recipe_has_it():
         config: RunConfig = with_fields(study.base, arms[name].fields)
         assert config.algo == recipe().algo, name
         assert config.learn.updates_per_step == recipe().learn.updates_per_step, name
-        if recipe().noise.is_steered:
+        if recipe().noise.is_controlled:
             assert config.noise == recipe().noise, name
         assert config.noise.scope == recipe().noise.scope, name
         if name in PRECISIONS:
@@ -30,5 +30,5 @@ def test_each_is_compared_with_one_that_makes_as_many_updates_under_like_noise()
     for arm, against in compared:
         one, other = configs[arm], configs[against]
         assert one.learn == other.learn
-        if "noise" not in against and not one.noise.is_steered:
+        if "noise" not in against and not one.noise.is_controlled:
             assert replace(one.noise, scope=other.noise.scope) == other.noise

@@ -52,7 +52,7 @@ class AQN:
         """Takes the step's metrics in; gives what a steered run logs of it."""
         self._state = self._rule.after(self._state, step, metrics, self._config.noise)
         found = {"noise_draws": self.draws(self._gather(self.num_drawn))}
-        return found | ({"noise_floor": self._state.floor} if self._config.noise.is_steered else {})
+        return found | ({"noise_floor": self._state.floor} if self._config.noise.is_controlled else {})
 
     def draws(self, parts: Sequence[float]) -> float:
         """Of a whole whose parts drew so many: each has prompts of its own, and all have the same indices of

@@ -1,4 +1,4 @@
-"""How long a conversation with an environment may be."""
+"""The limits of a conversation with an environment."""
 
 import dataclasses
 
@@ -7,17 +7,17 @@ from qerl.errors import require
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentConfig:
-    """Read where an environment is among task.rewards. sample.max_tokens bounds all turns together, and what
-    is said between them."""
+    """Used if one of task.rewards is an environment. sample.max_tokens limits all turns and replies
+    together."""
 
     max_turns: int = 8
-    """Most turns of a sample; then it is over, with the rewards so far."""
+    """Maximum number of turns; the sample then ends with the rewards so far."""
 
     turn_tokens: int | None = None
-    """Most tokens of one turn; None: as many as the sample may have. A turn that is cut is answered too."""
+    """Maximum length of one turn; None: sample.max_tokens. A truncated turn is answered too."""
 
     max_concurrent: int = 256
-    """Most calls of reset or step that wait at the same time."""
+    """Maximum number of calls of reset or step that wait at the same time."""
 
     def __post_init__(self):
         for name in ("max_turns", "turn_tokens", "max_concurrent"):

@@ -1,4 +1,4 @@
-"""The noise of the sampling policy: a fixed schedule, or a rule that steers sigma by what it does."""
+"""Adaptive Quantization Noise: a fixed schedule of sigma, or a rule that controls it by its effect."""
 
 import dataclasses
 from typing import Literal
@@ -8,23 +8,23 @@ from qerl.errors import require
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ControlConfig:
-    """Read where noise.schedule is adaptive or plappert."""
+    """Settings of noise.schedule adaptive and plappert."""
 
     measure: Literal["kl", "entropy"] = "kl"
-    """What is steered, in nats a token. kl: k3 of KL(sampler || learner), less what the quiet steps showed of
-    it. entropy: the sampling policy's."""
+    """The controlled quantity, in nats per token. kl: k3 of KL(sampler || learner), minus its mean over the
+    warm-up steps. entropy: the entropy of the sampling policy."""
 
     target: float = 1e-2
-    """Where the measure is to be."""
+    """Target of the measure."""
 
     gain: float = 0.2
-    """adaptive: log sigma moves by gain times the log of target / measure, by gain at most in a step."""
+    """adaptive: log sigma moves by gain * log(target / measure), by at most gain per step."""
 
     factor: float = 1.01
     """plappert: sigma is multiplied or divided by this in each step."""
 
     warmup_steps: int = 5
-    """First steps, without noise: their mean KL is the floor of rounding and kernels."""
+    """First steps, without noise: their mean KL is the level that rounding and kernels cause."""
 
     sigma_min: float = 1e-4
     """Lower bound of sigma."""
@@ -36,7 +36,7 @@ class ControlConfig:
         for name in ("target", "gain", "sigma_min"):
             value = getattr(self, name)
             require(value > 0, f"noise.control.{name} must be positive, got {value}")
-        require(self.factor > 1, f"noise.control.factor must be over 1, got {self.factor}")
+        require(self.factor > 1, f"noise.control.factor must be greater than 1, got {self.factor}")
         require(
             self.warmup_steps >= 0,
             f"noise.control.warmup_steps must not be negative, got {self.warmup_steps}",
@@ -52,8 +52,8 @@ class NoiseConfig:
     schedule: Literal[
         "exponential", "linear", "cosine", "logarithmic", "constant", "none", "adaptive", "plappert"
     ] = "exponential"
-    """How sigma moves from sigma_start to sigma_end; none turns the noise off. adaptive and plappert start at
-    sigma_start and steer it (noise.control)."""
+    """How sigma moves from sigma_start to sigma_end; none turns noise off. adaptive and plappert start at
+    sigma_start and control sigma (noise.control)."""
 
     sigma_start: float = 1e-2
     """Standard deviation in the first noisy stage."""
@@ -62,17 +62,20 @@ class NoiseConfig:
     """Standard deviation in the last stage."""
 
     num_stages: int = 10
-    """Stages of equal length, as many as steps at most; the first has no noise but the quantization's own."""
+    """Number of stages of equal length, at most one per step; the first has no noise but the quantization's
+    own."""
 
     unit: Literal["absolute", "relative"] = "absolute"
-    """absolute: sigma is in the norm weight's own units (the paper). relative: times each norm's RMS."""
+    """absolute: sigma is in the unit of the norm weights (the paper). relative: sigma is a fraction of each
+    norm's RMS."""
 
     scope: Literal["step", "group", "sample"] = "step"
-    """Who has a Z of its own: all samples of a step one (the paper), the samples of each prompt, or each
-    sample of a group, from its second token on: its prompt is computed once for all, without noise."""
+    """Granularity of the noise Z. step: one Z for all samples of a step, as in the paper's Algorithm 1; its
+    text has a new Z in each forward pass. group: one for the samples of each prompt. sample: one for each
+    sample, from its second token on; the prompt is computed once for all samples, without noise."""
 
     noise_in: Literal["sampler", "both"] = "sampler"
-    """sampler: only the sampling policy is noisy (the paper). both: the learner's forward too."""
+    """sampler: only the sampling policy has noise (the paper). both: the learner's forward pass too."""
 
     control: ControlConfig = ControlConfig()
 
@@ -81,11 +84,12 @@ class NoiseConfig:
         for name in ("sigma_start", "sigma_end"):
             value = getattr(self, name)
             require(value > 0, f"noise.{name} must be positive, got {value}")
-        if self.is_steered:
+        if self.is_controlled:
             low, high = self.control.sigma_min, self.control.sigma_max
             require(
                 low <= self.sigma_start <= high,
-                f"noise.sigma_start must be in the control's bounds [{low}, {high}], got {self.sigma_start}",
+                f"noise.sigma_start must be within noise.control's bounds [{low}, {high}],"
+                f" got {self.sigma_start}",
             )
             require(
                 self.control.measure != "kl" or self.noise_in == "sampler",
@@ -93,6 +97,6 @@ class NoiseConfig:
             )
 
     @property
-    def is_steered(self) -> bool:
-        """Whether sigma depends on what was measured."""
+    def is_controlled(self) -> bool:
+        """True if sigma depends on measurements."""
         return self.schedule in ("adaptive", "plappert")

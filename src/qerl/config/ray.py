@@ -1,4 +1,4 @@
-"""What of a run Ray is asked for."""
+"""Sampling by Ray workers."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ from qerl.errors import require
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RayConfig:
     address: str | None = None
-    """Of a Ray cluster whose workers sample for the learner: HOST:PORT, auto, or local: one made here.
-    None: the learner's own process samples."""
+    """Address of a Ray cluster whose workers sample: HOST:PORT, auto, or local to start one here. None: the
+    learner's process samples."""
 
     num_samplers: int = 1
-    """Workers that sample, each with a GPU of its own if the model is on one."""
+    """Number of workers, each with its own GPU if the model is on one."""
 
     max_staleness: int = 0
-    """Steps whose samples are drawn before they are learned from: so many versions they are old."""
+    """How many steps ahead workers sample, and so by how many versions their policy is older."""
 
     def __post_init__(self):
         require(self.num_samplers > 0, f"ray.num_samplers must be positive, got {self.num_samplers}")

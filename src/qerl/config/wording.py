@@ -1,4 +1,4 @@
-"""What task.name gsm8k, and the set of that name, ask for after each problem."""
+"""The request that follows each GSM8K problem, in training and in evaluation."""
 
 GSM8K_REQUEST = (
     "Solve the math problem above step by step. Put the reasoning inside <think></think> tags, then only the"

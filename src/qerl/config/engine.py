@@ -1,0 +1,75 @@
+"""Sampling: the engine, and how tokens are sampled."""
+
+import dataclasses
+from typing import Literal
+
+from qerl.errors import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    block_size: int = 16
+    """Number of tokens per KV page."""
+
+    kv_cache_gb: float | None = None
+    """Memory limit of the KV cache, in 1e9 bytes. None: 1 on a CPU; on a GPU 90 % of what is free after the
+    model and a prefill's working memory. Learning uses the same memory in its turn."""
+
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Dtype of keys and values: auto is model.dtype; fp8 has one scale per token and head."""
+
+    max_num_seqs: int = 128
+    """Maximum number of samples decoded at once; up to 256 on a Hopper GPU."""
+
+    max_num_batched_tokens: int = 4096
+    """Maximum number of prompt tokens in one forward pass."""
+
+    decode_steps_per_sync: int | None = None
+    """Decode steps between two synchronizations with the host. None: 16 on a GPU, 1 on a CPU."""
+
+    exact: bool = False
+    """Compute prompts, samples and the learner's logprobs with one forward pass of max_num_seqs rows, in
+    which no row's bits depend on the others: sampler and learner then differ by noise only."""
+
+    def __post_init__(self):
+        for name in (
+            "block_size",
+            "kv_cache_gb",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "decode_steps_per_sync",
+        ):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"engine.{name} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    """How tokens are sampled."""
+
+    max_tokens: int = 1024
+    """Maximum length of a sample, stop token included; with an environment, of all turns and replies
+    together."""
+
+    temperature: float = 1.0
+    """Divides the logits, in sampling and in learning."""
+
+    top_k: int | None = None
+    """Sample from the k most likely tokens. The learner's policy is not truncated."""
+
+    top_p: float | None = None
+    """Sample from the smallest set of tokens with this probability."""
+
+    min_p: float | None = None
+    """Drop tokens below this fraction of the most likely token's probability."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample."""
+
+    def __post_init__(self):
+        require(self.max_tokens > 0, f"sample.max_tokens must be positive, got {self.max_tokens}")
+        require(self.temperature > 0, f"sample.temperature must be positive, got {self.temperature}")
+        require(self.top_k is None or self.top_k > 0, f"sample.top_k must be positive, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            require(value is None or 0 < value <= 1, f"sample.{name} must be in (0, 1], got {value}")

@@ -1,0 +1,68 @@
+"""Learning: optimizer, schedule and batches."""
+
+import dataclasses
+from typing import Literal
+
+from qerl.errors import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LearnConfig:
+    learning_rate: float = 1e-5
+    """Peak learning rate of the adapter."""
+
+    lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
+    """Schedule after the warm-up; cosine reaches zero at the last update."""
+
+    warmup_ratio: float = 0.1
+    """Share of all updates over which the rate rises linearly from zero."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's decay rates of the first and second moment."""
+
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+
+    max_nonfinite_updates: int = 8
+    """An update with a non-finite gradient is skipped; this many in a row end the run."""
+
+    updates_per_step: int = 1
+    """Optimizer updates per step; each uses an equal share of the groups."""
+
+    num_iterations: int = 1
+    """Number of passes over the step's samples."""
+
+    max_tokens_per_microbatch: int = 8192
+    """Maximum number of packed tokens per forward and backward pass; the gradient does not depend on it."""
+
+    logprob_chunk_tokens: int = 512
+    """Number of rows of logits in memory at a time."""
+
+    gradient_checkpointing: Literal["auto", "none", "layer", "offload"] = "auto"
+    """What is kept for the backward pass. none: all activations. layer: each layer's input. offload: the
+    same, in host memory. auto: the first of these whose planned memory fits the GPU; none on a CPU."""
+
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""
+
+    def __post_init__(self):
+        require(self.learning_rate > 0, f"learn.learning_rate must be positive, got {self.learning_rate}")
+        require(
+            0 <= self.warmup_ratio <= 1,
+            f"learn.warmup_ratio must be in [0, 1], got {self.warmup_ratio}",
+        )
+        require(all(0 <= beta < 1 for beta in self.betas), f"learn.betas must be in [0, 1), got {self.betas}")
+        require(self.weight_decay >= 0, f"learn.weight_decay must not be negative, got {self.weight_decay}")
+        for name in (
+            "updates_per_step",
+            "num_iterations",
+            "max_tokens_per_microbatch",
+            "logprob_chunk_tokens",
+            "max_grad_norm",
+            "max_nonfinite_updates",
+        ):
+            value = getattr(self, name)
+            require(value > 0, f"learn.{name} must be positive, got {value}")

@@ -1,0 +1,71 @@
+"""The model and its adapter."""
+
+import dataclasses
+from typing import Literal
+
+from qerl.errors import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    path: str = "smollm2-135m-instruct"
+    """A folder of safetensors, a .gguf file, a hub id such as Qwen/Qwen2.5-7B-Instruct, or the built-in
+    smollm2-135m-instruct."""
+
+    format: Literal["nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "bf16"] = "nvfp4"
+    """Format of the frozen linear weights. A checkpoint that is already NVFP4 is loaded as it is. fp8-flow:
+    FP8 weights whose inputs are quantized to FP8 too, in sampling and in learning."""
+
+    sampler_format: Literal["fp8", "fp8-flow", "int8"] | None = None
+    """Format of a second copy of the linear weights, for the sampler only (FlashRL). The two policies then
+    differ, which algo.importance corrects. None: sampler and learner share one copy."""
+
+    head_format: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """Format of the LM head, in sampling and in learning. bf16: model.dtype, as the embedding (whose table it
+    is if they are tied). fp8 and nvfp4 need a width divisible by 128, nvfp4 also a vocabulary divisible by
+    64."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a CUDA device if there is one."""
+
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of activations and of the adapter's working copies. auto: bf16 where the device has native bf16
+    products, else fp32."""
+
+    operand: Literal["auto", "packed", "resident"] = "auto"
+    """packed: weights are unpacked for each product. resident: unpacked weights are kept in memory too, with
+    the same values, for devices without fused kernels. auto: resident on a CPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+    kind: Literal["lora", "full"] = "lora"
+    """lora: low-rank adapters beside frozen weights. full: the weights of target_modules are trained, from
+    fp32 masters; needs model.format bf16 and ignores rank and alpha."""
+
+    rank: int = 32
+    """LoRA rank R."""
+
+    alpha: float = 32.0
+    """LoRA scaling: the adapter's output is multiplied by alpha / rank."""
+
+    target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """The linears with an adapter, by the last part of their name."""
+
+    init_from: str | None = None
+    """A PEFT adapter folder to start from. A KL penalty still uses the model without adapter as reference."""
+
+    def __post_init__(self):
+        for name in ("rank", "alpha"):
+            require(getattr(self, name) > 0, f"adapter.{name} must be positive, got {getattr(self, name)}")
+        require(
+            len(self.target_modules) > 0, "adapter.target_modules must name at least one linear, got none"
+        )

@@ -1,0 +1,106 @@
+"""The task: data, prompts and rewards."""
+
+import dataclasses
+from typing import Literal
+
+from qerl.config.environment import EnvironmentConfig
+from qerl.errors import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CodeConfig:
+    """Settings of the reward `code`."""
+
+    credit: Literal["fraction", "all"] = "fraction"
+    """fraction: the share of tests that pass. all: 1 if every test passes, else 0."""
+
+    test_timeout_s: float = 4.0
+    """A program that runs longer than this on one test is killed. All tests of a sample together get 0.8 of
+    task.reward_timeout_s."""
+
+    memory_mb: int = 1024
+    """Address space of a program, MiB."""
+
+    max_tests: int = 16
+    """Number of tests to run per row, the first ones."""
+
+    def __post_init__(self):
+        for name in ("test_timeout_s", "memory_mb", "max_tests"):
+            value = getattr(self, name)
+            require(value > 0, f"task.code.{name} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    name: str = "reasoning-gym"
+    """reasoning-gym, gsm8k, a .jsonl, .json, .parquet or .csv file, or the id of a hub data set."""
+
+    gym: str = "basic_arithmetic"
+    """Name of the reasoning-gym task."""
+
+    gym_options: tuple[tuple[str, int | float | bool | str], ...] = ()
+    """Settings of that task, e.g. (("min_digits", 1), ("max_terms", 2))."""
+
+    template: str = "{question}"
+    """The user message; braces name columns, for example `{question}\\nAnswer with just the number.`"""
+
+    system_prompt: str | None = None
+    """The system message; None leaves it to the chat template."""
+
+    chat: Literal["all", "messages"] = "all"
+    """What the chat template is applied to. all: plain-text prompts too, as user messages. messages: a plain
+    text is given to the model as it is, and rewards receive texts."""
+
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of messages."""
+
+    answer_column: str = "answer"
+    """Column with the reference answer."""
+
+    split: str = "train"
+    """Split of a hub data set to train on."""
+
+    held_out_split: str | None = None
+    """Split of a hub data set to evaluate on; None holds out the last rows of `split`."""
+
+    num_rows: int = 100_000
+    """Number of problems that a procedural task generates, held-out ones included."""
+
+    num_held_out: int = 256
+    """Number of rows held out for evaluation."""
+
+    rewards: tuple[str, ...] = ("numeric",)
+    """Built-in rewards (exact, numeric, math, tags, gym, code, higher_lower), module:function, or
+    file.py:function. One of them may be an environment, a class with reset and step: docs/environments.md."""
+
+    reward_weights: tuple[float, ...] = ()
+    """One weight per reward; empty means 1 each."""
+
+    reward_timeout_s: float = 10.0
+    """A reward that takes longer on one sample, or an environment on one call, is killed and the sample gets
+    no reward."""
+
+    reward_workers: int = 2
+    """Number of processes that compute rewards."""
+
+    reward_memory_gb: float = 8.0
+    """Memory that each of them may map beyond what it starts with; more raises MemoryError (Linux only)."""
+
+    code: CodeConfig = CodeConfig()
+    """Settings of the reward `code`, which runs a sample's Python program against the tests in
+    answer_column."""
+
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """Settings of an environment among the rewards."""
+
+    def __post_init__(self):
+        require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
+        for name in ("reward_timeout_s", "reward_workers", "reward_memory_gb", "num_rows"):
+            value = getattr(self, name)
+            require(value > 0, f"task.{name} must be positive, got {value}")
+        weights, rewards = len(self.reward_weights), len(self.rewards)
+        require(
+            weights in (0, rewards),
+            f"task.reward_weights must be one for each of {rewards} rewards, got {weights}",
+        )
+        require(self.num_held_out >= 0, f"task.num_held_out must not be negative, got {self.num_held_out}")
