@@ -1,7 +1,8 @@
 """Run a study or write its page again: `python -m studies run NAME` or `python -m studies pages [NAME ...]`.
 
 Run it from a checkout of the repository. `run` executes the runs that have no line in OUT/NAME/results.jsonl
-yet and then writes the page; `pages` writes the pages from the stored lines and runs nothing.
+yet and then writes the page; `pages` writes the pages and studies/findings.md from the stored lines
+and runs nothing.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import tyro
 from qerl.config.counts import check_counts
 from qerl.errors import RunError, UserError, near
 from studies.catalog import STUDIES
+from studies.findings import write_findings
 from studies.run import rewrite_pages, run_study
 from studies.study import select
 
@@ -53,8 +55,10 @@ def main(arguments: list[str]) -> None:
     if command == "run":
         _run(rest)
     elif command == "pages":
+        folder = Path("studies")
         for name in rest or STUDIES:
-            print(rewrite_pages(STUDIES[_known(name)](), Path("studies") / name))
+            print(rewrite_pages(STUDIES[_known(name)](), folder / name))
+        print(write_findings(folder))
     else:
         raise UserError(f"no command {command}; use run or pages")
 

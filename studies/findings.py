@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerl.tracking.atomic_file import write_atomic
 from studies.analysis import Judged, judge
 from studies.catalog import STUDIES
 from studies.study import Study
@@ -52,6 +53,13 @@ def brief(results: Sequence[Result]) -> str:
         lines.append(f"- Not shown: {'; '.join(named)}.")
     assert len(lines) <= MAX_LINES, f"{len(lines)} lines of findings; at most {MAX_LINES} fit the README"
     return "\n".join(lines)
+
+
+def write_findings(folder: Path) -> Path:
+    """Write FOLDER/findings.md, which docs/findings.md quotes; return its path."""
+    path = folder / "findings.md"
+    write_atomic(path, f"{brief(results_in(folder))}\n".encode())
+    return path
 
 
 def _decided(study: Study, judged: Judged) -> str:

@@ -54,8 +54,8 @@ def paired(differences: Sequence[float]) -> Paired:
     spread = stdev(differences) if len(differences) > 1 else 0.0
     if spread <= 1e-12 * max(abs(d) for d in differences):
         return Paired(difference=found, effect_size=None, p_t=None)
-    p = float(stats.ttest_1samp(differences, 0.0).pvalue)
-    return Paired(difference=found, effect_size=found.mean / spread, p_t=p)
+    _, p = stats.ttest_1samp(differences, 0.0)
+    return Paired(difference=found, effect_size=found.mean / spread, p_t=float(p))
 
 
 def exact_p(differences: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
-"""Complete configs to run as they are or to start from; each is a function that returns one.
+"""Recipes: functions that return complete configs, to run as they are or to start from.
 
 paper.py      the demo, and QeRL's own runs
-methods.py    the demo with one method each: losses, advantages, corrections, noise
+methods.py    the demo with one method each: losses, advantages, corrections, noise, precision
 """
 
 from collections.abc import Callable

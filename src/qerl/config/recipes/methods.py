@@ -1,7 +1,7 @@
-"""The demo's run with one method in the place of its own; docs/methods.md tells what each is for.
+"""The demo with one method each: losses, advantages, corrections, noise, precision. See docs/methods.md.
 
-A loss differs from another only where the policy has left the one that the ratio is taken against, so the
-losses make four updates from each step's samples. Corrections and noise keep the demo's single update.
+Losses differ only once the policy has moved away from the one that the ratio is taken against, so these
+recipes make four updates from each step's samples. Corrections and noise keep the demo's single update.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from qerl.config import AlgoConfig, ControlConfig, DeepConfig, MaspoConfig, RunC
 from qerl.config.recipes.paper import demo
 
 UPDATES_PER_STEP = 4
-"""As GSPO's experiments and QeRL's GSM8K run have it."""
+"""As in GSPO's experiments and QeRL's GSM8K run."""
 Sampler = Literal["fp8-flow", "int8"] | None
 GRPO = AlgoConfig(loss_type="grpo", advantage="group")
 TARGET_KL = 1e-2
@@ -30,18 +30,18 @@ def _correction(name: str, algo: AlgoConfig) -> RunConfig:
 
 
 def grpo() -> RunConfig:
-    """GRPO: each sample counts the same."""
+    """GRPO: each sample has the same weight."""
     return _loss("grpo", replace(GRPO, epsilon_high=0.2))
 
 
 def dapo() -> RunConfig:
-    """DAPO: each token counts the same, a wider clip above, dynamic sampling, a penalty by length."""
+    """DAPO: each token has the same weight; wider upper clip, dynamic sampling, a penalty by length."""
     algo = AlgoConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, dynamic_sampling=True)
     return _loss("dapo", replace(algo, overlong="shape", overlong_buffer=4))
 
 
 def dr_grpo() -> RunConfig:
-    """Dr. GRPO: no std in the advantage, no length in the loss."""
+    """Dr. GRPO: no std in the advantage, no sample length in the loss."""
     return _loss("dr_grpo", AlgoConfig(loss_type="dr_grpo", advantage="mean", epsilon_high=0.2))
 
 
@@ -51,75 +51,76 @@ def bnpo() -> RunConfig:
 
 
 def gspo() -> RunConfig:
-    """GSPO: ratio and clip of whole samples."""
+    """GSPO: ratio and clip per sample."""
     return _loss("gspo", AlgoConfig(loss_type="gspo", epsilon=3e-4, epsilon_high=4e-4))
 
 
 def gspo_token() -> RunConfig:
-    """GSPO-token: the same with a gradient for each token."""
+    """GSPO-token: GSPO with a gradient for each token."""
     return _loss("gspo_token", AlgoConfig(loss_type="gspo_token", epsilon=3e-4, epsilon_high=4e-4))
 
 
 def cispo() -> RunConfig:
-    """CISPO: the ratio is a weight of at most 5, and no token loses its gradient."""
+    """CISPO: the ratio is a weight of at most 5, and every token keeps its gradient."""
     return _loss("cispo", AlgoConfig(loss_type="cispo", epsilon=1.0, epsilon_high=4.0))
 
 
 def sapo() -> RunConfig:
-    """SAPO: a smooth gate in place of the clip, quicker for negative advantages."""
+    """SAPO: a smooth gate instead of the clip, steeper for negative advantages."""
     return _loss("sapo", AlgoConfig(loss_type="sapo", sapo=SapoConfig()))
 
 
 def maspo() -> RunConfig:
-    """MASPO: a Gaussian weight in place of the clip, wider for unlikely tokens."""
+    """MASPO: a Gaussian weight instead of the clip, wider for unlikely tokens."""
     return _loss("maspo", AlgoConfig(loss_type="maspo", maspo=MaspoConfig()))
 
 
 def deep_grpo() -> RunConfig:
-    """DEEP-GRPO: GRPO, and failed samples branched at a pivot; branches learn from their siblings."""
+    """DEEP-GRPO: also 4 branches of each failed sample (paper: 8), cut at any token (paper: at sentences)."""
+    # Both departures from arXiv 2602.14169 are for the demo's samples of at most 16 tokens.
     algo = replace(GRPO, epsilon_high=0.2, branching="deep")
     return _loss("deep_grpo", replace(algo, deep=DeepConfig(num_branches=4, segment_tokens=1)))
 
 
 def tis() -> RunConfig:
-    """Truncated importance sampling: each token's weight is capped (what the demo does)."""
+    """Truncated importance sampling: the weight of each token is capped (the demo's own correction)."""
     return _correction("tis", replace(GRPO, importance="truncated", importance_cap=2.0))
 
 
 def tis_sequence() -> RunConfig:
-    """Truncated importance sampling of whole samples."""
+    """Truncated importance sampling per sample."""
     return _correction("tis_sequence", replace(GRPO, importance="truncated_sequence", importance_cap=2.0))
 
 
 def mis() -> RunConfig:
-    """Masked importance sampling: a token over the cap has weight 0."""
+    """Masked importance sampling: a token above the cap has weight 0."""
     return _correction("mis", replace(GRPO, importance="masked", importance_cap=2.0))
 
 
 def mis_sequence() -> RunConfig:
-    """Masked importance sampling of whole samples."""
+    """Masked importance sampling per sample."""
     return _correction("mis_sequence", replace(GRPO, importance="masked_sequence", importance_cap=2.0))
 
 
 def icepop() -> RunConfig:
-    """IcePop: a token outside of 0.5 to 5 has weight 0."""
+    """IcePop: a token with a ratio outside 0.5 to 5 has weight 0."""
     algo = replace(GRPO, importance="icepop", importance_floor=0.5, importance_cap=5.0)
     return _correction("icepop", algo)
 
 
 def geometric() -> RunConfig:
-    """Geometric rejection: samples unlike the learner's own are left out; TIS for the others."""
+    """Geometric rejection: drop samples whose mean ratio is far from 1; TIS for the others."""
     algo = replace(GRPO, reject=("geometric",), geometric_low=0.9, geometric_high=1.1)
     return _correction("geometric", algo)
 
 
 def veto() -> RunConfig:
-    """Veto: one token too unlikely for the learner leaves out its sample; TIS for the others."""
+    """Veto: drop samples with a token that the learner finds too unlikely; TIS for the others."""
     return _correction("veto", replace(GRPO, reject=("veto",), veto_ratio=1e-4))
 
 
 def no_correction() -> RunConfig:
-    """The samples are learned from as if the learner had drawn them."""
+    """No correction: treat the samples as if the learner had drawn them."""
     return _correction("no_correction", replace(GRPO, importance="none"))
 
 
@@ -130,35 +131,35 @@ def _steered(name: str, schedule: str, control: ControlConfig) -> RunConfig:
 
 
 def aqn_kl() -> RunConfig:
-    """AQN whose sigma holds the KL between sampler and learner at a target."""
+    """AQN that steers sigma to keep the KL between sampler and learner at a target."""
     return _steered("aqn_kl", "adaptive", ControlConfig(measure="kl", target=TARGET_KL, sigma_max=0.3))
 
 
 def aqn_entropy() -> RunConfig:
-    """AQN whose sigma holds up the sampling policy's entropy."""
+    """AQN that steers sigma to keep the sampling policy's entropy at a target."""
     control = ControlConfig(measure="entropy", target=0.5, warmup_steps=0, sigma_max=0.05)
     return _steered("aqn_entropy", "adaptive", control)
 
 
 def aqn_plappert() -> RunConfig:
-    """AQN with Plappert's rule: a factor up or down a step, by the KL's side of the target."""
+    """AQN with Plappert's rule: multiply or divide sigma each step, depending on the KL and its target."""
     control = ControlConfig(measure="kl", target=TARGET_KL, factor=1.1, sigma_max=0.3)
     return _steered("aqn_plappert", "plappert", control)
 
 
-def _noise_per(scope: Literal["group", "sample"]) -> RunConfig:
+def _with_scope(scope: Literal["group", "sample"]) -> RunConfig:
     base = demo()
     return replace(base, out=f"runs/aqn_{scope}", noise=replace(base.noise, scope=scope))
 
 
 def aqn_group() -> RunConfig:
-    """AQN with a draw of the noise for each prompt's group of samples."""
-    return _noise_per("group")
+    """AQN with a new noise for each prompt's group of samples."""
+    return _with_scope("group")
 
 
 def aqn_sample() -> RunConfig:
-    """AQN with a draw of the noise for each sample of a group."""
-    return _noise_per("sample")
+    """AQN with a new noise for each sample."""
+    return _with_scope("sample")
 
 
 def _precision(
@@ -171,12 +172,12 @@ def _precision(
 
 
 def jet_rl() -> RunConfig:
-    """Jet-RL's flow: FP8 weights and activations, quantized alike in sampling and learning."""
+    """Jet-RL: FP8 weights and activations, quantized at the same points in sampler and learner; TIS."""
     return _precision("jet_rl", "fp8-flow", None, GRPO)
 
 
 def flash_fp8() -> RunConfig:
-    """FlashRL: a BF16 learner, a sampler quantized from it to FP8 with its activations, TIS."""
+    """FlashRL: a BF16 learner, a sampler with FP8 weights and activations, TIS."""
     return _precision("flash_fp8", "bf16", "fp8-flow", GRPO)
 
 

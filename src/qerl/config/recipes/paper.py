@@ -1,18 +1,25 @@
 """The demo, and the runs of QeRL's paper.
 
-    demo         sums of two numbers with the built-in model: small enough for a CPU
-    higher_lower the same in several turns, with an environment that says higher or lower
+    demo         sums of two numbers with the built-in model, small enough for a CPU
+    higher_lower the demo in several turns, with an environment that says higher or lower
     gsm8k        QeRL's GSM8K run, arXiv 2510.11696, table 4: Qwen2.5-3B-Instruct, GRPO
     big_math     QeRL's BigMath run, the same table: Qwen2.5-7B-Instruct, DAPO's loss
     dapo_math    DAPO, arXiv 2503.14476, on its own 17,000 problems, with QeRL's model, noise and adapter
-    math         MATH's 7,500 training problems with the settings of gsm8k; held out are 500 of its test split
-    code         35,735 programming problems, judged by their tests, with the settings of dapo_math
-    own          your rows and your reward: where `qerl train --task FILE --reward FILE.py:FUNCTION` starts
+    math         MATH's 7,500 training problems with the settings of gsm8k; 500 of its test split held out
+    code         35,735 programming problems, graded by their tests, with the settings of dapo_math
+    own          defaults of `qerl train --task FILE --reward FILE.py:FUNCTION`
 
-The paper leaves open, and these choose: LoRA alpha (32, as the rank), a batch of 128 being prompts, and the
-four updates of a GSM8K step being one for each quarter of its prompts. Warm-up, weight decay, betas, gradient
-norm and the masking of cut samples are those of the paper's released scripts. Unlike the paper's, the tokens
-are weighted by truncated importance sampling, since the policy that sampled is not the one that learns.
+Where the paper says nothing, these recipes take: alpha 32, equal to the rank; a batch of 128 prompts; four
+updates of a GSM8K step, one for each quarter of its prompts. Warm-up, weight decay, betas, gradient norm and
+the masking of truncated samples are those of the paper's released scripts.
+
+Departures from table 4 and the text of the paper:
+
+    optimizer    AdamW with fp32 moments; table 4 has AdamW-8bit, `--learn.optim adamw_8bit`, which needs
+                 bitsandbytes
+    correction   truncated importance sampling, since sampler and learner are different policies; the paper
+                 has none, `--algo.importance none`
+    noise        one draw a step, as in the paper's Algorithm 1; its text has one in each forward pass
 """
 
 import dataclasses
@@ -46,7 +53,7 @@ CODE_TEMPLATE = (
 
 
 def demo() -> RunConfig:
-    """SmolLM2-135M in NVFP4 learns to add. Norm weights are about 0.3: sigma is relative to them."""
+    """Train SmolLM2-135M in NVFP4 to add. Its norm weights are about 0.3, so sigma is relative to them."""
     return RunConfig(
         out="runs/demo",
         num_steps=60,
@@ -77,7 +84,7 @@ def demo() -> RunConfig:
 
 
 def higher_lower() -> RunConfig:
-    """The demo's sums in up to three turns: a wrong number is answered with higher or lower."""
+    """Train on the demo's sums in up to three turns; the reply to a wrong number is higher or lower."""
     config = demo()
     return dataclasses.replace(
         config,
@@ -93,7 +100,7 @@ def higher_lower() -> RunConfig:
 
 
 def gsm8k() -> RunConfig:
-    """600 steps of 128 problems; the KV pages are sized for a 24 GB card."""
+    """Train on GSM8K, 600 steps of 128 problems; the KV cache is sized for a 24 GB card."""
     return RunConfig(
         out="runs/gsm8k",
         num_steps=600,
@@ -118,7 +125,7 @@ def gsm8k() -> RunConfig:
 
 
 def big_math() -> RunConfig:
-    """Levels 3 to 5 of Big-Math, 122,000 problems; the KV pages are sized for an 80 GB card."""
+    """Train on levels 3 to 5 of Big-Math, 122,000 problems; the KV cache is sized for an 80 GB card."""
     return RunConfig(
         out="runs/big-math",
         num_steps=1000,
@@ -144,7 +151,7 @@ def big_math() -> RunConfig:
 
 
 def dapo_math() -> RunConfig:
-    """DAPO-Math-17k with dynamic sampling and soft overlong punishment, for an 80 GB card."""
+    """Train on DAPO-Math-17k with dynamic sampling and soft overlong punishment, for an 80 GB card."""
     config = big_math()
     return dataclasses.replace(
         config,
@@ -155,7 +162,7 @@ def dapo_math() -> RunConfig:
 
 
 def math() -> RunConfig:
-    """MATH's training problems, graded by what their solutions box; sized for a 24 GB card."""
+    """Train on MATH, graded by the boxed answers of its solutions; sized for a 24 GB card."""
     config = gsm8k()
     return dataclasses.replace(
         config,
@@ -175,7 +182,7 @@ def math() -> RunConfig:
 
 
 def code() -> RunConfig:
-    """Programs that pass all of the first 8 tests, for an 80 GB card and 16 CPU cores."""
+    """Train to write programs that pass all of the first 8 tests, for an 80 GB card and 16 CPU cores."""
     config = dapo_math()
     return dataclasses.replace(
         config,
@@ -197,7 +204,7 @@ def code() -> RunConfig:
 
 
 def own() -> RunConfig:
-    """The defaults, for rows and a reward of your own; the last 32 rows are held out."""
+    """Train on your own rows and reward with the defaults; the last 32 rows are held out."""
     return RunConfig(out="runs/own", task=TaskConfig(num_held_out=32))
 
 

@@ -1,0 +1,37 @@
+"""The stored results, summaries and findings agree with the studies' code."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from studies.catalog import STUDIES
+from studies.findings import MAX_LINES, brief, results_in
+from studies.run import rewrite_pages
+
+FOLDER = Path(__file__).parents[2] / "studies"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_stored_summary_is_what_its_lines_give(name, tmp_path):
+    """Lines whose config digest is not the study's would be refused: they were run under former field names."""
+    for file in (FOLDER / name).glob("*.jsonl"):
+        shutil.copy(file, tmp_path)
+    rewrite_pages(STUDIES[name](), tmp_path)
+    for file in ("summary.md", "index.html"):
+        assert (tmp_path / file).read_text() == (FOLDER / name / file).read_text(), file
+
+
+def test_the_findings_are_what_the_lines_give():
+    text = brief(results_in(FOLDER))
+    assert f"{text}\n" == (FOLDER / "findings.md").read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert "NF4 has a lower entropy than BF16" in text
+
+
+def test_claims_about_gaussian_noise_have_five_draws():
+    """The noise is drawn by seed and shared by both tasks: the smallest p of 5 draws is 0.0625."""
+    judged = {one.claim.arm + one.claim.against: one for one in results_in(FOLDER)[0][1]}
+    for pair in ("gaussianbf16", "nvfp4gaussian"):
+        assert judged[pair].evidence.num_units == 5 and judged[pair].verdict == "not shown"
+    assert judged["nf4bf16"].evidence.num_units == 10 and judged["nf4bf16"].verdict == "refuted"
