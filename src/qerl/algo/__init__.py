@@ -1,1 +1,1 @@
-"""Advantages, losses, importance weights, the noise schedule: pure functions."""
+"""Advantages, losses, off-policy correction, dynamic sampling, seeds: pure functions."""

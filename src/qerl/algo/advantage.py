@@ -1,17 +1,17 @@
-"""Turning the rewards of one prompt's samples into advantages: how much better each did than its siblings.
+"""Advantages: how much better each sample did than the others of its group.
 
     group_normalised   A_i = (r_i - mean) / (std + 1e-4)           GRPO, arXiv 2402.03300, 4.1.2
     mean_only          A_i = r_i - mean                            Dr. GRPO, arXiv 2503.20783, 3.2
     leave_one_out      A_i = r_i - mean of the others              RLOO, arXiv 2402.14740, 3.2
     beta               A_i = (r_i - p) / f(p; 1 + a/3, 1 + b/3)    BNPO, arXiv 2506.02864
 
-p is the group's mean, f the density of a Beta distribution; a and b are those of the Beta distribution that
-has the mean and the unbiased variance of all groups' p. Rewards are from 0 to 1. A density of 1, which leaves
-r - mean, takes its place where no Beta distribution has these moments, and where the variance is so small
-that rounding would decide (weighed rewards of 0.3 and 0.30000000000000004).
+p is the group's mean, f the density of a Beta distribution whose a and b match the mean and the unbiased
+variance of all groups' p. Rewards are in [0, 1]. If no Beta distribution has these moments, or if the
+variance is only rounding (weighted rewards of 0.3 and 0.30000000000000004), the density is 1, which leaves r
+- mean.
 
-The std is the unbiased one (divided by n - 1): the paper does not say which, and this is what most
-implementations compute. A reward that is None failed: it enters no statistic, and its advantage is 0.
+The std is unbiased (divided by n - 1): the paper does not say which, and most implementations use this one.
+A reward of None has failed: it enters no statistic, and its advantage is 0.
 """
 
 import math
@@ -23,19 +23,19 @@ from qerl.errors import require
 
 STD_EPSILON = 1e-4
 _ROUNDING = 1e-12
-"""What rounding alone may make: of a reward or a mean beyond 0 and 1, of a variance of means."""
+"""Rounding error that is tolerated in a reward or a mean outside [0, 1], and in a variance of means."""
 Advantages = Callable[[list[list[float | None]]], list[list[float]]]
-"""Of all the groups that are compared: rewards_P_G -> advantages_P_G."""
+"""rewards_P_G of all groups -> advantages_P_G."""
 
 
 def is_informative(rewards_G: list[float | None]) -> bool:
-    """Whether the group teaches anything: equal rewards give zero advantages and no gradient."""
+    """True if the rewards differ: equal rewards give zero advantages and no gradient."""
     known = _known(rewards_G)
     return len(known) > 1 and min(known) < max(known)
 
 
 def group_normalised(rewards_G: list[float | None]) -> list[float]:
-    """The reward in standard deviations from its group's mean."""
+    """Return the rewards in standard deviations from their group's mean."""
     if not is_informative(rewards_G):
         return [0.0] * len(rewards_G)
     scale = stdev(_known(rewards_G)) + STD_EPSILON
@@ -43,7 +43,7 @@ def group_normalised(rewards_G: list[float | None]) -> list[float]:
 
 
 def mean_only(rewards_G: list[float | None]) -> list[float]:
-    """The reward minus its group's mean; easy and hard prompts keep their own scale."""
+    """Return the rewards minus their group's mean; easy and hard prompts keep their own scale."""
     if not is_informative(rewards_G):
         return [0.0] * len(rewards_G)
     mean = fmean(_known(rewards_G))
@@ -51,7 +51,8 @@ def mean_only(rewards_G: list[float | None]) -> list[float]:
 
 
 def leave_one_out(rewards_G: list[float | None]) -> list[float]:
-    """The reward minus the mean of its siblings, a baseline that does not depend on the sample itself."""
+    """Return each reward minus the mean of the other rewards, a baseline that does not depend on the
+    sample."""
     if not is_informative(rewards_G):
         return [0.0] * len(rewards_G)
     num_known = len(_known(rewards_G))
@@ -59,7 +60,7 @@ def leave_one_out(rewards_G: list[float | None]) -> list[float]:
 
 
 def beta_normalised(rewards_P_G: list[list[float | None]]) -> list[list[float]]:
-    """The reward minus its group's mean, in units of the density of such means among the groups."""
+    """Return the rewards minus their group's mean, divided by the density of such means among the groups."""
     known_P_G = [known for rewards_G in rewards_P_G if (known := _known(rewards_G))]
     for reward in (reward for known in known_P_G for reward in known):
         is_share = -_ROUNDING <= reward <= 1 + _ROUNDING
@@ -78,7 +79,7 @@ def beta_normalised(rewards_P_G: list[list[float | None]]) -> list[list[float]]:
 
 
 def beta_of_moments(values: list[float]) -> tuple[float, float] | None:
-    """(a, b) of the Beta distribution with the values' mean and unbiased variance; None if there is none."""
+    """Return (a, b) of the Beta distribution with the values' mean and unbiased variance, or None."""
     if len(values) < 2:
         return None
     mean, spread = fmean(values), variance(values)
@@ -93,7 +94,7 @@ def _inside(mean: float) -> float:
 
 
 def beta_density(x: float, a: float, b: float) -> float:
-    """x^(a - 1) (1 - x)^(b - 1) / B(a, b), for x strictly between 0 and 1."""
+    """Return x^(a - 1) (1 - x)^(b - 1) / B(a, b), for 0 < x < 1."""
     log_norm = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
     return math.exp((a - 1.0) * math.log(x) + (b - 1.0) * math.log1p(-x) - log_norm)
 
@@ -105,7 +106,7 @@ def _known(rewards_G: list[float | None]) -> list[float]:
 
 
 def _alone(advantages: Callable[[list[float | None]], list[float]]) -> Advantages:
-    """For each group without regard to the others."""
+    """Apply a function of one group to each group."""
     return lambda rewards_P_G: [advantages(rewards_G) for rewards_G in rewards_P_G]
 
 

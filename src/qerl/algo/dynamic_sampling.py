@@ -1,11 +1,11 @@
-"""Dynamic sampling: which of the groups drawn so far a step learns from.
+"""Dynamic sampling: sample more prompts until enough groups are informative.
 
-A group whose rewards are all equal has zero advantages; it costs a forward and a backward and dilutes the
-mean. So prompts are drawn in rounds until num_prompts groups are informative (DAPO, arXiv 2503.14476, 3.2).
+A group with equal rewards has zero advantages; it costs a forward and a backward pass and dilutes the mean.
+So prompts are sampled in rounds until num_prompts groups are informative (DAPO, arXiv 2503.14476, 3.2).
 
     kept_P = []
     while len(kept_P) < num_prompts and rounds are left:
-        kept_P = fill(kept_P, draw(), num_prompts)
+        kept_P = fill(kept_P, sample(), num_prompts)
 """
 
 from qerl.algo.advantage import is_informative
@@ -13,10 +13,10 @@ from qerl.types import Group
 
 
 def fill(kept_P: list[Group], drawn_P: list[Group], num_prompts: int) -> list[Group]:
-    """The kept groups and then the informative ones of those drawn, in their order, num_prompts at most.
+    """Return the kept groups followed by the informative new ones, at most num_prompts.
 
-    Judged by `sample.reward` as the task gave it, without a penalty for length: a group that is right
-    throughout stays uninformative however long its samples are.
+    Groups are judged by `sample.reward` without length penalty: a group of correct samples stays
+    uninformative however long they are.
     """
     informative_P = [
         group for group in drawn_P if is_informative([sample.reward for sample in group.samples_G])

@@ -1,4 +1,4 @@
-"""What PPO's ratio is taken against, and the weights that correct for who really drew the samples.
+"""Off-policy correction: the denominator of PPO's ratio, and weights for samples of another policy.
 
     loss_t = weight_t * policy loss of exp(logprob_t - old_t)
     rho_t  = exp(learner_old_t - sampler_t)            rho_i = the product of a sample's rho_t
@@ -12,15 +12,15 @@
     ratio                 sampler        1
     none                  learner_old    1                                   the mismatch is ignored
 
-    geometric   keeps a sample whose rho_i^(1 / |o_i|) lies from geometric_low to geometric_high
-    veto        keeps a sample of which no rho_t is under veto_ratio
+    geometric   keeps samples with rho_i^(1 / |o_i|) between geometric_low and geometric_high
+    veto        keeps samples without any rho_t below veto_ratio
 
-learner_old are the learner's logprobs before the update, sampler those of the policy that drew the tokens
-(quantized kernels, noise and all). The weights scale the policy loss only, not the KL term, and have no
-gradient. What has weight 0 still counts in the loss's denominators: the sum is the estimate with the weights
-as they are, and it does not depend on how samples are packed. TIS: Yao et al., "Your efficient RL framework
-secretly brings you off-policy RL training", 2025. MIS and geometric rejection: Liu et al., "When speed kills
-stability", 2025. Veto: verl's rollout correction. IcePop: Ling team, arXiv 2510.18855.
+learner_old are the learner's logprobs before the update, sampler those of the policy that sampled the tokens
+(with quantized kernels and noise). The weights scale the policy loss but not the KL term, and have no
+gradient. Tokens of weight 0 still count in the loss's denominators, so the loss does not depend on how
+samples are packed. TIS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+2025. MIS and geometric rejection: Liu et al., "When speed kills stability", 2025. Veto: verl's rollout
+correction. IcePop: Ling team, arXiv 2510.18855.
 """
 
 import dataclasses
@@ -40,24 +40,24 @@ class Importance:
 
     name: str
     old: Callable[[Tensor, Tensor], Tensor]
-    """(learner_old_T, sampler_T) -> what PPO's ratio is divided by."""
+    """(learner_old_T, sampler_T) -> denominator of PPO's ratio."""
     rho: Callable[[Tensor, Segments], Tensor]
-    """(log_ratio_T, spans) -> the weight of each token before it is bounded."""
+    """(log_ratio_T, spans) -> each token's weight before it is bounded."""
     bound: Callable[[Tensor, AlgoConfig], Tensor]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Correction:
-    """No gradient in any of it."""
+    """The result; it carries no gradient."""
 
     old_T: Tensor
     weight_T: Tensor
     was_capped_T: Tensor
-    """Where the weight is smaller than rho, but not 0."""
+    """True where the weight is smaller than rho, but not 0."""
     was_masked_T: Tensor
-    """Where the token's own bound made the weight 0."""
+    """True where the token's own bound made its weight 0."""
     was_rejected_S: Tensor
-    """Samples of which every weight was made 0."""
+    """True for samples whose weights are all 0."""
 
 
 def of_learner(learner_old_T: Tensor, sampler_T: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ REJECTIONS: dict[str, Callable[[Tensor, Segments, AlgoConfig], Tensor]] = {
     "geometric": geometric,
     "veto": veto,
 }
-"""(log_ratio_T, spans, algo) -> which samples are kept."""
+"""(log_ratio_T, spans, algo) -> True for samples that are kept."""
 
 
 def correct(learner_old_T: Tensor, sampler_T: Tensor, spans: Segments, algo: AlgoConfig) -> Correction:
@@ -142,6 +142,6 @@ def correct(learner_old_T: Tensor, sampler_T: Tensor, spans: Segments, algo: Alg
 
 
 def effective_fraction(total: float, total_squared: float, count: int) -> float:
-    """(sum w)^2 / (T sum w^2): the share of the T tokens that an unweighted mean as exact as the weighted one
-    would need; 1 for equal weights. Kong, 1992."""
+    """Return (sum w)^2 / (T sum w^2): the share of the T tokens that an unweighted mean of the same precision
+    needs; 1 for equal weights. Kong, 1992."""
     return total * total / (count * total_squared)

@@ -1,8 +1,8 @@
-"""The KL divergence to a reference policy, estimated from the sampled tokens alone.
+"""The KL divergence to a reference policy, estimated from the sampled tokens.
 
     k3_t = exp(x_t) - x_t - 1        x_t = reference_t - logprob_t
 
-Never negative, and unbiased for KL(policy || reference) where the policy drew the tokens.
+Never negative, and unbiased for KL(policy || reference) if the policy sampled the tokens.
 Source: Schulman, "Approximating KL divergence", 2020; a loss term since arXiv 2402.03300, equation 4.
 """
 
@@ -13,7 +13,7 @@ MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 is still finite when squared in fp32
 
 
 def k3(logprob_T: Tensor, reference_T: Tensor) -> Tensor:
-    """One estimate a token, differentiable in logprob_T; beyond a log ratio of 20 it is flat."""
+    """Return one estimate per token, differentiable in logprob_T; constant beyond a log ratio of 20."""
     log_ratio_T = (reference_T.detach() - logprob_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1: near zero, where most tokens are, exp(x) - 1 in fp32 would keep none of x^2 / 2.
     return torch.expm1(log_ratio_T) - log_ratio_T

@@ -1,13 +1,13 @@
-"""The policy losses: one objective a token, and one weight for every token of a sample.
+"""Policy losses: an objective per token, and a weight for the tokens of each sample.
 
     loss = sum_i sum_t weight_i * objective_t          ratio_t = exp(logprob_t - old_t)
                                                        s_i = the geometric mean of a sample's ratio_t
     objective_t
-    clipped     -min(ratio_t A, clip(ratio_t, 1 - clip_low, 1 + clip_high) A)     PPO, arXiv 1707.06347, 3
+    clipped     -min(ratio_t A, clip(ratio_t, 1 - eps, 1 + eps_high) A)     PPO, arXiv 1707.06347, 3
     sequence    the same with s_i for ratio_t                                     GSPO, arXiv 2507.18071
     sequence_   the same with sg(s_i) ratio_t / sg(ratio_t), for advantages
     token       that differ within a sample                                       GSPO-token, the same
-    weighted    -sg(clip(ratio_t, 1 - clip_low, 1 + clip_high)) A logprob_t       CISPO, arXiv 2506.13585
+    weighted    -sg(clip(ratio_t, 1 - eps, 1 + eps_high)) A logprob_t       CISPO, arXiv 2506.13585
     gated       -4 / tau sigmoid(tau (ratio_t - 1)) A, tau by the sign of A       SAPO, arXiv 2511.20347
     soft        -sg(exp(-(ratio_t - 1)^2 / (2 w_t^2))) ratio_t A where A pushes
                 ratio_t farther from 1, else -ratio_t A                           MASPO, arXiv 2602.17550
@@ -22,8 +22,8 @@
     gspo, gspo_token, sapo                as grpo      cispo, maspo                    as dapo
 
 |o_i| is the number of tokens of sample i, S the number of samples, P of groups, sg stops the gradient. The
-weights are those of the WHOLE update, so however it is split into micro-batches, the sum over them is the
-same loss. Gradients of different micro-batches are added, never averaged.
+weights are those of the WHOLE update, so the loss does not depend on its split into micro-batches. Gradients
+of micro-batches are added, never averaged. eps and eps_high are algo.epsilon and algo.epsilon_high.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class Weights(Protocol):
     def __call__(
         self, lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int
     ) -> list[list[float]]:
-        """The weight of each token of each sample. num_samples may exceed the lengths there are: a sample
-        that was left out of the loss then still counts in a mean over samples."""
+        """Return the weight of each token of each sample. num_samples may exceed the number of lengths: a
+        sample that is left out of the loss still counts in a mean over samples."""
         ...
 
 
@@ -55,8 +55,8 @@ class Loss:
 
     name: str
     objective: Callable[[Tensor, Tensor, Tensor, Segments, AlgoConfig], tuple[Tensor, Tensor]]
-    """(logprob_T, old_T, advantage_T, spans, algo) -> (loss_T, held_T), held_T being the share of the
-    gradient of -ratio A that was held back: 1 where a clip took it away, 0 where nothing was done."""
+    """(logprob_T, old_T, advantage_T, spans, algo) -> (loss_T, held_T). held_T is the share of the gradient
+    of -ratio A that is held back: 1 where it is clipped, 0 where it is not."""
     weights: Weights
 
 
@@ -124,20 +124,20 @@ def _clipped(ratio_T: Tensor, advantage_T: Tensor, algo: AlgoConfig) -> tuple[Te
 
 
 def sample_mean(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int) -> list[list[float]]:
-    """The mean within each sample, then over samples; a sample without tokens weighs nothing."""
+    """Average within each sample, then over samples; a sample without tokens has weight 0."""
     return [
         [1.0 / (num_samples * length) if length else 0.0 for length in lengths_G] for lengths_G in lengths_P_G
     ]
 
 
 def token_mean(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int) -> list[list[float]]:
-    """The mean over all tokens of the update."""
+    """Average over all tokens of the update."""
     num_tokens = sum(map(sum, lengths_P_G))
     return [[1.0 / num_tokens if length else 0.0 for length in lengths_G] for lengths_G in lengths_P_G]
 
 
 def group_mean(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int) -> list[list[float]]:
-    """The mean over the tokens of each group, then over groups."""
+    """Average over the tokens of each group, then over groups."""
     num_groups = len(lengths_P_G)
     return [
         [1.0 / (num_groups * sum(lengths_G)) if length else 0.0 for length in lengths_G]
@@ -146,7 +146,7 @@ def group_mean(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: in
 
 
 def constant(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int) -> list[list[float]]:
-    """The sum over tokens divided by what the update could hold at most."""
+    """Sum over tokens, divided by the largest possible number of tokens of the update."""
     return [[1.0 / (num_samples * max_tokens)] * len(lengths_G) for lengths_G in lengths_P_G]
 
 

@@ -1,10 +1,10 @@
-"""What becomes of a sample that runs into max_tokens: nothing, no part in the loss, or a penalty by length.
+"""Treatment of samples truncated at max_tokens: keep, leave out of the loss, or penalize by length.
 
     penalty = -clip((length - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1)
 
-It is added to the reward before the advantage is taken. Both the penalty and the leaving out are DAPO's:
-arXiv 2503.14476, 3.4. A masked sample's reward still counts in its group's mean: it is left out of the loss
-(and of the loss's token counts), not of the comparison.
+The penalty is added to the reward before advantages are computed. Penalty and mask are DAPO's: arXiv
+2503.14476, 3.4. A masked sample is left out of the loss and its token counts, but its reward still counts in
+its group's mean.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ class Overlong:
 
     name: str
     penalty: Callable[[int, int, int], float]
-    """(length, max_tokens, buffer_tokens) -> what is added to the reward, from -1 to 0."""
+    """(length, max_tokens, buffer_tokens) -> number in [-1, 0] that is added to the reward."""
     is_kept: Callable[[Sample], bool]
-    """Whether the sample takes part in the loss."""
+    """True if the sample takes part in the loss."""
 
 
 def no_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
@@ -29,7 +29,7 @@ def no_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
 
 
 def soft_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
-    """Falls from 0 to -1 over the last buffer_tokens tokens before max_tokens."""
+    """Fall from 0 to -1 over the last buffer_tokens tokens before max_tokens."""
     excess = (length - (max_tokens - buffer_tokens)) / buffer_tokens
     return -min(max(excess, 0.0), 1.0)
 
@@ -39,7 +39,7 @@ def always(sample: Sample) -> bool:
 
 
 def is_complete(sample: Sample) -> bool:
-    """Whether the sample ended by itself."""
+    """True if the sample ended with a stop token or stop string."""
     return sample.finish == "stop"
 
 

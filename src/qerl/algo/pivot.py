@@ -1,10 +1,10 @@
-"""Where a failed sample is branched, and how likely a branch from there is to succeed: DEEP-GRPO.
+"""Pivots of DEEP-GRPO: where to branch a failed sample, and how likely a branch is to succeed.
 
-    Q(t) ~ P(t / T) (t / T)^gamma        t = s, 2 s, ... under T: after whole segments of s of its T tokens
-    P(r) = sigmoid(slope r + base)       fitted to the tries so far: (r, whether a branch succeeded)
-                                         1 until there are more than 10 of them, of both kinds
+    Q(t) ~ P(t / T) (t / T)^gamma        t = s, 2 s, ... < T: after whole segments of s of its T tokens
+    P(r) = sigmoid(slope r + base)       fitted to earlier tries (r, whether a branch succeeded);
+                                         1 until there are more than 10 tries, with both outcomes
 
-The fit minimises -sum log(P(r) or 1 - P(r)) + slope^2 / 2 by Newton's method, from slope 0 and the log odds:
+The fit minimizes -sum log(P(r) or 1 - P(r)) + slope^2 / 2 by Newton's method, from slope 0 and the log odds:
 scikit-learn's LogisticRegression as the authors call it, over the newest 10,000 tries. Their segments are
 sentences or 50 tokens, and their r counts segments. arXiv 2602.14169.
 """
@@ -26,13 +26,13 @@ class Try(NamedTuple):
     """A pivot that was branched: Try(ratio=0.75, succeeded=True)."""
 
     ratio: float
-    """Share of the sample's tokens before it."""
+    """Share of the sample's tokens before the pivot."""
     succeeded: bool
-    """Whether at least one of its branches did."""
+    """True if at least one of its branches succeeded."""
 
 
 class Success(NamedTuple):
-    """The chance that a pivot at ratio r succeeds."""
+    """Return the probability that a pivot at this ratio succeeds."""
 
     slope: float
     base: float
@@ -43,7 +43,7 @@ class Success(NamedTuple):
 
 
 def fitted(tries: Sequence[Try]) -> Success | None:
-    """None where there are too few tries, or none of one kind."""
+    """Return None if there are too few tries, or only one outcome."""
     if len(tries) <= FEW or len({each.succeeded for each in tries}) < 2:
         return None
     ratio = torch.tensor([each.ratio for each in tries], dtype=torch.float64)
@@ -62,7 +62,7 @@ def fitted(tries: Sequence[Try]) -> Success | None:
 
 
 def odds(num_tokens: int, success: Success | None, deep: DeepConfig) -> dict[int, float]:
-    """Of a pivot after each number of tokens, not normalised; none for a sample of one segment."""
+    """Return the unnormalized odds of a pivot after each segment; empty for a sample of one segment."""
     return {
         t: (1.0 if success is None else success.at(t / num_tokens)) * (t / num_tokens) ** deep.gamma
         for t in range(deep.segment_tokens, num_tokens, deep.segment_tokens)
@@ -70,7 +70,7 @@ def odds(num_tokens: int, success: Success | None, deep: DeepConfig) -> dict[int
 
 
 def chosen(odds: dict[int, float], uniform: float) -> int | None:
-    """The place where the odds' running sum passes this share of the whole; None where there is no place."""
+    """Return the position where the cumulative odds pass this share of their sum, or None."""
     if not odds:
         return None
     target = uniform * sum(odds.values())

@@ -1,6 +1,6 @@
-"""Turning the coordinates of a draw into a seed: no random number depends on what was drawn before it.
+"""Seeds from coordinates such as (seed, step, prompt): no random number depends on earlier ones.
 
-    seed = mix(mix(mix(0, a), b), c) ...    mix = SplitMix64's finaliser over the running state
+    seed = mix(mix(mix(0, a), b), c) ...    mix = SplitMix64's finalizer over the running state
 
 Two different coordinate tuples give unrelated seeds; the same tuple gives the same one on every machine.
 Source of the constants: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
@@ -14,24 +14,24 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def mix(*coordinates: int) -> int:
-    """A 63-bit seed from integers such as (seed, step), for torch.Generator or random.Random."""
+    """Return a 63-bit seed from integers such as (seed, step), for torch.Generator or random.Random."""
     return _mixed(coordinates, len(coordinates)) >> 1
 
 
 def uniform(*coordinates: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on the coordinates alone."""
+    """Return a number in [0, 1) with 53 random bits that depends on the coordinates only."""
     return (mix(*coordinates) >> 10) / float(1 << 53)
 
 
 def rounds(*coordinates: int) -> int:
-    """What `last_round` needs of all coordinates of `uniform` but a part of the last: int64."""
+    """Return the int64 state that `last_round` needs: all coordinates of `uniform` but a part of the last."""
     *before, last = coordinates
     state = _mixed(before, len(coordinates)) * _GOLDEN + _GOLDEN + last & _MASK
     return state - (1 << 64) if state >> 63 else state
 
 
 def last_round(states: Tensor, last: Tensor) -> Tensor:
-    """float64, where `states` are of `rounds`: last_round(rounds(a, b, c), d) = uniform(a, b, c + d)."""
+    """Return float64 numbers: last_round(rounds(a, b, c), d) = uniform(a, b, c + d)."""
     assert states.dtype == torch.int64
     state = states + last  # int64 wraps as the masked integers do
     state = (state ^ _shifted(state, 30)) * (_FIRST - (1 << 64))
@@ -40,7 +40,7 @@ def last_round(states: Tensor, last: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """To the right, zeros moving in."""
+    """Shift right, filling with zeros."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 

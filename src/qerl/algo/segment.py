@@ -1,10 +1,10 @@
-"""Sums over each of several samples whose tokens lie one after another, and their way back to the tokens.
+"""Segment reductions: sums over samples whose tokens lie one after another, and back to the tokens.
 
-    tokens      a0 a1 a2 b0 c0 c1              Spans.of([3, 1, 2], device)
+    tokens      a0 a1 a2 b0 c0 c1              Segments.of([3, 1, 2], device)
     total       a0+a1+a2   b0   c0+c1          per_token of it: one value for every token of its sample
 
-By way of a padded table [S, longest]: every index is written once, so sums and gradients have the same bits
-each time on a GPU too, which adding by index has not.
+Uses a padded table [S, longest]: every element is written once, so sums and gradients are deterministic on a
+GPU, which index_add is not.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class Segments:
     lengths_S: Tensor
     longest: int
     places_T: Tensor
-    """Of each token in the padded table, row by row."""
+    """Row-by-row position of each token in the padded table."""
 
     @classmethod
     def of(cls, lengths_S: list[int], device: torch.device) -> "Segments":
@@ -31,21 +31,21 @@ class Segments:
         )
 
     def total(self, x_T: Tensor) -> Tensor:
-        """The sum over each sample, [S]."""
+        """Sum over each sample, [S]."""
         num_samples = len(self.lengths_S)
         table = x_T.new_zeros(num_samples * self.longest).index_copy(0, self.places_T, x_T)
         return table.view(num_samples, self.longest).sum(1)
 
     def mean(self, x_T: Tensor) -> Tensor:
-        """The mean over each sample, [S]; no sample is empty."""
+        """Mean over each sample, [S]; no sample is empty."""
         return self.total(x_T) / self.lengths_S
 
     def least(self, x_T: Tensor) -> Tensor:
-        """The smallest of each sample, [S]."""
+        """Minimum of each sample, [S]."""
         num_samples = len(self.lengths_S)
         table = x_T.new_full((num_samples * self.longest,), float("inf")).index_copy(0, self.places_T, x_T)
         return table.view(num_samples, self.longest).amin(1)
 
     def per_token(self, x_S: Tensor) -> Tensor:
-        """Each sample's value for every of its tokens, [T]."""
+        """Repeat each sample's value for all of its tokens, [T]."""
         return x_S[:, None].expand(-1, self.longest).reshape(-1).index_select(0, self.places_T)

@@ -1,4 +1,4 @@
-"""The noise of a run's policies: sigma by the config's rule, put into the norms, steered by what it did."""
+"""AQN in a run: sigma by the config's rule, noise in the norms, control by what the noise did."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,8 +12,8 @@ from qerl.errors import UserError
 
 
 class AQN:
-    """AQN: the norms of one or both policies carry sigma * Z, Z drawn from (seed, step, layer), and by
-    noise.scope from the prompt's or the sample's index."""
+    """The norms of one or both policies carry sigma * Z. Z follows from (seed, step, layer), and with
+    noise.scope group or sample also from the prompt's or the sample's index."""
 
     def __init__(
         self,
@@ -21,9 +21,9 @@ class AQN:
         config: RunConfig,
         gather: Callable[[int], list[int]] = lambda value: [value],
     ):
-        """gather: gives every rank's value to every rank."""
+        """gather: returns every rank's value on every rank."""
         self.num_drawn = 0
-        """Different Z of the latest `sampling`."""
+        """Number of different Z in the latest `sampling`."""
         if config.noise.schedule != "none" and not table.norms:
             raise UserError("noise.schedule asks for noise, but no norm of this model takes it")
         self._table, self._config, self._gather = table, config, gather
@@ -49,18 +49,18 @@ class AQN:
             yield sigma
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Takes the step's metrics in; gives what a steered run logs of it."""
+        """Update the controller with the step's metrics; return what AQN logs."""
         self._state = self._rule.after(self._state, step, metrics, self._config.noise)
         found = {"noise_draws": self.draws(self._gather(self.num_drawn))}
         return found | ({"noise_floor": self._state.floor} if self._config.noise.is_controlled else {})
 
     def draws(self, parts: Sequence[float]) -> float:
-        """Of a whole whose parts drew so many: each has prompts of its own, and all have the same indices of
-        samples."""
+        """Combine the numbers of draws of several parts of a call: each part has its own prompts, and all
+        have the same sample indices."""
         return sum(parts) if self._config.noise.scope == "group" else max(parts)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return what a checkpoint stores, as JSON values."""
         return stored(self._state)
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -1,16 +1,15 @@
-"""Sigma of the next step from what the noise did in this one: fixed schedules and steered ones, of one kind.
+"""Rules for sigma: fixed schedules, and controllers that react to the noise's measured effect.
 
-    x = measure - floor        the KL of sampler to learner, less its mean over the steps without noise;
-                               or the sampling policy's entropy, whose floor is 0
-    adaptive    log sigma += gain clip(log(target / x), -1, 1)            a proposal of ours
+    x = measure - floor        KL(sampler || learner) minus its mean over the steps without noise;
+                               or the sampling policy's entropy, with floor 0
+    adaptive    log sigma += gain clip(log(target / x), -1, 1)            proposed here
     plappert    sigma *= factor if x < target, else sigma /= factor       Plappert et al., arXiv 1706.01905
-    a schedule of noise_schedule.py: sigma depends on the step alone
+    a schedule of schedule.py: sigma depends on the step alone
 
-then sigma is clipped to [sigma_min, sigma_max]. KL grows with the square of sigma, so the error of log sigma
-shrinks by 1 - 2 gain in each step; from far off it first moves by a factor of exp(gain) a step. Sigma itself
-is all that is remembered of an error, so nothing winds up at a bound; where the measure is missing or no
-number, sigma stays. x <= 0 (less than the floor) counts as far below the target, and an
-infinite KL as far above.
+Then sigma is clipped to [sigma_min, sigma_max]. KL grows with the square of sigma, so the error of log sigma
+shrinks by 1 - 2 gain per step; far from the target sigma moves by a factor of exp(gain) per step. Sigma is
+the only state, so there is no integral wind-up at a bound. If the measure is missing or NaN, sigma stays. x <= 0
+(below the floor) counts as far below the target, an infinite KL as far above.
 """
 
 import dataclasses
@@ -25,12 +24,12 @@ from qerl.config import ControlConfig, NoiseConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseState:
-    """NoiseState(sigma=0.012, quiet=(3e-5, 4e-5)): what a steered run must know to go on."""
+    """NoiseState(sigma=0.012, quiet=(3e-5, 4e-5)): the state of a controlled run."""
 
     sigma: float
-    """Of the next step that has noise."""
+    """Sigma of the next noisy step."""
     quiet: tuple[float, ...] = ()
-    """What the measure was in the steps without noise."""
+    """Values of the measure in the steps without noise."""
 
     @property
     def floor(self) -> float:
@@ -39,13 +38,13 @@ class NoiseState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """RULES["adaptive"] is Rule(name="adaptive", sigma=steered, after=adapted(adaptive))."""
+    """RULES["adaptive"] is Rule(name="adaptive", sigma=controlled, after=adapted(adaptive))."""
 
     name: str
     sigma: Callable[[NoiseState, int, int, NoiseConfig], float]
     """(state, step, num_steps, noise) -> sigma of this step."""
     after: Callable[[NoiseState, int, Mapping[str, float], NoiseConfig], NoiseState]
-    """(state, step, metrics, noise) -> the state once the step's metrics are known."""
+    """(state, step, metrics, noise) -> state after the step's metrics are known."""
 
 
 MEASURES = {"kl": "mismatch_kl", "entropy": "sampler_entropy"}
@@ -66,7 +65,7 @@ def unchanged(state: NoiseState, step: int, metrics: Mapping[str, float], noise:
     return state
 
 
-def steered(state: NoiseState, step: int, num_steps: int, noise: NoiseConfig) -> float:
+def controlled(state: NoiseState, step: int, num_steps: int, noise: NoiseConfig) -> float:
     return 0.0 if step < noise.control.warmup_steps else state.sigma
 
 
@@ -75,7 +74,7 @@ def adaptive(sigma: float, x: float, control: ControlConfig) -> float:
 
 
 def _error(x: float, target: float) -> float:
-    """log(target / x) within -1 to 1."""
+    """Return log(target / x), clipped to [-1, 1]."""
     if x <= 0:
         return 1.0
     return -1.0 if x == math.inf else min(max(math.log(target / x), -1.0), 1.0)
@@ -86,7 +85,7 @@ def plappert(sigma: float, x: float, control: ControlConfig) -> float:
 
 
 def adapted(move: Callable[[float, float, ControlConfig], float]) -> Callable[..., NoiseState]:
-    """The state after a step of which `move` makes the next sigma."""
+    """Return the state after a step, with the next sigma from `move`."""
 
     def after(state: NoiseState, step: int, metrics: Mapping[str, float], noise: NoiseConfig) -> NoiseState:
         control = noise.control
@@ -104,8 +103,8 @@ def adapted(move: Callable[[float, float, ControlConfig], float]) -> Callable[..
 
 RULES: dict[str, Rule] = {
     **{name: Rule(name=name, sigma=scheduled, after=unchanged) for name in SCHEDULES},
-    "adaptive": Rule(name="adaptive", sigma=steered, after=adapted(adaptive)),
-    "plappert": Rule(name="plappert", sigma=steered, after=adapted(plappert)),
+    "adaptive": Rule(name="adaptive", sigma=controlled, after=adapted(adaptive)),
+    "plappert": Rule(name="plappert", sigma=controlled, after=adapted(plappert)),
 }
 
 
@@ -114,7 +113,7 @@ def started(noise: NoiseConfig) -> NoiseState:
 
 
 def stored(state: NoiseState) -> dict[str, Any]:
-    """As JSON has it, every bit of it."""
+    """Return the state as JSON values, without loss of precision."""
     return {"sigma": state.sigma, "quiet": list(state.quiet)}
 
 

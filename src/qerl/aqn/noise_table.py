@@ -1,11 +1,11 @@
-"""Which noise a token takes where it is not the same for all: rows of the norms' noise, one for each key.
+"""The noise rows of tokens when noise.scope is group or sample: one row of the norms' noise per key.
 
-    group     key: the prompt's index            a prompt's tokens take the row of its samples
-    sample    key: the sample's index in its group; the prompt, which is computed once for all of its samples,
-              takes row 0, and so does the draw of their first tokens, by the prompt's last token
+    group     key: the prompt's index            a prompt's tokens use the row of its samples
+    sample    key: the sample's index in its group; the prompt, computed once for all of its samples, uses
+              row 0, and so do the samples' first tokens, which follow from its last token
 
-Row 0 is no noise. The others are drawn when first asked for, from (seed, step, layer, key) alone: which row a
-key gets means nothing, and no other key, batch or pause changes its numbers: tests/aqn/test_noise_table.py.
+Row 0 has no noise. The other rows are filled when first needed, from (seed, step, layer, key) only: a key's
+noise depends neither on its row nor on other keys, batches or preemption: tests/aqn/test_noise_table.py.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from qerl.aqn.noised_norm import NoisedRMSNorm
 Members = tuple[int, Sequence[int]]
 """A prompt's index in the task, and the indices of some of its samples in its group."""
 Fill = Callable[[slice, Sequence[int]], None]
-"""Draws the noise of these keys into these rows of every norm."""
+"""Fill these rows of every norm with the noise of these keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoiseScope:
-    """What has a noise of its own: the keys of a prompt's own tokens, None for none, and of its samples."""
+    """The keys of a prompt's own tokens (None: no noise) and of its samples."""
 
     of_prompt: Callable[[int], int | None]
     of_sample: Callable[[int, int], int]
@@ -36,21 +36,22 @@ SCOPES = {
 
 
 class NoiseTable:
-    """Every row is 0 until it is opened, and outside of start and stop."""
+    """Every row is 0 before `open`, and outside of `start` and `stop`."""
 
     def __init__(self, norms: Sequence[NoisedRMSNorm]):
         """norms: two for each layer, in the layers' order: before q|k|v, before gate|up."""
         self.norms = norms
         self.is_open = False
-        """Whether the norms hold rows of noise, and not one vector for all tokens."""
+        """True if the norms hold rows of noise instead of one vector for all tokens."""
         self.num_drawn = 0
-        """Rows drawn since the latest `start`."""
+        """Number of rows filled since the latest `start`."""
         self._per, self._num_keys = SCOPES["sample"], 0
         self._rows: dict[int, int] = {}
         self._fill: Fill | None = None
 
     def open(self, per: str, num_keys: int) -> None:
-        """num_keys: most that one call of `rows` names. To be done before graphs are recorded."""
+        """Allocate the rows; num_keys is the maximum number of keys per call of `rows`. Call it before graphs
+        are recorded."""
         self.is_open, self._per, self._num_keys = True, SCOPES[per], num_keys
         for norm in self.norms:
             shape = 1 + num_keys, norm.noise.shape[-1]
@@ -60,12 +61,12 @@ class NoiseTable:
         self._rows, self._fill, self.num_drawn = {}, fill, 0
 
     def stop(self) -> None:
-        """From here on every token's row is 0."""
+        """Make every token use row 0."""
         self._rows, self._fill = {}, None
 
     def rows(self, members: Sequence[Members]) -> list[tuple[int, list[int]]]:
-        """(the prompt's row, its samples' rows) of each; they hold until the next call, which may draw others
-        over them."""
+        """Return (the prompt's row, its samples' rows) of each member, valid until the next call, which may
+        refill the rows."""
         keys = [
             (self._per.of_prompt(prompt), [self._per.of_sample(prompt, sample) for sample in samples])
             for prompt, samples in members

@@ -25,13 +25,13 @@ class NoisedRMSNorm(nn.Module):
     def forward(
         self, h_TD: Tensor, noise_rows_T: Tensor | None = None, *, room: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """(x, h): x with room for so many columns behind each row, where the kernel can leave it; h to be
-        added to in its place."""
+        """Return (x, h). x has `room` more columns behind each row where the kernel can leave them; h may be
+        added to in place."""
         noise, rows_T = self.noise_of(noise_rows_T)
         return fork(h_TD, self.weight, noise, self.eps, dtype=self.compute, room=room, rows_T=rows_T)
 
     def noise_of(self, noise_rows_T: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(noise, rows of it) as the kernels take them; a table without rows is no noise."""
+        """Return (noise, its rows) as the kernels take them; a table without rows is no noise."""
         if self.noise.dim() == 1:
             return self.noise, None
         return None if noise_rows_T is None else self.noise, noise_rows_T

@@ -1,11 +1,11 @@
-"""Adaptive quantization noise: a Gaussian beside the norm weights, while samples are drawn.
+"""The noise of AQN: a Gaussian beside the norm weights during sampling.
 
-    noise = sigma * Z              unit "absolute": sigma in the weights' own units (QeRL, arXiv 2510.11696)
+    noise = sigma * Z              unit "absolute": sigma in the unit of the weights (QeRL, arXiv 2510.11696)
     noise = sigma * rms(w) * Z     unit "relative": sigma as a fraction of each norm's size
 
 One Z for the norm before q|k|v and one for that before gate|up of each layer; no other norm is noised. Z
-depends on (seed, step, layer) alone, and where the decoder has a noise table on the row's key besides. It is
-drawn on the CPU, so it is the same on every device.
+depends on (seed, step, layer) only, and with a noise table on the row's key. It is generated on the CPU, so
+it is the same on every device.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from qerl.aqn.noised_norm import NoisedRMSNorm
 def noised(
     table: NoiseTable, *, sigma: float, unit: Literal["absolute", "relative"], seed: int, step: int
 ) -> Iterator[int]:
-    """Noise inside, none after; yields how many norms took it, 0 if sigma is 0."""
+    """Apply noise inside the context; yield the number of noised norms, 0 if sigma is 0."""
     norms = table.norms if sigma > 0 else []
     draw = _Draw(norms, sigma, unit, seed, step)
     try:
@@ -49,7 +49,7 @@ class _Draw:
     step: int
 
     def into(self, targets: Sequence[Tensor], keys: Sequence[tuple[int, ...]]) -> None:
-        """Each norm's noise into its target: a row for each key, or [D] for the one key."""
+        """Write each norm's noise into its target: one row per key, or [D] for a single key."""
         for layer_index, pair in enumerate(zip(self.norms[::2], self.norms[1::2], strict=True)):
             z_S2D = torch.stack([self._z(layer_index, key, len(pair[0].weight)) for key in keys])
             for place, norm in enumerate(pair):

@@ -1,7 +1,7 @@
-"""How much noise the sampling policy carries at each step of a run (Adaptive Quantization Noise).
+"""Schedules of AQN's sigma by step.
 
     stage = floor(step K / num_steps)           K stages, as equal as whole steps allow
-    sigma = 0                                   in stage 0: there is the quantization's own noise only
+    sigma = 0                                   in stage 0: only the quantization's own noise
     sigma = between(start, end, i / (K - 2))    in stage i + 1, i = 0 .. K - 2
 
     exponential   start^(1 - f) end^f                                   QeRL, arXiv 2510.11696, equation 8
@@ -13,7 +13,7 @@
 
 Equation 8 as printed never reaches sigma_end; dividing by K - 2 makes the first noisy stage exactly
 sigma_start and the last exactly sigma_end. The paper compares a linear, a cosine and a logarithmic decay
-without their formulas: these are ours.
+without giving formulas: these are ours.
 """
 
 import math
@@ -23,7 +23,7 @@ from collections.abc import Callable
 def sigma(
     step: int, *, num_steps: int, schedule: str, sigma_start: float, sigma_end: float, num_stages: int
 ) -> float:
-    """The standard deviation of the noise while this step's samples are drawn; steps count from 0."""
+    """Return the standard deviation of the noise while this step samples; steps count from 0."""
     assert 0 <= step < num_steps and num_stages >= 2, (step, num_steps, num_stages)
     stage = step * num_stages // num_steps
     if stage == 0:

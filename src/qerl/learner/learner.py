@@ -1,6 +1,6 @@
 """The learner: updates the adapter from samples and their advantages.
 
-    loss = sum_t weight_t * (importance_t * policy_t + kl_coefficient * k3_t)
+    loss = sum_t weight_t * (importance_t * policy_t + beta * k3_t)
 
 over the sampled tokens t of one update. The weights are made for the whole update before it is packed, so
 its split into micro-batches, the sharing of prompts and the order of samples leave the gradient as it is
