@@ -8,8 +8,8 @@
 
 Then sigma is clipped to [sigma_min, sigma_max]. KL grows with the square of sigma, so the error of log sigma
 shrinks by 1 - 2 gain per step; far from the target sigma moves by a factor of exp(gain) per step. Sigma is
-the only state, so there is no integral wind-up at a bound. If the measure is missing or NaN, sigma stays. x <= 0
-(below the floor) counts as far below the target, an infinite KL as far above.
+the only state, so there is no integral wind-up at a bound. If the measure is missing or NaN, sigma stays.
+x <= 0 (below the floor) counts as far below the target, an infinite KL as far above.
 """
 
 import dataclasses
