@@ -112,7 +112,7 @@ def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     """Return a pass@k chart for each measured k except 1, which is the accuracy."""
     numbers = {key.removeprefix("pass_at_") for key in _keys(runs) if key.startswith("pass_at_")}
     powers = sorted(int(number) for number in numbers if number.isdigit() and number != "1")
-    about = "probability that one of {} samples is correct"
+    about = "probability that at least one of {} samples is correct"
     return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
 
 
