@@ -10,8 +10,8 @@
               mode the engine scores them as well); `qerl bench step --exact` measures whole steps
 
 A random LM head gives nearly uniform distributions, unlike a trained model, and differences grow with the
-logits. So the head is scaled to a mean entropy: logits are normal with a standard deviation s, since the final
-norm gives hidden states of length sqrt(D); s is found by bisection on random logits, and W ~ N(0, s^2 / D).
+logits. So the head is scaled to a mean entropy: logits are normal with a standard deviation s, since the
+final norm gives hidden states of length sqrt(D); bisection on random logits finds s, and W ~ N(0, s^2 / D).
 The learner runs its own step; samples without an advantage have no gradient.
 """
 
@@ -26,8 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qerl.cli.bench.case import SAMPLERS, case_of, random_policy
-from qerl.cli.bench.decode import Wordless, random_prompts
+from qerl.cli.bench.case import SAMPLERS, make_case, try_random_decoder
+from qerl.cli.bench.decode import NullTokenizer, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import check_adapter
 from qerl.cli.bench.record import RowWriter, row_writer
@@ -50,7 +50,7 @@ _MOST_SPREAD = 32.0  # of logits: at 152,064 tokens an entropy of 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParityCase:
-    """What tells a row from others; its fields are the row's."""
+    """Settings of a row."""
 
     shape: str
     provider: str
@@ -113,38 +113,38 @@ class ParityOptions:
 
 
 def bench_parity(options: ParityOptions) -> None:
-    """Appends a row for each provider, entropy, head and cache, and prints it."""
+    """Write a row for each provider, entropy, head, KV type and mode."""
     architecture, device = shape(options.shape), cuda_device()
-    measure(options, architecture, device, row_writer(options))
+    measure_cases(options, architecture, device, row_writer(options))
 
 
-def measure(
+def measure_cases(
     options: ParityOptions, architecture: Architecture, device: torch.device, rows: RowWriter
 ) -> None:
     for head in options.heads:
         check_head(head, architecture.vocab_size, architecture.width)
     for provider in options.providers:
-        decoder, error = random_policy(architecture, provider, options.lora_rank, device)
+        decoder, error = try_random_decoder(architecture, provider, options.lora_rank, device)
         varied = product(options.entropies, options.heads, options.kvs, options.exacts)
         for entropy, head, kv, exact in varied:
             own = {"kv": kv, "head": head, "target_entropy": entropy, "exact_mode": exact}
-            case = case_of(ParityCase, options, provider=provider, **own)
+            case = make_case(ParityCase, options, provider=provider, **own)
             figures = None
             if decoder is not None:
-                figures, error = attempt(partial(measured, case, decoder), device)
+                figures, error = attempt(partial(measure_case, case, decoder), device)
             rows.add({"bench": "parity"} | dataclasses.asdict(case) | (figures or {"error": error}))
         del decoder
         Meter(device).clear()
 
 
-def measured(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
-    """The decoder gets a new head."""
+def measure_case(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
+    """Measure one case; the decoder gets a new head."""
     Meter(decoder.device).clear()
     vocab_size = decoder.architecture.vocab_size
-    decoder.lm_head = LMHead(random_head(decoder, spread_for(case.target_entropy, vocab_size)))
+    decoder.lm_head = LMHead(random_head(decoder, logit_std(case.target_entropy, vocab_size)))
     decoder.lm_head.pack(case.head)
-    config = config_of(case)
-    tokenizer: Any = Wordless(vocab_size)
+    config = run_config(case)
+    tokenizer: Any = NullTokenizer(vocab_size)
     format = SAMPLERS.get(case.provider)
     sampler = decoder if format is None else make_sampler_copy(decoder, format)
     engine = Engine(sampler, tokenizer, config.engine, stop_token_ids=frozenset())
@@ -156,10 +156,10 @@ def measured(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
     def run() -> tuple[list[Group], dict[str, float], float]:
         groups = engine.generate(prompts_P, num_samples=1, sampling=sampling, seed=0, step=0)
         start_s = time.perf_counter()
-        metrics = learner.step([_untaught(group) for group in groups])
+        metrics = learner.step([_without_advantage(group) for group in groups])
         return groups, metrics, time.perf_counter() - start_s
 
-    run()  # records graphs and compiles
+    run()  # record graphs and compile kernels
     groups, metrics, read_s = run()
     return {
         "abs_diff": metrics["mismatch_abs"],
@@ -176,8 +176,8 @@ def measured(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
     }
 
 
-def spread_for(entropy: float, vocab_size: int) -> float:
-    """The deviation of normal logits whose softmax has this mean entropy."""
+def logit_std(entropy: float, vocab_size: int) -> float:
+    """Return the standard deviation of normal logits whose softmax has this mean entropy."""
     if entropy >= math.log(vocab_size):
         return 0.0
     shape_TV = max(_DRAWS // vocab_size, 1), vocab_size
@@ -197,16 +197,16 @@ def random_head(decoder: Decoder, spread: float) -> Tensor:
     return weight_VD.normal_(0, spread / math.sqrt(a.width), generator=rng)
 
 
-def _untaught(group: Group) -> Group:
-    """A reward, so that the samples count; no advantage, so that they are only read."""
+def _without_advantage(group: Group) -> Group:
+    """Return the group with zero rewards and advantages, so that the learner only scores it."""
     samples_G = [dataclasses.replace(s, reward=0.0, advantage=0.0) for s in group.samples_G]
     return dataclasses.replace(group, samples_G=samples_G)
 
 
-def config_of(case: ParityCase) -> RunConfig:
+def run_config(case: ParityCase) -> RunConfig:
     return RunConfig(
         num_prompts=case.batch,
-        num_generations=2,  # of which one is there: nothing is learned from it
+        num_generations=2,  # the minimum; the groups have one sample and no advantage
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.max_tokens),
         engine=EngineConfig(

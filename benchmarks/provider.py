@@ -1,13 +1,14 @@
 """Libraries that `python -m benchmarks linear` compares: the four products of every layer in their formats.
 
-    qerl-nvfp4        one launch each; LoRA's expansion, bias, residual and SwiGLU ride in its epilogue
-    cublas-bf16       torch's product of bfloat16 matrices
+    qerl-nvfp4        one launch per product; LoRA's B, bias, residual and SwiGLU run in its epilogue
+    cublas-bf16       PyTorch's product of bfloat16 matrices
     humming           humming-kernels' NVFP4 layer, with its own choice of tiles
     bitsandbytes-nf4  matmul_4bit on NF4 in blocks of 64
 
-All but the first compute the product alone. Rank R adds u = x A^T to each product, A stacked over the linears
-that share x, and to each linear y += u B^T: one launch before the product and B inside it where it is ours,
-torch's products beside it elsewhere. Layers differ in memory, not in values, which no timing depends on.
+All but the first compute the product alone. Rank R adds u = x A^T to each product, with A stacked over
+the linears that share x, and y += u B^T to each linear: one launch before the product and B inside it for
+qerl-nvfp4, separate PyTorch products for the others. Layers share values but not memory; timings do not
+depend on values.
 """
 
 import dataclasses
@@ -18,31 +19,35 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qerl.cli.bench.case import Gemm, gemms
 from qerl.formats import BF16, NVFP4
 from qerl.kernels import nvfp4_decode
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.nvrtc import cache_folder
 from qerl.models.architecture import Architecture
+from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import random_bf16, random_nvfp4
 
-Product = Callable[[Tensor, Tensor], Tensor]  # (x_MK, y_MN to be used or not) -> y_MN
+Product = Callable[[Tensor, Tensor], Tensor]  # (x_MK, a y_MN that it may write to) -> y_MN
 _QKV, _O, _GATE_UP, _DOWN = range(4)
 
 
 class LayerLinears(Protocol):
     def work(self, batch: int, rank: int) -> Callable[[], None]:
-        """All products of all layers once, with an adapter of this rank; 0 is none."""
+        """Return a function that runs all products of all layers once; rank 0 is no adapter."""
         ...
 
     def one(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x_MK and y_MN of the o product, and the float weight [N, K] that its codes stand for."""
+        """Return x_MK and y_MN of the o product, and its dequantized weight [N, K]."""
         ...
 
 
 class QerlNVFP4:
     def __init__(self, architecture: Architecture, device: torch.device):
-        self._gemms, self._num_layers, self._device = gemms(architecture), architecture.num_layers, device
+        self._gemms, self._num_layers, self._device = (
+            layer_spec(architecture).groups,
+            architecture.num_layers,
+            device,
+        )
         self._decode = nvfp4_decode.NVFP4Decode(device, cache_folder())
         self._shrink = LoraShrink(device, cache_folder())
         weights = [random_nvfp4(g.out_width, g.in_width, _rng(device)) for g in self._gemms]
@@ -92,8 +97,8 @@ class QerlNVFP4:
         return x_MK, y_MN, self._o_weight_NK
 
 
-class Beside:
-    """Products of others, with the adapter multiplied beside them."""
+class LibraryLinears:
+    """Products of another library, with the adapter in separate PyTorch products."""
 
     def __init__(
         self,
@@ -102,7 +107,7 @@ class Beside:
         products_LG: list[list[Product]],
         o_weight_NK: Tensor,
     ):
-        self._gemms, self._device = gemms(architecture), device
+        self._gemms, self._device = layer_spec(architecture).groups, device
         self._products_LG, self._o_weight_NK = products_LG, o_weight_NK
 
     def work(self, batch: int, rank: int) -> Callable[[], None]:
@@ -115,7 +120,7 @@ class Beside:
                 for i, gemm in enumerate(self._gemms):
                     y_MN = products[i](x_G[i], y_G[i])
                     if rank:
-                        add_beside(y_MN, x_G[i], a_LG[layer][i], b_LG[layer][i], gemm)
+                        add_adapter(y_MN, x_G[i], a_LG[layer][i], b_LG[layer][i], gemm)
 
         return run
 
@@ -125,29 +130,31 @@ class Beside:
         return x_MK, y_MN, self._o_weight_NK
 
 
-def add_beside(y_MN: Tensor, x_MK: Tensor, a_RK: Tensor, b_NR: Tensor, gemm: Gemm) -> None:
-    """y += (x A^T) B^T in place: one product with the stacked A, then one for each linear."""
+def add_adapter(y_MN: Tensor, x_MK: Tensor, a_RK: Tensor, b_NR: Tensor, gemm: LinearGroupSpec) -> None:
+    """Add (x A^T) B^T to y in place: one product with the stacked A, then one per linear."""
     rows = list(gemm.out_widths)
     parts = (x_MK @ a_RK.T).chunk(len(rows), dim=1)
     for y, u, b in zip(y_MN.split(rows, dim=1), parts, b_NR.split(rows), strict=True):
         y.addmm_(u, b.T)
 
 
-def cublas_bf16(architecture: Architecture, device: torch.device) -> Beside:
-    weights = [random_bf16(g.out_width, g.in_width, _rng(device)).weight for g in gemms(architecture)]
+def cublas_bf16(architecture: Architecture, device: torch.device) -> LibraryLinears:
+    weights = [
+        random_bf16(g.out_width, g.in_width, _rng(device)).weight for g in layer_spec(architecture).groups
+    ]
 
     def product(weight_NK: Tensor) -> Product:
         return lambda x_MK, y_MN: torch.mm(x_MK, weight_NK.T, out=y_MN)
 
     products_LG = [[product(w.clone()) for w in weights] for _ in range(architecture.num_layers)]
-    return Beside(architecture, device, products_LG, weights[_O].float())
+    return LibraryLinears(architecture, device, products_LG, weights[_O].float())
 
 
-def humming_nvfp4(architecture: Architecture, device: torch.device) -> Beside:
+def humming_nvfp4(architecture: Architecture, device: torch.device) -> LibraryLinears:
     make_layer = importlib.import_module("humming.layer").HummingLayer
     nvfp4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
     nvfp4 |= {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    weights = [random_nvfp4(g.out_width, g.in_width, _rng(device)) for g in gemms(architecture)]
+    weights = [random_nvfp4(g.out_width, g.in_width, _rng(device)) for g in layer_spec(architecture).groups]
 
     def product(i: int) -> Product:
         (n, k), weight = weights[i].shape, weights[i]
@@ -160,12 +167,14 @@ def humming_nvfp4(architecture: Architecture, device: torch.device) -> Beside:
         return lambda x_MK, y_MN: layer(x_MK, outputs=y_MN)
 
     products_LG = [[product(i) for i in range(len(weights))] for _ in range(architecture.num_layers)]
-    return Beside(architecture, device, products_LG, weights[_O].decode())
+    return LibraryLinears(architecture, device, products_LG, weights[_O].decode())
 
 
-def bitsandbytes_nf4(architecture: Architecture, device: torch.device) -> Beside:
+def bitsandbytes_nf4(architecture: Architecture, device: torch.device) -> LibraryLinears:
     package = importlib.import_module("bitsandbytes")
-    weights = [random_bf16(g.out_width, g.in_width, _rng(device)).weight for g in gemms(architecture)]
+    weights = [
+        random_bf16(g.out_width, g.in_width, _rng(device)).weight for g in layer_spec(architecture).groups
+    ]
 
     def product(weight_NK: Tensor) -> Product:
         codes, state = package.functional.quantize_4bit(weight_NK, quant_type="nf4")
@@ -174,18 +183,18 @@ def bitsandbytes_nf4(architecture: Architecture, device: torch.device) -> Beside
     products_LG = [[product(w) for w in weights] for _ in range(architecture.num_layers)]
     codes, state = package.functional.quantize_4bit(weights[_O], quant_type="nf4")
     o_weight_NK = package.functional.dequantize_4bit(codes, state)
-    return Beside(architecture, device, products_LG, o_weight_NK.float())
+    return LibraryLinears(architecture, device, products_LG, o_weight_NK.float())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Provider:
     make: Callable[[Architecture, torch.device], LayerLinears]
     bytes_per_weight: float
-    """Scales included."""
+    """Including scales."""
     module: str | None = None
-    """What is imported for it besides qerl's own dependencies."""
+    """Module it needs beyond qerl's own dependencies."""
     package: str | None = None
-    """What that is called where pip finds it."""
+    """Name of the package for pip."""
 
 
 PROVIDERS = {
@@ -215,18 +224,18 @@ def _rng(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
 
 
-def _random_inputs(gemms_G: tuple[Gemm, ...], batch: int, device: torch.device) -> list[Tensor]:
+def _random_inputs(gemms_G: tuple[LinearGroupSpec, ...], batch: int, device: torch.device) -> list[Tensor]:
     return [torch.randn(batch, g.in_width, device=device).bfloat16() for g in gemms_G]
 
 
-def _outputs(gemms_G: tuple[Gemm, ...], batch: int, device: torch.device) -> list[Tensor]:
+def _outputs(gemms_G: tuple[LinearGroupSpec, ...], batch: int, device: torch.device) -> list[Tensor]:
     return [torch.empty(batch, g.out_width, dtype=torch.bfloat16, device=device) for g in gemms_G]
 
 
 def _adapters(
-    gemms_G: tuple[Gemm, ...], num_layers: int, rank: int, device: torch.device
+    gemms_G: tuple[LinearGroupSpec, ...], num_layers: int, rank: int, device: torch.device
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """A [G R, K] of each product with G linears, and B [N, R], for every layer; nothing for rank 0."""
+    """Return A [G R, K] of each product of G linears, and B [N, R], for every layer; None for rank 0."""
 
     def random(rows: int, columns: int) -> Tensor | None:
         return torch.randn(rows, columns, device=device).mul_(0.02).bfloat16() if rank else None

@@ -86,8 +86,8 @@ def speed_table(rows: list[Row]) -> str:
             setting = [gpu, str(line.case.get("kv", "-")), str(line.case["lora_rank"])]
             lines.append([line.name, *setting, *cells, _ratio(line.figure, values)])
     title = (
-        "Qwen2.5 shapes, random weights; medians of at least 3 runs, 256-token prompts. The ratio says how many"
-        " times faster NVFP4 is than BF16 in the same code, or how many times less memory it takes."
+        "Qwen2.5 shapes, random weights, 256-token prompts; medians of at least 3 runs. The ratio says how"
+        " many times faster NVFP4 is than BF16 in the same code, or how many times less memory it takes."
     )
     header = ["", "GPU", "KV", "LoRA rank", "NVFP4", "BF16", "ratio"]
     return markdown(title, header, lines, shown)
@@ -111,8 +111,8 @@ def exact_table(rows: list[Row]) -> str:
             ratio = NOT_MEASURED if off is None or on is None else f"{on / off:.2f}x"
             lines.append([line.name, gpu, line.case["kv"], str(line.case["lora_rank"]), *cells, ratio])
     title = (
-        "Training steps without and with exact mode (`engine.exact`), NVFP4, random weights; medians of at least"
-        " 3 steps."
+        "Training steps without and with exact mode (`engine.exact`), NVFP4, random weights; medians of at"
+        " least 3 steps."
     )
     return markdown(title, ["", "GPU", "KV", "LoRA rank", "off", "exact mode", "cost"], lines, shown)
 

@@ -19,9 +19,9 @@ def decode_tables(rows: list[Row]) -> str:
 
     def title(row: Row) -> str:
         return (
-            f"**Sampling, {row['shape']} shape, {gpu_name(row)}**: tokens/s by batch, prefill included, prompts"
-            f" of {row['prompt_tokens']:,} and samples of {row['max_tokens']:,} tokens, random weights, median of"
-            f" at least 3 runs; {_LIMIT}."
+            f"**Sampling, {row['shape']} shape, {gpu_name(row)}**: tokens/s by batch, prefill included,"
+            f" prompts of {row['prompt_tokens']:,} and samples of {row['max_tokens']:,} tokens, random"
+            f" weights, median of at least 3 runs; {_LIMIT}."
         )
 
     settings = {
@@ -38,8 +38,8 @@ def decode_tables(rows: list[Row]) -> str:
 def linear_tables(rows: list[Row]) -> str:
     def title(row: Row) -> str:
         return (
-            f"**Linears, {row['shape']} shape, {gpu_name(row)}**: the linears of all layers in one decode step,"
-            f" ms by batch; {_LIMIT}."
+            f"**Linears, {row['shape']} shape, {gpu_name(row)}**: the linears of all layers in one decode"
+            f" step, ms by batch; {_LIMIT}."
         )
 
     settings = {"provider": "library", "lora_rank": "LoRA rank"}
@@ -101,8 +101,9 @@ def many_tables(rows: list[Row]) -> str:
 
 def parity_tables(rows: list[Row]) -> str:
     title = (
-        "**Engine against learner, {gpu}**: log-probabilities of the engine's samples, no noise, random weights."
-        " The random LM head is scaled to the target entropy; entropy is the mean over the tokens, in nats."
+        "**Engine against learner, {gpu}**: log-probabilities of the engine's samples, no noise, random"
+        " weights. The random LM head is scaled to the target entropy; entropy is the mean over the"
+        " tokens, in nats."
     )
     columns: Columns = {
         "shape": lambda row: row["shape"],

@@ -1,9 +1,9 @@
 """Find the fastest tiles of each NVFP4 product and write the kernels' table: `python -m benchmarks tile`.
 
-Each candidate of kernels/nvfp4_tile.py is timed alone, in a CUDA graph of launches with weights of their own,
-as a decode step launches it: adapter, bias, residual and SwiGLU included, u given where the engine gives it.
-For up to 32 tokens the times at 8 and at 32 count alike, for one choice serves all. This GPU's entry is
-replaced, those of others stay.
+Each candidate of kernels/nvfp4_tile.py is timed alone, in a CUDA graph of launches with distinct weights,
+as a decode step launches it: with adapter, bias, residual and SwiGLU, and with u where the engine passes
+it. One choice serves up to 32 tokens, so its times at 8 and at 32 tokens count equally. The table's entry
+of this GPU is replaced; entries of other GPUs stay.
 """
 
 import dataclasses
@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.linear import check_takes
-from qerl.cli.bench.case import Gemm, gemms
+from benchmarks.linear import check_supported
 from qerl.cli.bench.measure import cuda_device, graph_times
 from qerl.cli.bench.options import check_ranks
 from qerl.cli.bench.record import ROOT, read_origin
@@ -25,11 +24,12 @@ from qerl.config.counts import check_counts
 from qerl.kernels import nvfp4_decode, nvfp4_tile
 from qerl.kernels.nvfp4_tile import Choice, Tile, candidates
 from qerl.kernels.nvrtc import cache_folder
+from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
 
 TABLE = Path("src", "qerl", "kernels", "nvfp4_tile.json")
 _WEIGHT_BYTES = 4e8
-"""Of all copies of a weight: eight times what the L2 cache of an H200 holds."""
+"""Bytes of all copies of a weight: eight times the L2 cache of an H200."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +58,10 @@ class TileOptions:
 
 
 def bench_tile(options: TileOptions) -> None:
-    """Prints each product's candidates and writes the table."""
-    each = {(g.out_width, g.in_width): g for name in options.shapes for g in gemms(shape(name))}
+    """Print the candidates of each product and write the table."""
+    each = {(g.out_width, g.in_width): g for name in options.shapes for g in layer_spec(shape(name)).groups}
     device = cuda_device()
-    check_takes(device, options.batches)
+    check_supported(device, options.batches)
     origin = read_origin(allow_dirty=options.allow_dirty)
     best = []
     for size, gemm in each.items():
@@ -80,23 +80,23 @@ def bench_tile(options: TileOptions) -> None:
 
 
 def merged(old: str, facts: dict[str, str], best: list[Choice]) -> str:
-    """The table with these choices alone for this GPU."""
+    """Return the table with this GPU's entry replaced."""
     entries = {entry["gpu"]: entry for entry in json.loads(old)}
     entries[facts["gpu"]] = facts | {"choices": [dataclasses.asdict(choice) for choice in best]}
     return "[" + ",\n".join(_written(entry) for entry in entries.values()) + "]\n"
 
 
 def _written(entry: dict[str, Any]) -> str:
-    """A line for each choice."""
+    """Format an entry with one line per choice."""
     head = json.dumps({key: value for key, value in entry.items() if key != "choices"})[:-1]
     lines = ",\n".join("  " + json.dumps(choice) for choice in entry["choices"])
     return f'{head}, "choices": [\n{lines}\n]}}'
 
 
 class _Product:
-    """A launch of the decode step, its weights in as many copies as outgrow the cache."""
+    """A product of the decode step, with enough copies of its weights to exceed the L2 cache."""
 
-    def __init__(self, gemm: Gemm, rank: int, device: torch.device):
+    def __init__(self, gemm: LinearGroupSpec, rank: int, device: torch.device):
         self._gemm, self._device = gemm, device
         self._tile: Tile | None = None
         self._kernels = nvfp4_decode.NVFP4Decode(device, cache_folder(), lambda M, N, K: self._chosen())
@@ -115,7 +115,7 @@ class _Product:
         self._adapter = nvfp4_decode.PackedAdapter(a, b, 1.0, starts) if rank else None
 
     def timed(self, choice: Choice, runs: int) -> Choice:
-        """With the time of a launch, in us; the geometric mean of two where one choice serves many M."""
+        """Return the choice with its time per launch in us; small ones average two batches."""
         tokens = (
             (8, choice.most_tokens)
             if choice.most_tokens == nvfp4_tile.MOST_TOKENS[0]

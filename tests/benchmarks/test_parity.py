@@ -23,7 +23,7 @@ OPTIONS = parity.ParityOptions(
 
 
 def test_each_case_is_a_row(tmp_path):
-    rows = rows_of(tmp_path, lambda rows: parity.measure(OPTIONS, SHAPE, CPU, rows))
+    rows = rows_of(tmp_path, lambda rows: parity.measure_cases(OPTIONS, SHAPE, CPU, rows))
     assert len(rows) == 16 and not any("error" in r for r in rows)
     assert all(r["sampled_tokens"] == 72 and r["rollout_tok_per_s"] > 0 and r["read_s"] > 0 for r in rows)
     plain, exact = ([r for r in rows if r["exact_mode"] == mode] for mode in (False, True))
@@ -42,7 +42,7 @@ def test_a_cache_in_fp8_is_further_off(tmp_path):
         providers=("qerl-bf16",),
         exacts=(False,),
     )
-    plain, packed = rows_of(tmp_path, lambda rows: parity.measure(options, SHAPE, CPU, rows))
+    plain, packed = rows_of(tmp_path, lambda rows: parity.measure_cases(options, SHAPE, CPU, rows))
     assert (plain["kv"], packed["kv"]) == ("bf16", "fp8")
     assert plain["abs_diff"] < packed["abs_diff"]
 
@@ -61,12 +61,12 @@ def test_in_fp32_the_difference_is_rounding():
         prompt_tokens=5,
         max_tokens=20,
     )
-    assert parity.measured(case, decoder)["max_diff"] < 2e-5
+    assert parity.measure_case(case, decoder)["max_diff"] < 2e-5
 
 
 @pytest.mark.parametrize(("entropy", "vocab_size"), [(2.0, 152_064), (11.2, 152_064), (3.0, 128)])
 def test_logits_are_spread_for_the_entropy(entropy, vocab_size):
-    spread = parity.spread_for(entropy, vocab_size)
+    spread = parity.logit_std(entropy, vocab_size)
     logits_TV = spread * torch.randn(
         2**21 // vocab_size, vocab_size, generator=torch.Generator().manual_seed(1)
     )
@@ -75,4 +75,4 @@ def test_logits_are_spread_for_the_entropy(entropy, vocab_size):
 
 
 def test_more_entropy_than_there_can_be_is_flat():
-    assert parity.spread_for(20.0, 128) == 0.0
+    assert parity.logit_std(20.0, 128) == 0.0

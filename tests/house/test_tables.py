@@ -1,4 +1,4 @@
-"""Marked tables of README.md and docs/ show the committed rows; `python -m benchmarks table --write` fills them."""
+"""Marked tables of README.md and docs/ show the committed rows: `python -m benchmarks table --write`."""
 
 import pytest
 

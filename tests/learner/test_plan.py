@@ -10,7 +10,7 @@ import torch
 
 from qerl.cli.bench.options import BenchStepOptions
 from qerl.cli.bench.record import RESULTS, read_rows
-from qerl.cli.bench.step import cases, config_of
+from qerl.cli.bench.step import cases, run_config
 from qerl.cli.main import command
 from qerl.config import (
     AdapterConfig,
@@ -324,7 +324,7 @@ def test_what_was_measured_is_within_a_tenth_of_the_plan(row):
         **{name: row[name] for name in names - {"steps"}},
         **({"batches": (row["batch"],)} if "batch" in row else {}),
     )
-    config = config_of(next(cases("memory", options, row.get("provider", "qerl-nvfp4"))))
+    config = run_config(next(cases("memory", options, row.get("provider", "qerl-nvfp4"))))
     planned_gb = op.peak_bytes(op.memory_parts(shape(options.shape), config, options.prompt_tokens)) / 1e9
     planned_gb = min(planned_gb - op.CONTEXT_BYTES / 1e9, row.get("cap_gb") or math.inf)
     assert abs(planned_gb - row["peak_gb"]) < 0.1 * row["peak_gb"]

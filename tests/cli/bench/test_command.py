@@ -44,4 +44,4 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, arguments, parts):
 @pytest.mark.parametrize("arguments", [[name] for name in bench.BENCHMARKS])
 def test_without_a_gpu_it_is_one_line(monkeypatch, capsys, arguments):
     code, error = fail(monkeypatch, capsys, *arguments)
-    assert (code, error) == (2, "qerl: bench needs a CUDA device, and torch finds none\n")
+    assert (code, error) == (2, "qerl: bench needs a CUDA device, and PyTorch found none\n")

@@ -38,7 +38,7 @@ def test_a_case_is_measured(sigma, head):
         compute=torch.float32,
         head=head,
     )
-    figures = decode.measured(case(noise_sigma=sigma, head=head), decoder, 0.0, runs=3)
+    figures = decode.measure_case(case(noise_sigma=sigma, head=head), decoder, 0.0, runs=3)
     assert figures["runs"] == 3
     assert min(figures[name] for name in ("tok_per_s", "step_ms", "start_s")) > 0
 
@@ -58,7 +58,7 @@ def test_a_row_has_its_share_of_the_limit():
     from cli.bench.test_record import ORIGIN
 
     figures = {"tok_per_s": 8016 / 4}
-    row = decode.row_of(
+    row = decode.make_row(
         case(shape="qwen2.5-7b", batch=8, lora_rank=32, group_size=1, prompt_tokens=256, max_tokens=1024),
         figures,
         ORIGIN,

@@ -22,14 +22,14 @@ PARITY = parity.ParityOptions(
 @pytest.mark.parametrize(
     ("module", "measure", "options"),
     [
-        (learn, learn.measure, test_learn.OPTIONS),
-        (step, partial(step.measure, "step"), test_step.OPTIONS),
-        (parity, parity.measure, PARITY),
+        (learn, learn.measure_cases, test_learn.OPTIONS),
+        (step, partial(step.measure_cases, "step"), test_step.OPTIONS),
+        (parity, parity.measure_cases, PARITY),
     ],
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_decoder_is_gone_before_the_next_is_made(tmp_path, monkeypatch, module, measure, options, fails):
-    made, make, work = [], case.random_decoder, module.measured
+    made, make, work = [], case.random_decoder, module.measure_case
 
     def one(*arguments, **settings):
         gc.collect()
@@ -44,6 +44,6 @@ def test_a_decoder_is_gone_before_the_next_is_made(tmp_path, monkeypatch, module
         return work(_, decoder, *more)
 
     monkeypatch.setattr(case, "random_decoder", one)
-    monkeypatch.setattr(module, "measured", breaks)
+    monkeypatch.setattr(module, "measure_case", breaks)
     rows = rows_of(tmp_path, lambda rows: measure(options, SHAPE, CPU, rows))
     assert len(made) == 2 and all(("error" in row) == fails for row in rows)

@@ -28,7 +28,7 @@ def case(**changes):
 
 
 def test_each_case_is_a_row_that_is_printed(tmp_path, capsys):
-    rows = rows_of(tmp_path, lambda rows: learn.measure(OPTIONS, TINY, CPU, rows))
+    rows = rows_of(tmp_path, lambda rows: learn.measure_cases(OPTIONS, TINY, CPU, rows))
     shown = [(r["provider"], r["recompute"], r["micro_tokens"]) for r in rows]
     assert shown == [
         (provider, recompute, micro_tokens)
@@ -46,8 +46,8 @@ def test_what_is_lacking_is_a_row_that_says_so(tmp_path, monkeypatch):
             raise RuntimeError("CUDA out of memory. Tried\nto")
         return {"tok_per_s": 1.0}
 
-    monkeypatch.setattr(learn, "measured", lacks_memory)
-    rows = rows_of(tmp_path, lambda rows: learn.measure(OPTIONS, TINY, CPU, rows))
+    monkeypatch.setattr(learn, "measure_case", lacks_memory)
+    rows = rows_of(tmp_path, lambda rows: learn.measure_cases(OPTIONS, TINY, CPU, rows))
     assert [r.get("error") for r in rows[:3]] == ["RuntimeError: CUDA out of memory. Tried"] * 2 + [None]
 
 
@@ -55,10 +55,10 @@ def test_utilisation_counts_a_forward_pass_that_is_repeated():
     """7.07e9 weights: 4 x 7.07e9 x 14,000 / 790e12 = 0.501."""
     a = SHAPES["qwen2.5-7b"]
     assert learn.num_weights(a) == 28 * 233_046_016 + 152_064 * 3584
-    plain = learn.row_of(case(), a, {"tok_per_s": 14_000.0}, ORIGIN)
-    again = learn.row_of(case(recompute="layer"), a, {"tok_per_s": 14_000.0}, ORIGIN)
+    plain = learn.make_row(case(), a, {"tok_per_s": 14_000.0}, ORIGIN)
+    again = learn.make_row(case(recompute="layer"), a, {"tok_per_s": 14_000.0}, ORIGIN)
     assert plain["mfu"] == pytest.approx(0.501, abs=1e-3) and again["mfu"] == pytest.approx(0.752, abs=1e-3)
-    assert learn.row_of(case(), a, {"error": "x"}, ORIGIN)["mfu"] is None
+    assert learn.make_row(case(), a, {"error": "x"}, ORIGIN)["mfu"] is None
 
 
 def test_a_sequence_has_as_many_rows_as_it_says():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qerl.cli.bench.case import gemms
 from qerl.cli.bench.roofline import LIMITS, Limit, linear_floor_ms, step_floor_ms
+from qerl.models.layer_spec import layer_spec
 from qerl.models.random_weights import SHAPES
 
 H200, A = LIMITS["NVIDIA H200"], SHAPES["qwen2.5-7b"]
@@ -15,10 +15,10 @@ def step_ms(batch, *, shape="qwen2.5-7b", format="nvfp4", rank=32, **more):
 
 
 def test_the_products_of_a_layer_of_the_7b_shape():
-    shown = [(g.in_width, g.out_width, len(g.out_widths)) for g in gemms(A)]
+    shown = [(g.in_width, g.out_width, len(g.out_widths)) for g in layer_spec(A).groups]
     assert shown == [(3584, 4608, 3), (3584, 3584, 1), (3584, 37888, 2), (18944, 3584, 1)]
-    assert sum(g.num_weights for g in gemms(A)) == 233_046_016
-    assert sum(g.num_adapter_weights(32) for g in gemms(A)) == 90_112 * 32
+    assert sum(g.num_weights for g in layer_spec(A).groups) == 233_046_016
+    assert sum(g.num_adapter_weights(32) for g in layer_spec(A).groups) == 90_112 * 32
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ OPTIONS = BenchStepOptions(
 
 
 def test_each_case_is_a_row(tmp_path):
-    rows = rows_of(tmp_path, lambda rows: step.measure("step", OPTIONS, TINY, CPU, rows))
+    rows = rows_of(tmp_path, lambda rows: step.measure_cases("step", OPTIONS, TINY, CPU, rows))
     shown = [(r["bench"], r["provider"], r["batch"], r["cap_gb"]) for r in rows]
     assert shown == [("step", f"qerl-{f}", batch, 1.0) for f in ("nvfp4", "bf16") for batch in (4, 6)]
     assert all("error" not in r and r["step_s"] >= r["rollout_s"] > 0 and r["learn_s"] > 0 for r in rows)
@@ -36,14 +36,14 @@ def test_it_learns_from_its_samples(tmp_path):
     decoder = random_decoder(TINY, format="nvfp4", rank=16, device=CPU, seed=0)
     before = [p.detach().clone() for p in decoder.parameters()]
     (case, *_) = step.cases("step", dataclasses.replace(OPTIONS, steps=1), "qerl-nvfp4")
-    step.measured(case, decoder, 1)
+    step.measure_case(case, decoder, 1)
     assert all((a != b).any() for a, b in zip(before, decoder.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_settings_reach_engine_and_learner(kv):
     options = dataclasses.replace(OPTIONS, kv=kv, kv_gb=0.5, micro_tokens=77, optimizer="adamw_8bit")
-    config = step.config_of(next(step.cases("memory", options, "qerl-bf16")))
+    config = step.run_config(next(step.cases("memory", options, "qerl-bf16")))
     assert (config.engine.kv_cache_dtype, config.engine.kv_cache_gb) == (
         "fp8" if kv == "fp8" else "auto",
         0.5,
@@ -59,7 +59,7 @@ def test_settings_reach_engine_and_learner(kv):
 
 def test_too_little_memory_for_the_cache_is_a_row_and_the_next_case_goes_on(tmp_path):
     options = dataclasses.replace(OPTIONS, providers=("qerl-bf16",), kv_gb=1e-9)
-    rows = rows_of(tmp_path, lambda rows: step.measure("memory", options, TINY, CPU, rows))
+    rows = rows_of(tmp_path, lambda rows: step.measure_cases("memory", options, TINY, CPU, rows))
     assert len(rows) == 2 and all(r["error"].startswith("UserError: prompt 0 needs") for r in rows)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks measure: the products of a decode step that a shape makes, cases of options, decoders."""
+"""Make benchmark cases from options, and decoders with random weights."""
 
 import dataclasses
 from functools import partial
@@ -9,7 +9,6 @@ import torch
 from qerl.cli.bench.measure import attempt
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
-from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import random_decoder
 
 C = TypeVar("C")
@@ -20,28 +19,19 @@ FORMATS = {
     "flash-fp8": "bf16",
     "flash-int8": "bf16",
 }
-"""Of the learner's linears, and of the sampler's but for SAMPLERS."""
+"""Format of the linears by provider; the sampler of a provider in SAMPLERS has a copy in another format."""
 SAMPLERS = {"flash-fp8": "fp8-flow", "flash-int8": "int8"}
 
 
-def case_of(kind: type[C], options: Any, **own: Any) -> C:
-    """The case with these fields, and with the options' for those of the same name that are not given."""
+def make_case(kind: type[C], options: Any, **own: Any) -> C:
+    """Return a case with these fields; the others come from the options of the same name."""
     names: list[str] = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: own[name] if name in own else getattr(options, name) for name in names})
 
 
-def random_policy(
+def try_random_decoder(
     architecture: Architecture, provider: str, rank: int, device: torch.device, head: str = "bf16"
 ) -> tuple[Decoder | None, str]:
-    """(a decoder with random weights, ""), or (None, what it lacked)."""
+    """Return (decoder, ""), or (None, error) if it does not fit."""
     make = partial(random_decoder, architecture, format=FORMATS[provider], rank=rank, device=device, seed=0)
     return attempt(partial(make, head=head), device)
-
-
-Gemm = LinearGroupSpec
-"""One product of a decode step: the linears of a layer that read the same input."""
-
-
-def gemms(a: Architecture) -> tuple[Gemm, Gemm, Gemm, Gemm]:
-    """Return the products of a layer: q|k|v, o, gate|up, down."""
-    return layer_spec(a).groups

@@ -1,14 +1,15 @@
-"""`qerl bench decode`: what a rollout takes, from prompts to samples, on a decoder with random weights.
+"""Measure rollouts on a decoder with random weights: `qerl bench decode`.
 
-    tok_per_s  sampled tokens / wall clock of one call of the engine's generate, prefill included
-    step_ms    (wall clock - prefill) / decode steps
-    prefill_s  of that wall clock
-    start_s    until the engine has sampled for the first time: weights made on the device (not read from a
-               disk), kernels compiled or found compiled, graphs recorded, a few tokens drawn; without imports
+    tok_per_s  sampled tokens / wall-clock time of one call of the engine's generate, prefill included
+    step_ms    (wall-clock time - prefill) / decode steps
+    prefill_s  time of the prefill
+    start_s    time until the engine has sampled for the first time: making the weights on the device (they
+               are not read from a disk), compiling kernels or loading them from the cache, recording graphs
+               and sampling a few tokens; without imports
 
-Medians of the runs; the first of them also makes the KV cache as large as it needs to be. Prompts are random
-tokens, all different; each has group_size samples, batch / group_size prompts in all. Samples never stop
-early, and a run in which one did is an error.
+Figures are medians of the runs; the first run also allocates the KV cache. Prompts are distinct random
+tokens, batch / group_size of them with group_size samples each. Samples have no stop token; a run in
+which one stops early raises RunError.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ import torch
 
 from qerl.algo.seeds import mix
 from qerl.aqn.norm_noise import noised
-from qerl.cli.bench.case import FORMATS, case_of
+from qerl.cli.bench.case import FORMATS, make_case
 from qerl.cli.bench.measure import Meter, cuda_device
 from qerl.cli.bench.options import BenchDecodeOptions
 from qerl.cli.bench.record import Origin, row_writer
@@ -41,7 +42,7 @@ _FIRST_TOKENS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeCase:
-    """What tells a row from others; its fields are the row's."""
+    """Settings of a row."""
 
     shape: str
     batch: int
@@ -55,8 +56,8 @@ class DecodeCase:
     max_tokens: int
 
 
-class Wordless:
-    """A tokenizer of a model whose tokens mean nothing: any of them decode to no text."""
+class NullTokenizer:
+    """Tokenizer of a random model: all tokens decode to the empty string."""
 
     added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012 (a tokenizer's attribute)
     all_special_ids: tuple[int, ...] = ()
@@ -72,7 +73,7 @@ class Wordless:
 
 
 def bench_decode(options: BenchDecodeOptions) -> None:
-    """Appends a row for each provider, rank, batch and noise, and prints it."""
+    """Write a row for each provider, rank, batch and noise."""
     architecture = shape(options.shape)
     device = cuda_device()
     rows = row_writer(options)
@@ -90,20 +91,20 @@ def bench_decode(options: BenchDecodeOptions) -> None:
             torch.cuda.synchronize()
             made_s = time.perf_counter() - start_s
             for case in _cases(options, provider, rank):
-                rows.add(row_of(case, measured(case, decoder, made_s, options.runs), rows.origin))
+                rows.add(make_row(case, measure_case(case, decoder, made_s, options.runs), rows.origin))
             del decoder
             gc.collect()
             torch.cuda.empty_cache()
 
 
-def measured(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) -> dict[str, Any]:
-    """A fresh engine's first call, then the medians of `runs` calls; the decoder took ready_s to make."""
+def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) -> dict[str, Any]:
+    """Measure a new engine's first call, then `runs` calls; making the decoder took ready_s."""
     meter = Meter(decoder.device)
-    meter.clear()  # an earlier case's engine
+    meter.clear()  # free the engine of the previous case
     meter.start()
     start_s = time.perf_counter()
     vocab_size = decoder.architecture.vocab_size
-    tokenizer: Any = Wordless(vocab_size)
+    tokenizer: Any = NullTokenizer(vocab_size)
     kv = "auto" if case.kv == "bf16" else "fp8"
     engine = Engine(
         decoder,
@@ -146,7 +147,7 @@ def step_ms(stats: Stats) -> float:
 def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[DecodeCase]:
     for batch in options.batches:
         for sigma in options.noise_sigmas:
-            yield case_of(
+            yield make_case(
                 DecodeCase, options, provider=provider, lora_rank=rank, batch=batch, noise_sigma=sigma
             )
 
@@ -163,11 +164,11 @@ def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tok
     engine.generate(prompts_P, num_samples=case.group_size, sampling=sampling, seed=0, step=step)
     stats = engine.stats
     if stats.num_tokens != case.batch * max_tokens:
-        raise RunError(f"{stats.num_tokens} tokens were sampled instead of {case.batch * max_tokens}")
+        raise RunError(f"the engine sampled {stats.num_tokens} tokens instead of {case.batch * max_tokens}")
     return stats
 
 
-def row_of(case: DecodeCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
+def make_row(case: DecodeCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
     limit, fraction = LIMITS.get(origin.gpu), None
     if limit is not None:
         least_ms = step_floor_ms(

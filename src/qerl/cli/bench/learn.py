@@ -1,12 +1,12 @@
-"""`qerl bench learn`: what an update takes, packing and optimizer included, on random weights and tokens.
+"""Measure updates of the learner on random weights and tokens: `qerl bench learn`.
 
-    tok_per_s  packed tokens / wall clock of one call of the learner's step
-    mfu        passes * 2 P * tok_per_s / matrix rate,    P = weights of the linears and of the head
-               passes: 2, forward and gradient of the inputs; 3 where the forward is computed again
+    tok_per_s  packed tokens / wall-clock time of one learner step, packing and optimizer included
+    mfu        passes * 2 P * tok_per_s / matrix rate,    P = weights of the linears and the head
+               passes: 2 (forward, gradient of the inputs), or 3 if the forward pass is recomputed
 
-Frozen weights have no gradient of their own, so a pass forward and one backward are 4 P operations a token.
-Every sequence is packed as a prompt of one token and a sample, so every token but the last is predicted from.
-Medians of the runs, after a step that compiles what there is to compile.
+Frozen weights have no gradient of their own, so one forward and one backward pass take 4 P operations a
+token. Every sequence is packed as a one-token prompt and a sample. Figures are medians of the runs, after
+a warm-up step that compiles kernels.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import case_of, gemms, random_policy
+from qerl.cli.bench.case import make_case, try_random_decoder
 from qerl.cli.bench.decode import random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import BenchLearnOptions
@@ -28,6 +28,7 @@ from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
+from qerl.models.layer_spec import layer_spec
 from qerl.models.random_weights import shape
 from qerl.types import Group, Sample
 
@@ -36,7 +37,7 @@ _PASSES = {"none": 2, "layer": 3, "offload": 3}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LearnCase:
-    """What tells a row from others; its fields are the row's."""
+    """Settings of a row."""
 
     shape: str
     provider: str
@@ -48,32 +49,32 @@ class LearnCase:
 
 
 def bench_learn(options: BenchLearnOptions) -> None:
-    """Appends a row for each provider, recompute and split, and prints it."""
+    """Write a row for each provider, recompute mode and number of micro-batches."""
     architecture, device = shape(options.shape), cuda_device()
-    measure(options, architecture, device, row_writer(options))
+    measure_cases(options, architecture, device, row_writer(options))
 
 
-def measure(
+def measure_cases(
     options: BenchLearnOptions, architecture: Architecture, device: torch.device, rows: RowWriter
 ) -> None:
     for provider in options.providers:
         meter = Meter(device)
-        decoder, error = random_policy(architecture, provider, options.lora_rank, device)
+        decoder, error = try_random_decoder(architecture, provider, options.lora_rank, device)
         for case in _cases(options, provider):
             figures = None
             if decoder is not None:
-                figures, error = attempt(partial(measured, case, decoder, options.runs), device)
-                decoder.zero_grad(set_to_none=True)  # of a step that was broken off
-            rows.add(row_of(case, architecture, figures or {"error": error}, rows.origin))
+                figures, error = attempt(partial(measure_case, case, decoder, options.runs), device)
+                decoder.zero_grad(set_to_none=True)  # a failed step may leave gradients
+            rows.add(make_row(case, architecture, figures or {"error": error}, rows.origin))
         del decoder
         meter.clear()
 
 
-def measured(case: LearnCase, decoder: Decoder, runs: int) -> dict[str, Any]:
+def measure_case(case: LearnCase, decoder: Decoder, runs: int) -> dict[str, Any]:
     meter = Meter(decoder.device)
     meter.clear()
     groups = random_groups(case.tokens // case.sequence_tokens, case.sequence_tokens, decoder)
-    learner = Learner(decoder, config_of(case, len(groups)), notice=meter.say)
+    learner = Learner(decoder, run_config(case, len(groups)), notice=meter.say)
     learner.step(groups)
     meter.start()
     each_s, metrics = [], {}
@@ -94,7 +95,7 @@ def measured(case: LearnCase, decoder: Decoder, runs: int) -> dict[str, Any]:
 
 
 def random_groups(num_sequences: int, sequence_tokens: int, decoder: Decoder) -> list[Group]:
-    """One sample a group, as long as a sequence; its first token is the prompt, its last has no row."""
+    """Return groups of one sample; a sequence's first token is the prompt, and its last token has no row."""
     prompts_P = random_prompts(num_sequences, sequence_tokens + 1, decoder.architecture.vocab_size)
     return [
         Group(
@@ -117,17 +118,17 @@ def _sample(tokens_T: list[int], advantage: float) -> Sample:
     )
 
 
-def config_of(case: LearnCase, num_prompts: int) -> RunConfig:
+def run_config(case: LearnCase, num_prompts: int) -> RunConfig:
     return RunConfig(
         num_prompts=num_prompts,
-        num_generations=2,  # of which one is there: what a mean divides by costs no time
+        num_generations=2,  # the minimum; the groups above have one sample
         adapter=AdapterConfig(rank=case.lora_rank),
         sample=SampleConfig(max_tokens=case.sequence_tokens),
         learn=LearnConfig(gradient_checkpointing=case.recompute, max_tokens_per_microbatch=case.micro_tokens),  # type: ignore[arg-type]
     )
 
 
-def row_of(
+def make_row(
     case: LearnCase, architecture: Architecture, figures: dict[str, Any], origin: Origin
 ) -> dict[str, Any]:
     limit, mfu = LIMITS.get(origin.gpu), None
@@ -138,14 +139,14 @@ def row_of(
 
 
 def num_weights(a: Architecture) -> int:
-    """Of the linears and the head."""
-    return a.num_layers * sum(gemm.num_weights for gemm in gemms(a)) + a.vocab_size * a.width
+    """Return the number of weights of the linears and the head."""
+    return a.num_layers * sum(gemm.num_weights for gemm in layer_spec(a).groups) + a.vocab_size * a.width
 
 
 def _cases(options: BenchLearnOptions, provider: str) -> Iterator[LearnCase]:
     for recompute in options.recomputes:
         for count in options.micro_batches:
             micro_tokens = options.tokens // count
-            yield case_of(
+            yield make_case(
                 LearnCase, options, provider=provider, recompute=recompute, micro_tokens=micro_tokens
             )

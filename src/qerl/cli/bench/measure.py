@@ -1,9 +1,9 @@
-"""Times work on a GPU, recorded once in a CUDA graph and replayed between two events, and reads its memory.
+"""Time work on a GPU by replaying a CUDA graph between two events, and read the GPU's memory.
 
     ms = median of the replays,  p20_ms and p80_ms = their 20th and 80th percentile
 
-What is timed must touch more memory than the L2 cache holds (50 MB on an H200), as all layers of a model do:
-a replay then finds nothing of the one before it.
+The timed work must touch more memory than the L2 cache holds (50 MB on an H200), as all layers of a model do:
+otherwise a replay finds data of the previous one in the cache.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ def summary(times_ms: Sequence[float]) -> Times:
 
 def cuda_device() -> torch.device:
     if not torch.cuda.is_available():
-        raise UserError("bench needs a CUDA device, and torch finds none")
+        raise UserError("bench needs a CUDA device, and PyTorch found none")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def graph_times(work: Callable[[], object], runs: int) -> Times:
-    """Of `work`, whose launches all go to the current stream. It runs a few times before it is recorded."""
+    """Time `work`, which must launch on the current stream; it runs once before it is recorded."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which makes what the work reads
+    stream.wait_stream(torch.cuda.current_stream())  # which writes the inputs of the work
     with torch.cuda.stream(stream):
         work()
         torch.cuda.synchronize()
@@ -69,19 +69,19 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 
 class Meter:
-    """Of a GPU's memory as qerl/memory.py counts it; on a CPU there is nothing to read, and all is 0."""
+    """Reads a GPU's memory as kernels/gpu_memory.py counts it; all figures are 0 on a CPU."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def clear(self) -> None:
-        """Give back what is no longer referred to."""
+        """Free unreferenced memory."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def start(self) -> None:
-        """Peaks count from here."""
+        """Reset the peaks."""
         self.wait()
         if self._device.type == "cuda":
             reset_peaks(self._device)
@@ -91,7 +91,7 @@ class Meter:
             torch.cuda.synchronize(self._device)
 
     def cap(self, gb: float | None) -> None:
-        """Nothing is allotted beyond it; None takes the cap off."""
+        """Limit PyTorch's allocations to this much memory; None removes the limit."""
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
             fraction = 1.0 if gb is None else min(gb * 1e9 / total, 1.0)
@@ -102,22 +102,22 @@ class Meter:
         return round(peak_bytes(self._device) / 1e9, 2) if is_gpu else 0.0
 
     def reserved_gb(self) -> float:
-        """The most that was held, what lay unused in torch's blocks included: what a cap is held against."""
+        """Return the peak of reserved memory, with unused blocks of PyTorch's allocator; a cap limits it."""
         is_gpu = self._device.type == "cuda"
         return round(peak_reserved_bytes(self._device) / 1e9, 2) if is_gpu else 0.0
 
     def say(self, line: str) -> None:
-        """Not among the rows."""
+        """Print a line to stderr; rows go to stdout."""
         print(line, file=sys.stderr, flush=True)
 
 
 def attempt(work: Callable[[], R], device: torch.device) -> tuple[R | None, str]:
-    """(what it gives, ""), or (None, the first line of what it lacked): out of memory shows as several
-    errors of CUDA's and as one of ours."""
+    """Return (result, ""), or (None, first line of the error): running out of memory raises several kinds of
+    RuntimeError, and our own UserError."""
     try:
         return work(), ""
     except (RuntimeError, UserError) as error:
         lines = str(error).splitlines() or [""]
-        said = f"{type(error).__name__}: {lines[0][:300]}"
-    Meter(device).clear()  # once the error no longer refers to anything
-    return None, said
+        message = f"{type(error).__name__}: {lines[0][:300]}"
+    Meter(device).clear()  # after the error, whose traceback keeps tensors alive
+    return None, message

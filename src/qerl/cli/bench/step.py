@@ -1,17 +1,17 @@
-"""`qerl bench step` and `qerl bench memory`: a whole step, sampled, rewarded, learned from and published.
+"""Measure whole training steps, from sampling to publishing: `qerl bench step`.
 
-    step_s     wall clock = rollout_s + learn_s + what is between and after them; medians of the steps
-    peaks_gb   most memory of each step, the one that warms up first; peak_gb: of all
-    growth_gb  peak of the last step - peak of the one after the warm-up
+    step_s     wall-clock time = rollout_s + learn_s + the time between and after them; medians of the steps
+    peaks_gb   peak memory of each step, the warm-up first; peak_gb: the maximum
+    growth_gb  peak of the last step - peak of the first after the warm-up
 
-The model is a real shape with random weights, the reward is made up: half of each prompt's samples are
-right. Samples never stop early. The step that warms up also makes the KV cache and the optimizer's moments,
-records the graphs and compiles what there is to compile. Peaks are of what torch
-allots and the cache's pages together, reserved_gb with what torch holds unused; cap_gb limits the latter.
-The learner holds operands where a run's would (qerl.learner.plan), but not in rows of bench `memory`.
+The model has random weights in a real shape; the rewards are constant, with half of each prompt's samples
+correct. Samples never stop early. The warm-up step also allocates the KV cache and the optimizer state,
+records graphs and compiles kernels. Peaks count PyTorch's allocations and the cache's pages; reserved_gb
+counts unused blocks of PyTorch's allocator too, and cap_gb limits it. The learner keeps operands where a
+run would (qerl.learner.plan), but none with --memory, whose rows have bench `memory`.
 
-Under `torchrun --nproc-per-node N $(which qerl) bench step` rows are of bench `many`: a step's samples are
-spread over N GPUs, peaks are the first one's.
+Under `torchrun --nproc-per-node N $(which qerl) bench step` a step's samples are split over N GPUs; rows have
+bench `many`, and peaks are those of the first GPU.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import FORMATS, case_of, random_policy
-from qerl.cli.bench.decode import Wordless, random_prompts
+from qerl.cli.bench.case import FORMATS, make_case, try_random_decoder
+from qerl.cli.bench.decode import NullTokenizer, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import BenchStepOptions
 from qerl.cli.bench.record import RowWriter, row_writer
@@ -42,7 +42,7 @@ from qerl.types import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepCase:
-    """What tells a row from others; its fields are the row's."""
+    """Settings of a row."""
 
     bench: str
     shape: str
@@ -63,8 +63,8 @@ class StepCase:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
-    """By one step."""
+class StepMeasurement:
+    """Times and peak memory of one step."""
 
     step_s: float
     rollout_s: float
@@ -78,10 +78,10 @@ def bench_step(options: BenchStepOptions) -> None:
     """Write a row for each provider and batch."""
     with join_ranks("cuda") as ranks:
         kind = "many" if ranks.count > 1 else "memory" if options.memory else "step"
-        measure(kind, options, shape(options.shape), cuda_device(), row_writer(options), ranks)
+        measure_cases(kind, options, shape(options.shape), cuda_device(), row_writer(options), ranks)
 
 
-def measure(
+def measure_cases(
     bench: str,
     options: BenchStepOptions,
     architecture: Architecture,
@@ -94,12 +94,16 @@ def measure(
     meter.cap(options.cap_gb)
     try:
         for provider in options.providers:
-            decoder, error = random_policy(architecture, provider, options.lora_rank, device, options.head)
+            decoder, error = try_random_decoder(
+                architecture, provider, options.lora_rank, device, options.head
+            )
             for case in cases(bench, options, provider):
                 figures = None
                 if decoder is not None:
-                    figures, error = attempt(partial(measured, case, decoder, options.steps, ranks), device)
-                    decoder.zero_grad(set_to_none=True)  # of a step that was broken off
+                    figures, error = attempt(
+                        partial(measure_case, case, decoder, options.steps, ranks), device
+                    )
+                    decoder.zero_grad(set_to_none=True)  # a failed step may leave gradients
                 if ranks.is_first:
                     rows.add(dataclasses.asdict(case) | (figures or {"error": error}))
             del decoder
@@ -108,12 +112,12 @@ def measure(
         meter.cap(None)
 
 
-def measured(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """A step that warms up, then `steps` more, each said when it is done."""
+def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """Measure `steps` steps after a warm-up, and print each to stderr."""
     meter = Meter(decoder.device)
     meter.clear()
-    config = config_of(case, ranks.count)
-    tokenizer: Any = Wordless(decoder.architecture.vocab_size)
+    config = run_config(case, ranks.count)
+    tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     score = partial(engine.score, sampling=sampling_of(config)) if case.exact_mode else None
     holds = case.bench != "memory" and _holds_operands(case, config, decoder)
@@ -127,18 +131,18 @@ def measured(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = ALONE)
         ranks.take_traffic()
         each.append(_step(config, sampler, learner, prompts_P, step, meter))
         meter.say(f"{case.bench} {case.shape} {case.provider} batch {case.batch} step {step}: {each[-1]}")
-    counted, peaks_gb = each[1:], [taken.peak_gb for taken in each]
-    step_s = statistics.median(taken.step_s for taken in counted)
+    counted, peaks_gb = each[1:], [measured.peak_gb for measured in each]
+    step_s = statistics.median(measured.step_s for measured in counted)
     return {
         "step_s": round(step_s, 4),
-        "rollout_s": round(statistics.median(taken.rollout_s for taken in counted), 4),
-        "learn_s": round(statistics.median(taken.learn_s for taken in counted), 4),
+        "rollout_s": round(statistics.median(measured.rollout_s for measured in counted), 4),
+        "learn_s": round(statistics.median(measured.learn_s for measured in counted), 4),
         "tok_per_s": round(case.batch * case.max_tokens / step_s, 1),
         "first_step_s": round(each[0].step_s, 2),
         "peak_gb": max(peaks_gb),
         "peaks_gb": peaks_gb,
         "growth_gb": round(peaks_gb[-1] - peaks_gb[1], 2),
-        "reserved_gb": max(taken.reserved_gb for taken in each),
+        "reserved_gb": max(measured.reserved_gb for measured in each),
         "used_micro_tokens": each[-1].used_micro_tokens,
         "holds_operands": learner.holds_operands,
         "steps": steps,
@@ -147,7 +151,7 @@ def measured(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = ALONE)
 
 
 def _holds_operands(case: StepCase, config: RunConfig, decoder: Decoder) -> bool:
-    """As a run does."""
+    """Return the choice of a training run."""
     if decoder.device.type == "cpu":
         return False
     usable_bytes = plan.usable_bytes(decoder.device)
@@ -161,7 +165,7 @@ def _step(
     prompts_P: list[Prompt],
     step: int,
     meter: Meter,
-) -> Taken:
+) -> StepMeasurement:
     meter.start()
     start_s = time.perf_counter()
     groups = engine.generate(
@@ -181,7 +185,7 @@ def _step(
     learned_s = time.perf_counter()
     engine.publish(learner.version)
     meter.wait()
-    return Taken(
+    return StepMeasurement(
         step_s=time.perf_counter() - start_s,
         rollout_s=sampled_s - start_s,
         learn_s=learned_s - learn_from_s,
@@ -191,7 +195,7 @@ def _step(
     )
 
 
-def config_of(case: StepCase, num_ranks: int = 1) -> RunConfig:
+def run_config(case: StepCase, num_ranks: int = 1) -> RunConfig:
     return RunConfig(
         num_prompts=case.batch // case.group_size,
         num_generations=case.group_size,
@@ -215,4 +219,4 @@ def config_of(case: StepCase, num_ranks: int = 1) -> RunConfig:
 def cases(bench: str, options: BenchStepOptions, provider: str) -> Iterator[StepCase]:
     for batch in options.batches:
         own = {"provider": provider, "batch": batch, "exact_mode": options.exact}
-        yield case_of(StepCase, options, bench=bench, **own)
+        yield make_case(StepCase, options, bench=bench, **own)
