@@ -1,9 +1,9 @@
-"""Packed products whose bits depend on their row alone: x is multiplied ONE_ORDER_ROWS rows at a time.
+"""Packed products in which the bits of a row do not depend on other rows: ONE_ORDER_ROWS rows at a time.
 
-    y = product(x[0:32]), product(x[32:64]), ...        PackedProducts, product by product
+    y = product(x[0:32]), product(x[32:64]), ...        PackedLinears, slice by slice
 
-More rows at once are several tiles of tokens, which the multiprocessors share so that each tile's k is cut
-elsewhere: at 3584 x 3584 rows 0..31 and 32..63 of 64 then differ in bits (tests/parity/test_exact_hopper.py).
+More rows would be several tiles of tokens, and the SMs then split the k of each tile at another place: at
+3584 x 3584, rows 0..31 and 32..63 of 64 differ in bits (tests/parity/test_exact_hopper.py).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qerl.engine.fused_linear import LinearGroup, PackedLinears
 
-ONE_ORDER_ROWS = 32  # up to so many, sums have one order: tests/kernels/test_nvfp4_decode.py
+ONE_ORDER_ROWS = 32  # up to this many rows sums have one order: tests/kernels/test_nvfp4_decode.py
 
 
 class BatchInvariantLinears:

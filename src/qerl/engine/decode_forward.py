@@ -1,9 +1,9 @@
-"""The forward of one decode step: the newest token of each of the first B rows, to its final hidden state.
+"""The forward pass of a decode step: from the newest token of each of the first B rows to its hidden state.
 
-    PlainForward    the decoder's own modules over a paged attention of torch's: any device, format and dtype
-    HopperForward   hopper.py: the project's kernels, for a packed decoder on a Hopper GPU
+    TorchForward    the decoder's own modules with paged attention in PyTorch: any device, format and dtype
+    HopperForward   decode_hopper.py: this project's kernels, on a Hopper GPU
 
-Rows that are not in use (position -1) write to the cache's unused slot and give numbers that nobody reads.
+Unused rows (position -1) write to the cache's unused slot; their results are ignored.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from qerl.models.decoder import Decoder
 
 class DecodeForward(Protocol):
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
-        """hidden_BD; writes the keys and values of the rows' positions, each of a sequence of its own."""
+        """Return hidden_BD and write the rows' keys and values; each row is of another sequence."""
         ...
 
     def together(self, state: DecodeState, num_rows: int) -> Tensor:
-        """The same bits for rows that may be of one sequence, and then attend to each other."""
+        """Return the same bits for rows of which several may be of one sequence and attend to each other."""
         ...
 
     def publish(self) -> None:
-        """Take over the adapter's working copies as they now are."""
+        """Take over the adapters' present working copies."""
         ...
 
 
@@ -40,11 +40,11 @@ class TorchForward:
         max_pages: int,
         decode: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = paged_decode,
     ):
-        """decode: paged_decode, or what takes and gives the same."""
+        """decode: paged_decode, or a function with its signature."""
         self._decoder, self._cache, self._decode = decoder, cache, decode
 
     def publish(self) -> None:
-        """Nothing: the decoder's modules read the working copies themselves."""
+        """Do nothing: the decoder's modules read the working copies themselves."""
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         cache = self._cache

@@ -1,4 +1,4 @@
-"""The decode step on a Hopper GPU: seven launches a layer, or nine, each linear with its adapter in one.
+"""The decode step on a Hopper GPU: seven to ten launches a layer, each product with its adapter in it.
 
     h = embed(token)
     x = norm(h)         q|k|v = x W^T + u B^T + bias                    o = attention(rope(q|k|v))
@@ -7,11 +7,12 @@
                         h += y W^T + u B^T                              L times
     hidden = norm(h)                                                    h in fp32, all else in bf16
 
-u = scaling * x @ A^T of what the product reads; where linears are not packed, and with many rows, it is made
-before each product, in the norm's launch where there is one.
+u = scaling * x @ A^T of the product's input x. For few rows the kernels for packed linears make it in the
+same launch; otherwise the norm's launch makes it, or one of its own ahead of o and down. For BF16 weights it
+is stored behind the rows of x: [x | u] @ [W | B]^T is one cuBLAS call (fused_linear.py).
 
-The modules' own weights, norms and noise are read: no copy of them is kept. The adapter's working copies are
-stacked (A of q|k|v, of gate|up; B in the order of the packed rows) and refreshed in place by `publish`.
+The step reads the modules' own weights, norms and noise and keeps no copy of them. `publish` refreshes the
+stacked working copies of the adapters (A of q|k|v, of gate|up; B in the order of the packed rows) in place.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class HopperForward:
         products: Callable[[torch.device, Path], FusedLinears] = PackedLinears,
         chunk: int | None = None,
     ):
-        """products: what multiplies the linears that are packed; chunk: of attention, as it takes it."""
+        """products: multiplies packed linears; chunk: as DecodeAttention takes it."""
         a, device, folder = decoder.architecture, decoder.device, cache_folder()
         self._decoder, self._cache = decoder, cache
         self._shrink = LoraShrink(device, folder)
@@ -69,7 +70,7 @@ class HopperForward:
 
     @staticmethod
     def obstacle(decoder: Decoder, page_tokens: int) -> str | None:
-        """Why the kernels cannot run this decoder; None if they can."""
+        """Return why the kernels cannot run this decoder; None if they can."""
         a = decoder.architecture
         if not has_tile_kernels(decoder.device):
             return "they are for Hopper GPUs"
@@ -144,7 +145,7 @@ class HopperForward:
     def _shrunk(
         self, x_BK: Tensor, layer: "_LayerGroups", group: LinearGroup
     ) -> tuple[Tensor, LinearGroup, Tensor | None]:
-        """Return (x, group, u); x is copied where u must follow its rows and there is no room."""
+        """Return (x, group, u); x is copied if u must lie behind its rows and they have no free columns."""
         if group.a is None or layer.products.makes_u(len(x_BK), group):
             return x_BK, group, None
         if group.room == 0:
@@ -158,7 +159,7 @@ class HopperForward:
 
 
 class _LayerGroups:
-    """A layer's linears as they are launched."""
+    """The linears of a layer, grouped as they are launched."""
 
     def __init__(self, layer: Layer, packed: FusedLinears):
         self.module = layer
@@ -173,7 +174,7 @@ class _LayerGroups:
 
 
 def _angles(decoder: Decoder, positions_T: Tensor) -> Tensor:
-    """fp32 [positions, H]: the cosines of all frequencies, then their sines."""
+    """Return fp32 [positions, H]: the cosines of all frequencies, then their sines."""
     a = decoder.architecture
     half = a.head_size // 2
     cosine_T1H, sine_T1H = cosine_sine(

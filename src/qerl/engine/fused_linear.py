@@ -1,9 +1,9 @@
-"""The products of a decode step: linears that read the same x, in one call, with their adapters.
+"""The products of a decode step: linears of the same input in one call, with their adapters.
 
 linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T
 swiglu   y = silu(gate) * up                         gate|up
 
-A residual is in fp32, and so is what is added to it; any other y is in x's dtype.
+A residual is in fp32, and so is the product added to it; any other y is in x's dtype.
 
 PackedLinears   kernels/nvfp4_decode.py over the model's tiles; u is made in the same launch where that pays
 TorchLinears    cuBLAS, u comes ready. BF16: one product [x | u] @ [W | B]^T. FP8Flow: one product, and one
@@ -53,8 +53,8 @@ class LinearGroup:
         self.a, self.b = self._stacked() if self.rank else (None, None)
 
     def publish(self) -> None:
-        """Copy the adapters in place: recorded graphs point to the stacked copies. `QuantLinear.publish` writes b
-        of a BF16 weight."""
+        """Copy the adapters in place: recorded graphs point to the stacked copies. `QuantLinear.publish` has
+        written b of BF16 weights."""
         if self.a is not None:
             a, b = self._stacked()
             self.a.copy_(a)
@@ -115,13 +115,13 @@ class LinearGroup:
 
 class FusedLinears(Protocol):
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
-        """Whether u of so many rows is made here; else it is given, where the group has an adapter."""
+        """True if u of this many rows is made here; else it is given, if the group has adapters."""
         ...
 
     def linear(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
     ) -> Tensor:
-        """y_BN; it may take the residual's place."""
+        """Return y_BN; it may be stored in the residual's memory."""
         ...
 
     def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor: ...

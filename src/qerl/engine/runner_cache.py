@@ -1,10 +1,10 @@
-"""Which forward and which draw a call's steps are made of, and the runners that earlier calls left.
+"""Choose the forward pass and the sampler of decode steps, and keep the runners of earlier calls.
 
-    forward   HopperForward where its kernels run and the decoder is what they expect, else PlainForward
-    draw      FusedDraw with it, where tokens are drawn by temperature alone, else PlainDraw
+    forward   HopperForward where its kernels support the GPU and the decoder, else TorchForward
+    sampler   FusedSampler with it, if tokens are drawn by temperature alone, else TorchSampler
 
-A runner keeps its recorded graphs, so it is kept for as long as the cache that they point into. In exact
-mode every forward, a replay's too, has numbers of rows between which a row's bits do not change.
+A runner keeps its recorded graphs, so it lives as long as the cache that they point into. In exact mode every
+forward pass, teacher forcing included, has numbers of rows between which the bits of a row do not change.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ from qerl.types import Sampling
 
 _GPU_STEPS = 16
 _WHOLE_ROWS = 16
-_MOST_RUNNERS = 8  # a server's users choose temperatures; each runner may hold graphs for every bucket
-_PAGES_AT_ONCE = 16  # a table is made a little wider than asked, for the call after
+_MOST_RUNNERS = 8  # users of a server choose temperatures; each runner may hold graphs for every bucket
+_PAGES_AT_ONCE = 16  # tables are made a little wider than needed, for the next call
 
 
 class RunnerCache:
     def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
         self._decoder, self._config = decoder, config
         self.obstacle = HopperForward.obstacle(decoder, config.block_size)
-        """Why decode steps are torch's operations; None if they are the kernels'."""
+        """Why decode steps use PyTorch operations; None if they use the kernels."""
         self._is_fast = self.obstacle is None
         self.max_rows = min(config.max_num_seqs, MAX_ROWS) if self._is_fast else config.max_num_seqs
         self._min_rows, self._rows = 1, bucket_of(self.max_rows, self.max_rows)
@@ -54,7 +54,7 @@ class RunnerCache:
         self._pool: Any = None
 
     def of(self, cache: KVCache, sampling: Sampling, max_pages: int) -> DecodeRunner:
-        """For sequences of up to so many pages of this cache."""
+        """Return the runner for sequences of up to max_pages pages of this cache."""
         if max_pages > self._max_pages:
             self.clear()
             self._max_pages = -(-max_pages // _PAGES_AT_ONCE) * _PAGES_AT_ONCE
@@ -70,7 +70,7 @@ class RunnerCache:
         return runner
 
     def teacher_forcing(self) -> TeacherForcing:
-        """For the same sequences as the latest `of`."""
+        """Return teacher forcing for the same sequences as the latest `of`."""
         assert self._config.exact and self._forward is not None
         if self._teacher_forcing is None:
             self._teacher_forcing = TeacherForcing(
@@ -116,8 +116,9 @@ class RunnerCache:
         return HopperForward if self._is_fast else TorchForward
 
     def _exact_rows(self) -> tuple[int, int]:
-        """(fewest of a step, those of a replay). The packed kernels take any number; torch's products give a
-        row other bits at other numbers, and on a CPU in other places too, unless 16 divides the number."""
+        """Return (fewest rows of a step, rows of teacher forcing). The packed kernels take any number. With
+        torch's products the bits of a row depend on the number of rows and, on a CPU, on the row's place too
+        unless 16 divides the number."""
         is_packed = all(isinstance(linear.weight, PackedNVFP4) for _, linear in self._decoder.linears())
         if self._is_fast and is_packed and _kernel_head(self._decoder) is not None:
             return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
@@ -135,7 +136,7 @@ class RunnerCache:
 
 
 def _kernel_head(decoder: Decoder) -> Head | None:
-    """The decoder's own head as a kernel takes it; None where none does."""
+    """Return the decoder's own head in the form of a sampling kernel; None if no kernel supports it."""
     head, (vocab_size, width) = decoder.lm_head, decoder.lm_head.shape
     fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
     if decoder.device.type != "cuda" or not fits:

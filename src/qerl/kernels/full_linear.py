@@ -1,9 +1,9 @@
-"""y = x @ W^T of a weight that learns itself.
+"""y = x @ W^T of a weight that is trained itself.
 
     y_TN = x_TK @ work_NK^T + bias_N        dx = dy @ work        dmaster = dy^T @ x, fp32
 
-master is the fp32 weight that the optimizer moves: it gets the gradient and is not read. work is its copy in
-x's dtype, which is multiplied and gets none.
+The optimizer updates master, in fp32: it gets the gradient and is not multiplied. work is its copy in x's
+dtype: it is multiplied and gets no gradient.
 """
 
 import torch
@@ -15,13 +15,13 @@ CASES = ((1, 64, 96), (37, 128, 48), (128, 576, 192))  # T, K, N
 
 
 def reference(x_TK: Tensor, work_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """The definition above in float64; differentiable."""
+    """Compute the definition above in float64; differentiable."""
     y_TN = x_TK.double() @ work_NK.double().T
     return y_TN if bias_N is None else y_TN + bias_N.double()
 
 
 def full_linear(x_TK: Tensor, work_NK: Tensor, master_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """y_TN; differentiable in x and the master."""
+    """Return y_TN; differentiable in x and the master."""
     assert x_TK.dim() == 2 and master_NK.dtype == torch.float32 and x_TK.dtype == work_NK.dtype
     assert work_NK.shape == master_NK.shape
     return _FullLinear.apply(x_TK, work_NK, master_NK, bias_N)

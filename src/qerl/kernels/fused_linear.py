@@ -1,4 +1,4 @@
-"""Linears of one input as one product, each with its own adapter, alpha and bias.
+"""Linears of one input as one product, each with its own LoRA adapter, alpha and bias.
 
     y_i = alpha_i * (x @ W_i^T) + scaling_i * (x @ a_i^T) @ b_i^T + bias_i
 
@@ -6,14 +6,15 @@
     [W_1 | b_1       ]   [N, K + R]    R: the ranks of all adapters; the rest is zero
     [W_2 |     b_2   ]                 y = alpha * [x | u] @ [W | b]^T
 
-The adapters ride in the frozen product. That makes cuBLAS 1.7 % slower (the four products of a 7B layer at
-4,096 tokens, R = 32: 2.85 ms, now 2.90; H200); products of their own would write all of y and read it again,
-0.8 GB a layer and 0.19 ms. u goes where `row_kernel.rows` left room behind each row of x; without room x is
-copied. `linear_onto` adds to the residual stream, which is fp32, in the same product, as the decode kernel
-does: nothing is rounded to x's dtype on the way. `fused_swiglu` rounds silu(gate) * up alone, as the decode
-kernel does: of the roundings in which a 7B model's engine and learner differed that of gate and up was one
-whose end brings them nearer (dev/LOG.md). gate and up are in fp32 for some rows at a time; its backward pass
-reads gate and the result, which the next product keeps anyway.
+The frozen product adds the adapters in its accumulator, which makes cuBLAS 1.7 % slower (the four products of
+a 7B layer at 4,096 tokens, R = 32: 2.90 ms for 2.85; H200). Separate products for the adapters would write
+all of y and read it again: 0.8 GB and 0.19 ms a layer. u is stored in the columns that `row_kernel.rows`
+leaves behind each row of x; without them x is copied. With an alpha for each row, b is divided by it.
+
+`linear_onto` adds to the fp32 residual stream in the same product, with no rounding to x's dtype in between.
+`fused_swiglu` rounds silu(gate) * up only, not gate and up, which brings the engine and the learner of a 7B
+model closer (dev/LOG.md). It holds gate and up in fp32 for WIDE_ROWS rows at a time; its backward pass reads
+gate and the result, which the next product keeps anyway.
 
 dx = alpha * dy @ W + scaling (dy @ b) @ a;  da = scaling * (dy @ b)^T @ x;  db = alpha * dy^T @ u
 """
@@ -32,13 +33,13 @@ from qerl.kernels.matmul_fp32 import add_product, product, put_product
 CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
 
 
-# Of gate and up in fp32: 310 MB at the 7B shape, and the multiprocessors' tiles of the product come out even.
+# Rows of gate and up in fp32: 310 MB at the 7B shape; the tiles of the product divide evenly among the SMs.
 WIDE_ROWS = 2048
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Adapter:
-    """a, b: fp32 masters, which get the gradients; the working copies in x's dtype are multiplied."""
+    """a, b: fp32 masters, which get the gradients; their working copies in x's dtype are multiplied."""
 
     a_RK: Tensor
     b_NR: Tensor
@@ -49,7 +50,7 @@ class Adapter:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LinearPart:
-    """One of the linears."""
+    """One linear of a fused product."""
 
     width: int
     alpha: float | Tensor
@@ -57,14 +58,14 @@ class LinearPart:
     bias_N: Tensor | None
     adapter: Adapter | None
     is_read: bool = True
-    """False where nobody reads y, only gradients are wanted: `linear_onto` then leaves y out."""
+    """False if only gradients are needed: `linear_onto` then skips y."""
 
 
 Operand = Callable[[torch.dtype, bool], Tensor]  # (dtype, True): [W | b], [N, K + R]; (dtype, False): W alone
 
 
 def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[LinearPart]) -> Tensor:
-    """The definition in float64, y_TN of all parts side by side; differentiable in x and the masters."""
+    """Compute the definition in float64, [T, N] of all parts; differentiable in x and the masters."""
     found, x_TK = [], x_TK.double()
     for part, w_NK in zip(parts, operand_NK.double().split([p.width for p in parts]), strict=True):
         y_TN = part.alpha * (x_TK @ w_NK.T)
@@ -78,9 +79,9 @@ def reference(x_TK: Tensor, operand_NK: Tensor, parts: Sequence[LinearPart]) -> 
 def fused_linear(
     x_TK: Tensor, operand: Operand, parts: Sequence[LinearPart], *, gaps_are_free: bool = False
 ) -> tuple[Tensor, ...]:
-    """y_TN of each part, columns of one tensor; differentiable in x and the masters. Unpacks in each pass.
+    """Return y_TN of each part, as columns of one tensor; differentiable in x and the masters.
 
-    gaps_are_free: what lies between the rows of x is nobody's, u may be put there.
+    gaps_are_free: the memory between the rows of x is unused, so u may be stored there.
     """
     assert x_TK.dim() == 2
     return _FusedLinear.apply(x_TK, None, operand, tuple(parts), gaps_are_free, *_masters(parts))
@@ -89,7 +90,7 @@ def fused_linear(
 def linear_onto(
     h_TN: Tensor, x_TK: Tensor, operand: Operand, part: LinearPart, *, gaps_are_free: bool = False
 ) -> Tensor:
-    """h + y, both in fp32, in the place of h; differentiable in h too."""
+    """Add y to h in place, both in fp32; differentiable in h too."""
     assert x_TK.dim() == 2 and h_TN.shape == (len(x_TK), part.width) and h_TN.dtype == torch.float32
     return _FusedLinear.apply(x_TK, h_TN, operand, (part,), gaps_are_free, *_masters([part]))[0]
 
@@ -97,7 +98,7 @@ def linear_onto(
 def fused_swiglu(
     x_TK: Tensor, operand: Operand, parts: Sequence[LinearPart], *, room: int = 0, gaps_are_free: bool = False
 ) -> Tensor:
-    """silu(y_1) * y_2 [T, F] of two parts, rounded once, with room for so many columns behind each row."""
+    """Return silu(y_1) * y_2 [T, F], rounded once, with `room` free columns behind each row."""
     assert x_TK.dim() == 2 and len(parts) == 2 and parts[0].width == parts[1].width
     is_learning = torch.is_grad_enabled()
     return _FusedSwiGLU.apply(x_TK, operand, tuple(parts), room, gaps_are_free, is_learning, *_masters(parts))
@@ -147,7 +148,7 @@ class _FusedSwiGLU(torch.autograd.Function):
             _put(gate_up_TN, x_TC[some], w_NC, parts)
             swiglu.put_swiglu(gate_up_TN, y_TF[some], None if gate_TF is None else gate_TF[some])
         if is_learning:
-            # y.data: the next product puts its u behind y's rows, which autograd would take for a change of y
+            # y.data: the next product writes u behind the rows of y, which autograd would count as a change
             ctx.save_for_backward(x_TC, gate_TF, y_TF.data)
             ctx.operand, ctx.parts = operand, parts
         return y_TF
@@ -163,7 +164,7 @@ class _FusedSwiGLU(torch.autograd.Function):
 def _gradients(
     dy_TN: Tensor, x_TC: Tensor, operand: Operand, parts: Sequence[LinearPart], wants_dx: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """dx, and each master's."""
+    """Return dx and the gradient of each master."""
     columns, rows, du, gradients = x_TC.shape[1] - sum(_rank(p) for p in parts), 0, [], []
     x_TK = x_TC[:, :columns]
     for part in parts:
@@ -179,7 +180,7 @@ def _gradients(
 
 
 def side_by_side(pieces: Sequence[Tensor]) -> Tensor:
-    """[T, sum N] of pieces [T, N]: no copy if they are columns of one tensor already."""
+    """Return [T, sum N] of pieces [T, N], without a copy if they are adjacent columns of one tensor."""
     first, width = pieces[0], sum(piece.shape[1] for piece in pieces)
     if len(pieces) == 1:
         return first
@@ -199,7 +200,7 @@ def _rank(part: LinearPart) -> int:
 
 
 def _with_room(x_TK: Tensor, rank: int, gaps_are_free: bool) -> Tensor:
-    """[T, K + rank] whose first K columns are x: x itself if there is room behind its rows."""
+    """Return [T, K + rank] whose first K columns are x: x itself if it has free columns behind its rows."""
     T, K = x_TK.shape
     if rank == 0:
         return x_TK
@@ -209,7 +210,7 @@ def _with_room(x_TK: Tensor, rank: int, gaps_are_free: bool) -> Tensor:
 
 
 def _with_u(x_TK: Tensor, parts: Sequence[LinearPart], gaps_are_free: bool) -> Tensor:
-    """[x | u]."""
+    """Return [x | u]."""
     rank = sum(_rank(part) for part in parts)
     x_TC = _with_room(x_TK, rank, gaps_are_free)
     if rank:
@@ -218,7 +219,7 @@ def _with_u(x_TK: Tensor, parts: Sequence[LinearPart], gaps_are_free: bool) -> T
 
 
 def _copied(x_TK: Tensor, y_TK: Tensor) -> Tensor:
-    """y, with x in it."""
+    """Copy x into y and return y."""
     (T, K), strides = x_TK.shape, (x_TK.stride(0), y_TK.stride(0))
     if T == 0 or not row_kernel.are_vectors(x_TK, y_TK):
         return y_TK.copy_(x_TK)
@@ -228,7 +229,7 @@ def _copied(x_TK: Tensor, y_TK: Tensor) -> Tensor:
 
 
 def _shrink(x_TC: Tensor, columns: int, parts: Sequence[LinearPart]) -> None:
-    """Fills in u: one product for adapters with one factor."""
+    """Fill in u, in one product for adjacent adapters with the same factor."""
     x_TK, none = x_TC[:, :columns], x_TC.new_empty(1)
     adapters = [(part.adapter.a_work_RK, _factor(part)) for part in parts if part.adapter is not None]
     for factor, alike in itertools.groupby(adapters, key=lambda adapter: adapter[1]):

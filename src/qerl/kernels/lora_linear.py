@@ -1,18 +1,18 @@
-"""y = x @ W^T of a frozen weight, plus its low-rank adapter's product.
+"""y = x @ W^T of a frozen weight plus the product of its LoRA adapter.
 
     y_TN = alpha * (x_TK @ operand_NK^T) + scaling * (x_TK @ a_RK^T) @ b_NR^T + bias_N
 
 K input features, N output features (elements, never bytes).
 
-    operand()   [N, K] in x's dtype: called once in each pass, so that a weight kept packed is unpacked
-                twice rather than kept unpacked from the forward pass to the backward
-    alpha       what the operand leaves out: one number for the weight, or fp32 [N], one for a row
-    a, b        fp32 masters: they get fp32 gradients and are not read
-    a_work ...  their working copies in x's dtype: they are multiplied and get no gradient
+    operand()   [N, K] in x's dtype: called once in each pass, so that a packed weight is unpacked twice
+                and not kept unpacked from the forward pass to the backward pass
+    alpha       the factor that the operand leaves out: one number, or fp32 [N] with one for each row
+    a, b        fp32 masters: they get fp32 gradients and are not multiplied
+    a_work ...  working copies in x's dtype: they are multiplied and get no gradient
 
-alpha and the adapter's product ride in the frozen product's epilogue: at [128, 576] x [576, 576] (bf16, 2
-cores) that addmm costs 120 us, the bare product 111, and a multiplication and an addition of their own 7 to
-17 us each and one more rounding each.
+alpha and the adapter's product are part of the frozen product's epilogue: at [128, 576] x [576, 576] (bf16, 2
+cores) that addmm takes 120 us and the product alone 111; a separate multiplication or addition takes 7 to
+17 us and rounds once more. For one linear: fused_linear.py has the linears of one input in one product.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def reference(
     scaling: float,
     bias_N: Tensor | None,
 ) -> Tensor:
-    """The definition above in float64; differentiable."""
+    """Compute the definition above in float64; differentiable."""
     y_TN = (x_TK.double() @ operand_NK.double().T) * alpha
     if a_RK is not None and b_NR is not None:
         y_TN = y_TN + scaling * (x_TK.double() @ a_RK.double().T) @ b_NR.double().T
@@ -42,7 +42,7 @@ def reference(
 def linear(
     x_TK: Tensor, operand: Callable[[], Tensor], alpha: float | Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """y_TN without an adapter; differentiable in x. Bitwise what `lora_linear` gives with b = 0."""
+    """Return y_TN without an adapter; differentiable in x. Bitwise equal to `lora_linear` with b = 0."""
     assert x_TK.dim() == 2
     return _FrozenLinear.apply(x_TK, operand, alpha, bias_N)
 
@@ -60,7 +60,7 @@ def lora_linear(
     *,
     is_read: bool = True,
 ) -> Tensor:
-    """y_TN; differentiable in x, a and b. Where nobody reads y, only gradients are wanted, it is zeros."""
+    """Return y_TN; differentiable in x, a and b. If not is_read, y is zeros: only gradients are needed."""
     assert x_TK.dim() == 2 and a_RK.dtype == b_NR.dtype == torch.float32
     assert x_TK.dtype == a_work_RK.dtype == b_work_NR.dtype
     return _LoraLinear.apply(x_TK, operand, alpha, a_RK, b_NR, a_work_RK, b_work_NR, scaling, bias_N, is_read)
@@ -111,7 +111,7 @@ def _scaled_product(
     plus: Tensor | None = None,
     scaling: float = 0.0,
 ) -> Tensor:
-    """alpha * (x @ operand) + scaling * plus."""
+    """Return alpha * (x @ operand) + scaling * plus."""
     if isinstance(alpha, Tensor):
         y_TN = torch.mm(x_TK, operand_KN).mul_(alpha)
         return y_TN if plus is None else y_TN.add_(plus, alpha=scaling)
@@ -128,7 +128,7 @@ def _input_gradient(
     plus: Tensor | None = None,
     scaling: float = 0.0,
 ) -> Tensor:
-    """alpha * dy @ operand + scaling * plus, a row's alpha going with dy."""
+    """Return alpha * dy @ operand + scaling * plus; an alpha for each row multiplies dy."""
     if isinstance(alpha, Tensor):
         dy_TN, alpha = (dy_TN * alpha).to(dy_TN.dtype), 1.0
     return _scaled_product(dy_TN, operand_NK, alpha, plus=plus, scaling=scaling)

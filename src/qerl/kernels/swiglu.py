@@ -2,15 +2,15 @@
 
     silu(g) = g s,  s = 1 / (1 + exp(-g))        dgate = dy up s (1 + g (1 - s))        dup = dy silu(g)
 
-On a GPU in bfloat16: fp32 inside, rounded once; dgate and dup are the halves of one tensor's rows, as the
-backward pass of a joined product wants them. Elsewhere torch's own operations, silu rounded on its own.
+On a GPU in bfloat16: fp32 inside, rounded once; dgate and dup are the two halves of the rows of one tensor,
+as the backward pass of a fused product needs them. Elsewhere torch's own operations, with silu rounded too.
 
-`put_swiglu` and `wide_gradient` are the two passes of a product that keeps gate and up in fp32 up to here
-(joined_linear.py). For the backward pass gate is rounded and kept, up is not: the next product keeps y, and
+`put_swiglu` and `wide_gradient` are the two passes of a product whose gate and up are still in fp32
+(fused_linear.py). The backward pass needs gate, rounded, but not up: the next product keeps y, and
 
     up s = y / g, so dgate = dy y / g (1 + g (1 - s))        |g| >= 2 ** -60: what is less counts as that
 
-A gate of 0 would lose its up; 2 ** -60 leaves it in y to the last bit, too small there for any sum to see.
+With a gate of 0, up would be lost; 2 ** -60 keeps it exactly in y, where it is too small to change any sum.
 """
 
 import torch
@@ -25,12 +25,12 @@ _LEAST_GATE = 2.0**-60
 
 
 def reference(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """The definition in float64; differentiable."""
+    """Compute the definition in float64; differentiable."""
     return F.silu(gate_TF.double()) * up_TF.double()
 
 
 def swiglu(gate_TF: Tensor, up_TF: Tensor, *, room: int = 0) -> Tensor:
-    """y_TF; on a GPU with room for so many columns behind each row."""
+    """Return y_TF; on a GPU with `room` free columns behind each row."""
     assert gate_TF.shape == up_TF.shape and gate_TF.dim() == 2
     if row_kernel.are_vectors(gate_TF, up_TF) and gate_TF.stride() == up_TF.stride():
         return _SwiGLU.apply(gate_TF, up_TF, room)
@@ -53,7 +53,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None) -> None:
-    """Fills y from fp32, and kept, if given, with gate as `wide_gradient` takes it."""
+    """Fill y from fp32 and, if given, kept with gate as `wide_gradient` takes it."""
     assert gate_up_T2F.shape == (len(y_TF), 2 * y_TF.shape[1]) and gate_up_T2F.dtype == torch.float32
     assert gate_up_T2F.is_contiguous() and (kept_TF is None or kept_TF.is_contiguous())
     if row_kernel.are_vectors(y_TF):
@@ -67,7 +67,7 @@ def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None) -> Non
 
 
 def wide_gradient(dy_TF: Tensor, gate_TF: Tensor, y_TF: Tensor) -> Tensor:
-    """[dgate, dup], one tensor, of what `put_swiglu` filled."""
+    """Return [dgate, dup] in one tensor, from what `put_swiglu` filled."""
     T, width = gate_TF.shape
     assert gate_TF.is_contiguous() and y_TF.shape == gate_TF.shape
     d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
@@ -84,7 +84,7 @@ def wide_gradient(dy_TF: Tensor, gate_TF: Tensor, y_TF: Tensor) -> Tensor:
 
 
 def _gradient(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """[dgate, dup], one tensor."""
+    """Return [dgate, dup] in one tensor."""
     T, width = gate_TF.shape
     d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
     if row_kernel.are_vectors(gate_TF, up_TF):

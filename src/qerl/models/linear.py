@@ -1,10 +1,10 @@
-"""A frozen linear in a packed format, with an adapter that learns beside it; or one that learns itself.
+"""A linear: a frozen weight in a packed format with a LoRA adapter, or a weight that is trained itself.
 
     y = x @ decode(weight)^T + bias + scaling * (x @ A^T) @ B^T
 
-A and B exist twice: fp32 masters (`lora_A`, `lora_B`), which the optimizer moves, and working copies in the
-compute dtype (`a_work`, `b_work`), which are multiplied. `publish`, and only it, brings the second up to the
-first. After `learn_weight` the weight has such a master too, `full`, and is its own working copy.
+A and B exist twice: fp32 masters (`lora_A`, `lora_B`), which the optimizer updates, and working copies in
+the compute dtype (`a_work`, `b_work`), which are multiplied. Only `publish` copies the masters to them.
+After `learn_weight` the weight has an fp32 master too, `full`, and is its own working copy.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from qerl.kernels.lora_linear import linear, lora_linear
 
 
 class Unpacked:
-    """Operands that serve two products each: the first leaves one here, the second takes it away."""
+    """Operands that serve two products each: the first stores one here, the second removes it."""
 
     def __init__(self):
         self._operands: dict[int, Tensor] = {}
@@ -35,7 +35,7 @@ class Unpacked:
 
 
 class Held:
-    """Operands that serve every product there is, from the first one's on."""
+    """Operands that serve every product from the first on."""
 
     def __init__(self):
         self._operands: dict[int, Tensor] = {}
@@ -79,30 +79,30 @@ class QuantLinear(nn.Module):
         """The place of b_work behind the rows of a fused BF16 weight."""
         self._operand: Tensor | None = None
         self.unpacked: Unpacked | Held | None = None
-        """Where its operand is left for the next product, inside `repeating` and `holding`."""
+        """Cache of operands for the next product, inside `repeating` and `holding`."""
         self.is_read = True
-        """Whether its result matters, or gradients alone."""
+        """False if only gradients are needed, not the result."""
         self.alpha: float | Tensor = 1.0
-        """What the operand leaves out."""
+        """The factor that the operand leaves out."""
 
     def load_weight(self, packed: PackedWeight) -> None:
-        """Take the weight; a resident operand of an earlier one is dropped."""
+        """Take this weight and drop the resident operand of an earlier one."""
         assert packed.shape == (self.out_width, self.in_width), (packed.shape, self)
         self.weight, self._operand = packed, None
         self.fused = self.b_fused = None
         self.alpha = packed.alpha.item() if packed.alpha.dim() == 0 else packed.alpha
 
     def make_resident(self) -> None:
-        """Keep the unpacked operand beside the weight: the same numbers, unpacked once."""
+        """Keep the unpacked operand in addition to the weight: the same numbers, unpacked once."""
         self._operand = self.operand()
 
     @property
     def _operand_dtype(self) -> torch.dtype:
-        """FP8's products outside of its kernels are in fp32: in bf16 code times scale would be rounded."""
+        """fp32 for FP8Flow: in bf16 the product of code and scale would be rounded."""
         return torch.float32 if isinstance(self.weight, FP8Flow) else self.compute
 
     def operand(self) -> Tensor:
-        """What is multiplied, [N, K] in the compute dtype (FP8Flow: fp32), without the factor alpha."""
+        """Return the matrix [N, K] to multiply by, in the compute dtype (FP8Flow: fp32), without alpha."""
         assert self.weight is not None, "no weight was loaded"
         if self._operand is not None:
             return self._operand
@@ -115,18 +115,18 @@ class QuantLinear(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Of the adapter as it is multiplied: 0 without one, and while it is switched off."""
+        """Rank of the adapter; 0 without one or while it is switched off."""
         return 0 if self.a_work is None or not self.adapter_enabled else len(self.a_work)
 
     def add_adapter(self, a_RK: Tensor, b_NR: Tensor, scaling: float) -> None:
-        """New masters and working copies with these values."""
+        """Create masters and working copies with these values."""
         assert a_RK.shape[1] == self.in_width and b_NR.shape == (self.out_width, len(a_RK))
         self.lora_A, self.lora_B = nn.Parameter(a_RK.float()), nn.Parameter(b_NR.float())
         self.a_work, self.b_work = a_RK.to(self.compute, copy=True), b_NR.to(self.compute, copy=True)
         self.scaling, self.fused, self.b_fused = scaling, None, None
 
     def learn_weight(self) -> None:
-        """A new master of the weight, which must be in BF16."""
+        """Create an fp32 master of the weight, which must be in BF16."""
         assert isinstance(self.weight, BF16), self.weight
         if self.compute != torch.bfloat16:
             self.make_resident()  # in bf16 the operand is the weight itself
@@ -144,17 +144,17 @@ class QuantLinear(nn.Module):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The packed weight, the resident operand and the bias; not the adapter. One may be another's too."""
+        """The packed weight, the resident operand and the bias, not the adapter; linears may share one."""
         packed = [] if self.weight is None else self.weight.tensors().values()
         return [t for t in (*packed, self._operand, self.bias) if t is not None]
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors, each counted once: BF16's operand is its weight."""
+        """Bytes of its tensors, each counted once: the operand of BF16 is its weight."""
         return sum({id(t): t.nbytes for t in self.tensors}.values())
 
     def frozen(self, x_TK: Tensor) -> Tensor:
-        """Without an adapter."""
+        """Return y without the adapter."""
         if isinstance(self.weight, FP8Flow):
             return fp8_linear(x_TK, self.weight, self._operand, None, self.bias)
         return linear(x_TK, self.operand, self.alpha, self.bias)
@@ -183,8 +183,8 @@ class QuantLinear(nn.Module):
 
 @contextlib.contextmanager
 def repeating(linears: Iterable[QuantLinear], unread: QuantLinear) -> Iterator[None]:
-    """Inside, a forward pass is repeated for its gradients and followed by them: each operand unpacked for
-    one product is kept for the next, and the result of `unread`, which is the last, may be left out."""
+    """Keep each unpacked operand for one more product: a forward pass is repeated, then its backward pass
+    follows. The result of `unread`, the last linear, is skipped."""
     try:
         unread.is_read = False
         with _leaving_operands(linears, Unpacked()):
@@ -195,14 +195,14 @@ def repeating(linears: Iterable[QuantLinear], unread: QuantLinear) -> Iterator[N
 
 @contextlib.contextmanager
 def holding(linears: Iterable[QuantLinear]) -> Iterator[None]:
-    """Inside, every operand is unpacked once; the first product of each must have its adapter on."""
+    """Unpack every operand only once inside; the first product of each must have its adapter on."""
     with _leaving_operands(linears, Held()):
         yield
 
 
 @contextlib.contextmanager
 def _leaving_operands(linears: Iterable[QuantLinear], unpacked: Unpacked | Held) -> Iterator[None]:
-    """Those that are held already stay so."""
+    """Linears that are held already stay held."""
     linears = [linear for linear in linears if linear.unpacked is None]
     try:
         for linear in linears:

@@ -3,12 +3,12 @@
     q | k | v     tiles [sum N / 64, K / 64, 2304], rows one after the other       o, down    the same, alone
     gate | up     tiles [2 F / 64, D / 64, 2304], rows in `swiglu_order`
 
-Each linear's weight becomes a `PackedNVFP4`, its share of a `PackedGroup`; the plain codes and scales are freed. All
-passes read the one copy: a decode step the tiles themselves, every other pass their operand, unpacked for the
-time of one product (kernels/nvfp4_unpack.py). `tiles_of` finds them.
+Each linear's weight becomes a `PackedNVFP4`, its share of a `PackedGroup`; the plain codes and scales are
+freed. All passes read this one copy: a decode step reads the tiles, every other pass unpacks them for one
+product (kernels/nvfp4_unpack.py). `project`, `project_swiglu` and `project_onto` multiply, in any format.
 
-The permutation is exact but for blocks whose scale is 0, whose codes become 0 (nvfp4_decode.py). Outputs are
-bitwise the same before and after on a CPU: tests/models/test_packed_linear.py.
+The permutation is exact, except that codes become 0 where a block's scale is 0 (nvfp4_decode.py). On a CPU
+outputs are bitwise the same before and after: tests/models/test_packed_linear.py.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from qerl.kernels.swiglu import swiglu
 from qerl.models.fused_weights import FusedBF16, fuse_weights
 from qerl.models.linear import OperandGroup, QuantLinear
 
-# Packing spreads each code over an int32 and some: 16 Mi weights at a time take 0.5 GB beside the model.
+# Packing takes more than an int32 for each code: 16 Mi weights at a time take 0.5 GB beside the model.
 _CHUNK_WEIGHTS = 1 << 24
 
 
@@ -46,7 +46,7 @@ class PackedGroup:
 
     tiles: Tensor
     factors_N: Tensor
-    """`row_factors` of each row, in the order in which the tiles hold them."""
+    """`row_factors` of each row, in the order of the tiles."""
     global_scales: tuple[Tensor, ...]
     """fp32 [1] of each linear."""
     widths: tuple[int, ...]
@@ -59,11 +59,11 @@ class PackedGroup:
         return TILE_K * self.tiles.shape[1]
 
     def operand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Of all linears, one after the other, [sum N, K]."""
+        """Unpack all linears, one after the other, [sum N, K]."""
         return nvfp4_unpack.unpack(self.tiles, self.rows, dtype, out=out)
 
     def part(self, index: int) -> tuple[Tensor, UnpackRows]:
-        """One linear's tiles, and which of their rows are its own."""
+        """Return one linear's tiles and which of their rows belong to it."""
         if self.rows is UnpackRows.GATE_UP:
             return self.tiles, (UnpackRows.GATE, UnpackRows.UP)[index]
         first = sum(self.widths[:index]) // TILE_ROWS
@@ -93,7 +93,7 @@ class PackedNVFP4(PackedWeight):
         return nvfp4_unpack.unpack(*self.group.part(self.index), dtype)
 
     def plain(self) -> NVFP4:
-        """The weight as it was before."""
+        """Return the weight as plain NVFP4."""
         codes, scales = nvfp4_unpack.plain(*self.group.part(self.index))
         return NVFP4(codes, scales, self.group.global_scales[self.index])
 
@@ -102,14 +102,14 @@ class PackedNVFP4(PackedWeight):
         return self.group.widths[self.index], self.group.in_width
 
     def tensors(self) -> dict[str, Tensor]:
-        """The group's: its other linears name the same ones."""
+        """Return the group's tensors, which its linears share."""
         group = self.group
         scale = group.global_scales[self.index]
         return {"tiles": group.tiles, "factors_N": group.factors_N, "global_scale": scale}
 
     @property
     def num_bytes(self) -> int:
-        """Its own share."""
+        """Bytes of its share of the tiles."""
         n, k = self.shape
         return n // TILE_ROWS * (k // TILE_K) * TILE_BYTES + 4 * n + 4
 
@@ -119,7 +119,7 @@ class PackedNVFP4(PackedWeight):
 
 
 def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
-    """Whether these weights of one input fit into tiles together."""
+    """True if these weights of one input fit into tiles together."""
     if not all(isinstance(weight, NVFP4) for weight in weights):
         return False
     shapes = [weight.shape for weight in weights if weight is not None]
@@ -129,7 +129,7 @@ def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
 
 
 def tile_group(weights: Sequence[NVFP4], rows: UnpackRows) -> PackedGroup:
-    """Packed some rows at a time."""
+    """Pack the weights into one group, some rows at a time."""
     assert can_tile(weights, rows)
     widths, k = tuple(weight.shape[0] for weight in weights), weights[0].shape[1]
     device = weights[0].codes.device
@@ -158,7 +158,7 @@ def tile_group(weights: Sequence[NVFP4], rows: UnpackRows) -> PackedGroup:
 
 
 def _alternating(gate_FB: Tensor, up_FB: Tensor) -> Tensor:
-    """Their rows in `swiglu_order`."""
+    """Return the rows of both in `swiglu_order`."""
     return torch.stack((gate_FB.view(-1, 8, gate_FB.shape[1]), up_FB.view(-1, 8, up_FB.shape[1])), 1).flatten(
         0, 2
     )
@@ -170,7 +170,7 @@ def _put(tiles: Tensor, first_row: int, codes: Tensor, scales: Tensor) -> None:
 
 
 def tile_linears(linears: Sequence[QuantLinear], rows: UnpackRows) -> bool:
-    """Puts the linears' weights into one tensor of tiles, if they fit; whether they did."""
+    """Put the linears' weights into one tensor of tiles; return False if they do not fit."""
     weights = [linear.weight for linear in linears]
     if not can_tile(weights, rows):
         return False
@@ -181,7 +181,7 @@ def tile_linears(linears: Sequence[QuantLinear], rows: UnpackRows) -> bool:
 
 
 def tiles_of(linears: Sequence[QuantLinear]) -> PackedGroup | None:
-    """The group that these linears, and no other, are in this order; None if their weights are no tiles."""
+    """Return the group of exactly these linears in this order; None if their weights are not in tiles."""
     weights = [linear.weight for linear in linears]
     first = weights[0]
     if not isinstance(first, PackedNVFP4) or len(first.group.widths) != len(weights):
@@ -261,7 +261,7 @@ def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) 
 
 
 def room(linears: Sequence[QuantLinear]) -> int:
-    """Columns that `project` wants behind each row of x, so as not to copy it."""
+    """Number of free columns behind each row of x with which `project` need not copy it."""
     return sum(linear.rank for linear in linears)
 
 
