@@ -1,4 +1,4 @@
-"""The two exceptions that the command line prints in one line, and what their texts go through."""
+"""The two exceptions that the command line prints as one line, and helpers for their messages."""
 
 import difflib
 import os
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-_LEAST_SECRET = 6  # characters; shorter values are words
+_MIN_SECRET = 6  # characters; shorter values are ordinary words
 _SHAPES = (
     (re.compile(r"(://)[^/\s@]+@"), r"\1***@"),
     (re.compile(r"(\bBearer\s+)[^\s\"']+", re.IGNORECASE), r"\1***"),
@@ -15,9 +15,9 @@ _SHAPES = (
 
 
 class UserError(Exception):
-    """The user's to mend; exit code 2. Says what and where: `engine.kv_cache_gb must be positive, got -1`.
+    """A mistake of the user; exit code 2. Say what and where: `engine.kv_cache_gb must be positive, got -1`.
 
-    No ValueError: tyro would catch it where a config is made, and draw a box around it.
+    Not a ValueError: tyro would catch it when a config is built and print it in a box.
     """
 
     def __init__(self, message: str):
@@ -25,35 +25,35 @@ class UserError(Exception):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on through no mistake in the command, such as a full disk; exit code 1."""
+    """A failure of the run that the user's command did not cause, such as a full disk; exit code 1."""
 
     def __init__(self, message: str):
         super().__init__(printable(message))
 
 
 def printable(text: str) -> str:
-    """One line, and nothing in it that a terminal obeys: a message may quote a file that holds anything."""
+    """Replace line breaks and control characters by spaces: a message may quote a file with any content."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def require(holds: bool, message: str) -> None:
-    """The user's mistake, in the message's words, unless it holds."""
-    if not holds:
+def require(condition: bool, message: str) -> None:
+    """Raise UserError with the message unless the condition holds."""
+    if not condition:
         raise UserError(message)
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """`; did you mean a or b?`, or nothing where nothing is near."""
+    """Return "; did you mean a or b?" with the closest known names, or "" if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def redact(text: str) -> str:
-    """Return the text with *** for every key, token and password: values of environment variables that are
-    named like one, passwords in addresses, and strings shaped like a well-known service's token."""
+    """Replace keys, tokens and passwords by ***: values of environment variables with such names, passwords
+    in URLs, and strings with the form of a well-known service's token."""
     for name, value in os.environ.items():
-        if _NAME.search(name) and len(value) >= _LEAST_SECRET:
+        if _NAME.search(name) and len(value) >= _MIN_SECRET:
             text = text.replace(value, "***")
-    for shape, instead in _SHAPES:
-        text = shape.sub(instead, text)
+    for shape, replacement in _SHAPES:
+        text = shape.sub(replacement, text)
     return text

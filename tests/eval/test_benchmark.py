@@ -17,7 +17,7 @@ from qerl.errors import UserError
 from qerl.eval.benchmark import Benchmark, read_results, result_path, run_benchmark, settings_of
 from qerl.eval.catalog import BENCHMARKS, parse_benchmark, parse_benchmarks
 from qerl.eval.run import table
-from qerl.tasks.majority_vote import Votes, votes
+from qerl.tasks.majority_vote import VotePool, votes
 from qerl.tasks.rows import open_rows
 from qerl.types import Group, Prompt, Sample, Sampling
 
@@ -204,7 +204,7 @@ def test_why_rewards_failed_is_told_once(monkeypatch, capsys, model, tmp_path):
         (["mine.jsonl"], ["unknown benchmark mine.jsonl", "math-500", "BENCHMARK=FILE"]),
         (["aime24="], ["aime24= needs a file"]),
         (["aime24=none.jsonl"], ["none.jsonl", "no such file"]),
-        (["aime24=empty.jsonl"], ["empty.jsonl", "holds no rows"]),
+        (["aime24=empty.jsonl"], ["empty.jsonl", "has no rows"]),
         (["aime24=text.jsonl"], ["'problem'", "there are: text, answer"]),
         (["math-500=unanswered.jsonl"], ["task.answer_column", "'answer'", "there are: level"]),
         (["gsm8k=ragged.csv"], ["ragged.csv", "row 2"]),
@@ -389,5 +389,5 @@ def test_votes_for_equal_answers_are_for_the_first_of_them():
 
 
 def test_votes_are_counted_in_processes():
-    with Votes(num_workers=1) as counted:
+    with VotePool(num_workers=1) as counted:
         assert counted.count("numeric", [["7", "7.0"], ["x", "2"]]) == [["7", "7"], [None, "2"]]

@@ -119,11 +119,11 @@ def test_tasks_that_a_reward_adds_are_limited():
                 return count
         return None
 
-    crew = WorkerPool(adds, num_workers=1)
+    pool = WorkerPool(adds, num_workers=1)
     try:
-        (count,) = crew.run([0], deadline_s=60)
+        (count,) = pool.run([0], deadline_s=60)
     finally:
-        crew.stop()
+        pool.stop()
     assert isinstance(count, int) and MORE_TASKS / 2 < count < 2 * MORE_TASKS
 
 
@@ -142,7 +142,7 @@ def test_a_gigabyte_of_print_does_not_reach_the_terminal(pool, capfd):
     one.close()
     said = capfd.readouterr()
     assert said.out == "" and said.err.startswith("one line that is wanted\n")
-    assert "bytes more, left out" in said.err
+    assert "more bytes printed by rewards" in said.err
     assert len(said.err) < (seconds + 3) * (MOST_PRINTED + 100)
 
 
@@ -164,18 +164,18 @@ def test_the_deadline_is_kept_whatever_the_clock_says(monkeypatch):
     """The wall clock leaps a day ahead and back at each look; deadlines are by another clock."""
     real, looks = time.time, iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: real() + 86400 * (-1) ** next(looks))
-    crew = WorkerPool(lambda item: time.sleep(item), num_workers=2)
+    pool = WorkerPool(lambda item: time.sleep(item), num_workers=2)
     begin = time.monotonic()
     try:
-        outcomes = crew.run([0.3, 600, 0.3], deadline_s=1.5)
+        outcomes = pool.run([0.3, 600, 0.3], deadline_s=1.5)
     finally:
-        crew.stop()
+        pool.stop()
     assert [getattr(one, "cause", None) for one in outcomes] == [None, "over the deadline", None]
     assert 1.4 < time.monotonic() - begin < 6
 
 
-def test_a_crew_that_was_interrupted_gives_no_outcome_of_before(monkeypatch):
-    crew = WorkerPool(lambda item: (time.sleep(0.5), item)[1], num_workers=2)
+def test_a_pool_that_was_interrupted_gives_no_outcome_of_before(monkeypatch):
+    pool = WorkerPool(lambda item: (time.sleep(0.5), item)[1], num_workers=2)
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -184,15 +184,15 @@ def test_a_crew_that_was_interrupted_gives_no_outcome_of_before(monkeypatch):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
-            crew.run([1, 2], deadline_s=5)
-        assert crew.run([3], deadline_s=5) == [3]
+            pool.run([1, 2], deadline_s=5)
+        assert pool.run([3], deadline_s=5) == [3]
     finally:
         signal.signal(signal.SIGALRM, previous)
-        crew.stop()
+        pool.stop()
 
 
 def test_where_no_process_can_be_had_for_a_lost_one_the_others_do_the_work(monkeypatch):
-    crew = WorkerPool(lambda item: os._exit(0) if item == 1 else item, num_workers=2)
+    pool = WorkerPool(lambda item: os._exit(0) if item == 1 else item, num_workers=2)
     fork, failed = os.fork, []
 
     def refused():
@@ -203,9 +203,9 @@ def test_where_no_process_can_be_had_for_a_lost_one_the_others_do_the_work(monke
 
     monkeypatch.setattr(os, "fork", refused)
     try:
-        outcomes = crew.run([0, 1, 2, 3, 1, 4], deadline_s=5)
+        outcomes = pool.run([0, 1, 2, 3, 1, 4], deadline_s=5)
     finally:
-        crew.stop()
+        pool.stop()
     assert failed and [getattr(one, "cause", one) for one in outcomes] == [
         *(0, "ended its process", 2, 3, "ended its process", 4)
     ]

@@ -26,7 +26,7 @@ from qerl.models.peft_reader import adapter_config, read_adapter
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer
 from qerl.tasks import build_task
-from qerl.tasks.prompt import rendered
+from qerl.tasks.prompt import render_chat
 from qerl.tracking.atomic_file import JsonLines, decode, read_object
 from qerl.tracking.report.read import read_run
 from tasks.material import tokenizer
@@ -159,7 +159,7 @@ def test_a_line_that_nests_too_deeply_is_a_damaged_line():
 )
 def test_a_chat_template_reaches_nothing_and_its_errors_are_one_line(template):
     made = tokenizer(template)
-    assert one_line(lambda: rendered(made, [{"role": "user", "content": "x"}])) in (None, ("", []))
+    assert one_line(lambda: render_chat(made, [{"role": "user", "content": "x"}])) in (None, ("", []))
 
 
 def test_no_line_of_the_source_trusts_remote_code_nor_unpickles():

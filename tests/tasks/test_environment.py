@@ -15,7 +15,7 @@ from qerl.errors import UserError
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Close, EnvironmentReply, Reset, Step
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.prompt import between, spaced
+from qerl.tasks.prompt import chat_reply_tokens, plain_reply_tokens
 from qerl.tasks.reward import resolve
 
 
@@ -83,7 +83,7 @@ def test_reward_workers_are_started_for_reward_functions_alone(pool):
     pool(Echo, reward_workers=3)
     stage = children() - before
     pool(Echo, lambda completions: [1.0], reward_workers=3)
-    assert (stage, children() - before) == (2, 2 * stage + 1 + 3)  # each crew has a warden
+    assert (stage, children() - before) == (2, 2 * stage + 1 + 3)  # each pool has a supervisor
 
 
 def reset(one, num, **row):
@@ -226,7 +226,7 @@ def test_numbers_of_numpy_are_numbers(pool):
 
 
 def test_only_one_environment_may_be_among_the_rewards():
-    with pytest.raises(UserError, match=r"of one environment, got Echo, Plain"):
+    with pytest.raises(UserError, match=r"may name one environment, got Echo, Plain"):
         RewardPool(TaskConfig(), [Echo, Plain])
 
 
@@ -235,7 +235,9 @@ def test_a_class_that_is_no_environment_is_refused_by_name():
         def resett(self, row): ...
         def step(self, completion): ...
 
-    with pytest.raises(UserError, match=r"Misspelled is a class, but no environment: .* reset\(row, seed\)"):
+    with pytest.raises(
+        UserError, match=r"Misspelled is a class, but not an environment: .* reset\(row, seed\)"
+    ):
         RewardPool(TaskConfig(), [Misspelled])
 
 
@@ -243,9 +245,9 @@ def test_between_two_turns_stands_what_the_template_puts_there():
     said = [{"role": "tool", "content": "119"}, {"role": "user", "content": "go on"}]
     text = "\n<|im_start|>tool\n119<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
     made = tokenizer()
-    stopped_T = between(made, said, "<|im_end|>")
+    stopped_T = chat_reply_tokens(made, said, "<|im_end|>")
     assert made.decode(stopped_T) == text and stopped_T.count(END) == 2 and stopped_T.count(START) == 3
-    assert made.decode(between(made, said, "")) == f"<|im_end|>{text}"
+    assert made.decode(chat_reply_tokens(made, said, "")) == f"<|im_end|>{text}"
 
 
 def test_turns_appended_so_are_what_the_template_makes_of_the_whole_conversation():
@@ -254,23 +256,23 @@ def test_turns_appended_so_are_what_the_template_makes_of_the_whole_conversation
     said = [{"role": "user", "content": "c"}]
     prompt = made.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     whole = made.apply_chat_template([*messages, *said], tokenize=False, add_generation_prompt=True)
-    assert f"{prompt}b<|im_end|>{made.decode(between(made, said, '<|im_end|>'))}" == whole
+    assert f"{prompt}b<|im_end|>{made.decode(chat_reply_tokens(made, said, '<|im_end|>'))}" == whole
 
 
 def test_a_template_that_leaves_an_assistant_out_or_refuses_a_role_is_refused():
     silent = tokenizer("{% for m in messages %}{{ m['role'] }}{% endfor %}")
     with pytest.raises(UserError, match="leaves out"):
-        between(silent, [{"role": "user", "content": "x"}], "")
+        chat_reply_tokens(silent, [{"role": "user", "content": "x"}], "")
     strict = tokenizer(
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
     )
-    with pytest.raises(UserError, match="refuses messages of user, assistant, tool"):
-        between(strict, [{"role": "tool", "content": "x"}], "")
+    with pytest.raises(UserError, match="rejects messages of user, assistant, tool"):
+        chat_reply_tokens(strict, [{"role": "tool", "content": "x"}], "")
 
 
 def test_without_a_template_messages_stand_apart():
     made = tokenizer(None)
-    assert made.decode(spaced(made, [{"role": "user", "content": "x"}], "")) == "\n\nx\n\n"
+    assert made.decode(plain_reply_tokens(made, [{"role": "user", "content": "x"}], "")) == "\n\nx\n\n"
 
 
 def said(text):
@@ -286,7 +288,7 @@ def test_hints_say_where_the_answer_lies_and_reward_the_earlier_turn_more(pool):
     assert right == EnvironmentReply([], 1.0, True)
     right, none = stepped(one, "1100", "no")
     assert right == EnvironmentReply([], 0.5, True) and none == EnvironmentReply(
-        said("That is no number."), 0.0, False
+        said("That is not a number."), 0.0, False
     )
     assert one.play([Step((0, 1), "1100")]) == [EnvironmentReply([], 0.25, True)]
     assert reset(one, 1)[0].cause == "raised ValueError"  # a row without an answer

@@ -113,7 +113,7 @@ def test_an_empty_prompt_is_refused_by_row_before_the_run(tmp_path):
 def test_a_list_where_the_first_row_has_a_text_is_refused_by_row(tmp_path):
     config = TaskConfig(name=jsonl(tmp_path / "x.jsonl", [ROW, ROW | {"prompt": TALK}]))
     renderer = Renderer(config, open_rows(config)[0], tokenizer())
-    with pytest.raises(UserError, match="row 2: prompt is a list, no text"):
+    with pytest.raises(UserError, match="row 2: prompt is a list, not a string"):
         renderer.prompt(1, index=1)
 
 

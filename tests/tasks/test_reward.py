@@ -107,7 +107,7 @@ def test_a_step_without_any_reward_ends_the_run_with_the_most_common_cause(pool)
         UserError, match="2 of 3: raised ZeroDivisionError: by_name: ZeroDivisionError: division"
     ):
         one.score([group("raise", "nan"), group("raise")])
-    with pytest.raises(UserError, match="by_name gave None for every sample"):
+    with pytest.raises(UserError, match="by_name returned None for every sample"):
         one.score([group("abstain", "abstain")])
 
 
@@ -130,7 +130,7 @@ def test_functions_take_the_place_of_the_configs_rewards_and_its_weights_are_the
         lambda completions: [1.0], lambda completions: [10.0], rewards=("x", "y"), reward_weights=(2.0, 0.5)
     )
     assert one.score([group("a")]) == [[7.0]]
-    with pytest.raises(UserError, match="one for each of 1 rewards, got 2"):
+    with pytest.raises(UserError, match="a weight for each of 1 rewards, got 2"):
         pool(by_name, rewards=("x", "y"), reward_weights=(2.0, 0.5))
 
 
@@ -162,7 +162,7 @@ def test_a_column_that_is_not_there_is_refused_before_anything_is_scored(pool):
     def asks(completions, solution):
         return [1.0]
 
-    with pytest.raises(UserError, match=r"asks asks for solution; .* there are: answer, level"):
+    with pytest.raises(UserError, match=r"asks needs solution; .* there are: answer, level"):
         pool(asks).score([group("a", answer="1", level=2)])
     with pytest.raises(UserError, match=r"task.answer_column: no column 'gold' \(there are: answer\)"):
         pool(answer_column="gold").score([group("a", answer="1")])

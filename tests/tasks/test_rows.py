@@ -139,10 +139,10 @@ def test_jsonl_rows_have_the_columns_of_all_lines(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2: not JSON"),
-        (b'{"prompt": "a"}\n\n\xff\xfe{}\n', "line 3: not JSON"),
+        (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2: invalid JSON"),
+        (b'{"prompt": "a"}\n\n\xff\xfe{}\n', "line 3: invalid JSON"),
         (b'{"prompt": "a"}\n[1]\n', "line 2: not a JSON object but [1]"),
-        (b"\n \n", "holds no rows"),
+        (b"\n \n", "has no rows"),
     ],
 )
 def test_a_jsonl_file_is_refused_by_file_and_line(tmp_path, content, said):
@@ -159,7 +159,7 @@ def test_a_json_file_holds_a_list_of_objects(tmp_path):
     for content, said in (
         ("{}", "a list of objects"),
         ("[1]", "a list of objects"),
-        ("[", "not JSON"),
+        ("[", "invalid JSON"),
         ("[]", "no rows"),
     ):
         path.write_text(content)
@@ -178,7 +178,7 @@ def test_a_parquet_file_is_read(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused():
-    assert "there is no such file" in refused(name="nowhere/x.jsonl")
+    assert "no such file" in refused(name="nowhere/x.jsonl")
 
 
 def test_a_csv_has_its_columns_from_the_first_line_and_strings_for_values(tmp_path):
@@ -195,8 +195,8 @@ def test_a_csv_has_its_columns_from_the_first_line_and_strings_for_values(tmp_pa
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        (b"", ["holds no rows"]),
-        (b"prompt,answer\n", ["holds no rows"]),
+        (b"", ["has no rows"]),
+        (b"prompt,answer\n", ["has no rows"]),
         (b"a,b\n1,2,3\n", ["row 1", "more values than the 2 columns"]),
         (b'a,b\n"1,2\n', ["not a readable CSV"]),
         (b"a,b\n\xff,2\n", ["not a readable CSV"]),

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.tasks.scoring import Call, Failure, missing, score
+from qerl.tasks.scoring import Failure, RewardCall, missing_arguments, score
 
-PLAIN = Call("What is 1 + 2?", "It is 3", [73, 116], {"answer": "3", "level": 2})
-TALK = Call(
+PLAIN = RewardCall("What is 1 + 2?", "It is 3", [73, 116], {"answer": "3", "level": 2})
+TALK = RewardCall(
     [{"role": "user", "content": "What is 1 + 2?"}],
     [{"role": "assistant", "content": "<think>1 + 2</think><answer>3</answer>"}],
     [60, 116],
@@ -69,7 +69,7 @@ def test_a_function_with_kwargs_gets_everything():
 
 
 def test_a_column_cannot_take_the_place_of_the_completions():
-    call = Call("p", "right", [1], {"completions": "wrong"})
+    call = RewardCall("p", "right", [1], {"completions": "wrong"})
     assert scored(lambda completions: [float(completions == ["right"])], call) == 1.0
 
 
@@ -166,7 +166,7 @@ def test_the_sum_is_rounded_once_and_finite():
 
     assert score([one] * 3, [0.7, 0.2, 0.1], PLAIN) == 1.0 > 0.7 + 0.2 + 0.1
     too_large = score([one] * 2, [1.5e308, 1.5e308], PLAIN)
-    assert too_large == Failure("not finite", "the weighted sum gave inf")
+    assert too_large == Failure("not finite", "the weighted sum returned inf")
 
 
 def test_a_function_that_abstains_leaves_the_others_sum():
@@ -184,6 +184,6 @@ def test_missing_names_what_a_function_cannot_do_without():
     def asks(completions, solution, *, level, extra=1, **kwargs):
         return [1.0]
 
-    assert missing(asks, {"completions", "answer"}) == ["solution", "level"]
-    assert missing(asks, {"completions", "solution", "level"}) == []
-    assert missing(print, set()) == []
+    assert missing_arguments(asks, {"completions", "answer"}) == ["solution", "level"]
+    assert missing_arguments(asks, {"completions", "solution", "level"}) == []
+    assert missing_arguments(print, set()) == []

@@ -120,13 +120,13 @@ def test_a_prompt_of_exactly_the_allowed_length_stays(tmp_path):
 
 
 def test_more_prompts_a_step_than_rows_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"num_prompts is 17, but .* only 16 rows"):
+    with pytest.raises(UserError, match=r"num_prompts is 17, but .* only 16 training rows"):
         from_file(tmp_path).train_prompts(0, 17)
 
 
 def test_holding_out_everything_is_refused(tmp_path):
     for num in (20, 21):
-        with pytest.raises(UserError, match="leaves none to learn from"):
+        with pytest.raises(UserError, match="leaves none to train on"):
             from_file(tmp_path, num_held_out=num)
 
 

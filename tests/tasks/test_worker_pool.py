@@ -14,8 +14,8 @@ from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 
 
 @pytest.fixture
-def crew():
-    """crew(work) starts one; it is stopped after the test."""
+def pool():
+    """pool(work) starts one; it is stopped after the test."""
     started = []
 
     def start(work, num_workers=2):
@@ -47,23 +47,23 @@ def wait_until(holds, within_s=5.0):
     return holds()
 
 
-def test_outcomes_come_in_the_order_of_items(crew):
+def test_outcomes_come_in_the_order_of_items(pool):
     def work(item):
         time.sleep(0.02 * (item % 3 == 0))
         return item * item
 
-    assert crew(work).run(list(range(20)), deadline_s=5) == [i * i for i in range(20)]
-    assert crew(work).run([], deadline_s=5) == []
+    assert pool(work).run(list(range(20)), deadline_s=5) == [i * i for i in range(20)]
+    assert pool(work).run([], deadline_s=5) == []
 
 
-def test_a_closure_is_run_as_it_is_without_pickling(crew):
+def test_a_closure_is_run_as_it_is_without_pickling(pool):
     lock = threading.Lock()  # cannot be pickled
 
     def work(item):
         with lock:
             return item + 1
 
-    assert crew(work).run([1, 2], deadline_s=5) == [2, 3]
+    assert pool(work).run([1, 2], deadline_s=5) == [2, 3]
 
 
 class Held:
@@ -76,13 +76,13 @@ class Held:
         os.write(self.told, str(os.getpid()).encode())
 
 
-def test_a_worker_frees_no_garbage_of_the_process_it_was_forked_from(crew):
+def test_a_worker_frees_no_garbage_of_the_process_it_was_forked_from(pool):
     """Which may hold graphs and memory of a GPU that the worker must not touch."""
     read, told = os.pipe()
     gc.disable()
     try:
         Held(told)
-        assert crew(lambda item: gc.collect() >= 0, num_workers=1).run([1], deadline_s=5) == [True]
+        assert pool(lambda item: gc.collect() >= 0, num_workers=1).run([1], deadline_s=5) == [True]
     finally:
         gc.enable()
         gc.collect()
@@ -91,27 +91,27 @@ def test_a_worker_frees_no_garbage_of_the_process_it_was_forked_from(crew):
     os.close(told)
 
 
-def test_a_job_over_its_deadline_is_killed_and_the_rest_is_done(crew):
+def test_a_job_over_its_deadline_is_killed_and_the_rest_is_done(pool):
     def work(item):
         return time.sleep(60) if item == 1 else item
 
     start = time.monotonic()
-    outcomes = crew(work).run(list(range(6)), deadline_s=0.5)
+    outcomes = pool(work).run(list(range(6)), deadline_s=0.5)
     assert causes(outcomes) == [0, "over the deadline", 2, 3, 4, 5]
     assert 0.5 <= time.monotonic() - start < 2.5
 
 
-def test_a_job_that_does_not_come_back_to_python_is_killed_as_well(crew):
+def test_a_job_that_does_not_come_back_to_python_is_killed_as_well(pool):
     def work(item):
         return sum(range(10**13)) if item == 1 else item  # hours in which no signal handler gets to run
 
     start = time.monotonic()
-    assert causes(crew(work).run([0, 1, 2], deadline_s=0.5)) == [0, "over the deadline", 2]
+    assert causes(pool(work).run([0, 1, 2], deadline_s=0.5)) == [0, "over the deadline", 2]
     assert time.monotonic() - start < 2.5
 
 
-def test_the_deadline_is_for_each_job_and_not_for_the_queue(crew):
-    outcomes = crew(lambda item: time.sleep(0.1)).run([0] * 12, deadline_s=0.4)
+def test_the_deadline_is_for_each_job_and_not_for_the_queue(pool):
+    outcomes = pool(lambda item: time.sleep(0.1)).run([0] * 12, deadline_s=0.4)
     assert causes(outcomes) == [None] * 12
 
 
@@ -128,41 +128,41 @@ def segfault():
         (segfault, "died"),
     ],
 )
-def test_a_job_that_ends_its_process_costs_itself_alone(crew, end, cause):
+def test_a_job_that_ends_its_process_costs_itself_alone(pool, end, cause):
     def work(item):
         return end() if item % 4 == 1 else item
 
-    one, start = crew(work), time.monotonic()
+    one, start = pool(work), time.monotonic()
     for _ in range(3):
         assert causes(one.run(list(range(8)), deadline_s=5)) == [0, cause, 2, 3, 4, cause, 6, 7]
     assert time.monotonic() - start < 3
 
 
-def test_a_pool_whose_idle_workers_die_goes_on(crew):
-    one = crew(lambda item: os.getpid())
+def test_a_pool_whose_idle_workers_die_goes_on(pool):
+    one = pool(lambda item: os.getpid())
     for pid in set(one.run([0] * 8, deadline_s=5)):
         os.kill(pid, signal.SIGKILL)
     time.sleep(0.3)
     assert all(isinstance(pid, int) for pid in one.run([0] * 8, deadline_s=5))
 
 
-def test_a_forked_child_that_returns_does_not_become_a_worker(crew, tmp_path):
+def test_a_forked_child_that_returns_does_not_become_a_worker(pool, tmp_path):
     def work(item):
         os.fork()
         (tmp_path / str(os.getpid())).touch()
         return item
 
-    assert crew(work, num_workers=1).run([1, 2, 3], deadline_s=5) == [1, 2, 3]
+    assert pool(work, num_workers=1).run([1, 2, 3], deadline_s=5) == [1, 2, 3]
     assert wait_until(lambda: len(list(tmp_path.iterdir())) == 4)  # the worker, and a child for each item
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert wait_until(lambda: sum(is_alive(pid) for pid in pids) == 1)
 
 
-def test_stopping_ends_what_jobs_have_left_behind(crew):
+def test_stopping_ends_what_jobs_have_left_behind(pool):
     def work(item):
         return subprocess.Popen(["sleep", "600"]).pid
 
-    one = crew(work)
+    one = pool(work)
     left = one.run([1, 2], deadline_s=5)
     assert all(is_alive(pid) for pid in left)
     start = time.monotonic()
@@ -171,35 +171,35 @@ def test_stopping_ends_what_jobs_have_left_behind(crew):
     assert wait_until(lambda: not any(is_alive(pid) for pid in left))
 
 
-def test_workers_compute_with_one_thread_even_after_the_parent_has_used_several(crew):
+def test_workers_compute_with_one_thread_even_after_the_parent_has_used_several(pool):
     torch.ones(512, 512) @ torch.ones(512, 512)
 
     def work(item):
         return torch.get_num_threads(), float((torch.ones(300, 300) @ torch.ones(300, 300))[0, 0])
 
-    assert crew(work).run([0, 0], deadline_s=5) == [(1, 300.0)] * 2
+    assert pool(work).run([0, 0], deadline_s=5) == [(1, 300.0)] * 2
 
 
 PARENT = """
 import os, signal, subprocess, sys, time
-from qerl.tasks.worker_pool import Crew
+from qerl.tasks.worker_pool import WorkerPool
 
 def work(item):
     print(os.getpid(), os.getpgrp(), subprocess.Popen(["sleep", "600"]).pid, flush=True)
     time.sleep(600)
 
-crew = Crew(work, num_workers=1)
+pool = WorkerPool(work, num_workers=1)
 try:
-    crew.run([1], deadline_s=600)
+    pool.run([1], deadline_s=600)
 except KeyboardInterrupt:
-    crew.stop()
+    pool.stop()
     print("stopped", flush=True)
 """
 
 
 @pytest.fixture
 def parent():
-    """A run in a session of its own, as under a terminal; and the pids of worker, warden and grandchild."""
+    """A run in its own session, as under a terminal, and the pids of worker, supervisor and grandchild."""
     command = [sys.executable, "-c", PARENT]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

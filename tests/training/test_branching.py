@@ -27,13 +27,13 @@ CONFIG = RunConfig(
 )
 
 
-class Lots:
+class FakeEngine:
     """An engine: samples are [0, 1, 2, 3], branches go on with their own number; each prompt is a lot."""
 
     def __init__(self):
         self.stats, self.pivots = Stats(), []
 
-    def lots(self, prompts_P, *, num_samples, sampling, seed, step):
+    def branch_batches(self, prompts_P, *, num_samples, sampling, seed, step):
         for each in prompts_P:
             group = Group(prompt=each, samples_G=[sample([0, 1, 2, 3], reward=None)] * num_samples)
             yield SimpleNamespace(
@@ -98,7 +98,7 @@ def drawn(branching, step=0):
 
 
 def test_what_failed_is_branched_once_and_branches_compare_with_their_siblings():
-    engine = Lots()
+    engine = FakeEngine()
     groups, metrics = drawn(rollouts_of(engine, CONFIG))
     assert [(p, s) for p, s, _ in engine.pivots] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert all(1 <= n <= 3 for *_, n in engine.pivots)
@@ -120,14 +120,14 @@ def test_what_failed_is_branched_once_and_branches_compare_with_their_siblings()
 
 
 def test_a_lot_without_any_reward_does_not_end_the_run_and_a_step_without_does():
-    groups, metrics = drawn(rollouts_of(Lots(), CONFIG, NoneOfPrompts(0)))
+    groups, metrics = drawn(rollouts_of(FakeEngine(), CONFIG, NoneOfPrompts(0)))
     assert [g.prompt.index for g in groups] == [0, 1, 1, 1, 1] and metrics["pivots"] == 3
     with pytest.raises(UserError, match="no reward"):
-        drawn(rollouts_of(Lots(), CONFIG, NoneOfPrompts(0, 1)))
+        drawn(rollouts_of(FakeEngine(), CONFIG, NoneOfPrompts(0, 1)))
 
 
 def test_branches_without_any_reward_do_not_end_the_run():
-    groups, metrics = drawn(rollouts_of(Lots(), CONFIG, NoneOfBranches()))
+    groups, metrics = drawn(rollouts_of(FakeEngine(), CONFIG, NoneOfBranches()))
     assert {s.reward for g in groups[2:] for s in g.samples_G} == {None}
     assert metrics["branches"] == 8 and "branch_accuracy" not in metrics
     (share,) = split(groups, CONFIG, device=torch.device("cpu"))
@@ -136,7 +136,7 @@ def test_branches_without_any_reward_do_not_end_the_run():
 
 def test_a_pivots_place_is_named_by_seed_step_prompt_and_sample():
     def places(**changed):
-        engine, config = Lots(), replace(CONFIG, **{"seed": 0, **changed})
+        engine, config = FakeEngine(), replace(CONFIG, **{"seed": 0, **changed})
         branching = rollouts_of(engine, config)
         for step in range(5):
             drawn(branching, step)
@@ -149,7 +149,7 @@ def test_a_pivots_place_is_named_by_seed_step_prompt_and_sample():
 
 def test_tries_steer_later_steps_and_survive_a_checkpoint():
     """Where pivots after one token of four never succeeded and those after three always did."""
-    one, other, engine = rollouts_of(Lots(), CONFIG), rollouts_of(Lots(), CONFIG), Lots()
+    one, other, engine = rollouts_of(FakeEngine(), CONFIG), rollouts_of(FakeEngine(), CONFIG), FakeEngine()
     one.load([[0.25, 0.0], [0.75, 1.0]] * 500)
     third = rollouts_of(engine, CONFIG)
     third.load(one.state())

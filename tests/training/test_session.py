@@ -210,7 +210,7 @@ def test_too_few_rows_are_told_before_the_first_evaluation(files, tmp_path):
     (tmp_path / "same.jsonl").write_text(f"{row}\n" * 20)
     given = "--task.name", str(tmp_path / "same.jsonl"), "--task.num-held-out", "4"
     stdout, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=60)
-    assert process.returncode == 2 and "has only 0 rows to learn from" in stderr
+    assert process.returncode == 2 and "has only 0 training rows" in stderr
     assert "held out, before" not in stdout
 
 

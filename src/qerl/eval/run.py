@@ -25,7 +25,7 @@ from qerl.eval.benchmark import Benchmark, result_path, run_benchmark, settings_
 from qerl.learner import checkpoint
 from qerl.models.device import resolve_device
 from qerl.models.source import locate
-from qerl.tasks import RewardPool, Votes, build_task, every_prompt
+from qerl.tasks import RewardPool, VotePool, all_prompts, build_task
 from qerl.tasks.majority_vote import voting_grader
 from qerl.tasks.reward import REWARDS, format_failures
 from qerl.tracking.provenance import environment
@@ -49,7 +49,7 @@ def run_benchmarks(
     tasks = {name: _with_prompt(task, run, options) for name, task in tasks.items()} or {"task": options.task}
     results = []
     with ExitStack() as stack:
-        votes = stack.enter_context(Votes())
+        votes = stack.enter_context(VotePool())
         by_grading = {_grading(task): task for task in tasks.values()}
         pools = {key: stack.enter_context(RewardPool(task)) for key, task in by_grading.items()}
         tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
@@ -162,7 +162,7 @@ def _prompts(
 ) -> list[Prompt]:
     """Return all rows of a benchmark, or the held-out rows of a task."""
     if is_whole:
-        return every_prompt(task, tokenizer, num=num, max_prompt_tokens=max_prompt_tokens)
+        return all_prompts(task, tokenizer, num=num, max_prompt_tokens=max_prompt_tokens)
     prompts = build_task(task, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens).held_out(num)
     if not prompts:
         raise UserError(f"{task.name} has no held-out rows to evaluate on: set task.num_held_out")
@@ -174,7 +174,7 @@ def _benchmark(
     task: TaskConfig,
     prompts: list[Prompt],
     pool: RewardPool,
-    votes: Votes,
+    votes: VotePool,
     config: RunConfig,
     options: EvalOptions,
 ) -> Benchmark:

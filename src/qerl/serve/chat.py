@@ -14,7 +14,7 @@ from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.stream import TextStream
-from qerl.tasks.prompt import rendered
+from qerl.tasks.prompt import render_chat
 from qerl.training.signals import StopSignal
 from qerl.types import Prompt, Sample, Sampling
 
@@ -65,7 +65,7 @@ class Chat:
         limit = positions - min(self._options.max_tokens, positions // 2)
         kept = list(messages)
         while True:
-            _, tokens_T = rendered(self._model.tokenizer, kept)
+            _, tokens_T = render_chat(self._model.tokenizer, kept)
             if len(tokens_T) <= limit or len(kept) == first + 1:
                 break
             del kept[first : first + 2]

@@ -15,7 +15,7 @@ from qerl.algo.seeds import mix
 from qerl.config.options import ServeOptions
 from qerl.errors import UserError
 from qerl.serve.loaded_model import LoadedModel
-from qerl.tasks.prompt import rendered
+from qerl.tasks.prompt import render_chat
 from qerl.types import Prompt, Sampling
 
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -64,7 +64,7 @@ class ChatMessage(_Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[TextPart], BeforeValidator(_as_parts)]
 
-    def rendered(self) -> dict[str, str]:
+    def render_chat(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "".join(part.text for part in self.content)}
 
@@ -144,11 +144,11 @@ class RequestParser:
 
     def chat(self, content: bytes) -> CompletionRequest:
         body = ChatBody.parse(content, self.name, self.options)
-        messages = [message.rendered() for message in body.messages]
+        messages = [message.render_chat() for message in body.messages]
         if self.options.system_prompt is not None and all(each["role"] != "system" for each in messages):
             messages.insert(0, {"role": "system", "content": self.options.system_prompt})
         try:
-            prompt = rendered(self.model.tokenizer, messages)
+            prompt = render_chat(self.model.tokenizer, messages)
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
         return self._request(body, [prompt], body.max_completion_tokens or body.max_tokens)

@@ -1,7 +1,7 @@
-"""What is learned: rows made into prompts, and rewards for the samples of them."""
+"""Tasks: data set rows rendered as prompts, and rewards for their samples."""
 
-from qerl.tasks.majority_vote import Votes
+from qerl.tasks.majority_vote import VotePool
 from qerl.tasks.reward import RewardPool
-from qerl.tasks.task import Task, build_task, every_prompt
+from qerl.tasks.task import Task, all_prompts, build_task
 
-__all__ = ["RewardPool", "Task", "Votes", "build_task", "every_prompt"]
+__all__ = ["RewardPool", "Task", "VotePool", "all_prompts", "build_task"]

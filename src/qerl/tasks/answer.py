@@ -1,19 +1,19 @@
-r"""The final answer in a text, and one spelling for it.
+r"""Extract the final answer from a text, and normalize its spelling.
 
-    final_answers   what a completion may mean by its answer, best first:
+    final_answers   candidates for a completion's answer, best first:
                     <answer>...</answer>   \boxed{...}   after "answer is" or "Answer:"   the last $...$
-                    the whole text, and where it is prose the last number in it
-    gold_answer     the reference: what follows ####, or is boxed, or all of it
-    plain           one spelling for \text{..}, \left, LaTeX's spaces, \dfrac, \tfrac12, unicode, sqrt(2), ...
+                    the whole text, and the last number in it if it is prose
+    gold_answer     the reference: the text after ####, or in a box, or all of it
+    normalize       one spelling for \text{..}, \left, LaTeX's spaces, \dfrac, \tfrac12, unicode, sqrt(2), ...
 
-The last of several counts. A tag or a box that is opened and not closed was cut off: it holds no answer.
+The last of several counts. A tag or box that is opened and not closed was cut off: it gives no answer.
 """
 
 import re
 
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_SAID = re.compile(
+_ANSWER_PHRASE = re.compile(
     r"(?:\b(?:answer|option|choice)\s+is|\banswer\b\s*\**\s*:)\s*:?\s*\**\s*([^\n]*)", re.IGNORECASE
 )
 _ASIDE = re.compile(r",? (?:not|rather than|instead of|since|because|which)\b.*")
@@ -78,19 +78,19 @@ _PATTERNS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLINGS
 
 
 def final_answers(text: str) -> list[str]:
-    """What the text may give as its answer, best first; empty where it gives none."""
+    """Return candidates for the text's answer, best first; empty if it has none."""
     tagged = list(_TAG.finditer(text))
     if tagged:
         return final_answers(tagged[-1][1]) if tagged[-1][0].endswith("</answer>") else []
     if _BOX.search(text):
         boxed = last_boxed(text)
         return [boxed] if boxed else []
-    said = _SAID.findall(text)
-    if said and said[-1].strip(" .*"):
-        text = _ASIDE.sub("", said[-1])
-    inside = _MATH.findall(text)
-    if inside:
-        return [next(part for part in inside[-1] if part)]
+    phrases = _ANSWER_PHRASE.findall(text)
+    if phrases and phrases[-1].strip(" .*"):
+        text = _ASIDE.sub("", phrases[-1])
+    formulas = _MATH.findall(text)
+    if formulas:
+        return [next(part for part in formulas[-1] if part)]
     whole = text.strip().strip("*").strip()
     if not _is_prose(whole):
         return [whole] if whole else []
@@ -99,14 +99,14 @@ def final_answers(text: str) -> list[str]:
 
 
 def gold_answer(text: str) -> str:
-    """The reference answer: the data sets write it bare, after ####, or in a solution's box."""
+    """Return the reference answer: data sets write it alone, after ####, or in a solution's box."""
     if "####" in text:
         return text.rpartition("####")[2].strip()
     return (last_boxed(text) or "" if _BOX.search(text) else text).strip()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, braces matched; None if it is never closed."""
+    r"""Return the content of the last \boxed{...}, with braces matched; None if it is never closed."""
     start = [match.end() for match in _BOX.finditer(text)][-1]
     depth = 1
     for end in range(start, len(text)):
@@ -117,13 +117,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a word comes before the first number; a function's name is no word."""
+    """True if a word precedes the first number; names of functions do not count."""
     words = re.findall(r"(?<![\\{])\b[A-Za-z]{2,}", re.split(r"\d", text)[0])
     return any(word not in _FUNCTIONS for word in words) and any(c.isdigit() for c in text)
 
 
-def plain(text: str) -> str:
-    r"""The same in one spelling: `\dfrac12\text{ cm}` becomes `\frac{1}{2} cm`."""
+def normalize(text: str) -> str:
+    r"""Return the text in one spelling: `\dfrac12\text{ cm}` becomes `\frac{1}{2} cm`."""
     for character, spelling in _UNICODE.items():
         text = text.replace(character, spelling)
     text = text.strip()

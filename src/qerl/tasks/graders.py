@@ -1,14 +1,14 @@
-"""The rewards that come with the package: how a sample's text is held against the answer column.
+"""Built-in rewards: compare a sample's text with the answer column.
 
-    exact     the text is the answer, apart from white space around it
+    exact     the text is the answer, except for surrounding whitespace
     numeric   the last number in the text equals the last number in the answer: 1,234.50 = 1234.5, 1/2 = 0.5
-    math      the final answer is the same mathematics: \\frac{1}{2} = 0.5, (x-1)(x+1) = x^2-1 (equal.py)
-    tags      <think>...</think><answer>...</answer>, each once, in this order, and nothing around them
-    gym       the score of the reasoning-gym task itself, for what is inside <answer></answer> or for all
-    code      the sample's Python passes the tests that the answer column holds (code/)
+    math      the final answer is mathematically equal (math_equal.py): (x-1)(x+1) = x^2-1
+    tags      <think>...</think><answer>...</answer>, each once, in this order, and nothing outside
+    gym       the score of the reasoning-gym task for the text inside <answer></answer>, or for all
+    code      the sample's Python passes the tests in the answer column (code/)
 
-Each gives 1 or 0, gym and code anything between. They have TRL's form, and so stand where a user's function
-would. A row without a usable answer is an error: it would teach that every sample is wrong.
+Each returns 1 or 0; gym and code also values between. They have the form of TRL's reward functions, as a
+user's do. A row without a usable answer is an error, because every sample of it would be wrong.
 """
 
 import re
@@ -28,7 +28,7 @@ Reward = Callable[..., Any]
 """f(prompts, completions, completion_ids, **columns) -> list[float | None], or a coroutine of it."""
 
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}\b)?"
-# A sign right after a digit, a letter or a bracket is an operation: in 10-3 the last number is 3.
+# A sign right after a digit, letter or bracket is an operator: in 10-3 the last number is 3.
 _NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-+])?{_UNSIGNED}(?:\s*/\s*{_UNSIGNED})?")
 _MAX_NUMBER_CHARACTERS = 1000  # Python refuses to convert from 4,300 digits on
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
@@ -60,16 +60,16 @@ def numeric(config: TaskConfig) -> Reward:
 def gold_number(answer: Any) -> Fraction:
     number = last_number(str(answer))
     if number is None:
-        raise ValueError(f"the answer {answer!r} holds no number")
+        raise ValueError(f"the answer {answer!r} contains no number")
     return number
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number written in the text; a fraction a/b is one number."""
-    found = deque(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")), maxlen=1)
-    if not found or len(found[0][0]) > _MAX_NUMBER_CHARACTERS:
+    """Return the last number in the text; a fraction a/b is one number."""
+    matches = deque(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")), maxlen=1)
+    if not matches or len(matches[0][0]) > _MAX_NUMBER_CHARACTERS:
         return None
-    over, _, under = found[0][0].replace(",", "").partition("/")
+    over, _, under = matches[0][0].replace(",", "").partition("/")
     divisor = Fraction(under.strip() or 1)
     return Fraction(over.strip()) / divisor if divisor else None
 
@@ -78,7 +78,7 @@ def math(config: TaskConfig) -> Reward:
     def is_right(completion: str, answer: Any) -> bool:
         gold = "" if answer is None else gold_answer(str(answer))
         if not gold:
-            raise ValueError(f"the row holds no answer: {answer!r}")
+            raise ValueError(f"the row has no answer: {answer!r}")
         return any(is_equal(gold, given) for given in final_answers(completion))
 
     def math(completions: list[Any], **columns: list[Any]) -> list[float]:
@@ -102,7 +102,7 @@ def _is_tagged(text: str) -> bool:
 
 def gym(config: TaskConfig) -> Reward:
     if config.name != "reasoning-gym":
-        raise UserError(f"task.rewards: gym scores reasoning-gym's tasks, task.name is {config.name}")
+        raise UserError(f"task.rewards: gym needs task.name reasoning-gym, task.name is {config.name}")
     dataset = gym_dataset(config)
 
     def gym(completions: list[Any], **columns: list[Any]) -> list[float]:
@@ -122,14 +122,14 @@ def _answered(text: str) -> str:
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:
-    """Of a conversation, what the policy said last."""
+    """Return the completion's text; of a conversation, the last assistant message."""
     if isinstance(completion, str):
         return completion
     return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
 NEED_ANSWER = ("exact", "numeric", "math", "code")
-"""Those that read task.answer_column."""
+"""Rewards that read task.answer_column."""
 
 BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
     "exact": exact,

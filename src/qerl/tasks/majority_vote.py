@@ -1,10 +1,10 @@
-"""Which samples of a problem give the same answer, for a majority to be counted.
+"""Find which samples of a problem give the same answer, for majority voting.
 
     votes("math", ["It is 0.5.", r"\\boxed{\\frac12}", "3", ""])  ->  ["0.5", "0.5", "3", None]
 
-A vote is the answer as the first of those wrote it who gave it; None gives none. Equal is what the grader of
-the same name calls equal. The work is done in a process that can be killed, since comparing may not end; then
-answers are equal only as strings.
+A vote is the answer as the first sample with an equal answer wrote it; None is no answer. Answers are equal
+if the grader of the same name says so. The comparison runs in a process that can be killed, because it may
+not terminate; answers are then compared as strings.
 """
 
 from collections.abc import Callable
@@ -49,20 +49,20 @@ def votes(grader: str, texts_G: list[str]) -> list[str | None]:
     return [None if (answer := vote(text)) is None else spellings[answer] for text in texts_G]
 
 
-class Votes:
-    """`votes` for many problems. Its processes start with it, and end with the `with` that it stands in."""
+class VotePool:
+    """Run `votes` for many problems in worker processes. Use it in a `with` statement, which ends them."""
 
     def __init__(self, *, num_workers: int = 2):
-        self._crew = WorkerPool(_work, num_workers=num_workers)
+        self._pool = WorkerPool(_work, num_workers=num_workers)
 
-    def __enter__(self) -> "Votes":
+    def __enter__(self) -> "VotePool":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._crew.stop()
+        self._pool.stop()
 
     def count(self, grader: str, texts_P_G: list[list[str]]) -> list[list[str | None]]:
-        outcomes = self._crew.run([(grader, texts_G) for texts_G in texts_P_G], deadline_s=_DEADLINE_S)
+        outcomes = self._pool.run([(grader, texts_G) for texts_G in texts_P_G], deadline_s=_DEADLINE_S)
         as_strings = partial(map, _VOTES[grader][0])
         return [
             list(as_strings(texts_G)) if isinstance(outcome, WorkerLost) else outcome
@@ -75,5 +75,5 @@ def _work(item: tuple[str, list[str]]) -> list[str | None]:
 
 
 def voting_grader(rewards: tuple[str, ...]) -> str | None:
-    """The first reward that reads an answer; None where a majority means nothing."""
+    """Return the first reward that compares answers; None if no majority can be taken."""
     return next((name for name in rewards if name in _VOTES), None)

@@ -1,16 +1,16 @@
-r"""Whether two answers are the same mathematics, by what they are and not by how they are written.
+r"""Decide whether two answers are mathematically equal, whatever their spelling.
 
     several     1, 2  =  2 and 1  =  \{2, 1\}  =  x = 1 or x = 2;   \pm a is a and -a;   order does not count
     in order    (1, 2), [0, 1), matrices, 10:30, x = 1, y = 2   part by part, and the brackets must agree;
                 an inequality is its interval, a union several of them
     equation    f = g is h = k where f - g is a constant times h - k;   x = 5 is also 5
-    quantity    a unit that one side leaves out is not missed (5 = 5 cm), 5 cm is not 5 m, and 10% = 10 = 0.1
+    quantity    a unit missing on one side is ignored (5 = 5 cm), 5 cm is not 5 m, and 10% = 10 = 0.1
     number      exact: 0.5 = 1/2 = \frac{2}{4}, and 0.333 is not 1/3; mixed numbers, bases, repeating decimals
-    expression  read by latex2sympy2_extended, the reader of math-verify, and compared at several points with
-                50 digits: what agrees there to 40 is equal. No simplification, which may not end.
-    text        the same words, whatever their case
+    expression  parsed by latex2sympy2_extended, as in math-verify, and compared at several points with 50
+                digits, of which 40 must agree. No simplification, which may not terminate.
+    text        the same words, ignoring case
 
-What this must decide is a table: tests/tasks/answers.tsv.
+Test cases: tests/tasks/answers.tsv.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from qerl.tasks.answer import plain
+from qerl.tasks.answer import normalize
 from qerl.tasks.symbolic import agree, is_multiple
 from qerl.tasks.units import as_number, split_unit
 
@@ -29,7 +29,7 @@ _NAME = re.compile(
     r"^(?:m? ?\\angle ?[A-Z]+|\\?[A-Za-z]+(?:_\{?\w+\}?)?'?"
     r"|[A-Za-z]\([A-Za-z, ]+\)|\([A-Za-z](?:, ?[A-Za-z])+\))$"
 )
-# 1,234 with whatever stands beside it; in brackets, or with a comma more, the comma is one between parts.
+# 1,234 with any text around it; in brackets, or with another comma, the comma separates parts.
 _GROUPED = re.compile(r"^[^,()\[\]{}]*(?<!\d)\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)[^,()\[\]{}]*$")
 _CHOICE = re.compile(r"^(?:(?:option|choice)?\s*\(?\s*([A-Za-z])\s*\)?|\(\s*([A-E])\s*\)\s+\S.*)$")
 _BASE = re.compile(r"^([0-9A-F]+)_\{?(\d+)\}?$")
@@ -39,22 +39,22 @@ _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Several:
-    """1, 2: an answer that has several parts in no order."""
+    """1, 2: an answer with several parts in any order."""
 
     parts: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tuple:
-    """(1, 2): parts in order, and what stands around them: "()", "[)", "matrix" for rows."""
+    """(1, 2): parts in order, with their brackets: "()", "[)", or "matrix" for rows."""
 
-    around: str
+    brackets: str
     parts: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Time:
-    """10:30, 2:30 pm; a ratio is written the same."""
+    """10:30 or 2:30 pm; also a ratio such as 2:3."""
 
     parts: tuple[str, ...]
     half: str | None
@@ -67,39 +67,41 @@ class Equation:
 
 
 def is_equal(expected: str, given: str) -> bool:
-    if max(len(expected), len(given)) > _MAX_CHARACTERS:  # no answer, and brackets as deep as Python can call
+    if (
+        max(len(expected), len(given)) > _MAX_CHARACTERS
+    ):  # not an answer; its brackets may exceed the recursion limit
         return expected == given
-    a, b = plain(expected), plain(given)
-    if _squeezed(a) == _squeezed(b):
+    a, b = normalize(expected), normalize(given)
+    if _without_spaces(a) == _without_spaces(b):
         return True
     if (choice := _CHOICE.match(a)) and (given_choice := _CHOICE.match(b)):
         return _letter(choice) == _letter(given_choice)
-    return _same(_read(a), _read(b))
+    return _same(_parse(a), _parse(b))
 
 
 def _letter(choice: re.Match[str]) -> str:
     return (choice[1] or choice[2]).upper()
 
 
-def _squeezed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return text.replace(" ", "").casefold() if _is_words(text) else text.replace(" ", "")
 
 
 def _is_words(text: str) -> bool:
-    """Four letters at least, since ab is a product, and nothing that is mathematics."""
+    """True for at least four letters, since ab is a product, and no mathematics."""
     letters = re.sub(r"[\s.'-]", "", text)
     return letters.isalpha() and (len(letters) > 3 or letters.casefold() in ("yes", "no"))
 
 
-def _read(text: str) -> Any:
-    r"""A text in `plain` spelling as Several, Row, Equation or, where it is one thing, the text itself."""
+def _parse(text: str) -> Any:
+    r"""Parse a normalized text as Several, Tuple, Time or Equation; return other texts unchanged."""
     text = text.strip()
     if r"\pm" in text:
         signs = (("+", "-"), ("-", "+"))
-        return Several(tuple(_read(text.replace(r"\pm", s).replace(r"\mp", t)) for s, t in signs))
+        return Several(tuple(_parse(text.replace(r"\pm", s).replace(r"\mp", t)) for s, t in signs))
     if matrix := _MATRIX.match(text):
         rows = [row for row in re.split(r"\\\\(?:\[[^]]*\])?", matrix[2]) if row.strip()]
-        cells = [tuple(_read(cell) for cell in row.split("&")) for row in rows]
+        cells = [tuple(_parse(cell) for cell in row.split("&")) for row in rows]
         return Tuple("matrix", tuple(Tuple("row", row) for row in cells))
     if text in (r"\emptyset", r"\{\}", r"\{ \}", "{}"):
         return Several(())
@@ -109,22 +111,22 @@ def _read(text: str) -> Any:
         text = text.replace(",", "")
     parts = _split(text, r",|;|\\cup(?![a-z])|\\?\band\b|\\?\bor\b|\\lor|\\vee")
     if len(parts) > 1:
-        return _several([_read(part) for part in parts if part.strip()])
-    if around := _brackets(text):
+        return _several([_parse(part) for part in parts if part.strip()])
+    if brackets := _brackets(text):
         inside = _inside(text)
-        parts = tuple(_read(part) for part in _split(inside, ",|;"))
-        if around == "{}":
+        parts = tuple(_parse(part) for part in _split(inside, ",|;"))
+        if brackets == "{}":
             return Several(parts)
         if len(parts) > 1:
-            return Tuple(around, parts)
-        return _read(inside) if around == "()" else Tuple(around, parts)
+            return Tuple(brackets, parts)
+        return _parse(inside) if brackets == "()" else Tuple(brackets, parts)
     return _relation(text)
 
 
 def _relation(text: str) -> Any:
     element = re.split(r"\\in(?![a-z])", text, maxsplit=1)
     if len(element) == 2 and _NAME.match(element[0].strip()):
-        return _read(element[1])
+        return _parse(element[1])
     relations, sides = _RELATION.findall(text), [side.strip() for side in _RELATION.split(text)]
     if relations and all(sides):
         return _bounds(sides, relations) or text
@@ -138,7 +140,7 @@ def _relation(text: str) -> Any:
 
 
 def _bounds(sides: list[str], relations: list[str]) -> Any:
-    """The interval that a < x <= b, x < b or a < x says; None for anything else."""
+    """Return the interval of a < x <= b, x < b or a < x; None for anything else."""
     if any(relation in (r"\ge", ">") for relation in relations):
         flipped = {r"\ge": r"\le", ">": "<"}
         if not all(relation in flipped for relation in relations):
@@ -160,7 +162,7 @@ def _interval(low: str, low_relation: str, high: str, high_relation: str) -> Tup
 
 
 def _several(parts: list[Any]) -> Any:
-    """Equations for different names are values in the names' order; others are just several."""
+    """Return equations for different names as a Tuple in the order of names, other parts as Several."""
     if all(isinstance(part, Equation) and _NAME.match(part.left) for part in parts):
         names = [part.left for part in parts]
         if len(set(names)) == len(names):
@@ -170,7 +172,7 @@ def _several(parts: list[Any]) -> Any:
 
 
 def _brackets(text: str) -> str | None:
-    r"""`()`, `[)`, `{}` and so on if one pair stands around the whole text."""
+    r"""Return `()`, `[)`, `{}` etc. if one pair of brackets encloses the whole text."""
     bare = text.replace(r"\{", "{").replace(r"\}", "}")
     if len(bare) < 2 or bare[0] not in _OPEN or bare[-1] not in _CLOSED:
         return None
@@ -188,7 +190,7 @@ def _inside(text: str) -> str:
 
 
 def _split(text: str, separators: str) -> list[str]:
-    """At the separators that stand in no brackets."""
+    """Split at the separators outside of brackets."""
     parts, depth, start = [], 0, 0
     for token in re.finditer(rf"(?P<open>[(\[{{])|(?P<closed>[)\]}}])|(?P<cut>{separators})", text):
         if token["cut"] is None:
@@ -204,7 +206,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Several) or isinstance(b, Several):
         return isinstance(a, Several) and isinstance(b, Several) and _covers(a, b) and _covers(b, a)
     if isinstance(a, Tuple) and isinstance(b, Tuple):
-        is_alike = a.around == b.around and len(a.parts) == len(b.parts)
+        is_alike = a.brackets == b.brackets and len(a.parts) == len(b.parts)
         return is_alike and all(_same(x, y) for x, y in zip(a.parts, b.parts, strict=True))
     if isinstance(a, Time) and isinstance(b, Time):
         return a.parts == b.parts and (a.half == b.half or None in (a.half, b.half))
@@ -225,12 +227,12 @@ def _covers(a: Several, b: Several) -> bool:
 
 
 def _value(answer: Any) -> Any:
-    """What an equation gives to the name on one of its sides; None if neither is a name."""
+    """Return the value that an equation assigns to a name; None if neither side is a name."""
     if not isinstance(answer, Equation):
         return answer
     if _NAME.match(answer.left) or not re.search("[A-Za-z]", answer.left + answer.right):
-        return _read(answer.right)
-    return _read(answer.left) if _NAME.match(answer.right) else None
+        return _parse(answer.right)
+    return _parse(answer.left) if _NAME.match(answer.right) else None
 
 
 def _same_equation(a: Equation, b: Equation) -> bool:
@@ -242,7 +244,7 @@ def _same_quantity(a: str, b: str) -> bool:
     (number_a, unit_a), (number_b, unit_b) = split_unit(a), split_unit(b)
     if unit_a is not None and unit_b is not None:
         if unit_a.powers != unit_b.powers:
-            return _squeezed(a) == _squeezed(b)
+            return _without_spaces(a) == _without_spaces(b)
         return _same_number(number_a, number_b, unit_a.factor / unit_b.factor)
     if _same_number(number_a, number_b):
         return True
@@ -254,7 +256,7 @@ def _same_quantity(a: str, b: str) -> bool:
 
 def _same_number(a: str, b: str, ratio: Fraction = Fraction(1)) -> bool:
     a, b = a.strip(), b.strip()
-    if _squeezed(a) == _squeezed(b):
+    if _without_spaces(a) == _without_spaces(b):
         return ratio == 1
     if _is_words(a) or _is_words(b):
         return False
@@ -262,7 +264,7 @@ def _same_number(a: str, b: str, ratio: Fraction = Fraction(1)) -> bool:
 
 
 def _exact(text: str) -> str:
-    """The same with its numbers as fractions of integers, for a reader whose decimals are floats."""
+    """Write decimals as fractions of integers, because the parser turns decimals into floats."""
     text = text.strip()
     if base := _BASE.match(text):
         try:

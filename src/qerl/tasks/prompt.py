@@ -1,11 +1,11 @@
-"""A row made into a prompt: template, messages, chat template, tokens.
+"""Render a row as a prompt: template, messages, chat template, tokens.
 
     row --template--> user message --(+ system)--> messages --chat template--> text --> tokens
 
-The template's braces name columns. `{question}` also stands for the prompt column's string, so that the
-default template is that string unchanged. A prompt column that holds messages is the conversation itself, and
-no template is applied. Without a chat template, or with task.chat messages, a text stays plain, with the
-special tokens that the tokenizer puts around any text; the prompt then has messages only if the data set has.
+Braces in the template name columns. `{question}` also stands for the prompt column's string, so the default
+template is that string unchanged. A prompt column with messages is the conversation itself, without template.
+Without a chat template, or with task.chat messages, a text stays plain, with the special tokens that the
+tokenizer adds to any text; the prompt then has messages only if the data set has.
 """
 
 import json
@@ -19,19 +19,19 @@ from qerl.errors import UserError
 from qerl.tasks.rows import RowTable
 from qerl.types import Prompt
 
-_MARK = "QERL"  # stands for what a user and an assistant have said
+_MARK = "QERL"  # placeholder for the messages of user and assistant
 
 
 class Renderer:
-    """Makes prompts of one source's rows; refuses at once a template or a column that they do not have."""
+    """Renders rows of one table; rejects a template that names a missing column when it is made."""
 
     def __init__(self, config: TaskConfig, rows: RowTable, tokenizer: PreTrainedTokenizerBase):
         self._rows, self._tokenizer = rows, tokenizer
         self._template, self._system = config.template, config.system_prompt
-        self._holds_messages = _holds_messages(rows)
-        is_chat = config.chat == "all" or self._holds_messages
+        self._has_messages = _has_messages(rows)
+        is_chat = config.chat == "all" or self._has_messages
         self._has_template = is_chat and bool(tokenizer.chat_template)
-        for column in [] if self._holds_messages else self._template_columns(config):
+        for column in [] if self._has_messages else self._template_columns(config):
             if (index := rows.first_empty(column)) is not None:
                 raise UserError(f"{rows.name}: row {index + 1} has no {column}")
 
@@ -40,7 +40,7 @@ class Renderer:
         return f"there are: {', '.join(self._rows.columns)}"
 
     def _template_columns(self, config: TaskConfig) -> list[str]:
-        """The columns that the template is filled from."""
+        """Return the columns that the template uses."""
         rows = self._rows
         try:
             fields = [name for _, name, _, _ in string.Formatter().parse(config.template) if name is not None]
@@ -49,13 +49,13 @@ class Renderer:
                 f"task.template {config.template!r}: {error} (write {{{{ and }}}} for braces)"
             ) from error
         names = dict.fromkeys(name.partition("[")[0].partition(".")[0] for name in fields)
-        is_double = rows.prompt_column not in (None, "question") and "question" in rows.columns
-        if is_double and "question" in names and rows.prompt_column not in names:
+        is_ambiguous = rows.prompt_column not in (None, "question") and "question" in rows.columns
+        if is_ambiguous and "question" in names and rows.prompt_column not in names:
             raise UserError(
                 f"task.template: {rows.name} has both {rows.prompt_column!r} and 'question';"
-                f" name the one that is meant, or set task.prompt_column to question"
+                f" name one of them, or set task.prompt_column to question"
             )
-        aliases = {} if rows.prompt_column is None or is_double else {"question": rows.prompt_column}
+        aliases = {} if rows.prompt_column is None or is_ambiguous else {"question": rows.prompt_column}
         columns = [aliases.get(name, name) for name in names]
         for column in columns:
             if column not in rows.columns:
@@ -67,31 +67,31 @@ class Renderer:
         return columns
 
     def prompt(self, row_index: int, *, index: int) -> Prompt:
-        """The prompt of a row, under the index it has in the task."""
+        """Return the prompt of a row; index is its index in the task."""
         rows, row = self._rows, self._rows.get(row_index)
         content = row[rows.prompt_column] if rows.prompt_column else None
-        if self._holds_messages:
-            messages = self._with_system(_checked(content, f"{rows.name}: row {row_index + 1}"))
+        if self._has_messages:
+            messages = self._with_system(_check_messages(content, f"{rows.name}: row {row_index + 1}"))
         else:
             if isinstance(content, list | dict):
                 kind = type(content).__name__
                 raise UserError(
-                    f"{rows.name}: row {row_index + 1}: {rows.prompt_column} is a {kind}, no text"
+                    f"{rows.name}: row {row_index + 1}: {rows.prompt_column} is a {kind}, not a string"
                 )
-            messages = self._with_system([{"role": "user", "content": self._filled(row, content)}])
-        render = rendered if self._has_template else joined
+            messages = self._with_system([{"role": "user", "content": self._fill_template(row, content)}])
+        render = render_chat if self._has_template else join_messages
         text, tokens_T = render(self._tokenizer, messages)
         return Prompt(
             index=index,
             text=text,
             tokens_T=tokens_T,
-            messages=messages if self._has_template or self._holds_messages else None,
+            messages=messages if self._has_template or self._has_messages else None,
             columns={
-                name: value for name, value in row.items() if name != rows.prompt_column and _is_plain(value)
+                name: value for name, value in row.items() if name != rows.prompt_column and _is_json(value)
             },
         )
 
-    def _filled(self, row: dict[str, Any], content: Any) -> str:
+    def _fill_template(self, row: dict[str, Any], content: Any) -> str:
         fields = row if content is None else {"question": content, **row}
         try:
             return self._template.format_map(fields)
@@ -99,58 +99,64 @@ class Renderer:
             raise UserError(f"task.template {self._template!r}: {type(error).__name__}: {error}") from error
 
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The config's system message takes the place of the data set's."""
+        """Replace the data set's system message by the config's."""
         if self._system is None:
             return messages
         rest = messages[1:] if messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system}, *rest]
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-    """(text, tokens), ready for the assistant to begin, or to go on with what its last message begins."""
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
+    """Return (text, tokens) up to the start of the assistant's turn, or of the rest of its last message."""
     if not tokenizer.chat_template:
-        return joined(tokenizer, messages)
+        return join_messages(tokenizer, messages)
     goes_on = messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
         )
-    except Exception as error:  # a template is a program: it divides by zero, it counts to a billion
+    except Exception as error:  # a template is a program and may raise anything
         roles, reason = ", ".join(message["role"] for message in messages), " ".join(str(error).split())
-        raise UserError(f"the tokenizer's chat template refuses messages of {roles}: {reason}") from error
+        raise UserError(f"the tokenizer's chat template rejects messages of {roles}: {reason}") from error
     assert isinstance(text, str)
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def between(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str) -> list[int]:
-    """The tokens from the end of an assistant's turn to its next one, with these messages in between.
+def chat_reply_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str
+) -> list[int]:
+    """Return the tokens between an assistant's turn and its next one, with these messages in between.
 
-    ended_by: the special token, if any, that the policy ended its turn with; it is not given once more."""
+    ended_by: the special token, if any, that ended the policy's turn; it is not repeated."""
     opening = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
-    _, mark, text = rendered(tokenizer, [*opening, *messages])[0].rpartition(_MARK)
+    _, mark, text = render_chat(tokenizer, [*opening, *messages])[0].rpartition(_MARK)
     if not mark:
-        raise UserError("the tokenizer's chat template leaves out what an assistant has said")
+        raise UserError("the tokenizer's chat template leaves out the assistant's messages")
     return list(tokenizer(text.removeprefix(ended_by), add_special_tokens=False)["input_ids"])
 
 
-def spaced(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str) -> list[int]:
-    """The same without a chat template: empty lines apart, as `joined` puts them."""
+def plain_reply_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str
+) -> list[int]:
+    """Return these tokens without a chat template: messages separated by empty lines."""
     text = "\n\n".join(["", *(message["content"] for message in messages), ""])
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def joined(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-    """(text, tokens) of what the messages say, with no word on who says it."""
+def join_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+) -> tuple[str, list[int]]:
+    """Return (text, tokens) of the messages without their roles."""
     text = "\n\n".join(message["content"] for message in messages)
     return text, list(tokenizer(text)["input_ids"])
 
 
-def _holds_messages(rows: RowTable) -> bool:
+def _has_messages(rows: RowTable) -> bool:
     return rows.prompt_column is not None and isinstance(rows.get(0)[rows.prompt_column], list)
 
 
-def _checked(messages: Any, where: str) -> list[dict[str, str]]:
-    """The role and content of each message; anything else in it is left out."""
+def _check_messages(messages: Any, where: str) -> list[dict[str, str]]:
+    """Return the role and content of each message and drop other keys."""
     try:
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     except (TypeError, KeyError) as error:
@@ -160,8 +166,8 @@ def _checked(messages: Any, where: str) -> list[dict[str, str]]:
     return plain
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether JSON could hold it; images, bytes and dates are not given to rewards."""
+def _is_json(value: Any) -> bool:
+    """True if the value is JSON serializable; images, bytes and dates are not passed to rewards."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

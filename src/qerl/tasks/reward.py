@@ -1,15 +1,15 @@
-"""Rewards of a step's samples, by functions in TRL's form run in processes that can be killed.
+"""Score a step's samples with reward functions in TRL's form, run in processes that can be killed.
 
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
-    class E, with reset and step: an environment (environment.py); its episode is the sample
+    a class with reset and step: an environment (environment.py); its episode is the sample
 
-prompts and completions are strings, or lists of messages where the prompt is a conversation (a tokenizer with
-a chat template makes it one); columns are the data set's. A function without **kwargs gets what it names. It
-may be `async`. Several functions are summed by weight; None abstains.
+prompts and completions are strings, or lists of messages if the prompt is a conversation (with a chat
+template it is one); columns are the data set's. A function without **kwargs gets the arguments that it names.
+It may be `async`. The values of several functions are summed by weight; None abstains.
 
-Functions are called with one sample at a time, lists of length one: what a sample costs by hanging, crashing,
-raising or giving anything but a number is its own reward and nobody else's. 128 samples of a trivial function
-take some 10 ms this way. A function runs in a forked process: it cannot use CUDA, and what it keeps is lost.
+Functions are called with one sample at a time, as lists of length one: a sample that makes a function hang,
+crash, raise or return no number loses its own reward only. 128 samples of a trivial function take about 10
+ms. A function runs in a forked process: it cannot use CUDA, and changes to its state are lost.
 """
 
 import functools
@@ -27,7 +27,7 @@ from qerl.errors import UserError, near
 from qerl.tasks.environment import Close, EnvironmentReply, EnvironmentWorker, Reset, Step, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.scoring import RESERVED, Call, Failure, missing, name_of, score
+from qerl.tasks.scoring import RESERVED, Failure, RewardCall, missing_arguments, name_of, score
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
 
@@ -35,10 +35,10 @@ REWARDS = {**BUILT_IN, "higher_lower": higher_lower}
 
 
 class RewardPool:
-    """Scores groups. Its processes start with it, before there is a model to fork, and end with `close()`."""
+    """Scores groups in processes that start with it, before a model is loaded, and end with `close()`."""
 
     def __init__(self, config: TaskConfig, functions: Sequence[Reward] = ()):
-        """`functions`, if any, take the place of config.rewards."""
+        """functions: used instead of config.rewards if there are any."""
         needs_answer = not functions and any(
             name in (*NEED_ANSWER, "higher_lower") for name in config.rewards
         )
@@ -47,36 +47,42 @@ class RewardPool:
         weights = list(config.reward_weights) or [1.0] * len(functions)
         if len(weights) != len(functions):
             raise UserError(
-                f"task.reward_weights must be one for each of {len(functions)} rewards, got {len(weights)}"
+                f"task.reward_weights needs a weight for each of {len(functions)} rewards, got {len(weights)}"
             )
         self._names = list(map(name_of, functions))
         pairs = list(zip(functions, weights, strict=True))
         for function in filter(inspect.isclass, functions):
             if not is_environment(function):
                 has = "an environment has reset(row, seed) and step(completion)"
-                raise UserError(f"task.rewards: {name_of(function)} is a class, but no environment: {has}")
+                raise UserError(
+                    f"task.rewards: {name_of(function)} is a class, but not an environment: {has}"
+                )
         environments = [pair for pair in pairs if is_environment(pair[0])]
         if len(environments) > 1:
             named = ", ".join(name_of(function) for function, _ in environments)
-            raise UserError(f"task.rewards: a sample can be of one environment, got {named}")
+            raise UserError(f"task.rewards may name one environment, got {named}")
         self._functions = [function for function, _ in pairs if not is_environment(function)]
         weights = [weight for function, weight in pairs if not is_environment(function)]
         memory_bytes = int(config.reward_memory_gb * 1e9)
-        self._stage, self._stage_crew = None, None
+        self._environment_worker, self._environment_pool = None, None
         for environment, self._environment_weight in environments:
-            self._stage = EnvironmentWorker(
+            self._environment_worker = EnvironmentWorker(
                 environment, config.environment, deadline_s=config.reward_timeout_s
             )
-            self._stage_crew = WorkerPool(self._stage.play, num_workers=1, memory_bytes=memory_bytes)
+            self._environment_pool = WorkerPool(
+                self._environment_worker.play, num_workers=1, memory_bytes=memory_bytes
+            )
         self.failures: Counter[str] = Counter()
         """Samples without a reward since the last take_failures(), by cause."""
         self._examples: dict[str, str] = {}
         self._latest: Counter[str] = Counter()
         self._deadline_s = config.reward_timeout_s
-        self._crew = None
+        self._function_pool = None
         if self._functions:
-            scored = functools.partial(score, self._functions, weights)
-            self._crew = WorkerPool(scored, num_workers=config.reward_workers, memory_bytes=memory_bytes)
+            work = functools.partial(score, self._functions, weights)
+            self._function_pool = WorkerPool(
+                work, num_workers=config.reward_workers, memory_bytes=memory_bytes
+            )
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -85,43 +91,45 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        for crew in (self._crew, self._stage_crew):
-            if crew is not None:
-                crew.stop()
+        for pool in (self._function_pool, self._environment_pool):
+            if pool is not None:
+                pool.stop()
 
     def check(self, prompt: Prompt) -> None:
-        """UserError if the functions ask for a column that the prompt, and so the data set, does not have."""
-        there_are = f"there are: {', '.join(prompt.columns) or 'none beside the prompt'}"
+        """Raise UserError if the functions need a column that the prompt, and so the data set, lacks."""
+        there_are = f"there are: {', '.join(prompt.columns) or 'none besides the prompt'}"
         if self._answer_column is not None and self._answer_column not in prompt.columns:
             raise UserError(f"task.answer_column: no column {self._answer_column!r} ({there_are})")
         for function in self._functions:
-            if names := missing(function, {*RESERVED, *prompt.columns}):
-                asked = f"{name_of(function)} asks for {', '.join(names)}"
-                raise UserError(f"task.rewards: {asked}; beside {', '.join(RESERVED)} {there_are}")
+            if names := missing_arguments(function, {*RESERVED, *prompt.columns}):
+                needs = f"{name_of(function)} needs {', '.join(names)}"
+                raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
 
     @property
     def has_environment(self) -> bool:
-        return self._stage is not None
+        return self._environment_worker is not None
 
     def play(self, calls: Sequence[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
-        """The environments' replies, all calls at the same time."""
-        assert self._stage is not None and self._stage_crew is not None
+        """Run all environment calls concurrently and return their replies."""
+        assert self._environment_worker is not None and self._environment_pool is not None
         if not calls:
             return []
-        (replies,) = self._stage_crew.run([list(calls)], deadline_s=self._stage.patience_s(len(calls)))
+        (replies,) = self._environment_pool.run(
+            [list(calls)], deadline_s=self._environment_worker.max_play_s(len(calls))
+        )
         if isinstance(replies, WorkerLost):
             return [Failure(replies.cause, replies.message)] * len(calls)
         return replies
 
     def score(self, groups: list[Group]) -> list[list[float | None]]:
-        """The reward of each sample of each group; UserError if not one sample could be given any."""
+        """Return the reward of each sample of each group; raise UserError if no sample has one."""
         rewards_P_G = self.attempt(groups)
         self.check_some(rewards_P_G)
         return rewards_P_G
 
     def attempt(self, groups: list[Group]) -> list[list[float | None]]:
-        """The reward of each sample of each group, for as many as can be given any; with its environment's
-        (sample.reward) in it."""
+        """Return the reward of each sample of each group, None where it failed. It includes the environment's
+        reward (sample.reward)."""
         for group in groups[:1]:
             self.check(group.prompt)
         calls = [
@@ -130,10 +138,12 @@ class RewardPool:
             for sample in group.samples_G
             if sample.failure is None
         ]
-        outcomes = iter(self._crew.run(calls, deadline_s=self._deadline_s) if self._crew else ())
+        outcomes = iter(
+            self._function_pool.run(calls, deadline_s=self._deadline_s) if self._function_pool else ()
+        )
         failures: Counter[str] = Counter()
         rewards_P_G = [
-            [self._kept(self._whole(sample, outcomes), failures) for sample in group.samples_G]
+            [self._count(self._total(sample, outcomes), failures) for sample in group.samples_G]
             for group in groups
         ]
         self.failures += failures
@@ -141,32 +151,32 @@ class RewardPool:
         return rewards_P_G
 
     def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
-        """UserError if there are samples, and not one has a reward: why, by the latest attempt."""
+        """Raise UserError with the most common cause if there are samples and none has a reward."""
         rewards = [reward for rewards_G in rewards_P_G for reward in rewards_G]
         if not rewards or any(reward is not None for reward in rewards):
             return
         if not self._latest:
             names = ", ".join(self._names)
-            raise UserError(f"task.rewards: {names} gave None for every sample of the step")
+            raise UserError(f"task.rewards: {names} returned None for every sample of the step")
         cause, count = self._latest.most_common(1)[0]
         raise UserError(
             f"task.rewards: no sample of the step has a reward; {count} of {len(rewards)}: {cause}:"
             f" {self._examples[cause]}"
         )
 
-    def _whole(
+    def _total(
         self, sample: Sample, outcomes: Iterator[float | Failure | WorkerLost | None]
     ) -> float | Failure | WorkerLost | None:
-        """What its environment and the functions gave it together; takes their outcome, if there is one."""
+        """Add the environment's reward to the functions' outcome, which is taken from the iterator."""
         if sample.failure is not None:
             return Failure(*sample.failure)
-        outcome = next(outcomes) if self._crew else None
+        outcome = next(outcomes) if self._function_pool else None
         if isinstance(outcome, Failure | WorkerLost) or not self.has_environment or sample.reward is None:
             return outcome
         return (outcome or 0.0) + self._environment_weight * sample.reward
 
-    def _kept(self, outcome: float | Failure | WorkerLost | None, failures: Counter[str]) -> float | None:
-        """The outcome if it is a reward; else it is counted, and its message kept as an example."""
+    def _count(self, outcome: float | Failure | WorkerLost | None, failures: Counter[str]) -> float | None:
+        """Return a reward as it is. Count a failure by cause, with its message as an example."""
         if not isinstance(outcome, Failure | WorkerLost):
             return outcome
         failures[outcome.cause] += 1
@@ -174,28 +184,28 @@ class RewardPool:
         return None
 
     def take_failures(self) -> dict[str, tuple[int, str]]:
-        """{"over the deadline": (2, "not done after 10 s")}: count and an example by cause; starts anew."""
+        """Return and reset {"over the deadline": (2, "not done after 10 s")}: count and example by cause."""
         taken = {cause: (count, self._examples[cause]) for cause, count in self.failures.items()}
         self.failures.clear()
         return taken
 
 
 def format_failures(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
-    """A line for each cause of take_failures()."""
+    """Yield a line for each cause of take_failures()."""
     for cause, (count, example) in failures.items():
         yield f"no reward for {count} samples: {cause}: {example}"
 
 
-def _call(prompt: Prompt, sample: Sample) -> Call:
+def _call(prompt: Prompt, sample: Sample) -> RewardCall:
     if prompt.messages is None and sample.messages is None:
-        return Call(prompt.text, sample.text, sample.tokens_T, prompt.columns)
+        return RewardCall(prompt.text, sample.text, sample.tokens_T, prompt.columns)
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     completion = sample.messages or [{"role": "assistant", "content": sample.text}]
-    return Call(messages, completion, sample.tokens_T, prompt.columns)
+    return RewardCall(messages, completion, sample.tokens_T, prompt.columns)
 
 
 def resolve(name: str, config: TaskConfig) -> Reward:
-    """The function that an entry of task.rewards names."""
+    """Return the function that an entry of task.rewards names."""
     if name in REWARDS:
         return REWARDS[name](config)
     place, colon, attribute = name.rpartition(":")
@@ -206,7 +216,7 @@ def resolve(name: str, config: TaskConfig) -> Reward:
         )
     try:
         module = _file_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (Exception, SystemExit) as error:  # the user's code runs here: anything may come
+    except (Exception, SystemExit) as error:  # runs the user's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"task.rewards {name}: cannot import {place}: {reason}") from error
     function = getattr(module, attribute, None)
@@ -222,6 +232,6 @@ def _file_module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses, among others, look their module up
+    sys.modules[name] = module  # dataclasses, for example, look up their module
     spec.loader.exec_module(module)
     return module

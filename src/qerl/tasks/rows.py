@@ -1,14 +1,13 @@
-"""Where a task's rows come from: reasoning-gym, gsm8k, a file, or a data set of the hub.
+"""Open a task's rows: reasoning-gym, gsm8k, a file, or a data set of the Hugging Face Hub.
 
-    reasoning-gym         question, answer, metadata; a row is generated when it is asked for
-    gsm8k                 problem, solution, and made of them: question (asks for tags), answer (the number)
-    x.jsonl, x.json       an object a line, or a list of objects
+    reasoning-gym         question, answer, metadata; rows are generated on demand
+    gsm8k                 problem, solution, and derived: question (asks for tags), answer (the number)
+    x.jsonl, x.json       one object per line, or a list of objects
     x.parquet, x.csv      one table; a CSV's first line names the columns, and its values are strings
     anything else         a hub id or a folder of data files, through `datasets`; `id:subset` names a subset
 
-reasoning-gym's rows do not depend on the run's seed: like any data set they are the same in every run, which
-only orders them, so that runs with different seeds are evaluated on the same problems. ("seed", 1) among
-task.gym_options gives other ones.
+reasoning-gym's rows do not depend on the run's seed, which only orders them: runs with different seeds are
+evaluated on the same problems. ("seed", 1) in task.gym_options selects other problems.
 """
 
 import csv
@@ -29,21 +28,21 @@ from qerl.errors import UserError, near
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowTable:
-    """Rows(name="sums.jsonl", num_rows=2, columns=("prompt", "answer"), prompt_column="prompt", ...)"""
+    """RowTable(name="sums.jsonl", num_rows=2, columns=("prompt", "answer"), prompt_column="prompt", ...)"""
 
     name: str
     num_rows: int
     columns: tuple[str, ...]
     get: Callable[[int], dict[str, Any]]
-    """The row of an index in 0 .. num_rows - 1, with all columns."""
+    """Return row 0 .. num_rows - 1 with all columns."""
     first_empty: Callable[[str], int | None]
-    """The first row where this column holds nothing."""
+    """Return the first row in which this column is empty."""
     prompt_column: str | None
-    """The column that is the prompt; None where the prompt is made by the template alone."""
+    """The column with the prompt; None if the template alone makes the prompt."""
 
 
 def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
-    """The rows to learn from and, where they lie apart, those to evaluate on."""
+    """Return the training rows and, if they are a split of their own, the held-out rows."""
     path = Path(config.name)
     if config.name == "reasoning-gym":
         return gym_rows(config), None
@@ -51,7 +50,7 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
         return _splits(config, lambda split: _gsm8k(_hub("openai/gsm8k:main", split, None)))
     if path.suffix in _READERS:
         if not path.is_file():
-            raise UserError(f"task.name {config.name}: there is no such file")
+            raise UserError(f"task.name {config.name}: no such file")
         return _READERS[path.suffix](path, config.prompt_column), None
     if path.is_file():
         raise UserError(f"task.name {config.name}: a file of rows ends in {', '.join(_READERS)}")
@@ -63,7 +62,7 @@ def _splits(config: TaskConfig, load: Callable[[str], RowTable]) -> tuple[RowTab
 
 
 def gym_dataset(config: TaskConfig) -> Any:
-    """reasoning-gym's own data set, which also scores answers."""
+    """Return reasoning-gym's own data set, which also scores answers."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -82,15 +81,15 @@ def gym_dataset(config: TaskConfig) -> Any:
     try:
         return reasoning_gym.create_dataset(config.gym, **{"seed": 0, **options, "size": config.num_rows})
     except Exception as error:
-        raise UserError(f"task.gym_options: {config.gym} refuses them: {error}") from error
+        raise UserError(f"task.gym_options: {config.gym} rejects them: {error}") from error
 
 
 def gym_rows(config: TaskConfig) -> RowTable:
     dataset = gym_dataset(config)
 
     def get(index: int) -> dict[str, Any]:
-        # list_functions of reasoning-gym 0.1.25 draws from the global generator: its rows would differ
-        # from call to call, and would disturb whoever else draws from it.
+        # list_functions of reasoning-gym 0.1.25 uses the global generator: without this its rows would
+        # differ from call to call and change the random numbers of other code.
         state = random.getstate()
         random.seed(mix(dataset.seed, index))
         try:
@@ -126,11 +125,11 @@ def _hub(name: str, split: str, prompt_column: str | None) -> RowTable:
 
     path, _, subset = name.partition(":")
     try:
-        with _quiet("huggingface_hub"):  # it tells of each of its attempts
+        with _quiet("huggingface_hub"):  # it logs every attempt
             dataset = datasets.load_dataset(path, subset or None, split=split)
-    except Exception as error:  # the network, the hub and the data set's own files: anything may come
+    except Exception as error:  # network, hub or data set files may raise anything
         reason = str(error).strip().partition("\n")[0]
-        hint = near(name, ("reasoning-gym", "gsm8k")) or f"; a {', '.join(_READERS)} file can take its place"
+        hint = near(name, ("reasoning-gym", "gsm8k")) or f"; a {', '.join(_READERS)} file works too"
         raise UserError(f"task.name {name}, split {split}: {type(error).__name__}: {reason}{hint}") from error
     assert isinstance(dataset, datasets.Dataset)
     return _arrow_rows(f"{name} ({split})", dataset.data.table, prompt_column)
@@ -173,7 +172,7 @@ def _read_parquet(path: Path, prompt_column: str) -> RowTable:
 
 def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> RowTable:
     if table.num_rows == 0:
-        raise UserError(f"{name}: holds no rows")
+        raise UserError(f"{name}: has no rows")
 
     def first_empty(column: str) -> int | None:
         values = table.column(column)
@@ -194,34 +193,34 @@ def _read_jsonl(path: Path, prompt_column: str) -> RowTable:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                rows.append(_parsed(line, f"{path}, line {number}"))
+                rows.append(_parse_json(line, f"{path}, line {number}"))
                 if not isinstance(rows[-1], dict):
-                    raise UserError(f"{path}, line {number}: not a JSON object but {_shown(line)}")
+                    raise UserError(f"{path}, line {number}: not a JSON object but {_shorten(line)}")
     return _object_rows(path, rows, prompt_column)
 
 
 def _read_json(path: Path, prompt_column: str) -> RowTable:
-    rows = _parsed(path.read_bytes(), str(path))
+    rows = _parse_json(path.read_bytes(), str(path))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: a list of objects was expected")
     return _object_rows(path, rows, prompt_column)
 
 
-def _parsed(text: bytes, where: str) -> Any:
+def _parse_json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
+        raise UserError(f"{where}: invalid JSON: {error}") from error
 
 
-def _shown(line: bytes) -> str:
+def _shorten(line: bytes) -> str:
     text = line.decode(errors="replace").strip()
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _object_rows(path: Path, rows: list[dict[str, Any]], prompt_column: str) -> RowTable:
     if not rows:
-        raise UserError(f"{path}: holds no rows")
+        raise UserError(f"{path}: has no rows")
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
     return RowTable(
         name=str(path),

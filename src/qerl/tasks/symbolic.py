@@ -1,24 +1,24 @@
-r"""Expressions in LaTeX held against each other by their values at a few points.
+r"""Compare LaTeX expressions by their values at a few points.
 
-    agree(a, b)        a(x) = b(x) at every point where both are numbers, and at one at least
-    is_multiple(a, b)  a(x) = c b(x) with one c for all points, not 0: two equations a = 0 and b = 0 are one
+    agree(a, b)        a(x) = b(x) at every point where both are numbers, and at least at one
+    is_multiple(a, b)  a(x) = c b(x) at all points with one c != 0: the equations a = 0 and b = 0 are the same
 
-Points are of both signs and the same for a name in both. Values have 50 digits, of which 40 must agree: an
-algebraic number of an answer's size that is not 0 is larger than 1e-40, and simplification is not needed,
-which for some expressions does not end.
+Points have both signs; a name has the same value in both expressions. Values have 50 digits, of which 40 must
+agree: a nonzero algebraic number of the size of an answer is larger than 1e-40. Simplification is not needed;
+for some expressions it does not terminate.
 """
 
 import re
 from typing import Any
 
 _DIGITS, _AGREEING = 50, 40
-# Neither small nor simple, so that no answer has a zero or a pole there; one point has all names negative.
+# Neither small nor simple, so that answers have no zeros or poles there; at one point all names are negative.
 _POINTS = ((7, 5), (-11, 7), (23, 17), (-3, 13), (41, 29))
 _MAX_CHARACTERS = 1000
 
 
 def agree(a: str, b: str) -> bool:
-    first, second = _read(a), _read(b)
+    first, second = _parse(a), _parse(b)
     if first is None or second is None:
         return False
     import sympy
@@ -33,7 +33,7 @@ def agree(a: str, b: str) -> bool:
 
 
 def is_multiple(a: str, b: str) -> bool:
-    first, second = _read(a), _read(b)
+    first, second = _parse(a), _parse(b)
     pairs = [] if first is None or second is None else _pairs(first, second)
     if len(pairs) < 2 or any(abs(x) == 0 or abs(y) == 0 for x, y in pairs):
         return False
@@ -41,17 +41,17 @@ def is_multiple(a: str, b: str) -> bool:
     return all(_near(u * y, v * x) for u, v in others)
 
 
-def _read(text: str) -> Any:
-    """A sympy expression, not evaluated; None where the text is no expression."""
-    from latex2sympy2_extended import latex2sympy  # takes half a second, and few rewards need it
+def _parse(text: str) -> Any:
+    """Return an unevaluated sympy expression; None if the text is not an expression."""
+    from latex2sympy2_extended import latex2sympy  # deferred: it takes half a second, and few rewards need it
 
     if any(text.count(opening) != text.count(closing) for opening, closing in ("{}", "()")):
-        return None  # the reader takes seconds to say so
+        return None  # the parser takes seconds to reject it
     if not text.strip() or len(text) > _MAX_CHARACTERS or re.search(r"_\{?\w*$|\\text|=", text):
         return None
     try:
         expression = latex2sympy(text)
-    except Exception:  # whatever a grammar does with what no grammar foresees
+    except Exception:  # the parser may raise anything for unexpected text
         return None
     return expression if hasattr(expression, "free_symbols") else None
 
@@ -65,7 +65,7 @@ def _infinity(expression: Any) -> str:
 
 
 def _pairs(first: Any, second: Any) -> list[tuple[Any, Any]]:
-    """Both values at each point where both are finite numbers."""
+    """Return both values at each point where both are finite numbers."""
     import sympy
 
     constants = {sympy.Symbol("i"): sympy.I, sympy.Symbol("e"): sympy.E}

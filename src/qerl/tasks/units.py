@@ -1,9 +1,9 @@
-r"""A number with its unit: what the unit is, and how much of its kind's first unit.
+r"""Split a number from its unit, and convert the unit to the first unit of its kind.
 
     5 cm  ->  ("5", Unit(factor=1/100, powers={"m": 1}))       $5  ->  ("5", Unit(1, {"dollar": 1}))
-    60 miles per hour = 60 mph       36 square centimeters = 36 cm^2       5 apples: a unit of its own
+    60 miles per hour = 60 mph       36 square centimeters = 36 cm^2       5 apples: an unknown unit
 
-A word that is no known unit is a kind of its own. A single letter is a unit only after a space: 5 m, not 5m.
+An unknown word is a kind of its own. A single letter is a unit only after a space: 5 m, not 5m.
 """
 
 import dataclasses
@@ -61,29 +61,29 @@ _ENDING = re.compile(
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """The number and the unit of a text in `plain` spelling; (text, None) where there is none."""
+    """Return the number and unit of a normalized text; (text, None) if it has no unit."""
     if text.startswith("$") or text.startswith("-$"):
         return text.replace("$", "", 1).strip(), _unit("dollar")
     if text.endswith("%"):
         return text[:-1].strip(), _unit(_PERCENT)
     if text.endswith(r"^\circ") and not re.search(r"\\(?:sin|cos|tan|cot)", text):
         return text[: -len(r"^\circ")].strip(), _unit(_DEGREE)
-    found = _ENDING.match(text)
-    if found is None or "_" in found["unit"]:
+    match = _ENDING.match(text)
+    if match is None or "_" in match["unit"]:
         return text, None
-    words = re.findall("[A-Za-z]+", found["unit"])
+    words = re.findall("[A-Za-z]+", match["unit"])
     is_short = all(len(word) == 1 for word in words)
-    is_formula = re.search(r"(?<!\\)\b[A-Za-z]", found["number"]) is not None
-    is_glued = not found["gap"] and words[0].lower() not in _UNITS and words[0].lower() not in _COMPOUND
-    if is_short and (is_formula or not found["gap"] or any(word not in _UNITS for word in words)):
+    is_formula = re.search(r"(?<!\\)\b[A-Za-z]", match["number"]) is not None
+    is_glued = not match["gap"] and words[0].lower() not in _UNITS and words[0].lower() not in _COMPOUND
+    if is_short and (is_formula or not match["gap"] or any(word not in _UNITS for word in words)):
         return text, None
     if is_glued and len(words[0]) < 4:
         return text, None
-    return found["number"].strip(), _unit(found["unit"])
+    return match["number"].strip(), _unit(match["unit"])
 
 
 def as_number(unit: Unit) -> str | None:
-    """What a unit that is a pure number multiplies by, as LaTeX: 1/100 for percent, pi/180 for degrees."""
+    """Return the LaTeX factor of a unit that is a pure number: 1/100 for percent, pi/180 for degrees."""
     kinds = {kind for kind, _ in unit.powers}
     return (
         {_PERCENT: r"\frac{1}{100}", _DEGREE: r"\frac{\pi}{180}"}.get(min(kinds)) if len(kinds) == 1 else None
@@ -95,19 +95,19 @@ def _unit(text: str) -> Unit:
     for name, spelled in _COMPOUND.items():
         text = re.sub(rf"\b{name}\b", spelled, text)
     factor, powers = Fraction(1), {}
-    sign, ahead = 1, 1
+    sign, prefix_power = 1, 1
     for token in re.findall(r"/|[A-Za-z]+(?:\s*\^\s*\{?-?\d\}?)?", text):
         name, _, exponent = token.partition("^")
         if token == "/":
             sign = -1
         elif (word := name.strip().lower()) in ("square", "sq", "cubic"):
-            ahead = 3 if word == "cubic" else 2
+            prefix_power = 3 if word == "cubic" else 2
         else:
-            power = sign * ahead * int(exponent.strip(" {}") or 1)
+            power = sign * prefix_power * int(exponent.strip(" {}") or 1)
             one, kind = _known(word)
             factor *= one**power
             powers[kind] = powers.get(kind, 0) + power
-            ahead = 1
+            prefix_power = 1
     return Unit(factor, frozenset(powers.items()))
 
 

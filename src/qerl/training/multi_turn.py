@@ -24,7 +24,7 @@ from qerl.engine.engine import Engine
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Close, EnvironmentReply, Key, Messages, Reset, Step
-from qerl.tasks.prompt import between, joined, rendered, spaced
+from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat
 from qerl.tasks.scoring import Failure
 from qerl.types import Group, Prompt, Sample, Sampling, Turn
 
@@ -124,7 +124,7 @@ class MultiTurnEngine:
 
     def _between(self, prompt: Prompt) -> Between:
         has_template = prompt.messages is not None and self._tokenizer.chat_template
-        return between if has_template else spaced
+        return chat_reply_tokens if has_template else plain_reply_tokens
 
     def _opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
         """Return the prompt with the messages of reset, which must be equal for all of its samples."""
@@ -137,7 +137,7 @@ class MultiTurnEngine:
         if not opening:
             return prompt
         messages = [*(prompt.messages or [{"role": "user", "content": prompt.text}]), *opening]
-        render = rendered if self._between(prompt) is between else joined
+        render = render_chat if self._between(prompt) is chat_reply_tokens else join_messages
         try:
             text, tokens_T = render(self._tokenizer, messages)
             if len(tokens_T) <= self._max_prompt_tokens:

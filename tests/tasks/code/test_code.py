@@ -17,9 +17,9 @@ from qerl.tasks.code.test_cases import (
     AssertCase,
     CallCase,
     InputCase,
-    cases_of,
-    is_right_output,
-    is_right_value,
+    is_correct_output,
+    is_correct_value,
+    parse_tests,
 )
 from qerl.types import Group, Prompt, Sample
 
@@ -83,7 +83,7 @@ for descriptor in range(3, 64):
         "import json, sys\njson.dumps = lambda *a, **k: '{\"value\": true}'\ndef f(x): return 1",
         "import __main__\n__main__.encode = lambda *a: 1\ndef f(x): return 1",
         "def f(x): return f(x)",
-        "import sys\nsys.modules['__main__']._judge = print\ndef f(x): return 0",
+        "import sys\nsys.modules['__main__']._run_test = print\ndef f(x): return 0",
     ],
 )
 def test_success_cannot_be_forged(forged, tests):
@@ -129,34 +129,36 @@ def test_only_the_first_tests_count_where_there_are_many():
 
 def test_a_row_without_tests_is_an_error():
     for tests in (None, [], "", {"test_cases": []}, {"inputs": [], "outputs": []}):
-        with pytest.raises(ValueError, match="holds no tests"):
-            cases_of(tests)
+        with pytest.raises(ValueError, match="has no tests"):
+            parse_tests(tests)
     with pytest.raises(ValueError, match="are for cpp"):
-        cases_of({"language": "cpp", "test_cases": [{"input": "", "output": ""}]})
-    with pytest.raises(ValueError, match="names no function"):
-        cases_of([{"type": "function_call", "input": "[1]", "output": "1"}])
+        parse_tests({"language": "cpp", "test_cases": [{"input": "", "output": ""}]})
+    with pytest.raises(ValueError, match="has no fn_name"):
+        parse_tests([{"type": "function_call", "input": "[1]", "output": "1"}])
 
 
 def test_the_forms_of_data_sets():
     case = {"fn_name": None, "input": "2\n", "output": "4\n", "type": "stdin_stdout"}
-    assert cases_of({"language": "python", "test_cases": [case]}) == [InputCase("2\n", "4\n")]
+    assert parse_tests({"language": "python", "test_cases": [case]}) == [InputCase("2\n", "4\n")]
     called = case | {"fn_name": "f", "input": "[2, 3]", "output": "[5]", "type": "function_call"}
-    assert cases_of([called]) == [CallCase("f", [2, 3], [5])]
+    assert parse_tests([called]) == [CallCase("f", [2, 3], [5])]
     live = {"input": "[1, 2]\n3", "output": "5", "testtype": "functional", "fn_name": "f"}
-    assert cases_of([live]) == [CallCase("f", [[1, 2], 3], 5)]
-    assert cases_of({"input": ["2"], "output": ["4"]}) == [InputCase("2", "4")]
-    assert cases_of({"inputs": [["2", "3"]], "outputs": [["4"]], "fn_name": None}) == [InputCase("2\n3", "4")]
-    assert cases_of(["assert f(2) == 4"]) == [AssertCase("assert f(2) == 4")]
+    assert parse_tests([live]) == [CallCase("f", [[1, 2], 3], 5)]
+    assert parse_tests({"input": ["2"], "output": ["4"]}) == [InputCase("2", "4")]
+    assert parse_tests({"inputs": [["2", "3"]], "outputs": [["4"]], "fn_name": None}) == [
+        InputCase("2\n3", "4")
+    ]
+    assert parse_tests(["assert f(2) == 4"]) == [AssertCase("assert f(2) == 4")]
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     assert graded("def f(x): return x * x", check, entry_point="f") == 1.0
     assert graded("def f(x): return x", check, entry_point="f") == 0.0
 
 
 def test_what_output_and_value_is_right():
-    assert is_right_output("1 2 \n3\n\n", "1 2\n3") and not is_right_output("1 2 3", "1 2\n3")
-    assert is_right_value((1, [2.0000001]), [1, [2]]) and is_right_value({1: "a"}, {"1": "a"})
-    assert is_right_value(5, [5]) and not is_right_value([5, 5], [5])
-    assert not is_right_value(True, 1) and not is_right_value("4", 4) and not is_right_value(None, 0)
+    assert is_correct_output("1 2 \n3\n\n", "1 2\n3") and not is_correct_output("1 2 3", "1 2\n3")
+    assert is_correct_value((1, [2.0000001]), [1, [2]]) and is_correct_value({1: "a"}, {"1": "a"})
+    assert is_correct_value(5, [5]) and not is_correct_value([5, 5], [5])
+    assert not is_correct_value(True, 1) and not is_correct_value("4", 4) and not is_correct_value(None, 0)
 
 
 def test_the_program_is_the_last_python_block_or_all():
@@ -173,7 +175,9 @@ def replaced(tmp_path, monkeypatch, confine):
 
 def test_where_a_program_cannot_be_confined_it_is_not_run(tmp_path, monkeypatch):
     replaced(tmp_path, monkeypatch, "def confine(*a, **k): raise OSError('no seccomp')")
-    with pytest.raises(UserError, match="code cannot confine a program on this machine: OSError: no seccomp"):
+    with pytest.raises(
+        UserError, match="code needs a sandbox, which is unavailable here: OSError: no seccomp"
+    ):
         code(TASK)
     with pytest.raises(runner.SandboxUnavailable):
         runner.run_with_input("print(1)", "", runner.Limits(5.0, 1 << 29, 1000))

@@ -1,4 +1,4 @@
-"""What a program can do to the machine: each of these runs, and is bounded by one mechanism of the sandbox."""
+"""Programs that attack the machine: each one runs and is stopped by one mechanism of the sandbox."""
 
 import contextlib
 import os
@@ -17,8 +17,8 @@ LIMITS = Limits(deadline_s=1.0, memory_bytes=512 << 20, output_bytes=1 << 20)
 LONG = Limits(deadline_s=20.0, memory_bytes=512 << 20, output_bytes=1 << 20)
 
 
-def printed(program, given="", limits=LONG):
-    return run_with_input(textwrap.dedent(program), given, limits)
+def printed(program, stdin="", limits=LONG):
+    return run_with_input(textwrap.dedent(program), stdin, limits)
 
 
 def raised(statement, setup=""):

@@ -1,10 +1,10 @@
-"""The reward `code`: a sample's Python, run against the row's tests in a process that is confined.
+"""The reward `code`: run a sample's Python against the row's tests in a sandboxed process.
 
-sandbox.py   what the process may ask of the kernel
-child.py    what runs inside: the program, or the test that asks it
-runner.py      starts such processes, reads what they say up to a limit, and kills them at the deadline
-case.py      the tests of a row, in the forms that data sets have them; what output is right
-grade.py     the reward
+grade.py        the reward
+test_cases.py   the tests of a row in the forms that data sets use; checks of outputs and values
+runner.py       start sandboxed processes, read their output up to a limit, kill them at the deadline
+child.py        what runs in such a process: the program, or the test that calls it
+sandbox.py      what the process may ask of the kernel
 """
 
 from qerl.tasks.code.grade import code

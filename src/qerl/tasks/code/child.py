@@ -1,15 +1,15 @@
-"""What runs inside: one program, confined, in one of four ways. `python -I child.py` starts it.
+"""Run one program or test in the sandbox. The runner starts it as `python -I child.py MODE ...`.
 
-    input     the program reads standard input; its standard output is what is judged
-    call      a function of the program is called once; its value goes out as plain data
-    serve     the program stays and answers questions about its names: values, calls, attributes
-    judge     a test runs here, and the program, which runs elsewhere (serve), is asked through a socket
+    stdin     the program reads standard input; its standard output is graded
+    call      one function of the program is called once; its value is sent as plain data
+    serve     the program stays loaded and answers requests about its names: values, calls, attributes
+    test      a test runs here and reaches the program, in a process of mode serve, through a socket
 
-The test and what it expects are never in the process of the program. Values cross as JSON, and arrive as
-plain data: a subclass of int, list or dict with an __eq__ of its own is an int, a list or a dict on the other
-side. Anything else stays where it is and is a Far there, which equals no plain value.
+The test and the expected values are never in the program's process. Values travel as JSON and arrive as plain
+data: a subclass of int, list or dict with its own __eq__ is an int, list or dict on the other side. Any other
+object stays in its process and is a RemoteValue on the other side, which equals no plain value.
 
-One file with sandbox.py, of the standard library alone: qerl need not be importable where it runs.
+This file and sandbox.py import the standard library only: qerl need not be importable in the child.
 """
 
 import ast
@@ -27,8 +27,8 @@ MAX_LINE_BYTES = 16 << 20
 _BY_NAME = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def encode(value: Any, far: list[Any] | None = None) -> Any:
-    """As JSON has it; what is not plain data is put into far, and TypeError without one."""
+def encode(value: Any, remote: list[Any] | None = None) -> Any:
+    """Return the value as JSON data. Other objects are appended to `remote`; without it raise TypeError."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -38,153 +38,154 @@ def encode(value: Any, far: list[Any] | None = None) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, list):
-        return [encode(item, far) for item in list(value)]
+        return [encode(item, remote) for item in list(value)]
     for name, kind in _BY_NAME.items():
         if isinstance(value, kind):
-            return {name: [encode(item, far) for item in list(value)]}
+            return {name: [encode(item, remote) for item in list(value)]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key, far), encode(item, far)] for key, item in dict(value).items()]}
+        return {"dict": [[encode(key, remote), encode(item, remote)] for key, item in dict(value).items()]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if far is None:
+    if remote is None:
         raise TypeError(f"a {type(value).__name__} is not plain data")
-    far.append(value)
-    return {"far": len(far) - 1}
+    remote.append(value)
+    return {"remote": len(remote) - 1}
 
 
-def decode(value: Any, far: Any = None) -> Any:
-    """The inverse; far(index) stands for what has stayed on the other side. ValueError for anything else."""
+def decode(value: Any, remote: Any = None) -> Any:
+    """Invert `encode`; remote(index) makes the value that stands for an object in the other process."""
     if isinstance(value, list):
-        return [decode(item, far) for item in value]
+        return [decode(item, remote) for item in value]
     if not isinstance(value, dict):
         return value
-    ((name, held),) = value.items()
+    ((name, content),) = value.items()
     if name in _BY_NAME:
-        return _BY_NAME[name](decode(item, far) for item in held)
+        return _BY_NAME[name](decode(item, remote) for item in content)
     if name == "dict":
-        return {decode(key, far): decode(item, far) for key, item in held}
+        return {decode(key, remote): decode(item, remote) for key, item in content}
     if name == "int":
-        return int(held, 16)
+        return int(content, 16)
     if name == "bytes":
-        return bytes.fromhex(held)
+        return bytes.fromhex(content)
     if name == "complex":
-        return complex(*held)
-    if name == "far" and far is not None:
-        return far(held)
-    raise ValueError(f"no value of kind {name!r}")
+        return complex(*content)
+    if name == "remote" and remote is not None:
+        return remote(content)
+    raise ValueError(f"unknown kind of value: {name!r}")
 
 
 def _load(source: str, name: str) -> dict[str, Any]:
-    """The names of the program, run as the module `name`."""
+    """Run the program as module `name` and return its globals."""
     module = types.ModuleType(name)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     exec(compile(source, "sample.py", "exec"), module.__dict__)
     return module.__dict__
 
 
-def _found(names: dict[str, Any], name: str) -> Any:
-    """A function of the program, or the method of its class Solution."""
+def _function(names: dict[str, Any], name: str) -> Any:
+    """Return a function of the program, or a method of its class Solution."""
     if name in names:
         return names[name]
     return getattr(names["Solution"](), name)
 
 
-# The program's side of a test.
+# The program's side of a test (mode serve).
 
 
 def _serve(names: dict[str, Any], stream: Any) -> None:
-    far: list[Any] = [names]
+    remote: list[Any] = [names]
     listed = [name for name in names if not name.startswith("__")]
     _send(stream, {"names": [name for name in listed if isinstance(name, str)]})
     while line := stream.readline(MAX_LINE_BYTES):
-        question = json.loads(line)
+        request = json.loads(line)
         try:
-            answer = _answered(question, far)
+            answer = _answer(request, remote)
         except Exception as error:
             answer = {"error": type(error).__name__}
         _send(stream, answer)
 
 
-def _answered(question: dict[str, Any], far: list[Any]) -> dict[str, Any]:
-    it, do = far[question["far"]], question["do"]
-    given = decode(question["given"], lambda index: far[index])
-    if do == "name":
-        return {"value": encode(it[given[0]], far)}
-    if do == "call":
-        value = it(*given[0], **given[1])
+def _answer(request: dict[str, Any], remote: list[Any]) -> dict[str, Any]:
+    target, action = remote[request["target"]], request["action"]
+    arguments = decode(request["arguments"], lambda index: remote[index])
+    if action == "name":
+        return {"value": encode(target[arguments[0]], remote)}
+    if action == "call":
+        value = target(*arguments[0], **arguments[1])
         if isinstance(value, types.GeneratorType | map | filter | zip | range):
             value = list(value)
-        return {"value": encode(value, far), "given": encode(list(given[0]), far)}
-    ask = {
-        "attribute": lambda: getattr(it, given[0]),
-        "item": lambda: it[given[0]],
-        "len": lambda: len(it),
-        "list": lambda: list(it),
-        "str": lambda: str(it),
-        "repr": lambda: repr(it),
-        "truth": lambda: bool(it),
-        "same": lambda: bool(it == given[0]),
+        return {"value": encode(value, remote), "arguments": encode(list(arguments[0]), remote)}
+    actions = {
+        "attribute": lambda: getattr(target, arguments[0]),
+        "item": lambda: target[arguments[0]],
+        "len": lambda: len(target),
+        "list": lambda: list(target),
+        "str": lambda: str(target),
+        "repr": lambda: repr(target),
+        "bool": lambda: bool(target),
+        "equal": lambda: bool(target == arguments[0]),
     }
-    return {"value": encode(ask[do](), far)}
+    return {"value": encode(actions[action](), remote)}
 
 
-def _send(stream: Any, what: dict[str, Any]) -> None:
-    stream.write(json.dumps(what).encode() + b"\n")
+def _send(stream: Any, message: dict[str, Any]) -> None:
+    stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()
 
 
-# The test's side.
+# The test's side (mode test).
 
 
-class _Gone(BaseException):
-    """The program has ended. No Exception: a test that expects one would take it."""
+class _ProgramEnded(BaseException):
+    """The program's process has ended. Not an Exception, because a test may expect and catch one."""
 
 
-class _Line:
-    """Questions to the process that holds the program."""
+class _Connection:
+    """Connection to the process that runs the program."""
 
     def __init__(self, stream: Any):
         self._stream = stream
-        self.names: list[str] = self._received()["names"]
+        self.names: list[str] = self._receive()["names"]
 
-    def ask(self, index: int, do: str, *given: Any) -> Any:
-        _send(self._stream, {"far": index, "do": do, "given": _outward(list(given))})
-        answer = self._received()
+    def request(self, index: int, action: str, *arguments: Any) -> Any:
+        arguments_data = _encode_outgoing(list(arguments))
+        _send(self._stream, {"target": index, "action": action, "arguments": arguments_data})
+        answer = self._receive()
         if "error" in answer:
             kind = getattr(builtins, str(answer["error"]), None)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
             raise kind(f"the program raised {answer['error']}")
-        far = lambda held: RemoteValue(self, held)  # noqa: E731
-        if do == "call":
-            _write_back(given[0], decode(answer["given"], far))
-        return decode(answer["value"], far)
+        remote = lambda index: RemoteValue(self, index)  # noqa: E731
+        if action == "call":
+            _write_back(arguments[0], decode(answer["arguments"], remote))
+        return decode(answer["value"], remote)
 
-    def _received(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         line = self._stream.readline(MAX_LINE_BYTES)
         if not line.endswith(b"\n"):
-            raise _Gone
+            raise _ProgramEnded
         return json.loads(line)
 
 
-def _outward(value: Any) -> Any:
+def _encode_outgoing(value: Any) -> Any:
     if isinstance(value, RemoteValue):
-        return {"far": value._index}
+        return {"remote": value._index}
     if isinstance(value, list):
-        return [_outward(item) for item in value]
+        return [_encode_outgoing(item) for item in value]
     for name, kind in _BY_NAME.items():
         if isinstance(value, kind):
-            return {name: [_outward(item) for item in value]}
+            return {name: [_encode_outgoing(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[_outward(key), _outward(item)] for key, item in value.items()]}
+        return {"dict": [[_encode_outgoing(key), _encode_outgoing(item)] for key, item in value.items()]}
     return encode(value)
 
 
-def _write_back(given: tuple[Any, ...], after: list[Any]) -> None:
-    """A program that works in place has changed its copy."""
-    for mine, theirs in zip(given, after, strict=True):
+def _write_back(arguments: tuple[Any, ...], after: list[Any]) -> None:
+    """Copy in-place changes of the program's copies to the test's arguments."""
+    for mine, theirs in zip(arguments, after, strict=True):
         if isinstance(mine, list) and isinstance(theirs, list):
             mine[:] = theirs
         elif type(mine) is type(theirs) and isinstance(mine, dict | set):
@@ -193,64 +194,68 @@ def _write_back(given: tuple[Any, ...], after: list[Any]) -> None:
 
 
 class RemoteValue:
-    """An object of the program. It equals no plain value and takes part in no arithmetic: the program would
-    say what comes of it."""
+    """An object in the program's process. It equals no plain value and supports no arithmetic, because the
+    program would decide the result."""
 
-    def __init__(self, line: _Line, index: int):
-        self._line, self._index = line, index
+    def __init__(self, connection: _Connection, index: int):
+        self._connection, self._index = connection, index
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._line.ask(self._index, "call", given, named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._connection.request(self._index, "call", args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._line.ask(self._index, "attribute", name)
+        return self._connection.request(self._index, "attribute", name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._line.ask(self._index, "item", key)
+        return self._connection.request(self._index, "item", key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteValue) and self._line.ask(self._index, "same", other) is True
+        return (
+            isinstance(other, RemoteValue) and self._connection.request(self._index, "equal", other) is True
+        )
 
     def __hash__(self) -> int:
         return hash(self._index)
 
     def __len__(self) -> int:
-        return self._line.ask(self._index, "len")
+        return self._connection.request(self._index, "len")
 
     def __iter__(self) -> Any:
-        return iter(self._line.ask(self._index, "list"))
+        return iter(self._connection.request(self._index, "list"))
 
     def __str__(self) -> str:
-        return self._line.ask(self._index, "str")
+        return self._connection.request(self._index, "str")
 
     def __repr__(self) -> str:
-        return self._line.ask(self._index, "repr")
+        return self._connection.request(self._index, "repr")
 
     def __bool__(self) -> bool:
-        return self._line.ask(self._index, "truth") is True
+        return self._connection.request(self._index, "bool") is True
 
 
-def _judge(test: str, stream: Any) -> None:
-    """Returns if the test holds, and raises if not."""
-    line = _Line(stream)
+def _run_test(test: str, stream: Any) -> None:
+    """Run the test; raise if it fails."""
+    connection = _Connection(stream)
     tree = ast.parse(test)
-    asked = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names: dict[str, Any] = {"__name__": "test", "math": math}
     known = {*dir(builtins), *sys.stdlib_module_names}
     # abs in `assert abs(f(2) - 1.4) < 1e-6` is Python's; sum in `assert sum(1, 2) == 3` is the program's.
-    theirs = [name for name in line.names if name in asked and name not in known]
-    for name in theirs or [name for name in line.names if name in asked]:
-        names[name] = line.ask(0, "name", name)
-    for name in (asked & sys.stdlib_module_names) - names.keys():
+    theirs = [name for name in connection.names if name in used and name not in known]
+    for name in theirs or [name for name in connection.names if name in used]:
+        names[name] = connection.request(0, "name", name)
+    for name in (used & sys.stdlib_module_names) - names.keys():
         names[name] = importlib.import_module(name)
     solution = types.ModuleType("solution")
     imports = [
         node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "solution"
     ]
     imported = {alias.name for node in imports for alias in node.names}
-    vars(solution).update({name: line.ask(0, "name", name) for name in line.names if name in imported})
+    for name in connection.names:
+        if name in imported:
+            setattr(solution, name, connection.request(0, "name", name))
     sys.modules["solution"] = solution
     exec(compile(tree, "test.py", "exec"), names)
     for name, function in list(names.items()):
@@ -259,8 +264,9 @@ def _judge(test: str, stream: Any) -> None:
 
 
 def main() -> None:
-    """argv: the way, and descriptors of verdict, order (JSON of text, limits and more) and socket, or 0."""
-    way, (verdict, order, line) = sys.argv[1], map(int, sys.argv[2:5])
+    """Read argv: the mode, and the descriptors of the result, the order (JSON: source, limits, ...) and the
+    socket, or 0."""
+    mode, (result, order, link) = sys.argv[1], map(int, sys.argv[2:5])
     try:
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
         from sandbox import confine
@@ -268,25 +274,25 @@ def main() -> None:
         del sys.path[0]
         with os.fdopen(order, encoding="utf-8") as file:
             settings = json.load(file)
-        stream = socket.socket(fileno=line).makefile("rwb") if line else None
+        stream = socket.socket(fileno=link).makefile("rwb") if link else None
         has_landlock = confine(**settings["limits"])
     except Exception as error:
-        os.write(verdict, f"E{type(error).__name__}: {error}".encode())
+        os.write(result, f"E{type(error).__name__}: {error}".encode())
         sys.exit(1)
-    os.write(verdict, b"L" if has_landlock else b"S")
-    text = settings["text"]
-    if way == "input":
-        os.close(verdict)
-        _load(text, "__main__")
-    elif way == "call":
-        value = _found(_load(text, "sample"), settings["function"])(*decode(settings["given"]))
-        os.write(verdict, json.dumps(encode(value)).encode())
-    elif way == "serve":
-        os.close(verdict)
-        _serve(_load(text, "sample"), stream)
+    os.write(result, b"L" if has_landlock else b"S")
+    source = settings["source"]
+    if mode == "stdin":
+        os.close(result)
+        _load(source, "__main__")
+    elif mode == "call":
+        value = _function(_load(source, "sample"), settings["function"])(*decode(settings["arguments"]))
+        os.write(result, json.dumps(encode(value)).encode())
+    elif mode == "serve":
+        os.close(result)
+        _serve(_load(source, "sample"), stream)
     else:
-        _judge(text, stream)
-        os.write(verdict, b"passed")
+        _run_test(source, stream)
+        os.write(result, b"passed")
 
 
 if __name__ == "__main__":

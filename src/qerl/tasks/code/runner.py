@@ -1,12 +1,12 @@
-"""Starts confined processes, reads what they say up to a limit, and kills them at the deadline.
+"""Start sandboxed processes, read their output up to a limit, and kill them at the deadline.
 
     run_with_input    program + standard input           -> what it printed
-    run_call          program + function + arguments     -> what the function gave
-    run_test          program | test, a process each     -> whether the test held
+    run_call          program + function + arguments     -> the function's value
+    run_test          program | test, one process each   -> True if the test passed
 
 None stands for a program that failed: it raised, was killed, took too long or printed too much. A process has
-an empty folder as its working directory and HOME, an environment of six names, and no descriptor but its own;
-it stays in the process group of the worker, and dies with it.
+an empty folder as its working directory and HOME, an environment of six names, and no descriptors but its
+own; it stays in the process group of the worker, and dies with it.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from qerl.tasks.code import child, sandbox
 
 _CHILD = Path(child.__file__)
 _FILE_BYTES = 1 << 20
-_VERDICT_BYTES = 1000
+_RESULT_BYTES = 1000
 
 
 class SandboxUnavailable(RuntimeError):
-    """The process could not be confined, so the program was not run."""
+    """The process could not be sandboxed, so the program was not run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits(deadline_s=4.0, memory_bytes=1 << 30, output_bytes=1 << 20), of one process."""
+    """Limits of one process: Limits(deadline_s=4.0, memory_bytes=1 << 30, output_bytes=1 << 20)."""
 
     deadline_s: float
     memory_bytes: int
@@ -45,94 +45,99 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Process:
+class _ChildProcess:
     popen: subprocess.Popen[bytes]
-    verdict: int
+    result: int
+    """Descriptor from which the parent reads the result."""
 
 
 def probe(limits: Limits) -> bool:
-    """Whether Landlock holds here; Unconfined where a program cannot be run at all."""
+    """Return True if Landlock is available; raise SandboxUnavailable if no program can be run."""
     if not hasattr(os, "memfd_create"):
-        raise SandboxUnavailable(f"programs are confined on Linux only, this is {sys.platform}")
-    with _started("call", {"text": "f = int", "function": "f", "given": []}, limits) as process:
-        said = _read({process.verdict: _VERDICT_BYTES}, time.monotonic() + 60)
-        if not (verdict := _checked(said[process.verdict])):
-            raise SandboxUnavailable(f"{sys.executable} ended before it was confined")
-        return verdict[:1] == b"L"
+        raise SandboxUnavailable(f"the sandbox needs Linux, this is {sys.platform}")
+    with _start_child("call", {"source": "f = int", "function": "f", "arguments": []}, limits) as process:
+        output = _read({process.result: _RESULT_BYTES}, time.monotonic() + 60)
+        if not (result := _check(output[process.result])):
+            raise SandboxUnavailable(f"{sys.executable} exited before the sandbox was set up")
+        return result[:1] == b"L"
 
 
-def run_with_input(program: str, given: str, limits: Limits) -> str | None:
+def run_with_input(program: str, stdin: str, limits: Limits) -> str | None:
     end = time.monotonic() + limits.deadline_s
-    with _started("input", {"text": program}, limits, given=given) as process:
+    with _start_child("stdin", {"source": program}, limits, stdin=stdin) as process:
         assert process.popen.stdout is not None
-        output = process.popen.stdout.fileno()
-        said = _read({output: limits.output_bytes, process.verdict: _VERDICT_BYTES}, end)
-        _checked(said[process.verdict])
-        if len(said[output]) > limits.output_bytes or _exit_code(process, end) != 0:
+        stdout = process.popen.stdout.fileno()
+        output = _read({stdout: limits.output_bytes, process.result: _RESULT_BYTES}, end)
+        _check(output[process.result])
+        if len(output[stdout]) > limits.output_bytes or _exit_code(process, end) != 0:
             return None
-        return said[output].decode(errors="replace")
+        return output[stdout].decode(errors="replace")
 
 
-def run_call(program: str, function: str, given: list[Any], limits: Limits) -> tuple[Any] | None:
-    """(value,), so that None can be one."""
-    order = {"text": program, "function": function, "given": child.encode(given)}
+def run_call(program: str, function: str, arguments: list[Any], limits: Limits) -> tuple[Any] | None:
+    """Return (value,), so that the value may be None."""
+    order = {"source": program, "function": function, "arguments": child.encode(arguments)}
     end = time.monotonic() + limits.deadline_s
-    with _started("call", order, limits) as process:
-        said = _read({process.verdict: limits.output_bytes}, end)[process.verdict]
+    with _start_child("call", order, limits) as process:
+        output = _read({process.result: limits.output_bytes}, end)[process.result]
     try:
-        return (child.decode(json.loads(_checked(said)[1:])),)
-    except (ValueError, TypeError, AttributeError, RecursionError):  # said by the program: it may be anything
+        return (child.decode(json.loads(_check(output)[1:])),)
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # the program wrote it: it may be anything
         return None
 
 
 def run_test(program: str, test: str, limits: Limits) -> bool:
-    ends = socket.socketpair()
+    sockets = socket.socketpair()
     deadline = time.monotonic() + limits.deadline_s
-    with ends[0], ends[1], ExitStack() as stack:
-        theirs = stack.enter_context(_started("serve", {"text": program}, limits, line=ends[0]))
-        ours = stack.enter_context(_started("judge", {"text": test}, limits, line=ends[1]))
-        for end in ends:
+    with sockets[0], sockets[1], ExitStack() as stack:
+        server = stack.enter_context(_start_child("serve", {"source": program}, limits, link=sockets[0]))
+        tester = stack.enter_context(_start_child("test", {"source": test}, limits, link=sockets[1]))
+        for end in sockets:
             end.close()
-        said = _read({ours.verdict: _VERDICT_BYTES, theirs.verdict: _VERDICT_BYTES}, deadline)
-        return _checked(said[ours.verdict])[1:] == b"passed" and bool(_checked(said[theirs.verdict]))
+        output = _read({tester.result: _RESULT_BYTES, server.result: _RESULT_BYTES}, deadline)
+        return _check(output[tester.result])[1:] == b"passed" and bool(_check(output[server.result]))
 
 
 @contextmanager
-def _started(
-    way: str, order: dict[str, Any], limits: Limits, *, given: str = "", line: socket.socket | None = None
-) -> Iterator[_Process]:
+def _start_child(
+    mode: str, order: dict[str, Any], limits: Limits, *, stdin: str = "", link: socket.socket | None = None
+) -> Iterator[_ChildProcess]:
     with ExitStack() as stack:
-        folder = stack.enter_context(_folder())
-        confined = {
+        folder = stack.enter_context(_temporary_folder())
+        sandbox_limits = {
             "folder": folder,
             "cpu_s": math.ceil(limits.deadline_s) + 1,
             "memory_bytes": limits.memory_bytes,
             "file_bytes": _FILE_BYTES,
         }
-        told = stack.enter_context(_memory(json.dumps(order | {"limits": confined})))
-        stdin = stack.enter_context(_memory(given))
-        verdict, said = os.pipe()
-        stack.callback(os.close, verdict)
-        passed = [said, told, *([line.fileno()] if line else [])]
+        order_file = stack.enter_context(_memory_file(json.dumps(order | {"limits": sandbox_limits})))
+        stdin_file = stack.enter_context(_memory_file(stdin))
+        result, child_end = os.pipe()
+        stack.callback(os.close, result)
+        passed = [child_end, order_file, *([link.fileno()] if link else [])]
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(_CHILD), way, *map(str, [*passed, 0][:3])],
-                stdin=stdin,
-                stdout=subprocess.PIPE if way == "input" else subprocess.DEVNULL,
+                [sys.executable, "-I", "-B", str(_CHILD), mode, *map(str, [*passed, 0][:3])],
+                stdin=stdin_file,
+                stdout=subprocess.PIPE if mode == "stdin" else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=passed,
                 cwd=folder,
                 env=_environment(folder),
             )
         finally:
-            os.close(said)
-        stack.callback(_end, popen)
-        yield _Process(popen, verdict)
+            os.close(child_end)
+        stack.callback(_kill, popen)
+        yield _ChildProcess(popen, result)
 
 
 def _environment(folder: str) -> dict[str, str]:
-    of_folder = dict.fromkeys(("HOME", "TMPDIR"), folder)
-    return of_folder | {
+    return dict.fromkeys(("HOME", "TMPDIR"), folder) | {
         "PATH": "/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "OMP_NUM_THREADS": "1",
@@ -141,7 +146,7 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 @contextmanager
-def _folder() -> Iterator[str]:
+def _temporary_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="qerl-code-")
     try:
         if os.geteuid() == 0:
@@ -150,21 +155,21 @@ def _folder() -> Iterator[str]:
     finally:
         try:
             os.rmdir(folder)
-        except OSError:  # not empty. rm takes any depth, which shutil does not, once it may look inside
+        except OSError:  # not empty; rm removes any depth, unlike shutil, once it may read the folders
             subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
             subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 @contextmanager
-def _memory(text: str) -> Iterator[int]:
-    """A file without a name, to be read from its start."""
+def _memory_file(text: str) -> Iterator[int]:
+    """Yield the descriptor of an unnamed file that contains the text."""
     with os.fdopen(os.memfd_create("qerl"), "r+b") as file:
         file.write(text.encode(errors="surrogatepass"))
         file.seek(0)
         yield file.fileno()
 
 
-def _end(popen: subprocess.Popen[bytes]) -> None:
+def _kill(popen: subprocess.Popen[bytes]) -> None:
     popen.kill()
     popen.wait()
     if popen.stdout is not None:
@@ -172,31 +177,31 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
 
 
 def _read(limits: dict[int, int], end: float) -> dict[int, bytes]:
-    """What came from each descriptor until all are closed, one is over its limit, or time is up."""
-    said = {descriptor: bytearray() for descriptor in limits}
+    """Read each descriptor until all are closed, one exceeds its limit in bytes, or time is up."""
+    output = {descriptor: bytearray() for descriptor in limits}
+    is_over = False
     with selectors.DefaultSelector() as selector:
         for descriptor in limits:
             selector.register(descriptor, selectors.EVENT_READ)
-        while selector.get_map() and (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        while not is_over and selector.get_map() and (left_s := end - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
                 part = os.read(key.fd, 1 << 16)
-                said[key.fd] += part
+                output[key.fd] += part
                 if not part:
                     selector.unregister(key.fd)
-                elif len(said[key.fd]) > limits[key.fd]:
-                    return {descriptor: bytes(text) for descriptor, text in said.items()}
-    return {descriptor: bytes(text) for descriptor, text in said.items()}
+                is_over |= len(output[key.fd]) > limits[key.fd]
+    return {descriptor: bytes(text) for descriptor, text in output.items()}
 
 
-def _exit_code(process: _Process, end: float) -> int | None:
+def _exit_code(process: _ChildProcess, end: float) -> int | None:
     try:
         return process.popen.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
 
 
-def _checked(verdict: bytes) -> bytes:
-    """Its first letter was written before the program was there."""
-    if verdict[:1] == b"E":
-        raise SandboxUnavailable(verdict[1:].decode(errors="replace"))
-    return verdict
+def _check(result: bytes) -> bytes:
+    """Raise SandboxUnavailable if the first letter, written before the program was loaded, is E."""
+    if result[:1] == b"E":
+        raise SandboxUnavailable(result[1:].decode(errors="replace"))
+    return result

@@ -1,16 +1,15 @@
-"""Confines the process that calls it, for good: what a sample's program may then ask of the kernel.
+"""Sandbox the calling process, irreversibly, before it runs a sample's program.
 
-    rlimits     CPU seconds, address space, size of a file, open files, tasks, no core
+    rlimits     CPU seconds, address space, file size, open files, tasks, no core dump
     user        root becomes nobody (65534); no new privileges
-    Landlock    reads Python's own files and the system's libraries; writes in one folder; /proc, the data and
-                everything else are out of reach (Linux 5.13; without it the user's rights alone hold)
-    seccomp     no sockets, so no network; no fork and no exec, so no children; no signals, no tracing and no
-                limits for other processes; no mounts, no memory files, no System V objects, no chmod
+    Landlock    read Python's files and system libraries, write in one folder; /proc, the data and everything
+                else are not accessible (Linux 5.13; without it only the user's permissions apply)
+    seccomp     no sockets, so no network; no fork or exec, so no children; no signals, tracing or limits for
+                other processes; no mounts, memory files, System V objects or chmod
 
-It runs in a bare `python -I` beside the sample, so it is one file that imports the standard library alone.
-seccomp needs no privilege and works inside a container, where namespaces often do not; the process that
-cannot have it raises OSError before the sample is read. A list of what is refused cannot know the calls of
-later kernels: those above the last number listed here are refused too.
+It runs in a bare `python -I` with the sample, so it is one file that imports the standard library only.
+seccomp needs no privilege and works in a container, where namespaces often do not; if it is unavailable,
+OSError is raised before the sample is read. System calls newer than the last number known here are refused.
 """
 
 import ctypes
@@ -22,67 +21,23 @@ import sys
 
 NOBODY = 65534
 MORE_TASKS = 64
-"""Threads that may be added to all that the machine runs, which is no less than what this user runs."""
+"""Threads beyond the number of tasks that the whole machine runs, which includes this user's tasks."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MAX_SYSCALL = 470
 
-# Refused system calls; x86-64's numbers, then those of aarch64. From 424 on they are the same.
+# Numbers of refused system calls on x86-64 and aarch64. From 424 on they are the same.
 _REFUSED = {
     "x86_64": (
-        *(
-            41,
-            57,
-            58,
-            59,
-            322,
-            62,
-            200,
-            234,
-            129,
-            297,
-            101,
-            310,
-            311,
-            312,
-        ),  # socket, fork, exec, kill, ptrace
-        *(
-            90,
-            91,
-            268,
-            92,
-            93,
-            94,
-            260,
-            76,
-            132,
-            235,
-            261,
-            280,
-            *range(188, 191),
-            *range(197, 200),
-        ),  # chmod ...
-        *(165, 166, 155, 161, 272, 308, 321, 298, 323, 248, 249, 250),  # mount, unshare, bpf, keys
-        *(
-            175,
-            313,
-            176,
-            246,
-            320,
-            169,
-            167,
-            168,
-            170,
-            171,
-            164,
-            227,
-            159,
-            305,
-            163,
-            179,
-            303,
-            304,
-        ),  # modules ...
-        *(29, 30, 64, 68, 240, 319, 141, 203, 144, 314, 142, 251, 256, 279, 112, 109),  # shm, memfd, priority
+        # socket, fork, exec, kill, ptrace
+        *(41, 57, 58, 59, 322, 62, 200, 234, 129, 297, 101, 310, 311, 312),
+        # chmod and its kin
+        *(90, 91, 268, 92, 93, 94, 260, 76, 132, 235, 261, 280, *range(188, 191), *range(197, 200)),
+        # mount, unshare, bpf, keys
+        *(165, 166, 155, 161, 272, 308, 321, 298, 323, 248, 249, 250),
+        # kernel modules, clocks, names, accounting
+        *(175, 313, 176, 246, 320, 169, 167, 168, 170, 171, 164, 227, 159, 305, 163, 179, 303, 304),
+        # shm, memfd, priority
+        *(29, 30, 64, 68, 240, 319, 141, 203, 144, 314, 142, 251, 256, 279, 112, 109),
     ),
     "aarch64": (
         *(198, 221, 281, 129, 130, 131, 138, 240, 117, 270, 271, 272),
@@ -102,24 +57,24 @@ _FCNTL = {"x86_64": 72, "aarch64": 25}
 _IOCTL = {"x86_64": 16, "aarch64": 29}
 _CLONE_THREAD, _PR_SET_PDEATHSIG = 0x10000, 1
 _OWNERS = {"fcntl": (8, 15), "ioctl": (0x8901, 0x8902)}
-"""Commands that name the process to get a file's signals, which would be a way around kill."""
+"""Commands that set the process that receives a file's signals, which would replace kill."""
 
 
 def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int) -> bool:
-    """Whether Landlock holds too; OSError where anything else does not."""
+    """Sandbox this process. Return True if Landlock is active; raise OSError if anything else fails."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _ARCH:
-        raise OSError(f"no confinement for {sys.platform} on {machine}")
+        raise OSError(f"the sandbox does not support {sys.platform} on {machine}")
     parent = os.getppid()
     has_landlock = _landlock_version() >= 1
     _limit(cpu_s=cpu_s, memory_bytes=memory_bytes, file_bytes=file_bytes)
     if os.geteuid() == 0:
         _leave_root(keeps_reading=has_landlock)
     _prctl(38, 1, 0)  # no new privileges
-    _prctl(4, 0, 0)  # not dumpable: its memory is closed to others of its user
+    _prctl(4, 0, 0)  # not dumpable: other processes of the user cannot read its memory
     _prctl(_PR_SET_PDEATHSIG, 9, 0)  # after leaving root, which would undo it
     if os.getppid() != parent:
-        raise OSError("the parent is gone")
+        raise OSError("the parent process has ended")
     if has_landlock:
         _landlock(folder)
     _seccomp(machine)
@@ -144,13 +99,13 @@ def _limit(*, cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
 
 
 def _leave_root(*, keeps_reading: bool) -> None:
-    """keeps_reading: Python may lie in /root, where nobody may not look; Landlock then says what is read."""
-    _prctl(8, 1, 0)  # keep the capabilities over the change of user, to give up all but one
+    """Become nobody. keeps_reading: keep read access, limited by Landlock, because Python may be in /root."""
+    _prctl(8, 1, 0)  # keep capabilities across the change of user, then drop all but one
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     kept = 1 << 2 if keeps_reading else 0  # CAP_DAC_READ_SEARCH
-    _checked(
+    _check_result(
         _LIBC.capset(struct.pack("=II", 0x20080522, 0), struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capset"
     )
 
@@ -160,10 +115,10 @@ def _landlock_version() -> int:
 
 
 def _landlock(folder: str) -> None:
-    """Rights by bit: 0 execute, 1 write, 2 read a file, 3 list, 4 to 12 remove and make, 13 move, 14 cut."""
+    """Bits: 0 execute, 1 write file, 2 read file, 3 list, 4 to 12 remove and make, 13 move, 14 truncate."""
     version = _landlock_version()
     handled = (1 << 13) - 1 | (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
-    ruleset = _checked(_LIBC.syscall(444, struct.pack("=Q", handled), 8, 0), "landlock_create_ruleset")
+    ruleset = _check_result(_LIBC.syscall(444, struct.pack("=Q", handled), 8, 0), "landlock_create_ruleset")
     writes = (1 << 1 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14) & handled
     _allow(ruleset, folder, writes)
     _allow(ruleset, "/dev/null", 1 << 1 | 1 << 2)
@@ -171,7 +126,7 @@ def _landlock(folder: str) -> None:
         _allow(ruleset, path, 1 << 2)
     for path in {"/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix} - {"/"}:
         _allow(ruleset, path, 1 << 0 | 1 << 2 | 1 << 3)
-    _checked(_LIBC.syscall(446, ruleset, 0), "landlock_restrict_self")
+    _check_result(_LIBC.syscall(446, ruleset, 0), "landlock_restrict_self")
     os.close(ruleset)
 
 
@@ -181,7 +136,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     except FileNotFoundError:
         return
     rule = struct.pack("=Qi", rights, place)
-    _checked(_LIBC.syscall(445, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
+    _check_result(_LIBC.syscall(445, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
     os.close(place)
 
 
@@ -189,11 +144,11 @@ def _seccomp(machine: str) -> None:
     filters = _program(machine)
     code = ctypes.create_string_buffer(b"".join(filters))
     program = struct.pack("HxxxxxxP", len(filters), ctypes.addressof(code))
-    _checked(_LIBC.prctl(22, 2, program, 0, 0), "seccomp")
+    _check_result(_LIBC.prctl(22, 2, program, 0, 0), "seccomp")
 
 
 def _program(machine: str) -> list[bytes]:
-    """BPF over (number, architecture, address, arguments): its jumps are relative to the next instruction."""
+    """Return a BPF filter of (number, architecture, address, arguments); jumps skip instructions."""
 
     def load(offset: int) -> bytes:
         return struct.pack("=HBBI", 0x20, 0, 0, offset)
@@ -201,15 +156,20 @@ def _program(machine: str) -> list[bytes]:
     def jump(code: int, value: int, then: int, otherwise: int) -> bytes:
         return struct.pack("=HBBI", code, then, otherwise, value)
 
-    def give(value: int) -> bytes:
+    def answer(value: int) -> bytes:
         return struct.pack("=HBBI", 0x06, 0, 0, value)
 
     equal, above, has_bits = 0x15, 0x25, 0x45
-    allow, kill, refuse, unknown = give(0x7FFF0000), give(0x80000000), give(0x00050001), give(0x00050026)
+    allow, kill, refuse, unknown = (
+        answer(0x7FFF0000),
+        answer(0x80000000),
+        answer(0x00050001),
+        answer(0x00050026),
+    )
     number, argument, command = load(0), load(16), load(24)
     steps = [load(4), jump(equal, _ARCH[machine], 1, 0), kill, number]
-    steps += [jump(above, _MAX_SYSCALL, 0, 1), unknown]  # x86's second table of numbers lies there too
-    steps += [jump(equal, _CLONE3, 0, 1), unknown]  # its flags cannot be seen; libc then takes clone
+    steps += [jump(above, _MAX_SYSCALL, 0, 1), unknown]  # the x32 numbers are above it too
+    steps += [jump(equal, _CLONE3, 0, 1), unknown]  # its flags cannot be read; libc falls back to clone
     for refused in (*_REFUSED[machine], *_REFUSED_ON_ALL):
         steps += [jump(equal, refused, 0, 1), refuse]
     steps += [
@@ -234,10 +194,10 @@ def _program(machine: str) -> list[bytes]:
 
 
 def _prctl(option: int, first: int, second: int) -> None:
-    _checked(_LIBC.prctl(option, first, second, 0, 0), f"prctl {option}")
+    _check_result(_LIBC.prctl(option, first, second, 0, 0), f"prctl {option}")
 
 
-def _checked(result: int, what: str) -> int:
+def _check_result(result: int, what: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,4 +1,4 @@
-"""The tests of a row, in the forms that data sets have them.
+"""Parse a row's tests from the forms that data sets use, and check outputs and values.
 
     asserts      ["assert f(2) == 4", ...], or one text: asserts, test_ functions, or a check(candidate) for
                  the function that the column entry_point names           MBPP, HumanEval, KodCode
@@ -7,9 +7,9 @@
     cases        {"language": "python", "test_cases": [{"type": "stdin_stdout", "fn_name": None,
                  "input": "2\\n", "output": "4\\n"}]}, or the list     verifiable-coding-problems
 
-Any of them may be JSON in a string. What is printed is right if it has the words of what is expected, line by
-line. A value is right if it is equal, a tuple being a list and floats within 1e-6; as in APPS, the one item
-of a list of one is right too.
+Each may be JSON in a string. Printed output is correct if it has the expected words, line by line. A value is
+correct if it equals the expected one, with tuples as lists and floats within 1e-6; as in APPS, a value that
+equals the only item of an expected list is correct too.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputCase:
-    """InputCase(given="2\\n", expected="4\\n")"""
+    """InputCase(stdin="2\\n", expected="4\\n")"""
 
-    given: str
+    stdin: str
     expected: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallCase:
-    """CallCase(function="f", given=[2], expected=4)"""
+    """CallCase(function="f", arguments=[2], expected=4)"""
 
     function: str
-    given: list[Any]
+    arguments: list[Any]
     expected: Any
 
 
@@ -42,64 +42,65 @@ class AssertCase:
     text: str
 
 
-Case = InputCase | CallCase | AssertCase
+TestCase = InputCase | CallCase | AssertCase
 
 
-def cases_of(tests: Any, entry_point: str | None = None) -> list[Case]:
-    """ValueError for what holds no test: every sample would be wrong."""
-    cases = _cases(tests, entry_point)
+def parse_tests(tests: Any, entry_point: str | None = None) -> list[TestCase]:
+    """Return the row's tests; raise ValueError if there is none, since no sample could be correct."""
+    cases = _parse(tests, entry_point)
     if not cases:
-        raise ValueError(f"the row holds no tests: {str(tests)[:80]}")
+        raise ValueError(f"the row has no tests: {str(tests)[:80]}")
     return cases
 
 
-def _cases(tests: Any, entry_point: str | None) -> list[Case]:
+def _parse(tests: Any, entry_point: str | None) -> list[TestCase]:
     if isinstance(tests, str):
         if tests.lstrip()[:1] in ("[", "{"):
-            return _cases(json.loads(tests), entry_point)
-        return [AssertCase(_checking(tests, entry_point))] if tests.strip() else []
+            return _parse(json.loads(tests), entry_point)
+        return [AssertCase(_with_check(tests, entry_point))] if tests.strip() else []
     if isinstance(tests, dict):
         if str(tests.get("language") or "python").lower() not in ("python", "python3"):
             raise ValueError(f"the row's tests are for {tests['language']}")
         if "test_cases" in tests:
-            return _cases(tests["test_cases"], entry_point)
-        given, expected = (tests.get(f"{name}s", tests.get(name)) or [] for name in ("input", "output"))
-        pairs = zip(given, expected, strict=True)
+            return _parse(tests["test_cases"], entry_point)
+        inputs, expected = (tests.get(f"{name}s", tests.get(name)) or [] for name in ("input", "output"))
+        pairs = zip(inputs, expected, strict=True)
         return [_case({"fn_name": tests.get("fn_name"), "input": i, "output": o}) for i, o in pairs]
     if isinstance(tests, list):
         return [AssertCase(test) if isinstance(test, str) else _case(test) for test in tests]
     return []
 
 
-def _checking(test: str, entry_point: str | None) -> str:
+def _with_check(test: str, entry_point: str | None) -> str:
     return f"{test}\n\ncheck({entry_point})\n" if entry_point and "def check(" in test else test
 
 
-def _case(case: dict[str, Any]) -> Case:
-    given, expected, name = case["input"], case["output"], case.get("fn_name")
+def _case(case: dict[str, Any]) -> TestCase:
+    arguments, expected, name = case["input"], case["output"], case.get("fn_name")
     if not name:
         if (kind := case.get("type") or case.get("testtype") or "stdin") not in ("stdin", "stdin_stdout"):
-            raise ValueError(f"a test of type {kind} names no function")
-        return InputCase(_text(given), _text(expected))
-    if case.get("testtype") == "functional":  # LiveCodeBench: an argument a line
-        return CallCase(name, [json.loads(line) for line in given.splitlines()], _plain(expected))
-    given = _plain(given)
-    return CallCase(name, given if isinstance(given, list) else [given], _plain(expected))
+            raise ValueError(f"a test of type {kind} has no fn_name")
+        return InputCase(_text(arguments), _text(expected))
+    if case.get("testtype") == "functional":  # LiveCodeBench: one argument per line
+        return CallCase(name, [json.loads(line) for line in arguments.splitlines()], _parse_json(expected))
+    arguments = _parse_json(arguments)
+    arguments = arguments if isinstance(arguments, list) else [arguments]
+    return CallCase(name, arguments, _parse_json(expected))
 
 
 def _text(lines: str | list[Any]) -> str:
     return lines if isinstance(lines, str) else "\n".join(map(str, lines))
 
 
-def _plain(value: Any) -> Any:
-    """The value that a string of JSON holds."""
+def _parse_json(value: Any) -> Any:
+    """Parse a string of JSON; return anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
 
 
-def is_right_output(printed: str, expected: str) -> bool:
+def is_correct_output(printed: str, expected: str) -> bool:
     return _words(printed) == _words(expected)
 
 
@@ -107,7 +108,7 @@ def _words(text: str) -> list[list[str]]:
     return [line.split() for line in text.strip().splitlines()]
 
 
-def is_right_value(value: Any, expected: Any) -> bool:
+def is_correct_value(value: Any, expected: Any) -> bool:
     return _is_equal(value, expected) or (
         isinstance(expected, list) and len(expected) == 1 and _is_equal(value, expected[0])
     )
