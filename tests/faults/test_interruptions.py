@@ -114,7 +114,9 @@ def test_a_run_that_learns_nothing_any_more_ends_in_one_line_with_its_checkpoint
     out, limit = tmp_path / "run", ("--learn.max-nonfinite-updates", "4")
     run = runs.start(files, out, *limit, first=nothing_finite)
     assert run.wait() == 1
-    assert run.said.splitlines()[-1].startswith("qerl: 4 updates in a row had a gradient that is not finite")
+    assert run.said.splitlines()[-1].startswith(
+        "qerl: training diverged: 4 updates in a row had a non-finite gradient"
+    )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["nonfinite_updates"] for line in lines] == [1, 1, 1]
     assert (out / "checkpoints" / "step-000002").is_dir()

@@ -54,7 +54,7 @@ def test_a_halved_step_is_the_step_of_half_the_size_bit_for_bit(when, groups):
     assert is_equal(short.optimizer_state(), half.optimizer_state())
     assert (
         len(lines) == 1
-        and f"learn.max_tokens_per_microbatch is {total // 2}" in lines[0]
+        and f"learn.max_tokens_per_microbatch is now {total // 2}" in lines[0]
         and "8192" in lines[0]
     )
 

@@ -233,7 +233,7 @@ def test_a_rank_that_is_killed_ends_the_run(files, tmp_path):
     os.kill(workers(process)[1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "qerl: another rank is gone" in stderr or re.search(r"local_rank: 0\)\s+exitcode  : 143", stderr)
+    assert "qerl: another rank is lost" in stderr or re.search(r"local_rank: 0\)\s+exitcode  : 143", stderr)
 
 
 def test_a_mistake_is_told_by_one_rank(files, tmp_path):

@@ -84,7 +84,7 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files,
     assert untimed(out, *own) == untimed(whole, *own)
     assert sum(m["replaced_samplers"] for m in metrics(out)) == 1
     assert sum(m["resampled_prompts"] for m in metrics(out)) > 0
-    assert "sampler 1 is gone" in (out / "events.jsonl").read_text()
+    assert "sampler 1 died" in (out / "events.jsonl").read_text()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Learns from samples: packing, updates, checkpoints."""
+"""Learning: packing, updates, checkpoints, the memory plan."""
 
 from qerl.learner.learner import Learner
 

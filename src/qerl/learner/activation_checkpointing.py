@@ -1,16 +1,17 @@
-"""What of each decoder layer is kept from the forward pass to the backward.
+"""Activation checkpointing: what each decoder layer keeps for the backward pass.
 
-    none      all that the backward pass reads
-    layer     the layer's input h_TD; the rest is computed again
-    offload   the same in the host's memory, pinned: h_TD leaves while the next layers are computed, and comes
-              back while the layer above is differentiated; two of them at most are on the device besides
+    none      all activations
+    layer     the layer's input h_TD; the rest is recomputed
+    offload   the same in pinned host memory: h_TD is copied out while the next layers run, and copied back
+              while the layer above is differentiated; at most two of them are on the device meanwhile
 
-Gradients are bitwise the same: tests/learner/test_activation_checkpointing.py. A weight unpacked for the second forward
-serves the input's gradient too, so a layer unpacks no more often than without; and a layer's last product,
-29 % of the operations of a forward at the 7B shape, is not repeated, for nothing reads its result.
+Gradients are bitwise the same: tests/learner/test_activation_checkpointing.py. A weight unpacked for the
+second forward pass serves the input gradient too, so a layer unpacks no more often than without
+checkpointing. A layer's last product, 29 % of a forward pass at the 7B shape, is not recomputed: nothing
+reads it.
 
-Peak memory of learning from 8,192 rows at the 7B shape in NVFP4, all else included (H200): 41.2 GB, 13.2
-GB and, planned, 10.8 GB: of the inputs, which are fp32, 3.3 GB are on the device, or 0.5.
+Peak memory of learning from 8,192 rows, 7B shape, NVFP4 (H200): 41.2 GB with none, 13.2 GB with layer (3.3 GB
+of it are layer inputs in fp32), 10.8 GB planned with offload (0.5 GB of inputs).
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _LEAVING = 2
 
 
 class SavedInputs(Protocol):
-    """The inputs of one pass's layers: put in the layers' order, taken in the reverse order."""
+    """The layer inputs of one pass, stored in the layers' order and taken in reverse order."""
 
     def put(self, layer_index: int, h_TD: Tensor) -> None: ...
 
@@ -47,20 +48,20 @@ class OnDevice:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Copy:
-    """A copy under way; `source` must not be used for anything else before it is done."""
+    """A copy in progress; `source` must not be reused before it is done."""
 
     source: Tensor
     target: Tensor
     is_done: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """What the device is told to do from here on happens after the copy."""
+        """Order all later work of the device after the copy."""
         if self.is_done is not None:
             torch.cuda.current_stream().wait_event(self.is_done)
 
 
 class OnHost:
-    """References say what memory is in use: streams are told to wait before one is dropped."""
+    """Memory in use is tracked by references: streams wait before one is dropped."""
 
     def __init__(self, device: torch.device, lane: torch.cuda.Stream | None):
         self._device, self._lane = device, lane
@@ -76,7 +77,7 @@ class OnHost:
         self._leaving[layer_index] = self._copy(h_TD, host_TD)
 
     def take(self, layer_index: int) -> Tensor:
-        """What has not left yet comes from where it is; the one below starts on its way back."""
+        """An input that has not left yet is taken from where it is; the copy of the one below starts."""
         self._fetch(layer_index)
         is_here = layer_index in self._leaving
         copy = (self._leaving if is_here else self._coming).pop(layer_index)
@@ -106,7 +107,7 @@ class OnHost:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Call:
-    """A layer's call but for its input."""
+    """A layer's call without its input."""
 
     layer: Layer
     context: RowContext
@@ -119,7 +120,7 @@ class _Call:
 
 
 def checkpoint_layers(kept: SavedInputs) -> RunLayer:
-    """Runs the layers of one pass and, in its backward pass, runs each again."""
+    """Run the layers of a pass, and rerun each of them in the backward pass."""
 
     def run(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
         if not torch.is_grad_enabled():
@@ -134,7 +135,9 @@ class _CheckpointedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, h_TD, *masters):
         ctx.call = call
-        call.kept.put(call.layer_index, h_TD.detach())  # its history would hold this call: a cycle
+        call.kept.put(
+            call.layer_index, h_TD.detach()
+        )  # its autograd history would reference this call: a cycle
         return call(h_TD.clone())  # without a gradient a layer may write its result over its input
 
     @staticmethod
@@ -154,9 +157,9 @@ def _on_host(device: torch.device) -> Callable[[], RunLayer]:
     return lambda: checkpoint_layers(OnHost(device, lane))
 
 
-# For a device: what makes each pass's RunLayer.
+# By device: the factory of each pass's RunLayer.
 RECOMPUTE: dict[str, Callable[[torch.device], Callable[[], RunLayer]]] = {
-    "auto": lambda device: lambda: run_layer,  # where nobody has settled it: qerl.learner.plan does for a run
+    "auto": lambda device: lambda: run_layer,  # not resolved: qerl.learner.plan resolves auto for a run
     "none": lambda device: lambda: run_layer,
     "layer": lambda device: lambda: checkpoint_layers(OnDevice()),
     "offload": _on_host,

@@ -1,16 +1,16 @@
-"""Saves and finds checkpoints of which every one on the disk is whole, or known not to be.
+"""Save and find checkpoints; a damaged one is always recognized.
 
     <folder>/step-000010/                    the state after 10 steps
-        adapter_model.safetensors            fp32 masters under PEFT's names: this folder is a PEFT adapter
-                                             (adapter.kind full: weights, under Hugging Face's names)
-        adapter_config.json                  PEFT's description of it
+        adapter_model.safetensors            fp32 masters under PEFT's names: the folder is a PEFT adapter
+                                             (adapter.kind full: weights under Hugging Face's names)
+        adapter_config.json                  PEFT's description
         optimizer.safetensors                AdamW's moments, <adapter tensor>.<moment>
-        state.json                           next_step, version, micro_tokens, and what the loop adds
-        manifest.json                        SHA-256 of each of the others, written last
+        state.json                           next_step, version, micro_tokens, and the loop's own state
+        manifest.json                        SHA-256 of each other file, written last
 
-A checkpoint is written under a name that no reader takes for one, flushed to the disk, and renamed into
-place: killed at any moment, the folder holds the old ones and perhaps the new one. Where a checkpoint of the
-same step is replaced, the old one keeps a readable name until the new one has its place.
+A checkpoint is written under a temporary name, flushed to disk, and renamed: if the process is killed at any
+moment, the folder holds the old checkpoints and perhaps the new one. A checkpoint that is replaced by one of
+the same step keeps a readable name until the new one is in place.
 """
 
 import errno
@@ -37,14 +37,14 @@ _UNFINISHED = ".unfinished-"
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written, or none of those there can be read."""
+    """A checkpoint could not be written, or no checkpoint can be read."""
 
 
 class Resumed(NamedTuple):
     """Resumed(next_step=5, extra={}, notices=["checkpoints/step-000010 is damaged (...); using ..."])."""
 
     next_step: int
-    """How many steps had been done."""
+    """Number of completed steps."""
     extra: dict[str, Any]
     notices: list[str]
 
@@ -52,7 +52,7 @@ class Resumed(NamedTuple):
 def save(
     folder: Path, learner: Learner, *, next_step: int, keep: int, extra: dict[str, Any] | None = None
 ) -> Path:
-    """The state before `next_step`; then only the newest `keep` up to this one stay. `extra` is JSON."""
+    """Save the state before `next_step` and keep only the newest `keep` checkpoints. `extra` is JSON."""
     name = f"step-{next_step:06d}"
     unfinished, path = folder / (_UNFINISHED + name), folder / name
     try:
@@ -69,7 +69,7 @@ def save(
 
 
 def load_latest(folder: Path, learner: Learner) -> Resumed | None:
-    """Puts the newest whole checkpoint into the learner; None where there is none at all."""
+    """Load the newest intact checkpoint into the learner; return None if there is no checkpoint."""
     _remove_unfinished(folder)
     path, notices = find_latest(folder)
     if path is None:
@@ -81,7 +81,7 @@ def load_latest(folder: Path, learner: Learner) -> Resumed | None:
 
 
 def latest_adapter(folder: Path) -> dict[str, Tensor]:
-    """The masters of the newest whole checkpoint, by PEFT's names; the folder is only read."""
+    """Return the masters of the newest intact checkpoint by PEFT's names; the folder is only read."""
     path, _ = find_latest(folder)
     if path is None:
         raise UserError(f"{folder} holds no checkpoint")
@@ -90,31 +90,31 @@ def latest_adapter(folder: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         if path in _newest_first(folder):
             raise
-    return latest_adapter(folder)  # a run that goes on has a newer one
+    return latest_adapter(folder)  # the run has written a newer one
 
 
 def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
-    """(the newest whole checkpoint, or None if there is none at all; a notice for each damaged one).
+    """Return the newest intact checkpoint (None if the folder has none) and a notice for each damaged one.
 
-    Where all are damaged, a CheckpointError: going back to the start is not for us to decide.
+    Raise CheckpointError if all are damaged: only the user may decide to start over.
     """
     paths, notices = _newest_first(folder), []
     for path in paths:
         damage = find_damage(path)
         if damage is None:
             return path, [f"{notice}; using {path.name}" for notice in notices]
-        if path not in _newest_first(folder):  # not damaged but removed, by a run that has a newer one
+        if path not in _newest_first(folder):  # removed by the run, which has a newer one
             return find_latest(folder)
         notices.append(f"{folder.name}/{path.name} is damaged ({damage})")
     if notices:
         raise CheckpointError(
-            f"{'; '.join(notices)}; no checkpoint is whole: remove {folder} to start from the beginning"
+            f"{'; '.join(notices)}; no checkpoint is intact: remove {folder} to start from the beginning"
         )
     return None, []
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, `optimizer.safetensors: checksum differs`, or None."""
+    """Return what is wrong with a checkpoint, `optimizer.safetensors: checksum differs`, or None."""
     try:
         sums = json.loads((path / MANIFEST).read_bytes())["sha256"]
         missing = [name for name in _CONTENTS if name not in sums]
@@ -138,7 +138,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def peft_config(config: RunConfig) -> dict[str, Any]:
-    """What PEFT wants to know of an adapter, so that the folder loads there as it is."""
+    """Return PEFT's adapter_config.json, with which PEFT loads the folder as it is."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -157,8 +157,8 @@ def peft_config(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def described(config: RunConfig) -> dict[str, Any]:
-    """What the tensors beside it are."""
+def adapter_description(config: RunConfig) -> dict[str, Any]:
+    """Return the description of the tensors in the folder."""
     if config.adapter.kind == "lora":
         return peft_config(config)
     return {
@@ -177,7 +177,7 @@ def _contents(learner: Learner, next_step: int, extra: dict[str, Any]) -> dict[s
     }
     return {
         ADAPTER: _packed(learner.adapter_state()),
-        ADAPTER_CONFIG: _json(described(learner.config)),
+        ADAPTER_CONFIG: _json(adapter_description(learner.config)),
         OPTIMIZER: _packed(learner.optimizer_state()),
         STATE: _json(state),
     }
@@ -212,7 +212,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the names in it last, as fsync of a file does not."""
+    """Flush the folder's entries to disk, which fsync of a file does not do."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -232,7 +232,7 @@ def _put_in_place(unfinished: Path, path: Path) -> None:
 
 
 def _prune(folder: Path, next_step: int, keep: int) -> None:
-    """Later steps go too: a run that now saves this one went back to before them."""
+    """Remove old checkpoints, and those of later steps: the run has gone back to before them."""
     wanted = [path for path in _newest_first(folder) if _order(path) <= (next_step, True)][:keep]
     for path in _newest_first(folder):
         if path not in wanted:
@@ -241,7 +241,7 @@ def _prune(folder: Path, next_step: int, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Out of sight first, so that nothing half removed is taken for a damaged checkpoint."""
+    """Rename before removing, so that a partly removed checkpoint is not taken for a damaged one."""
     hidden = path.with_name(_UNFINISHED + path.name)
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -254,7 +254,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _order(path: Path) -> tuple[int, bool]:
-    """By step; of two of the same step, the one that replaced the other is the newer."""
+    """Sort by step; of two with the same step, the replacing one is newer."""
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), match[2] is None

@@ -1,12 +1,12 @@
-"""The processes of one run, which rank each of them has, and what they say to each other.
+"""The processes (ranks) of one run and their collectives, over torch.distributed.
 
-    torchrun starts them      a process a GPU; RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR say who is who
-    gather, from_first        Python values, over gloo: what was sampled, rewards, a few numbers
-    add                       tensors to their sums: gradients of what learns, over NCCL between GPUs
+    torchrun                  starts one process per GPU, with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR
+    gather, from_first        Python values over gloo: samples, rewards, a few numbers
+    add                       all-reduce of tensors: gradients, over NCCL between GPUs
 
-Every rank runs the same loop over the same values and so takes the same decisions; only the first writes.
-Waiting for a rank that is gone ends in `RankLost`: the closed connection is seen by gloo, and each sum over NCCL,
-which sees nothing, comes after a word over gloo. Tests: tests/training/test_distributed.py.
+Every rank runs the same loop over the same values and so takes the same decisions; only the first one writes.
+Waiting for a lost rank raises `RankLost`: gloo notices the closed connection, and each NCCL sum, which would
+hang, follows an exchange over gloo. Tests: tests/training/test_distributed.py.
 """
 
 import contextlib
@@ -25,17 +25,18 @@ from torch.distributed.rendezvous import rendezvous
 from qerl.errors import RunError, UserError
 
 T = TypeVar("T")
-_SUM_BYTES = 64_000_000  # of one call of NCCL: a copy of so much is what a sum takes beside the gradients
-_PATIENCE = timedelta(hours=2)  # a rank with long samples may be that much later than one with short ones
-_TELLING = timedelta(seconds=5)
+_SUM_BYTES = 64_000_000  # per all-reduce: the copy that a sum needs besides the gradients
+_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # a rank with long samples may be this much slower than the others
+_REPORT_TIMEOUT = timedelta(seconds=5)
 
 
 class RankLost(RunError):
-    """Another rank is gone, and did not say why."""
+    """Another rank is lost and left no reason."""
 
 
 class Ranks:
-    """ranks.own([a, b, c]) is [a, c] on the first of two and [b] on the second; woven() puts it together."""
+    """Ranks of a run: own([a, b, c]) is [a, c] on the first of two and [b] on the second; interleave()
+    merges."""
 
     def __init__(self, index: int, count: int):
         self.index, self.count = index, count
@@ -46,16 +47,16 @@ class Ranks:
         return self.index == 0
 
     def own(self, items: list[T]) -> list[T]:
-        """This rank's share: as many as any other's, or one less."""
+        """Return this rank's share: every ranks-th item."""
         return items[self.index :: self.count]
 
     def interleave(self, parts: list[list[T]]) -> list[T]:
-        """All items in their order, from what `own` gave to each rank."""
+        """Merge what `own` gave to each rank, in the original order."""
         num_items = sum(map(len, parts))
         return [parts[i % self.count][i // self.count] for i in range(num_items)]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, to every rank."""
+        """Return every rank's value, on every rank."""
         if self.count == 1:
             return [value]
         packed: list[Any] = [None] * self.count
@@ -65,7 +66,7 @@ class Ranks:
         return [pickle.loads(data) for data in packed]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What it makes on the first rank, where alone it is called."""
+        """Call `make` on the first rank only and return its result on every rank."""
         if self.count == 1:
             return make()
         found: list[Any] = [make() if self.is_first else None]
@@ -74,7 +75,7 @@ class Ranks:
         return found[0]
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Each becomes its sum over all ranks: the same bits on every one of them."""
+        """Replace each tensor by its sum over all ranks, bitwise equal on every rank."""
         if self.count == 1:
             return
         self.gather(None)
@@ -87,14 +88,14 @@ class Ranks:
                 tensor.copy_(sums.view_as(tensor))
 
     def check_same(self, what: str, value: Any) -> None:
-        """RunError unless it is the same on every rank."""
+        """Raise RunError unless the value is equal on every rank."""
         values = self.gather(value)
-        if len(set(map(repr, values))) > 1:  # by its letters: nan is nan, and no float has two
-            raise RunError(f"the ranks have come apart: {what} is {', '.join(map(str, values))}")
+        if len(set(map(repr, values))) > 1:  # compared by repr: nan equals nan
+            raise RunError(f"ranks diverged: {what} is {', '.join(map(str, values))}")
 
     def take_traffic(self) -> dict[str, float]:
-        """Bytes since the last call: of the tensors that each rank put into sums, and of all ranks' values
-        that each got; empty for one rank."""
+        """Return the bytes since the last call: of the tensors each rank put into sums, and of all gathered
+        values; empty for a single rank."""
         taken: dict[str, float] = {"added_bytes": self._added_bytes, "gathered_bytes": self._gathered_bytes}
         self._added_bytes = self._gathered_bytes = 0
         return {} if self.count == 1 else taken
@@ -105,9 +106,9 @@ ALONE = Ranks(0, 1)
 
 @contextlib.contextmanager
 def join_ranks(device: str, environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
-    """The ranks of the run that this process was started for; `device` is ModelConfig's, resolved.
+    """Join the ranks that torchrun started; `device` is ModelConfig's, resolved.
 
-    What ends one rank ends all: the first to fail says why, each host says it once, the rest are silent.
+    A failure of one rank ends all: the first one reports the reason, once per host.
     """
     if int(environment.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
@@ -125,36 +126,36 @@ def join_ranks(device: str, environment: Mapping[str, str] = os.environ) -> Iter
         torch.cuda.set_device(local)
     store, *_ = next(rendezvous("env://", timeout=timedelta(minutes=10)))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=_PATIENCE)
+    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=_COLLECTIVE_TIMEOUT)
     ranks = Ranks(index, count)
-    ranks.add([torch.zeros(1, device=device)])  # NCCL takes its memory now, before the KV cache is measured
+    ranks.add([torch.zeros(1, device=device)])  # NCCL allocates now, before the KV cache is sized
     ranks.take_traffic()
     try:
         yield ranks
     except RankLost as error:
-        raise _explained(store, error) if local == 0 else SystemExit(1) from None
+        raise _with_reason(store, error) if local == 0 else SystemExit(1) from None
     except BaseException as error:
-        if _is_told(store, index, error):
+        if _is_reported(store, index, error):
             raise SystemExit(error.code if isinstance(error, SystemExit) else 1) from None
         raise
     else:
         dist.destroy_process_group()
 
 
-def _is_told(store: Store, index: int, error: BaseException) -> bool:
-    """Whether another rank has failed for the same reason and tells it; this one's is kept if it is first."""
+def _is_reported(store: Store, index: int, error: BaseException) -> bool:
+    """Return True if another rank has reported the same reason; the first reason is stored."""
     reason = f"ended with {error.code}" if isinstance(error, SystemExit) else str(error)
-    store.set_timeout(_TELLING)
+    store.set_timeout(_REPORT_TIMEOUT)
     try:
-        teller, _, told = store.compare_set("failure", "", f"{index} {reason}").decode().partition(" ")
-    except RuntimeError:  # gone with the host that held it
+        reporter, _, reported = store.compare_set("failure", "", f"{index} {reason}").decode().partition(" ")
+    except RuntimeError:  # the host that held the store is gone
         return False
-    return told == reason and int(teller) != index
+    return reported == reason and int(reporter) != index
 
 
-def _explained(store: Store, error: RankLost) -> RankLost:
-    """With the other rank's own reason, if it left one."""
-    store.set_timeout(_TELLING)
+def _with_reason(store: Store, error: RankLost) -> RankLost:
+    """Return the error with the other rank's own reason, if it left one."""
+    store.set_timeout(_REPORT_TIMEOUT)
     try:
         index, _, reason = store.get("failure").decode().partition(" ")
     except RuntimeError:
@@ -167,7 +168,7 @@ def _waiting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"another rank is gone ({str(error).splitlines()[0]})") from error
+        raise RankLost(f"another rank is lost ({str(error).splitlines()[0]})") from error
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

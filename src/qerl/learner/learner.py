@@ -1,21 +1,21 @@
-"""The learner: updates the adapter from samples and their advantages.
+"""The learner: update the adapter from samples and their advantages.
 
     loss = sum_t weight_t * (importance_t * policy_t + beta * k3_t)
 
-over the sampled tokens t of one update. The weights are made for the whole update before it is packed, so
-its split into micro-batches, the sharing of prompts and the order of samples leave the gradient as it is
-(tests/learn/test_equivalence.py). With one update a step there is one forward and backward, which the entropy
-and the mismatch with the sampler are read from too; with more, a pass before the first update fixes the
-learner's old logprobs. A group without any advantage has no gradient and gets no backward.
+over the sampled tokens t of one update. Weights are computed for the whole update before packing, so the
+gradient does not depend on the split into micro-batches, on shared prompts or on the samples' order
+(tests/learn/test_equivalence.py). With one update per step a single forward and backward pass also gives the
+entropy and the mismatch with the sampler; with several updates, a pass before the first one computes the
+learner's old logprobs. A group without any advantage has no gradient and no backward pass.
 
-With memory to spare the base's operands are unpacked once for all micro-batches of an update, not twice for
-each: bitwise the same (tests/learner/test_held.py), and gone before the engine's turn.
+If memory allows, the base model's operands are unpacked once per update instead of twice per micro-batch:
+bitwise equal (tests/learner/test_held.py), and freed before the engine samples.
 
-In exact mode the logprobs' values are the sampler's forward's, `score`, before every update anew; their
-gradient, the entropy and the KL to the reference are by the learner's own kernels.
+In exact mode the values of the logprobs come from the sampler's forward pass, `score`, before every update;
+their gradient, the entropy and the KL to the reference come from the learner's own kernels.
 
-With several ranks each learns from its part of an update's groups; the gradients are added before they are
-clipped, so that every rank takes the same update of its own copy of the masters (tests/training/test_distributed.py).
+With several ranks each learns from its part of the groups. Gradients are summed before clipping, so that
+every rank makes the same update to its copy of the masters (tests/training/test_distributed.py).
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from qerl.types import Group
 
 
 class Learner:
-    """Owns the optimizer; the decoder and its adapter are the engine's too."""
+    """Owns the optimizer; shares the decoder and its adapter with the engine."""
 
     def __init__(
         self,
@@ -68,22 +68,22 @@ class Learner:
         ranks: Ranks = ALONE,
         holds_operands: bool = False,
     ):
-        """notice: told, in a line, what was done about a lack of memory. holds_operands: whether there is
-        memory for those of all layers at once. score: fp32 logprobs of the groups'
-        sampled tokens, one after the other, by the sampler's forward; None but in exact mode."""
+        """notice: receives a line about what was done when memory ran out. holds_operands: True if memory
+        suffices for the unpacked operands of all layers. score: returns fp32 logprobs of the groups' sampled
+        tokens, computed by the sampler's forward pass; only in exact mode."""
         self.config = config
         self.version = 0
-        """Updates planned so far, those skipped included: schedules and resumption count by it."""
+        """Number of planned updates so far, skipped ones included: schedules and resumption use it."""
         self.decoder = decoder
         self._num_nonfinite = 0
         self._score, self._ranks = score, ranks
         self.holds_operands = holds_operands
-        """Until memory does not suffice."""
+        """False once memory has not sufficed."""
         self._masters = adapter_tensors(decoder)
         assert self._masters, "the decoder has no adapter"
         if config.adapter.kind == "full" and config.algo.beta > 0:
             raise UserError(
-                "algo.beta needs the frozen policy, which adapter.kind full does not keep: set it to 0"
+                "algo.beta needs a frozen reference policy; adapter.kind full has none: set it to 0"
             )
         self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)
@@ -91,8 +91,8 @@ class Learner:
         self._fit = OomRetry(config.learn.max_tokens_per_microbatch, decoder.device, notice)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
-        """Learns from samples that have a reward; the advantages are set. A step with nothing to learn
-        changes no weight, and counts its updates all the same. Every rank is given all groups."""
+        """Learn from the samples that have a reward, with their advantages. A step with nothing to learn
+        changes no weight but counts its updates. Every rank receives all groups."""
         shares = split(groups, self.config, device=self.decoder.device, ranks=self._ranks)
         reads_ahead = len(shares) * self.config.learn.num_iterations > 1
         silent = [reading for share in shares for reading in self._read(share.silent)]
@@ -117,7 +117,7 @@ class Learner:
 
     @property
     def micro_tokens(self) -> int:
-        """config.learn.max_tokens_per_microbatch, or what the memory sufficed for."""
+        """config.learn.max_tokens_per_microbatch, or the smaller size that fitted."""
         return self._fit.micro_tokens
 
     def _update(self, share: Minibatch, before: list[BatchMetrics] | None) -> Update:
@@ -138,13 +138,13 @@ class Learner:
         self._num_nonfinite = self._num_nonfinite + 1 if is_skipped else 0
         if self._num_nonfinite >= self.config.learn.max_nonfinite_updates:
             raise RunError(
-                f"{self._num_nonfinite} updates in a row had a gradient that is not finite and were skipped:"
-                " nothing is learned any more; see mismatch_max and grad_norm of the steps before in"
-                " metrics.jsonl, and try a lower learn.learning_rate (limit: learn.max_nonfinite_updates)"
+                f"training diverged: {self._num_nonfinite} updates in a row had a non-finite gradient"
+                " (limit: learn.max_nonfinite_updates); see mismatch_max and grad_norm of earlier steps in"
+                " metrics.jsonl, and try a lower learn.learning_rate"
             )
 
     def _exact(self, portion: MinibatchPart) -> Tensor | None:
-        """By the sampler's forward, of the portion's tokens; None where the learner's own count."""
+        """Score the tokens with the sampler's forward pass; None outside of exact mode."""
         if self._score is None or not any(group.samples_G for group in portion.groups):
             return None
         return self._score(portion.groups)
@@ -152,7 +152,7 @@ class Learner:
     def _learn_all(
         self, batches: list[PackedBatch], exact_C: Tensor | None, before: list[BatchMetrics] | None
     ) -> list[MinibatchMetrics]:
-        """Leaves the gradient of all batches in the masters, whatever was there."""
+        """Compute the gradient of all batches into the masters' grad, replacing what was there."""
         self._optimizer.zero_grad(set_to_none=True)
         known = [None] * len(batches) if before is None else regrouped(before, batches)
         exact = divided(exact_C, batches)
@@ -167,15 +167,16 @@ class Learner:
         if not self._is_holding(batches):
             return None
         self.holds_operands = False
-        return "operands are unpacked for each product from here on"
+        return "operands are now unpacked for each product"
 
     def _learn(
         self, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None
     ) -> MinibatchMetrics:
-        """Adds the batch's gradient to the masters'. Without `before`, this very pass is the first."""
+        """Add the batch's gradient to the masters' grad. Without `before` this pass also gives the first
+        logprobs."""
         algo = self.config.algo
         own_C, entropy_C = self._forward(batch)
-        # the difference of equals is 0, so that the value is exact_C to the bit
+        # own_C - own_C.detach() is 0, so the value is exact_C to the bit
         logprob_C = own_C if exact_C is None else exact_C + (own_C - own_C.detach())
         before = before or self._reading(batch, exact_C, own_C.detach(), entropy_C)
         correction = correct(before.logprob_C, batch.sampler_logprobs_C, batch.spans, algo)
@@ -198,8 +199,8 @@ class Learner:
         )
 
     def _apply(self, rate: float) -> float | None:
-        """Adds up, clips, updates, publishes; the norm before clipping. None: it was not finite, nothing was
-        done."""
+        """Sum over ranks, clip, update, publish; return the norm before clipping. None: not finite, nothing
+        applied."""
         masters = list(self._masters.values())
         grads = self._gradients(masters)
         norm = torch.nn.utils.get_total_norm(grads)
@@ -214,7 +215,7 @@ class Learner:
         return norm.item() if is_finite else None
 
     def _gradients(self, masters: list[torch.nn.Parameter]) -> list[Tensor]:
-        """Of the whole update: all ranks' together."""
+        """Return the gradients of the whole update, summed over all ranks."""
         for master in masters:
             if master.grad is None and self._ranks.count > 1:  # this rank had nothing to learn
                 master.grad = torch.zeros_like(master)
@@ -223,14 +224,14 @@ class Learner:
         return grads
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(logprob_C, entropy_C) of the sampled tokens under the model as it now is."""
+        """Return (logprob_C, entropy_C) of the sampled tokens under the current model."""
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
             return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout)
 
         noise_rows_T = _noise_rows(self.decoder, batch)
         hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend, self._run_layer(), noise_rows_T)
-        head = self.decoder.lm_head  # its alpha goes into the temperature
+        head = self.decoder.lm_head  # the head's alpha is folded into the temperature
         return chunked_logprob(
             hidden_TD,
             head.operand(),
@@ -267,15 +268,15 @@ class Learner:
         )
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """The masters themselves, by PEFT's names."""
+        """Return the masters themselves, by PEFT's names."""
         return {name: master.detach() for name, master in self._masters.items()}
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's moments, as `<adapter tensor>.<moment>`; empty before the first update."""
+        """Return AdamW's moments as `<adapter tensor>.<moment>`; empty before the first update."""
         return state_of(self._optimizer, self._masters)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int]:
-        """What `load` takes, in the host's memory."""
+        """Return what `load` takes, in host memory."""
         adapter, optimizer = (
             {name: tensor.cpu() for name, tensor in tensors.items()}
             for tensors in (self.adapter_state(), self.optimizer_state())
@@ -289,7 +290,7 @@ class Learner:
         version: int,
         micro_tokens: int | None = None,
     ) -> None:
-        """Takes the place of the learner whose states these were, bit for bit."""
+        """Restore the state that `state` returned, bit for bit."""
         load_adapter(self.decoder, adapter)
         load_state(self._optimizer, self._masters, optimizer)
         self.version = version
@@ -298,7 +299,7 @@ class Learner:
 
 
 def _noise_rows(decoder: Decoder, batch: PackedBatch) -> Tensor | None:
-    """Every row's own of the noise table; None where there is none."""
+    """Return each row's row of the noise table; None if there is no table."""
     if not decoder.noise_table.is_open:
         return None
     lengths, rows = [], []

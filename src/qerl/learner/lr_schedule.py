@@ -1,12 +1,12 @@
-"""The learning rate of each update: a linear warm-up, then constant or a cosine to zero.
+"""Learning rate by update: linear warm-up, then constant or cosine decay to zero.
 
-    update u of U, W = round(warmup_fraction * U)
+    update u of U, W = round(warmup_ratio * U)
 
     u < W       peak * (u + 1) / (W + 1)
     constant    peak
     cosine      peak * (1 + cos(pi * (u - W) / (U - W))) / 2
 
-Zero lies one update before the first and one after the last, so that no update is spent on a rate of zero.
+The rate would be zero one update before the first and one after the last: no update has a rate of zero.
 """
 
 import math
@@ -15,7 +15,7 @@ from qerl.config import LearnConfig
 
 
 def learning_rate(update: int, *, num_updates: int, learn: LearnConfig) -> float:
-    """The rate of update 0 .. num_updates - 1; past the end a cosine stays at zero."""
+    """Return the rate of update 0 .. num_updates - 1; beyond the end a cosine stays at zero."""
     assert update >= 0 and num_updates > 0
     warmup_updates = round(learn.warmup_ratio * num_updates)
     if update < warmup_updates:

@@ -1,17 +1,17 @@
-"""What passes over packed batches say of the policies, and the step's metrics from it.
+"""Metrics of a step from passes over packed batches.
 
-    d_t = learner_t - sampler_t             of every sampled token, before the step's first update
+    d_t = learner_t - sampler_t             for every sampled token, before the step's first update
     mismatch_abs = mean |d|                 mismatch_max = max |d|
     mismatch_kl  = mean(exp(d) - 1 - d)     k3 of KL(sampler || learner)
-    mismatch_early, mismatch_late           mean |d| over the first and the last quarter of each sample
-    mismatch_sample = mean |sum of d|       over samples: how far the ratio of a whole one is from 1, in log
-    entropy = mean of the learner's at every token            sampler_entropy = -mean(sampler_t), an estimate
+    mismatch_early, mismatch_late           mean |d| over the first and last quarter of each sample
+    mismatch_sample = mean |sum of d|       over samples: |log| of a sequence's ratio
+    entropy = mean of the learner's entropy at every token      sampler_entropy = -mean(sampler_t), an estimate
 
-What the correction for the sampler did, over the tokens of all updates: capped_fraction, masked_fraction,
+The off-policy correction, over the tokens of all updates: capped_fraction, masked_fraction,
 effective_fraction, and rejected_fraction of the samples (`algo/importance.py`).
 
-In exact mode learner_t is by the sampler's own forward; own_mismatch_abs and so on then say the same of the
-learner's kernels, which the gradient is from. A metric of no tokens is left out, never NaN.
+In exact mode learner_t comes from the sampler's forward pass; own_mismatch_abs and so on then measure the
+learner's own kernels, which compute the gradient. A metric over no tokens is omitted, never NaN.
 """
 
 import dataclasses
@@ -29,26 +29,26 @@ from qerl.learner.packing import PackedBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchMetrics:
-    """What the learner says of a batch's sampled tokens at one version; no gradient."""
+    """The learner's values for a batch's sampled tokens at one version; no gradient."""
 
     batch: PackedBatch
     logprob_C: Tensor
     entropy_C: Tensor
     reference_C: Tensor | None
-    """Logprobs of the model without its adapter; None where no KL is taken."""
+    """Logprobs of the model without adapter; None without a KL penalty."""
     own_C: Tensor | None = None
-    """By the learner's own kernels, where logprob_C is by the sampler's; else None."""
+    """Logprobs of the learner's own kernels if logprob_C comes from the sampler; else None."""
 
 
 def divided(values_C: Tensor | None, batches: list[PackedBatch]) -> Sequence[Tensor | None]:
-    """Each batch's own of what is known of all their tokens."""
+    """Split values of all tokens by batch."""
     if values_C is None:
         return [None] * len(batches)
     return values_C.split([len(batch.targets_C) for batch in batches])
 
 
 def regrouped(readings: list[BatchMetrics], batches: list[PackedBatch]) -> list[BatchMetrics]:
-    """The same readings for the same sampled tokens, packed in another way."""
+    """Return the same values for the same sampled tokens in another packing."""
     lengths = [len(batch.targets_C) for batch in batches]
     if [len(reading.logprob_C) for reading in readings] == lengths:
         return readings
@@ -80,7 +80,7 @@ class MinibatchMetrics:
     loss: Tensor
     ratio_C: Tensor
     held_C: Tensor
-    """The share of each token's gradient that the policy loss held back."""
+    """Share of each token's gradient that the policy loss held back."""
     correction: Correction
     kl_C: Tensor | None
 
@@ -92,15 +92,15 @@ class Update:
     lessons: list[MinibatchMetrics]
     """Of this rank."""
     is_skipped: bool
-    """No rank had anything to learn."""
+    """True if no rank had anything to learn."""
     grad_norm: float | None
-    """Before clipping. None where nothing was applied: skipped, or a norm that was not finite."""
+    """Norm before clipping. None if nothing was applied: skipped, or not finite."""
     learning_rate: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tally:
-    """Of numbers, here or on several ranks: Tally(total=6.0, count=3, most=4.0).mean is 2.0."""
+    """A mean that combines over ranks: Tally(total=6.0, count=3, most=4.0).mean is 2.0."""
 
     total: float
     count: int
@@ -126,13 +126,13 @@ Tallies = dict[str, Tally]
 
 
 def added(tallies: list[Tallies]) -> Tallies:
-    """Of all ranks, in their order; one that has no tokens has no tallies."""
+    """Combine the tallies of all ranks; one without tokens has none."""
     names = dict.fromkeys(name for each in tallies for name in each)
     return {name: reduce(Tally.__add__, [t[name] for t in tallies if name in t]) for name in names}
 
 
 def sampling_tallies(first: list[BatchMetrics]) -> Tallies:
-    """The learner against the sampler, from the step's first pass."""
+    """Compare learner and sampler, from the step's first pass."""
     if not first:
         return {}
     sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])
@@ -154,7 +154,7 @@ def _mismatch(name: str, sampler_C: Tensor, learner: list[Tensor]) -> Tallies:
 
 
 def update_tallies(updates: list[Update]) -> Tallies:
-    """Over the tokens of the updates that happened."""
+    """Tally the tokens of the applied updates."""
     lessons = [lesson for u in updates if u.grad_norm is not None for lesson in u.lessons]
     if not lessons:
         return {}
@@ -175,7 +175,7 @@ def update_tallies(updates: list[Update]) -> Tallies:
 
 
 def _by_length(readings: list[BatchMetrics]) -> Tallies:
-    """Long samples are where a mismatch of tokens adds up (Jet-RL, arXiv 2601.14243)."""
+    """Tally by position: mismatch accumulates over long samples (Jet-RL, arXiv 2601.14243)."""
     early, late, samples = [], [], []
     for reading in readings:
         spans = reading.batch.spans
@@ -204,7 +204,7 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
 
 
 def update_metrics(updates: list[Update], tallies: Tallies) -> dict[str, float]:
-    """The step's updates; means over those that happened, or over their tokens."""
+    """Return the metrics of the step's updates: means over the applied ones, or over their tokens."""
     norms = [u.grad_norm for u in updates if u.grad_norm is not None]
     num_skipped = sum(u.is_skipped for u in updates)
     metrics: dict[str, float] = {

@@ -1,13 +1,13 @@
-"""Divides a step's groups among its updates, weighs their tokens, and packs them as small as need be.
+"""Minibatches: split a step's groups by update, weight their tokens, pack them.
 
-    weight of a token    over all samples of the update, before it is known how they are packed
-    teaching             groups that a gradient comes from
-    silent               groups without any advantage, where no KL is taken: their gradient is exactly zero
-    loss                 of the samples, plus algo.deep.weight times that of the branches, each over its own
+    weight of a token    over all samples of the update, independent of packing
+    teaching             groups that have a gradient
+    silent               groups without any advantage and without KL penalty: their gradient is exactly zero
+    loss                 of the samples, plus algo.deep.weight times the loss of the branches
 
-A branch's tokens before its pivot count as prompt here. A silent group still counts in the weights of the
-others (tests/learn/test_equivalence.py). With several ranks each has whole groups of every
-share, about as many rows of teaching ones as any other; weights are over all.
+A branch's tokens before its pivot count as prompt here. A silent group still counts in the others' weights
+(tests/learn/test_equivalence.py). With several ranks each gets whole groups of every minibatch, balanced by
+the rows of teaching groups; weights are over all ranks.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from qerl.types import Group
 
 
 class MinibatchPart:
-    """Groups with the weights of their samples' tokens, packed for as long as the packing is asked for."""
+    """Groups with the weights of their samples' tokens, packed on request."""
 
     def __init__(self, weighted_P: list[tuple[Group, list[float]]], device: torch.device):
         self._weighted_P, self._device = weighted_P, device
@@ -32,7 +32,7 @@ class MinibatchPart:
 
     @property
     def groups(self) -> list[Group]:
-        """What is packed: the samples of some weight, in the order of their tokens in the batches."""
+        """The packed samples (those with a weight), in the order of their tokens in the batches."""
         return [
             dataclasses.replace(
                 group, samples_G=[s for s, w in zip(group.samples_G, weights_G, strict=True) if w]
@@ -41,7 +41,7 @@ class MinibatchPart:
         ]
 
     def batches(self, max_tokens: int) -> list[PackedBatch]:
-        """The sampled tokens stand in the same order however they are packed."""
+        """Return the packed batches; the order of the sampled tokens does not depend on max_tokens."""
         if max_tokens != self._max_tokens:
             self._batches = pack(self._weighted_P, max_tokens=max_tokens, device=self._device)
             self._max_tokens = max_tokens
@@ -55,16 +55,16 @@ class Minibatch:
     teaching: MinibatchPart
     silent: MinibatchPart
     is_taught: bool
-    """Whether any rank has a token to learn from."""
+    """True if any rank has a token to learn from."""
     num_samples: int
-    """How many samples all ranks have, of both kinds."""
+    """Number of samples on all ranks, of both kinds."""
 
 
 def split(
     groups_P: list[Group], config: RunConfig, *, device: torch.device, ranks: Ranks = ALONE
 ) -> list[Minibatch]:
-    """One share for each update of a pass: consecutive groups, as equally many each as can be, of samples and
-    of branches."""
+    """Return one minibatch per update of a pass: consecutive groups, split as evenly as possible, samples and
+    branches alike."""
     samples = [group for group in groups_P if not group.prefix_tokens]
     branches = [group for group in groups_P if group.prefix_tokens]
     num_parts = config.learn.updates_per_step
@@ -90,15 +90,15 @@ def _share(
     for pair in zip(known_P, weights_P_G, strict=True):
         (teaching if _teaches(pair[0], config) else silent).append(pair)
     return Minibatch(
-        teaching=MinibatchPart(_dealt(teaching, ranks), device),
-        silent=MinibatchPart(_dealt(silent, ranks), device),
+        teaching=MinibatchPart(_balanced(teaching, ranks), device),
+        silent=MinibatchPart(_balanced(silent, ranks), device),
         is_taught=any(weight for _, weights_G in teaching for weight in weights_G),
         num_samples=sum(len(group.samples_G) for group in known_P),
     )
 
 
-def _dealt(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list[tuple[Group, list[float]]]:
-    """This rank's: the largest group first, each to the rank with the fewest rows so far; in their order."""
+def _balanced(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list[tuple[Group, list[float]]]:
+    """Return this rank's groups: the largest first, each to the rank with the fewest rows so far."""
     rows_P = [
         len(group.prompt.tokens_T) + sum(len(s.tokens_T) for s in group.samples_G) for group, _ in weighted_P
     ]
@@ -115,7 +115,7 @@ def _with_rewards(group: Group) -> Group:
 
 
 def after_prefix(group: Group) -> Group:
-    """As if what came before the pivot had been in the prompt."""
+    """Move the tokens before the pivot into the prompt."""
     if not group.samples_G:
         return group
     n, prompt = group.prefix_tokens, group.prompt
@@ -127,7 +127,8 @@ def after_prefix(group: Group) -> Group:
 
 
 def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list[list[float]]:
-    """A sample that was left out still counts in num_samples: the mean is over what was drawn."""
+    """Return the tokens' weights. A dropped sample still counts in num_samples: the mean is over all sampled
+    ones."""
     return LOSSES[config.algo.loss_type].weights(
         [[len(sample.logprobs_T) for sample in group.samples_G] for group in groups_P],
         num_samples=len(groups_P) * num_samples,

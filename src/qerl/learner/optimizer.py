@@ -1,7 +1,7 @@
-"""AdamW over the masters, with moments in fp32 or in 8 bits, and its state as tensors by name.
+"""AdamW over the fp32 masters, with moments in fp32 or 8 bits; its state as named tensors.
 
-    adamw        torch's, fused:   step, exp_avg, exp_avg_sq                          8 bytes a weight
-    adamw_8bit    bitsandbytes':    step, state1, state2, absmax1, absmax2, qmap1, qmap2   2 bytes and 1/32
+    adamw        torch's, fused:   step, exp_avg, exp_avg_sq                          8 bytes per weight
+    adamw_8bit    bitsandbytes':    step, state1, state2, absmax1, absmax2, qmap1, qmap2   2 + 1/32 bytes
 
 bitsandbytes keeps the moments of tensors under 4,096 elements in fp32; it counts steps in a plain int.
 """
@@ -37,7 +37,7 @@ _MAKERS = {"adamw": _adamw, "adamw_8bit": _adamw8bit}
 
 
 def state_of(optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """`<master>.<moment>` for all that the optimizer keeps; empty before the first update."""
+    """Return `<master>.<moment>` for everything the optimizer keeps; empty before the first update."""
     return {
         f"{name}.{moment}": _tensor(moment, value)
         for name, master in masters.items()
@@ -47,7 +47,7 @@ def state_of(optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Paramete
 
 
 def _tensor(moment: str, value: Tensor | int) -> Tensor:
-    """bitsandbytes has one qmap for all masters; safetensors takes no tensor twice."""
+    """Copy shared tensors: bitsandbytes has one qmap for all masters, safetensors stores no tensor twice."""
     if isinstance(value, int):
         return torch.tensor(value)
     return value.clone() if moment.startswith("qmap") else value
@@ -56,7 +56,7 @@ def _tensor(moment: str, value: Tensor | int) -> Tensor:
 def load_state(
     optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """What `state_of` gave takes the place of what there is; an int64 without dimensions is a plain int."""
+    """Restore what `state_of` returned; an int64 without dimensions becomes a plain int."""
     optimizer.state.clear()
     for full_name, tensor in tensors.items():
         name, _, moment = full_name.rpartition(".")

@@ -1,18 +1,18 @@
-"""Lays the samples of many groups into packed batches, each prompt computed once for all of its samples.
+"""Pack the samples of many groups into batches without padding; each prompt is computed once for its samples.
 
 A group whose prompt is p0 p1 p2 and whose samples are a0 a1 a2 and b0 becomes one tree of five rows:
 
     row            0    1    2    3    4          branch_tokens (2, 0): a sample's last token is only
-    token          p0   p1   p2   a0   a1         ever predicted, so it has no row
+    token          p0   p1   p2   a0   a1         predicted, so it has no row
     position       0    1    2    3    4
     predicts                 a0   a1   a2         source_rows_C = 2 3 4 2
                              b0                   targets_C     = a0 a1 a2 b0
 
-C counts the sampled tokens of a batch; what is known of each lies in [C] tensors, sample after sample. What
-an environment put between turns has rows and predicts, but is predicted by none: it is not among the C.
-The order is that of the groups and their samples. A group is split only if it alone exceeds the budget:
-each part then computes the prompt again, and the first fills the batch before: of 64 samples of 1,024 tokens
-in groups of eight, ten batches of 8,192 rows at most, not sixteen, half of which had one sample each.
+C counts the sampled tokens of a batch; their values lie in [C] tensors, sample after sample. Tokens of an
+environment have rows and predict the next token, but are not predicted: they are not among the C. The order
+is that of the groups and their samples. A group is split only if it alone exceeds the budget: each part then
+recomputes the prompt, and the first part fills the previous batch: 64 samples of 1,024 tokens in groups of
+eight make ten batches of 8,192 rows, not sixteen of which half have a single sample.
 """
 
 import dataclasses
@@ -27,23 +27,23 @@ from qerl.types import Group, Prompt, Sample, Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """hidden_TD[source_rows_C] are the rows whose distributions targets_C were drawn from."""
+    """hidden_TD[source_rows_C] are the rows that predict targets_C."""
 
     tokens_T: Tensor
     positions_T: Tensor
     trees: list[Tree]
     members: list[tuple[int, list[int]]]
-    """Of each tree: its prompt's index, and its branches' sample_index."""
+    """By tree: its prompt's index, and its branches' sample_index."""
     layout: TreeLayout
-    """The trees as attention wants them, the same for every layer and pass."""
+    """The trees in the form that attention takes, the same for every layer and pass."""
     source_rows_C: Tensor
     targets_C: Tensor
     sampler_logprobs_C: Tensor
     advantages_C: Tensor
     weights_C: Tensor
-    """What each token's loss is multiplied by before it is summed."""
+    """Factor of each token's loss in the sum."""
     spans: Segments
-    """Which of the C tokens are of one sample; no sample is in two batches."""
+    """Which of the C tokens belong to one sample; no sample is in two batches."""
 
     @property
     def num_samples(self) -> int:
@@ -52,7 +52,7 @@ class PackedBatch:
 
 @dataclasses.dataclass(slots=True)
 class _Branches:
-    """The samples of one prompt that lie in one batch, each with the weight of its tokens."""
+    """The samples of one prompt in one batch, with the weights of their tokens."""
 
     prompt: Prompt
     samples: list[tuple[Sample, float]]
@@ -65,9 +65,9 @@ class _Branches:
 def pack(
     weighted_P: list[tuple[Group, list[float]]], *, max_tokens: int, device: torch.device
 ) -> list[PackedBatch]:
-    """Batches of at most max_tokens rows, but for a prompt and sample longer than that by themselves.
+    """Return batches of at most max_tokens rows, unless a single prompt and sample is longer.
 
-    Beside each group stand the weights of its samples' tokens; a sample of weight 0 is left out.
+    Each group comes with the weights of its samples' tokens; samples of weight 0 are left out.
     """
     batches: list[list[_Branches]] = []
     space = 0
@@ -82,8 +82,8 @@ def pack(
 
 
 def _parts(group: Group, weights_G: list[float], max_tokens: int, space: int) -> list[_Branches]:
-    """The group's samples in runs that fit into an empty batch, usually one; the first of several into the
-    space that is left, if any sample does."""
+    """Split the group's samples into runs that each fit an empty batch; the first run fits the remaining
+    space if any sample does."""
     pairs = [pair for pair in zip(group.samples_G, weights_G, strict=True) if pair[1] != 0]
     if not pairs or _Branches(group.prompt, pairs).num_tokens <= max_tokens:
         return [_Branches(group.prompt, pairs)] if pairs else []
