@@ -4,8 +4,8 @@
 
 GRPOConfig has the fields of TRL's GRPOConfig that apply here, with TRL's defaults; any other field raises an
 error. Four differences from TRL: without a peft_config, the LoRA adapter of `base` is trained (rank 32) and
-not the weights; the learning rate schedule is cosine or constant, never linear; gradient_checkpointing is off,
-which leaves it to `base.learn.gradient_checkpointing`; `report_to` defaults to tensorboard.
+not the weights; the learning rate schedule is cosine or constant, never linear; gradient_checkpointing is off
+(`base.learn.gradient_checkpointing` still applies); `report_to` defaults to tensorboard.
 """
 
 import dataclasses

@@ -105,7 +105,7 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
     return texts if len(set(texts)) == len(texts) else [f"{tick:.7g}" for tick in ticks]
 
 
-def curves_svg(title: str, series: Sequence[Series]) -> str:
+def curves_svg(title: str, series: Sequence[Series], x_label: str = "step") -> str:
     """Draw the curves on common axes; `series` has at least one point."""
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
@@ -114,7 +114,7 @@ def curves_svg(title: str, series: Sequence[Series]) -> str:
     is_log = min(ys) > 0 and max(ys) > _LOG_FROM * median(ys)
     y_scale, ticks = _log_vertical(ys) if is_log else _linear_vertical(ys)
     curves = [_curve(one, x_scale, y_scale) for one in series]
-    return _frame(title, x_scale, y_scale, ticks, "".join(curves))
+    return _frame(title, x_scale, y_scale, ticks, "".join(curves), x_label)
 
 
 def stacked_svg(title: str, steps: Sequence[float], layers: Sequence[Sequence[float]], high: float) -> str:
@@ -129,7 +129,7 @@ def stacked_svg(title: str, steps: Sequence[float], layers: Sequence[Sequence[fl
         points = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in outline)
         polygons.append(f'<polygon class="layer p{i}" points="{points}"/>')
         base = top
-    return _frame(title, x_scale, y_scale, linear_ticks(0.0, high), "".join(polygons))
+    return _frame(title, x_scale, y_scale, linear_ticks(0.0, high), "".join(polygons), "step")
 
 
 def hover_data(series: Sequence[Series]) -> list[dict[str, Any]]:
@@ -196,7 +196,9 @@ def _step_outline(edges: Sequence[float], heights: Sequence[float]) -> Points:
     return [(x, y) for i, y in enumerate(heights) for x in (edges[i], edges[i + 1])]
 
 
-def _frame(title: str, x_scale: AxisScale, y_scale: AxisScale, ticks: Sequence[float], inside: str) -> str:
+def _frame(
+    title: str, x_scale: AxisScale, y_scale: AxisScale, ticks: Sequence[float], inside: str, x_label: str
+) -> str:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     rows = "".join(
         f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y_scale(tick):.1f}" y2="{y_scale(tick):.1f}"/>'
@@ -211,7 +213,7 @@ def _frame(title: str, x_scale: AxisScale, y_scale: AxisScale, ticks: Sequence[f
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
         f' data-low="{x_scale.low}" data-high="{x_scale.high}">{rows}{columns}'
-        f'<text x="{LEFT - 22}" y="{bottom + 16}" text-anchor="end">step</text>'
+        f'<text x="{LEFT - 22}" y="{bottom + 16}" text-anchor="end">{escape(x_label)}</text>'
         f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>{inside}'
         f'<line class="pointer" x1="0" x2="0" y1="{TOP}" y2="{bottom}"/></svg>'
     )
