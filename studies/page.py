@@ -135,7 +135,7 @@ def _chart(curve: Curve, task: str, series: Sequence[Series], about: str) -> str
     if not series:
         return ""
     title = f"{curve.title}, {task}"
-    return _figure(title, f"{curve.about}; {about}", curves_svg(title, series))
+    return _figure(title, f"{curve.about}; {about}", curves_svg(title, series, curve.x))
 
 
 def _charts(figures: Sequence[str]) -> str:
