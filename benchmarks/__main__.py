@@ -40,7 +40,14 @@ def main() -> None:
         return
     try:
         options, bench = BENCHMARKS[check_known(arguments[0], BENCHMARKS, "benchmark")]
-        bench(tyro.cli(options, args=arguments[1:], prog=f"python -m benchmarks {arguments[0]}"))
+        bench(
+            tyro.cli(
+                options,
+                args=arguments[1:],
+                prog=f"python -m benchmarks {arguments[0]}",
+                description=bench.__doc__,
+            )
+        )
     except (UserError, RunError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)

@@ -36,6 +36,7 @@ class TableOptions:
 
 
 def write_tables(options: TableOptions) -> None:
+    """Print all tables, or fill the marked tables of README.md and docs/."""
     rows = read_rows(ROOT / RESULTS)
     if not options.write:
         names = (name for name in TABLES if name != "all")

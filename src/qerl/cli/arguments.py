@@ -12,12 +12,15 @@ Options = TypeVar("Options")
 
 
 def parse_options(
-    kind: type[Options], arguments: list[str], command: str, default: Options | None = None
+    kind: type[Options],
+    arguments: list[str],
+    command: str,
+    default: Options | None = None,
+    description: str | None = None,
 ) -> Options:
-    """Return the options; print help and exit if --help is among the arguments."""
-    if default is None:
-        return tyro.cli(kind, args=arguments, prog=f"qerl {command}")
-    return tyro.cli(kind, default=default, args=arguments, prog=f"qerl {command}")
+    """Return the options; print help, with the description, and exit if --help is among the arguments."""
+    defaults = {} if default is None else {"default": default}
+    return tyro.cli(kind, args=arguments, prog=f"qerl {command}", description=description, **defaults)
 
 
 def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:

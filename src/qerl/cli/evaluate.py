@@ -11,17 +11,17 @@ from qerl.config.stored import read_run_config
 from qerl.errors import UserError
 from qerl.eval.catalog import BENCHMARKS, parse_benchmarks
 
-USAGE = """\
+DESCRIPTION = f"""{__doc__}
+
 MODEL_OR_RUN is a model (a folder, a .gguf file or a hub id) or the folder of a run.
-BENCHMARK is one of {benchmarks}; BENCHMARK=FILE reads the problems from a file.
-Without a BENCHMARK, evaluate on the held-out rows of the run's own task.
-"""
+
+BENCHMARK is one of {", ".join(BENCHMARKS)}; BENCHMARK=FILE reads the problems from a file.
+Without a BENCHMARK, evaluate on the held-out rows of the run's own task."""
 
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        print(USAGE.format(benchmarks=", ".join(BENCHMARKS)))
-        parse_options(EvalOptions, arguments, "eval MODEL_OR_RUN [BENCHMARK ...]")
+        parse_options(EvalOptions, arguments, "eval MODEL_OR_RUN [BENCHMARK ...]", description=DESCRIPTION)
     names, arguments = split_names(arguments)
     if not names:
         raise UserError("eval needs a model or the folder of a run: qerl eval MODEL_OR_RUN [BENCHMARK ...]")
@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> None:
     default = EvalOptions(model=ModelConfig(path=source)) if config is None else run_sampling(config)
     if benchmarks:
         default = paper_sampling(default)
-    options = parse_options(EvalOptions, arguments, f"eval {source}", default)
+    options = parse_options(EvalOptions, arguments, f"eval {source}", default, DESCRIPTION)
     from rich.console import Console
 
     from qerl.eval.run import run_benchmarks

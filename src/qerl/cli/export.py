@@ -7,7 +7,7 @@ from qerl.errors import UserError
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(ExportOptions, arguments, "export")
+    options = parse_options(ExportOptions, arguments, "export", description=__doc__)
     run_json = options.run / "run.json"
     if not run_json.is_file():
         raise UserError(f"{options.run}: not the folder of a run (it has no run.json)")

@@ -7,15 +7,14 @@ from qerl.config.renamed import refuse_former_options
 from qerl.config.stored import read_run_config
 from qerl.errors import UserError
 
-USAGE = """\
-Answer PROMPT, or the text on stdin. Without either, start a chat in the terminal.
-"""
+DESCRIPTION = f"""{__doc__}
+
+Answer PROMPT, or the text on stdin; without either, start a chat in the terminal."""
 
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        print(USAGE)
-        parse_options(GenerateOptions, arguments, "generate MODEL_OR_RUN [PROMPT]")
+        parse_options(GenerateOptions, arguments, "generate MODEL_OR_RUN [PROMPT]", description=DESCRIPTION)
     names, arguments = split_names(arguments)
     if not 1 <= len(names) <= 2:
         raise UserError(
@@ -33,7 +32,7 @@ def run(arguments: list[str]) -> None:
             top_p=config.sample.top_p,
             max_tokens=config.sample.max_tokens,
         )
-    options = parse_options(GenerateOptions, arguments, f"generate {source}", default)
+    options = parse_options(GenerateOptions, arguments, f"generate {source}", default, DESCRIPTION)
     from qerl.serve.chat import generate
 
     generate(source, config, names[1] if len(names) == 2 else None, options)

@@ -12,6 +12,11 @@ from qerl.config.counts import check_counts
 from qerl.config.renamed import refuse_former_names
 from qerl.errors import UserError
 
+DESCRIPTION = f"""{__doc__}
+
+MODEL is a folder, a .gguf file, a hub id, or a shape such as qwen2.5-7b.
+The fields after --prompt-tokens are those of `qerl train`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
@@ -32,12 +37,12 @@ class PlanOptions:
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        parse_options(PlanOptions, arguments, "plan MODEL")
+        parse_options(PlanOptions, arguments, "plan MODEL", description=DESCRIPTION)
     names, arguments = split_names(arguments)
     if len(names) != 1:
         raise UserError("plan needs one model or the name of a shape: qerl plan MODEL --gpu-gb GB")
     refuse_former_names(arguments)
-    options = parse_options(PlanOptions, arguments, f"plan {names[0]}")
+    options = parse_options(PlanOptions, arguments, f"plan {names[0]}", description=DESCRIPTION)
     from qerl.learner.plan import format_plan
 
     print(format_plan(names[0], options.run, gpu_gb=options.gpu_gb, prompt_tokens=options.prompt_tokens))

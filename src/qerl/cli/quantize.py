@@ -5,7 +5,7 @@ from qerl.config.options import QuantizeOptions
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(QuantizeOptions, arguments, "quantize")
+    options = parse_options(QuantizeOptions, arguments, "quantize", description=__doc__)
     from qerl.models.quantize import quantize
 
     quantize(options)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -11,7 +12,7 @@ from qerl.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")] = ()
     """Folders of runs, written by `qerl train`."""
 
     out: Path | None = None
@@ -19,7 +20,7 @@ class ReportOptions:
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(ReportOptions, arguments, "report")
+    options = parse_options(ReportOptions, arguments, "report", description=__doc__)
     if not options.runs:
         raise UserError("report needs the folder of a run: qerl report RUN [RUN ...]")
     from qerl.tracking.report import write_report

@@ -12,7 +12,7 @@ from qerl.errors import UserError
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        parse_options(ServeOptions, arguments, "serve MODEL_OR_RUN")
+        parse_options(ServeOptions, arguments, "serve MODEL_OR_RUN", description=__doc__)
     names, arguments = split_names(arguments)
     if len(names) != 1:
         raise UserError("serve needs one model or the folder of one run: qerl serve MODEL_OR_RUN")
@@ -21,7 +21,7 @@ def run(arguments: list[str]) -> None:
     default = ServeOptions(model=ModelConfig(path=source))
     if config is not None:
         default = ServeOptions(model=config.model, system_prompt=config.task.system_prompt)
-    options = parse_options(ServeOptions, arguments, f"serve {source}", default)
+    options = parse_options(ServeOptions, arguments, f"serve {source}", default, __doc__)
     if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from qerl.serve.server import serve

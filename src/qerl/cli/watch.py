@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -11,7 +12,7 @@ from qerl.errors import UserError, require
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WatchOptions:
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")] = ()
     """Folders of runs, written by `qerl train`."""
 
     port: int = 8080
@@ -25,7 +26,7 @@ class WatchOptions:
 
 
 def run(arguments: list[str]) -> None:
-    options = parse_options(WatchOptions, arguments, "watch")
+    options = parse_options(WatchOptions, arguments, "watch", description=__doc__)
     if not options.runs:
         raise UserError("watch needs the folder of a run: qerl watch RUN [RUN ...]")
     from qerl.tracking.dashboard.server import watch

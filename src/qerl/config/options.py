@@ -53,10 +53,10 @@ class EvalOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeOptions:
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A folder with safetensors, a .gguf file, a hub id, or smollm2-135m-instruct."""
 
-    out: tyro.conf.Positional[Path]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
 
     format: Literal["nvfp4", "mxfp4"] = "nvfp4"
@@ -87,10 +87,10 @@ class QuantizeOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    run: tyro.conf.Positional[Path]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run, written by `qerl train`."""
 
-    out: tyro.conf.Positional[Path]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
 
     form: Annotated[Literal["peft", "merged", "nvfp4", "gguf-ready"], tyro.conf.arg(name="as")] = "peft"

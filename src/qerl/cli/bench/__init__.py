@@ -13,7 +13,7 @@ Measure speed and memory on this GPU, with random weights in the shape of a real
 benchmarks:
   decode   sampling: tokens/s, prefill included
   learn    one update: tokens/s, MFU and peak memory
-  step     a whole training step: sampling, update, publishing; --memory compares the peak of each step
+  step     a whole training step: sampling, update, publishing; --memory measures the peak memory of each step
 
 Each case prints one line of JSON. In a checkout, the line is also appended to benchmarks/results/GPU.jsonl.
 Run 'qerl bench BENCHMARK --help' for its options."""
@@ -39,21 +39,36 @@ def run(arguments: list[str]) -> None:
 
 
 def _decode(arguments: list[str]) -> None:
-    options = parse_options(BenchDecodeOptions, arguments, "bench decode")
+    options = parse_options(
+        BenchDecodeOptions,
+        arguments,
+        "bench decode",
+        description="Measure sampling: tokens/s, prefill included.",
+    )
     from qerl.cli.bench.decode import bench_decode
 
     bench_decode(options)
 
 
 def _learn(arguments: list[str]) -> None:
-    options = parse_options(BenchLearnOptions, arguments, "bench learn")
+    options = parse_options(
+        BenchLearnOptions,
+        arguments,
+        "bench learn",
+        description="Measure one update of the learner: tokens/s, MFU and peak memory.",
+    )
     from qerl.cli.bench.learn import bench_learn
 
     bench_learn(options)
 
 
 def _step(arguments: list[str]) -> None:
-    options = parse_options(BenchStepOptions, arguments, "bench step")
+    options = parse_options(
+        BenchStepOptions,
+        arguments,
+        "bench step",
+        description="Measure a whole training step: sampling, update and publishing.",
+    )
     from qerl.cli.bench.step import bench_step
 
     bench_step(options)
