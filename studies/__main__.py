@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from qerl.config.counts import check_counts
-from qerl.errors import RunError, UserError, near
+from qerl.errors import RunError, UserError, did_you_mean
 from studies.catalog import STUDIES
 from studies.findings import write_findings
 from studies.run import rewrite_pages, run_study
@@ -76,7 +76,9 @@ def _run(arguments: list[str]) -> None:
 
 def _known(name: str) -> str:
     if name not in STUDIES:
-        raise UserError(f"no study {name}" + (near(name, STUDIES) or f"; there are {', '.join(STUDIES)}"))
+        raise UserError(
+            f"no study {name}" + (did_you_mean(name, STUDIES) or f"; there are {', '.join(STUDIES)}")
+        )
     return name
 
 

@@ -42,7 +42,7 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean a or b?" with the closest known names, or "" if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""

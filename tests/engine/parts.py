@@ -1,4 +1,4 @@
-"""A tokenizer of few tokens, prompts, an engine, and the packed forward to compare it with."""
+"""A small tokenizer, prompts, an engine, and the packed forward as its reference."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models

@@ -1,4 +1,4 @@
-"""Branches on the pages that samples left: what is drawn, what is not computed, what is given back."""
+"""Branches on the pages of finished samples: tokens, reused positions, released pages."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def counted(monkeypatch):
     return made
 
 
-def told(groups):
+def values_of(groups):
     return [(s.tokens_T, s.finish, s.text) for group in groups for s in group.samples_G]
 
 
@@ -103,7 +103,7 @@ def test_neither_lots_nor_pauses_change_what_is_drawn(decoder, counted, burst_st
     tight = branched(engine, prompts_of(*LENGTHS), **more)
     assert tight[3] == len(counted) - 1 > 2 and engine.stats.num_preemptions > 0
     for ours, theirs in zip(tight[:2], plain[:2], strict=True):
-        assert told(ours) == told(theirs)
+        assert values_of(ours) == values_of(theirs)
         assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-5)
     assert engine.stats.peak_pages <= 41 and [pages.num_used for pages in counted] == [0] * len(counted)
     assert engine.stats.reused_tokens == sum(
@@ -124,7 +124,7 @@ def test_a_branch_is_named_by_its_sample_and_its_number(decoder):
     settings = {"stop_token_ids": frozenset()}
     _, (alone,), _, _ = branched(engine_of(decoder, **settings), prompts_P, num_branches=2, pivots=first)
     groups, among, _, _ = branched(engine_of(decoder, **settings), prompts_P, num_branches=4, pivots=several)
-    assert told([alone]) == told(among)[12:14]
+    assert values_of([alone]) == values_of(among)[12:14]
     seen = {tuple(s.tokens_T[1:]) for g in (*groups, *among) for s in g.samples_G}
     assert len(seen) == 2 * 3 + 4 * 4
     for changed in ({"step": 3}, {"seed": 6}):

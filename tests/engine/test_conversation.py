@@ -1,4 +1,4 @@
-"""A sample that goes on after its turn: its pages stay, and what it was given is all that is computed."""
+"""A sample that continues after its turn: it keeps its pages and computes the new tokens only."""
 
 import random
 

@@ -268,7 +268,7 @@ def test_in_exact_mode_a_sample_does_not_depend_on_its_batch(decoder):
     assert alone == together[::9]
 
 
-def test_samples_are_paused_and_resumed_when_pages_run_out(decoder):
+def test_samples_are_preempted_and_resumed_when_pages_run_out(decoder):
     prompts_P = small_prompts(*LENGTHS)
     kv_gb = 30.5 * page_bytes(SMALL, 16, torch.bfloat16) / 1e9
     tight = engine_of(decoder, kv_cache_gb=kv_gb, stop_token_ids=NEVER)

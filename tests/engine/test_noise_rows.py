@@ -1,4 +1,4 @@
-"""Noise by group and by sample while samples are drawn, and the learner's forward under the same."""
+"""Noise per group and per sample during sampling, and the learner's forward with the same noise."""
 
 from dataclasses import replace
 
@@ -90,9 +90,9 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_pauses(per, settings):
     some = [whole[3 * p + g] for p in reversed(range(len(prompts_P))) for g in range(2)]
     with noised(decoder.noise_table, sigma=0.1, **NOISE):
         engine = engine_of(decoder, block_size=4, kv_cache_gb=kv_gb, **settings)
-        paused = drawn(engine, prompts_P)
+        preempted = drawn(engine, prompts_P)
     assert engine.stats.num_preemptions > 0
-    for got, want in ((alone, some), (paused, whole)):
+    for got, want in ((alone, some), (preempted, whole)):
         assert [s.tokens_T for s in got] == [s.tokens_T for s in want]
         for a, b in zip(got, want, strict=True):
             assert a.logprobs_T == pytest.approx(b.logprobs_T, abs=1e-5)

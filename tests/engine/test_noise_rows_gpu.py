@@ -1,4 +1,4 @@
-"""Noise by sample in the decode kernels: the norm reads each row's own, from a recorded graph too."""
+"""Noise per sample in the decode kernels: the norm reads each row's noise, in CUDA graphs too."""
 
 from dataclasses import replace
 

@@ -104,7 +104,7 @@ def test_no_sample_is_overtaken_so_none_starves(seed):
     assert runner.scheduler.num_preemptions > 0
 
 
-def test_the_youngest_is_paused_and_comes_back_with_its_tokens():
+def test_the_youngest_is_preempted_and_comes_back_with_its_tokens():
     group = live_group(0, 4, 21, 2)  # 1 page of prompt; a sample fills 5 more
     runner = FakeRunner([group], total_pages=8, max_num_seqs=2)
     old, young = group.samples_G
@@ -118,7 +118,7 @@ def test_the_youngest_is_paused_and_comes_back_with_its_tokens():
     assert len(young.tokens_T) == 21 and runner.finished == [old, young]
 
 
-def test_a_prompt_is_admitted_once_however_often_its_samples_are_paused():
+def test_a_prompt_is_admitted_once_however_often_its_samples_are_preempted():
     groups = [live_group(i, 6, 16, 4) for i in range(3)]
     runner = FakeRunner(groups, total_pages=12, max_num_seqs=12).run()
     assert runner.scheduler.num_preemptions > 0

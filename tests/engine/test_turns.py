@@ -1,4 +1,4 @@
-"""The KV cache and the learner have a GPU's memory in turns."""
+"""The KV cache and the learner use a GPU's memory in turns."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder are made of: a tokenizer with a token a byte, files of rows, groups."""
+"""Shared by the tests of this folder: a byte tokenizer, files of rows, groups."""
 
 import json
 from pathlib import Path

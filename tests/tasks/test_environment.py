@@ -1,4 +1,4 @@
-"""The environments' process: what they may give, and that what one does wrong costs nobody else."""
+"""The environments' process: valid replies, and failures that affect one sample only."""
 
 import asyncio
 import os

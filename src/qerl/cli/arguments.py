@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import tyro
 
-from qerl.errors import UserError, near
+from qerl.errors import UserError, did_you_mean
 
 Options = TypeVar("Options")
 
@@ -38,5 +38,7 @@ def check_known(name: str, known: Iterable[str], kind: str) -> str:
     """Return the name; raise UserError with the nearest known names if it is unknown."""
     names = list(known)
     if name not in names:
-        raise UserError(f"unknown {kind} {name}" + (near(name, names) or f"; choose from {', '.join(names)}"))
+        raise UserError(
+            f"unknown {kind} {name}" + (did_you_mean(name, names) or f"; choose from {', '.join(names)}")
+        )
     return name

@@ -48,7 +48,7 @@ from qerl.models.adapter import publish
 from qerl.models.decoder import Decoder
 from qerl.types import Conversation, Group, Prompt, Sample, Sampling
 
-# A cache limited by memory is kept unless a new one is clearly larger, because its CUDA graphs go with it.
+# A cache limited by memory is kept unless a new one is clearly larger: its CUDA graphs would be lost.
 _WORTH_KEEPING = 0.9
 
 TokenCallback = Callable[[int, int, int, Sample | None], bool]
@@ -273,12 +273,12 @@ class Engine:
     ) -> tuple[int, int]:
         """Return (pages that the largest group needs to run at all, most pages that all can use at once)."""
         page_tokens, max_rows = self._config.block_size, self._runners.max_rows
-        least = kept = 0
+        least = branching = 0
         for group in groups:
             needed = min_group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
             if group.keeps_pages:
                 needed = branching_pages(group, page_tokens)
-                kept += needed
+                branching += needed
             if needed > affordable:
                 samples = f"{len(group.samples_G)} samples and a branch" if group.keeps_pages else "a sample"
                 raise UserError(
@@ -291,7 +291,7 @@ class Engine:
         prompts = sorted((num_pages(group.prompt_tokens, page_tokens) for group in groups), reverse=True)
         most_running = min(max_rows, sum(len(group.samples_G) for group in groups))
         largest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
-        return least, kept + sum(prompts[:max_rows]) + most_running * largest
+        return least, branching + sum(prompts[:max_rows]) + most_running * largest
 
     def _new_cache(self, num_pages: int, stack: contextlib.ExitStack) -> KVCache:
         """Make a cache that is present until the stack is closed."""

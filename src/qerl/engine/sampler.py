@@ -99,14 +99,14 @@ class FusedSampler:
 def advance(state: DecodeState, tokens_B: Tensor, logprobs_B: Tensor, stop_tokens: Tensor) -> None:
     """Write the tokens to the ring buffer and move each live row to its next position, or end it."""
     B, tokens_B = len(tokens_B), tokens_B.int()
-    positions_B, place = state.positions_B[:B], state.place_1.long()
+    positions_B, slot = state.positions_B[:B], state.place_1.long()
     is_live_B = positions_B >= 0
     next_B = positions_B + 1
     is_last_B = (tokens_B[:, None] == stop_tokens).any(1) | (next_B >= state.ends_B[:B])
     is_last_B |= ~logprobs_B.isfinite()
     ring_tokens, ring_logprobs = state.drawn_tokens_WB[:, :B], state.drawn_logprobs_WB[:, :B]
-    ring_tokens.index_copy_(0, place, (tokens_B * is_live_B)[None])
-    ring_logprobs.index_copy_(0, place, logprobs_B.where(is_live_B, 0)[None])
+    ring_tokens.index_copy_(0, slot, (tokens_B * is_live_B)[None])
+    ring_logprobs.index_copy_(0, slot, logprobs_B.where(is_live_B, 0)[None])
     state.tokens_B[:B].copy_(tokens_B.where(is_live_B, state.tokens_B[:B]))
     positions_B.copy_(next_B.where(is_live_B & ~is_last_B, -1))
     state.place_1.add_(1)

@@ -120,7 +120,7 @@ def num_pages(num_positions: int, page_tokens: int) -> int:
 
 
 def own_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> int:
-    """Return the most pages a sample has beside its group's shared ones. Its last token is never cached."""
+    """Return the most pages of a sample besides its group's shared ones. Its last token is never cached."""
     return num_pages(prompt_tokens + max_tokens - 1, page_tokens) - prompt_tokens // page_tokens
 
 
@@ -130,7 +130,7 @@ def min_group_pages(prompt_tokens: int, max_tokens: int, page_tokens: int) -> in
 
 
 def branching_pages(group: LiveGroup, page_tokens: int) -> int:
-    """Return the most pages of a group that keeps its samples' pages, and of one branch beside them."""
+    """Return the most pages of a group that keeps its samples' pages, and of one branch in addition."""
     own = own_pages(group.prompt_tokens, group.max_tokens, page_tokens)
     return num_pages(group.prompt_tokens, page_tokens) + (len(group.samples_G) + 1) * own
 
@@ -298,7 +298,7 @@ class Scheduler:
         return [*self._waiting, *self.parked]
 
     def _fits(self, group: LiveGroup, num_reserved: int) -> bool:
-        """True if its prompt and a first sample fit beside the reserved pages, and any one admitted sample
+        """True if its prompt and a first sample fit next to the reserved pages, and any one admitted sample
         can reach its maximum length."""
         groups = [*self._admitted, group]
         prompt_pages = sum(self._pages_of(g.prompt_tokens) for g in groups)

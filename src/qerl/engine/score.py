@@ -49,7 +49,7 @@ def score(
 def _split_batches(
     groups: list[Group], noise_rows: list[tuple[int, list[int]]], cache: KVCache
 ) -> list[_ScoreBatch]:
-    """Keep the samples' order; any one sample fits into the cache beside its prompt."""
+    """Keep the samples' order. Any one sample fits into the cache together with its prompt."""
     page_tokens, batches, pool = cache.page_tokens, [_ScoreBatch()], PagePool(cache.num_pages)
     for group, (prompt_row, rows_G) in zip(groups, noise_rows, strict=True):
         P = len(group.prompt.tokens_T)

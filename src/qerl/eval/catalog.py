@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from qerl.config import TaskConfig
 from qerl.config.recipes.paper import MATH_TEMPLATE
 from qerl.config.wording import GSM8K_REQUEST
-from qerl.errors import UserError, near, require
+from qerl.errors import UserError, did_you_mean, require
 
 BENCHMARKS: dict[str, TaskConfig] = {
     "gsm8k": TaskConfig(
@@ -71,7 +71,8 @@ def parse_benchmark(argument: str) -> tuple[str, TaskConfig]:
     name, equals, place = argument.partition("=")
     if name not in BENCHMARKS:
         hint = (
-            near(name, BENCHMARKS) or f"; choose from {', '.join(BENCHMARKS)} (BENCHMARK=FILE reads a file)"
+            did_you_mean(name, BENCHMARKS)
+            or f"; choose from {', '.join(BENCHMARKS)} (BENCHMARK=FILE reads a file)"
         )
         raise UserError(f"unknown benchmark {name}{hint}")
     if equals and not place:

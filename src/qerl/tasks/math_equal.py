@@ -177,9 +177,9 @@ def _brackets(text: str) -> str | None:
     if len(bare) < 2 or bare[0] not in _OPEN or bare[-1] not in _CLOSED:
         return None
     depth = 0
-    for place, c in enumerate(bare):
+    for index, c in enumerate(bare):
         depth += (c in _OPEN) - (c in _CLOSED)
-        if depth == 0 and place < len(bare) - 1:
+        if depth == 0 and index < len(bare) - 1:
             return None
     return bare[0] + bare[-1] if depth == 0 else None
 

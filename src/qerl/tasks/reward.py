@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError, near
+from qerl.errors import UserError, did_you_mean
 from qerl.tasks.environment import Close, EnvironmentReply, EnvironmentWorker, Reset, Step, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
@@ -208,20 +208,26 @@ def resolve(name: str, config: TaskConfig) -> Reward:
     """Return the function that an entry of task.rewards names."""
     if name in REWARDS:
         return REWARDS[name](config)
-    place, colon, attribute = name.rpartition(":")
+    module_name, colon, attribute = name.rpartition(":")
     if not colon:
         raise UserError(
             f"task.rewards: {name!r} is neither module:function nor file.py:function,"
-            f" nor one of {', '.join(REWARDS)}{near(name, REWARDS)}"
+            f" nor one of {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
         )
     try:
-        module = _file_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _file_module(Path(module_name))
+            if module_name.endswith(".py")
+            else importlib.import_module(module_name)
+        )
     except (Exception, SystemExit) as error:  # runs the user's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"task.rewards {name}: cannot import {place}: {reason}") from error
+        raise UserError(f"task.rewards {name}: cannot import {module_name}: {reason}") from error
     function = getattr(module, attribute, None)
     if function is None:
-        raise UserError(f"task.rewards {name}: {place} has no {attribute!r}{near(attribute, vars(module))}")
+        raise UserError(
+            f"task.rewards {name}: {module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}"
+        )
     if not callable(function):
         raise UserError(f"task.rewards {name}: {attribute} is a {type(function).__name__}, not a function")
     return function

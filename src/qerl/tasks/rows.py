@@ -23,7 +23,7 @@ from typing import Any
 from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.config.wording import GSM8K_REQUEST
-from qerl.errors import UserError, near
+from qerl.errors import UserError, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,9 @@ def gym_dataset(config: TaskConfig) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if config.gym not in DATASETS:
-        raise UserError(f"task.gym: reasoning-gym has no task {config.gym!r}{near(config.gym, DATASETS)}")
+        raise UserError(
+            f"task.gym: reasoning-gym has no task {config.gym!r}{did_you_mean(config.gym, DATASETS)}"
+        )
     options = dict(config.gym_options)
     if "size" in options:
         raise UserError("task.gym_options: the number of rows is task.num_rows, not the option size")
@@ -75,7 +77,7 @@ def gym_dataset(config: TaskConfig) -> Any:
     for name in options:
         if name not in known:
             raise UserError(
-                f"task.gym_options: {config.gym} has no option {name!r}{near(name, known)}"
+                f"task.gym_options: {config.gym} has no option {name!r}{did_you_mean(name, known)}"
                 f" (there are: {', '.join(known)})"
             )
     try:
@@ -129,7 +131,7 @@ def _hub(name: str, split: str, prompt_column: str | None) -> RowTable:
             dataset = datasets.load_dataset(path, subset or None, split=split)
     except Exception as error:  # network, hub or data set files may raise anything
         reason = str(error).strip().partition("\n")[0]
-        hint = near(name, ("reasoning-gym", "gsm8k")) or f"; a {', '.join(_READERS)} file works too"
+        hint = did_you_mean(name, ("reasoning-gym", "gsm8k")) or f"; a {', '.join(_READERS)} file works too"
         raise UserError(f"task.name {name}, split {split}: {type(error).__name__}: {reason}{hint}") from error
     assert isinstance(dataset, datasets.Dataset)
     return _arrow_rows(f"{name} ({split})", dataset.data.table, prompt_column)

@@ -93,10 +93,10 @@ def failure_of(name: str, error: BaseException) -> Failure:
 
 def _place(error: BaseException) -> str:
     """Return " (reward.py:12)", the line of the user's file; empty if the call itself failed."""
-    places = [
+    frames = [
         (Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    users = [place for place in places if not any(map(place[0].is_relative_to, _INTERNAL))]
+    users = [frame for frame in frames if not any(map(frame[0].is_relative_to, _INTERNAL))]
     lines = [line for path, line in users if path == users[0][0]]
     return f" ({users[0][0].name}:{lines[-1]})" if lines else ""
 

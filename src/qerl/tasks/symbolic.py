@@ -74,8 +74,8 @@ def _pairs(first: Any, second: Any) -> list[tuple[Any, Any]]:
     pairs = []
     for over, under in _POINTS if names else _POINTS[:1]:
         point = {
-            name: sympy.Rational(over * (2 * place + 3), under + 2 * place)
-            for place, name in enumerate(names)
+            name: sympy.Rational(over * (2 * index + 3), under + 2 * index)
+            for index, name in enumerate(names)
         }
         values = [_value(side.subs(point)) for side in (first, second)]
         if None not in values:

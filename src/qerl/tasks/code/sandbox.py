@@ -94,8 +94,8 @@ def _limit(*, cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
     }
     for name, limit in limits.items():
         hard = resource.getrlimit(name)[1]
-        kept = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(name, (kept, kept))
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(name, (soft, soft))
 
 
 def _leave_root(*, keeps_reading: bool) -> None:
@@ -104,9 +104,12 @@ def _leave_root(*, keeps_reading: bool) -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    kept = 1 << 2 if keeps_reading else 0  # CAP_DAC_READ_SEARCH
+    capabilities = 1 << 2 if keeps_reading else 0  # CAP_DAC_READ_SEARCH
     _check_result(
-        _LIBC.capset(struct.pack("=II", 0x20080522, 0), struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capset"
+        _LIBC.capset(
+            struct.pack("=II", 0x20080522, 0), struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0)
+        ),
+        "capset",
     )
 
 
@@ -132,12 +135,12 @@ def _landlock(folder: str) -> None:
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
-    rule = struct.pack("=Qi", rights, place)
+    rule = struct.pack("=Qi", rights, descriptor)
     _check_result(_LIBC.syscall(445, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
-    os.close(place)
+    os.close(descriptor)
 
 
 def _seccomp(machine: str) -> None:

@@ -1,4 +1,4 @@
-"""Who watches a call sees its tokens as they are read, and may end samples."""
+"""The token callback sees every token when it is read, and can end samples."""
 
 import collections
 
@@ -20,16 +20,16 @@ def test_a_watch_sees_every_token_as_it_is_read_and_each_sample_at_its_end(decod
     prompts_P = prompts_of(5, 9)
     seen, ended = collections.defaultdict(list), {}
 
-    def watch(index, sample_index, token, sample):
+    def callback(index, sample_index, token, sample):
         assert (index, sample_index) not in ended
         seen[index, sample_index].append(token)
         if sample is not None:
             ended[index, sample_index] = sample
         return False
 
-    watched = _generated(engine, prompts_P, on_token=watch)
-    assert watched == _generated(engine, prompts_P)
-    places = {(p, g): sample for p, group in enumerate(watched) for g, sample in enumerate(group.samples_G)}
+    observed = _generated(engine, prompts_P, on_token=callback)
+    assert observed == _generated(engine, prompts_P)
+    places = {(p, g): sample for p, group in enumerate(observed) for g, sample in enumerate(group.samples_G)}
     assert ended == places and seen == {place: s.tokens_T for place, s in places.items()}
 
 
@@ -39,11 +39,11 @@ def test_a_watch_ends_one_sample_and_leaves_the_others_as_they_are(decoder, burs
     prompts_P = prompts_of(5, 9)
     counts, ends = collections.Counter(), {(0, 1): 1, (1, 0): 3, (1, 2): 12}
 
-    def watch(index, sample_index, token, sample):
+    def callback(index, sample_index, token, sample):
         counts[index, sample_index] += 1
         return counts[index, sample_index] == ends.get((index, sample_index))
 
-    whole, cut = _generated(engine, prompts_P), _generated(engine, prompts_P, on_token=watch)
+    whole, cut = _generated(engine, prompts_P), _generated(engine, prompts_P, on_token=callback)
     for p, (group, before) in enumerate(zip(cut, whole, strict=True)):
         for g, (sample, uncut) in enumerate(zip(group.samples_G, before.samples_G, strict=True)):
             num_tokens = ends.get((p, g), 12)
