@@ -116,7 +116,7 @@ class _Call:
     kept: SavedInputs
 
     def __call__(self, h_TD: Tensor) -> Tensor:
-        return self.layer(h_TD, self.places, self.layer_index, self.attend)
+        return self.layer(h_TD, self.context, self.layer_index, self.attend)
 
 
 def checkpoint_layers(kept: SavedInputs) -> RunLayer:
