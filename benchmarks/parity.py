@@ -18,7 +18,7 @@ The learner runs its own step; samples without an advantage have no gradient.
 import dataclasses
 import math
 import time
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -176,6 +176,7 @@ def measure_case(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
     }
 
 
+@cache
 def logit_std(entropy: float, vocab_size: int) -> float:
     """Return the standard deviation of normal logits whose softmax has this mean entropy."""
     if entropy >= math.log(vocab_size):

@@ -18,13 +18,13 @@ OPTIONS = parity.ParityOptions(
     max_tokens=24,
     lora_rank=16,
     heads=("bf16", "nvfp4"),
-    entropies=(4.0, 2.0),
+    entropies=(2.0,),
 )
 
 
 def test_each_case_is_a_row(tmp_path):
     rows = rows_of(tmp_path, lambda rows: parity.measure_cases(OPTIONS, SHAPE, CPU, rows))
-    assert len(rows) == 16 and not any("error" in r for r in rows)
+    assert len(rows) == 8 and not any("error" in r for r in rows)
     assert all(r["sampled_tokens"] == 72 and r["rollout_tok_per_s"] > 0 and r["read_s"] > 0 for r in rows)
     plain, exact = ([r for r in rows if r["exact_mode"] == mode] for mode in (False, True))
     assert all(0 < r["abs_diff"] <= r["max_diff"] and r["kl"] > 0 and not r["exact"] for r in plain)

@@ -15,14 +15,15 @@ from qerl.cli.bench import case, learn, step
 
 SHAPE = dataclasses.replace(TINY, vocab_size=128)
 PARITY = parity.ParityOptions(
-    shape="tiny", batch=3, prompt_tokens=5, max_tokens=24, lora_rank=16, entropies=(4.0,)
+    shape="tiny", batch=3, prompt_tokens=5, max_tokens=24, lora_rank=16, entropies=(4.0,), exacts=(False,)
 )
+LEARN = dataclasses.replace(test_learn.OPTIONS, recomputes=("none",), micro_batches=(1,))
 
 
 @pytest.mark.parametrize(
     ("module", "measure", "options"),
     [
-        (learn, learn.measure_cases, test_learn.OPTIONS),
+        (learn, learn.measure_cases, LEARN),
         (step, partial(step.measure_cases, "step"), test_step.OPTIONS),
         (parity, parity.measure_cases, PARITY),
     ],

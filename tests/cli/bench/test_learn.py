@@ -15,7 +15,7 @@ from qerl.models.random_weights import SHAPES, random_decoder
 OPTIONS = BenchLearnOptions(
     tokens=64,
     sequence_tokens=16,
-    recomputes=("none", "layer", "offload"),
+    recomputes=("none", "layer"),
     micro_batches=(1, 4),
     lora_rank=16,
     runs=1,
@@ -33,7 +33,7 @@ def test_each_case_is_a_row_that_is_printed(tmp_path, capsys):
     assert shown == [
         (provider, recompute, micro_tokens)
         for provider in ("qerl-nvfp4", "qerl-bf16")
-        for recompute in ("none", "layer", "offload")
+        for recompute in ("none", "layer")
         for micro_tokens in (64, 16)
     ]
     assert all(r["tok_per_s"] > 0 and r["step_s"] > 0 and "error" not in r for r in rows)
