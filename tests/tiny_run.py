@@ -1,14 +1,27 @@
 """A whole run in a few seconds: a model of two narrow layers, a tokenizer with a token a byte, 40 sums."""
 
+import contextlib
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from qerl.cli import main
+from qerl.training import session
+
+assert session  # imported here, so that a forked run need not
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -65,8 +78,90 @@ def write_files(folder: Path, *, max_positions: int = 128) -> Path:
     return folder
 
 
-def started(*arguments: str) -> "subprocess.Popen[str]":
-    """Python with these arguments, in a process of its own that finds this checkout's package."""
+class Forked:
+    """A forked process, which has torch imported, with the part of subprocess.Popen that the tests use."""
+
+    def __init__(self, work: Callable[[], object]):
+        self._folder = Path(tempfile.mkdtemp(prefix="qerl-forked-"))
+        self._out, self._err = self._folder / "stdout", self._folder / "stderr"
+        self.pid = forked(work, self._out, self._err)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = 120.0) -> int:
+        end_s = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}: {self._err.read_text()}", timeout)
+            time.sleep(0.005)
+        return code
+
+    def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
+        self.wait(timeout)
+        return self._out.read_text(), self._err.read_text()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def forked(work: Callable[[], object], stdout: Path, stderr: Path) -> int:
+    """Run work() in a forked process with a session of its own; return its process id."""
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where this process has threads
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        os.setsid()
+        sys.stdout, sys.stderr = _redirected(1, stdout), _redirected(2, stderr)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        torch.set_num_threads(1)
+        work()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def _redirected(number: int, path: Path):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    return open(number, "w", buffering=1, closefd=False)
+
+
+def started(*arguments: str) -> "subprocess.Popen[str] | Forked":
+    """Run `qerl`, or a script, in a forked process; anything else, or with a GPU, in a new one."""
+    is_qerl = arguments[: len(QERL)] == QERL
+    if torch.cuda.is_available() or not (is_qerl or arguments[0].startswith("/")):
+        return launched(*arguments)
+
+    def work() -> None:
+        sys.argv = ["qerl", *arguments[len(QERL) if is_qerl else 1 :]]
+        if is_qerl:
+            main.main()
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+
+    return Forked(work)
+
+
+def launched(*arguments: str) -> "subprocess.Popen[str]":
+    """Start Python with these arguments in a process of its own that finds this checkout's package."""
     paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
     own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(

@@ -56,7 +56,7 @@ def test_help_has_a_line_for_each_command(monkeypatch, capsys):
 
 def test_help_and_mistakes_do_not_wait_for_torch():
     code = "import sys, qerl.cli.main; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    process = tiny_run.started("-c", code)
+    process = tiny_run.launched("-c", code)
     assert process.communicate() == ("[]\n", "")
 
 

@@ -9,20 +9,15 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
 from qerl.cli import main
 from qerl.tracking import is_timing
-from qerl.training import session
-
-assert session  # imported here, so that a forked run need not
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,29 +68,14 @@ def start(
 
 
 def start_command(arguments: list[str], log: Path, first: Callable[[], object] = lambda: None) -> Run:
-    sys.stdout.flush()
     log.parent.mkdir(parents=True, exist_ok=True)
-    pid = os.fork()
-    if pid:
-        return Run(pid, log)
-    code = 70
-    try:
-        os.setsid()
-        _speak_to(log)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        torch.set_num_threads(1)
+
+    def work() -> None:
         first()
         sys.argv = ["qerl", *map(str, arguments)]
         main.main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(code)
+
+    return Run(tiny_run.forked(work, log, log), log)
 
 
 def finish(files: Path, out: Path, *more: str) -> str:
@@ -143,13 +123,6 @@ def small_disk(num_bytes: int) -> Iterator[Path]:
 def _metrics(out: Path) -> list[dict[str, object]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
-
-
-def _speak_to(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(descriptor, number)
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def _pids() -> list[int]:

@@ -2,9 +2,9 @@
 
     d_t = learner_t - engine_t of every sampled token     mean |d| in nats     kl = mean(exp(d) - 1 - d)
 
-d grows with the spread of the logits. An H200 measured mean |d| = 7.3e-3 to 8.1e-3 and kl = 4.2e-5 to 5.2e-5 on a random
-7B of 28 layers whose logits have a standard deviation of 1.2, and 2.6e-2 to 2.9e-2 where it is 4.5
-(benchmarks/results/h200.jsonl); here it is 0.9.
+d grows with the standard deviation of the logits. On an H200 a random 7B of 28 layers has mean |d| of 7.3e-3 to
+8.1e-3 and kl of 4.2e-5 to 5.2e-5 at a deviation of 1.2, and mean |d| of 2.6e-2 to 2.9e-2 at 4.5
+(benchmarks/results/h200.jsonl). Here the deviation is 0.9.
 """
 
 from dataclasses import replace

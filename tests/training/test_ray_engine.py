@@ -36,7 +36,7 @@ def files(tmp_path_factory):
 
 def start(files, out, *more):
     given = [*tiny_run.options(files, out), "--model.device", "cpu", *more]
-    return tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
+    return tiny_run.launched(*tiny_run.QERL, "train", "demo", *given)
 
 
 def finish(files, out, *more):
