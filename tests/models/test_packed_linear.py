@@ -4,7 +4,7 @@ from tiny import forest, oracle, packed, ported
 
 from conftest import rms_error
 from qerl.config import AdapterConfig
-from qerl.formats import BF16, NVFP4
+from qerl.formats import BF16, INT8, NVFP4
 from qerl.kernels.attention import PackedLayout, packed_attention
 from qerl.kernels.nvfp4_decode import row_factors, swiglu_order, unpack
 from qerl.kernels.nvfp4_unpack import UnpackRows
@@ -140,27 +140,35 @@ def test_on_a_gpu_joined_products_lose_no_more_than_separate_ones(has_adapter, d
     for rows, widths in ((UnpackRows.ALL, (576, 192, 192)), (UnpackRows.GATE_UP, (1536, 1536))):
         linears = [_linear(576, n, 32 if has_adapter else None, device, rng) for n in widths]
         truth = [_exact(x_TD, linear) for linear in linears]
-        separate = project(x_TD, linears)
+        separate = [linear(x_TD) for linear in linears]
         assert tile_linears(linears, rows)
         for got, plain, exact in zip(project(x_TD, linears), separate, truth, strict=True):
             assert rms_error(got, exact) <= 1.1 * rms_error(plain, exact)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_tiled_decoder_loses_no_more_than_a_plain_one(device):
-    """Hidden states and gradients, against the same decoder in fp32."""
+@pytest.mark.parametrize("weight_format", [NVFP4, BF16, INT8], ids=lambda f: f.name)
+def test_on_a_gpu_a_decoder_of_fused_products_loses_no_more_than_a_plain_one(
+    weight_format, device, monkeypatch
+):
+    """Hidden states and gradients, against the same decoder in fp32; NVFP4 in tiles too."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
-    decoders = [
-        _on(device, decoder_of(compute)) for compute in (torch.float32, torch.bfloat16, torch.bfloat16)
-    ]
-    decoders[2].tile()
-    exact, plain, tiled = (outputs(decoder) for decoder in decoders)
-    assert len(exact) == len(plain) == len(tiled) > 1
-    errors = [[rms_error(g, e) for g, e in zip(got, exact, strict=True)] for got in (plain, tiled)]
-    assert errors[1][0] <= 1.1 * errors[0][0]
-    means = [torch.tensor(e).square().mean().sqrt() for e in errors]  # one gradient alone has few terms
-    assert means[1] <= 1.1 * means[0]
+    computes = (torch.float32, *[torch.bfloat16] * 3)
+    decoders = [_on(device, decoder_of(compute, weight_format)) for compute in computes]
+    decoders[3].tile()
+    with monkeypatch.context() as apart:
+        apart.setattr("qerl.models.packed_linear._is_fused_on", lambda device: False)
+        exact, plain = (outputs(decoder) for decoder in decoders[:2])
+    plain_error, *errors = (
+        [rms_error(g, e) for g, e in zip(got, exact, strict=True)]
+        for got in (plain, *(outputs(decoder) for decoder in decoders[2:]))
+    )
+    assert decoders[2].layers[0].mlp.gate_proj.fused is not None
+    for error in errors:
+        assert error[0] <= 1.1 * plain_error[0]
+        means = [torch.tensor(e).square().mean().sqrt() for e in (error, plain_error)]
+        assert means[0] <= 1.1 * means[1]  # one gradient alone has few terms
 
 
 def _on(device, decoder):
