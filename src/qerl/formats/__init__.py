@@ -1,4 +1,4 @@
-"""How a frozen weight is held: a format is a value; FORMATS is the one place where its name is looked up."""
+"""Storage formats of frozen weights. FORMATS maps names to formats."""
 
 from qerl.formats.bf16 import BF16
 from qerl.formats.fp8 import FP8

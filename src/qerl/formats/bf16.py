@@ -1,8 +1,8 @@
-"""BF16: the weight itself in bfloat16, what the others are compared with.
+"""BF16: the weight itself in bfloat16, the baseline for the other formats.
 
 W ~ bfloat16(W)
 
-weight  bfloat16 [N, K]   the caller's own tensor if it is bfloat16 already
+weight  bfloat16 [N, K]   the caller's tensor, not a copy, if it is bfloat16 already
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class BF16(PackedWeight):
         if weight_NK.dtype == torch.bfloat16:
             return cls(weight_NK)
         out = torch.empty(weight_NK.shape, dtype=torch.bfloat16, device=weight_NK.device)
-        most = torch.finfo(torch.bfloat16).max
+        largest = torch.finfo(torch.bfloat16).max
         for rows in row_chunks(weight_NK):
-            out[rows] = weight_NK[rows].float().clamp(-most, most)
+            out[rows] = weight_NK[rows].float().clamp(-largest, largest)
         return cls(out)
 
     def operand(self, dtype: torch.dtype) -> Tensor:
-        """The stored weight itself, not a copy, where dtype is bfloat16."""
+        """Return the weight; for bfloat16 this is the stored tensor, not a copy."""
         return self.weight.to(dtype)
 
     @property

@@ -1,10 +1,10 @@
-"""E2M1, the four-bit float of NVFP4 and MXFP4, two in a byte.
+"""E2M1, the four-bit float of NVFP4 and MXFP4, two per byte.
 
     code = sign * 8 + i    value = +-(0, 0.5, 1, 1.5, 2, 3, 4, 6)[i]    byte = code[even k] + 16 * code[odd k]
 
-With a = |x| clamped to 6, i = min(round(2a), round(a) + 2, round(a / 2) + 4): each term rounds on one
-binade's grid, the smallest is the right one, and rounding half to even gives the even code:
-tests/formats/test_e2m1.py. Seven comparisons take 2.5 times as long on a CPU, torch.bucketize 13 times.
+With a = |x| clamped to 6, i = min(round(2a), round(a) + 2, round(a / 2) + 4). Each term rounds on the grid of
+one binade, the smallest is the right one, and rounding half to even gives the even code
+(tests/formats/test_e2m1.py). On a CPU seven comparisons take 2.5 times as long, torch.bucketize 13 times.
 """
 
 import functools
@@ -19,7 +19,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 
 
 def encode(scaled_NK: Tensor) -> Tensor:
-    """Codes uint8 [N, K / 2]. A negative that rounds to zero keeps its sign, a negative zero loses it."""
+    """Return codes uint8 [N, K / 2]. A negative number that rounds to zero keeps its sign; -0.0 loses it."""
     a = scaled_NK.abs().clamp_(max=MAX)
     coarse = (a * 0.5).round_().add_(4)
     middle = a.round().add_(2)
@@ -30,13 +30,13 @@ def encode(scaled_NK: Tensor) -> Tensor:
 
 
 def decode(codes_NB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values [N, 2B], exact in any of bfloat16, float16, float32."""
+    """Return values [N, 2B], exact in bfloat16, float16 and float32."""
     return look_up_pairs(codes_NB, _pairs(dtype, codes_NB.device))
 
 
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[256, 2]: the two values of every byte."""
+    """Return [256, 2]: the two values of every byte."""
     values = torch.tensor(VALUES, dtype=dtype, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=1)

@@ -1,12 +1,12 @@
-"""FP8: E4M3 codes and a float32 scale for each block of 128 x 128 weights, less at the edges.
+"""FP8: E4M3 codes and a float32 scale per block of 128 x 128 weights; blocks at the edges are smaller.
 
     s = max |block| / 448     q = e4m3(W / s)     W ~ q * s
 
     codes   float8_e4m3fn [N, K]
-    scales  float32 [ceil(N / 128), ceil(K / 128)]   it multiplies; 1 where a block is zero
+    scales  float32 [ceil(N / 128), ceil(K / 128)]   a multiplier; 1 where a block is zero
 
-The scales vary along K, so the operand holds them, rounded to its dtype. A code has four significant bits;
-where a scale has no more (`encode_exact`), their product is exact in bfloat16.
+The scales vary along K, so the operand includes them, rounded to its dtype. A code has four significant bits.
+If a scale has no more than that (`encode_exact`), their product is exact in bfloat16.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from qerl.formats.packed import PackedWeight, largest_magnitude, row_chunks
 
 BLOCK = 128
 _MAX_CODE = 448.0
-_UNIT = 1 << 20  # of a float32's bits: what is a multiple of it has four significant ones
+_UNIT = 1 << 20  # a float32 whose bits are a multiple of this has four significant bits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class FP8(PackedWeight):
 
     @classmethod
     def encode_exact(cls, weight_NK: Tensor) -> Self:
-        """With scales rounded up to four significant bits."""
+        """Encode with scales rounded up to four significant bits."""
         return cls._encode(weight_NK, _short_block_scales)
 
     @classmethod
@@ -61,7 +61,7 @@ class FP8(PackedWeight):
             weight = weight_NK[rows].float()
             scales[block_rows] = scales_of(weight)
             scaled = weight / _spread(scales[block_rows], weight.shape)
-            # A subnormal scale can be too small, and some versions of torch cast what is beyond 448 to NaN.
+            # A subnormal scale can be too small, and some versions of torch cast numbers above 448 to NaN.
             codes[rows] = scaled.clamp_(-_MAX_CODE, _MAX_CODE).to(torch.float8_e4m3fn)
         return cls(codes, scales)
 
@@ -96,6 +96,6 @@ def _short_block_scales(weight_NK: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Each block's scale at each of its weights."""
+    """Repeat each block's scale for each of its weights."""
     across = scales.repeat_interleave(BLOCK, dim=1)[:, : shape[1]]
     return across.repeat_interleave(BLOCK, dim=0)[: shape[0]]

@@ -1,9 +1,9 @@
-"""FP8 flow: FP8's codes and scales, for a product whose activations are in FP8 as well.
+"""FP8 flow: FP8's codes and scales, for products whose activations are FP8 as well.
 
-    y = Q(x) @ decode()^T        Q(x) = q * s, s = max |128 neighbours of a row| / 448, q = e4m3(x / s)
+    y = Q(x) @ decode()^T        Q(x) = q * s, s = max |128 neighbors of a row| / 448, q = e4m3(x / s)
 
-The granularity of DeepSeek-V3 and Jet-RL (arXiv 2601.14243): 128 x 128 weights, 1 x 128 activations.
-Sampler and learner quantize the same numbers at the same points; kernels/fp8_linear.py multiplies.
+The granularity is that of DeepSeek-V3 and Jet-RL (arXiv 2601.14243): 128 x 128 weights, 1 x 128 activations.
+Sampler and learner quantize the same numbers at the same points. kernels/fp8_linear.py has the product.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class FP8Flow(FP8):
 
 
 def quantize_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes e4m3 [T, K], scales fp32 [T, ceil(K / 128)]); 1 where a group is zero."""
+    """Return (codes e4m3 [T, K], scales fp32 [T, ceil(K / 128)]); a scale is 1 where a group is zero."""
     K = x_TK.shape[1]
     groups = F.pad(x_TK.float(), (0, -K % BLOCK)).unflatten(1, (-1, BLOCK))
     largest = groups.abs().amax(2)
@@ -35,6 +35,6 @@ def quantize_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_rows(x_TK: Tensor) -> Tensor:
-    """Q(x) in fp32."""
+    """Return Q(x) in fp32."""
     codes, scales = quantize_rows(x_TK)
     return codes.float() * scales.repeat_interleave(BLOCK, dim=1)[:, : x_TK.shape[1]]

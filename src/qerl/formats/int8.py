@@ -1,9 +1,9 @@
-"""INT8: whole numbers in [-127, 127] and a float32 scale for each output channel, symmetric about zero.
+"""INT8: integers in [-127, 127] and a float32 scale per output channel, symmetric about zero.
 
     s = max |row| / 127     q = round(W / s)     W ~ q * s
 
     codes   int8 [N, K]
-    scales  float32 [N]   1 where a row is zero; it is alpha
+    scales  float32 [N]   1 where a row is zero; used as alpha
 
 A code has 7 bits and a sign, so the operand is exact in bfloat16.
 """

@@ -1,13 +1,14 @@
-"""MXFP4: E2M1 codes and a power of two for 32 weights along K.
+"""MXFP4: E2M1 codes and a power-of-two scale per 32 weights along K.
 
     e = floor(log2(max |block| * 8/7)) - 2     q = e2m1(W / 2^e)     W ~ q * 2^e
 
     codes   uint8 [N, K / 2]    low nibble = even k
     scales  uint8 [N, K / 32]   E8M0: e + 127
 
-Bit for bit compressed-tensors' `mxfp4-pack-quantized` (tests/formats/test_mxfp4.py). The factor 8/7 is
-theirs, the OCP specification has none: there a largest weight of 1.9 becomes 1.5, here 2. Where their scale
-overflows, at max |block| >= 1.75 * 2^127, e is 125 here, so that every weight decodes to a finite number.
+Encoding equals compressed-tensors' `mxfp4-pack-quantized` bit for bit (tests/formats/test_mxfp4.py). The
+factor 8/7 is theirs; the OCP specification has none and would encode a largest weight of 1.9 as 1.5, not 2.
+Their scale overflows at max |block| >= 1.75 * 2^127; here e is then 125, so every weight decodes to a finite
+number.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ class MXFP4(PackedWeight):
 
 
 def _block_scales(blocks_NB32: Tensor) -> Tensor:
-    """uint8 [N, B]: a quarter of a binade added to the bits carries into the exponent from 7/8 of it on."""
+    """Return uint8 [N, B]. Adding a quarter of a binade carries into the exponent from 7/8 of a binade on."""
     bits = blocks_NB32.abs().amax(-1).view(torch.int32)
     return (((bits + (1 << 21)) >> 23) - 2).clamp(0, _LARGEST_SCALE).to(torch.uint8)
 

@@ -1,16 +1,16 @@
-"""NF4: 4-bit codes for 16 quantiles of a normal distribution, a scale for 64 weights, itself quantized.
+"""NF4: 4-bit codes for 16 quantiles of a normal distribution, with a quantized scale per 64 weights.
 
     a = max |block|     q = the level nearest to W / a     a ~ dynamic[c] * m + mean(a)     W ~ levels[q] * a
 
     codes          uint8 [N, K / 2]         high nibble = even k
-    absmax_codes   uint8 [N * K / 64]       into the dynamic map, in the order of the weight's rows
-    absmax_scales  float32 [.. / 256]       m: max |a - mean(a)| of 256 blocks, the last group may be short
+    absmax_codes   uint8 [N * K / 64]       indices into the dynamic map, row by row
+    absmax_scales  float32 [.. / 256]       m: max |a - mean(a)| of 256 blocks; the last group may be shorter
     absmax_offset  float32 []               mean(a)
 
-QLoRA's double quantization, bit for bit that of bitsandbytes' CPU build (tests/formats/test_nf4.py); that
-build puts (a - mean) / m on a grid of 65,536 points before it takes the nearest of the map's 256 values.
-The mean is torch's, its last bit depends on the device. The scales vary along K, so the operand holds them,
-rounded to its dtype.
+This is QLoRA's double quantization, bit for bit that of bitsandbytes' CPU build (tests/formats/test_nf4.py),
+which rounds (a - mean) / m to a grid of 65,536 points before it takes the nearest of the map's 256 values.
+The last bit of the mean, which torch computes, depends on the device. The scales vary along K, so the operand
+includes them, rounded to its dtype.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ class NF4(PackedWeight):
             codes[rows] = _nearest_levels((blocks * inverse[:, :, None]).flatten(1))
         offset = absmax.mean()
         if not offset.isfinite():
-            raise UserError(f"nf4 sums its blocks' largest weights, which overflows in a weight [{n}, {k}]")
+            raise UserError(f"nf4: the sum of the block maxima overflows in a weight of shape [{n}, {k}]")
         return cls(codes, *_quantize_absmax(absmax.flatten() - offset), offset)
 
     def operand(self, dtype: torch.dtype) -> Tensor:
@@ -103,7 +103,7 @@ class NF4(PackedWeight):
 
 
 def _nearest_levels(normal_NK: Tensor) -> Tensor:
-    """Codes uint8 [N, K / 2]; halfway between two levels goes to the lower one."""
+    """Return codes uint8 [N, K / 2]; a tie goes to the lower level."""
     levels = torch.tensor(LEVELS)
     codes = torch.zeros(normal_NK.shape, dtype=torch.uint8, device=normal_NK.device)
     for middle in ((levels[:-1] + levels[1:]) / 2).tolist():
@@ -111,21 +111,21 @@ def _nearest_levels(normal_NK: Tensor) -> Tensor:
     return (codes[:, 0::2] << 4) | codes[:, 1::2]
 
 
-def _quantize_absmax(centred: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes into the dynamic map and the scale of each group of 256."""
-    padding = -len(centred) % GROUP_BLOCKS
-    groups = F.pad(centred, (0, padding)).view(-1, GROUP_BLOCKS)
+def _quantize_absmax(centered: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices into the dynamic map and the scale of each group of 256."""
+    padding = -len(centered) % GROUP_BLOCKS
+    groups = F.pad(centered, (0, padding)).view(-1, GROUP_BLOCKS)
     scales = groups.abs().amax(1)
-    normal = groups * scales.clamp(min=3e-39).reciprocal()[:, None]  # below that the reciprocal overflows
+    normal = groups * scales.clamp(min=3e-39).reciprocal()[:, None]  # below this the reciprocal overflows
     grid_index = ((normal + 1) * 0.5 * _GRID_STEPS + 0.5).int()
-    codes = _codes_on_grid(centred.device)[grid_index]
+    codes = _codes_on_grid(centered.device)[grid_index]
     codes[scales == 0] = 0
-    return codes.flatten()[: len(centred)], scales
+    return codes.flatten()[: len(centered)], scales
 
 
 @functools.cache
 def _dynamic_map(device: torch.device) -> Tensor:
-    """256 ascending values: of each sign 2^e in decade e of the 7 up to 1, evenly; and 0; and 1."""
+    """Return 256 ascending values: per sign 2^e evenly spaced ones in decade e of 7; and 0 and 1."""
     decades = []
     for exponent in range(7):
         bounds = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
@@ -136,7 +136,7 @@ def _dynamic_map(device: torch.device) -> Tensor:
 
 @functools.cache
 def _codes_on_grid(device: torch.device) -> Tensor:
-    """uint8 [65536]: the map's nearest value at each point of the even grid over [-1, 1]."""
+    """Return uint8 [65536]: the map's nearest index for each point of an even grid over [-1, 1]."""
     values = _dynamic_map(torch.device("cpu"))
     middles = 0.5 * (values[:-1] + values[1:])
     steps = torch.arange(_GRID_STEPS + 1, dtype=torch.float32)
@@ -146,7 +146,7 @@ def _codes_on_grid(device: torch.device) -> Tensor:
 
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
-    """float32 [256, 2]: the two levels of every byte."""
+    """Return float32 [256, 2]: the two levels of every byte."""
     levels = torch.tensor(LEVELS, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([levels[byte >> 4], levels[byte & 15]], dim=1)

@@ -1,15 +1,15 @@
-"""NVFP4: E2M1 codes, an E4M3 scale for 16 weights along K, one float32 scale for the weight.
+"""NVFP4: E2M1 codes, an E4M3 scale per 16 weights along K, and one float32 scale per weight matrix.
 
     g = 448 * 6 / max |W|     s = e4m3(g * max |block| / 6)     q = e2m1(W / (s / g))     W ~ q * s / g
 
     codes         uint8 [N, K / 2]            low nibble = even k
     scales        float8_e4m3fn [N, K / 16]   not negative
-    global_scale  float32 [1]                 it divides
+    global_scale  float32 [1]                 a divisor
 
-Bit for bit compressed-tensors' `nvfp4-pack-quantized`, so that checkpoints go both ways
-(tests/formats/test_nvfp4.py); hence g is 1/max rounded, times 2688, rounded; g is 1 where that overflows;
-and a block whose scale would be 0 has 0.125. The operand is q * s without the float32 scale: 6 significant
-bits, exact in bfloat16 and float16. alpha is 1/g.
+Encoding equals compressed-tensors' `nvfp4-pack-quantized` bit for bit, so checkpoints can be exchanged in
+both directions (tests/formats/test_nvfp4.py). Hence g is 1/max, rounded, times 2688, rounded, or 1 if that
+overflows, and a block scale that would be 0 is 0.125. The operand is q * s without the float32 scale: 6
+significant bits, exact in bfloat16 and float16. alpha is 1/g.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class NVFP4(PackedWeight):
 
 
 def _block_scales(blocks_NB16: Tensor, g: Tensor) -> Tensor:
-    """float8_e4m3fn [N, B]."""
+    """Return float8_e4m3fn [N, B]."""
     largest_NB = blocks_NB16.abs().amax(-1)
     scale = (g * (largest_NB / torch.full_like(g, e2m1.MAX))).to(torch.float8_e4m3fn).float()
     return scale.masked_fill(scale == 0, _EMPTY_SCALE).to(torch.float8_e4m3fn)
