@@ -75,5 +75,5 @@ def test_codes_are_kept_when_what_was_decoded_is_encoded():
 
 
 def test_a_sum_of_scales_beyond_float32_is_refused():
-    with pytest.raises(UserError, match=r"overflows in a weight \[64, 256\]"):
+    with pytest.raises(UserError, match=r"overflows in a weight of shape \[64, 256\]"):
         NF4.encode(torch.full((64, 256), 3e37))

@@ -88,7 +88,7 @@ def test_a_prompts_gradient_is_summed_in_fp32(device, rng):
     d_RKH = torch.randn(len(layout.key_rows_R), 2, 8, generator=rng).to(device, torch.bfloat16)
     exact = torch.zeros(T, 2, 8, dtype=torch.float64, device=device)
     exact.index_add_(0, layout.key_rows_R, d_RKH.double())
-    assert rms_error(op._summed(d_RKH, layout), exact) <= 1.1 * rms_error(exact.bfloat16(), exact)
+    assert rms_error(op._sum_copies(d_RKH, layout), exact) <= 1.1 * rms_error(exact.bfloat16(), exact)
 
 
 def test_what_torch_was_told_of_determinism_stays(device):

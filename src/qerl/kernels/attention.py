@@ -2,25 +2,26 @@
 
     o_n = softmax(q_n @ k^T / sqrt(H)) @ v      over the keys a query may see; k, v of head n * K // N
 
-Every use is a list of spans. A span is a run of neighbouring query rows with the rows of its keys, the last
-query seeing all of them, the one before it all but the last, and so on:
+Every call works on spans. A span is a run of neighboring query rows and the rows of its keys: the last query
+sees all keys, the one before it all but the last, and so on.
 
-    a packed tree     its prompt; then each branch, whose keys are the prompt's rows and its own
+    a packed tree     one span for the prompt; one per branch, whose keys are the prompt's rows and its own
     a prefill         rows of one sequence, whose keys are the cached positions up to each row's own
-    a decode          one query, whose keys are all cached positions (lengths alone say it: no layout)
+    a decode          one query, whose keys are all cached positions (needs lengths only, no layout)
 
-Spans of like size are padded into blocks. Letters: B spans of a block, Q queries, S keys, L = N / K * Q the
-queries that share a K/V head, b = B * K, R rows of keys. Layout of the cache of one layer:
+Spans of similar size are padded into blocks. Letters: B spans of a block, Q queries, S keys, L = N / K * Q
+the queries that share a K/V head, b = B * K, R rows of keys. Layout of the cache of one layer:
 
     pages_k, pages_v  [num_pages, page_tokens, K, H]; row = page * page_tokens + slot
-    Padding reads row 0 or unused slots and weighs them with zero: allocate pages as zeros, never unset.
+    Padding reads row 0 or unused slots with weight zero: allocate pages with zeros, not uninitialized.
 
-A prefill on a GPU in 16 bits is torch's varlen_attn, over the rows' own keys where all of a sequence's are
-among them, else over keys gathered from its pages (`PagedLayout`, made once for all layers). Everything else:
-scores, softmax and the sums over shared keys are fp32; the normalised weights are rounded to the operands'
-dtype for the second product. torch's fused attention is refused on the CPU: forward and backward of 16 trees
-of 97 tokens (9 heads of 64, bf16, 2 cores) take it 15 ms a layer, this 7; its value loses 1.2 times less in
-bf16, its gradients more (and eager attention more everywhere: `tests/kernels/test_attention.py`).
+A prefill on a GPU in 16 bits uses torch's varlen_attn, over the rows' own keys if these are all of a
+sequence's keys, else over keys gathered from its pages (`PagedLayout`, computed once for all layers). In all
+other cases scores, softmax and the sums over shared keys are fp32, and the normalized weights are rounded to
+the operands' dtype for the second product. torch's fused attention is not used on the CPU: forward and
+backward of 16 trees of 97 tokens (9 heads of 64, bf16, 2 cores) take it 15 ms per layer, this module 7. In
+bf16 its value is 1.2 times more accurate and its gradients are less accurate; eager attention is less
+accurate in both (`tests/kernels/test_attention.py`).
 """
 
 import dataclasses
@@ -40,9 +41,9 @@ CASES = (  # N, K, H, trees as (prompt, branches)
     (6, 2, 32, ((5, (3, 0, 9)), (12, (1,)), (1, (1, 1, 1, 1)))),
     (9, 3, 64, ((24, (5, 8, 2, 13)), (31, (4, 4, 4, 4)), (300, ()))),
 )
-MAX_SPAN_QUERIES = 256  # a longer span is split: its early queries then never meet its late keys
+MAX_SPAN_QUERIES = 256  # a longer span is split, so that its early queries skip its late keys
 MAX_BLOCK_SCORES = 1 << 20  # [B, Q, S] elements of one head; 4 bytes each, times N heads
-MAX_PADDING = 1.5  # padded scores over true ones within a block
+MAX_PADDING = 1.5  # padded scores / true scores within a block
 
 
 def reference(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, trees: list[Tree]) -> Tensor:
@@ -59,7 +60,7 @@ def reference(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, trees: list[Tree]) ->
 
 
 def _runs(tree: Tree) -> list[tuple[int, int, range]]:
-    """(first row, rows, rows of the shared prefix) of the prompt and of each branch."""
+    """Return (first row, rows, rows of the shared prefix) of the prompt and of each branch."""
     prompt, start = range(tree.start, tree.start + tree.prompt_tokens), tree.start + tree.prompt_tokens
     runs = [(tree.start, tree.prompt_tokens, range(0))]
     for length in tree.branch_tokens:
@@ -81,14 +82,14 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Block:
-    slots: slice  # its B * Q places among the slots of all blocks
+    slots: slice  # its B * Q entries among the slots of all blocks
     key_rows_BS: Tensor
     mask_B11QS: Tensor  # fp32: 0 where a query sees a key, -inf elsewhere
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Which row sees which, worked out once for a batch and used by every layer."""
+    """Which row sees which, computed once per batch and used by every layer."""
 
     blocks: tuple[_Block, ...]
     slots_T: Tensor  # the slot of each query row
@@ -96,13 +97,13 @@ class PackedLayout:
 
     @classmethod
     def of(cls, trees: list[Tree], device: torch.device | str = "cpu") -> "PackedLayout":
-        """Of trees that together cover the rows 0..T-1."""
+        """Return the layout of trees that together cover the rows 0..T-1."""
         runs = [run for tree in trees for run in _runs(tree)]
         return _layout([(s, n, torch.tensor([*prefix, *range(s, s + n)])) for s, n, prefix in runs], device)
 
 
 def _layout(spans: list[tuple[int, int, Tensor]], device: torch.device | str) -> PackedLayout:
-    """From (first query row, queries, key rows) of spans that together cover the query rows."""
+    """Return the layout of spans (first query row, queries, key rows) that together cover the query rows."""
     spans = sorted(_split(spans), key=lambda span: (span[1], len(span[2])))
     slots_T = torch.full((max(start + n for start, n, _ in spans),), -1)
     blocks, num_slots = [], 0
@@ -110,7 +111,7 @@ def _layout(spans: list[tuple[int, int, Tensor]], device: torch.device | str) ->
         Q, S = block[-1][1], max(len(keys) for _, _, keys in block)
         num_keys = torch.tensor([len(keys) for _, _, keys in block])
         hidden = torch.tensor([n - 1 for _, n, _ in block])[:, None] - torch.arange(Q)
-        seen_BQ = num_keys[:, None] - hidden  # past the span it only grows: no padding query sees nothing
+        seen_BQ = num_keys[:, None] - hidden  # it grows past the span, so every padding query sees a key
         mask_BQS = torch.zeros(len(block), Q, S).masked_fill_(
             torch.arange(S) >= seen_BQ[..., None], float("-inf")
         )
@@ -125,7 +126,7 @@ def _layout(spans: list[tuple[int, int, Tensor]], device: torch.device | str) ->
 
 
 def _split(spans: list[tuple[int, int, Tensor]]) -> list[tuple[int, int, Tensor]]:
-    """The same with no span over MAX_SPAN_QUERIES, and none empty."""
+    """Split spans longer than MAX_SPAN_QUERIES and drop empty ones."""
     pieces = []
     for start, num_queries, keys in spans:
         for first in range(0, num_queries, MAX_SPAN_QUERIES):
@@ -135,7 +136,7 @@ def _split(spans: list[tuple[int, int, Tensor]]) -> list[tuple[int, int, Tensor]
 
 
 def _similar(spans: list[tuple[int, int, Tensor]]) -> list[list[tuple[int, int, Tensor]]]:
-    """Sorted spans cut into runs that waste little when padded to their longest."""
+    """Cut sorted spans into runs that waste little when padded to their longest span."""
     blocks, true, S = [], 0, 0
     for span in spans:
         scores = span[1] * len(span[2])
@@ -151,17 +152,17 @@ def _similar(spans: list[tuple[int, int, Tensor]]) -> list[list[tuple[int, int, 
 
 @dataclasses.dataclass(frozen=True)
 class PagedLayout:
-    """Spans that together are the rows 0..T-1, in their order: what a prefill's layers attend to.
+    """Spans of a prefill that together are the rows 0..T-1, in this order.
 
-    A key row is the key of one position of one span; those of a span are neighbours.
+    A key row is the key of one position of one span; the key rows of a span are neighbors.
     """
 
     is_fresh: bool
-    """Every span starts at position 0: the rows' own keys and values are all there is to see."""
+    """True if every span starts at position 0, so that the rows' own keys and values are all the keys."""
     key_slots: Tensor
-    """Where each key row lies in the cache: page * page_tokens + place in it."""
+    """The cache slot of each key row: page * page_tokens + offset in the page."""
     query_ends: Tensor
-    """int32: 0, then where the rows of each span end."""
+    """int32: 0, then the end of each span's rows."""
     key_ends: Tensor
     max_queries: int
     max_keys: int
@@ -173,9 +174,9 @@ class PagedLayout:
         num_keys = torch.tensor([span.first_position + span.num_rows for span in spans])
         query_ends, key_ends = (F.pad(n.cumsum(0), (1, 0)).int() for n in (num_queries, num_keys))
         assert query_ends[:-1].tolist() == [s.start_row for s in spans], "the spans leave rows out"
-        place = torch.arange(page_tokens)
+        offset = torch.arange(page_tokens)
         slots = [
-            (span.table.cpu()[:, None] * page_tokens + place).flatten()[:n]
+            (span.table.cpu()[:, None] * page_tokens + offset).flatten()[:n]
             for span, n in zip(spans, num_keys.tolist(), strict=True)
         ]
         return cls(
@@ -198,19 +199,19 @@ class PagedLayout:
 
 
 def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: PackedLayout) -> Tensor:
-    """o_TNH. Differentiable in q, k and v; the scores are computed anew in the backward pass."""
+    """Return o_TNH, differentiable in q, k and v. The backward pass recomputes the scores."""
     assert len(q_TNH) == len(k_TKH) == len(layout.slots_T) and k_TKH.shape == v_TKH.shape
     return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, layout)
 
 
 def span_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PagedLayout) -> Tensor:
-    """o_TNH over key rows read from the cache already; without a gradient."""
+    """Return o_TNH over key rows that were read from the cache; has no gradient."""
     assert len(k_RKH) == len(v_RKH) == len(layout.key_slots) and k_RKH.dtype == q_TNH.dtype
     if not q_TNH.is_cuda or q_TNH.dtype == torch.float32:
         return _attend(q_TNH, k_RKH, v_RKH, layout.packed)
     from torch.nn.attention.varlen import varlen_attn
 
-    # A span's last query sees its last key there too, however many more keys than queries it has.
+    # varlen_attn also aligns a span's last query with its last key, even with more keys than queries.
     gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     ends = layout.query_ends, layout.key_ends, layout.max_queries, layout.max_keys
     o_TNH = varlen_attn(q_TNH, k_RKH, v_RKH, *ends, window_size=(-1, 0), **gqa)
@@ -221,7 +222,7 @@ def span_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PagedLay
 def paged_decode(
     q_BNH: Tensor, pages_k: Tensor, pages_v: Tensor, tables_BX: Tensor, lengths_B: Tensor
 ) -> Tensor:
-    """o_BNH of one token a sequence over its first lengths_B >= 1 positions; tables_BX is padded with 0."""
+    """Return o_BNH of one token per sequence over lengths_B >= 1 positions; tables_BX is padded with 0."""
     (B, N, H), K = q_BNH.shape, pages_k.shape[2]
     k_bSH, v_bSH = (
         _heads_first(x.index_select(0, tables_BX.flatten()).flatten(0, 1), B, K) for x in (pages_k, pages_v)
@@ -281,7 +282,7 @@ def _attend_backward(
 
 
 def _weights(q_bLH: Tensor, k_bSH: Tensor, mask_B11QS: Tensor) -> Tensor:
-    """p_bLS in fp32."""
+    """Return p_bLS in fp32."""
     b, L, H = q_bLH.shape
     (B, _, _, Q, S), K = mask_B11QS.shape, b // len(mask_B11QS)
     scores = product(q_bLH, k_bSH.transpose(1, 2)).view(B, K, L // Q, Q, S)
@@ -289,17 +290,17 @@ def _weights(q_bLH: Tensor, k_bSH: Tensor, mask_B11QS: Tensor) -> Tensor:
 
 
 def _to_slots(x_TNH: Tensor, layout: PackedLayout) -> Tensor:
-    """[slots, N, H], zero where a block is padded."""
+    """Return [slots, N, H], zero where a block is padded."""
     return x_TNH.new_zeros(layout.num_slots, *x_TNH.shape[1:]).index_copy_(0, layout.slots_T, x_TNH)
 
 
 def _rows(x_RKH: Tensor, block: _Block) -> Tensor:
-    """The block's keys or values, [B * S, K, H]."""
+    """Return the block's keys or values, [B * S, K, H]."""
     return x_RKH.index_select(0, block.key_rows_BS.flatten())
 
 
 def _add_rows(sum_TKH: Tensor, rows: Tensor, x: Tensor) -> None:
-    """In an order that does not change from run to run: index_add_ on CUDA adds in any."""
+    """Add x to the given rows in a fixed order; index_add_ on CUDA has none."""
     if x.is_cuda:
         sum_TKH.index_put_((rows,), x, accumulate=True)
     else:
@@ -307,13 +308,13 @@ def _add_rows(sum_TKH: Tensor, rows: Tensor, x: Tensor) -> None:
 
 
 def _heads_first(x_rows: Tensor, B: int, K: int) -> Tensor:
-    """[B * rows, heads, H], heads being K or N, to one matrix for each span and K/V head."""
+    """Reshape [B * rows, heads, H], where heads is K or N, to one matrix per span and K/V head."""
     num_rows, heads, H = len(x_rows) // B, *x_rows.shape[1:]
     grouped = x_rows.view(B, num_rows, K, heads // K, H).permute(0, 2, 3, 1, 4)
     return grouped.reshape(B * K, heads // K * num_rows, H)
 
 
 def _heads_last(x_bLH: Tensor, B: int, heads: int) -> Tensor:
-    """The inverse of _heads_first: [B * rows, heads, H]."""
+    """Return [B * rows, heads, H]; the inverse of _heads_first."""
     K, H = len(x_bLH) // B, x_bLH.shape[-1]
     return x_bLH.view(B, K, heads // K, -1, H).permute(0, 3, 1, 2, 4).reshape(-1, heads, H)

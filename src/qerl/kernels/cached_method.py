@@ -1,7 +1,7 @@
-"""A method's results kept by its arguments, for as long as its object lives.
+"""Cache a method's results by its arguments, for the lifetime of its object.
 
-`functools.lru_cache` around a bound method is a cycle: the object, and the device memory that it holds, would
-stay until Python looks for cycles.
+`functools.lru_cache` around a bound method makes a reference cycle: the object, and its device memory, would
+stay until Python's cycle collector runs.
 """
 
 import weakref
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def cached_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """To be kept by the method's own object; arguments are positional and hashable."""
+    """Return a caching version, to be stored on the method's object; arguments must be hashable."""
     weak, results = weakref.WeakMethod(method), {}
 
     def call(*arguments: Any) -> Any:

@@ -1,11 +1,11 @@
-"""o = softmax(q k^T / sqrt(H)) v of one token a row over a paged cache, bit for bit whatever lies beside it.
+"""o = softmax(q k^T / sqrt(H)) v for one token per row over a paged cache, bitwise independent of the batch.
 
-    of each CHUNK of positions: s = q k^T / sqrt(H), -inf beyond the row's own; m' = max(m, max s)
-    p = exp(s - m'), sum = sum * exp(m - m') + sum p, o = o * exp(m - m') + p v; m = m'     at last o / sum
+    per CHUNK of positions: s = q k^T / sqrt(H), -inf beyond the row's own; m' = max(m, max s)
+    p = exp(s - m'), sum = sum * exp(m - m') + sum p, o = o * exp(m - m') + p v; m = m'     finally o / sum
 
-A chunk beyond a row's length adds nothing and scales by one, so neither the table's width nor the other rows'
-lengths decide its bits, nor are they a dimension of a product, as in `attention.paged_decode`, which is
-faster. Its place decides none either if 16 divides the number of rows (tests/kernels/
+A chunk past a row's length adds nothing and scales by one, so a row's bits depend neither on the table's
+width nor on the other rows' lengths. These are a dimension of a product in `attention.paged_decode`, which
+is faster. The bits do not depend on the row's index either if 16 divides the number of rows (tests/kernels/
 test_chunked_attention.py). fp32 inside; p is rounded to the operands' dtype for its product.
 """
 
@@ -21,28 +21,28 @@ CHUNK = 128
 def chunked_decode(
     q_BNH: Tensor, pages_k: Tensor, pages_v: Tensor, tables_BX: Tensor, lengths_B: Tensor
 ) -> Tensor:
-    """o_BNH over a row's first lengths_B >= 1 positions; tables_BX is padded with pages that hold numbers."""
+    """Return o_BNH over lengths_B >= 1 positions per row; tables_BX is padded with initialized pages."""
     (B, N, H), (page_tokens, K), X = q_BNH.shape, pages_k.shape[1:3], tables_BX.shape[1]
     q_bLH = q_BNH.reshape(B * K, N // K, H)
     largest_bL1 = torch.full((B * K, N // K, 1), -torch.inf, device=q_BNH.device)
     sum_bL1, o_bLH = torch.zeros_like(largest_bL1), torch.zeros(q_bLH.shape, device=q_BNH.device)
     for start in range(0, X * page_tokens, CHUNK):
-        at_C = torch.arange(start, start + CHUNK, device=q_BNH.device)
-        pages_BC = tables_BX[:, (at_C // page_tokens).clamp(max=X - 1)]
-        rows_BC = pages_BC * page_tokens + at_C % page_tokens
+        positions_C = torch.arange(start, start + CHUNK, device=q_BNH.device)
+        pages_BC = tables_BX[:, (positions_C // page_tokens).clamp(max=X - 1)]
+        rows_BC = pages_BC * page_tokens + positions_C % page_tokens
         k_bCH, v_bCH = (_heads_first(pages, rows_BC) for pages in (pages_k, pages_v))
-        is_beyond_b1C = (at_C >= lengths_B[:, None]).repeat_interleave(K, 0)[:, None]
+        is_past_b1C = (positions_C >= lengths_B[:, None]).repeat_interleave(K, 0)[:, None]
         scores_bLC = product(q_bLH, k_bCH.transpose(1, 2)).mul_(H**-0.5)
-        scores_bLC.masked_fill_(is_beyond_b1C, -torch.inf)
+        scores_bLC.masked_fill_(is_past_b1C, -torch.inf)
         before_bL1 = largest_bL1
         largest_bL1 = torch.maximum(before_bL1, scores_bLC.amax(-1, keepdim=True))
-        p_bLC, kept_bL1 = scores_bLC.sub_(largest_bL1).exp_(), (before_bL1 - largest_bL1).exp_()
-        sum_bL1 = sum_bL1 * kept_bL1 + p_bLC.sum(-1, keepdim=True)
-        o_bLH = o_bLH * kept_bL1 + product(p_bLC.to(q_BNH.dtype), v_bCH)
+        p_bLC, rescale_bL1 = scores_bLC.sub_(largest_bL1).exp_(), (before_bL1 - largest_bL1).exp_()
+        sum_bL1 = sum_bL1 * rescale_bL1 + p_bLC.sum(-1, keepdim=True)
+        o_bLH = o_bLH * rescale_bL1 + product(p_bLC.to(q_BNH.dtype), v_bCH)
     return (o_bLH / sum_bL1).to(q_BNH.dtype).view(B, N, H)
 
 
 def _heads_first(pages: Tensor, rows_BC: Tensor) -> Tensor:
-    """The keys or values of these rows, [B * K, C, H]."""
+    """Return the keys or values of these rows, [B * K, C, H]."""
     x_BCKH = pages.flatten(0, 1)[rows_BC]
     return x_BCKH.transpose(1, 2).flatten(0, 1).contiguous()

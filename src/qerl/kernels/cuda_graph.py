@@ -1,7 +1,7 @@
-"""Records launches into a CUDA graph, with the collector of cycles at rest.
+"""Capture launches in a CUDA graph with Python's cycle collector disabled.
 
-What it collects may hold memory or a graph of the device, and freeing those while any stream records ends the
-recording (CUDA_ERROR_STREAM_CAPTURE_INVALIDATED).
+The collector may free device memory or a graph, which invalidates a capture that is in progress on any stream
+(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ def record_graph(
     pool: tuple[int, int] | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Iterator[None]:
-    """What is launched in here goes into the graph and does not run; see torch.cuda.graph."""
+    """Capture launches in the graph instead of running them; see torch.cuda.graph."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

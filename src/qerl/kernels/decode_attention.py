@@ -1,21 +1,22 @@
-"""o = softmax(q k^T / sqrt(H)) v of one token a row over paged keys and values, one launch a layer.
+"""o = softmax(q k^T / sqrt(H)) v for one token per row over paged keys and values, one launch per layer.
 
-    q, k, v = split of qkv_BX, q and k turned by the angles of the row's position (normed before, if norms)
-    k, v written to the cache at the position; o_BNH over the positions 0 to the row's own, as they are stored
+    q, k, v = split of qkv_BX; q and k rotated by the angles of the row's position (after RMSNorm, if norms)
+    k, v are written to the cache at the position; o_BNH covers the positions 0 to the row's own, as stored
 
-Layout of a layer's cache, slot = page * page_tokens + place in it:
+Layout of a layer's cache, slot = page * page_tokens + offset in the page:
 
     k, v      [num_pages, page_tokens, K, H] bfloat16, or float8_e4m3fn with
     scales    fp32 [num_pages, page_tokens, K]: a token's head is codes * scale, scale = absmax / 448
 
-Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work, a warp's; the unit of a row's
-last chunk waits for what the others found (largest score, sum, o, in fp32) and adds it in the order of
-chunks. So a row's bits depend on that row alone and on whether there are more than 32 rows (tests/kernels/
-test_decode_attention.py). Units go chunk by chunk over the rows:
-neighbouring rows with the same pages, as the samples of a group have, read them from memory once, then from
-L2. Rows whose position is -1 get zeros. Letters besides types.py: B rows, X pages of a table or columns of
-qkv. Positions, tables and pages are read before the kernel ahead has ended: nothing may write them with an
-early launch of what follows.
+Each CHUNK of positions, LONG_CHUNK with more than 32 rows, is one unit of work of one warp. The unit of a
+row's last chunk waits for the results of the others (largest score, sum and o, in fp32) and adds them in the
+order of chunks. So a row's bits depend on that row alone and on whether there are more than 32 rows
+(tests/kernels/test_decode_attention.py). Units are ordered by chunk, then row: neighboring rows that share
+pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1 get
+zeros.
+
+Letters besides types.py: B rows, X pages of a table or columns of qkv. Positions, tables and pages are read
+before the previous kernel has ended, so no kernel that allows an early launch of this one may write them.
 """
 
 import dataclasses
@@ -39,21 +40,21 @@ CASES = (  # N, K, H
     (32, 2, 128),
     (16, 1, 64),
 )
-CHUNK, LONG_CHUNK = 128, 256  # positions; the long one, half as much to add up, once there are units enough
+CHUNK, LONG_CHUNK = 128, 256  # positions; the long chunk halves the sums to add, once there are enough units
 Norms = tuple[Tensor, Tensor, float]  # q_norm_H, k_norm_H in fp32, eps
 
 _E4M3_LARGEST = 448.0
 _THREADS = 32
-_MULTIPROCESSOR_BYTES, _CTA_BYTES = 228 * 1024, 1024  # shared memory; what a CTA takes besides its own
+_MULTIPROCESSOR_BYTES, _CTA_BYTES = 228 * 1024, 1024  # shared memory; what the system reserves per CTA
 _TILE = 32  # positions
 _FEW_ROWS = 32
-_MANY_FP8_HEADS = 256  # rows x K/V heads from which on 8 one-warp CTAs beat 6: FP8 is bound by issue (H200)
+_MANY_FP8_HEADS = 256  # rows x K/V heads above which 8 one-warp CTAs beat 6: FP8 is issue-bound (H200)
 _LOG2_E = 1.4426950408889634
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerCache:
-    """Views of one layer: written in place."""
+    """Views of one layer of the cache, written in place."""
 
     k: Tensor
     v: Tensor
@@ -62,31 +63,33 @@ class LayerCache:
 
 
 def to_fp8(x_TKH: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes float8_e4m3fn, scales_TK fp32): the nearest codes, ties to even. A head of zeros has scale 1."""
+    """Return (codes float8_e4m3fn, scales_TK fp32), rounded to nearest even. A head of zeros has scale 1."""
     wide = x_TKH.float()
     absmax_TK = wide.abs().amax(-1)
-    largest_TK = torch.full_like(absmax_TK, _E4M3_LARGEST)  # CUDA would multiply by the inverse of a number
+    largest_TK = torch.full_like(
+        absmax_TK, _E4M3_LARGEST
+    )  # for a Python number CUDA would multiply by its inverse
     scales_TK = torch.where(absmax_TK > 0, absmax_TK / largest_TK, 1.0)
     scaled = (wide / scales_TK[..., None]).clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
     return scaled.to(torch.float8_e4m3fn), scales_TK
 
 
 def from_fp8(codes_TKH: Tensor, scales_TK: Tensor) -> Tensor:
-    """fp32."""
+    """Return codes * scales in fp32."""
     return codes_TKH.float() * scales_TK[..., None]
 
 
 def split_heads(
     qkv_BX: Tensor, angles: Tensor, positions_B: Tensor, num_kv_heads: int, norms: Norms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q_BNH, k_BKH, v_BKH as the kernel uses them, in torch; every position must be one."""
+    """Return q_BNH, k_BKH, v_BKH as the kernel computes them, using torch; positions must not be negative."""
     H = angles.shape[1]
     heads = qkv_BX.view(len(qkv_BX), -1, H)
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     cosine, sine = angles[positions_B.long(), None].chunk(2, dim=-1)
     cosine, sine = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
 
-    def turned(x: Tensor, norm_H: Tensor | None, eps: float) -> Tensor:
+    def rotated(x: Tensor, norm_H: Tensor | None, eps: float) -> Tensor:
         if norm_H is not None:
             wide = x.float()
             inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -94,13 +97,13 @@ def split_heads(
         return (x * cosine).addcmul_(x.roll(H // 2, -1), sine).to(x.dtype)
 
     q_norm_H, k_norm_H, eps = norms or (None, None, 0.0)
-    return turned(q, q_norm_H, eps), turned(k, k_norm_H, eps), v
+    return rotated(q, q_norm_H, eps), rotated(k, k_norm_H, eps), v
 
 
 def reference(
     qkv_BX: Tensor, angles: Tensor, cache: LayerCache, state: DecodeState, norms: Norms | None = None
 ) -> Tensor:
-    """o [B, N * H] in float64, one row at a time; writes the cache as the kernel does."""
+    """Return o [B, N * H] in float64, row by row; writes the cache as the kernel does."""
     (_, page_tokens, K, H), B = cache.k.shape, len(qkv_BX)
     positions_B = state.positions_B[:B]
     q_BNH, k_BKH, v_BKH = split_heads(qkv_BX, angles, positions_B.clamp(min=0), K, norms)
@@ -110,16 +113,16 @@ def reference(
             continue
         at = torch.arange(position + 1, device=qkv_BX.device)
         slots = state.tables_BX[b].long()[at // page_tokens] * page_tokens + at % page_tokens
-        k_SKH = _stored(cache.k, cache.k_scales, slots, k_BKH[b])
-        v_SKH = _stored(cache.v, cache.v_scales, slots, v_BKH[b])
+        k_SKH = _write_and_read(cache.k, cache.k_scales, slots, k_BKH[b])
+        v_SKH = _write_and_read(cache.v, cache.v_scales, slots, v_BKH[b])
         q_KLH = q_BNH[b].double().view(K, -1, H)
         weights_KLS = (torch.einsum("klh,skh->kls", q_KLH, k_SKH) / H**0.5).softmax(-1)
         o_BNH[b] = torch.einsum("kls,skh->klh", weights_KLS, v_SKH).reshape(-1, H)
     return o_BNH.flatten(1)
 
 
-def _stored(pages: Tensor, scales: Tensor | None, slots: Tensor, new_KH: Tensor) -> Tensor:
-    """A row's keys or values in float64, the last slot written first."""
+def _write_and_read(pages: Tensor, scales: Tensor | None, slots: Tensor, new_KH: Tensor) -> Tensor:
+    """Write the new keys or values to the row's last slot and return all of the row's in float64."""
     rows = pages.flatten(0, 1)
     if scales is None:
         rows[slots[-1]] = new_KH
@@ -134,7 +137,7 @@ def _stored(pages: Tensor, scales: Tensor | None, slots: Tensor, new_KH: Tensor)
 
 
 def supports(num_heads: int, num_kv_heads: int, head_size: int, page_tokens: int) -> bool:
-    """Whether there is a kernel for this shape."""
+    """True if there is a kernel for this shape."""
     group, rest = divmod(num_heads, num_kv_heads)
     return rest == 0 and 1 <= group <= 16 and head_size in (64, 128) and page_tokens % 16 == 0
 
@@ -150,7 +153,7 @@ class Shape:
 def choose_shape(
     B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int, chunk: int | None = None
 ) -> Shape:
-    """Few CTAs, with more tiles under way in each, if there are few units. chunk: None takes it by B."""
+    """Use fewer CTAs with more tiles in flight if there are few units. chunk=None: chosen from B."""
     chunk = chunk or (CHUNK if B <= _FEW_ROWS else LONG_CHUNK)
     if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
         return Shape(chunk, 3)
@@ -158,9 +161,9 @@ def choose_shape(
 
 
 class DecodeAttention:
-    """The kernel for one shape, compiled when made, and its workspace: one object for one stream.
+    """The kernels for one shape, compiled on first use, and their workspace. Use one object per stream.
 
-    The workspace has 4 (H + 2) bytes for each of max_rows x max_chunks x N, N / K rounded up to 8 or 16.
+    The workspace has 4 (H + 2) bytes for each of max_rows x max_chunks x N, with N / K rounded up to 8 or 16.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class DecodeAttention:
         cache_folder: Path,
         chunk: int | None = None,
     ):
-        """chunk: for any number of rows, so that a row has one order of sums; None takes it by the rows."""
+        """chunk: used for any number of rows, so that sums have one order; None: chosen from the rows."""
         assert supports(num_heads, num_kv_heads, head_size, page_tokens) and max_rows <= 2**16
         assert kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
         self._heads, self._kv_heads, self._head_size = num_heads, num_kv_heads, head_size
@@ -185,9 +188,9 @@ class DecodeAttention:
         self._chunk = chunk
         self._fence = torch.zeros(1, device=device)
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
-        self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma for a K/V head's query heads
+        self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma, for the query heads of a K/V head
         results = max_rows * num_kv_heads * self._max_chunks * self._columns
-        # -1 marks a word that nobody has written; every launch leaves it so
+        # -1 marks a word as not written; every launch leaves all words so
         self.workspace = torch.full((results * (head_size + 2),), -1, dtype=torch.int32, device=device)
         self._partials, self._maxima = self.workspace.split((results * head_size, results * 2))
         gpu = torch.cuda.get_device_properties(device)
@@ -196,13 +199,13 @@ class DecodeAttention:
         self._kernel = cached_method(self._compile)
 
     def _compile(self, shape: Shape):
-        """The kernel, and how many CTAs run at once: they wait for one another, so there are no more."""
+        """Return the kernel and the largest grid: CTAs wait for one another, so all must run at once."""
         from qerl.kernels import nvrtc
 
         is_fp8 = self._kv_dtype != torch.bfloat16
         stage_bytes = 2 * _TILE * (self._head_size * self._kv_dtype.itemsize + (4 if is_fp8 else 0))
-        most = self._shared_bytes // shape.ctas_per_sm - _CTA_BYTES - 4 * self._max_rows
-        stages = max(min(most // stage_bytes, CHUNK // _TILE), 2)
+        available = self._shared_bytes // shape.ctas_per_sm - _CTA_BYTES - 4 * self._max_rows
+        stages = max(min(available // stage_bytes, CHUNK // _TILE), 2)
         defines = {
             "H": self._head_size,
             "GROUP": self._heads // self._kv_heads,
@@ -222,7 +225,7 @@ class DecodeAttention:
         return kernel, self._num_sms * resident
 
     @functools.cached_property
-    def _put(self):
+    def _write(self):
         from qerl.kernels import nvrtc
 
         shape = {"H": self._head_size, "GROUP": self._heads // self._kv_heads, "KV_HEADS": self._kv_heads}
@@ -239,11 +242,11 @@ class DecodeAttention:
         state: DecodeState,
         norms: Norms | None = None,
     ) -> Tensor:
-        """`attend` for rows that may be of one sequence: all keys and values are written first."""
+        """Like `attend`, for rows that may belong to one sequence: writes all keys and values first."""
         parameters = self._parameters(qkv_BX, angles, cache, state, qkv_BX, norms)
-        self._put.launch(grid=len(qkv_BX) * self._kv_heads, block_threads=32, parameters=(parameters,))
-        # A launch of torch's begins when the one before has ended; attention, which reads pages before it
-        # waits, begins when torch's has.
+        self._write.launch(grid=len(qkv_BX) * self._kv_heads, block_threads=32, parameters=(parameters,))
+        # A torch kernel starts after the previous launch has ended, and attention, which reads pages before
+        # it waits, starts after the torch kernel.
         self._fence.zero_()
         return self.attend(qkv_BX, angles, cache, state, norms=norms)
 
@@ -256,7 +259,7 @@ class DecodeAttention:
         out_BNH: Tensor | None = None,
         norms: Norms | None = None,
     ) -> Tensor:
-        """o [B, N * H] of the state's first B rows; angles fp32 [positions, H], cosines and then sines."""
+        """Return o [B, N * H] of the first B rows; angles fp32 [positions, H]: cosines, then sines."""
         B, N, K, H = len(qkv_BX), self._heads, self._kv_heads, self._head_size
         if out_BNH is None:
             out_BNH = torch.empty(B, N * H, dtype=torch.bfloat16, device=qkv_BX.device)

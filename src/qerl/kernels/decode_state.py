@@ -1,17 +1,16 @@
-"""What a decode step reads and moves on: one row for each running sample, on the device, allocated once.
+"""The state that a decode step reads and advances: one row per running sample, on the device, allocated once.
 
     tokens_B     the newest token, whose key and value are not cached yet
     positions_B  its position in the sequence; -1: the row is empty, or its sample has ended
-    ends_B       the position at which a sample has all the tokens it may have: a draw that would move a row
-                 to it, or beyond, ends the sample
-    keys_B       names the sample's randomness; a draw is a function of (key, position, vocabulary index)
+    ends_B       a sample ends when a new token would move its row to this position or past it
+    keys_B       the sample's random key; a sampled token is a function of (key, position, vocabulary index)
     tables_BX    the sequence's pages in order
-    noise_rows_B the norms' noise of the row, where it has a table
+    noise_rows_B the row's entry in the noise table of the norms, if there is one
 
-    drawn_tokens_WB, drawn_logprobs_WB    what the last W steps drew; place_1 says where the next draw goes
+    drawn_tokens_WB, drawn_logprobs_WB    results of the last W steps; place_1 is the index of the next
 
-Samples of one prompt are best neighbours: they then read the pages that they share at about the same time.
-B rows, X pages of the longest sequence, W steps of a burst.
+Neighboring rows should be samples of one prompt: they then read the pages that they share at about the same
+time. B rows, X pages of the longest sequence, W steps of a burst.
 """
 
 import dataclasses
@@ -33,12 +32,12 @@ class DecodeState:
     place_1: Tensor  # int32 [1]
 
     def of_width(self, pages: int) -> "DecodeState":
-        """A view of it whose tables are of so many pages."""
+        """Return a view whose tables have only the first `pages` pages."""
         return dataclasses.replace(self, tables_BX=self.tables_BX[:, :pages])
 
     @classmethod
     def empty(cls, rows: int, pages: int, steps: int, device: torch.device | str) -> "DecodeState":
-        """No row in use."""
+        """Return a state with no row in use."""
 
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)

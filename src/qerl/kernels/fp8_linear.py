@@ -1,11 +1,12 @@
-"""y = Q(x) @ W^T with W in FP8 and x quantized to FP8 on the way, plus a low-rank adapter's product.
+"""y = Q(x) @ W^T with W in FP8 and x quantized to FP8, plus a LoRA adapter's product.
 
-    y  = Q(x) @ W^T + scaling * (x @ a^T) @ b^T + bias        Q: 128 neighbours of a row share a scale
+    y  = Q(x) @ W^T + scaling * (x @ a^T) @ b^T + bias        Q: 128 neighbors of a row share a scale
     dx = Q(dy) @ W + scaling * (dy @ b) @ a                   straight through Q; a, b as in lora_linear.py
 
-Q and W of formats/fp8_flow.py; T tokens, K inputs, N outputs. The adapter reads x as it is. On a Hopper GPU
-the products are cuBLAS's with block scales (1 x 128 by 128 x 128) and Q is one kernel, to the bit torch's;
-elsewhere Q(x) and W are multiplied in fp32: the same numbers, in another order of summation.
+Q and W are those of formats/fp8_flow.py; T tokens, K inputs, N outputs. The adapter reads x unquantized. On
+a Hopper GPU the products are cuBLAS's with block scales (1 x 128 by 128 x 128), and Q is one kernel with the
+same bits as torch's. Elsewhere Q(x) and W are multiplied in fp32: the same numbers in another order of
+summation.
 """
 
 import torch
@@ -17,7 +18,7 @@ from qerl.formats.fp8_flow import FP8Flow, rounded_rows
 from qerl.kernels import row_kernel
 
 CASES = ((1, 128, 256), (5, 576, 192), (37, 384, 640), (130, 1536, 576))  # T, K, N
-_ROWS = 16  # scales of a group start at multiples of so many
+_ROWS = 16  # each group's scales start at a multiple of this
 
 
 def reference(
@@ -27,7 +28,7 @@ def reference(
     b_NR: Tensor | None = None,
     scaling: float = 0.0,
 ) -> Tensor:
-    """The definition in float64, Q straight through; differentiable in x, a and b."""
+    """The definition in float64, with a straight-through gradient for Q; differentiable in x, a and b."""
     y_TN = _Through.apply(x_TK.double()) @ weight_NK.double().T
     y_TN = _GradientThrough.apply(y_TN)
     if a_RK is not None and b_NR is not None:
@@ -56,7 +57,7 @@ class _GradientThrough(torch.autograd.Function):
 
 
 def fp8_product(x_TK: Tensor, weight: FP8Flow, resident_NK: Tensor | None = None) -> Tensor:
-    """Q(x) @ W^T in x's dtype. resident_NK: W in fp32, where it is kept."""
+    """Return Q(x) @ W^T in x's dtype. resident_NK: W in fp32, if it is kept in memory."""
     if _has_kernels(x_TK, weight):
         return _scaled(x_TK, weight.codes, weight.scales)
     w_NK = weight.operand(torch.float32) if resident_NK is None else resident_NK
@@ -72,8 +73,10 @@ def fp8_linear(
     *,
     is_read: bool = True,
 ) -> Tensor:
-    """y_TN; differentiable in x and the masters. adapter: masters a and b in fp32, their working copies in
-    x's dtype, scaling. Where nobody reads y it is zeros."""
+    """Return y_TN, differentiable in x and the masters, or zeros if not is_read.
+
+    adapter: masters a and b in fp32, their working copies in x's dtype, scaling.
+    """
     assert x_TK.dim() == 2
     return _FP8Linear.apply(x_TK, weight, resident_NK, bias_N, is_read, *(adapter or (None,) * 5))
 
@@ -117,7 +120,7 @@ def _input_gradient(dy_TN: Tensor, weight: FP8Flow, resident_NK: Tensor | None) 
 
 
 def _has_kernels(x_TK: Tensor, weight: FP8Flow) -> bool:
-    """cuBLAS has block scales on Hopper alone, for whole vectors of 16 numbers."""
+    """True on Hopper, where cuBLAS has block scales, if N and K are multiples of 16."""
     n, k = weight.shape
     return (
         x_TK.is_cuda
@@ -128,8 +131,10 @@ def _has_kernels(x_TK: Tensor, weight: FP8Flow) -> bool:
 
 
 def quantized(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [T', K], scales [T', ceil(K / 128)] whose columns are contiguous), T' = T rounded up to 16: what
-    is past T means nothing."""
+    """Return (codes [T', K], scales [T', ceil(K / 128)] with contiguous columns).
+
+    T' is T rounded up to 16; rows from T on are undefined.
+    """
     x_TK = x_TK if row_kernel.are_vectors(x_TK) else x_TK.contiguous()
     (T, K), rows = x_TK.shape, -(-x_TK.shape[0] // _ROWS) * _ROWS
     groups = -(-K // BLOCK)
@@ -157,5 +162,5 @@ def _scaled(x_TK: Tensor, codes_NK: Tensor, scales: Tensor) -> Tensor:
 
 
 def _padded(scales: Tensor) -> Tensor:
-    """[N / 128, K / 128] with rows of a multiple of 4, as cuBLAS reads them."""
+    """Pad rows of [N / 128, K / 128] to a multiple of 4, as cuBLAS expects."""
     return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous()

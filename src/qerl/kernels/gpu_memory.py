@@ -1,9 +1,9 @@
-"""How much of a GPU's memory this process takes: what torch allots, and what is mapped beside torch.
+"""Count the GPU memory of this process: what torch allocates, and what is mapped outside torch.
 
     peak = max over time of (torch's + mapped)
 
-torch counts, and limits (`torch.cuda.set_per_process_memory_fraction`), its own alone. Its counters belong to
-the process, and so does the one count that is kept here beside them.
+torch counts, and limits (`torch.cuda.set_per_process_memory_fraction`), only its own memory. Its counters are
+global to the process, and so is the one count that this module adds.
 """
 
 import contextlib
@@ -15,31 +15,31 @@ import torch
 
 @dataclasses.dataclass(slots=True)
 class _OutsideTorch:
-    """What is mapped now, and the peaks until it last changed: torch's own count from there."""
+    """Bytes mapped now, and the peaks up to the last change of that; torch counts the peaks since then."""
 
     mapped_bytes: int = 0
     allocated_bytes: int = 0
     reserved_bytes: int = 0
 
 
-_BESIDE: dict[torch.device, _OutsideTorch] = {}
+_OUTSIDE: dict[torch.device, _OutsideTorch] = {}
 
 
 def allowed_bytes(device: torch.device) -> float:
-    """What torch may take of the device in this process."""
+    """Return the bytes of the device that torch may use in this process."""
     device = numbered(device)
     return torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]
 
 
 def check_limit(device: torch.device, num_bytes: int) -> None:
-    """torch.OutOfMemoryError if so many bytes beside what torch holds are more than this process may take."""
+    """Raise torch.OutOfMemoryError if num_bytes more than torch has reserved exceed this process's limit."""
     if torch.cuda.memory_reserved(device) + num_bytes > allowed_bytes(device):
-        raise torch.OutOfMemoryError(f"{num_bytes} bytes are beyond this process's share of the GPU")
+        raise torch.OutOfMemoryError(f"{num_bytes} bytes exceed this process's limit on the GPU")
 
 
 @contextlib.contextmanager
 def mapped(device: torch.device, num_bytes: int) -> Iterator[None]:
-    """So many bytes of the device are mapped in here: they count, and torch may take so many less."""
+    """Count num_bytes as mapped inside the context, and lower torch's limit by as much."""
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     share = num_bytes / torch.cuda.mem_get_info(device)[1]
     torch.cuda.set_per_process_memory_fraction(max(fraction - share, 0.0), device)
@@ -52,36 +52,36 @@ def mapped(device: torch.device, num_bytes: int) -> Iterator[None]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most in use at once since `reset_peaks`."""
-    beside = _beside(device)
-    return max(beside.allocated_bytes, torch.cuda.max_memory_allocated(device) + beside.mapped_bytes)
+    """Return the peak memory in use since `reset_peaks`."""
+    outside = _outside(device)
+    return max(outside.allocated_bytes, torch.cuda.max_memory_allocated(device) + outside.mapped_bytes)
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """The same with what lay unused in torch's blocks."""
-    beside = _beside(device)
-    return max(beside.reserved_bytes, torch.cuda.max_memory_reserved(device) + beside.mapped_bytes)
+    """Return the peak including unused memory in torch's blocks."""
+    outside = _outside(device)
+    return max(outside.reserved_bytes, torch.cuda.max_memory_reserved(device) + outside.mapped_bytes)
 
 
 def reset_peaks(device: torch.device) -> None:
-    _BESIDE[numbered(device)] = _OutsideTorch(mapped_bytes=_beside(device).mapped_bytes)
+    _OUTSIDE[numbered(device)] = _OutsideTorch(mapped_bytes=_outside(device).mapped_bytes)
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def _change(device: torch.device, num_bytes: int) -> None:
-    """Of what is mapped; torch's peaks begin anew, those so far are kept here."""
-    _BESIDE[numbered(device)] = _OutsideTorch(
-        mapped_bytes=_beside(device).mapped_bytes + num_bytes,
+    """Change the mapped bytes: store the peaks so far and reset torch's."""
+    _OUTSIDE[numbered(device)] = _OutsideTorch(
+        mapped_bytes=_outside(device).mapped_bytes + num_bytes,
         allocated_bytes=peak_bytes(device),
         reserved_bytes=peak_reserved_bytes(device),
     )
     torch.cuda.reset_peak_memory_stats(device)
 
 
-def _beside(device: torch.device) -> _OutsideTorch:
-    return _BESIDE.get(numbered(device), _OutsideTorch())
+def _outside(device: torch.device) -> _OutsideTorch:
+    return _OUTSIDE.get(numbered(device), _OutsideTorch())
 
 
 def numbered(device: torch.device) -> torch.device:
-    """The same with its number: the current one's where it has none."""
+    """Return the device with an index: the current device's if it has none."""
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

@@ -1,11 +1,11 @@
-"""What head_sample.py draws, in Triton, for GPUs without Hopper's product instructions: BF16 and FP8 heads.
+"""head_sample.py in Triton for BF16 and FP8 heads, on GPUs without Hopper's product instructions.
 
-    score_Mv = y_Mv - log E(key, position, v)     y_MV = logits_MV / temperature     (head_sample.py has E)
-    of each 64 v: best score, its v, its y, log sum exp y
+    score_Mv = y_Mv - log E(key, position, v)     y_MV = logits_MV / temperature     E: head_sample.py
+    per 64 v: best score, its v, its y, log sum exp y
 
-The same API, the same generator, hence the same tokens but where two scores differ by rounding. A row's
-numbers depend on that row alone: every tile multiplies 64 v by 16 rows, over k from 0 on. The partials are
-joined, and the state moved on, by torch's own kernels, none of which waits for the device.
+It has the same API and the same generator, hence samples the same tokens unless two scores differ by
+rounding. A row's numbers depend on that row alone: every tile multiplies 64 v by 16 rows, over k from 0 on.
+torch's kernels combine the partial results and advance the state, without waiting for the device.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
@@ -22,7 +22,7 @@ _LAST_V = 2**31 - 1
 
 @triton.jit
 def _exponential(bits):
-    """E = -log(1 - u), by a series where 1 - u would have lost u's last bits."""
+    """E = -log(1 - u); a small u uses a series, because 1 - u would lose its last bits."""
     is_small = bits < (1 << 28)
     a = (
         tl.where(is_small, bits, bits ^ 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10
@@ -57,7 +57,7 @@ def _chunk(
     M,
     V,
     D: tl.constexpr,
-    is_given,  # 1: a row's key is the token that it draws
+    is_given,  # 1: a row's key is the token to score
     IS_FP8: tl.constexpr,
     DRAWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -87,7 +87,7 @@ def _chunk(
         position = tl.load(positions + m, mask=m < M, other=0)[None, :]
         noise = tl.log(_exponential(_bits(key, position, v[:, None])))
         score = tl.where(is_v, y - tl.where(t > 0, noise, 0.0), -float("inf"))
-        # One compiled kernel for both: two would differ in rounding.
+        # One compiled kernel for sampling and scoring: two would differ in rounding.
         score = tl.where(is_given > 0, tl.where(v[:, None] == key, 0.0, -float("inf")), score)
         best = tl.max(score, 0)
         token = tl.min(tl.where((score == best[None, :]) & is_v, v[:, None], 2147483647), 0)
@@ -103,14 +103,14 @@ def _chunk(
 
 
 class PortableHeadSample:
-    """Does what `HeadSample` does."""
+    """The same methods as `HeadSample`."""
 
     def __init__(self, head: BF16Head | FP8Head, max_rows: int, device: torch.device):
         self._v, self._d = head.shape
         is_fp8 = isinstance(head, FP8Head)
         self._weight = head.codes_VD.view(torch.uint8) if is_fp8 else head.weight_VD
         self._scales = head.scales if is_fp8 else None
-        self._operand = tl.float32 if device.type == "cpu" else tl.bfloat16  # a CPU only interprets
+        self._operand = tl.float32 if device.type == "cpu" else tl.bfloat16  # on a CPU Triton interprets
         tiles = -(-self._v // CHUNK)
         self._floats = torch.empty(3, max_rows, tiles, device=device)
         self._tokens = torch.empty(max_rows, tiles, dtype=torch.int32, device=device)

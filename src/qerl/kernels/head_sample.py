@@ -1,22 +1,22 @@
-"""Draws each row's next token from the head's logits, which are never written out, and moves the rows on.
+"""Sample each row's next token from the LM head's logits without writing them, and advance the rows.
 
     logits_MV = x_MD @ head_VD^T                        bf16 operands, fp32 sums
     token_M = argmax_v (logits_Mv / temperature - log E(key, position, v))       E = -log(1 - u), u in (0, 1)
     logprob_M = log_softmax(logits_MV / temperature)[token]
 
 u = (bits + 1/2) / 2^32, where bits is word v % 4 of Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel
-random numbers: as easy as 1, 2, 3; SC 2011) of the counter (v // 4, position, 0, 0) under the key: a draw
-depends on (key, position, v) and on nothing else. Temperature 0 takes the first of the largest logits, and
-the logprob of temperature 1. A row whose logits are not all finite gets the logprob NaN, and ends.
+random numbers: as easy as 1, 2, 3; SC 2011) of the counter (v // 4, position, 0, 0) under the key: a sample
+depends on (key, position, v) only. Temperature 0 takes the first of the largest logits, with the logprob of
+temperature 1. A row with a logit that is not finite gets logprob NaN and ends.
 
     BF16    weight_VD bfloat16                        the embedding's own storage, if they are tied
     FP8     codes_VD float8_e4m3fn, scales float32 [ceil(V / 128), D / 128]    formats/fp8.py
     NVFP4   tiles uint8 [V / 64, D / 64, 2304], factors_V float32              nvfp4_decode.py
 
-Two launches: the product, which leaves 16 bytes for each 64 of the vocabulary (the best score, its v, its
-logit, the log of the sum of exponentials), and their reduction in a fixed order. A row's numbers do not
-depend on M, the other rows or the tile that M chose: tests/kernels/test_head_sample.py. V is a multiple of
-16, D of 64 (FP8, NVFP4: of 128). Hopper only; head_portable.py is for other GPUs.
+Two launches: the product, which writes 16 bytes per 64 of the vocabulary (the best score, its v, its logit,
+the log of the sum of exponentials), and their reduction in a fixed order. A row's numbers do not depend on
+M, the other rows or the tile chosen for M (tests/kernels/test_head_sample.py). V is a multiple of 16, D of
+64 (FP8 and NVFP4: of 128). Hopper only; head_portable.py is for other GPUs.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from qerl.kernels.head_portable import PortableHeadSample
 
 CASES = ((1, 1008, 192), (7, 4096, 896), (8, 2064, 3584), (64, 1040, 576), (65, 640, 1024), (256, 1616, 320))
-CHUNK = 64  # of the vocabulary, whose best token and sum are one partial
+CHUNK = 64  # of the vocabulary; its best token and sum are one partial result
 WEIGHT_TILE_BYTES = 2304  # 64 x 64 of NVFP4
 FP8_BLOCK = 128
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
@@ -43,7 +43,7 @@ _DRAWS, _LOGITS, _SCORES = 0, 1, 2  # what the product writes
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Philox 4x32-10 in int64: 4 words of a counter of 4 words and a key of 2."""
+    """Return the 4 words of Philox 4x32-10, in int64, for a counter of 4 words and a key of 2."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -55,13 +55,13 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
 
 
 def _product_words(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """(high, low) words of the product, without an intermediate over 2^63."""
+    """Return (high, low) words of the product, without an intermediate over 2^63."""
     upper, lower = factor * (word >> 16), factor * (word & 0xFFFF)
     return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _MASK
 
 
 def random_bits(keys_M: Tensor, positions_M: Tensor, vocab_size: int) -> Tensor:
-    """int64 [M, V], each below 2^32."""
+    """Return int64 [M, V], each below 2^32."""
     quads_V = torch.arange(-(-vocab_size // 4), device=keys_M.device)[None]
     zero = torch.zeros_like(quads_V)
     keys_M1, positions_M1 = keys_M.long()[:, None], positions_M.long()[:, None]
@@ -70,14 +70,14 @@ def random_bits(keys_M: Tensor, positions_M: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbels(bits: Tensor) -> Tensor:
-    """float64; exact where they are large, which is where they decide."""
+    """Return Gumbel noise in float64; precise for large values, which decide the argmax."""
     return -torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32))
 
 
 def reference(
     hidden_MD: Tensor, weight_VD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition above in float64: (tokens_M, logprobs_M, by how much the best score leads)."""
+    """The definition above in float64: (tokens_M, logprobs_M, margin of the best score)."""
     logits_MV = hidden_MD.double() @ weight_VD.double().T
     scaled_MV = logits_MV / temperature if temperature else logits_MV
     scores_MV = scaled_MV
@@ -104,7 +104,7 @@ class BF16Head:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FP8Head:
-    """The tensors of formats/fp8.py."""
+    """A head with the tensors of formats/fp8.py."""
 
     codes_VD: Tensor
     scales: Tensor
@@ -123,7 +123,7 @@ class FP8Head:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NVFP4Head:
-    """What nvfp4_decode's `pack` and `row_factors` give."""
+    """A head with the results of nvfp4_decode's `pack` and `row_factors`."""
 
     tiles: Tensor
     factors_V: Tensor
@@ -146,7 +146,7 @@ _FORMATS = {BF16Head: 0, FP8Head: 1, NVFP4Head: 2}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadTile:
-    """Tile(0, tokens=64, warpgroups=2, k_block=64, ctas_per_sm=2): 128 rows x 64 tokens x 64 k of BF16."""
+    """HeadTile(0, tokens=64, warpgroups=2, k_block=64, ctas_per_sm=2): BF16, 128 rows x 64 tokens x 64 k."""
 
     format: int
     tokens: int
@@ -154,7 +154,7 @@ class HeadTile:
     k_block: int
     ctas_per_sm: int
     split: int = 0
-    """1: four more warps reduce."""
+    """1: four additional warps reduce."""
 
     @property
     def reduce_tokens(self) -> int:
@@ -187,7 +187,7 @@ class HeadTile:
 
     @property
     def registers(self) -> int:
-        """256 tokens, or FP8's two sets of sums of 128, take 128 registers: more than 168 altogether."""
+        """Registers per multiplying thread, or 0: 128 registers of sums need more than the default 168."""
         return 240 if self.tokens * (1 + (self.format == 1)) >= 256 else 0
 
     @property
@@ -210,7 +210,7 @@ class HeadTile:
 
 
 def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
-    """Measured on an H200 with V = 152064, D = 3584; dev/LOG.md has the ones that lost."""
+    """Choose the fastest tile on an H200 with V = 152064, D = 3584; dev/LOG.md lists the slower ones."""
     most_tokens = 256 if head_format == 0 else 128
     tokens = next((t for t in (8, 16, 32, 64, 128, 256) if M <= t <= most_tokens), most_tokens)
     if head_format == 2:
@@ -228,18 +228,18 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
 
 
 def head_sampler(head: Head, max_rows: int, device: torch.device) -> "HeadSample | PortableHeadSample":
-    """What the device can run."""
+    """Return the sampler that the device supports."""
     if torch.cuda.get_device_capability(device)[0] == 9:
         return HeadSample(head, max_rows, device)
     if isinstance(head, NVFP4Head):
-        raise ValueError("head: nvfp4 needs a Hopper GPU; bf16 and fp8 do not")
-    from qerl.kernels.head_portable import PortableHeadSample  # triton is there only where a GPU is
+        raise ValueError("an nvfp4 head needs a Hopper GPU; use bf16 or fp8 on this one")
+    from qerl.kernels.head_portable import PortableHeadSample  # triton is installed only with a GPU
 
     return PortableHeadSample(head, max_rows, device)
 
 
 class HeadSample:
-    """The kernels for one head, compiled when first used, and their workspace: one object for one stream."""
+    """The kernels for one head, compiled on first use, and their workspace. Use one object per stream."""
 
     def __init__(self, head: Head, max_rows: int, device: torch.device, *, cache_folder: Path | None = None):
         from qerl.kernels import nvrtc
@@ -256,13 +256,13 @@ class HeadSample:
         self._finish_kernel = cached_method(self._compile_finish)
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
-        """fp32 [M, V], not divided by a temperature: the very numbers that the draws use."""
+        """Return fp32 [M, V], not divided by a temperature: the same bits as used for sampling."""
         logits_MV = torch.empty(len(hidden_MD), self._v, device=self._device)
         self._multiply(hidden_MD, None, None, None, logits_MV, output=_LOGITS)
         return logits_MV
 
     def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor:
-        """logprobs_M of these tokens, int64: bit for bit what a draw of them gives."""
+        """Return logprobs_M of targets_M (int64), bit for bit those of sampling them."""
         m = len(hidden_MD)
         tokens_M = targets_M.int()
         logprobs_M = torch.empty(m, device=self._device)
@@ -274,7 +274,7 @@ class HeadSample:
     def draw(
         self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(tokens_M int32, logprobs_M fp32); temperature is fp32 [1] on the device."""
+        """Sample (tokens_M int32, logprobs_M fp32); temperature is fp32 [1] on the device."""
         m = len(hidden_MD)
         tokens_M = torch.empty(m, dtype=torch.int32, device=self._device)
         logprobs_M = torch.empty(m, device=self._device)
@@ -284,7 +284,7 @@ class HeadSample:
         return tokens_M, logprobs_M
 
     def step(self, hidden_MD: Tensor, state: DecodeState, stop_tokens: Tensor, temperature: Tensor) -> None:
-        """Draws for the first M rows of the state and moves them on; stop_tokens int32, padded with -1."""
+        """Sample for the first M rows of the state and advance them; stop_tokens int32, padded with -1."""
         m = len(hidden_MD)
         rows = (state.ends_B, state.positions_B, state.tokens_B)
         rings = (state.drawn_tokens_WB, state.drawn_logprobs_WB)
@@ -313,7 +313,7 @@ class HeadSample:
         if isinstance(self.head, BF16Head):
             weight_map = self._tensor_map(self.head.weight_VD, 64, tile.k_block)
         elif isinstance(self.head, FP8Head):
-            hidden_MD, factors = self._in_order_of_codes(hidden_MD), self.head.scales
+            hidden_MD, factors = self._in_code_order(hidden_MD), self.head.scales
             weight_map = self._tensor_map(self.head.codes_VD.view(torch.bfloat16), 64, tile.k_block // 2)
         else:
             tiles, factors = self.head.tiles, self.head.factors_V
@@ -329,8 +329,8 @@ class HeadSample:
             ),
         )
 
-    def _in_order_of_codes(self, hidden_MD: Tensor) -> Tensor:
-        """Each 64 k, 16 t + 4 j + 2 pair + parity, as [j, parity, t, pair]: see decode4."""
+    def _in_code_order(self, hidden_MD: Tensor) -> Tensor:
+        """Reorder each 64 k, 16 t + 4 j + 2 pair + parity, to [j, parity, t, pair], as decode4 expects."""
         ordered_MD = self._ordered_MD[: len(hidden_MD)]
         pieces = hidden_MD.view(len(hidden_MD), -1, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4)
         ordered_MD.view(pieces.shape).copy_(pieces)

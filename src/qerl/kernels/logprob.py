@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and entropies of their distributions, a chunk of logits at a time.
+"""Log-probabilities of given tokens and entropies of their distributions, one chunk of logits at a time.
 
     l_CV = hidden_TD[rows_C] @ head_VD.T / temperature        p_CV = softmax(l_CV)
     logprob_C = l_C[target] - logsumexp(l_CV)         entropy_C = logsumexp(l_CV) - sum_v p_CV * l_CV
@@ -6,14 +6,14 @@
 
     hidden_TD   any float    its rows predict           head_VD   fp32 or 16 bits: the products' operands
     rows_C      int64        the row of each target     logits, probabilities, gradients' sums: fp32
-    targets_C   int64        what is asked for
+    targets_C   int64        the tokens
 
-What arrives in the backward pass at a token's logprob is one number, so the row that it scales is made in
-the forward pass, while the logits are there, and fp32 [C, D] is kept: two products with the head. Computing
-the logits again in the backward pass would be a third. No tensor is larger than [chunk_tokens, V].
+The gradient of a token's logprob is one number that scales d logprob / d hidden. The forward pass computes
+that row while the logits exist and keeps it, fp32 [C, D]: two products with the head in all. Recomputing the
+logits in the backward pass would be a third. No tensor is larger than [chunk_tokens, V].
 
-On a GPU in bfloat16 one kernel reads a chunk's logits twice and writes onehot - p: 14 bytes a logit with the
-product's own. torch's operations move some 75, as long again as the products take.
+On a GPU in bfloat16 one kernel reads a chunk's logits twice and writes onehot - p: 14 bytes per logit,
+including the product's. torch's operations move about 75, which takes as long again as the products.
 """
 
 import struct
@@ -39,7 +39,7 @@ def reference(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, temperat
 def _chunk(
     hidden_CD: Tensor, head_VD: Tensor, targets_C1: Tensor, temperature: float, has_slope: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(logprob_C, entropy_C, onehot - p in the head's dtype) of one chunk."""
+    """Return (logprob_C, entropy_C, onehot - p in the head's dtype) of one chunk."""
     logits_CV = product(hidden_CD, head_VD.T)
     if row_kernel.are_vectors(head_VD) and logits_CV.shape[1] % 8 == 0:
         return _launch(logits_CV, targets_C1, temperature, has_slope)
@@ -52,7 +52,7 @@ def _chunk(
     entropy_C = log_total_C - logits_CV.mul_(p_CV).sum(1)
     if not has_slope:
         return logprob_C, entropy_C, None
-    # onehot - p before it is rounded: near p = 1 it would be the difference of rounded terms.
+    # Round after the subtraction: near p = 1 the difference of rounded terms would be inexact.
     p_CV.neg_().scatter_add_(1, targets_C1, torch.ones_like(targets_C1, dtype=torch.float32))
     return logprob_C, entropy_C, p_CV.to(head_VD.dtype)
 
@@ -89,7 +89,7 @@ def _walk(
     chunk_tokens: int,
     slope_CD: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk; fills slope_CD, fp32, with d logprob / d hidden if it is given."""
+    """Return (logprob_C, entropy_C), by chunks; fill slope_CD (fp32), if given, with d logprob / d hidden."""
     logprob_C = torch.empty(len(rows_C), dtype=torch.float32, device=hidden_TD.device)
     entropy_C = torch.empty_like(logprob_C)
     for start in range(0, len(rows_C), chunk_tokens):
@@ -100,7 +100,7 @@ def _walk(
         )
         if slope_CD is not None and slope_CV is not None:
             slope_CD[some] = product(slope_CV, head_VD).div_(temperature)
-        del slope_CV  # or the next chunk's logits would be one more buffer
+        del slope_CV  # otherwise it would coexist with the next chunk's logits
     return logprob_C, entropy_C
 
 
@@ -118,7 +118,7 @@ class _Logprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        """A prompt's last row sums one gradient for each of its samples, in fp32 and in their order."""
+        """Sum in fp32 and in order: a prompt's last row gets one gradient for each of its samples."""
         slope_CD, rows_C = ctx.saved_tensors
         d_TD = torch.zeros(ctx.shape, dtype=torch.float32, device=slope_CD.device)
         for start in range(0, len(rows_C), ctx.chunk_tokens):
@@ -136,9 +136,9 @@ def chunked_logprob(
     chunk_tokens: int,
     rows_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """fp32 (logprob_C, entropy_C). logprob is differentiable in hidden_TD alone; entropy has no gradient.
+    """Return fp32 (logprob_C, entropy_C). logprob is differentiable in hidden_TD; entropy has no gradient.
 
-    rows_C: None asks each row for one target.
+    rows_C: None means one target per row.
     """
     if rows_C is None:
         rows_C = torch.arange(len(hidden_TD), device=hidden_TD.device)

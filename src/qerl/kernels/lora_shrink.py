@@ -1,18 +1,18 @@
-"""x = norm(h) and u = scaling * x @ A^T in one launch: what stands before a linear with an adapter.
+"""x = norm(h) and u = scaling * x @ A^T in one launch: the steps before a linear with LoRA adapters.
 
-    x_MK = bf16(h_MK / sqrt(mean_k(h^2) + eps) * (weight_K + noise))        or, for `shrink`, x_MK as it comes
+    x_MK = bf16(h_MK / sqrt(mean_k(h^2) + eps) * (weight_K + noise))        or, for `shrink`, x_MK is given
     u_MR = bf16(scaling * x_MK @ a_RK^T)
 
 M tokens (1 to 256), K input features (a multiple of 64), R rows of all adapters that read x, stacked (a
-multiple of 16, up to 384). h, weight and noise in fp32, x, a, u in bfloat16; sums in fp32, of the rounded x.
-The noise is a vector [K] or, with rows_M, a table of which each token takes a row.
+multiple of 16, up to 384). h, weight and noise are fp32; x, a and u are bfloat16; sums are fp32, of the
+rounded x. The noise is a vector [K], or with rows_M a table with one row index per token.
 
-A cluster of CTAs shares K and adds its sums through distributed shared memory. The split of K depends on K
-alone and a token's sums meet no other token's: its row is bitwise the same at any M (tests/kernels/
-test_shrink.py). On an H200 the four launches of a 7B layer (3584 k twice with the norm, 3584, 18944; rank
-32) add 8 us to its GEMMs at 8 tokens, 17 at 64, 29 at 256. a, weight and noise are fetched before the
-kernel ahead has ended: nothing may write them with an early launch of what follows, as this package's CUDA
-kernels do; torch's do not.
+A cluster of CTAs splits K and adds its sums through distributed shared memory. The split depends on K alone,
+and a token's sums never mix with another token's, so its row is bitwise the same at any M
+(tests/kernels/test_lora_shrink.py). On an H200 the four launches of a 7B layer (3584 k twice with the norm,
+3584, 18944; rank 32) add 8 us to its GEMMs at 8 tokens, 17 at 64, 29 at 256. a, weight and noise are loaded
+before the previous kernel has ended, so no kernel that allows an early launch of this one may write them.
+This package's CUDA kernels allow it, torch's do not.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ CASES = (
 )
 MAX_TOKENS, MAX_ROWS = 256, 384
 _UNIT, _WARPS = 32, 8
-_CTAS_AT_ONCE = 200  # more and narrower token tiles answer sooner, up to here (H200)
+_CTAS_AT_ONCE = 200  # more and narrower token tiles are faster up to here (H200)
 
 
 def reference(
     h_MK: Tensor, weight_K: Tensor, noise_K: Tensor | None, eps: float, a_RK: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """(x, u) in float64, nothing rounded."""
+    """Return (x, u) in float64 without rounding."""
     h_MK = h_MK.double()
     weight_K = weight_K.double() if noise_K is None else weight_K.double() + noise_K.double()
     x_MK = h_MK / (h_MK.square().mean(-1, keepdim=True) + eps).sqrt() * weight_K
@@ -52,14 +52,14 @@ def reference(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """Split(cluster=8, units=2): 8 CTAs of 8 warps share K, each warp has up to 2 pieces of 32."""
+    """Split(cluster=8, units=2): 8 CTAs of 8 warps split K; each warp has up to 2 units of 32."""
 
     cluster: int
     units: int
 
 
 def choose_split(K: int) -> Split:
-    """A cluster of 16, which may be harder to place, only where a warp would hold more than 4 pieces."""
+    """Use a cluster of 16, which is harder to schedule, only if a warp would have more than 4 units."""
     assert K % 64 == 0
     for cluster in (8, 16):
         split = Split(cluster, _ceil(_ceil(K // _UNIT, cluster), _WARPS))
@@ -70,7 +70,7 @@ def choose_split(K: int) -> Split:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShrinkTile:
-    """Tile(tokens=8, rows=32): of a cluster; rows=0: the norm alone."""
+    """ShrinkTile(tokens=8, rows=32): the tile of a cluster; rows=0: the norm alone."""
 
     tokens: int
     rows: int
@@ -80,7 +80,7 @@ class ShrinkTile:
 
 
 def choose_tile(M: int, K: int, R: int) -> ShrinkTile:
-    """As many tokens as fill the device once, unless their registers would not do."""
+    """Use the fewest tokens per tile whose clusters all run at once, as far as registers allow."""
     assert 1 <= M <= MAX_TOKENS and R % 16 == 0 and 0 <= R <= MAX_ROWS
     split = choose_split(K)
     rows = 0 if R == 0 else 16 if R == 16 or split.units > 3 else 32
@@ -89,26 +89,26 @@ def choose_tile(M: int, K: int, R: int) -> ShrinkTile:
 
 
 class _Norm(enum.Enum):
-    NONE = "x as it comes"
-    OF_ALL = "one noise"
-    OF_ROWS = "a table of noise"
+    NONE = "no norm"
+    VECTOR = "one noise vector"
+    TABLE = "a noise table"
 
     @classmethod
     def of(cls, weight_K: Tensor | None, rows_M: Tensor | None) -> "_Norm":
         if weight_K is None:
             return cls.NONE
-        return cls.OF_ALL if rows_M is None else cls.OF_ROWS
+        return cls.VECTOR if rows_M is None else cls.TABLE
 
 
 class LoraShrink:
-    """The kernels of one device, compiled when first used: one object for one stream."""
+    """The kernels of one device, compiled on first use. Use one object per stream."""
 
     def __init__(self, device: torch.device, cache_folder: Path):
         self._device, self._cache_folder = device, cache_folder
         self._kernel = cached_method(self._compile)
 
     def embed(self, tokens_B: Tensor, table_VD: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Rows of the table [B, D] in fp32; tokens outside it, which empty rows may hold, are clamped."""
+        """Return rows of the table [B, D] in fp32; tokens outside it, as in unused rows, are clamped."""
         (b,), (v, d) = tokens_B.shape, table_VD.shape
         assert tokens_B.dtype == torch.int32 and tokens_B.is_contiguous() and d % 8 == 0
         _check(table_VD, (v, d), torch.bfloat16)
@@ -128,7 +128,7 @@ class LoraShrink:
         rows_M: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return x_MD alone."""
+        """Return x_MD."""
         x_MD = _output(h_MD.shape, h_MD.device, out)
         self._launch(h_MD, weight_D, noise, rows_M, eps, None, 0.0, x_MD, None)
         return x_MD
@@ -160,7 +160,7 @@ class LoraShrink:
         out: Tensor | None = None,
         copy: Tensor | None = None,
     ) -> Tensor:
-        """Return u_MR of an x that is ready; `copy`, if given, gets the rows of x."""
+        """Return u_MR of a given x; `copy`, if given, is filled with x."""
         u_MR = _output((x_MK.shape[0], a_RK.shape[0]), x_MK.device, out)
         if copy is not None:
             _check(copy, x_MK.shape, torch.bfloat16)
@@ -193,7 +193,7 @@ class LoraShrink:
 
         defines = {
             "NORM": int(norm is not _Norm.NONE),
-            "TABLE": int(norm is _Norm.OF_ROWS),
+            "TABLE": int(norm is _Norm.TABLE),
             "TOKEN_TILES": tile.tokens // 8,
             "ROW_TILES": tile.rows // 16,
             "UNITS": split.units,

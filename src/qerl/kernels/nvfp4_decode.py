@@ -1,32 +1,32 @@
-"""y = x @ W^T for few tokens and a weight in NVFP4; adapter, bias and what follows ride in its epilogue.
+"""y = x @ W^T for few tokens and a weight in NVFP4, with LoRA, bias and what follows in the epilogue.
 
     u_MR = scaling * x_MK @ a_RK^T                                      rounded to bfloat16
     y_MN = alpha_N * (x_MK @ (codes * scales)_NK^T) + u_MR @ b_NR^T + bias_N + residual_MN
     y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F
 
-M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank; alpha is fp32, one
-number for a row. u is computed in the same launch (nvfp4_shrink.cuh) and waited for only where it is added.
-y is rounded to bfloat16, but not where a residual is added: that is fp32, and so is the sum.
+M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank; alpha is fp32,
+one number per row. u is computed in the same launch (nvfp4_shrink.cuh) and waited for only where it is
+added. y is rounded to bfloat16; with a residual, which is fp32, y is fp32 too.
 
-Layout, exactly invertible, one for every M:
+Layout, exactly invertible, the same for every M:
 
     tiles   uint8 [N / 64, K / 64, 2304]   64 rows x 64 k: 4 warps' codes (512 bytes each), then scales (64)
     codes   int32 [4 warps, 8 g, 4 t, 4 j]           rows 16 warp + g and + 8, k = 16 j + 2 t + {0, 1, 8, 9}
     scales  int32 [4 warps, 8 g, 2]                  the same rows; blocks j = 0, 1 and j = 2, 3
 
-That is the order in which wgmma and mma.sync hold their first operand. Of a word w of codes, eight operations
-bring four pairs (k, k + 1) to a bfloat16's sign, low exponent and high mantissa bits, m = 0x81C081C0:
+This is the order of the first operand of wgmma and mma.sync. From a word w of codes, eight operations move
+four pairs (k, k + 1) to a bfloat16's sign, low exponent and high mantissa bits, with m = 0x81C081C0:
 
     row g, k        w & m           row g, k + 8        (w rotated right by 4) & m
     row g + 8, k    (w << 6) & m    row g + 8, k + 8    ((w << 2) ^ (w >> 6)) & m
 
-So a code of value c is worth c * 2^-126. A scale is an exponent of 5 bits and a mantissa of 3, every positive
-E4M3 number exactly: as bfloat16 bits it is worth s * 2^107. Their product c * s * 2^-19 is exact and never
-subnormal; 2^19 is folded into alpha. A scale of 0 has no such form, so its codes become 0: the one thing that
-unpack does not give back.
+So a code of value c becomes c * 2^-126. A scale has an exponent of 5 bits and a mantissa of 3, every
+positive E4M3 number exactly: as bfloat16 bits it is s * 2^107. The product c * s * 2^-19 is exact and never
+subnormal; 2^19 is folded into alpha. A scale of 0 has no such form, so its codes become 0: the only thing
+that unpack does not restore.
 
-Sums run over k in an order that depends on the tile (nvfp4_tile.py), on nothing else: bitwise equal runs, and
-bitwise equal rows at every M up to 32 (tests/kernels/test_nvfp4_decode.py).
+Sums run over k in an order that depends only on the tile (nvfp4_tile.py): runs are bitwise equal, and a row
+is bitwise equal at every M up to 32 (tests/kernels/test_nvfp4_decode.py).
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
-MAX_LOW_RANK_ROWS = 384  # of all a that read one x
+MAX_LOW_RANK_ROWS = 384  # of all adapters that read one x
 ALPHA_FACTOR = 2.0**19
 
-_PLACED = 0x81C081C0  # where the bits of two codes lie in two bfloat16
+_PLACED = 0x81C081C0  # the bits of two codes in two bfloat16
 _NO_GROUP = 2**31 - 1
-_SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B have more
+_SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B are larger
 _PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)
-_WORKSPACE_WORDS = 2 * 128 * 128  # for a multiprocessor: two places for the largest tile
+_WORKSPACE_WORDS = 2 * 128 * 128  # per multiprocessor: two slots for the largest tile
 _U_WORDS = MAX_TOKENS * MAX_LOW_RANK_ROWS // 2
 
 
@@ -64,7 +64,7 @@ def reference(
     bias_N: Tensor | None = None,
     residual_MN: Tensor | None = None,
 ) -> Tensor:
-    """The first definition above in float64, of plain codes and scales; one adapter for all rows."""
+    """The first definition above in float64, from plain codes and scales; one adapter for all rows."""
     weight_NK = e2m1.decode(codes, torch.float32).double() * scales.double().repeat_interleave(16, dim=1)
     y_MN = (x_MK.double() @ weight_NK.T) * alpha_N.double()
     if u_MR is not None and b_NR is not None:
@@ -75,7 +75,7 @@ def reference(
 
 
 def pack(codes: Tensor, scales: Tensor) -> Tensor:
-    """tiles; codes uint8 [N, K / 2] (low nibble = even k), scales float8_e4m3fn [N, K / 16], not negative."""
+    """Return tiles of codes uint8 [N, K / 2] (low nibble: even k), scales float8_e4m3fn [N, K / 16] >= 0."""
     n, k = codes.shape[0], 2 * codes.shape[1]
     assert codes.dtype == torch.uint8 and scales.dtype == torch.float8_e4m3fn
     assert n % TILE_ROWS == k % TILE_K == 0 and scales.shape == (n, k // 16)
@@ -88,7 +88,7 @@ def pack(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def unpack(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) as `pack` took them."""
+    """Return (codes, scales) as given to `pack`."""
     assert tiles.dtype == torch.uint8 and tiles.dim() == 3 and tiles.shape[2] == TILE_BYTES
     rows, columns = tiles.shape[0], tiles.shape[1]
     words = tiles.view(torch.int32)[..., :512].view(rows, columns, 4, 8, 4, 4)
@@ -98,12 +98,12 @@ def unpack(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_factors(alpha: Tensor, rows: int) -> Tensor:
-    """fp32 [N] with 2^19 folded in, as the kernel wants it; alpha is one number or one for each row."""
+    """Return fp32 [N] = alpha * 2^19, as the kernel expects; alpha is one number or one per row."""
     return (alpha.float() * ALPHA_FACTOR).expand(rows).contiguous()
 
 
 def swiglu_order(features: int, device: torch.device) -> Tensor:
-    """Row i of a weight packed for `swiglu` is row order[i] of [gate, up]: 8 of gate, their 8 of up, ..."""
+    """Return order: row i of a weight packed for `swiglu` is row order[i] of [gate, up], 8 of each."""
     assert features % 32 == 0
     gate = torch.arange(features, device=device).view(-1, 8)
     return torch.cat((gate, gate + features), dim=1).flatten()
@@ -114,7 +114,7 @@ class PackedAdapter:
     """a bfloat16 [G R, K], b bfloat16 [N, R]. Rows from starts[i] on use a's group i + 1, others 0.
 
     One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
-    starts=(), G = 2 (gate, up), b in the packed order of rows. u bfloat16 [M, G R], where it is ready.
+    starts=(), G = 2 (gate, up), b in the packed row order. u: bfloat16 [M, G R], if computed before.
     """
 
     a: Tensor
@@ -125,28 +125,30 @@ class PackedAdapter:
 
 
 def pays_to_make_u(M: int, weight_NK: int) -> bool:
-    """Whether u is made here and not by kernels/lora_shrink.py, by whole decode steps on an H200 (dev/LOG.md).
-    weight_NK: how many numbers the weight has."""
+    """True if computing u here is faster than in lora_shrink.py: decode steps on an H200 (dev/LOG.md).
+
+    weight_NK: number of elements of the weight.
+    """
     return M <= 96 or (M <= 128 and weight_NK <= _SMALL_WEIGHT)
 
 
 class NVFP4Decode:
-    """The kernels of one device, compiled when first used, and their workspace: one object for one stream.
+    """The kernels of one device, compiled on first use, and their workspace. Use one object per stream.
 
-    No two streams may run them at once on one device: their CTAs wait for one another (`Tile.splits_sums`)
-    and must all find a place.
+    Two streams must not run them at the same time on one device: their CTAs wait for one another
+    (`Tile.splits_sums`), so all of them must be resident.
     """
 
     def __init__(
         self, device: torch.device, cache_folder: Path, choose: Callable[[int, int, int], Tile] | None = None
     ):
-        """choose: a tile for (M, N, K) instead of the table's."""
+        """choose: return a tile for (M, N, K), instead of the table."""
         self._device, self._cache_folder = device, cache_folder
         properties = torch.cuda.get_device_properties(device)
         self._num_sms = properties.multi_processor_count
         self._choose = choose or partial(choose_tile, gpu=properties.name)
         words = _WORKSPACE_WORDS * self._num_sms
-        # -1 marks a word that nobody has written; every launch leaves it so
+        # -1 marks a word as not written; every launch leaves all words so
         self.workspace = torch.full((words,), -1, dtype=torch.int32, device=device)
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
@@ -163,8 +165,10 @@ class NVFP4Decode:
         bias_N: Tensor | None = None,
         residual_MN: Tensor | None = None,
     ) -> Tensor:
-        """y_MN in bfloat16, or with a residual, which is fp32, in fp32; tiles of `pack`, factors of
-        `row_factors`, bias in fp32."""
+        """Return y_MN in bfloat16, or in fp32 with an fp32 residual.
+
+        tiles of `pack`, factors of `row_factors`, bias in fp32.
+        """
         n, dtype = TILE_ROWS * tiles.shape[0], torch.bfloat16 if residual_MN is None else torch.float32
         y_MN = torch.empty(x_MK.shape[0], n, dtype=dtype, device=x_MK.device)
         if residual_MN is not None:
@@ -177,7 +181,7 @@ class NVFP4Decode:
     def swiglu(
         self, x_MK: Tensor, tiles: Tensor, factors_N: Tensor, *, adapter: PackedAdapter | None = None
     ) -> Tensor:
-        """silu(gate) * up [M, F] in bfloat16; tiles, factors and the adapter's b in `swiglu_order`."""
+        """Return silu(gate) * up [M, F] in bfloat16; tiles, factors and b are in `swiglu_order`."""
         features = TILE_ROWS // 2 * tiles.shape[0]
         y_MF = torch.empty(x_MK.shape[0], features, dtype=torch.bfloat16, device=x_MK.device)
         assert adapter is None or not adapter.starts
@@ -258,13 +262,13 @@ class NVFP4Decode:
 
 
 def _packed_codes(each: Tensor) -> Tensor:
-    """int32 [...] of uint8 [..., 4, 2]: rows g, g + 8 at k, then at k + 8; k and k + 1."""
+    """Pack uint8 [..., 4, 2] (rows g, g + 8 at k, then at k + 8; k and k + 1) into int32 [...]."""
     both = each[..., 0].long() | (each[..., 1].long() << 16)
     placed = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
     first, second, third, fourth = placed.unbind(-1)
     words = first | (second >> 6) | ((third << 4) & 0xFFFFFFFF) | (third >> 28)
-    rest = fourth ^ (((words << 2) ^ (words >> 6)) & _PLACED)  # what the eight bits still free have to add
-    chain = rest & 0x80808080  # a bit put in for one of these counts 8 places below as well
+    rest = fourth ^ (((words << 2) ^ (words >> 6)) & _PLACED)  # what the eight free bits must add
+    chain = rest & 0x80808080  # a bit set for one of these also counts 8 places below
     chain = chain ^ (chain >> 8)
     chain = chain ^ (chain >> 16)
     words = words | ((chain | (rest & 0x00400040)) >> 2) | ((rest & 0x01000100) << 6)
@@ -272,7 +276,7 @@ def _packed_codes(each: Tensor) -> Tensor:
 
 
 def _unpacked_codes(words: Tensor) -> Tensor:
-    """The inverse of `_packed_codes`, by what the kernels do with a word."""
+    """Invert `_packed_codes` with the bit operations of the kernels."""
     turned = ((words >> 4) & 0x0FFFFFFF) | (words << 28)
     mixed = (words << 2) ^ ((words >> 6) & 0x03FFFFFF)
     placed = torch.stack((words, words << 6, turned, mixed), dim=-1)
@@ -281,7 +285,7 @@ def _unpacked_codes(words: Tensor) -> Tensor:
 
 
 def _packed_scales(scales: Tensor) -> Tensor:
-    """int32 [N / 64, K / 64, 4, 8, 2]. Even blocks: bits 11..4 of both halves; odd: so once rotated by 8."""
+    """Return int32 [N / 64, K / 64, 4, 8, 2]: even blocks in bits 11..4 of both halves, odd rotated by 8."""
     (n, blocks), value = scales.shape, scales.float()
     mantissa, exponent = torch.frexp(value)  # value = mantissa * 2^exponent, mantissa from 1/2
     byte = ((exponent + 9) * 8 + ((2 * mantissa - 1) * 8).int()) * (value > 0)
@@ -293,7 +297,7 @@ def _packed_scales(scales: Tensor) -> Tensor:
 
 
 def _unpacked_scales(words: Tensor) -> Tensor:
-    """The inverse of `_packed_scales`, of int32 [N / 64, K / 64, 64]."""
+    """Invert `_packed_scales` for int32 [N / 64, K / 64, 64]."""
     rows, columns = words.shape[:2]
     words = words.reshape(rows, columns, 4, 8, 2)
     even = torch.stack((words >> 4, words >> 20), dim=-1) & 255

@@ -1,11 +1,11 @@
-"""How a packed product is cut into tiles: a table that `python -m benchmarks tile` measured, by (M, N, K) and GPU.
+"""Choose a packed product's tile by (M, N, K) and GPU, from a table measured by `python -m benchmarks tile`.
 
-    nvfp4_tile.json   for each GPU: commit and day; for each (N, K) and most tokens M the quickest Choice
+    nvfp4_tile.json   for each GPU: commit and date; for each (N, K) and upper bound of M the fastest Choice
 
-A product takes the choice of the nearest (N, K), by the sum of |log N / N'| and |log K / K'|, for the fewest
-`most_tokens` that are not under its M; a GPU that is not in the table takes the first one's. What does not
-divide K gives way to the next smaller block. Up to 32 tokens there is one choice for an (N, K), so that the
-split of K, and with it a row's bits, are the same at any M.
+A product uses the choice of the nearest (N, K), by |log N / N'| + |log K / K'|, with the smallest
+`most_tokens` that is at least M. A GPU that is not in the table uses the first GPU's choices. A k_block that
+does not divide K is replaced by the next smaller one that does. Up to 32 tokens there is one choice per (N,
+K), so that the split of K, and with it a row's bits, are the same at any M.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from importlib import resources
 MAX_TOKENS = 256
 TILE_BYTES, TILE_ROWS, TILE_K = 2304, 64, 64
 MOST_TOKENS = (32, 48, 64, 96, 128, 192, 256)
-"""Of the choices for one (N, K)."""
+"""The token bounds of the choices for one (N, K)."""
 
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 _K_BLOCKS = (512, 256, 192, 128, 64)
-_SLICE_K = 256  # of the sums that the adapter's u is added up from, or a stage's k where that is less
+_SLICE_K = 256  # k per partial sum of the adapter's u, if a stage has that many
 _MOST_STAGES = 16
 
 
@@ -50,12 +50,12 @@ class Tile:
         return self.stages * (self.stage_bytes + 16) + 16 + 1024
 
     def threads(self, makes_u: bool) -> int:
-        """Warps that multiply, one that copies, and one for the adapter's first half."""
+        """Threads of the multiplying warps, one copying warp, and one warp that reduces u if makes_u."""
         return 32 * (4 * self.warpgroups + 1 + int(makes_u))
 
     @property
     def slice_k(self) -> int:
-        """How many k are one sum of u's."""
+        """k per partial sum of u."""
         return min(self.k_block, _SLICE_K)
 
     def padded_tokens(self, M: int) -> int:
@@ -65,11 +65,11 @@ class Tile:
         return -(-N // self.rows) * -(-M // self.tokens) * (K // self.k_block)
 
     def grid(self, M: int, N: int, K: int, num_sms: int) -> int:
-        """CTAs: as many as run at once, and none without work (another would wait for it for ever)."""
+        """Return the number of CTAs: at most what runs at once, and each has work: others wait for it."""
         return min(self.units(M, N, K), num_sms * self.ctas_per_sm)
 
     def splits_sums(self, M: int, N: int, K: int, num_sms: int) -> bool:
-        """Whether the CTAs that share a tile also share the work of adding up and finishing it."""
+        """True if the CTAs that share a tile also share adding up and finishing it."""
         tiles = -(-N // self.rows) * -(-M // self.tokens)
         return N * K > 2**25 and self.tokens >= 48 and self.grid(M, N, K, num_sms) >= 4 * tiles
 
@@ -79,21 +79,21 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Up to most_tokens, such as token_tiles=2, warpgroups=1, k_block=512, ctas_per_sm=2: 9.3 us."""
+    """The fastest tile up to most_tokens: token_tiles=2, warpgroups=1, k_block=512, ctas_per_sm=2, 9.3 us."""
 
     N: int
     K: int
     most_tokens: int
     token_tiles: int
-    """That M tokens are cut into; each weight is decoded so often."""
+    """Number of tiles for M tokens; each weight is decoded this many times."""
     warpgroups: int
     k_block: int
     ctas_per_sm: int
     us: float
-    """Of a launch, when it was measured."""
+    """Measured time of a launch."""
 
     def tile(self, M: int, K: int) -> Tile | None:
-        """With as many stages as fit; None if two do not."""
+        """Return the tile with as many stages as fit, or None if not even two do."""
         tokens = next(width for width in _TOKEN_TILES if width * self.token_tiles >= M)
         k_block = next(k for k in _K_BLOCKS if k <= self.k_block and K % k == 0)
         stage_bytes = Tile(tokens, self.warpgroups, k_block, 1, self.ctas_per_sm).stage_bytes + 16
@@ -102,7 +102,7 @@ class Choice:
 
 
 def candidates(N: int, K: int, most_tokens: int) -> list[Choice]:
-    """What is worth measuring: the narrower the tile, the more CTAs and the longer the stage."""
+    """Return the choices to measure: narrower tiles have more CTAs and longer stages."""
     two, one = [(tiles, 1, k, 2) for tiles in (1, 2) for k in (512, 256)], []
     if most_tokens <= 32:
         forms = [*two[:2], (1, 1, 512, 1), (1, 2, 512, 1), (1, 2, 256, 1)]

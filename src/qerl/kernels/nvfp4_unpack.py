@@ -1,12 +1,12 @@
-"""The operand of a weight in tiles: out[n, k] = code[n, k] * scale[n, k / 16], exact in bfloat16.
+"""Unpack a weight from tiles: out[n, k] = code[n, k] * scale[n, k / 16], exact in bfloat16.
 
     tiles   uint8 [N / 64, K / 64, 2304]    nvfp4_decode.py has the layout
-    out     bfloat16 or fp32 [N, K]; its rows may lie further apart
+    out     bfloat16 or fp32 [N, K]; rows may have a larger stride
 
-For products of more tokens than the decode kernel takes: unpacked once, then multiplied by cuBLAS. Rows come
-in the weight's own order: those of a weight packed in `swiglu_order` as [gate, up], or only the gate's or the
-up's. 2.56 bytes a weight move at 89 to 91 % of a copy's bandwidth (7B shapes, H200); with more tiles in
-flight a warp at 77 to 87 %.
+For products of more tokens than the decode kernel supports: unpack once, then multiply with cuBLAS. Rows are
+returned in the weight's original order: for a weight packed in `swiglu_order` as [gate, up], or only the
+gate's or the up's. It moves 2.56 bytes per weight at 89 to 91 % of a copy's bandwidth (7B shapes, H200);
+with more tiles in flight per warp at 77 to 87 %.
 """
 
 import enum
@@ -22,16 +22,16 @@ CASES = ((64, 64), (192, 576), (448, 1216), (1152, 3584))  # N, K
 
 
 class UnpackRows(enum.Enum):
-    """Which rows, and in what order the tiles hold them."""
+    """The rows to unpack, and their order in the tiles."""
 
     ALL = enum.auto()
-    GATE_UP = enum.auto()  # of a weight in `swiglu_order`: [gate, up]
+    GATE_UP = enum.auto()  # a weight in `swiglu_order`, returned as [gate, up]
     GATE = enum.auto()
     UP = enum.auto()
 
 
 def reference(tiles: Tensor, rows: UnpackRows) -> Tensor:
-    """The definition in float64, from the plain codes and scales."""
+    """The definition in float64, from plain codes and scales."""
     return _plain_operand(tiles, rows, torch.float32).double()
 
 
@@ -40,7 +40,7 @@ def num_rows(tiles: Tensor, rows: UnpackRows) -> int:
 
 
 def unpack(tiles: Tensor, rows: UnpackRows, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """The operand [N, K], written into `out` if it is given."""
+    """Return the operand [N, K], written to `out` if given."""
     assert tiles.dtype == torch.uint8 and tiles.shape[2] == TILE_BYTES and tiles.is_contiguous()
     shape = num_rows(tiles, rows), TILE_K * tiles.shape[1]
     if not tiles.is_cuda or dtype != torch.bfloat16:
@@ -66,7 +66,7 @@ def unpack(tiles: Tensor, rows: UnpackRows, dtype: torch.dtype, *, out: Tensor |
 
 
 def plain(tiles: Tensor, rows: UnpackRows) -> tuple[Tensor, Tensor]:
-    """(codes, scales) as `nvfp4_decode.pack` took them, in the weight's own order of rows."""
+    """Return (codes, scales) as given to `nvfp4_decode.pack`, in the weight's original row order."""
     codes, scales = nvfp4_decode.unpack(tiles)
     if rows is UnpackRows.ALL:
         return codes, scales
@@ -79,7 +79,7 @@ def plain(tiles: Tensor, rows: UnpackRows) -> tuple[Tensor, Tensor]:
 
 
 def _halves(x_NB: Tensor) -> tuple[Tensor, Tensor]:
-    """What belongs to gate and what to up, of rows in `swiglu_order`."""
+    """Split rows in `swiglu_order` into gate and up."""
     gate, up = x_NB.view(-1, 2, 8, x_NB.shape[1]).unbind(1)
     return gate.reshape(-1, x_NB.shape[1]), up.reshape(-1, x_NB.shape[1])
 

@@ -1,11 +1,11 @@
-"""Root-mean-square norm with noise beside its weight, and its gradient in x.
+"""RMSNorm with noise added to its weight, and its gradient in x.
 
     y = x_hat * (weight + noise)                          x_hat = x / sqrt(mean(x^2) + eps)
     dx = (dy * w - x_hat * mean(dy * w * x_hat)) / sqrt(mean(x^2) + eps)        w = weight + noise
 
-The noise is none, a vector for all rows, or a table [S, D] of which row t of x takes row rows_T[t].
-fp32 inside, y rounded once, to the dtype that is asked for; dx has x's. The residual stream is normed from
-fp32 to the compute dtype, heads from the compute dtype to itself. Weight and noise are fp32 and frozen.
+The noise is None, a vector for all rows, or a table [S, D], where row t of x uses row rows_T[t]. fp32
+inside; y is rounded once, to the given dtype; dx has x's dtype. The residual stream is normed from fp32 to
+the compute dtype, heads from the compute dtype to itself. Weight and noise are fp32 and frozen.
 """
 
 import struct
@@ -16,8 +16,8 @@ from torch import Tensor
 from qerl.kernels import row_kernel
 
 CASES = ((1, 64), (7, 96), (33, 896), (5, 3584), (3, 8192))  # rows, width
-_CTAS = 1024  # as many as run at once on most GPUs; each has several of a long prefill's rows
-_MAX_WIDTH = 1 << 14  # beyond it a thread's share of the row no longer fits its registers
+_CTAS = 1024  # about as many as most GPUs run at once; in a long prefill each has several rows
+_MAX_WIDTH = 1 << 14  # above this a thread's share of the row does not fit its registers
 
 
 def reference(
@@ -29,7 +29,7 @@ def reference(
 
 
 def _noisy(weight_D: Tensor, noise: Tensor | None, rows_T: Tensor | None) -> Tensor:
-    """weight + noise, [D] or [T, D]."""
+    """Return weight + noise, [D] or [T, D]."""
     if noise is None:
         return weight_D
     return weight_D + (noise if rows_T is None else noise[rows_T.long()])
@@ -45,7 +45,7 @@ def rms_norm(
     room: int = 0,
     rows_T: Tensor | None = None,
 ) -> Tensor:
-    """y in x's shape; on a GPU with room for so many columns behind each row, if x has two dimensions."""
+    """Return y in x's shape. room: extra columns behind each row, on a GPU and if x has two dimensions."""
     x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if _has_kernel(x_TD, dtype):
         room = room if x.dim() == 2 else 0
@@ -63,8 +63,10 @@ def fork(
     room: int = 0,
     rows_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm of h, h to be added to in its place): itself where no gradient is wanted, else a copy, whose
-    gradient joins the norm's. On a GPU each of the two passes is one kernel."""
+    """Return (norm of h, an h that may be modified in place): h itself without gradients, else a copy.
+
+    The copy's gradient is added to the norm's. On a GPU each of the two passes is one kernel.
+    """
     if not torch.is_grad_enabled():
         return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, room=room, rows_T=rows_T), h_TD
     if _has_kernel(h_TD, dtype):
@@ -73,7 +75,7 @@ def fork(
 
 
 def check_noise(noise: Tensor | None, rows_T: Tensor | None, T: int, D: int) -> None:
-    """None, a vector, or a table with a row for each of T."""
+    """Assert that noise is None, a vector, or a table with one row index per row of x."""
     assert noise is not None or rows_T is None
     if noise is not None:
         shape = noise.shape[1:] if rows_T is not None else noise.shape
@@ -130,7 +132,7 @@ class _CudaFork(torch.autograd.Function):
 
 
 def _normed(ctx, x_TD, weight_D, noise, rows_T, eps, room, copy_TD: Tensor | None) -> Tensor:
-    """Fills in the copy."""
+    """Return y; fill copy_TD with x if given."""
     T, D = x_TD.shape
     y_TD = row_kernel.rows(T, D, room, x_TD, torch.bfloat16)
     assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()

@@ -1,10 +1,10 @@
-"""Turns each pair (j, j + H/2) of a head by its row's angle.
+"""Rotary embedding: rotate each pair (j, j + H/2) of a head by its row's angle.
 
     y_j = x_j cos_j - x_{j+H/2} sin_j        y_{j+H/2} = x_{j+H/2} cos_j + x_j sin_j
 
-cosine_T1H, sine_T1H   fp32; every angle twice, the sine negative in the first half (models/rope.py makes them)
+cosine_T1H, sine_T1H   fp32; every angle twice, the sine negative in the first half (models/rope.py)
 
-fp32 inside, y in x's dtype, rounded once. The gradient turns back: the same with the sine's sign changed.
+fp32 inside, y in x's dtype, rounded once. The gradient is the inverse rotation: the sine's sign changes.
 """
 
 import struct
@@ -26,7 +26,7 @@ def reference(x_TNH: Tensor, cosine_T1H: Tensor, sine_T1H: Tensor) -> Tensor:
 
 
 def rotate(x_TNH: Tensor, cosine_T1H: Tensor, sine_T1H: Tensor) -> Tensor:
-    """y_TNH, contiguous; differentiable in x."""
+    """Return y_TNH, contiguous; differentiable in x."""
     return _Rotate.apply(x_TNH, cosine_T1H, sine_T1H)
 
 
@@ -34,15 +34,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TNH, cosine_T1H, sine_T1H):
         ctx.save_for_backward(cosine_T1H, sine_T1H)
-        return _turned(x_TNH, cosine_T1H, sine_T1H, 1.0)
+        return _rotated(x_TNH, cosine_T1H, sine_T1H, 1.0)
 
     @staticmethod
     def backward(ctx, dy_TNH):  # type: ignore[override]
         cosine_T1H, sine_T1H = ctx.saved_tensors
-        return _turned(dy_TNH, cosine_T1H, sine_T1H, -1.0), None, None
+        return _rotated(dy_TNH, cosine_T1H, sine_T1H, -1.0), None, None
 
 
-def _turned(x_TNH: Tensor, cosine_T1H: Tensor, sine_T1H: Tensor, direction: float) -> Tensor:
+def _rotated(x_TNH: Tensor, cosine_T1H: Tensor, sine_T1H: Tensor, direction: float) -> Tensor:
     T, N, H = x_TNH.shape
     if not (row_kernel.are_vectors(x_TNH) and x_TNH.stride(1) == H and H % 16 == 0 and H <= 16 * _THREADS):
         swapped = x_TNH.roll(H // 2, -1)

@@ -2,18 +2,18 @@
 
     o_n = softmax(q_n @ k^T / sqrt(H)) @ v      over the keys a query may see; k, v of head n * K // N
 
-On a GPU in 16 bits torch's varlen_attn (FlashAttention 2) computes it. A tree is then a list of runs, each a
-sequence of its own, whose last query sees its last key:
+On a GPU in 16 bits torch's varlen_attn (FlashAttention 2) computes it. A tree becomes a list of runs, each a
+separate sequence whose last query sees its last key:
 
     run          queries            keys, gathered
     prompt       its rows           its rows
     a branch     its rows           the prompt's rows, its rows
 
-R counts the gathered keys: a prompt's row lies there once for itself and once for each branch, and its
-gradient is the sum of theirs, in fp32, branch after branch in the order of the rows. The backward kernel adds
-the pieces of dq with atomics unless torch is told to be deterministic: it is, for that one call. Of 4 x 2,048
-rows (N 28, K 4, H 128, H200) the forward takes 0.56 ms, the backward 1.6 ms.
-Elsewhere (CPU, fp32, other head sizes): `attention.packed_attention`.
+R counts the gathered keys: a prompt's row appears once for the prompt and once per branch, and its gradient
+is the sum over all of these in fp32, branch by branch in the order of the rows. The backward kernel adds the
+parts of dq with atomics unless torch's deterministic mode is on, so it is turned on for that one call. For 4
+x 2,048 rows (N 28, K 4, H 128, H200) the forward pass takes 0.56 ms and the backward pass 1.6 ms. In all
+other cases (CPU, fp32, other head sizes) `attention.packed_attention` computes it.
 """
 
 import contextlib
@@ -46,23 +46,23 @@ AttendRuns = Callable[[Tensor, Tensor, Tensor, "TreeLayout"], Tensor]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeLayout:
-    """The runs of a batch's trees, worked out once and used by every layer."""
+    """The runs of a batch's trees, computed once and used by every layer."""
 
     trees: tuple[Tree, ...]
     key_rows_R: Tensor
     query_ends: Tensor
-    """int32: 0, then where the rows of each run end."""
+    """int32: 0, then the end of each run's rows."""
     key_ends: Tensor
     max_queries: int
     max_keys: int
     own_T: Tensor
-    """Where among the R keys a row's key lies in its own run."""
+    """The index among the R keys of each row's key in its own run."""
     copies: tuple[tuple[Tensor, Tensor], ...]
-    """For the first branch of every tree, the second, ...: the prompts' rows, where they lie among the R."""
+    """For the first branch of every tree, the second, ...: the prompts' rows, their indices among the R."""
 
     @classmethod
     def of(cls, trees: list[Tree], device: torch.device | str = "cpu") -> "TreeLayout":
-        """Of trees that together cover the rows 0..T-1."""
+        """Return the layout of trees that together cover the rows 0..T-1."""
         trees = sorted(trees, key=lambda tree: tree.start)
         key_rows: list[range] = []
         query_ends, key_ends, own = [0], [0], list[range]()
@@ -91,7 +91,7 @@ class TreeLayout:
             max_keys=max(b - a for a, b in itertools.pairwise(key_ends)),
             own_T=as_tensor(own),
             copies=tuple(
-                (as_tensor([rows for rows, _ in pairs]), as_tensor([places for _, places in pairs]))
+                (as_tensor([rows for rows, _ in pairs]), as_tensor([copied for _, copied in pairs]))
                 for pairs in copies
             ),
         )
@@ -114,7 +114,7 @@ def _indices(ranges: list[range], device: torch.device | str) -> Tensor:
 
 
 def tree_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: TreeLayout) -> Tensor:
-    """o_TNH; differentiable in q, k and v. The same bits each time."""
+    """Return o_TNH, differentiable in q, k and v; deterministic."""
     assert len(q_TNH) == len(k_TKH) == layout.num_rows and k_TKH.shape == v_TKH.shape
     head_size = q_TNH.shape[2]
     is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
@@ -126,7 +126,7 @@ def tree_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: TreeLayo
 def over_runs(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: TreeLayout, attend_runs: AttendRuns
 ) -> Tensor:
-    """By attend_runs(q_TNH, k_RKH, v_RKH, layout), which is differentiable."""
+    """Compute tree attention with attend_runs(q_TNH, k_RKH, v_RKH, layout), which must be differentiable."""
     return _OverRuns.apply(q_TNH, k_TKH, v_TKH, layout, attend_runs)
 
 
@@ -147,7 +147,7 @@ class _OverRuns(torch.autograd.Function):
         with _deterministic():
             dq_TNH, dk_RKH, dv_RKH = torch.autograd.grad(ctx.o_TNH, ctx.operands, do_TNH.contiguous())
         ctx.o_TNH = ctx.operands = None
-        return dq_TNH, _summed(dk_RKH, ctx.layout), _summed(dv_RKH, ctx.layout), None, None
+        return dq_TNH, _sum_copies(dk_RKH, ctx.layout), _sum_copies(dv_RKH, ctx.layout), None, None
 
 
 def _flash(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: TreeLayout) -> Tensor:
@@ -160,13 +160,13 @@ def _flash(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: TreeLayout) -> T
     return o_TNH
 
 
-def _summed(d_RKH: Tensor, layout: TreeLayout) -> Tensor:
-    """d_TKH: a row's own, then its copies'. No row is added to twice in one call: the order is fixed."""
+def _sum_copies(d_RKH: Tensor, layout: TreeLayout) -> Tensor:
+    """Return d_TKH: each row's gradient plus its copies'. No call adds to a row twice: the order is fixed."""
     if not layout.has_copies:
         return d_RKH
     d_TKH = d_RKH.index_select(0, layout.own_T).float()
-    for rows, places in layout.copies:
-        d_TKH.index_add_(0, rows, d_RKH.index_select(0, places).float())
+    for rows, copied in layout.copies:
+        d_TKH.index_add_(0, rows, d_RKH.index_select(0, copied).float())
     return d_TKH.to(d_RKH.dtype)
 
 
@@ -179,7 +179,7 @@ def _deterministic() -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # it would write every new tensor once more
+    settings.fill_uninitialized_memory = False  # it would write every new tensor an extra time
     try:
         yield
     finally:

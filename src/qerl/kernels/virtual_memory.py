@@ -1,11 +1,11 @@
-"""Memory of a GPU that is given back and taken again while its addresses stay what they are.
+"""GPU memory that can be released and mapped again at the same addresses.
 
-    with memory.present():    mapped and zero: tensors and recorded graphs over it may be used
-    outside                   the addresses are reserved, the bytes are the device's again
+    with memory.present():    mapped and zeroed: tensors and captured graphs over it may be used
+    outside                   the addresses stay reserved, the bytes are free for other uses
 
-CUDA's virtual memory management: cuMemAddressReserve once; cuMemCreate, cuMemMap and cuMemSetAccess to take,
-cuMemUnmap to give back. A tensor over the range keeps the range, so it is freed after the last of them. A
-device without such management, or a CPU, has `ResidentMemory`: memory that stays.
+It uses CUDA's virtual memory management: cuMemAddressReserve once; cuMemCreate, cuMemMap and cuMemSetAccess
+to map, cuMemUnmap to release. A tensor over the range keeps the range alive, so it is freed after the last
+tensor. A CPU, or a device without such management, has `ResidentMemory`, which stays allocated.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from qerl.kernels.nvrtc import checked
 class Memory(Protocol):
     num_bytes: int
     is_kept: bool
-    """Whether it stays where it is when it is not present."""
+    """True if its contents survive while it is not present."""
 
     def tensor(self) -> Tensor:
-        """uint8 [num_bytes]; to be asked for, and used, while the memory is present."""
+        """Return uint8 [num_bytes]; call and use it only while the memory is present."""
         ...
 
     def present(self) -> AbstractContextManager[None]: ...
 
 
 class ResidentMemory:
-    """Zero once, when made."""
+    """Memory that is zeroed once, when allocated, and stays allocated."""
 
     is_kept = True
 
@@ -51,7 +51,7 @@ class ResidentMemory:
 
 
 class VirtualMemory:
-    """num_bytes is what was asked for, rounded up to whole pages of the device (2 MiB)."""
+    """Memory mapped only while present; num_bytes is rounded up to whole device pages (2 MiB)."""
 
     is_kept = False
 
@@ -67,7 +67,7 @@ class VirtualMemory:
         with torch.cuda.device(self._device):
             self._address = checked(driver.cuMemAddressReserve(self.num_bytes, 0, 0, 0))
         finalizer = weakref.finalize(self, driver.cuMemAddressFree, self._address, self.num_bytes)
-        finalizer.atexit = False  # the process's end frees it
+        finalizer.atexit = False  # the end of the process frees it
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class VirtualMemory:
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
-        """torch.OutOfMemoryError if there is no room, not even where torch's unused blocks are."""
+        """Map the memory. Raise torch.OutOfMemoryError if it does not fit, even in torch's unused blocks."""
         with torch.cuda.device(self._device), contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._mapped())
@@ -102,7 +102,7 @@ class VirtualMemory:
             with mapped(self._device, self.num_bytes):
                 yield
         finally:
-            torch.cuda.synchronize()  # nothing on the device may still use it
+            torch.cuda.synchronize()  # no kernel may still use it
             checked(self._driver.cuMemUnmap(self._address, self.num_bytes))
 
     def _map(self) -> None:
@@ -113,7 +113,7 @@ class VirtualMemory:
         try:
             checked(driver.cuMemMap(self._address, self.num_bytes, 0, handle, 0))
         finally:
-            checked(driver.cuMemRelease(handle))  # the mapping alone holds it from here on
+            checked(driver.cuMemRelease(handle))  # from here on the mapping alone keeps it
         try:
             checked(driver.cuMemSetAccess(self._address, self.num_bytes, [access], 1))
         except BaseException:
@@ -122,7 +122,7 @@ class VirtualMemory:
 
 
 def can_give_back(device: torch.device) -> bool:
-    """Whether the device has virtual memory management, and cuda-bindings is there to reach it."""
+    """True if the device supports virtual memory management and cuda-bindings is installed."""
     if device.type != "cuda":
         return False
     try:
@@ -137,12 +137,12 @@ def can_give_back(device: torch.device) -> bool:
 
 
 def memory_on(device: torch.device, num_bytes: int) -> Memory:
-    """Zero whenever it comes: for AddressRange each time, for Kept when it is made."""
+    """Return memory on the device: VirtualMemory is zeroed each time it is mapped, ResidentMemory once."""
     return VirtualMemory(num_bytes, device) if can_give_back(device) else ResidentMemory(num_bytes, device)
 
 
 def _properties(driver: Any, index: int) -> Any:
-    """Pinned on this device, as cudaMalloc's."""
+    """Return the properties of memory pinned on this device, like cudaMalloc's."""
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
