@@ -2,9 +2,9 @@
 #include "bfloat16.cuh"
 #include "launch.cuh"
 
-// Sets the adapters' columns of [W | b]: row n of part i has b_i's row in the columns of part i, zeros in the others.
+// Fill the adapters' columns of [W | b]: row n of part i has b_i's row in the columns of part i and zeros in the others.
 struct Parts {
-  const u16* b[PARTS];  // [rows, rank], null without an adapter
+  const u16* b[PARTS];  // [rows, rank], or null without an adapter
   int row_end[PARTS], column_end[PARTS];
 };
 
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(256) place_adapters(u16* out, int r
   *(uint4*)(out + (size_t)row * row_stride + column) = v;
 }
 
-// y's rows, which lie apart, from x's: torch's own copy to such rows takes 39 us where this takes 15 (4096 x 3584; H200).
+// Copy rows with different strides: 15 us where torch's copy takes 39 (4096 x 3584, H200).
 extern "C" __global__ void __launch_bounds__(256) copy_rows(const u16* x, u16* y, int rows, int columns, int x_stride, int y_stride) {
   launch_dependents();
   grid_dependency_wait();

@@ -1,4 +1,4 @@
-// y = silu(gate) * up, and its gradients in both: 8 elements a thread.
+// y = silu(gate) * up and its gradients, 8 elements per thread.
 #include "bfloat16.cuh"
 #include "launch.cuh"
 
@@ -21,8 +21,8 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const 
   *(uint4*)(y + row * y_stride + at) = pack(u);
 }
 
-// The same of gate | up in fp32; gate is rounded for the backward pass alone, into `kept`, if there is one, which divides by it.
-extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_up, u16* y, u16* kept, int features, int blocks_a_row,
+// The same from gate | up in fp32. `saved_gate`, if not null, gets gate in bfloat16 for the backward pass, which divides by it.
+extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_up, u16* y, u16* saved_gate, int features, int blocks_a_row,
                                                               int y_stride) {
   launch_dependents();
   grid_dependency_wait();
@@ -35,13 +35,13 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_
   for (int i = 0; i < 2; i++) *(float4*)(g + 4 * i) = __ldcs(from + i), *(float4*)(u + 4 * i) = __ldcs(from + features / 4 + i);
 #pragma unroll
   for (int i = 0; i < 8; i++) g[i] = fabsf(g[i]) < LEAST_GATE ? LEAST_GATE : g[i];
-  if (kept) __stcs((uint4*)(kept + row * features + at), pack(g));
+  if (saved_gate) __stcs((uint4*)(saved_gate + row * features + at), pack(g));
 #pragma unroll
   for (int i = 0; i < 8; i++) u[i] = g[i] * sigmoid(g[i]) * u[i];
   *(uint4*)(y + row * y_stride + at) = pack(u);
 }
 
-// with s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s; one after the other in each row
+// With s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s. Each row of d is dgate, then dup.
 extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy, const u16* gate, const u16* up, u16* d, int features,
                                                                   int blocks_a_row, int stride, int dy_stride) {
   launch_dependents();
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy,
   *(uint4*)(d + row * 2 * features + features + at) = pack(u);
 }
 
-// The same from y itself, of `swiglu_wide`, in the place of up: up s = y / gate
+// The same from swiglu_wide's y instead of up: up s = y / gate.
 extern "C" __global__ void __launch_bounds__(256) swiglu_wide_backward(const u16* dy, const u16* gate, const u16* y, u16* d, int features,
                                                                        int blocks_a_row, int y_stride, int dy_stride) {
   launch_dependents();
