@@ -1,4 +1,4 @@
-"""TRL's own documented reward functions, and what its config says, through the trainer of TRL's name."""
+"""Reward functions of TRL's documentation, and TRL's config, through qerl's GRPOTrainer."""
 
 import asyncio
 import dataclasses

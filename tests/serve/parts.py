@@ -1,4 +1,4 @@
-"""A tiny model opened, the app around it, and a real server on a free port of this machine."""
+"""A tiny loaded model, an app around it, and a real server on a free port."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""What the routes refuse, in OpenAI's words, and what they answer."""
+"""The routes: responses and errors in OpenAI's format."""
 
 import concurrent.futures
 import json
@@ -142,7 +142,7 @@ def test_a_mistake_is_named_by_its_field(client, changes, status, param, said):
     assert error["type"] == "invalid_request_error"
 
 
-def test_what_changes_nothing_is_taken(client):
+def test_fields_that_change_nothing_are_accepted(client):
     extra = {"user": "me", "presence_penalty": 0, "tools": [], "response_format": {"type": "text"}}
     parts_of_text = [
         {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
@@ -178,13 +178,13 @@ def test_a_page_of_another_site_gets_nothing(client):
     assert reply.status_code == 415
 
 
-def test_an_unknown_route_and_a_wrong_method_are_told_in_the_same_words(client):
+def test_an_unknown_route_and_a_wrong_method_are_errors_in_the_same_format(client):
     assert client.get("/v1/embeddings").status_code == 404
     assert client.get(CHAT).json()["error"]["message"] == "Method Not Allowed"
     assert client.get("/docs").status_code == client.get("/openapi.json").status_code == 404
 
 
-def test_with_a_key_nothing_is_said_without_it(model):
+def test_with_a_key_nothing_is_answered_without_it(model):
     app, _ = parts.app_of(model, key="s3cret")
     with TestClient(app, base_url="http://anywhere.example") as client:
         for given in (None, "Bearer wrong", "Bearer s3cret2", "Bearer ", "Basic s3cret", "s3cret"):

@@ -1,4 +1,4 @@
-"""Requests of one kind are one call of the engine, each with what it would get alone."""
+"""Equal requests share one engine call, and each gets what it would get alone."""
 
 import threading
 
@@ -30,7 +30,7 @@ def batcher(model):
 
 
 def answered(batcher, *jobs):
-    """What waits before the batcher opens is there together."""
+    """Submit the requests before the batcher starts, so that they wait together."""
     for job in jobs:
         batcher.submit(job)
     batcher.start()
@@ -81,7 +81,7 @@ def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(model, batcher)
     assert len(short.samples[0].tokens_T) <= 12 < len(long.samples[0].tokens_T)
 
 
-def test_who_has_gone_is_not_drawn_any_further(model, batcher):
+def test_a_cancelled_request_is_not_sampled_any_further(model, batcher):
     num_seen = 0
 
     def watch(choice, token, ended):
@@ -98,7 +98,7 @@ def test_who_has_gone_is_not_drawn_any_further(model, batcher):
     assert num_seen == 3 and model.engine.stats.num_tokens == 3
 
 
-def test_a_failure_is_told_and_is_not_the_end(model, batcher):
+def test_a_failed_request_does_not_end_the_batcher(model, batcher):
     batcher.submit(broken := request_of(model, "a" * 2000))
     batcher.start()
     with pytest.raises(UserError, match="2000 tokens"):
@@ -107,7 +107,7 @@ def test_a_failure_is_told_and_is_not_the_end(model, batcher):
     assert len(fine.future.result(timeout=30)) == 1
 
 
-def test_more_than_may_wait_are_turned_away_and_closing_tells_those_that_wait(model):
+def test_a_full_queue_rejects_requests_and_closing_rejects_those_that_wait(model):
     batcher = Batcher(model.engine, max_waiting=2, batch_wait_s=0.5)
     jobs = [request_of(model, "a"), request_of(model, "b")]
     for job in jobs:
@@ -123,7 +123,7 @@ def test_more_than_may_wait_are_turned_away_and_closing_tells_those_that_wait(mo
         batcher.submit(request_of(model, "d"))
 
 
-def test_closing_ends_what_runs(model):
+def test_closing_stops_the_running_call(model):
     batcher = Batcher(model.engine, max_waiting=2)
     started = threading.Event()
     job = request_of(model, "a", sampling=Sampling(max_tokens=900), on_token=lambda *_: started.set())

@@ -1,4 +1,4 @@
-"""Answers in the terminal, in a terminal."""
+"""Chat in a real terminal, and `qerl generate`."""
 
 import io
 import os

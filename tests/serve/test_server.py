@@ -1,4 +1,4 @@
-"""The real client of OpenAI against a real server; and the command that starts one."""
+"""OpenAI's client against a real server, and the command that starts one."""
 
 import concurrent.futures
 import json

@@ -1,4 +1,4 @@
-"""Pieces of text, put together, are the text; none is ever taken back."""
+"""The pieces of a stream add up to the text; none is ever taken back."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Loggers: each step arrives once, in one remote run, whatever fails; the files stay the truth."""
+"""Loggers: each step arrives once, in one remote run, whatever fails."""
 
 import importlib.util
 import io

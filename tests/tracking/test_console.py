@@ -1,4 +1,4 @@
-"""What the console shows: a plain line's exact form, and the panel's parts."""
+"""The console: the exact plain line, and the parts of the panel."""
 
 import io
 import math

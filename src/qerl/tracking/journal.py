@@ -60,8 +60,8 @@ class Stopwatch:
 
     def take(self) -> dict[str, float]:
         """Return `<name>_s` for each phase since the last call, and reset."""
-        taken, self._seconds = self._seconds, {}
-        return {f"{name}_s": seconds for name, seconds in taken.items()}
+        seconds_by_name, self._seconds = self._seconds, {}
+        return {f"{name}_s": seconds for name, seconds in seconds_by_name.items()}
 
 
 class StepLog:

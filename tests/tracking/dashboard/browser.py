@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its debugging pipe: JSON messages, each ended by a zero byte."""
+"""A headless Chromium, controlled over its debugging pipe: JSON messages, each ended by a zero byte."""
 
 import contextlib
 import json

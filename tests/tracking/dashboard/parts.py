@@ -1,4 +1,4 @@
-"""A run that a journal writes while it is watched, and a server of its page."""
+"""A run that a journal writes while it is followed, and a server of its page."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What a follower knows of a run that grows, goes back, is damaged or ends."""
+"""Follow a run that grows, is resumed, is damaged or is complete."""
 
 import json
 import subprocess

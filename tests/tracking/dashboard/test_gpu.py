@@ -1,4 +1,4 @@
-"""What nvidia-smi says, from one that says what this test wants."""
+"""GPU use as a fake nvidia-smi reports it."""
 
 import pytest
 

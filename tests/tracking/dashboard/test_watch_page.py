@@ -1,4 +1,4 @@
-"""The page in a real browser: what is new appears by itself, and nothing that a run says becomes markup."""
+"""The page in a real browser: it updates itself, and no text of a run becomes markup."""
 
 import pytest
 
@@ -143,7 +143,7 @@ def test_a_written_report_is_the_same_page_without_a_server(tab, tmp_path):
     assert tab.value("document.querySelector('#now')") is None and not tab.errors
 
 
-def test_a_server_that_has_gone_is_told_and_found_again(tab, tmp_path):
+def test_a_lost_server_is_reported_and_found_again(tab, tmp_path):
     with run_of(tmp_path / "run") as journal:
         with serving(tmp_path / "run") as address:
             tab.open(address)

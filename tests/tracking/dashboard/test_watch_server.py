@@ -1,4 +1,4 @@
-"""The address: who is answered, with what, and how the command begins and ends."""
+"""The server: access, responses, and start and end of the command."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_the_tag_changes_with_the_files_and_the_parts_come_under_it(tmp_path):
     assert "<h3>Reward</h3>" in update["parts"]["tiles"]
 
 
-def test_a_run_that_can_no_longer_be_read_is_told(run):
+def test_a_run_that_can_no_longer_be_read_is_an_error(run):
     with serving(run) as address:
         (run / "samples.jsonl").unlink()
         (run / "samples.jsonl").mkdir()
@@ -116,7 +116,7 @@ def test_the_command_opens_the_page_and_ends_with_ctrl_c_while_someone_looks(run
     assert server.returncode == 130 and out == err == ""
 
 
-def test_a_run_that_is_just_being_started_is_waited_for(tmp_path):
+def test_the_command_waits_for_a_run_that_is_starting(tmp_path):
     with command(tmp_path / "run", "--port", "0") as server:
         try:
             assert server.stderr.readline() == f"waiting up to 60 s for {tmp_path / 'run'} to start\n"
@@ -126,7 +126,7 @@ def test_a_run_that_is_just_being_started_is_waited_for(tmp_path):
             server.kill()
 
 
-def test_a_run_that_does_not_begin_is_told(tmp_path, capsys):
+def test_a_run_that_does_not_start_is_an_error(tmp_path, capsys):
     with pytest.raises(UserError, match=r"/none: has no metrics\.jsonl, so it is not the folder of a run"):
         watch([tmp_path / "none"], port=0, opens_browser=False, patience_s=0.2)
     assert capsys.readouterr().err == f"waiting up to 0 s for {tmp_path / 'none'} to start\n"

@@ -1,4 +1,4 @@
-"""Curves: where a value lands, which ticks stand beside it, and that thinning loses no spike."""
+"""Curves: positions, ticks, and downsampling that loses no spike."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The page as a whole: it stands alone, nothing that a run says becomes markup, what is missing is named."""
+"""The page is self-contained, no text of a run becomes markup, and missing files are named."""
 
 import base64
 import hashlib
@@ -267,5 +267,5 @@ def test_no_folder_and_no_place_are_the_users_to_mend(tmp_path):
 
 def test_the_installed_package_has_the_pages_parts():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    carried = project["tool"]["setuptools"].get("package-data", {}).get("qerl.tracking.report", [])
-    assert {"*.html", "*.css", "*.js"} <= set(carried)
+    included = project["tool"]["setuptools"]["package-data"]["qerl"]
+    assert {"**/*.html", "**/*.css", "**/*.js"} <= set(included)

@@ -1,4 +1,4 @@
-"""What a page takes from a run's folder: which samples, which evaluations, which times."""
+"""Read a run for the report: samples, evaluations and times."""
 
 import json
 

@@ -38,7 +38,7 @@ class RecordedRun:
     notices: list[str]
     """Problems with the files, or messages of the run."""
     coverage: list[str]
-    """Which samples are shown, if not all."""
+    """Remark on the samples that are shown, if not all."""
 
     def points(self, key: str) -> Points:
         """Return (step, value) of each step where the value is a number."""

@@ -65,26 +65,26 @@ def tiles(runs: Sequence[RecordedRun]) -> str:
 
 def _headlines(run: RecordedRun) -> dict[str, str]:
     """Return {label: value} of the metrics that the run has."""
-    found: dict[str, str] = {}
+    tiles: dict[str, str] = {}
     held_out, rewards = evaluated(run, "accuracy"), run.values("reward")
     for label, values in (("Held-out accuracy", held_out), ("Greedy accuracy", evaluated(run, "greedy"))):
         if values:
-            found[label] = _change(values[0][1], values[-1][1], len(values) > 1, "{:.0%}")
+            tiles[label] = _change(values[0][1], values[-1][1], len(values) > 1, "{:.0%}")
     if rewards:
         share = max(1, len(rewards) // 10)
-        found["Reward"] = _change(fmean(rewards[:share]), fmean(rewards[-share:]), len(rewards) > 1, "{:.2f}")
+        tiles["Reward"] = _change(fmean(rewards[:share]), fmean(rewards[-share:]), len(rewards) > 1, "{:.2f}")
     if run.records:
         config = run.facts.get("config")
         planned = config.get("num_steps") if isinstance(config, dict) else None
-        found["Steps"] = f"{len(run.records)}" + (
+        tiles["Steps"] = f"{len(run.records)}" + (
             f" <small>of {escape(str(planned))}</small>" if planned else ""
         )
-        found["Training time"] = clock(sum(run.values("step_s")))
+        tiles["Training time"] = clock(sum(run.values("step_s")))
     if speeds := run.values("tokens_per_s"):
-        found["Tokens per second"] = number_text(round(median(speeds)))
+        tiles["Tokens per second"] = number_text(round(median(speeds)))
     if memory := run.values("memory_gb"):
-        found["Peak memory"] = f"{max(memory):.1f} <small>GB</small>"
-    return found
+        tiles["Peak memory"] = f"{max(memory):.1f} <small>GB</small>"
+    return tiles
 
 
 def _change(first: float, last: float, has_changed: bool, template: str) -> str:
@@ -138,12 +138,12 @@ def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -
 
 def _series(run: RecordedRun, run_index: int, key: str) -> list[Series]:
     mark = "exact" if key in _EXACT else "line"
-    found = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark)]
+    series = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark)]
     if key == "accuracy":
         for name, label, mark in (("accuracy", "held-out", "dot"), ("greedy", "held-out greedy", "ring")):
             points = evaluated(run, name)
-            found.append(Series(label=f"{run.name}, {label}", run_index=run_index, points=points, mark=mark))
-    return found
+            series.append(Series(label=f"{run.name}, {label}", run_index=run_index, points=points, mark=mark))
+    return series
 
 
 def _card(title: str, about: str, svg: str, attributes: str = "") -> str:
