@@ -45,7 +45,7 @@ def whole(files, tmp_path_factory):
 
 
 def test_a_sigterm_to_every_process_of_the_run_costs_no_sample(files, whole, tmp_path):
-    """As systemd, docker and Slurm may send it: to the workers and the warden as well."""
+    """As systemd, docker and Slurm may send it: to the workers and the supervisor as well."""
     out, reward = tmp_path / "run", ("--task.rewards", f"{files / 'held.py'}:held")
     run = runs.start(files, out, *reward)
     run.wait_for(lambda: runs.num_steps(out) >= 2)
@@ -54,7 +54,7 @@ def test_a_sigterm_to_every_process_of_the_run_costs_no_sample(files, whole, tmp
     (files / "hold").unlink()
     for pid in run.processes():  # the workers at work
         os.kill(pid, signal.SIGTERM)
-    assert run.wait() == 143 and "SIGTERM: finishing this step and saving it" in run.said
+    assert run.wait() == 143 and "SIGTERM: finishing and saving this step" in run.said
     assert not run.processes() and 2 <= runs.num_steps(out) < 6
     runs.finish(files, out, *reward)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

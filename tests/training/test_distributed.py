@@ -193,7 +193,7 @@ def test_a_signal_to_all_saves_the_step_once_and_one_rank_goes_on_with_it(files,
     for pid in (*workers(process), process.pid):
         os.kill(pid, signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0 and stdout.count("SIGTERM: finishing this step") == 1, stderr
+    assert process.returncode != 0 and stdout.count("SIGTERM: finishing and saving this step") == 1, stderr
     num_steps = len(metrics(out))
     assert 1 <= num_steps < 6 and adapter(out, num_steps)
     finish(files, out, *EXACT, *slowly, num_ranks=1)
