@@ -29,6 +29,7 @@ from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
 from qerl.learner.learner import Learner
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
+from qerl.tracking.atomic_file import sync_folder, write_synced
 
 OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _CONTENTS = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE)
@@ -198,26 +199,10 @@ def _json(value: dict[str, Any]) -> bytes:
 
 def _write_all(folder: Path, contents: dict[str, bytes]) -> None:
     for name, data in contents.items():
-        _write(folder / name, data)
+        write_synced(folder / name, data)
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-    _write(folder / MANIFEST, _json({"sha256": sums}))
-    _sync_folder(folder)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's entries to disk, which fsync of a file does not do."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_synced(folder / MANIFEST, _json({"sha256": sums}))
+    sync_folder(folder)
 
 
 def _put_in_place(unfinished: Path, path: Path) -> None:
@@ -226,7 +211,7 @@ def _put_in_place(unfinished: Path, path: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     unfinished.rename(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     if replaced.exists():
         _remove(replaced)
 
@@ -237,7 +222,7 @@ def _prune(folder: Path, next_step: int, keep: int) -> None:
     for path in _newest_first(folder):
         if path not in wanted:
             _remove(path)
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _remove(path: Path) -> None:

@@ -46,19 +46,29 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Replace the file; after a crash it has the old content or the new, never a part of it."""
     part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(part, content)
         os.replace(part, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and flush its content to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, which fsync of a file does not do."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_object(path: Path) -> dict[str, Any]:
