@@ -6,7 +6,7 @@ import torch
 import tiny_run
 from learner.plain import causal
 from qerl.errors import UserError
-from qerl.export.calibration import calibration
+from qerl.export.calibration import load_calibration
 from qerl.models.loader import load_decoder
 from qerl.models.tokenizer import load_tokenizer
 
@@ -23,7 +23,7 @@ def run(tmp_path):
 
 
 def rows_of(run, max_tokens):
-    return calibration(run, load_tokenizer(str(run)), max_tokens=max_tokens, device=CPU)
+    return load_calibration(run, load_tokenizer(str(run)), max_tokens=max_tokens, device=CPU)
 
 
 def test_the_newest_prompts_come_first_each_once_with_its_different_samples(run):

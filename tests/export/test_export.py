@@ -159,7 +159,7 @@ def test_weights_that_learned_themselves_are_exported_as_they_are(tmp_path):
         model.model.layers[1].mlp.down_proj.weight, decoder.layers[1].mlp.down_proj.full, rtol=0, atol=0
     )
     said = refusal(lambda: exported(tmp_path, config, "peft"))
-    assert "has no adapter, its weights learned themselves" in said
+    assert "has no adapter, as adapter.kind is full" in said
 
 
 def test_gguf_ready_is_merged(tmp_path):
@@ -342,7 +342,7 @@ def test_import_goes_on_from_an_adapter_of_another_rank_alpha_and_targets(monkey
     [
         ({"r": "4"}, "r and lora_alpha must be numbers, got '4' and 8.0"),
         ({"target_modules": ".*_proj"}, "target_modules must be a list of names, got '.*_proj'"),
-        ({"use_dora": True}, "use_dora is True; what is read is plain LoRA"),
+        ({"use_dora": True}, "use_dora is True; only plain LoRA is supported"),
     ],
 )
 def test_what_import_cannot_take_over_is_named(tmp_path, changes, said):
@@ -362,11 +362,11 @@ def test_what_import_cannot_take_over_is_named(tmp_path, changes, said):
             {"target_modules": ["q_proj", "v_proj"]},
             "targets ['q_proj', 'v_proj'], adapter.target_modules are",
         ),
-        ({"use_dora": True}, "use_dora is True; what is read is plain LoRA, False"),
-        ({"use_rslora": True}, "use_rslora is True; what is read is plain LoRA, False"),
-        ({"bias": "all"}, "bias is 'all'; what is read is plain LoRA, 'none'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; what is read is plain LoRA, True"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']; what is read is plain LoRA"),
+        ({"use_dora": True}, "use_dora is True; only plain LoRA is supported, False"),
+        ({"use_rslora": True}, "use_rslora is True; only plain LoRA is supported, False"),
+        ({"bias": "all"}, "bias is 'all'; only plain LoRA is supported, 'none'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; only plain LoRA is supported, True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']; only plain LoRA is supported"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(tmp_path, changes, said):

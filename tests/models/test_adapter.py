@@ -131,7 +131,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing():
 
 
 def test_a_target_that_binds_nothing_is_refused():
-    with pytest.raises(UserError, match="names no linear of the model: 'qkv_proj'"):
+    with pytest.raises(UserError, match="the model has no linear 'qkv_proj'"):
         _adapted(AdapterConfig(target_modules=("q_proj", "qkv_proj")))
 
 

@@ -229,7 +229,7 @@ def test_the_command_writes_what_its_options_say(tmp_path):
 
 def test_a_text_that_is_none_is_refused(tmp_path):
     tiny_run.write_model(tmp_path / "float")
-    for content, says in ((b"", "holds no text"), (b"\xff\xfe", "cannot be read as text")):
+    for content, says in ((b"", "is empty"), (b"\xff\xfe", "cannot be read as text")):
         (tmp_path / "text.txt").write_bytes(content)
         options = QuantizeOptions(
             model=str(tmp_path / "float"),

@@ -176,7 +176,7 @@ def test_a_disk_that_refuses_is_the_run_s_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("format", ["int8", "nf4", "nonsense"])
 def test_a_format_without_a_layout_is_refused(tmp_path, format):
     said = refusal("anything", tmp_path / "packed", format=format)
-    assert said == f"{format} has no checkpoint layout to write; nvfp4 and mxfp4 have one"
+    assert said == f"{format} cannot be written to a checkpoint; supported: nvfp4 and mxfp4"
 
 
 def test_a_checkpoint_that_is_packed_is_not_packed_again(tmp_path):

@@ -176,7 +176,9 @@ def test_a_tied_head_that_is_present_must_be_the_embedding(tmp_path):
     rewrite(tmp_path, **{"lm_head.weight": embedding.clone()})
     assert torch.equal(logits_of(load(tmp_path)), truth)
     rewrite(tmp_path, **{"lm_head.weight": embedding + 1})
-    assert "ties lm_head.weight to model.embed_tokens.weight, but they differ" in refusal(tmp_path)
+    assert "tie_word_embeddings is true, but lm_head.weight and model.embed_tokens.weight differ" in refusal(
+        tmp_path
+    )
 
 
 def test_old_checkpoints_rotary_frequencies_are_passed_over(tmp_path):
@@ -194,8 +196,8 @@ DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.layers.0.input_layern
         ({DOWN: None}, f"has no tensor {DOWN}"),
         ({DOWN: None, NORM: None}, f"has no tensor {NORM} (and 1 more)"),
         ({DOWN: torch.zeros(96, 64)}, f"{DOWN} is [96, 64], must be [64, 96]"),
-        ({DOWN: torch.zeros(64, 96, dtype=torch.int32)}, f"{DOWN} is int32, no float weight"),
-        ({DOWN: torch.zeros(64, 96).to(torch.float8_e4m3fn)}, f"{DOWN} is float8_e4m3fn, no float weight"),
+        ({DOWN: torch.zeros(64, 96, dtype=torch.int32)}, f"{DOWN} is int32, must be a float"),
+        ({DOWN: torch.zeros(64, 96).to(torch.float8_e4m3fn)}, f"{DOWN} is float8_e4m3fn, must be a float"),
         ({DOWN: torch.full((64, 96), float("nan"))}, f"{DOWN} holds NaN or infinity"),
         ({NORM: torch.full((64,), float("inf"))}, f"{NORM} holds NaN or infinity"),
         (
@@ -287,7 +289,7 @@ def test_the_scales_of_activations_are_passed_over(tmp_path):
 
 def test_a_packed_checkpoint_is_not_converted_silently(tmp_path):
     said = refusal(packed(tmp_path), format="int8")
-    assert "holds nvfp4, which is taken as it is; model.format says int8" in said
+    assert "is in nvfp4, but model.format is int8; set --model.format nvfp4" in said
 
 
 UP = "model.layers.0.mlp.up_proj.weight"

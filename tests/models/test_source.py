@@ -82,7 +82,10 @@ def test_a_hub_id_is_downloaded_without_anything_that_could_run(tmp_path, hub):
 
 def test_what_the_hub_says_becomes_one_line(hub):
     said = refusal("some-org/some-model")
-    assert said == "some-org/some-model: no such folder here, and the hub does not give it: nothing cached"
+    assert (
+        said
+        == "some-org/some-model: no such folder, and it cannot be downloaded from the hub: nothing cached"
+    )
 
 
 def test_a_hub_model_without_safetensors_is_refused(tmp_path, hub):
@@ -139,7 +142,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, hub, monkeypatch):
 def test_the_built_in_model_is_fetched_checked_and_cached(tmp_path, hub, monkeypatch, capsys):
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
     first = locate(BUILT_IN)
-    assert "fetching" in capsys.readouterr().err
+    assert "downloading" in capsys.readouterr().err
     assert [f.name for f in (tmp_path / "cache").iterdir()] == [Path(first.path).name]
     assert locate(BUILT_IN) == first
     assert capsys.readouterr().err == ""

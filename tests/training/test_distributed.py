@@ -239,7 +239,7 @@ def test_a_rank_that_is_killed_ends_the_run(files, tmp_path):
 def test_a_mistake_is_told_by_one_rank(files, tmp_path):
     process = start(files, tmp_path / "run", "--adapter.target-modules", "nose")
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0 and stderr.count("adapter.target_modules names no linear") == 1
+    assert process.returncode != 0 and stderr.count("adapter.target_modules: the model has no linear") == 1
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What others take over from a run: its adapter, the merged model, the merged model in 4 bits."""
+"""Export a run as a PEFT adapter, as a merged model, or as a merged model in NVFP4."""
 
 from qerl.export.write import export
 

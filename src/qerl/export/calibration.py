@@ -1,4 +1,4 @@
-"""A run's own prompts and samples, newest first, as rows that a decoder can be run over."""
+"""Load a run's prompts and samples, newest first, as packed rows to run a decoder on."""
 
 import collections
 import dataclasses
@@ -24,14 +24,14 @@ class Calibration:
     attend: Attend
 
 
-def calibration(
+def load_calibration(
     run: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, device: torch.device
 ) -> Calibration:
-    """About max_tokens rows: the text of each prompt once, and its different samples behind it."""
+    """Return about max_tokens rows: each prompt once, followed by its distinct samples."""
     tokens: list[int] = []
     positions: list[int] = []
     trees: list[Tree] = []
-    for prompt, samples in _tokenized(run / "samples.jsonl", tokenizer, max_tokens):
+    for prompt, samples in _tokenize_groups(run / "samples.jsonl", tokenizer, max_tokens):
         start = len(tokens)
         for first, part in [(0, prompt), *((len(prompt), sample) for sample in samples)]:
             tokens += part
@@ -40,7 +40,9 @@ def calibration(
         if len(tokens) >= max_tokens:
             break
     if not tokens:
-        raise UserError(f"{run / 'samples.jsonl'}: holds no samples, which the rounding is fitted to")
+        raise UserError(
+            f"{run / 'samples.jsonl'}: holds no samples, which NVFP4 export needs for calibration"
+        )
     layout = PackedLayout.of(trees, device)
 
     def attend(layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
@@ -49,23 +51,23 @@ def calibration(
     return Calibration(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend)
 
 
-def _tokenized(
+def _tokenize_groups(
     file: Path, tokenizer: PreTrainedTokenizerBase, max_lines: int
 ) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """Each prompt and its different samples, from the last of the file's lines to earlier ones."""
+    """Yield each prompt and its distinct samples, from the last lines of the file to the first."""
     samples: dict[str, dict[str, list[int]]] = {}
     eos: Any = tokenizer.eos_token_id
     for record in _last_records(file, max_lines):
         end = [eos] if record["finish"] == "stop" and eos is not None else []
-        tokens = _tokens(tokenizer, record["text"], starts=False) + end
+        tokens = _tokenize(tokenizer, record["text"], starts=False) + end
         if tokens:
             samples.setdefault(record["prompt"], {})[record["text"]] = tokens
     for prompt, by_text in samples.items():
-        yield _tokens(tokenizer, prompt, starts=tokenizer.chat_template is None), list(by_text.values())
+        yield _tokenize(tokenizer, prompt, starts=tokenizer.chat_template is None), list(by_text.values())
 
 
 def _last_records(file: Path, max_lines: int) -> list[dict[str, Any]]:
-    """Newest first; a damaged line is left out."""
+    """Return the last lines' records, newest first, without damaged lines."""
     try:
         with file.open("rb") as lines:
             last = collections.deque(lines, maxlen=max_lines)
@@ -74,6 +76,6 @@ def _last_records(file: Path, max_lines: int) -> list[dict[str, Any]]:
     return [record for line in reversed(last) if (record := decode(line)) is not None]
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, starts: bool) -> list[int]:
-    """starts: with the special token that a text without a chat template begins with, if there is one."""
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, starts: bool) -> list[int]:
+    """Tokenize a text; `starts` adds the tokenizer's first special token, if it has one."""
     return tokenizer.encode(text, add_special_tokens=starts)

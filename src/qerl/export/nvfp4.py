@@ -1,9 +1,9 @@
-"""Writes a run's policy as an NVFP4 checkpoint that keeps what was learned.
+"""Quantize a run's merged weights to NVFP4 so that what was learned is kept.
 
-Rounded to the nearest codes, the merged weights are the frozen ones again: the adapter's part is far below a
-quantization step. So each linear's codes are chosen for its outputs (rounding.py), on inputs that the run
-itself gives: its prompts and samples, as they come out of the layers before, which are in NVFP4 by then. The
-grid is the frozen weight's own where it has one: all that is left to round is what the adapter adds.
+Rounding the merged weights to the nearest codes gives the frozen weights again: the adapter's part is far
+below a quantization step. Therefore each linear's codes are chosen to preserve its outputs (rounding.py) on
+the run's own prompts and samples, computed by the layers before it, which are in NVFP4 already. The grid is
+the frozen weight's own if it has one, so only the adapter's part is left to round.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from qerl.export.calibration import Calibration
-from qerl.export.policy import merged
-from qerl.export.rounding import damped, rounded
+from qerl.export.policy import merged_weight
+from qerl.export.rounding import add_damping, round_to_grid
 from qerl.formats import NVFP4, e2m1
 from qerl.formats.nvfp4 import BLOCK_WEIGHTS
 from qerl.models.decoder import Attend, Decoder, Layer, RowContext
@@ -22,22 +22,22 @@ from qerl.models.linear import QuantLinear
 DAMPING, SWEEPS = 0.01, 2
 
 
-class _Enough(Exception):
-    """The layer has come as far as was asked for."""
+class _StopForward(Exception):
+    """Raised to stop a forward pass at the linear whose input was wanted."""
 
 
 def requantize(decoder: Decoder, rows: Calibration, *, notice: Callable[[str], None]) -> None:
-    """Puts every linear of a float32 decoder into NVFP4 with its adapter merged in, layer by layer."""
+    """Replace every linear of a float32 decoder by NVFP4 with its adapter merged in, layer by layer."""
 
     def run_layer(
         layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend
     ) -> Tensor:
         def run() -> Tensor:
-            return layer(h_TD.clone(), context, layer_index, attend)  # it may write over its input
+            return layer(h_TD.clone(), context, layer_index, attend)  # a layer may overwrite its input
 
         for linears in layer.linear_groups:
             x_TK = _inputs(linears[0], run)
-            h_KK = damped(x_TK.T @ x_TK, DAMPING)
+            h_KK = add_damping(x_TK.T @ x_TK, DAMPING)
             _requantize_group(linears, h_KK)
         notice(f"layer {layer_index + 1} of {len(decoder.layers)}")
         return run()
@@ -47,17 +47,17 @@ def requantize(decoder: Decoder, rows: Calibration, *, notice: Callable[[str], N
 
 
 def _inputs(linear: QuantLinear, run: Callable[[], Tensor]) -> Tensor:
-    """What the linear is given in a run, which goes no further."""
+    """Run the layer up to this linear and return the linear's input."""
     seen: list[Tensor] = []
 
     def stop(module: nn.Module, arguments: tuple[Tensor]) -> None:
         seen.append(arguments[0])
-        raise _Enough
+        raise _StopForward
 
     handle = linear.register_forward_pre_hook(stop)
     try:
         run()
-    except _Enough:
+    except _StopForward:
         pass
     finally:
         handle.remove()
@@ -65,10 +65,10 @@ def _inputs(linear: QuantLinear, run: Callable[[], Tensor]) -> Tensor:
 
 
 def _requantize_group(linears: tuple[QuantLinear, ...], h_KK: Tensor) -> None:
-    target_NK = torch.cat([merged(linear) for linear in linears]).float()
+    target_NK = torch.cat([merged_weight(linear) for linear in linears]).float()
     scales, global_scale = _grid(linears, target_NK)
     steps_NK = (scales.float() / global_scale).repeat_interleave(BLOCK_WEIGHTS, dim=1)
-    codes = e2m1.encode(rounded(target_NK, steps_NK, h_KK, sweeps=SWEEPS))
+    codes = e2m1.encode(round_to_grid(target_NK, steps_NK, h_KK, sweeps=SWEEPS))
     first = 0
     for linear in linears:
         some = slice(first, first := first + linear.out_width)
@@ -78,7 +78,7 @@ def _requantize_group(linears: tuple[QuantLinear, ...], h_KK: Tensor) -> None:
 
 
 def _grid(linears: tuple[QuantLinear, ...], target_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """(scales of all rows, the global scale that they share): the frozen weights' own, or the target's."""
+    """Return (scales of all rows, shared global scale): the frozen weights' own, or else the target's."""
     weights = [linear.weight for linear in linears]
     own = [weight for weight in weights if isinstance(weight, NVFP4)]
     if len(own) == len(weights) and all(weight.alpha == own[0].alpha for weight in own):

@@ -1,4 +1,4 @@
-"""The policy that a run has come to, in float32, and its weights with the adapter merged in."""
+"""Load a run's policy in float32, and merge the adapter into a weight."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from qerl.models.loader import load_decoder
 
 
 def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:
-    """The model as the run holds it, with what its newest checkpoint has learned."""
+    """Load the run's model, in the run's format, with the adapter of its newest checkpoint."""
     learned = checkpoint.latest_adapter(run / "checkpoints")
     decoder = load_decoder(
         config.model.path, format=config.model.format, compute=torch.float32, device=device, resident=False
@@ -24,8 +24,8 @@ def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Deco
     return decoder
 
 
-def merged(linear: QuantLinear) -> Tensor:
-    """W + scaling * B @ A of the frozen weight as it is held and the masters, float64 [N, K]."""
+def merged_weight(linear: QuantLinear) -> Tensor:
+    """Return W + scaling * B @ A, float64 [N, K], from the frozen weight and the fp32 masters."""
     if linear.full is not None:
         return linear.full.detach().double()
     assert linear.weight is not None

@@ -1,11 +1,11 @@
-"""Writes what others take over from a run into a folder, which appears only when it is whole.
+"""Export a run into a folder, which appears only when it is complete.
 
     peft     the adapter: fp32 masters under PEFT's names, and adapter_config.json
-    merged   a plain model: round(W + scaling * B @ A), summed in float64 from the frozen weight as it is held
-             and rounded once. Hugging Face's names, which llama.cpp's convert_hf_to_gguf.py takes as they are
+    merged   a plain model: round(W + scaling * B @ A), summed in float64 from the frozen weight in its format
+             and rounded once. Hugging Face's names, which llama.cpp's convert_hf_to_gguf.py reads
     nvfp4    the merged model in compressed-tensors' nvfp4-pack-quantized, rounded for its outputs (nvfp4.py)
 
-What is no linear's weight is the checkpoint's, a head that the run held packed too.
+Tensors other than the linears' weights are the checkpoint's, also a head that the run had packed.
 """
 
 import sys
@@ -20,9 +20,9 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
-from qerl.export.calibration import calibration
+from qerl.export.calibration import load_calibration
 from qerl.export.nvfp4 import requantize
-from qerl.export.policy import load_fp32_policy, merged
+from qerl.export.policy import load_fp32_policy, merged_weight
 from qerl.formats import NVFP4
 from qerl.learner.checkpoint import latest_adapter, peft_config
 from qerl.models.compressed_tensors import LAYOUTS, without_quantization, write_quantized_config
@@ -43,7 +43,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def export(config: RunConfig, options: ExportOptions) -> None:
-    """`config` is what options.run was made with."""
+    """Export options.run, whose config is `config`."""
     run, out = options.run, options.out
     check_output_folder(out)
     if options.form == "peft":
@@ -57,9 +57,7 @@ def export(config: RunConfig, options: ExportOptions) -> None:
 
 def write_peft(run: Path, config: RunConfig, out: Path) -> None:
     if config.adapter.kind != "lora":
-        raise UserError(
-            f"{run}: has no adapter, its weights learned themselves; export it as merged or nvfp4"
-        )
+        raise UserError(f"{run}: has no adapter, as adapter.kind is full; use --as merged or --as nvfp4")
     adapter = latest_adapter(run / "checkpoints")
     with atomic_folder(out) as folder:
         save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
@@ -80,7 +78,8 @@ def write_nvfp4(
     run: Path, config: RunConfig, out: Path, *, device: torch.device, calibration_tokens: int
 ) -> None:
     decoder, source = load_fp32_policy(run, config, device), locate(config.model.path)
-    rows = calibration(run, load_tokenizer(config.model.path), max_tokens=calibration_tokens, device=device)
+    tokenizer = load_tokenizer(config.model.path)
+    rows = load_calibration(run, tokenizer, max_tokens=calibration_tokens, device=device)
     requantize(decoder, rows, notice=partial(print, "nvfp4:", file=sys.stderr))
     with atomic_folder(out) as folder:
         write_shards(folder, _packed_tensors(decoder))
@@ -89,14 +88,14 @@ def write_nvfp4(
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _others(decoder):
+    for name, tensor in _other_tensors(decoder):
         yield name, tensor.to(dtype, copy=True)
     for name, linear in decoder.linears():
-        yield f"model.{name}.weight", merged(linear).to(dtype)
+        yield f"model.{name}.weight", merged_weight(linear).to(dtype)
 
 
 def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _others(decoder):
+    for name, tensor in _other_tensors(decoder):
         yield name, tensor.to("cpu", torch.bfloat16, copy=True)
     for name, linear in decoder.linears():
         assert isinstance(linear.weight, NVFP4)
@@ -105,8 +104,8 @@ def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield f"model.{name}.{suffix}", tensors[field].to("cpu", copy=True)
 
 
-def _others(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint that is no linear's weight, by Hugging Face's name."""
+def _other_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the checkpoint that is not a linear's weight, by Hugging Face's name."""
     weights = {f"model.{name}.weight" for name, _ in decoder.linears()}
     for name in tensor_shapes(decoder.architecture):
         if name not in weights:
@@ -114,7 +113,7 @@ def _others(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def _with_dtype(hf_config: dict, dtype: torch.dtype) -> dict:
-    """torch_dtype is what transformers 4 reads, and 5 does too."""
+    """Set torch_dtype, which transformers 4 and 5 both read."""
     return {k: v for k, v in hf_config.items() if k != "dtype"} | {
         "torch_dtype": str(dtype).removeprefix("torch.")
     }

@@ -1,1 +1,1 @@
-"""The decoder with its adapter and its noise, and how it is loaded."""
+"""The decoder with its adapter, and the loaders and writers of checkpoints."""

@@ -1,9 +1,9 @@
-"""Low-rank adapters on a decoder: made, published, switched off, saved and loaded under PEFT's names.
+"""Low-rank adapters of a decoder: add, publish, disable, save and load them under PEFT's names.
 
     W + scaling * B @ A,   scaling = alpha / rank,   A_RK uniform in +-1 / sqrt(K),   B_NR zero
 
-A decoder with a new adapter computes bit for bit what it did without: `tests/models/test_adapter.py`.
-Where weights learn themselves (kind "full"), their masters take its place, under Hugging Face's names.
+A new adapter changes no output bit: `tests/models/test_adapter.py`. With adapter.kind full, the fp32 masters
+of the weights take the adapter's place, under Hugging Face's names.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ PREFIX = "base_model.model.model."
 
 
 def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
-    """Give every linear named in config.targets an adapter, whose A depends on the seed and the linear alone;
-    or, if the config says full, let its weight learn."""
+    """Add an adapter to every linear in config.target_modules; its A depends on the seed and the linear only.
+    With config.kind full, make the linear's weight trainable instead."""
     names = {name.rpartition(".")[2] for name, _ in decoder.linears()}
-    if unbound := [target for target in config.target_modules if target not in names]:
+    if unknown := [target for target in config.target_modules if target not in names]:
         raise UserError(
-            f"adapter.target_modules names no linear of the model: {unbound[0]!r}; it has {sorted(names)}"
+            f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {sorted(names)}"
         )
     for index, (name, linear) in enumerate(decoder.linears()):
         if name.rpartition(".")[2] in config.target_modules and config.kind == "full":
             if not isinstance(linear.weight, BF16):
-                raise UserError("adapter.kind full needs weights that can learn: set model.format to bf16")
+                raise UserError("adapter.kind full needs unquantized weights: set --model.format bf16")
             linear.learn_weight()
         elif name.rpartition(".")[2] in config.target_modules:
             bound = 1 / math.sqrt(linear.in_width)
@@ -45,14 +45,14 @@ def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
 
 
 def publish(decoder: Decoder) -> None:
-    """From here on the forward pass multiplies by the masters as they are now."""
+    """Copy the fp32 masters into the working copies that the forward pass multiplies by."""
     for _, linear in decoder.linears():
         linear.publish()
 
 
 @contextlib.contextmanager
 def adapter_off(decoder: Decoder) -> Iterator[None]:
-    """Inside, the decoder is the frozen model alone."""
+    """Disable the adapter within the context."""
     before = [(linear, linear.adapter_enabled) for _, linear in decoder.linears()]
     try:
         for linear, _ in before:
@@ -64,7 +64,7 @@ def adapter_off(decoder: Decoder) -> Iterator[None]:
 
 
 def adapter_tensors(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """The masters themselves, by the names PEFT gives them in a checkpoint."""
+    """Return the masters, not copies, by their names in a PEFT checkpoint."""
     return {
         master_name: master
         for name, linear in decoder.linears()
@@ -85,9 +85,9 @@ def _masters(name: str, linear: QuantLinear) -> list[tuple[str, nn.Parameter | N
 def load_adapter(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Set the masters from tensors with PEFT's names, then publish."""
     masters = adapter_tensors(decoder)
-    if strange := sorted(masters.keys() ^ tensors.keys()):
-        where = "lacks" if strange[0] in masters else "has an unknown"
-        raise UserError(f"the adapter {where} tensor {strange[0]} ({len(strange)} names differ)")
+    if differing := sorted(masters.keys() ^ tensors.keys()):
+        problem = "lacks" if differing[0] in masters else "has an unknown"
+        raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
     for name, master in masters.items():
         if master.shape != tensors[name].shape:
             raise UserError(

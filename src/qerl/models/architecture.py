@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about the decoder, checked and in our words.
+"""Parse and check a checkpoint's config.json into an Architecture.
 
     Architecture.family      bias of q|k|v   bias of o         bias of the MLP   q/k norm
     LlamaForCausalLM         attention_bias  attention_bias    mlp_bias          no
@@ -7,7 +7,8 @@
     Qwen3ForCausalLM         attention_bias  attention_bias    no                yes
 
 Both spellings of the rotary settings are read: `rope_parameters` (transformers 5), and `rope_theta` with
-`rope_scaling` (4). A sliding window is not computed: it caps the positions instead, so that it never acts.
+`rope_scaling` (transformers 4). Sliding-window attention is not implemented: the window caps the positions
+instead, so that it never takes effect.
 """
 
 import dataclasses
@@ -18,31 +19,31 @@ from qerl.errors import UserError
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-_LARGEST, _LARGEST_NUMBER = 1 << 31, 1e12
-_MOST_SHOWN = 80
+_MAX_COUNT, _MAX_NUMBER = 1 << 31, 1e12
+_MAX_SHOWN_CHARS = 80
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
-    """How positions turn the heads. Only the settings of its kind mean anything; rope.py has the formulas."""
+    """Settings of the rotary position embedding. Each kind uses some of them (rope.py)."""
 
     kind: str
     theta: float
     factor: float = 1.0
     original_positions: int = 0
-    """llama3, yarn: the longest sequence before the frequencies were stretched."""
+    """llama3, yarn: the maximum length before the frequencies were scaled."""
     low_frequency: float = 1.0
-    """llama3: wavelengths over original_positions / low_frequency are stretched whole."""
+    """llama3: wavelengths over original_positions / low_frequency are scaled by the whole factor."""
     high_frequency: float = 4.0
-    """llama3: those under original_positions / high_frequency not at all."""
+    """llama3: wavelengths under original_positions / high_frequency are not scaled."""
     beta_fast: float = 32.0
-    """yarn: dimensions that turn this often within original_positions are not stretched."""
+    """yarn: dimensions with at least this many turns within original_positions are not scaled."""
     beta_slow: float = 1.0
-    """yarn: those that turn less often than this are stretched whole."""
+    """yarn: dimensions with fewer turns than this are scaled by the whole factor."""
     is_truncated: bool = True
-    """yarn: the two limits are rounded outwards to whole dimensions."""
+    """yarn: round the two limits outwards to whole dimensions."""
     magnitude: float | None = None
-    """yarn: what cosine and sine are multiplied by; None derives it from the factor."""
+    """yarn: factor of cosine and sine; None derives it from `factor`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
@@ -70,7 +71,7 @@ class Architecture:
 
 
 def from_hf_config(config: dict[str, Any]) -> Architecture:
-    """From the contents of config.json, which may be anything; UserError for what it cannot be."""
+    """Parse the contents of config.json; raise UserError if anything in it is wrong or unsupported."""
     family = _family(config)
     biased = family in ("LlamaForCausalLM", "Qwen3ForCausalLM") and _flag(config, "attention_bias")
     width, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
@@ -81,7 +82,7 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
         )
     head_size = _head_size(config, width, num_heads)
     if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"hidden_act must be silu, got {_shown(activation)}")
+        raise UserError(f"hidden_act must be silu, got {_short_text(activation)}")
     return Architecture(
         family=family,
         num_layers=_count(config, "num_hidden_layers"),
@@ -107,46 +108,48 @@ def _head_size(config: dict[str, Any], width: int, num_heads: int) -> int:
         raise UserError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {num_heads}")
     head_size = _count(config, "head_dim", width // num_heads)
     if head_size % 2:
-        raise UserError(f"head_dim must be even, since heads are turned in pairs, got {head_size}")
+        raise UserError(f"head_dim must be even because RoPE rotates pairs, got {head_size}")
     return head_size
 
 
 def _family(config: dict[str, Any]) -> str:
-    named = config.get("architectures") or []
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"architectures must be a list of names, got {_shown(named)}")
-    if len(named) != 1 or named[0] not in FAMILIES:
-        name = _shown(", ".join(named), str) or "(none named)"
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"architectures must be a list of names, got {_short_text(names)}")
+    if len(names) != 1 or names[0] not in FAMILIES:
+        name = _short_text(", ".join(names), str) or "(none named)"
         raise UserError(f"architecture {name} is not supported; supported: {', '.join(FAMILIES)}")
-    return named[0]
+    return names[0]
 
 
-def _shown(value: Any, form: Callable[[Any], str] = repr) -> str:
-    """On one line, and no longer than a line."""
+def _short_text(value: Any, form: Callable[[Any], str] = repr) -> str:
+    """Format the value on one line, cut to 80 characters."""
     text = " ".join(form(value).split())
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 def _count(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A positive integer; null and a missing one mean the default."""
+    """Return a positive integer; null or a missing entry gives the default."""
     value = config.get(name)
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise UserError(f"{name} must be a positive integer in the model's config, got {_shown(value)}")
-    if value > _LARGEST:
-        raise UserError(f"{name} must be at most {_LARGEST:,} in the model's config, got {_shown(value)}")
+        raise UserError(f"{name} must be a positive integer in the model's config, got {_short_text(value)}")
+    if value > _MAX_COUNT:
+        raise UserError(
+            f"{name} must be at most {_MAX_COUNT:,} in the model's config, got {_short_text(value)}"
+        )
     return value
 
 
 def _number(settings: dict[str, Any], name: str, default: float) -> float:
-    """A positive finite number; null and a missing one mean the default."""
+    """Return a positive finite number; null or a missing entry gives the default."""
     value = settings.get(name)
     if value is None:
         return default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= _LARGEST_NUMBER:
-        raise UserError(f"{name} must be a positive number in the model's config, got {_shown(value)}")
+    if not is_number or not 0 < value <= _MAX_NUMBER:
+        raise UserError(f"{name} must be a positive number in the model's config, got {_short_text(value)}")
     return float(value)
 
 
@@ -155,7 +158,7 @@ def _flag(settings: dict[str, Any], name: str, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise UserError(f"{name} must be true or false in the model's config, got {_shown(value)}")
+        raise UserError(f"{name} must be true or false in the model's config, got {_short_text(value)}")
     return value
 
 
@@ -169,14 +172,14 @@ def _rope(config: dict[str, Any]) -> Rope:
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(settings, dict):
         raise UserError(
-            f"the rope's settings must be an object in the model's config, got {_shown(settings)}"
+            f"rope_parameters must be an object in the model's config, got {_short_text(settings)}"
         )
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPE_KINDS:
-        raise UserError(f"rope type {_shown(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        raise UserError(f"rope type {_short_text(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}")
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is not None and partial != 1:
-        raise UserError(f"partial_rotary_factor must be 1, got {_shown(partial)}")
+        raise UserError(f"partial_rotary_factor must be 1, got {_short_text(partial)}")
     if kind != "default" and settings.get("factor") is None:
         raise UserError(f"rope type {kind!r} needs a factor in the model's config")
     _check_order(settings, kind)
@@ -200,7 +203,7 @@ def _rope(config: dict[str, Any]) -> Rope:
 
 
 def _check_order(settings: dict[str, Any], kind: str) -> None:
-    """What lies between two limits is stretched in part: equal ones would divide by zero."""
+    """Raise UserError for equal limits: the ramp between them would divide by zero."""
     limits = {"llama3": ("low_freq_factor", 1.0, "high_freq_factor", 4.0)}
     limits["yarn"] = ("beta_slow", 1.0, "beta_fast", 32.0)
     if kind in limits:
@@ -210,5 +213,5 @@ def _check_order(settings: dict[str, Any], kind: str) -> None:
 
 
 def _optional(settings: dict[str, Any], name: str) -> float | None:
-    """None where it is left out, null or 0."""
+    """Return a positive number; None if the entry is missing, null or 0."""
     return None if settings.get(name) in (None, 0) else _number(settings, name, 1.0)

@@ -1,20 +1,22 @@
-"""Activation-aware weights (AWQ, arXiv 2306.00978): channels that carry large inputs are quantized finer.
+"""Activation-aware quantization (AWQ, arXiv 2306.00978): channels with large inputs are quantized more
+finely.
 
     y = W x = (W diag(s)) (diag(1 / s) x)        s_k = m_k^alpha / sqrt(max m^alpha * min m^alpha)
 
-m_k is the mean |x_k| over a text. diag(1 / s) goes into what makes x, so that nothing but weights changes:
+m_k is the mean |x_k| over a text. diag(1 / s) is folded into the module that makes x, so only weights change:
 
     q | k | v    into the norm before them          gate | up    into the norm before them
-    o            into v's rows; where heads share a v head (GQA), so do their columns s: m is their mean
+    o            into v's rows; heads that share a v head (GQA) share s too, with the mean of their m
     down         into up's rows
 
-The norm's weight is stored in bfloat16: s is what that rounding leaves of it, so that the two still cancel.
-alpha is the one of 0, 1/20, ... 1 with the least sum over the linears of |W x - Q(W diag(s)) diag(1 / s) x|^2
-over rows x of the text; alpha 0 is s = 1, plain rounding, so no group is searched to more error than that.
-Each group is searched by itself with the original model's inputs; folding the factors of o and down then
-rescales rows of v and up, which block scales follow. Clipping, which AWQ adds, is `least_squares` here.
+The norm's weight is stored in bfloat16: s is recomputed from the rounded weight, so that the two still
+cancel. alpha is the value among 0, 1/20, ... 1 that minimizes the sum over the linears of
+|W x - Q(W diag(s)) diag(1 / s) x|^2 over rows x of the text. alpha 0 gives s = 1, plain rounding, so the
+search never increases a group's error. Each group is searched alone, with the original model's inputs;
+folding the factors of o and down rescales rows of v and up, and the block scales follow. AWQ's clipping is
+`least_squares` here.
 
-A folded checkpoint is a Checkpoint: it is read, quantized and written like any other.
+A ScaledCheckpoint is a Checkpoint: it is read, quantized and written like any other.
 """
 
 import dataclasses
@@ -38,17 +40,17 @@ from qerl.models.state_dict import linear_groups, read_float
 from qerl.types import Tree
 
 NUM_ALPHAS = 20
-KEPT_ROWS = 512
-"""LinearInputs of each group that errors are measured on; the means are over all."""
+NUM_ERROR_ROWS = 512
+"""Number of input rows per group on which errors are measured; the means are over all rows."""
 _BATCH_TOKENS = 4096
 
 Encode = Callable[[list[Tensor]], list[PackedWeight]]
-"""The weights of linears that multiply the same input, encoded together."""
+"""Encode the weights of linears that read the same input."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearInputs:
-    """What a group of linears multiplies: mean |x| [K] over a text, and some of its rows [S, K]; fp32."""
+    """Inputs of a group of linears: mean |x| [K] over a text, and some rows [S, K]; fp32."""
 
     mean_K: Tensor
     rows_SK: Tensor
@@ -56,17 +58,18 @@ class LinearInputs:
 
 @torch.no_grad()
 def collect_inputs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict[str, LinearInputs]:
-    """By the name of each group's first linear: q_proj, o_proj, gate_proj and down_proj of every layer. The
-    kept rows are spread evenly over the text."""
+    """Run the decoder over a text and return each group's inputs by the name of the group's first linear
+    (q_proj, o_proj, gate_proj and down_proj of every layer). The sampled rows are spread evenly over the
+    text."""
     num_tokens = sum(map(len, sequences))
     if num_tokens == 0:
-        raise UserError("calibration needs a text, got none")
-    every = max(1, num_tokens // KEPT_ROWS)
+        raise UserError("the calibration text is empty")
+    every = max(1, num_tokens // NUM_ERROR_ROWS)
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
     seen = 0
 
-    def listen(name: str) -> Callable[..., None]:
+    def recorder(name: str) -> Callable[..., None]:
         def hook(module: Any, arguments: tuple[Tensor, ...]) -> None:
             x_TK = arguments[0].float()
             sums[name] = sums.get(name, torch.zeros_like(x_TK[0])) + x_TK.abs().sum(0)
@@ -76,7 +79,7 @@ def collect_inputs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict
 
     firsts = [group[0].removeprefix("model.") for group in linear_groups(decoder.architecture)]
     hooks = [
-        linear.register_forward_pre_hook(listen(f"model.{name}"))
+        linear.register_forward_pre_hook(recorder(f"model.{name}"))
         for name, linear in decoder.linears()
         if name in firsts
     ]
@@ -87,11 +90,13 @@ def collect_inputs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: LinearInputs(sums[name] / num_tokens, torch.cat(rows[name])[:KEPT_ROWS]) for name in sums}
+    return {
+        name: LinearInputs(sums[name] / num_tokens, torch.cat(rows[name])[:NUM_ERROR_ROWS]) for name in sums
+    }
 
 
 def packed_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Neighbouring sequences for one forward pass each."""
+    """Yield batches of consecutive sequences, one for each forward pass."""
     batch, num_tokens = [], 0
     for tokens in sequences:
         if batch and num_tokens + len(tokens) > _BATCH_TOKENS:
@@ -104,7 +109,7 @@ def packed_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence
 
 
 def run_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """hidden_TD of the sequences, one after the other."""
+    """Return hidden_TD of the concatenated sequences."""
     device = decoder.device
     starts = itertools.accumulate(map(len, sequences), initial=0)
     trees = [
@@ -124,7 +129,7 @@ def run_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Tenso
 def awq(
     checkpoint: Checkpoint, architecture: Architecture, inputs: dict[str, LinearInputs], encode: Encode
 ) -> "ScaledCheckpoint":
-    """The checkpoint with the factors that are best for this encoding folded in."""
+    """Return the checkpoint with the factors folded in that minimize this encoding's error."""
     factors: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     layer = layer_spec(architecture)
     for layer_index in range(architecture.num_layers):
@@ -136,21 +141,21 @@ def awq(
                 spec is layer.o,
             )
             found = inputs[group[0]]
-            mean_K = _shared_by_heads(found.mean_K, architecture) if is_o else found.mean_K
+            mean_K = _mean_over_shared_heads(found.mean_K, architecture) if is_o else found.mean_K
             weights = [read_float(checkpoint, f"{linear}.weight").to(mean_K.device) for linear in group]
             s_K = search_scales(weights, mean_K, found.rows_SK, encode).cpu()
             if spec.input_from in layer.norm_widths:
-                s_K = _kept_by(read_float(checkpoint, f"{before}.weight").float(), s_K)
+                s_K = _exact_in_bf16(read_float(checkpoint, f"{before}.weight").float(), s_K)
             for linear in group:
                 factors[f"{linear}.weight"] = (factors.get(f"{linear}.weight", (None, None))[0], s_K)
-            shared = _of_kv_heads(s_K, architecture) if is_o else s_K
+            shared = _per_kv_head(s_K, architecture) if is_o else s_K
             for name in (f"{before}.weight", f"{before}.bias"):
                 factors[name] = (1 / shared, factors.get(name, (None, None))[1])
     return ScaledCheckpoint(checkpoint, factors)
 
 
 def search_scales(weights: list[Tensor], mean_K: Tensor, rows_SK: Tensor, encode: Encode) -> Tensor:
-    """s [K], fp32."""
+    """Return s [K] of the best alpha, fp32."""
     best, least = torch.ones_like(mean_K), math.inf
     for step in range(NUM_ALPHAS + 1):
         s_K = channel_scales(mean_K, step / NUM_ALPHAS)
@@ -169,24 +174,24 @@ def channel_scales(mean_K: Tensor, alpha: float) -> Tensor:
     return powers / (powers.max() * powers.min()).sqrt()
 
 
-def _kept_by(norm_K: Tensor, s_K: Tensor) -> Tensor:
-    """The factors next to s by which the norm's weight, stored in bfloat16, is divided without rounding."""
+def _exact_in_bf16(norm_K: Tensor, s_K: Tensor) -> Tensor:
+    """Return the factors nearest to s that divide the norm's weight exactly in bfloat16."""
     divided = (norm_K / s_K).bfloat16().float()
     return torch.where(divided == 0, torch.ones_like(s_K), norm_K / divided)
 
 
-def _shared_by_heads(mean_NH: Tensor, a: Architecture) -> Tensor:
-    """Query heads with one v head get its heads' mean."""
+def _mean_over_shared_heads(mean_NH: Tensor, a: Architecture) -> Tensor:
+    """Average over the query heads that share a v head."""
     by_head = mean_NH.view(a.num_kv_heads, -1, a.head_size)
     return by_head.mean(1, keepdim=True).expand_as(by_head).reshape(-1)
 
 
-def _of_kv_heads(s_NH: Tensor, a: Architecture) -> Tensor:
+def _per_kv_head(s_NH: Tensor, a: Architecture) -> Tensor:
     return s_NH.view(a.num_kv_heads, -1, a.head_size)[:, 0].reshape(-1)
 
 
 class ScaledCheckpoint:
-    """A checkpoint whose tensors are multiplied as they are read: rows, and columns, by fp32 factors."""
+    """A checkpoint whose tensors' rows and columns are multiplied by fp32 factors as they are read."""
 
     def __init__(self, checkpoint: Checkpoint, factors: dict[str, tuple[Tensor | None, Tensor | None]]):
         self.path: Path = checkpoint.path
@@ -198,12 +203,12 @@ class ScaledCheckpoint:
         tensor = self._checkpoint.read(name)
         if name not in self._factors:
             return tensor
-        # float32: rounded to the file's 16 bits again, it would no longer compute the same
+        # float32: rounding to the file's 16 bits would change what the model computes
         rows_N, columns_K = self.rows(name), self.columns(name)
         return tensor.float() * (rows_N if tensor.dim() == 1 else rows_N[:, None] * columns_K)
 
     def rows(self, name: str) -> Tensor:
-        """What each row, or each number of a vector, is multiplied by."""
+        """Return the factor of each row, or of each element of a vector."""
         return self._of(name, 0)
 
     def columns(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reads and writes 4-bit checkpoints as compressed-tensors lays them out, which transformers and vLLM load.
+"""Read and write 4-bit checkpoints in the compressed-tensors layout, which transformers and vLLM load.
 
     NVFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            nvfp4-pack-quantized
           scales         {linear}.weight_scale         float8_e4m3fn [N, K / 16]
@@ -6,9 +6,9 @@
     MXFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            mxfp4-pack-quantized
           scales         {linear}.weight_scale         uint8 [N, K / 32]
 
-The codes go in and out untouched. NVFP4 linears that multiply the same input (q, k, v; gate, up) share one
-global scale: vLLM fuses them and keeps only the largest of their scales, which would distort the others. A
-model that is quantized when it is loaded shares them too: its linears are bit for bit those that are written.
+Codes are read and written unchanged. NVFP4 linears that read the same input (q, k, v; gate, up) share one
+global scale: vLLM fuses them and keeps only the largest of their scales, which would distort the others.
+Quantizing at load time shares scales too, so it gives bit for bit the linears that are written here.
 """
 
 import dataclasses
@@ -46,23 +46,23 @@ class CheckpointLayout:
 
     format: str
     checkpoint_format: str
-    """quantization_config's name for it."""
+    """`format` in quantization_config."""
     block_weights: int
     strategy: str
     scale_dtype: torch.dtype
     suffixes: dict[str, str]
-    """The tensor's name after the linear's, by the field it is in our format."""
+    """Suffix of each tensor's name, by the field of our format."""
 
     def shapes(self, linear: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
-        of_field = {"codes": (n, k // 2), "scales": (n, k // self.block_weights), "global_scale": (1,)}
-        return {f"{linear}.{suffix}": of_field[field] for field, suffix in self.suffixes.items()}
+        by_field = {"codes": (n, k // 2), "scales": (n, k // self.block_weights), "global_scale": (1,)}
+        return {f"{linear}.{suffix}": by_field[field] for field, suffix in self.suffixes.items()}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         return {"codes": torch.uint8, "scales": self.scale_dtype, "global_scale": torch.float32}
 
 
 SelectScales = Callable[[PackedWeight, Tensor], PackedWeight]
-"""(a weight's plain encoding, the weight) -> its encoding with the block scales that it is to have."""
+"""Function (default encoding, weight) -> encoding with the chosen block scales."""
 
 _CHUNK_WEIGHTS = 1 << 20
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -81,7 +81,7 @@ LAYOUTS = {
 
 
 def detect_layout(checkpoint: Checkpoint) -> CheckpointLayout | None:
-    """How the checkpoint's linears are packed; None if they are floats; any other quantization is refused."""
+    """Return the packed layout, None for float weights; raise UserError for other quantizations."""
     config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
     if config is None:
         return None
@@ -96,7 +96,7 @@ def detect_layout(checkpoint: Checkpoint) -> CheckpointLayout | None:
         return layout
     kind = f"{method} {name}" if name else f"{method}"
     raise UserError(
-        f"{checkpoint.path}: is quantized with {kind}; what is read is float weights and compressed-tensors "
+        f"{checkpoint.path}: is quantized with {kind}; supported are float weights and compressed-tensors "
         + " or ".join(layout.checkpoint_format for layout in LAYOUTS.values())
     )
 
@@ -113,7 +113,7 @@ def _check_group(path: Path, layout: CheckpointLayout, group: Any) -> None:
 
 
 def read_packed(checkpoint: Checkpoint, layout: CheckpointLayout, linear: str) -> PackedWeight:
-    """One linear's weight with its codes untouched; the shapes have been checked."""
+    """Read one linear's packed weight unchanged; its shapes were checked before."""
     tensors: dict[str, Any] = {}
     for field, suffix in layout.suffixes.items():
         tensor, dtype = checkpoint.read(f"{linear}.{suffix}"), layout.dtypes()[field]
@@ -125,7 +125,7 @@ def read_packed(checkpoint: Checkpoint, layout: CheckpointLayout, linear: str) -
 
 
 def _check_values(checkpoint: Checkpoint, name: str, tensor: Tensor, field: str) -> None:
-    """Every code means a number; a scale may not, and a global scale divides."""
+    """Raise UserError unless scales are finite and global scales positive; every code is valid."""
     if field == "codes":
         return
     scales = tensor.view(torch.float8_e8m0fnu) if tensor.dtype == torch.uint8 else tensor
@@ -136,7 +136,7 @@ def _check_values(checkpoint: Checkpoint, name: str, tensor: Tensor, field: str)
 
 
 def default_scales(packed: PackedWeight, weight_NK: Tensor) -> PackedWeight:
-    """Each block's largest weight on the largest code, as `encode` has it."""
+    """Keep the scales of `encode`: each block's largest weight maps to the largest code."""
     return packed
 
 
@@ -149,11 +149,13 @@ def write_quantized(
     fold: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Quantize a checkpoint into a new folder, which appears only when it is whole. `fold` gives what is
-    quantized in its place, and computes the same (calibrate.py)."""
+    """Quantize a checkpoint into a new folder, which appears only when it is complete.
+
+    `fold` may replace the checkpoint by an equivalent one that is easier to quantize (awq.py).
+    """
     out = Path(out_folder)
     if format not in LAYOUTS:
-        raise UserError(f"{format} has no checkpoint layout to write; {' and '.join(LAYOUTS)} have one")
+        raise UserError(f"{format} cannot be written to a checkpoint; supported: {' and '.join(LAYOUTS)}")
     check_output_folder(out)
     source = locate(path)
     checkpoint = source.open()
@@ -163,7 +165,7 @@ def write_quantized(
     check_tensors(checkpoint, tensor_shapes(architecture))
     folded = fold(checkpoint)
     with atomic_folder(out) as folder:
-        write_shards(folder, _quantized(folded, architecture, LAYOUTS[format], scales), shard_bytes)
+        write_shards(folder, _quantized_tensors(folded, architecture, LAYOUTS[format], scales), shard_bytes)
         write_quantized_config(folder, checkpoint.config, LAYOUTS[format])
         write_tokenizer(folder, source)
 
@@ -171,7 +173,7 @@ def write_quantized(
 def packed_shapes(
     checkpoint: Checkpoint, architecture: Architecture, layout: CheckpointLayout | None
 ) -> dict[str, tuple[int, ...]]:
-    """What tensors the checkpoint must hold, where some or all of its linears are packed."""
+    """Return the expected shape of each tensor of a checkpoint that may have packed linears."""
     shapes = tensor_shapes(architecture)
     linears = [name for group in linear_groups(architecture) for name in group]
     for linear in [*linears, HEAD.removesuffix(".weight")]:
@@ -192,14 +194,14 @@ def encode_group(
     device: torch.device,
     scales: SelectScales = default_scales,
 ) -> Iterator[tuple[str, PackedWeight]]:
-    """A group's linears and their weights, one float weight in memory at a time, encoded on the device."""
+    """Yield a group's linears with their encoded weights; one float weight is in memory at a time."""
     weights = (read_float(checkpoint, f"{linear}.weight") for linear in group)
     largest = _shared_largest(weights, kind, len(group))
     for linear in group:
-        yield linear, _read_encoded(checkpoint, f"{linear}.weight", kind, largest, device, scales)
+        yield linear, _read_and_encode(checkpoint, f"{linear}.weight", kind, largest, device, scales)
 
 
-def _read_encoded(
+def _read_and_encode(
     checkpoint: Checkpoint,
     name: str,
     kind: type[PackedWeight],
@@ -209,7 +211,7 @@ def _read_encoded(
 ) -> PackedWeight:
     weight_NK = read_float(checkpoint, name).to(device)
     try:
-        return _encoded_one(weight_NK, kind, largest, scales)
+        return _encode_one(weight_NK, kind, largest, scales)
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {name}: {error}") from error
 
@@ -217,30 +219,30 @@ def _read_encoded(
 def encode_weights(
     weights: list[Tensor], kind: type[PackedWeight], scales: SelectScales = default_scales
 ) -> list[PackedWeight]:
-    """The same of a group's weights that are in memory."""
+    """Encode a group's weights that are in memory, as `encode_group` does."""
     largest = _shared_largest(iter(weights), kind, len(weights))
-    return [_encoded_one(weight_NK, kind, largest, scales) for weight_NK in weights]
+    return [_encode_one(weight_NK, kind, largest, scales) for weight_NK in weights]
 
 
 def _shared_largest(weights: Iterator[Tensor], kind: type[PackedWeight], num: int) -> float | None:
-    """What a group's global scale is made from; None where each has its own."""
+    """Return the magnitude that sets the group's global scale; None if each linear has its own scale."""
     return max(map(_largest, weights)) if kind is NVFP4 and num > 1 else None
 
 
-def _encoded_one(
+def _encode_one(
     weight_NK: Tensor, kind: type[PackedWeight], largest: float | None, scales: SelectScales
 ) -> PackedWeight:
-    packed = kind.encode(weight_NK) if largest is None else _encoded_under(weight_NK, largest)
+    packed = kind.encode(weight_NK) if largest is None else _encode_with_largest(weight_NK, largest)
     return scales(packed, weight_NK)
 
 
 def _largest(weight_NK: Tensor) -> float:
-    """Without a copy of the weight, which abs() would be."""
+    """Return the largest magnitude without the copy that abs() makes."""
     return torch.stack(torch.aminmax(weight_NK)).abs().max().item()
 
 
-def _encoded_under(weight_NK: Tensor, largest: float) -> NVFP4:
-    """With the global scale that this largest magnitude gives: a row that holds it is encoded along."""
+def _encode_with_largest(weight_NK: Tensor, largest: float) -> NVFP4:
+    """Encode with the global scale of this largest magnitude, by appending a row that contains it."""
     k = weight_NK.shape[1]
     marker_1K = torch.zeros(1, k, device=weight_NK.device)
     marker_1K[0, 0] = largest
@@ -250,16 +252,16 @@ def _encoded_under(weight_NK: Tensor, largest: float) -> NVFP4:
     return NVFP4(torch.cat(codes), torch.cat(scales), parts[0].global_scale)
 
 
-def _quantized(
+def _quantized_tensors(
     checkpoint: Checkpoint, architecture: Architecture, layout: CheckpointLayout, scales: SelectScales
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the new checkpoint."""
+    """Yield every tensor of the new checkpoint."""
     shapes = tensor_shapes(architecture)
     groups = linear_groups(architecture)
     weights = {f"{linear}.weight" for group in groups for linear in group}
     for name in shapes:
         if name not in weights:
-            yield name, _as_config_says(checkpoint, read_float(checkpoint, name))
+            yield name, _to_config_dtype(checkpoint, read_float(checkpoint, name))
     for group in groups:
         device = torch.device("cpu")
         for linear, weight in encode_group(checkpoint, group, FORMATS[layout.format], device, scales):
@@ -267,13 +269,13 @@ def _quantized(
             yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
 
 
-def _as_config_says(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
-    """A GGUF decodes to float32 what its model held in bfloat16."""
+def _to_config_dtype(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
+    """Return the tensor in the config's dtype: a GGUF decodes to float32, its config says bfloat16."""
     return tensor.bfloat16() if checkpoint.path.suffix == ".gguf" else tensor
 
 
 def write_quantized_config(folder: Path, config: dict[str, Any], layout: CheckpointLayout) -> None:
-    """A model's config.json for the same model in this layout."""
+    """Write config.json with the quantization_config of this layout."""
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -296,5 +298,5 @@ def write_quantized_config(folder: Path, config: dict[str, Any], layout: Checkpo
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what it says of a quantization."""
+    """Return the config without its quantization entries."""
     return {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}

@@ -3,13 +3,13 @@
     h = embed(tokens)
     h = h + o_proj(attend(rotate(q), rotate(k), v))      q, k, v of input_layernorm(h); L times
     h = h + down_proj(silu(gate) * up)                   gate, up of post_attention_layernorm(h)
-    hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32 (head.py)
+    hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32 (lm_head.py)
 
-h is fp32, what is between two sums is in the compute dtype: were h rounded to bf16 at each of a 7B model's 56
-sums, that would be most of what its engine and its learner differ in.
+The residual stream h is fp32, everything else is in the compute dtype. Rounding h to bf16 at each of a 7B
+model's 56 sums would cause most of the difference between the engine and the learner.
 
-What the passes do not share is a value: attend(layer_index, q_TNH, k_TKH, v_TKH) -> o_TNH. A learner's
-attends within packed rows; an engine's writes k and v to its cache and attends to that. Submodules have
+The passes differ only in the function attend(layer_index, q_TNH, k_TKH, v_TKH) -> o_TNH. The learner's
+attends within packed rows; the engine's writes k and v to the KV cache and attends to that. Submodules have
 Hugging Face's names without the leading "model.".
 """
 
@@ -36,19 +36,19 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class RowContext(NamedTuple):
-    """What the layers are told of each row."""
+    """Inputs of the layers that belong to rows."""
 
     angles: tuple[Tensor, Tensor]
-    """Cosines and sines of its position."""
+    """Cosines and sines of each row's position."""
     noise_rows_T: Tensor | None
-    """int32: which row of the norms' noise is its own, where that is a table; None: none."""
+    """Index of each row's noise in the noise table, int32; None uses no table."""
 
 
 RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
 
 
 class EmbeddingTable(nn.Module):
-    """One vector for each token: the embedding, and a head of its own."""
+    """One vector for each token: the embedding, or an untied head."""
 
     def __init__(self, vocab_size: int, width: int, compute: torch.dtype, device: torch.device):
         super().__init__()
@@ -76,7 +76,7 @@ class Attention(nn.Module):
     def forward(
         self, h_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
     ) -> Tensor:
-        """h and the layer's attention over x, in the place of h."""
+        """Return h plus attention over x; h is overwritten."""
         q_TNH, k_TKH, v_TKH = (
             y_TN.unflatten(1, (-1, self.head_size))
             for y_TN in project(x_TD, self.qkv_projs, gaps_are_free=True)
@@ -97,7 +97,7 @@ class MLP(nn.Module):
         (self.down_proj,) = _linears(spec.down, compute, device)
 
     def forward(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """h and what the layer makes of x, in the place of h."""
+        """Return h plus the MLP of x; h is overwritten."""
         act_TF = project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
         return project_onto(h_TD, act_TF, self.down_proj, gaps_are_free=True)
 
@@ -137,12 +137,12 @@ class Layer(nn.Module):
 
 
 def run_layer(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-    """Plainly."""
+    """Call the layer: the default of `Decoder.forward`."""
     return layer(h_TD, context, layer_index, attend)
 
 
 class Decoder(nn.Module):
-    """Made with unset weights. Everything but the adapter is a buffer: its parameters are what learns."""
+    """Created with unset weights. Frozen tensors are buffers; the parameters are the trained ones."""
 
     def __init__(self, architecture: Architecture, *, compute: torch.dtype, device: torch.device):
         super().__init__()
@@ -169,8 +169,8 @@ class Decoder(nn.Module):
         run_layer: RunLayer = run_layer,
         noise_rows_T: Tensor | None = None,
     ) -> Tensor:
-        """hidden_TD after the final norm, in the compute dtype. run_layer: how a layer is called.
-        noise_rows_T: of noise_table, int32; None: none of it."""
+        """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
+        noise_rows_T are rows of noise_table, int32, or None."""
         context = RowContext(cosine_sine(positions_T, self._frequencies, self._magnitude), noise_rows_T)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         for layer_index, layer in enumerate(self.layers):
@@ -179,35 +179,35 @@ class Decoder(nn.Module):
         return self.norm(h_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """fp32 [T, V], without a gradient."""
+        """Return logits, fp32 [T, V], without a gradient."""
         return self.lm_head.logits(hidden_TD)
 
     def linears(self) -> Iterator[tuple[str, QuantLinear]]:
-        """Every packed linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
+        """Yield every linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
         return ((name, m) for name, m in self.named_modules() if isinstance(m, QuantLinear))
 
     def _noised_norms(self) -> list[NoisedRMSNorm]:
-        """Two for each layer, in the layers' order: before q|k|v, before gate|up."""
+        """Return two norms for each layer, in order: before q|k|v, before gate|up."""
         return [m for m in self.modules() if isinstance(m, NoisedRMSNorm)]
 
     def make_resident(self) -> None:
-        """Keep every linear's unpacked operand, and the head's; call it after all weights are loaded."""
+        """Unpack and keep every linear's operand, and the head's; call it after all weights are loaded."""
         self.lm_head.make_resident()
         for _, linear in self.linears():
             linear.make_resident()
 
     def tile(self) -> None:
-        """Put NVFP4 weights into the decode kernel's tiles (tiled.py) and free their plain form."""
+        """Put NVFP4 weights into the decode kernel's tiles (packed_linear.py) and free their plain form."""
         for layer in self.layers:
             assert isinstance(layer, Layer)
             layer.tile()
 
     @property
     def num_bytes(self) -> int:
-        """Of all frozen weights as they are held, the adapter not counted."""
-        held = [
+        """Bytes of all frozen weights in their formats, without the adapter."""
+        tensors = [
             *self.buffers(),
             *self.lm_head.tensors,
             *(t for _, linear in self.linears() for t in linear.tensors),
         ]
-        return sum({id(t): t.nbytes for t in held}.values())
+        return sum({id(t): t.nbytes for t in tensors}.values())

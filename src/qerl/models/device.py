@@ -1,4 +1,4 @@
-"""What `auto` in a ModelConfig means on this machine, settled once and written into the run's config."""
+"""Resolve `auto` in a ModelConfig for this machine; the result is stored in the run's config."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def resolve_device(config: ModelConfig) -> ModelConfig:
-    """The same config with every `auto` replaced."""
+    """Return the config with every `auto` replaced."""
     has_cuda = torch.cuda.is_available()
     device = config.device if config.device != "auto" else ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
@@ -23,12 +23,12 @@ def resolve_device(config: ModelConfig) -> ModelConfig:
 
 
 def has_tile_kernels(device: torch.device) -> bool:
-    """Whether the decode kernels for tiled NVFP4 weights run there: Hopper."""
+    """True on Hopper, where the decode kernels for NVFP4 tiles run."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def multiplies_bf16(device: str) -> bool:
-    """Whether bf16 products run in hardware; without it torch emulates them, slower than fp32."""
+    """True if bf16 products run in hardware; otherwise torch emulates them, slower than fp32."""
     if device == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it

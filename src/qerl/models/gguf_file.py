@@ -1,10 +1,12 @@
-"""Reads a GGUF file (llama, qwen2 or qwen3): its metadata, and its tensors under Hugging Face's names.
+"""Read a GGUF file (llama, qwen2 or qwen3): its metadata, and its tensors under Hugging Face's names.
 
     file = "GGUF" | version | counts | metadata (key, type, value) | tensor infos | padding | tensor data
 
 Tensors are read by offset and decoded to float32 one at a time, by the `gguf` package's `dequantize`. The
-metadata are parsed here: the package's reader makes a numpy array of each token and merge (1.8 s for SmolLM2,
-0.05 s here) and maps the whole file, whose pages then count as the process's memory.
+metadata are parsed here, because the package's GGUFReader
+    makes a numpy array of each token and merge: 1.8 s for SmolLM2's 98 MB file, where this takes 0.05 s;
+    loops over an array's stored length without checking it: a damaged length of 2^40 does not return;
+    maps the whole file, whose pages then count as the process's memory.
 
 llama.cpp stores the q and k rows of a llama head in rotary pairs (0, H/2, 1, H/2 + 1, ...); Hugging Face in
 halves (0, 1, ..., H/2, H/2 + 1, ...). qwen2 and qwen3 are stored as Hugging Face has them.
@@ -25,9 +27,9 @@ from torch import Tensor
 
 from qerl.errors import UserError
 
-_MODELS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_INSIDE = {
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TOP_LEVEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -54,12 +56,12 @@ _SCALARS = {  # struct's letters by gguf.GGUFValueType
     gguf.GGUFValueType.FLOAT64: "d",
 }
 _CHUNK_BYTES = 1 << 20
-_LARGEST = 1e12
+_MAX_NUMBER = 1e12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _GgufEntry:
-    """Where one tensor lies, and in which of ggml's types."""
+    """Location and ggml type of one tensor."""
 
     ggml_name: str
     ggml_type: gguf.GGMLQuantizationType
@@ -69,7 +71,7 @@ class _GgufEntry:
 
 
 class GgufFile:
-    """A GGUF file: its metadata, the equivalent of config.json, its tensors' shapes, any tensor by name."""
+    """A Checkpoint in a GGUF file; `metadata` has its keys and values, `config` what config.json would have."""
 
     def __init__(self, file: Path):
         self.path = file
@@ -79,7 +81,7 @@ class GgufFile:
         self.config = _hf_config(file, self.metadata, self.shapes)
 
     def read(self, name: str) -> Tensor:
-        """The tensor in float32 on the CPU, rows in Hugging Face's order."""
+        """Return the tensor in float32 on the CPU, with rows in Hugging Face's order."""
         entry = self._entries[name]
         weight = torch.empty(math.prod(entry.shape[:-1]), entry.shape[-1])
         try:
@@ -93,7 +95,7 @@ class GgufFile:
         return weight if heads is None else _pairs_to_halves(weight, heads)
 
     def _rotary_heads(self, name: str) -> int | None:
-        """How many heads a tensor's rows are, if they are stored in rotary pairs."""
+        """Return the number of heads in the tensor's rows if they are stored in rotary pairs, else None."""
         if self.config["model_type"] != "llama":
             return None
         if ".q_proj." in name:
@@ -118,58 +120,60 @@ def _pairs_to_halves(weight: Tensor, num_heads: int) -> Tensor:
 def _hf_name(file: Path, ggml_name: str) -> str:
     stem, _, kind = ggml_name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if layer and layer[2] in _INSIDE:
-        return f"model.layers.{layer[1]}.{_INSIDE[layer[2]]}.{kind}"
-    if stem in _OUTSIDE:
-        return f"{_OUTSIDE[stem]}.{kind}"
+    if layer and layer[2] in _LAYER_NAMES:
+        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{kind}"
+    if stem in _TOP_LEVEL_NAMES:
+        return f"{_TOP_LEVEL_NAMES[stem]}.{kind}"
     if stem == "rope_freqs":
         raise UserError(
-            f"{file}: rope_freqs (Llama 3's rope scaling) is not supported in GGUF; take the safetensors"
+            f"{file}: rope_freqs (Llama 3's rope scaling) is not supported in GGUF; use the safetensors"
         )
     raise UserError(f"{file}: unexpected tensor {' '.join(ggml_name.split())}")
 
 
 def _hf_config(file: Path, metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the model's config.json would say, as far as `architecture.from_hf_config` asks."""
+    """Return the entries of config.json that `architecture.from_hf_config` reads."""
     family = metadata.get("general.architecture")
-    if not isinstance(family, str) or family not in _MODELS:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise UserError(
-            f"{file}: architecture {family!r} is not supported in GGUF; supported: {', '.join(_MODELS)}"
+            f"{file}: architecture {family!r} is not supported in GGUF; supported: {', '.join(_FAMILIES)}"
         )
     if (num_parts := metadata.get("split.count", 0)) not in (0, 1):
         raise UserError(f"{file}: is one of {num_parts} parts; merge them with gguf-split first")
     if metadata.get(f"{family}.expert_count", 0) != 0:
         raise UserError(f"{file}: a mixture of experts is not supported")
 
-    def of(key: str, default: int | float | None = None) -> Any:
+    def positive(key: str, default: int | float | None = None) -> Any:
         value = metadata.get(f"{family}.{key}", default)
-        if not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+        if not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
             raise UserError(f"{file}: {family}.{key} must be one positive number, got {value!r}")
         return value
 
     if "model.embed_tokens.weight" not in shapes:
         raise UserError(f"{file}: has no tensor token_embd.weight")
-    num_heads = of("attention.head_count")
-    head_size = of("attention.key_length", of("embedding_length") // num_heads)
-    if of("rope.dimension_count", head_size) != head_size:
+    num_heads = positive("attention.head_count")
+    head_size = positive("attention.key_length", positive("embedding_length") // num_heads)
+    if positive("rope.dimension_count", head_size) != head_size:
         raise UserError(
-            f"{file}: {family}.rope.dimension_count must be the head size {head_size}: partial rotary"
+            f"{file}: {family}.rope.dimension_count must be the head size {head_size};"
+            " partial rotary embedding is not supported"
         )
     return {
-        "architectures": [_MODELS[family]],
+        "architectures": [_FAMILIES[family]],
         "model_type": family,
-        "num_hidden_layers": of("block_count"),
-        "hidden_size": of("embedding_length"),
-        "intermediate_size": of("feed_forward_length"),
+        "num_hidden_layers": positive("block_count"),
+        "hidden_size": positive("embedding_length"),
+        "intermediate_size": positive("feed_forward_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": of("attention.head_count_kv", num_heads),
+        "num_key_value_heads": positive("attention.head_count_kv", num_heads),
         "head_dim": head_size,
         "vocab_size": shapes["model.embed_tokens.weight"][0],
-        "max_position_embeddings": of("context_length"),
+        "max_position_embeddings": positive("context_length"),
         # Stored in float32: 1e-5 would come back as 9.99999975e-06.
-        "rms_norm_eps": float(str(np.float32(of("attention.layer_norm_rms_epsilon")))),
+        "rms_norm_eps": float(str(np.float32(positive("attention.layer_norm_rms_epsilon")))),
         "hidden_act": "silu",
-        "rope_parameters": {"rope_theta": of("rope.freq_base", 10000.0)} | _rope_scaling(family, metadata),
+        "rope_parameters": {"rope_theta": positive("rope.freq_base", 10000.0)}
+        | _rope_scaling(family, metadata),
         "attention_bias": "model.layers.0.self_attn.o_proj.bias" in shapes,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
@@ -209,7 +213,7 @@ class _DamagedError(Exception):
 
 
 class GgufCursor:
-    """Reads values one after the other and refuses to go past the end of the file."""
+    """Read values in sequence; raise _DamagedError at the end of the file."""
 
     def __init__(self, stream: BinaryIO | io.BufferedReader, num_bytes: int):
         self.stream = stream

@@ -1,4 +1,4 @@
-"""Writes the folder of a model or an adapter, which appears only when it is whole."""
+"""Write the folder of a model or an adapter; the folder appears only when it is complete."""
 
 import contextlib
 import json
@@ -17,19 +17,19 @@ from qerl.models.safetensors_file import INDEX_NAME, read_json
 from qerl.models.source import ModelSource
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 
-_COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-_COPIED += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+_TOKENIZER_FILES += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
 
 
 def check_output_folder(out: Path) -> None:
-    """What is there already is not ours to overwrite."""
+    """Raise UserError unless `out` does not exist or is an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already and is not an empty folder")
 
 
 @contextlib.contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out`, renamed to it at the end, or removed."""
+    """Yield a temporary folder that is renamed to `out` at the end, or removed after an error."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -37,7 +37,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
         raise UserError(f"{out}: cannot be written: {error.strerror}") from error
     try:
         yield folder
-        folder.chmod(0o755)  # mkdtemp keeps everyone else out
+        folder.chmod(0o755)  # mkdtemp lets only the owner read
         folder.replace(out)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out}: cannot be written: {error}") from error
@@ -48,7 +48,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = 5_000_000_000
 ) -> None:
-    """model.safetensors, or as many shards of at most shard_bytes as it takes and their index."""
+    """Write model.safetensors, or shards of at most shard_bytes and their index."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total_bytes = pending_bytes = 0
@@ -61,37 +61,37 @@ def write_shards(
         total_bytes += tensor.nbytes
     shards.append(_write_shard(folder, len(shards), pending))
     if len(shards) == 1:
-        (folder / _unnamed(0)).rename(folder / "model.safetensors")
+        (folder / _temporary_name(0)).rename(folder / "model.safetensors")
         return
     weight_map = {}
     for index, names in enumerate(shards):
         file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
-        (folder / _unnamed(index)).rename(folder / file)
+        (folder / _temporary_name(index)).rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / _unnamed(index), metadata={"format": "pt"})
-    (folder / _unnamed(index)).chmod(0o644)  # safetensors lets only the owner read
+    save_file(tensors, folder / _temporary_name(index), metadata={"format": "pt"})
+    (folder / _temporary_name(index)).chmod(0o644)  # safetensors lets only the owner read
     return list(tensors)
 
 
-def _unnamed(index: int) -> str:
-    """A shard's name while it is not known how many there will be."""
+def _temporary_name(index: int) -> str:
+    """Return a shard's name while the number of shards is unknown."""
     return f"shard-{index}"
 
 
 def write_tokenizer(folder: Path, source: ModelSource) -> None:
-    """The tokenizer's own files, or those of the tokenizer built from a GGUF."""
+    """Copy the tokenizer's files, or write those of the tokenizer built from a GGUF."""
     if not source.is_gguf:
-        for pattern in _COPIED:
+        for pattern in _TOKENIZER_FILES:
             for file in source.path.glob(pattern):
                 shutil.copyfile(file, folder / file.name)
         return
     tokenizer = load_tokenizer(str(source.path))
     tokenizer.save_pretrained(folder)
-    # transformers 5 names a class here that 4 and vLLM do not know; both know this one.
+    # transformers 5 writes a class name that 4 and vLLM do not know; both know this one.
     config = read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
     write_json(folder / "tokenizer_config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": sorted(stop_token_ids(tokenizer, source))})

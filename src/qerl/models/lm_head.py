@@ -4,11 +4,12 @@
 
     bf16    the weight in the compute dtype               the embedding's own, if they are tied
     fp8     codes, a scale for 128 x 128 of them          formats/fp8.py, scales of four significant bits
-    nvfp4   tiles where the decode kernels run (tiled.py), else plain; alpha is 1 / g
+    nvfp4   tiles where the decode kernels run (packed_linear.py), else plain; alpha is 1 / g
 
-A decode step's kernel (kernels/head_sample.py) reads the packed weight itself, every other pass its operand,
-which is exact in bfloat16: one policy (tests/models/test_lm_head.py). A packed head is a copy of its own, and the
-embedding keeps its table in the compute dtype; an untied head's full weight is freed once it is packed.
+The decode kernel (kernels/head_sample.py) reads the packed weight, every other pass its operand, which is
+exact in bfloat16, so all passes have the same policy (tests/models/test_lm_head.py). A packed head is a
+separate copy: the embedding stays in the compute dtype. An untied head's full weight is freed once it is
+packed.
 """
 
 import torch
@@ -24,15 +25,15 @@ from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.device import has_tile_kernels
 from qerl.models.packed_linear import PackedNVFP4, tile_group
 
-# Weights that are unpacked at a time for logits: 134 MB in bfloat16, where 152064 x 3584 of them are 1.1 GB.
+# Number of weights unpacked at a time for logits: 134 MB in bfloat16, where 152064 x 3584 of them are 1.1 GB.
 _CHUNK_WEIGHTS = 1 << 26
-_BLOCK_ROWS = 128  # so that a chunk is made of whole blocks of FP8 and whole tiles
+_BLOCK_ROWS = 128  # a chunk is whole blocks of FP8 and whole tiles
 _MULTIPLES = {"bf16": (1, 1), "fp8": (1, 128), "nvfp4": (64, 128)}
 _ENCODE = {"fp8": FP8.encode_exact, "nvfp4": NVFP4.encode}
 
 
 def check_head(format: str, vocab_size: int, width: int) -> None:
-    """UserError where a head of this shape cannot be held in this format."""
+    """Raise UserError if a head of this shape does not fit the format's blocks."""
     rows, columns = _MULTIPLES[format]
     if vocab_size % rows or width % columns:
         vocabulary = f"a vocabulary that is a multiple of {rows} and " if rows > 1 else ""
@@ -49,19 +50,19 @@ class LMHead(nn.Module):
         self.weight: Tensor | None
         self.register_buffer("weight", weight_VD)
         self.packed: PackedWeight | None = None
-        """What takes the place of `weight`."""
+        """Weight in FP8 or NVFP4, which replaces `weight`."""
         self.alpha = 1.0
-        """What the operand leaves out."""
+        """Factor that the operand leaves out."""
         self._operand: Tensor | None = None
 
     def pack(self, format: str) -> None:
-        """Hold the weight in this format from now on; in bf16 it stays as it is."""
+        """Convert the weight to this format; bf16 leaves it unchanged."""
         if format != "bf16":
             assert self.weight is not None, "is packed already"
             self.load_packed(_ENCODE[format](self.weight))
 
     def load_packed(self, packed: PackedWeight) -> None:
-        """Take an FP8 or NVFP4 weight in place of the full one."""
+        """Replace the full weight by one in FP8 or NVFP4."""
         assert packed.shape == self.shape
         is_tiled = self.compute == torch.bfloat16 and has_tile_kernels(packed.alpha.device)
         if isinstance(packed, NVFP4) and is_tiled:
@@ -70,19 +71,19 @@ class LMHead(nn.Module):
         self.weight = self._operand = None
 
     def make_resident(self) -> None:
-        """Keep the unpacked operand beside a packed weight: the same numbers, unpacked once."""
+        """Unpack the operand once and keep it beside the packed weight; the numbers are the same."""
         if self.packed is not None:
             self._operand = self.operand()
 
     def operand(self) -> Tensor:
-        """What is multiplied, [V, D] in the compute dtype, without the factor alpha."""
+        """Return the matrix to multiply by, [V, D] in the compute dtype, without the factor alpha."""
         if self.packed is None:
             assert self.weight is not None
             return self.weight
         return self.packed.operand(self.compute) if self._operand is None else self._operand
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """fp32 [T, V], without a gradient."""
+        """Return logits, fp32 [T, V], without a gradient."""
         if self.packed is None:
             return product(hidden_TD, self.operand().T)
         if self._operand is not None:
@@ -98,13 +99,13 @@ class LMHead(nn.Module):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The packed weight's, and its resident operand."""
+        """Tensors of the packed weight, and its resident operand."""
         packed = () if self.packed is None else self.packed.tensors().values()
         return [t for t in (*packed, self._operand) if t is not None]
 
 
 def _operand_rows(weight: PackedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Some of the operand; they begin at a multiple of _BLOCK_ROWS."""
+    """Unpack some rows of the operand; the first is a multiple of _BLOCK_ROWS."""
     if isinstance(weight, FP8):
         blocks = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
         return FP8(weight.codes[rows], weight.scales[blocks]).operand(dtype)

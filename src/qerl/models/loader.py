@@ -1,9 +1,9 @@
-"""Fills a decoder from a checkpoint, tensor by tensor: each linear is quantized when it arrives.
+"""Load a decoder from a checkpoint, tensor by tensor; each linear is quantized as it is read.
 
     peak memory = the quantized model + one tensor of the checkpoint      tests/models/test_loader.py
 
-Names, shapes and the config are checked against each other before the first tensor is read. Tensors are asked
-for by name, so the order in which the files hold them does not matter. Where the decode kernels run, weights
+Names, shapes and the config are checked against each other before the first tensor is read. Tensors are read
+by name, so their order in the files does not matter. Where the decode kernels run, weights
 go into tiles (packed_linear.py) layer by layer.
 """
 
@@ -39,7 +39,7 @@ def load_decoder(
     resident: bool,
     head: str = "bf16",
 ) -> Decoder:
-    """The decoder of a model wherever it lies; see `build_decoder`."""
+    """Locate the model, downloading it if needed, and return its decoder; see `build_decoder`."""
     checkpoint = locate(path).open()
     return build_decoder(
         checkpoint, format=format, compute=compute, device=device, resident=resident, head=head
@@ -56,14 +56,17 @@ def build_decoder(
     head: str = "bf16",
     scales: SelectScales = default_scales,
 ) -> Decoder:
-    """Linears in `format`, the head in `head` (bf16: in `compute`), the rest in `compute`.
+    """Return a decoder: linears in `format`, the head in `head` (bf16 means `compute`), the rest in
+    `compute`.
 
-    A packed checkpoint must be in that format already. Its packed head is taken as it is where `head` is its
-    format, and unpacked first where it is not.
+    A packed checkpoint must be in `format` already. Its packed head is used unchanged
+    if its format is `head`, and unpacked first if not.
     """
     path, layout = str(checkpoint.path), detect_layout(checkpoint)
     if layout is not None and layout.format != format:
-        raise UserError(f"{path}: holds {layout.format}, which is taken as it is; model.format says {format}")
+        raise UserError(
+            f"{path}: is in {layout.format}, but model.format is {format}; set --model.format {layout.format}"
+        )
     architecture = architecture_of(checkpoint)
     shapes = packed_shapes(checkpoint, architecture, layout)
     check_tensors(checkpoint, shapes)
@@ -97,7 +100,7 @@ def _check_head(path: str, format: str, architecture: Architecture) -> None:
 
 
 def _load_head(head: LMHead, checkpoint: Checkpoint, layout: CheckpointLayout | None, format: str) -> None:
-    """Before the linears, so that there is room for the full weight; a layout is that of a packed head."""
+    """Load the head before the linears, as its full weight needs memory; `layout` is that of a packed head."""
     if layout is not None:
         assert head.weight is not None
         packed = read_packed(checkpoint, layout, HEAD.removesuffix(".weight"))
@@ -122,5 +125,5 @@ def _weights(
     for linear in group:
         if f"{linear}.weight_packed" in checkpoint.shapes:
             yield linear, read_packed(checkpoint, layout, linear).to(device)
-        else:  # what a packed checkpoint leaves unpacked was meant to stay precise
+        else:  # a packed checkpoint leaves linears unpacked on purpose
             yield from encode_group(checkpoint, (linear,), BF16, device)

@@ -1,6 +1,6 @@
 """RMSNorm without noise: y = x / sqrt(mean(x^2) + eps) * weight, fp32 inside, y in the compute dtype.
 
-The norms that AQN perturbs are `aqn/noised_norm.py`'s. Weights are frozen: only x gets a gradient.
+The norms that AQN adds noise to are in `aqn/noised_norm.py`. Weights are frozen: only x gets a gradient.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Reads a PEFT adapter's folder, where it is a LoRA that this package's own adapter can go on from."""
+"""Read the folder of a PEFT LoRA adapter that training can continue from."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from qerl.errors import UserError
 from qerl.models.safetensors_file import read_json
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
     "use_rslora": (False, None),
@@ -24,24 +24,24 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "target_parameters": ([], None),
     "trainable_token_indices": ([], None),
-    # others, such as pissa, may take a part out of the model's weights
+    # others, such as pissa, change the model's weights
     "init_lora_weights": (True, False, "gaussian", None),
 }
-"""What a key of adapter_config.json may say; where it is missing, PEFT's default is the first."""
+"""Supported values of adapter_config.json by key; the first is PEFT's default."""
 
 
 def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
-    """The masters by PEFT's names, as `load_adapter` takes them. UserError where they are none of an adapter
-    of this config; names and shapes are for `load_adapter` to check, which knows the model."""
+    """Return the masters by PEFT's names, for `load_adapter`, which checks names and shapes. Raise UserError
+    if the adapter does not match the config."""
     folder = Path(path).expanduser()
     if config.kind != "lora":
-        raise UserError(f"adapter.init_from is {path}, which needs adapter.kind lora; it is {config.kind}")
-    said = _said(folder)
+        raise UserError(f"adapter.init_from needs adapter.kind lora, got {config.kind}")
+    settings = _read_settings(folder)
     for key, option, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
-        if said.get(key) != value:
-            raise UserError(f"{folder}: {key} is {said.get(key)!r}, adapter.{option} is {value!r}")
-    named = said.get("target_modules")
-    if isinstance(named, list) and (targets := sorted(set(map(_last, named)))) != sorted(
+        if settings.get(key) != value:
+            raise UserError(f"{folder}: {key} is {settings.get(key)!r}, adapter.{option} is {value!r}")
+    named = settings.get("target_modules")
+    if isinstance(named, list) and (targets := sorted(set(map(_short_name, named)))) != sorted(
         set(config.target_modules)
     ):
         raise UserError(
@@ -54,10 +54,10 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
 
 
 def adapter_config(path: str) -> AdapterConfig:
-    """What a run needs to go on from this folder: its rank, alpha and targets."""
+    """Return an AdapterConfig that continues from this folder: its rank, alpha and target modules."""
     folder = Path(path).expanduser()
-    said = _said(folder)
-    rank, alpha, named = said.get("r"), said.get("lora_alpha"), said.get("target_modules")
+    settings = _read_settings(folder)
+    rank, alpha, named = settings.get("r"), settings.get("lora_alpha"), settings.get("target_modules")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
         raise UserError(f"{folder}: r and lora_alpha must be numbers, got {rank!r} and {alpha!r}")
     if not isinstance(named, list) or not named:
@@ -65,23 +65,28 @@ def adapter_config(path: str) -> AdapterConfig:
             f"{folder}: target_modules must be a list of names, got {named!r}; see adapter.target_modules"
         )
     return AdapterConfig(
-        rank=rank, alpha=float(alpha), target_modules=tuple(sorted(set(map(_last, named)))), init_from=path
+        rank=rank,
+        alpha=float(alpha),
+        target_modules=tuple(sorted(set(map(_short_name, named)))),
+        init_from=path,
     )
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """Its adapter_config.json, that of a plain LoRA."""
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read adapter_config.json; raise UserError if it is not plain LoRA."""
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise UserError(f"{folder}: is no PEFT adapter's folder, it has no {ADAPTER_CONFIG}")
+        raise UserError(f"{folder}: is not a PEFT adapter: {ADAPTER_CONFIG} is missing")
     if not (folder / ADAPTER).is_file():
         raise UserError(f"{folder}: has no {ADAPTER} (pickled adapters are never loaded)")
-    said = read_json(folder / ADAPTER_CONFIG)
-    for key, allowed in _PLAIN.items():
-        if said.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{folder}: {key} is {said[key]!r}; what is read is plain LoRA, {allowed[0]!r}")
-    return said
+    settings = read_json(folder / ADAPTER_CONFIG)
+    for key, allowed in _SUPPORTED.items():
+        if settings.get(key, allowed[0]) not in allowed:
+            raise UserError(
+                f"{folder}: {key} is {settings[key]!r}; only plain LoRA is supported, {allowed[0]!r}"
+            )
+    return settings
 
 
-def _last(name: Any) -> str:
-    """model.layers.0.self_attn.q_proj -> q_proj: PEFT takes whole names too."""
+def _short_name(name: Any) -> str:
+    """model.layers.0.self_attn.q_proj -> q_proj: PEFT accepts full names too."""
     return str(name).rpartition(".")[2]

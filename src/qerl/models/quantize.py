@@ -1,7 +1,7 @@
-"""`qerl quantize`: a float checkpoint to a packed one, plainly or calibrated on a text.
+"""`qerl quantize`: quantize a float checkpoint, optionally calibrated on a text (AWQ).
 
-The text is cut into sequences; their inputs to each linear decide the factors that calibrate.py folds in.
-The float model runs once for that, in bf16 or fp32 as the device likes, and is gone before the search.
+The text is cut into sequences, whose inputs to each linear determine the factors that awq.py folds in. The
+float model runs once for that, in bf16 or fp32 as the device allows, and is freed before the search.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ def _sequences(options: QuantizeOptions) -> list[list[int]]:
         raise UserError(f"{options.data}: cannot be read as text: {error}") from None
     tokens = list(load_tokenizer(options.model)(text)["input_ids"])
     if not tokens:
-        raise UserError(f"{options.data}: holds no text")
+        raise UserError(f"{options.data}: is empty")
     length = options.sequence_tokens
     return [tokens[at : at + length] for at in range(0, len(tokens), length)][: options.sequences]
 

@@ -1,13 +1,12 @@
-"""A decoder of a real shape with random weights, made on the device in the format they are held in.
+"""Build a decoder of a real shape with random weights, made on the device in their format.
 
-    W ~ std 1 / sqrt(K)     E2M1 codes drawn evenly, E4M3 scales from 128 to 448, the rest in the global scale
+    W ~ std 1 / sqrt(K)     E2M1 codes uniform, E4M3 scales from 128 to 448, the rest in the global scale
     embedding, head, bias ~ N(0, 0.02^2),     norms 1,     A_RK uniform in +-1 / sqrt(K),  B_NR ~ N(0, 0.02^2)
 
-For speed and memory where no checkpoint is at hand: shapes, formats and passes are a real model's, what it
-says is noise. There is never a copy in full precision, but of a head that is about to be packed; layer after
-layer goes into tiles where the decode kernels run (tiled.py), so a 72B shape is made in NVFP4 on one GPU of
-80 GB.
-SHAPES are those of the instruction models' config.json.
+For measuring speed and memory without a checkpoint: shapes, formats and passes are a real model's, the text
+is noise. There is no copy in full precision, except of a head that is about to be packed, and layers are
+packed into tiles one by one where the decode kernels run (packed_linear.py), so a 72B shape fits in NVFP4 on
+one GPU of 80 GB. SHAPES are from the instruction models' config.json.
 """
 
 import math
@@ -27,7 +26,7 @@ from qerl.models.norm import RMSNorm
 
 _STD = 0.02
 _CODE_MEAN_SQUARE = 68.5 / 8  # of 0, 1/2, 1, 3/2, 2, 3, 4, 6
-_SCALE_BYTES = (0x70, 0x7F)  # E4M3's numbers from 128 to 448; the last is not taken, it is NaN
+_SCALE_BYTES = (0x70, 0x7F)  # E4M3 codes of 128 to 448; the end is exclusive: it is NaN
 _LORA_ALPHA = 32
 
 
@@ -126,7 +125,7 @@ SHAPES = {
 
 def shape(name: str) -> Architecture:
     if name not in SHAPES:
-        raise UserError(f"no shape {name}; there are {', '.join(SHAPES)}")
+        raise UserError(f"unknown shape {name}; known: {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
@@ -141,9 +140,9 @@ def random_decoder(
     compute: torch.dtype = torch.bfloat16,
     head: str = "bf16",
 ) -> Decoder:
-    """Linears in one of _WEIGHTS, with an adapter of this rank whose B is not zero; None makes none."""
+    """Build a decoder whose adapter has this rank and a non-zero B; rank None adds no adapter."""
     if format not in _WEIGHTS:
-        raise UserError(f"random weights are made in {', '.join(_WEIGHTS)}, not in {format}")
+        raise UserError(f"random weights are supported in {', '.join(_WEIGHTS)}, not in {format}")
     check_head(head, architecture.vocab_size, architecture.width)
     rng = torch.Generator(device).manual_seed(seed)
     decoder = Decoder(architecture, compute=compute, device=device)
@@ -166,7 +165,7 @@ def random_decoder(
 
 
 def random_nvfp4(n: int, k: int, rng: torch.Generator) -> NVFP4:
-    """Weights [N, K] of standard deviation 1 / sqrt(K)."""
+    """Return weights [N, K] of standard deviation 1 / sqrt(K)."""
     device = rng.device
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device, generator=rng)
     scales = torch.randint(*_SCALE_BYTES, (n, k // 16), dtype=torch.uint8, device=device, generator=rng)

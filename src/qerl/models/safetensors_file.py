@@ -1,11 +1,11 @@
-"""Reads the tensors of a folder of safetensors files, one at a time, by their offsets in the file.
+"""Read the tensors of a folder of safetensors files, one at a time, by their offsets in the file.
 
     file = length of header (8 bytes, little-endian) | header (JSON) | data
     header = {name: {"dtype": "BF16", "shape": [N, K], "data_offsets": [begin, end]}, ...}
 
-Reading by offset and not by memory map: the pages of a map count as the process's own memory until the file
-is closed, so a load would peak at twice the checkpoint (`tests/models/test_loader.py` measures the peak).
-Every header is checked against the length of its file before the first tensor is read.
+Tensors are not memory-mapped: mapped pages count as the process's memory until the file is closed, so loading
+would peak at twice the checkpoint (`tests/models/test_loader.py` measures the peak). Every header is checked
+against the length of its file before the first tensor is read.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ _DTYPES = {
 }
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
-_MOST_SHOWN = 200
+_MAX_SHOWN_CHARS = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
-    """Where one tensor lies: its bytes are file[begin : begin + num_bytes]."""
+class _SafetensorsEntry:
+    """Location of one tensor: its bytes are file[begin : begin + num_bytes]."""
 
     file: Path
     dtype: torch.dtype
@@ -51,12 +51,12 @@ class _Entry:
 
 
 class SafetensorsFolder:
-    """A folder with config.json and safetensors: its config, its tensors' shapes, and any tensor by name."""
+    """A Checkpoint in a folder with config.json and safetensors files."""
 
     def __init__(self, folder: Path):
         self.path = folder
         self.config = read_json(folder / "config.json")
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _SafetensorsEntry] = {}
         for file in _shards(folder):
             for name, entry in _entries(file).items():
                 if name in self._entries:
@@ -65,7 +65,7 @@ class SafetensorsFolder:
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
 
     def read(self, name: str) -> Tensor:
-        """The tensor as stored, on the CPU, in memory of its own."""
+        """Return the tensor as stored, on the CPU, in its own memory."""
         entry = self._entries[name]
         try:
             with entry.file.open("rb") as file:
@@ -81,7 +81,7 @@ class SafetensorsFolder:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; anything else in it is the user's mistake."""
+    """Read the JSON object in a file; raise UserError if there is none."""
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:
@@ -94,13 +94,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files of the index if there is one, else model.safetensors, else every safetensors file."""
+    """Return the index's files if there is an index, else model.safetensors, else every safetensors file."""
     if (folder / INDEX_NAME).exists():
         names = set(_weight_map(folder / INDEX_NAME).values())
         files = [folder / name for name in sorted(names)]
         for file in files:
             if not file.is_file():
-                raise UserError(f"{file}: missing, though {INDEX_NAME} lists it")
+                raise UserError(f"{file}: is missing, but {INDEX_NAME} lists it")
         return files
     single = folder / "model.safetensors"
     return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
@@ -116,14 +116,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _entries(file: Path) -> dict[str, _Entry]:
+def _entries(file: Path) -> dict[str, _SafetensorsEntry]:
     header, data_begin, file_bytes = _header(file)
     header.pop("__metadata__", None)
-    return {name: _entry(file, name, facts, data_begin, file_bytes) for name, facts in header.items()}
+    return {name: _entry(file, name, fields, data_begin, file_bytes) for name, fields in header.items()}
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int, int]:
-    """(header, where the data begins, bytes in the file)"""
+    """Return (header, offset of the data, bytes in the file)."""
     try:
         file_bytes = file.stat().st_size
         with file.open("rb") as stream:
@@ -142,22 +142,22 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + header_bytes, file_bytes
 
 
-def _entry(file: Path, name: str, facts: Any, data_begin: int, file_bytes: int) -> _Entry:
-    shown = " ".join(name.split())[:_MOST_SHOWN]
+def _entry(file: Path, name: str, fields: Any, data_begin: int, file_bytes: int) -> _SafetensorsEntry:
+    shown = " ".join(name.split())[:_MAX_SHOWN_CHARS]
     try:
-        dtype_name, shape, (begin, end) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
+        dtype_name, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         dtype = _DTYPES[dtype_name]
         if any(type(number) is not int for number in (*shape, begin, end)):
             raise ValueError("not integers")
     except (KeyError, TypeError, ValueError) as error:
-        given = repr(facts)[:_MOST_SHOWN]
-        raise UserError(f"{file}: {shown}: its header entry cannot be understood: {given}") from error
+        given = repr(fields)[:_MAX_SHOWN_CHARS]
+        raise UserError(f"{file}: {shown}: its header entry is invalid: {given}") from error
     num_bytes = math.prod(shape) * dtype.itemsize
     if begin < 0 or min(shape, default=0) < 0 or end - begin != num_bytes:
-        offsets = f"{begin}..{end}"[:_MOST_SHOWN]
+        offsets = f"{begin}..{end}"[:_MAX_SHOWN_CHARS]
         raise UserError(f"{file}: {shown}: its offsets {offsets} do not fit {dtype_name} {list(shape)[:8]}")
     if data_begin + end > file_bytes:
         raise UserError(
             f"{file}: truncated: {shown} ends at byte {data_begin + end}, the file has {file_bytes}"
         )
-    return _Entry(file, dtype, shape, data_begin + begin, num_bytes)
+    return _SafetensorsEntry(file, dtype, shape, data_begin + begin, num_bytes)

@@ -1,8 +1,7 @@
-"""A decoder whose linears are a second copy in another format; all else, adapters too, is the first one's.
+"""A copy of a decoder for the sampler, with linears in another format; everything else is shared.
 
-What FlashRL does (Liu et al. 2025): the sampler multiplies by weights that were quantized from the
-learner's, and the loss corrects for what the two differ by. The copy takes its format's bytes beside
-the learner's own.
+As in FlashRL (Liu et al. 2025), the sampler multiplies by weights quantized from the learner's, and the loss
+corrects for the difference. The copy takes its format's bytes in addition to the learner's.
 """
 
 import copy
@@ -15,10 +14,10 @@ from qerl.models.linear import QuantLinear
 
 
 def make_sampler_copy(decoder: Decoder, format: str) -> Decoder:
-    """Of a decoder that has its adapters: masters and working copies, norms and noise are shared."""
-    twin = _copy_module(decoder, format)
-    assert isinstance(twin, Decoder)
-    return twin
+    """Copy a decoder that has its adapters: masters and working copies, norms and noise are shared."""
+    duplicate = _copy_module(decoder, format)
+    assert isinstance(duplicate, Decoder)
+    return duplicate
 
 
 def _copy_module(module: nn.Module, format: str) -> nn.Module:
@@ -26,17 +25,17 @@ def _copy_module(module: nn.Module, format: str) -> nn.Module:
         return _quantized_copy(module, format)
     if not any(isinstance(m, QuantLinear) for m in module.modules()):
         return module
-    twin = copy.copy(module)
-    twin._modules = {
+    duplicate = copy.copy(module)
+    duplicate._modules = {
         name: None if m is None else _copy_module(m, format) for name, m in module._modules.items()
     }
-    return twin
+    return duplicate
 
 
 def _quantized_copy(linear: QuantLinear, format: str) -> QuantLinear:
     assert linear.weight is not None and linear.full is None
-    twin, is_resident = copy.copy(linear), linear.is_resident
-    twin.load_weight(FORMATS[format].encode(linear.weight.decode()))
+    duplicate, is_resident = copy.copy(linear), linear.is_resident
+    duplicate.load_weight(FORMATS[format].encode(linear.weight.decode()))
     if is_resident:
-        twin.make_resident()
-    return twin
+        duplicate.make_resident()
+    return duplicate

@@ -1,9 +1,9 @@
-"""The name and shape of each tensor of a checkpoint, as Hugging Face writes them, and the check against it.
+"""Names and shapes of a checkpoint's tensors, as Hugging Face writes them, and checks against them.
 
 model.embed_tokens.weight [V, D]      model.norm.weight [D]      lm_head.weight [V, D], unless tied
 model.layers.{i}.self_attn.{q,k,v,o}_proj      .mlp.{gate,up,down}_proj      .weight [N, K], .bias [N]
 model.layers.{i}.input_layernorm.weight [D]    .post_attention_layernorm.weight [D]
-model.layers.{i}.self_attn.{q,k}_norm.weight [H], where heads are normed
+model.layers.{i}.self_attn.{q,k}_norm.weight [H], if the family has q/k norms
 """
 
 import torch
@@ -15,10 +15,14 @@ from qerl.models.layer_spec import LayerSpec, layer_spec
 from qerl.models.source import Checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_IGNORED = (".rotary_emb.inv_freq", ".input_global_scale")  # computed here; of activations, which stay 16-bit
+_IGNORED = (
+    ".rotary_emb.inv_freq",
+    ".input_global_scale",
+)  # computed here; unused, as activations stay 16-bit
 
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
+    """Parse the checkpoint's config; errors name its path."""
     try:
         return from_hf_config(checkpoint.config)
     except UserError as error:
@@ -55,7 +59,7 @@ def _layer_shapes(spec: LayerSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]]) -> None:
-    """Every expected tensor is there in its shape and nothing else is; said before the first one is read."""
+    """Raise UserError unless the checkpoint has exactly the expected tensors, each with its shape."""
     found = checkpoint.shapes
     wrong = [name for name in expected if found.get(name, expected[name]) != expected[name]]
     if wrong:
@@ -73,11 +77,11 @@ def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]]) 
 
 
 def read_float(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor of 16 bits or more, finite."""
+    """Read a floating-point tensor of at least 16 bits; raise UserError for other types, NaN or infinity."""
     tensor = checkpoint.read(name)
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise UserError(
-            f"{checkpoint.path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, no float weight"
+            f"{checkpoint.path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, must be a float"
         )
     if not torch.stack(torch.aminmax(tensor)).isfinite().all():
         raise UserError(f"{checkpoint.path}: {name} holds NaN or infinity")
@@ -90,4 +94,4 @@ def _first(names: list[str]) -> str:
 
 def _check_tied(checkpoint: Checkpoint) -> None:
     if not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
-        raise UserError(f"{checkpoint.path}: config.json ties {HEAD} to {EMBEDDING}, but they differ")
+        raise UserError(f"{checkpoint.path}: tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ")

@@ -1,9 +1,9 @@
-"""Loads a model's tokenizer: by transformers from a folder, built from the metadata of a GGUF file.
+"""Load a model's tokenizer: with transformers from a folder, or built from a GGUF file's metadata.
 
-A GGUF holds the vocabulary, the merges, the kind of each token, a chat template, and of the pre-tokenizer
-only a name. The name stands for how text is split before merging; the splits below are those in the
-tokenizer.json of the models they are named after. Any other name is refused: a wrong split gives tokens that
-the model was never trained on, and nothing else would show it.
+A GGUF holds the vocabulary, the merges, the type of each token, a chat template, and the pre-tokenizer's
+name. The name says how text is split before merging; the splits below are from the tokenizer.json of the
+models they are named after. Other names are refused, because a wrong split silently gives tokens
+that the model was never trained on.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from qerl.models.gguf_file import GgufFile
 from qerl.models.safetensors_file import read_json
 from qerl.models.source import ModelSource, locate
 
-_CONTROL, _USER_DEFINED = 3, 4  # ggml's kinds of token: never text; text that is always one token
+_CONTROL, _USER_DEFINED = 3, 4  # ggml's token types: special tokens; text that is always one token
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -64,18 +64,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if source.is_gguf:
         return _from_gguf(GgufFile(source.path))
     if not any((source.path / name).is_file() for name in _VOCABULARIES):
-        raise UserError(f"{source.path}: has no tokenizer: none of {', '.join(_VOCABULARIES)}")
+        raise UserError(f"{source.path}: has no tokenizer: none of {', '.join(_VOCABULARIES)} is there")
     try:
         return AutoTokenizer.from_pretrained(str(source.path), trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # what the files hold decides the type; damage inside tokenizers has none of its own
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{source.path}: its tokenizer cannot be loaded: {said}") from error
+    except Exception as error:  # damaged files raise many unrelated types
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{source.path}: its tokenizer cannot be loaded: {reason}") from error
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> frozenset[int]:
-    """The tokens that end a sample: the tokenizer's eos and those that generation_config.json adds."""
+    """Return the tokens that end a sample: the tokenizer's eos and those of generation_config.json."""
     found: list[Any] = [tokenizer.eos_token_id]
     if source.is_gguf:
         found.append(GgufFile(source.path).metadata.get("tokenizer.ggml.eot_token_id"))
@@ -98,7 +96,7 @@ def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
         )
     tokens = _array(file, "tokens", str)
     tokenizer = _bpe(file, tokens, split)
-    named = {
+    special_tokens = {
         name: tokens[index]
         for name, key in (
             ("bos_token", "bos"),
@@ -108,8 +106,8 @@ def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
         )
         if (index := _token_id(file, key, len(tokens))) is not None
     }
-    if metadata.get("tokenizer.ggml.add_bos_token", split == "llama-bpe") and "bos_token" in named:
-        bos = named["bos_token"]
+    if metadata.get("tokenizer.ggml.add_bos_token", split == "llama-bpe") and "bos_token" in special_tokens:
+        bos = special_tokens["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
@@ -119,7 +117,7 @@ def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        **named,
+        **special_tokens,
     )
 
 
@@ -127,7 +125,7 @@ def _bpe(file: GgufFile, tokens: list[str], split: str) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
     try:
-        # Llama 3's vocabulary holds whole words that its merges do not reach.
+        # Llama 3's vocabulary has whole words that no merges produce.
         tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=split == "llama-bpe"))
     except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(f"{file.path}: its merges do not fit its vocabulary: {error}") from error
@@ -148,7 +146,7 @@ def _bpe(file: GgufFile, tokens: list[str], split: str) -> Tokenizer:
 def _array(file: GgufFile, key: str, item_type: type) -> list[Any]:
     values = file.metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(values, list) or not all(isinstance(value, item_type) for value in values):
-        raise UserError(f"{file.path}: has no list tokenizer.ggml.{key}, so no tokenizer")
+        raise UserError(f"{file.path}: has no list tokenizer.ggml.{key}, which its tokenizer needs")
     return values
 
 

@@ -4,9 +4,9 @@
 
 Assumed: the KV cache and the learner use the same memory in turns (kernels/virtual_memory.py), weights are
 packed, and all samples have the maximum length. Shorter samples fill learn.max_tokens_per_microbatch better.
-W weights a layer, n weights in the adapter, T rows in a micro-batch; D F N K H V as in types.py. Sizes are for
-bf16; with model.dtype fp32 (`element_bytes`; not measured yet) everything that is not packed takes 4 bytes
-instead of 2:
+W weights a layer, n weights in the adapter, T rows in a micro-batch; D F N K H V as in types.py. Sizes are
+for bf16; with model.dtype fp32 (`element_bytes`; not measured yet) everything that is not packed takes 4
+bytes instead of 2:
 
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
     adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n; BF16 weights hold
@@ -17,14 +17,16 @@ instead of 2:
     activations      of the layers, by learn.gradient_checkpointing  unpacked         operands of one layer
     head             logits and their gradient for one chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
 
-A head in bf16 that is tied to the embedding takes nothing. A packed head takes V D in its format, tied or not.
+A head in bf16 that is tied to the embedding takes nothing. A packed head takes V D in its format, tied or
+not.
 
 `resolve_checkpointing` replaces learn.gradient_checkpointing auto by the least recomputation with which
 learning fits. The KV cache does not count there, because it takes whatever memory is left.
-`can_cache_operands` is True if the learner may also keep the unpacked operands of all layers during an update.
+`can_cache_operands` is True if the learner may also keep the unpacked operands of all layers during an
+update.
 
-tests/learner/test_plan.py checks each part by hand and the sum against benchmarks. Learning from 8,192 rows at
-the 7B shape on an H200, model included, took 41.19 GB with gradient_checkpointing none and 13.19 GB with
+tests/learner/test_plan.py checks each part by hand and the sum against benchmarks. Learning from 8,192 rows
+at the 7B shape on an H200, model included, took 41.19 GB with gradient_checkpointing none and 13.19 GB with
 layer; the plan says 42.4 and 14.2, of which the 0.6 GB of CUDA itself were not measured.
 """
 

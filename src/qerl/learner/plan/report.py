@@ -115,8 +115,8 @@ def format_plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: 
     auto = " (auto)" if resolved != config else ""
     return "\n".join(
         [
-            f"{model} in {config.model.format}, {config.num_prompts * config.num_generations} samples of up to"
-            f" {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_trained(config)},"
+            f"{model} in {config.model.format}, {config.num_prompts * config.num_generations} samples of up"
+            f" to {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_trained(config)},"
             f" learn.gradient_checkpointing {resolved.learn.gradient_checkpointing}{auto}",
             "",
             *lines,
