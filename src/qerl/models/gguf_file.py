@@ -71,7 +71,7 @@ class _GgufEntry:
 
 
 class GgufFile:
-    """A Checkpoint in a GGUF file; `metadata` has its keys and values, `config` what config.json would have."""
+    """A Checkpoint in a GGUF file; `metadata` has its keys and values, `config` those of a config.json."""
 
     def __init__(self, file: Path):
         self.path = file

@@ -100,7 +100,8 @@ def _check_head(path: str, format: str, architecture: Architecture) -> None:
 
 
 def _load_head(head: LMHead, checkpoint: Checkpoint, layout: CheckpointLayout | None, format: str) -> None:
-    """Load the head before the linears, as its full weight needs memory; `layout` is that of a packed head."""
+    """Load the head before the linears, as its full weight needs memory; `layout` is that of a packed
+    head."""
     if layout is not None:
         assert head.weight is not None
         packed = read_packed(checkpoint, layout, HEAD.removesuffix(".weight"))
