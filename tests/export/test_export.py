@@ -244,7 +244,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     for form in ("peft", "merged"):
         assert "holds no checkpoint" in refusal(lambda form=form: exported(tmp_path, config, form))
     said = refusal(lambda: exported(tmp_path, config, "peft", dtype="fp32"))
-    assert said == "dtype fp32 is for --as merged, not for peft"
+    assert said == "--dtype fp32 needs --as merged or gguf-ready, got peft"
 
 
 def qerl(monkeypatch, *arguments):
@@ -262,7 +262,7 @@ def test_the_command_exports_a_run_and_names_what_is_none(monkeypatch, capsys, t
     assert (tmp_path / "out" / "config.json").is_file()
     assert capsys.readouterr().out.endswith(f"{tmp_path / 'out'}\n")
     assert qerl(monkeypatch, "export", tmp_path / "model", tmp_path / "other") == 2
-    assert "is no run's folder, it has no run.json" in capsys.readouterr().err
+    assert "not the folder of a run (it has no run.json)" in capsys.readouterr().err
 
 
 def peft_adapter(folder, path, **changes):
@@ -309,7 +309,7 @@ def test_a_run_goes_on_from_an_exported_adapter(monkeypatch, capsys, tmp_path):
     )
 
 
-def test_import_goes_on_from_an_adapter_of_another_rank_alpha_and_targets(monkeypatch, capsys, tmp_path):
+def test_training_continues_from_an_adapter_of_another_rank_alpha_and_targets(monkeypatch, capsys, tmp_path):
     files = tiny_run.write_files(tmp_path)
     narrow = (
         "--adapter.rank",
@@ -327,7 +327,7 @@ def test_import_goes_on_from_an_adapter_of_another_rank_alpha_and_targets(monkey
     assert qerl(monkeypatch, "export", tmp_path / "first", tmp_path / "adapter") == 0
     given[given.index("--out") + 1] = tmp_path / "second"
     capsys.readouterr()
-    assert qerl(monkeypatch, "import", tmp_path / "adapter", "demo", *given) == 0
+    assert qerl(monkeypatch, "train", "demo", "--init-adapter", tmp_path / "adapter", *given) == 0
     second = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (second["accuracy_before"], second["greedy_before"]) == (
         first["accuracy_after"],
@@ -392,8 +392,8 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
 def test_what_is_no_adapter_is_refused(tmp_path):
     _, config, _ = run_of(tmp_path)
     full = AdapterConfig(kind="full")
-    assert "needs adapter.kind lora; it is full" in refusal(lambda: read_adapter(config.model.path, full))
-    assert "it has no adapter_config.json" in refusal(lambda: read_adapter(config.model.path, ADAPTER))
+    assert "needs adapter.kind lora, got full" in refusal(lambda: read_adapter(config.model.path, full))
+    assert "adapter_config.json is missing" in refusal(lambda: read_adapter(config.model.path, ADAPTER))
     adapter = exported(tmp_path, config, "peft")
     (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 20)
     assert "cannot be read" in refusal(lambda: read_adapter(str(adapter), ADAPTER))

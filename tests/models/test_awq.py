@@ -155,7 +155,7 @@ def test_factors_are_worked_by_hand():
 
 
 def test_a_text_without_tokens_is_refused(checkpoint):
-    with pytest.raises(UserError, match="needs a text"):
+    with pytest.raises(UserError, match="text is empty"):
         collect_inputs(exact_decoder(checkpoint), [])
 
 

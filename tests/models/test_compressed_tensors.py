@@ -187,7 +187,7 @@ def test_a_checkpoint_that_is_packed_is_not_packed_again(tmp_path):
 @pytest.mark.parametrize(
     ("quantization", "says"),
     [
-        ({"quant_method": "fp8"}, "is quantized with fp8; what is read is"),
+        ({"quant_method": "fp8"}, "is quantized with fp8; supported are"),
         ({"quant_method": "awq", "bits": 4}, "is quantized with awq"),
         ({"quant_method": "gptq", "bits": 4}, "is quantized with gptq"),
         (
