@@ -41,7 +41,7 @@ def _html(
         "style": files("qerl.tracking.report").joinpath("page.css").read_text(encoding="utf-8"),
         "notices": f"{missing} of {planned} runs are missing" if missing else "",
         "question": escape(study.question),
-        "stopping": escape(verdict.stopping_note(study)),
+        "caveats": "".join(f'<p class="caveat">{escape(text)}</p>' for text in verdict.caveats(study)),
         "verdicts": _verdicts(study, judged),
         "rules": escape(verdict.RULES),
         "metric": escape(first.title),

@@ -133,6 +133,8 @@ class Study:
     choice_metric: str = "accuracy_after"
     remarks: tuple[str, ...] = ()
     """Limits of the study, for its page."""
+    caveat: str = ""
+    """Limit of the verdicts, to state above them."""
     has_constant_weights: bool = False
     """True if seeds vary the problems and samples, but not the weights (except those `DRAWN_BY_SEED`)."""
     first_look_seeds: int | None = None

@@ -109,6 +109,11 @@ def stopping_note(study: Study) -> str:
     )
 
 
+def caveats(study: Study) -> list[str]:
+    """Return what to state above the verdicts."""
+    return [text for text in (stopping_note(study), study.caveat) if text]
+
+
 def by_verdict(judged: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
     """Return the headings that have claims, with their claims."""
     groups = [
@@ -128,7 +133,7 @@ def cells(row: Row) -> tuple[str, str, str, str, str]:
 def summary(study: Study, judged: Sequence[Judged], rows: Sequence[Row], origin: str) -> str:
     """Return Markdown to quote: the verdicts, and the table of the leading metric."""
     lines = [f"## Study {study.name}", "", study.question, ""]
-    if note := stopping_note(study):
+    for note in caveats(study):
         lines += [note, ""]
     for title, own in by_verdict(judged):
         bullets = (f"- {sentence(one)}: {evidence_text(study, one)}." for one in own)
