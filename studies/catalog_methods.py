@@ -11,7 +11,9 @@ The arms are the recipes of docs/methods.md, applied to the study's base.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 from qerl.config.recipes import METHODS
 from studies.common import AQN, BASE, ONE_MODEL, SHARED_SEED, TASKS, TRAINING_CURVES, TRAINING_METRICS, claim
@@ -22,6 +24,7 @@ LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sap
 CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "geometric", "veto", "no_correction")
 RULES = ("aqn_kl", "aqn_entropy", "aqn_plappert")
 DRAWS = ("aqn_group", "aqn_sample")
+CLIP_FRACTIONS = Path(__file__).with_name("methods") / "clip_fraction.jsonl"
 DAPO_NOTE = "dapo draws more samples a step; counted by the 5 seeds alone, p could not be below 0.0625"
 PRECISIONS = ("jet_rl", "flash_fp8", "flash_int8")
 
@@ -39,6 +42,26 @@ def _arm(name: str, noise: Fields, parts: Iterable[str] = ("algo",)) -> Arm:
     if config.learn.updates_per_step != BASE.learn.updates_per_step:
         fields["learn.updates_per_step"] = config.learn.updates_per_step
     return Arm(name=name, about=(recipe.__doc__ or name).strip(), fields=fields)
+
+
+def _clip_caveat() -> str:
+    """Return how much of the gradient the losses removed, from the rows of methods/clip_fraction.jsonl."""
+    percents: dict[str, list[float]] = {}
+    for line in CLIP_FRACTIONS.read_text().splitlines():
+        row = json.loads(line)
+        percents.setdefault(row["arm"], []).append(100 * row["clip_fraction"])
+    ranges = [f"{arm} {_range(found)} %" for arm, found in percents.items()]
+    return (
+        "Losses: these runs did not store the share of the gradient that a loss removes (clip_fraction). A"
+        f" repeat of the first steps on a CPU (add, seed 0; {CLIP_FRACTIONS.name}) had {', '.join(ranges)}."
+        " A loss that removes about 0 to 0.1 % is nearly the plain policy gradient: these runs could not show"
+        " what its clip or gate is for."
+    )
+
+
+def _range(percents: list[float]) -> str:
+    low, high = f"{min(percents):.1f}", f"{max(percents):.1f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def methods() -> Study:
@@ -78,6 +101,7 @@ def methods() -> Study:
         tasks=TASKS,
         arms=arms,
         baseline="grpo",
+        caveat=_clip_caveat(),
         measure=train_job,
         metrics=TRAINING_METRICS,
         curves=TRAINING_CURVES,
