@@ -53,7 +53,7 @@ CODE_TEMPLATE = (
 
 
 def demo() -> RunConfig:
-    """Train SmolLM2-135M in NVFP4 to add. Its norm weights are about 0.3, so sigma is relative to them."""
+    """Train SmolLM2-135M in NVFP4 to add; sigma is relative to its norm weights of about 0.3."""
     return RunConfig(
         out="runs/demo",
         num_steps=60,
