@@ -19,8 +19,10 @@ def parse_options(
     description: str | None = None,
 ) -> Options:
     """Return the options; print help, with the description, and exit if --help is among the arguments."""
-    defaults = {} if default is None else {"default": default}
-    return tyro.cli(kind, args=arguments, prog=f"qerl {command}", description=description, **defaults)
+    prog = f"qerl {command}"
+    if default is None:
+        return tyro.cli(kind, args=arguments, prog=prog, description=description)
+    return tyro.cli(kind, default=default, args=arguments, prog=prog, description=description)
 
 
 def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:
