@@ -64,7 +64,7 @@ def test_a_step_that_does_not_fit_is_halved_and_learns_the_same():
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert size in (SEQUENCES * TOKENS // 2, SEQUENCES * TOKENS // 4)
     assert len(lines) == (2 if size < SEQUENCES * TOKENS // 2 else 1)
-    assert f"out of memory in learning: learn.max_tokens_per_microbatch is {size}" in lines[-1]
+    assert f"out of memory in learning: learn.max_tokens_per_microbatch is now {size}" in lines[-1]
     small, _ = learner_of()
     small._fit.micro_tokens = size
     small.step(groups)
