@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.parts import engine_of
-from engine.test_decode_hopper import NEVER, build_decoder, small_prompts
+from engine.test_decode_hopper import NEVER, decoder_of, small_prompts
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.kernels import gpu_memory
 from qerl.learner import Learner
@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("recompute", ["none", "offload"])
 def test_a_step_takes_no_more_memory_than_the_one_before(recompute):
-    decoder, prompts_P = build_decoder(), small_prompts(*[64] * 8)
+    decoder, prompts_P = decoder_of(), small_prompts(*[64] * 8)
     config = RunConfig(
         num_prompts=8,
         num_generations=4,
