@@ -216,7 +216,9 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path, changes, says):
 def test_a_weight_that_does_not_fit_the_format_is_named(tmp_path):
     save_and_return(tmp_path, intermediate_size=72)
     said = refusal(tmp_path, format="nvfp4")
-    assert said.startswith(f"{tmp_path}: model.layers.0.mlp.down_proj.weight: nvfp4 has blocks of 16")
+    assert said.startswith(
+        f"{tmp_path}: model.layers.0.mlp.down_proj.weight: nvfp4: K must be a multiple of 16"
+    )
 
 
 def test_a_truncated_file_is_named_before_anything_is_loaded(tmp_path):
