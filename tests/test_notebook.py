@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, on a tiny model; and no outputs are in it."""
+"""The notebook runs from its first cell to its last on a tiny model, and holds no outputs."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def test_the_notebook_loads_trains_plots_and_exports(tmp_path):
     model = tiny_run.write_model(tmp_path / "model")
     first, *others = ["".join(cell["source"]) for cell in CELLS]
     assert CELLS[0]["metadata"]["tags"] == ["parameters"] and first.startswith("MODEL = ")
-    # As a kernel does, cell after cell in one namespace; a figure is kept in the place of being shown.
+    # The cells run in one namespace, as in a kernel; the figure is saved instead of shown.
     cells = [f"MODEL, RUN = {str(model)!r}, 'run'", *others]
     script = "\n\n".join(cells).replace("plt.show()", "figure.savefig('figure.png')")
     (tmp_path / "cells.py").write_text(script)
@@ -37,4 +37,4 @@ def test_the_notebook_loads_trains_plots_and_exports(tmp_path):
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {
         p.name for p in (run / "adapter").iterdir()
     }
-    assert (tmp_path / "figure.png").stat().st_size > 1000 and "weights will learn" in done.stdout
+    assert (tmp_path / "figure.png").stat().st_size > 1000 and "trainable weights" in done.stdout

@@ -150,6 +150,7 @@ def test_a_program_that_passes_earns_all(model):
         assert pool.score([Group(prompt=prompt, samples_G=samples)]) == [[1.0, 0.0, 0.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", (*NAMES, "code"))
 def test_the_recipe_trains(name, model, tmp_path):
     result = train(small(name, model, tmp_path / "run"))

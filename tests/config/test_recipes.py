@@ -132,7 +132,10 @@ def test_a_method_differs_from_the_demo_by_itself_alone(name):
     assert same == demo()
 
 
-@pytest.mark.parametrize("name", METHODS)
+FIRST, *OTHERS = METHODS
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
     """Six steps of the tiny model: every step's numbers are finite, and the weights change."""
     given = tiny_run.options(tiny_files, tmp_path / "run")

@@ -50,12 +50,8 @@ def lucky_probability(decoder, index):
     [
         (torch.float32, "dapo", "truncated", 1),
         (torch.bfloat16, "dapo", "truncated", 1),
-        (torch.float32, "grpo", "ratio", 3),
-        (torch.float32, "dr_grpo", "none", 1),
         (torch.float32, "gspo_token", "masked_sequence", 3),
         (torch.float32, "cispo", "icepop", 3),
-        (torch.float32, "sapo", "truncated_sequence", 3),
-        (torch.float32, "maspo", "masked", 3),
     ],
 )
 def test_rewarded_tokens_come_to_be_drawn(compute, loss, importance, updates, rng):

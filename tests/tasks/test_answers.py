@@ -2,14 +2,14 @@
 
 What the table takes for granted: a unit, a sign of percent or of degrees that one side leaves out is not
 missed; decimals are exact; a list has no order, a tuple has one; the last answer of a text is its answer.
-`python tests/tasks/test_answers.py` prints the figures of the README.
+`python tests/tasks/test_answers.py` prints the figures of docs/evaluation.md.
 """
 
 import csv
 import logging
 import time
 from collections import Counter
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 
 import math_verify
@@ -19,8 +19,8 @@ from qerl.config import TaskConfig
 from qerl.tasks.graders import BUILT_IN
 
 TABLE = Path(__file__).with_name("answers.tsv")
-MATH_VERIFY_RIGHT = 0.75
-"""math-verify 0.9 on the table; a floor, so that a change of either shows."""
+MATH_VERIFY = {"equal": 354, "unequal": 198}
+"""Rows that math-verify 0.9 gets right; running this file counts them, which takes 20 s."""
 
 
 def rows() -> list[dict[str, str]]:
@@ -44,24 +44,22 @@ def parsed(text: str) -> list:
     return math_verify.parse(text, parsing_timeout=None)
 
 
-@cache
-def right() -> Counter:
-    """(who, verdict of the table) -> how many they get right."""
-    counts = Counter()
-    for row in rows():
-        is_equal = row["verdict"] == "equal"
-        for name, grade in (("ours", ours), ("theirs", theirs)):
-            counts[name, is_equal] += grade(row["expected"], row["given"]) == is_equal
-    return counts
+def num_right(grade, table: list[dict[str, str]]) -> Counter:
+    """Return how many rows of each verdict this grader gets right."""
+    return Counter(r["verdict"] for r in table if is_right(grade, r))
 
 
-def summary() -> str:
-    counts, table = right(), Counter(row["verdict"] for row in rows())
+def is_right(grade, row: dict[str, str]) -> bool:
+    return grade(row["expected"], row["given"]) == (row["verdict"] == "equal")
+
+
+def summary(math_verify: Mapping[str, int]) -> str:
+    table = Counter(row["verdict"] for row in rows())  # ours is right on every row: the test below
     pairs = f"{table.total()} pairs of answers, {table['equal']} equal and {table['unequal']} not"
     return (
         f"A table of {pairs}, tests it (`tests/tasks/answers.tsv`): it decides"
-        f" {counts['ours', True]} and {counts['ours', False]} of them correctly,"
-        f" math-verify {counts['theirs', True]} and {counts['theirs', False]}."
+        f" {table['equal']} and {table['unequal']} of them correctly,"
+        f" math-verify {math_verify['equal']} and {math_verify['unequal']}."
     )
 
 
@@ -82,12 +80,14 @@ def test_the_table_is_large_and_has_both_verdicts_of_every_kind():
 
 
 def test_math_verify_agrees_with_most_of_the_table():
-    assert right()["theirs", True] + right()["theirs", False] >= MATH_VERIFY_RIGHT * len(rows())
+    """One row in eight: another version of math-verify that differs shows."""
+    some = rows()[::8]
+    assert num_right(theirs, some).total() >= 0.75 * len(some)
 
 
 def test_the_docs_say_what_the_table_says():
     pages = (Path(__file__).parents[2] / "docs").rglob("*.md")
-    assert any(summary() in " ".join(page.read_text().split()) for page in pages)
+    assert any(summary(MATH_VERIFY) in " ".join(page.read_text().split()) for page in pages)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_the_docs_say_what_the_table_says():
     ["because " * 4000 + "7", "(" * 900, "{" * 900, "$" * 5001, r"\frac" * 900, "1," * 5000, "a b " * 250],
 )
 def test_a_long_or_senseless_completion_is_wrong_and_costs_little_time(text):
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     assert not ours("8", text)
-    assert time.perf_counter() - start_s < 2
+    assert time.process_time() - start_s < 2
 
 
 if __name__ == "__main__":
-    print(summary())
+    print(summary(num_right(theirs, rows())))

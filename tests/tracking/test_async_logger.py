@@ -271,7 +271,7 @@ def test_a_logger_that_hangs_holds_the_end_no_longer_than_it_may(tmp_path, kept,
     begin = time.monotonic()
     try:
         take_steps(tmp_path, 0, 6, result={})
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 25  # not the 30 s for which it hangs
         assert any(text.startswith("tensorboard does not have all steps yet") for text in notices(tmp_path))
     finally:
         release.set()

@@ -23,7 +23,7 @@ from qerl.tasks.code.test_cases import (
 )
 from qerl.types import Group, Prompt, Sample
 
-TASK = TaskConfig(rewards=("code",), answer_column="tests", code=CodeConfig(test_timeout_s=1.0))
+TASK = TaskConfig(rewards=("code",), answer_column="tests", code=CodeConfig(test_timeout_s=20.0))
 SQUARES = {"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]}
 SQUARE_CALLS = {"fn_name": "f", "inputs": [[2], [3]], "outputs": [4, 9]}
 SQUARE_ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]
@@ -108,7 +108,7 @@ def f(x=None):
 
 
 def test_the_deadline_of_all_tests_is_kept_and_the_sample_has_a_reward():
-    config = dataclasses.replace(TASK, reward_timeout_s=5.0)
+    config = dataclasses.replace(TASK, reward_timeout_s=10.0, code=CodeConfig(test_timeout_s=2.0))
     tests = {"inputs": [""] * 10, "outputs": ["1"] * 10}
     prompt = Prompt(index=0, text="", tokens_T=[1], messages=None, columns={"tests": tests})
     texts = ["while True: pass", "print(1)", "import os\nfor _ in range(5): os.fork()"]
@@ -117,7 +117,7 @@ def test_the_deadline_of_all_tests_is_kept_and_the_sample_has_a_reward():
     with RewardPool(config) as pool:
         rewards = pool.score([Group(prompt=prompt, samples_G=samples)])
         assert not pool.failures
-    assert rewards == [[0.0, 1.0, 0.0]] and time.monotonic() - begin < 20
+    assert rewards == [[0.0, 1.0, 0.0]] and time.monotonic() - begin < 60
 
 
 def test_only_the_first_tests_count_where_there_are_many():
