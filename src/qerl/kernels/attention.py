@@ -209,11 +209,24 @@ def span_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PagedLay
     assert len(k_RKH) == len(v_RKH) == len(layout.key_slots) and k_RKH.dtype == q_TNH.dtype
     if not q_TNH.is_cuda or q_TNH.dtype == torch.float32:
         return _attend(q_TNH, k_RKH, v_RKH, layout.packed)
+    ends = layout.query_ends, layout.key_ends, layout.max_queries, layout.max_keys
+    return flash_attention(q_TNH, k_RKH, v_RKH, *ends)
+
+
+def flash_attention(
+    q_TNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    max_queries: int,
+    max_keys: int,
+) -> Tensor:
+    """Return o_TNH of torch's varlen_attn: the last query of a span sees its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # varlen_attn also aligns a span's last query with its last key, even with more keys than queries.
     gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    ends = layout.query_ends, layout.key_ends, layout.max_queries, layout.max_keys
+    ends = query_ends, key_ends, max_queries, max_keys
     o_TNH = varlen_attn(q_TNH, k_RKH, v_RKH, *ends, window_size=(-1, 0), **gqa)
     assert isinstance(o_TNH, Tensor)
     return o_TNH

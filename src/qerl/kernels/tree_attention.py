@@ -19,7 +19,6 @@ other cases (CPU, fp32, other head sizes) `attention.packed_attention` computes 
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from qerl.kernels.attention import PackedLayout, packed_attention, reference
+from qerl.kernels.attention import PackedLayout, flash_attention, packed_attention, reference
 from qerl.types import Tree
 
 __all__ = ["CASES", "TreeLayout", "over_runs", "reference", "tree_attention"]
@@ -151,13 +150,8 @@ class _OverRuns(torch.autograd.Function):
 
 
 def _flash(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: TreeLayout) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     ends = layout.query_ends, layout.key_ends, layout.max_queries, layout.max_keys
-    o_TNH = varlen_attn(q_TNH, k_RKH, v_RKH, *ends, window_size=(-1, 0), **gqa)
-    assert isinstance(o_TNH, Tensor)
-    return o_TNH
+    return flash_attention(q_TNH, k_RKH, v_RKH, *ends)
 
 
 def _sum_copies(d_RKH: Tensor, layout: TreeLayout) -> Tensor:
