@@ -190,7 +190,7 @@ def test_a_replayed_graph_is_the_eager_step_bit_for_bit(decoder):
     bursts = []
     for records in (True, False):
         runner, cache = _runner(decoder, max_rows=8)
-        runner._records = records
+        runner._uses_graphs = records
         with cache.present():
             bursts.append(_twelve_steps(runner, cache))
     assert all(torch.equal(a, b) for a, b in zip(*bursts, strict=True))
@@ -212,7 +212,7 @@ def _twelve_steps(runner, cache):
 
 
 def _step(runner):
-    if runner._records:
+    if runner._uses_graphs:
         runner._step(8)
     else:
         runner.sampler.step(runner._forward(runner._state, 8), runner._state)
