@@ -101,5 +101,5 @@ def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[st
 
 def _list(recipes: dict[str, Callable[[], RunConfig]]) -> str:
     """Return a line for each recipe: its name and its docstring."""
-    width = max(map(len, PAPER | METHODS)) + 2
+    width = max(map(len, recipes)) + 2
     return "\n".join(f"  {name:{width}}{inspect.cleandoc(f.__doc__ or '')}" for name, f in recipes.items())

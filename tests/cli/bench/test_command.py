@@ -23,7 +23,7 @@ def fail(monkeypatch, capsys, *arguments):
         (["lern"], ["unknown benchmark lern", "did you mean learn"]),
         (["linear"], ["qerl bench linear is now python -m benchmarks linear"]),
         (["memory", "--steps", "3"], ["qerl bench memory is now qerl bench step --memory"]),
-        (["decode", "--shape", "qwen2.5-8b"], ["no shape qwen2.5-8b", "qwen2.5-7b"]),
+        (["decode", "--shape", "qwen2.5-8b"], ["unknown shape qwen2.5-8b", "qwen2.5-7b"]),
         (["decode", "--batches", "8", "0"], ["batches must be positive", "got 0"]),
         (["decode", "--lora-ranks", "0", "24"], ["lora_ranks must be multiples of 16", "got 24"]),
         (["decode", "--max-tokens", "0"], ["max_tokens must be positive", "got 0"]),

@@ -35,7 +35,7 @@ def grpo() -> RunConfig:
 
 
 def dapo() -> RunConfig:
-    """DAPO: each token has the same weight; wider upper clip, dynamic sampling, a penalty by length."""
+    """DAPO: each token has the same weight; wider upper clip, dynamic sampling, length penalty."""
     algo = AlgoConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, dynamic_sampling=True)
     return _loss("dapo", replace(algo, overlong="shape", overlong_buffer=4))
 
@@ -76,14 +76,14 @@ def maspo() -> RunConfig:
 
 
 def deep_grpo() -> RunConfig:
-    """DEEP-GRPO: also 4 branches of each failed sample (paper: 8), cut at any token (paper: at sentences)."""
+    """DEEP-GRPO: 4 branches per failed sample (paper: 8), cut at any token (paper: at sentences)."""
     # Both departures from arXiv 2602.14169 are for the demo's samples of at most 16 tokens.
     algo = replace(GRPO, epsilon_high=0.2, branching="deep")
     return _loss("deep_grpo", replace(algo, deep=DeepConfig(num_branches=4, segment_tokens=1)))
 
 
 def tis() -> RunConfig:
-    """Truncated importance sampling: the weight of each token is capped (the demo's own correction)."""
+    """Truncated importance sampling: each token's weight is capped (the demo's own correction)."""
     return _correction("tis", replace(GRPO, importance="truncated", importance_cap=2.0))
 
 
@@ -142,7 +142,7 @@ def aqn_entropy() -> RunConfig:
 
 
 def aqn_plappert() -> RunConfig:
-    """AQN with Plappert's rule: multiply or divide sigma each step, depending on the KL and its target."""
+    """AQN with Plappert's rule: multiply or divide sigma each step to reach a target KL."""
     control = ControlConfig(measure="kl", target=TARGET_KL, factor=1.1, sigma_max=0.3)
     return _steered("aqn_plappert", "plappert", control)
 
@@ -172,7 +172,7 @@ def _precision(
 
 
 def jet_rl() -> RunConfig:
-    """Jet-RL: FP8 weights and activations, quantized at the same points in sampler and learner; TIS."""
+    """Jet-RL: FP8 weights and activations, quantized alike in sampler and learner; TIS."""
     return _precision("jet_rl", "fp8-flow", None, GRPO)
 
 

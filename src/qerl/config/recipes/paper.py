@@ -182,7 +182,7 @@ def math() -> RunConfig:
 
 
 def code() -> RunConfig:
-    """Train to write programs that pass all of the first 8 tests, for an 80 GB card and 16 CPU cores."""
+    """Train to write programs that pass the first 8 tests, for an 80 GB card and 16 CPU cores."""
     config = dapo_math()
     return dataclasses.replace(
         config,
