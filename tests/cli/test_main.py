@@ -101,7 +101,7 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["train", "demo", "--task.rewards", "nowhere.py:f"], ["nowhere.py"]),
         (["train", "demo", "--task.rewards", "json:nothing"], ["json", "nothing"]),
         (["train", "demo", "--task.gym", "basic_arithmetc"], ["basic_arithmetc", "basic_arithmetic"]),
-        (["train", "demo", "--init-adapter", "/no/adapter"], ["/no/adapter", "no adapter_config.json"]),
+        (["train", "demo", "--init-adapter", "/no/adapter"], ["/no/adapter", "adapter_config.json"]),
         (["train", "demo", "--init-adapter"], ["--init-adapter needs a value"]),
         (["import", "/no/adapter", "demo"], ["qerl import is now qerl train RECIPE --init-adapter ADAPTER"]),
         (["train", "hints"], ["recipe hints is now higher_lower"]),
