@@ -6,8 +6,11 @@ tests/data/run_before_renaming was written by commit 169ad83, in the folder of t
 """
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -65,12 +68,14 @@ def test_report_reads_it(run):
 
 
 def test_watch_reads_it(run):
-    process = tiny_run.started(*tiny_run.QERL, "watch", "run", "--port", "0")
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().split()[-1]
-        update = httpx.get(f"{address}update").json()
-        assert update["data"]["runs"][0]["steps"] == [0, 1, 2, 3]
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+    command_line = [sys.executable, *tiny_run.QERL, "watch", "run", "--port", "0"]
+    source = os.pathsep.join([str(STORED.parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": source}
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            update = httpx.get(f"{address}update").json()
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert update["data"]["runs"][0]["steps"] == [0, 1, 2, 3]
