@@ -1,8 +1,11 @@
 """What the pages tell a reader to type exists: commands, recipes, options; and the sections they quote."""
 
+import ast
 import dataclasses
+import json
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -112,3 +115,102 @@ def test_the_page_of_the_config_has_every_part_of_it():
     assert parts == set(
         re.findall(r"^::: qerl\.config\.(\w+)$", (ROOT / "docs" / "config.md").read_text(), re.M)
     )
+
+
+def logged_metrics() -> set[str]:
+    """Return the names of all metrics that the source logs; pass_at_K stands for every power of two."""
+    metrics, rollout, branching = "learner/metrics.py", "training/rollout.py", "training/branching.py"
+    names = {
+        *keys_of(metrics, "sampling_metrics", "update_metrics"),
+        *keys_of(rollout, "sample", "rollout_metrics", "multi_turn_metrics"),
+        *keys_of(branching, "sample", "_branch_metrics"),
+        *keys_of("aqn/aqn.py", "observe"),
+        *keys_of("learner/learner.py", "step"),
+        *keys_of("learner/distributed.py", "take_traffic"),
+        *keys_of("training/multi_turn.py", "take_metrics"),
+        *keys_of("training/loop.py", "run"),
+        *keys_of("training/session.py", "after_update"),
+        *keys_of("tracking/journal.py", "_record"),
+        *ray_metrics(),
+        *(f"{phase}_s" for phase in phases()),
+    }
+    return names - {"step"}
+
+
+def keys_of(file: str, *functions: str) -> set[str]:
+    """Return the keys of dict literals, of metrics["key"] = ... and of log.add(key=...) in these functions.
+
+    A key made of a loop's variable stands for one key per constant that the loop is over.
+    """
+    tree = ast.parse((ROOT / "src" / "qerl" / file).read_text())
+    defined = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in functions]
+    assert {node.name for node in defined} == set(functions), f"{file}: {functions}"
+    return {key for node in defined for key in keys_in(node, {})}
+
+
+def keys_in(node: ast.AST, values: dict[str, list[str]]) -> Iterator[str]:
+    """values: the constants of each variable of the loops around the node."""
+    match node:
+        case ast.For(target=ast.Name(id=name), iter=ast.Tuple(elts=elements)):
+            values = values | {name: [e.value for e in elements if isinstance(e, ast.Constant)]}
+        case ast.Dict(keys=keys):
+            yield from (key for each in keys for key in expanded(each, values))
+        case ast.DictComp(key=key):
+            yield from expanded(key, values)
+        case ast.Subscript(slice=key, ctx=ast.Store()):
+            yield from expanded(key, values)
+        case ast.Call(func=ast.Attribute(attr="add"), keywords=keywords):
+            yield from (keyword.arg for keyword in keywords if keyword.arg)
+        case ast.Call(func=ast.Attribute(attr="setdefault"), args=[key, *_]):
+            yield from expanded(key, values)
+    for child in ast.iter_child_nodes(node):
+        yield from keys_in(child, values)
+
+
+def expanded(key: ast.expr | None, values: dict[str, list[str]]) -> list[str]:
+    """Return the keys that a constant, a loop's variable or an f-string of one stands for."""
+    match key:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.Name(id=name):
+            return values.get(name, [])
+        case ast.JoinedStr(values=parts):
+            (name,) = [part.value.id for part in parts if isinstance(part, ast.FormattedValue)]
+            if name == "k":
+                return ["pass_at_K"]
+            return [
+                "".join(part.value if isinstance(part, ast.Constant) else value for part in parts)
+                for value in values[name]
+            ]
+    return []
+
+
+def ray_metrics() -> list[str]:
+    source = (ROOT / "src" / "qerl" / "training" / "ray_engine.py").read_text()
+    (names,) = re.findall(r"named = (\(.*?\))", source)
+    return list(ast.literal_eval(names))
+
+
+def phases() -> set[str]:
+    """Return the names of all timed phases of a step."""
+    files = (ROOT / "src" / "qerl" / "training").glob("*.py")
+    return {name for file in files for name in re.findall(r'\.span\("(\w+)"\)', file.read_text())}
+
+
+def documented_metrics() -> set[str]:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "metrics.md").read_text(), flags=re.MULTILINE)
+    return {named(key) for row in rows for key in re.findall(r"`(\w+)`", row)}
+
+
+def named(key: str) -> str:
+    return re.sub(r"^pass_at_\d+$", "pass_at_K", key)
+
+
+def test_every_logged_metric_has_a_row_and_every_row_is_logged():
+    assert logged_metrics() == documented_metrics()
+
+
+def test_a_stored_run_logs_only_documented_metrics():
+    lines = (ROOT / "tests" / "data" / "run_before_renaming" / "metrics.jsonl").read_text().splitlines()
+    names = {named(key) for line in lines for key in json.loads(line)}
+    assert names - {"step"} <= documented_metrics()
