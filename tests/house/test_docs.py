@@ -9,17 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import BENCHMARKS as OWN_BENCHMARKS
 from qerl import config
+from qerl.algo import loss
+from qerl.algo.segment import Segments
 from qerl.cli.bench import BENCHMARKS
 from qerl.cli.bench import options as bench_options
 from qerl.cli.main import COMMANDS
 from qerl.cli.plan import PlanOptions
 from qerl.cli.report import ReportOptions
 from qerl.cli.watch import WatchOptions
-from qerl.config import RunConfig, options
+from qerl.config import AlgoConfig, RunConfig, options
 from qerl.config.recipes import RECIPES
+from qerl.eval import catalog
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -214,3 +218,31 @@ def test_a_stored_run_logs_only_documented_metrics():
     lines = (ROOT / "tests" / "data" / "run_before_renaming" / "metrics.jsonl").read_text().splitlines()
     names = {named(key) for line in lines for key in json.loads(line)}
     assert names - {"step"} <= documented_metrics()
+
+
+def test_the_examples_of_extend_work(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "extend.md").read_text()
+    monkeypatch.setattr(loss, "LOSSES", dict(loss.LOSSES))
+    monkeypatch.setattr(catalog, "BENCHMARKS", dict(catalog.BENCHMARKS))
+    found = {}
+    for example in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(example, "extend.md", "exec"), found)
+
+    logprob_T, advantage_T = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, -1.0])
+    spans = Segments.of([1, 1], torch.device("cpu"))
+    objective = loss.LOSSES["reinforce"].objective
+    assert objective(logprob_T, logprob_T, advantage_T, spans, AlgoConfig())[0].tolist() == [1.0, -2.0]
+
+    weight_NK = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    decoded_NK = found["E5M2"].encode(weight_NK).decode()
+    assert (decoded_NK - weight_NK).norm() / weight_NK.norm() < 0.06  # 2 bits of mantissa: 0.053 here
+    assert found["E5M2"].encode(torch.zeros(2, 4)).decode().tolist() == [[0.0] * 4] * 2
+
+    gate_TF, up_TF = weight_NK[:32], weight_NK[32:]
+    torch.testing.assert_close(found["swiglu"](gate_TF, up_TF).double(), found["reference"](gate_TF, up_TF))
+
+    logger = found["CsvLogger"](tmp_path, {}, run_id=None, first_step=0)
+    logger.log(0, {"metric/reward": 0.5}, 0.0)
+    logger.finish(None)
+    assert (tmp_path / "metrics.csv").read_text().split() == ["0,metric/reward,0.5"]
+    assert "aime26" in catalog.BENCHMARKS
