@@ -60,8 +60,6 @@ SPEED = (
     ),
     _step(8),
     _step(64),
-    _memory("7B", 64, "bf16"),
-    _memory("32B", 64, "fp8"),
     _memory("72B", 8, "bf16"),
 )
 _FORMAT: dict[str, Callable[[float], str]] = {
@@ -73,14 +71,12 @@ _FORMAT: dict[str, Callable[[float], str]] = {
 
 def speed_table(rows: list[Row]) -> str:
     """Return NVFP4 beside BF16, a line per measurement and GPU."""
-    shown: list[Row] = []
     lines: list[list[str]] = []
     for line in SPEED:
         candidates = line.rows(latest(rows))
         gpus = sorted({gpu_name(row) for row in candidates}) or ["-"]
         for gpu in gpus:
             sides = _sides([row for row in candidates if gpu_name(row) == gpu])
-            shown += (row for row in sides if row is not None)
             values = [None if row is None else row[line.figure] for row in sides]
             cells = [NOT_MEASURED if value is None else _FORMAT[line.figure](value) for value in values]
             setting = [gpu, str(line.case.get("kv", "-")), str(line.case["lora_rank"])]
@@ -88,9 +84,10 @@ def speed_table(rows: list[Row]) -> str:
     title = (
         "Qwen2.5 shapes, random weights, 256-token prompts; medians of at least 3 runs. The ratio says how"
         " many times faster NVFP4 is than BF16 in the same code, or how many times less memory it takes."
+        " The commit of every row stands in docs/speed.md."
     )
     header = ["", "GPU", "KV", "LoRA rank", "NVFP4", "BF16", "ratio"]
-    return markdown(title, header, lines, shown)
+    return markdown(title, header, lines, [])
 
 
 def exact_table(rows: list[Row]) -> str:

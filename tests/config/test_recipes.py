@@ -81,7 +81,7 @@ def test_a_right_answer_is_right_with_or_without_its_tags():
 def test_the_demo_takes_short_samples_and_large_steps():
     config = demo()
     assert (config.model.path, config.model.format) == ("smollm2-135m-instruct", "nvfp4")
-    assert (config.num_prompts, config.num_generations, config.num_steps) == (16, 8, 60)
+    assert (config.num_prompts, config.num_generations, config.num_steps) == (16, 8, 40)
     assert (config.sample.max_tokens, config.sample.temperature) == (16, 1.0)
     assert (config.learn.learning_rate, config.learn.lr_scheduler_type) == (5e-4, "cosine")
     assert (config.adapter.rank, len(config.adapter.target_modules)) == (32, 7)
@@ -165,5 +165,5 @@ def test_the_page_of_methods_has_every_value_and_recipe():
 
 def test_a_recipe_gives_a_new_equal_config_that_can_be_derived_from():
     longer = dataclasses.replace(demo(), num_steps=90)
-    assert (longer.num_steps, demo().num_steps) == (90, 60)
-    assert dataclasses.replace(longer, num_steps=60) == demo()
+    assert (longer.num_steps, demo().num_steps) == (90, 40)
+    assert dataclasses.replace(longer, num_steps=40) == demo()

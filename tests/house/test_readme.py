@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-from studies.findings import brief, results_in
-
 ROOT = Path(__file__).parents[2]
 README, PACKAGE = ROOT / "README.md", ROOT / "src" / "qerl"
 
@@ -18,28 +16,7 @@ def the_loop() -> str:
     return f"```python\n{ast.get_source_segment(source, function)}\n```"
 
 
-def the_tree() -> str:
-    parts = sorted(path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py"))
-    lines = [f"    {name(part):14}{first_line(part)}" for part in parts]
-    return "\n".join(["    src/qerl/", *(f"  {line}" for line in lines)])
-
-
-def name(part: Path) -> str:
-    return f"{part.name}/" if part.is_dir() else part.name
-
-
-def first_line(part: Path) -> str:
-    file = part / "__init__.py" if part.is_dir() else part
-    docstring = ast.get_docstring(ast.parse(file.read_text()))
-    assert docstring, f"{file} says nothing of itself"
-    return docstring.splitlines()[0].rstrip(".:")
-
-
-def the_findings() -> str:
-    return brief(results_in(ROOT / "studies"))
-
-
-QUOTES = {"loop": the_loop, "tree": the_tree, "findings": the_findings}
+QUOTES = {"loop": the_loop}
 
 
 def block(text: str, mark: str) -> str:
@@ -53,12 +30,8 @@ def test_the_loop_is_quoted_as_it_is():
     assert block(README.read_text(), "loop") == the_loop()
 
 
-def test_the_tree_is_complete_and_says_what_each_part_says_of_itself():
-    assert block(README.read_text(), "tree") == the_tree()
-
-
-def test_the_findings_are_those_of_the_studies_lines():
-    assert block(README.read_text(), "findings") == the_findings()
+def test_it_is_short():
+    assert README.read_text().count("\n") <= 150
 
 
 def test_the_python_example_compiles_and_names_what_there_is():

@@ -56,7 +56,7 @@ def demo() -> RunConfig:
     """Train SmolLM2-135M in NVFP4 to add; sigma is relative to its norm weights of about 0.3."""
     return RunConfig(
         out="runs/demo",
-        num_steps=60,
+        num_steps=40,
         num_prompts=16,
         num_generations=8,
         task=TaskConfig(
