@@ -235,7 +235,7 @@ def test_the_examples_of_extend_work(tmp_path, monkeypatch):
 
     weight_NK = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     decoded_NK = found["E5M2"].encode(weight_NK).decode()
-    assert (decoded_NK - weight_NK).norm() / weight_NK.norm() < 0.06  # 2 bits of mantissa: 0.053 here
+    assert (decoded_NK - weight_NK).norm() / weight_NK.norm() < 0.06  # 2 bits of mantissa: 0.051 here
     assert found["E5M2"].encode(torch.zeros(2, 4)).decode().tolist() == [[0.0] * 4] * 2
 
     gate_TF, up_TF = weight_NK[:32], weight_NK[32:]
