@@ -77,11 +77,11 @@ def page(found: dict[str, Any]) -> dict[str, str]:
     )
     counts = Counter(outcome.partition(":")[0] for row in files.values() for outcome in row.values())
     return {
-        "kills": f"{one['kills']} kills, {one['same']} runs the same as the unbroken one, {one['survivors']}"
-        f" processes left over.\n\n| killed | times |\n| --- | --- |\n{places}",
+        "kills": f"{one['kills']} kills, {one['same']} runs equal to the uninterrupted one,"
+        f" {one['survivors']} processes left over.\n\n| killed | times |\n| --- | --- |\n{places}",
         "disk": f"Full from the n-th flush on, for each of the {disk['syncs']} flushes of a run:"
-        f" {disk['syncs_well']} of {disk['syncs']} ended in one line, or were done before, and went on to\n"
-        f"the same run. On a file system of its own with {disk['sizes']} amounts of room, none to nearly"
+        f" {disk['syncs_well']} of {disk['syncs']} ended in one line, or had ended before,\n"
+        f"and were resumed to the same run. On a file system of its own with {disk['sizes']} amounts of space, none to nearly"
         f" enough: {disk['sizes_well']} of {disk['sizes']}.",
         "damage": f"| file | {' | '.join(harms)} |\n| --- |{' --- |' * len(harms)}\n{rows}\n\n"
         + f"{sum(counts.values())} in all: {', '.join(f'{count} {name}' for name, count in counts.items())}.",

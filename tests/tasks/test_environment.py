@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import textwrap
 import time
 from pathlib import Path
 
@@ -297,7 +296,7 @@ def test_hints_say_where_the_answer_lies_and_reward_the_earlier_turn_more(pool):
 def test_the_pages_example_is_an_environment_as_it_stands(pool, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
     path = tmp_path / "calculator.py"
-    path.write_text(textwrap.dedent(page.split("<!-- calculator.py -->\n\n")[1].split("\n\n## ")[0]))
+    path.write_text(page.split("```python\n")[1].split("```")[0])
     one = pool(resolve(f"{path}:Calculator", TaskConfig()))
     assert reset(one, 3, answer="119", prompt="x") == [EnvironmentReply([])] * 3
     called, right, wrong = stepped(one, "so calc(17 * 7)", "119", "118")
