@@ -72,20 +72,26 @@ def page(found: dict[str, Any]) -> dict[str, str]:
     places = "\n".join(f"| {place} | {count} |" for place, count in one["places"].items())
     harms = list(damage.HARMS)
     rows = "\n".join(
-        f"| `{name}` | {' | '.join(outcomes[harm].partition(':')[0] for harm in harms)} |"
+        f"| `{name}` | {' | '.join(label(outcomes[harm]) for harm in harms)} |"
         for name, outcomes in files.items()
     )
-    counts = Counter(outcome.partition(":")[0] for row in files.values() for outcome in row.values())
+    counts = Counter(label(outcome) for row in files.values() for outcome in row.values())
     return {
         "kills": f"{one['kills']} kills, {one['same']} runs equal to the uninterrupted one,"
         f" {one['survivors']} processes left over.\n\n| killed | times |\n| --- | --- |\n{places}",
         "disk": f"Full from the n-th flush on, for each of the {disk['syncs']} flushes of a run:"
         f" {disk['syncs_well']} of {disk['syncs']} ended in one line, or had ended before,\n"
-        f"and were resumed to the same run. On a file system of its own with {disk['sizes']} amounts of space, none to nearly"
-        f" enough: {disk['sizes_well']} of {disk['sizes']}.",
+        f"and were resumed to the same run. On a file system of its own with {disk['sizes']} amounts of"
+        f" space, none to nearly enough: {disk['sizes_well']} of {disk['sizes']}.",
         "damage": f"| file | {' | '.join(harms)} |\n| --- |{' --- |' * len(harms)}\n{rows}\n\n"
         + f"{sum(counts.values())} in all: {', '.join(f'{count} {name}' for name, count in counts.items())}.",
     }
+
+
+def label(outcome: str) -> str:
+    """The outcome's name on the page."""
+    name = outcome.partition(":")[0]
+    return "reported" if name == "told" else name
 
 
 def written(text: str, blocks: dict[str, str]) -> str:
