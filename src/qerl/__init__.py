@@ -1,4 +1,4 @@
-"""Reinforcement learning of quantized language models on the GPU you already have."""
+"""Train large language models with reinforcement learning on a single GPU, or on a CPU."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +11,14 @@ __all__ = ["RunConfig", "RunError", "UserError", "config", "recipes", "train"]
 
 
 def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
-    """Run, or go on with what config.out holds, to the end; gives the held-out accuracies and the folder.
+    """Train with this config, or resume the run in config.out; return held-out accuracies and the folder.
 
-    `rewards` are functions in TRL's form, f(prompts, completions, **columns) -> list[float | None]; given,
-    they take the place of config.task.rewards. The run's folder holds all else: metrics, samples, the report,
-    the adapter. Ctrl-C and SIGTERM finish the step, save, and raise SystemExit; the same call then goes on.
+    `rewards` are functions in TRL's form, f(prompts, completions, **columns) -> list[float | None]; they
+    replace config.task.rewards. The run's folder holds the rest: metrics, samples, report, adapter. Ctrl-C and
+    SIGTERM finish the step, save it and raise SystemExit; the same call then resumes.
     """
     from qerl.training.session import (
-        train,  # torch and transformers take seconds that a mere import need not wait
+        train,  # importing torch and transformers takes seconds
     )
 
     return train(config, rewards=rewards)
