@@ -129,7 +129,7 @@ def test_a_cluster_that_refuses_may_want_a_token_which_ray_does_not_say(monkeypa
             with pytest.raises(UserError) as error, start_workers(config, Ranks(0, 1)):
                 pass
             assert (
-                str(error.value).endswith("; a cluster that asks for a token needs RAY_AUTH_MODE=token here")
+                str(error.value).endswith("; if the cluster requires a token, set RAY_AUTH_MODE=token")
                 == is_told
             )
 

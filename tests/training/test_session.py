@@ -202,7 +202,7 @@ def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(fi
 def test_samples_longer_than_the_model_are_refused(files, tmp_path):
     process = start(files, tmp_path / "run", "--sample.max-tokens", "128")
     _, stderr = process.communicate(timeout=60)
-    assert stderr == "qerl: sample.max_tokens is 128, and the model has 128 positions\n"
+    assert stderr == "qerl: sample.max_tokens is 128, but the model has only 128 positions\n"
 
 
 def test_too_few_rows_are_told_before_the_first_evaluation(files, tmp_path):
@@ -211,7 +211,7 @@ def test_too_few_rows_are_told_before_the_first_evaluation(files, tmp_path):
     given = "--task.name", str(tmp_path / "same.jsonl"), "--task.num-held-out", "4"
     stdout, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=60)
     assert process.returncode == 2 and "has only 0 training rows" in stderr
-    assert "held out, before" not in stdout
+    assert "held-out accuracy before" not in stdout
 
 
 def test_another_config_in_the_same_folder_is_refused(files, unbroken):
