@@ -1,6 +1,6 @@
-"""Draw the pictures of README.md: docs/images/system.svg, and run.svg from the metrics of one run.
+"""Draw docs/images/system.svg, the picture of README.md; and run.svg, the curves of one run.
 
-    python -m benchmarks pictures --run runs/demo
+    python -m benchmarks pictures [--run runs/demo]
 
 Colors follow the reader's light or dark setting.
 """
@@ -34,15 +34,16 @@ _STYLE = """<style>
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PicturesOptions:
-    run: Path = Path("runs/demo")
-    """The folder of the run that run.svg shows."""
+    run: Path | None = None
+    """A run's folder to draw as docs/images/run.svg; None draws system.svg only."""
 
 
 def draw_pictures(options: PicturesOptions) -> None:
-    """Write both pictures to docs/images."""
+    """Write the pictures to docs/images."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     (IMAGES / "system.svg").write_text(system_svg())
-    (IMAGES / "run.svg").write_text(run_svg(options.run))
+    if options.run is not None:
+        (IMAGES / "run.svg").write_text(run_svg(options.run))
     print(IMAGES)
 
 
