@@ -18,8 +18,10 @@ from qerl.tracking.report.curve import linear_ticks
 IMAGES = ROOT / "docs" / "images"
 _STYLE = """<style>
   text { font: 13px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11px; fill: #59636e }
-  .box { fill: #f6f8fa; stroke: #818b98 } .shared { fill: #ddf4ff; stroke: #0969da; stroke-width: 1.5 }
-  .arrow { fill: none; stroke: #59636e; stroke-width: 1.3; marker-end: url(#head) } #head path { fill: #59636e }
+  .box { fill: #f6f8fa; stroke: #818b98 }
+  .shared { fill: #ddf4ff; stroke: #0969da; stroke-width: 1.5 }
+  .arrow { fill: none; stroke: #59636e; stroke-width: 1.3; marker-end: url(#head) }
+  #head path { fill: #59636e }
   .axis { stroke: #d1d9e0; stroke-width: 1 } .curve { fill: none; stroke: #0969da; stroke-width: 1.8 }
   .raw { fill: none; stroke: #0969da; opacity: .25 } .dot { fill: #bc4c00 }
   @media (prefers-color-scheme: dark) {

@@ -14,8 +14,8 @@ def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> d
     """Train with this config, or resume the run in config.out; return held-out accuracies and the folder.
 
     `rewards` are functions in TRL's form, f(prompts, completions, **columns) -> list[float | None]; they
-    replace config.task.rewards. The run's folder holds the rest: metrics, samples, report, adapter. Ctrl-C and
-    SIGTERM finish the step, save it and raise SystemExit; the same call then resumes.
+    replace config.task.rewards. The run's folder holds the rest: metrics, samples, report, adapter. Ctrl-C
+    and SIGTERM finish the step, save it and raise SystemExit; the same call then resumes.
     """
     from qerl.training.session import (
         train,  # importing torch and transformers takes seconds

@@ -2,7 +2,8 @@
 
 tests/data/run_before_renaming was written by commit 169ad83, in the folder of tiny_run.write_files("files"):
 
-    qerl train demo <tiny_run.options> --num-steps 4 --learn.optimizer adamw8bit --checkpoint.keep 1 --evaluate.every 2
+    qerl train demo <tiny_run.options> --num-steps 4 --learn.optimizer adamw8bit --checkpoint.keep 1
+        --evaluate.every 2
 """
 
 import json

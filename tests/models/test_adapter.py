@@ -156,5 +156,5 @@ def test_a_quantized_weight_cannot_be_trained_itself():
     decoder = tiny()
     linear = dict(decoder.linears())["layers.0.mlp.up_proj"]
     linear.load_weight(NVFP4.encode(linear.weight.decode()))
-    with pytest.raises(UserError, match="set --model.format bf16"):
+    with pytest.raises(UserError, match=r"set --model\.format bf16"):
         add_adapter(decoder, AdapterConfig(kind="full"), seed=1)

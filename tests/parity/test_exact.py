@@ -151,7 +151,7 @@ def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
 def test_engine_and_learner_differ_by_the_rounding_of_their_dtype(settings, compute):
     """In bf16 the engine errs from the same weights in fp32 as much as the learner's packed forward does.
 
-    Measured ratio of the two rms errors: 1.00 without exact mode, 0.87 to 1.07 with it. With it single logprobs
+    Measured ratio of both rms errors: 1.00 without exact mode, 0.87 to 1.07 with it. With it single logprobs
     of engine and learner are up to 0.14 nats apart.
     """
     decoder, prompts_P = policy(compute), prompts_of(*LENGTHS)

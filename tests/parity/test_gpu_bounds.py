@@ -2,7 +2,7 @@
 
     d_t = learner_t - engine_t of every sampled token     mean |d| in nats     kl = mean(exp(d) - 1 - d)
 
-d grows with the standard deviation of the logits. On an H200 a random 7B of 28 layers has mean |d| of 7.3e-3 to
+d grows with the standard deviation of the logits. On an H200 a random 7B of 28 layers has mean |d| 7.3e-3 to
 8.1e-3 and kl of 4.2e-5 to 5.2e-5 at a deviation of 1.2, and mean |d| of 2.6e-2 to 2.9e-2 at 4.5
 (benchmarks/results/h200.jsonl). Here the deviation is 0.9.
 """

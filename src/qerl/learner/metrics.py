@@ -5,7 +5,7 @@
     mismatch_kl  = mean(exp(d) - 1 - d)     k3 of KL(sampler || learner)
     mismatch_early, mismatch_late           mean |d| over the first and last quarter of each sample
     mismatch_sample = mean |sum of d|       over samples: |log| of a sequence's ratio
-    entropy = mean of the learner's entropy at every token      sampler_entropy = -mean(sampler_t), an estimate
+    entropy = mean of the learner's entropy at every token     sampler_entropy = -mean(sampler_t), an estimate
 
 The off-policy correction, over the tokens of all updates: capped_fraction, masked_fraction,
 effective_fraction, and rejected_fraction of the samples (`algo/importance.py`).
