@@ -248,6 +248,7 @@ def _factor(part: LinearPart) -> float:
 def _b_of(part: LinearPart) -> Tensor | None:
     if part.adapter is None or isinstance(part.alpha, float):
         return None if part.adapter is None else part.adapter.b_work_NR
+    assert isinstance(part.alpha, Tensor)
     return (part.adapter.b_work_NR / part.alpha[:, None]).to(part.adapter.b_work_NR.dtype)
 
 

@@ -49,7 +49,8 @@ class Held:
 class OperandGroup(Protocol):
     """Weights of linears that read the same x, as one operand."""
 
-    in_width: int
+    @property
+    def in_width(self) -> int: ...
 
     def operand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Return W [sum N, K]; it is in `out` if given, or keeps the adapters' b behind its rows."""
