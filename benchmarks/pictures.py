@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qerl.cli.bench.record import ROOT
 from qerl.errors import UserError
-from qerl.tracking.report.curve import linear_ticks
+from qerl.tracking.report.curve import linear_ticks, smoothed
 
 IMAGES = ROOT / "docs" / "images"
 _STYLE = """<style>
@@ -100,7 +100,7 @@ def _panel(
         y = y_px - height * tick / high
         lines.append(f'<path class="axis" d="M{x_px} {y:.1f} H{x_px + width}"/>')
         lines.append(_text(x_px - 6, y + 4, f"{tick:g}", "small", "end"))
-    curves = [("raw", values), ("curve", _smooth(values))]
+    curves = [("raw", values), ("curve", [y for _, y in smoothed(list(enumerate(values)))])]
     for name, ys in curves:
         points = " L".join(place(i + 0.5, y) for i, y in enumerate(ys))
         lines.append(f'<path class="{name}" d="M{points}"/>')
@@ -109,12 +109,6 @@ def _panel(
         lines.append(f'<circle class="dot" cx="{cx}" cy="{cy}" r="4.5"/>')
     lines.append(_text(x_px + width / 2, y_px + 20, f"step (1 to {len(values)})", "small", "middle"))
     return "\n".join([_text(x_px, 25, title, "", "start"), *lines])
-
-
-def _smooth(values: Sequence[float], reach: int = 3) -> list[float]:
-    """Return the means over up to `reach` neighbors on either side."""
-    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 def _box(x: int, y: int, width: int, height: int, name: str, title: str, note: str) -> str:

@@ -1,4 +1,4 @@
-"""A run's config read back from the plain values that were stored of it."""
+"""Read the config that a run stored."""
 
 import dataclasses
 import json
@@ -11,18 +11,18 @@ from qerl.errors import UserError
 
 
 def parse_run_config(data: dict[str, Any]) -> RunConfig:
-    """The RunConfig behind the plain values of `dataclasses.asdict` or JSON; an unknown key is an error."""
+    """Return the RunConfig of plain values (of `asdict` or JSON); an unknown key is an error."""
     return _build(RunConfig, with_present_names(data) if isinstance(data, dict) else data, "config")
 
 
 def read_run_config(source: str) -> RunConfig | None:
-    """The config of the run in this folder; None if it is none, but a model."""
+    """Return the config of the run in this folder; None if the source is a model, not a run."""
     run_json = Path(source) / "run.json"
     return read_config_file(run_json) if run_json.exists() else None
 
 
 def read_config_file(path: Path) -> RunConfig:
-    """The config in this run.json."""
+    """Return the config in this run.json."""
     try:
         return parse_run_config(json.loads(path.read_bytes())["config"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
