@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.provider import PROVIDERS, LayerLinears, Provider
-from qerl.cli.bench.measure import Times, cuda_device, graph_times
+from benchmarks.timing import Times, graph_times
+from qerl.cli.bench.measure import cuda_device
 from qerl.cli.bench.options import check_ranks
 from qerl.cli.bench.record import Origin, row_writer
-from qerl.cli.bench.roofline import LIMITS, linear_floor_ms
+from qerl.cli.bench.roofline import ADAPTER_BYTES, LIMITS, Limit, layer_weights
 from qerl.config.counts import check_counts
 from qerl.errors import RunError, UserError
 from qerl.kernels.nvfp4_decode import MAX_TOKENS
@@ -118,3 +119,12 @@ def _row(
     key = {"bench": "linear", "shape": shape_name, "batch": batch, "provider": name, "lora_rank": rank}
     measured = {k: round(v, 5) for k, v in dataclasses.asdict(times).items()}
     return key | measured | {"floor_fraction": fraction}
+
+
+def linear_floor_ms(
+    limit: Limit, a: Architecture, *, bytes_per_weight: float, rank: int, batch: int
+) -> float:
+    """Return the least time of the four products of all layers."""
+    weights, adapter = layer_weights(a, rank)
+    num_bytes = weights * bytes_per_weight + adapter * ADAPTER_BYTES
+    return limit.least_ms(num_bytes, 2 * batch * (weights + adapter))

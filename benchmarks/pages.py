@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import table
-from benchmarks.rows import Row, coverage
+from benchmarks.rows import Row, coverage, read_rows
 from benchmarks.summary import exact_table, speed_table
-from qerl.cli.bench.record import RESULTS, ROOT, read_rows
+from qerl.cli.bench.record import RESULTS, ROOT
 from qerl.errors import UserError
 
 _MARKED = re.compile(r"<!-- table ([\w-]+) -->\n(?:.*?\n)??<!-- end -->", flags=re.DOTALL)

@@ -4,8 +4,10 @@ A median needs at least 3 runs, and a growth of memory at least 3 steps after th
 runs gives no such figure: the table cell reads "not measured", even where another case has a value.
 """
 
+import json
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -18,6 +20,12 @@ _FAMILIES = {"8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper"}
 _NEWER_FAMILIES = {"10": "Blackwell", "12": "Blackwell"}
 _ALL_FAMILIES = ("Hopper", "Ampere", "Ada", "Blackwell")
 _LINE_LENGTH = 118
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Return the rows of all files, ordered by file name, oldest first within a file."""
+    files = sorted(folder.glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.linear import check_supported
-from qerl.cli.bench.measure import cuda_device, graph_times
+from benchmarks.timing import graph_times
+from qerl.cli.bench.measure import cuda_device
 from qerl.cli.bench.options import check_ranks
 from qerl.cli.bench.record import ROOT, read_origin
 from qerl.config.counts import check_counts

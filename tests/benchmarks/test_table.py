@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.pages import TABLES, fill
-from benchmarks.rows import coverage, latest
+from benchmarks.rows import coverage, latest, read_rows
 from benchmarks.summary import exact_table, speed_table
 from benchmarks.table import (
     decode_tables,
@@ -13,7 +13,7 @@ from benchmarks.table import (
     parity_tables,
     step_tables,
 )
-from qerl.cli.bench.record import RESULTS, ROOT, read_rows
+from qerl.cli.bench.record import RESULTS, ROOT
 from qerl.errors import UserError
 
 ORIGIN = {

@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.pages import fill, pages
-from qerl.cli.bench.record import RESULTS, ROOT, read_rows
+from benchmarks.rows import read_rows
+from qerl.cli.bench.record import RESULTS, ROOT
 
 
 @pytest.mark.parametrize("page", pages(ROOT), ids=lambda page: page.name)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.rows import read_rows
 from qerl.cli.bench.options import BenchStepOptions
-from qerl.cli.bench.record import RESULTS, read_rows
+from qerl.cli.bench.record import RESULTS
 from qerl.cli.bench.step import cases, run_config
 from qerl.cli.main import command
 from qerl.config import (

@@ -69,7 +69,7 @@ def environment(device: str) -> dict[str, Any]:
         "commit": state and state.commit,
         "is_dirty": state and bool(state.changed_files),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version(name) for name in _PACKAGES},
         "device": _device_name(device),
     }
 
@@ -113,7 +113,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -2,8 +2,9 @@
 
 import torch
 
+from benchmarks.rows import read_rows
 from cli.bench.test_record import ORIGIN
-from qerl.cli.bench.record import RowWriter, read_rows
+from qerl.cli.bench.record import RowWriter
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,10 @@ import subprocess
 
 import pytest
 
+from benchmarks.rows import read_rows
 from qerl.cli.bench import record
 from qerl.cli.bench.options import BenchDecodeOptions
-from qerl.cli.bench.record import Origin, RowWriter, default_file, read_rows, row_writer, source
+from qerl.cli.bench.record import Origin, RowWriter, default_file, row_writer, source
 from qerl.errors import RunError, UserError
 
 ORIGIN = Origin(

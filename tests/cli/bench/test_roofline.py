@@ -2,16 +2,20 @@
 
 import pytest
 
-from qerl.cli.bench.roofline import LIMITS, Limit, linear_floor_ms, step_floor_ms
+from benchmarks.linear import linear_floor_ms
+from qerl.cli.bench.case import DecodeCase
+from qerl.cli.bench.roofline import LIMITS, Limit, step_floor_ms
 from qerl.models.layer_spec import layer_spec
 from qerl.models.random_weights import SHAPES
 
 H200, A = LIMITS["NVIDIA H200"], SHAPES["qwen2.5-7b"]
 
 
-def step_ms(batch, *, shape="qwen2.5-7b", format="nvfp4", rank=32, **more):
-    more = {"prompt_tokens": 256, "max_tokens": 1024} | more
-    return step_floor_ms(H200, SHAPES[shape], format=format, rank=rank, batch=batch, **more)
+def step_ms(batch, *, shape="qwen2.5-7b", format="nvfp4", **more):
+    usual = {"lora_rank": 32, "group_size": 1, "kv": "bf16", "head": "bf16", "noise_sigma": 0.0}
+    usual |= {"prompt_tokens": 256, "max_tokens": 1024}
+    case = DecodeCase(shape=shape, batch=batch, provider=f"qerl-{format}", **(usual | more))
+    return step_floor_ms(H200, SHAPES[shape], case)
 
 
 def test_the_products_of_a_layer_of_the_7b_shape():

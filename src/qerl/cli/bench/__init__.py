@@ -1,7 +1,9 @@
 """Measure decode, learner and step speed on this GPU."""
 
+import importlib
+
 from qerl.cli.arguments import check_known, parse_options, split_names, wants_help
-from qerl.cli.bench.options import BenchDecodeOptions, BenchLearnOptions, BenchStepOptions
+from qerl.cli.bench.options import BenchDecodeOptions, BenchLearnOptions, BenchOptions, BenchStepOptions
 from qerl.config.renamed import BENCHES as FORMER_BENCHES
 from qerl.errors import UserError
 
@@ -17,7 +19,12 @@ benchmarks:
 
 Each case prints one line of JSON. In a checkout, the line is also appended to benchmarks/results/GPU.jsonl.
 Run 'qerl bench BENCHMARK --help' for its options."""
-BENCHMARKS = ("decode", "learn", "step")
+BENCHMARKS: dict[str, tuple[type[BenchOptions], str]] = {
+    "decode": (BenchDecodeOptions, "Measure sampling: tokens/s, prefill included."),
+    "learn": (BenchLearnOptions, "Measure one update of the learner: tokens/s, MFU and peak memory."),
+    "step": (BenchStepOptions, "Measure a whole training step: sampling, update and publishing."),
+}
+"""Options and description; the function `bench` of the module of the same name measures."""
 
 
 def run(arguments: list[str]) -> None:
@@ -30,45 +37,6 @@ def run(arguments: list[str]) -> None:
     if names[0] in FORMER_BENCHES:
         raise UserError(f"qerl bench {names[0]} is now {FORMER_BENCHES[names[0]]}")
     name = check_known(names[0], BENCHMARKS, "benchmark")
-    if name == "decode":
-        _decode(arguments)
-    elif name == "learn":
-        _learn(arguments)
-    else:
-        _step(arguments)
-
-
-def _decode(arguments: list[str]) -> None:
-    options = parse_options(
-        BenchDecodeOptions,
-        arguments,
-        "bench decode",
-        description="Measure sampling: tokens/s, prefill included.",
-    )
-    from qerl.cli.bench.decode import bench_decode
-
-    bench_decode(options)
-
-
-def _learn(arguments: list[str]) -> None:
-    options = parse_options(
-        BenchLearnOptions,
-        arguments,
-        "bench learn",
-        description="Measure one update of the learner: tokens/s, MFU and peak memory.",
-    )
-    from qerl.cli.bench.learn import bench_learn
-
-    bench_learn(options)
-
-
-def _step(arguments: list[str]) -> None:
-    options = parse_options(
-        BenchStepOptions,
-        arguments,
-        "bench step",
-        description="Measure a whole training step: sampling, update and publishing.",
-    )
-    from qerl.cli.bench.step import bench_step
-
-    bench_step(options)
+    kind, description = BENCHMARKS[name]
+    options = parse_options(kind, arguments, f"bench {name}", description=description)
+    importlib.import_module(f"qerl.cli.bench.{name}").bench(options)

@@ -23,6 +23,22 @@ FORMATS = {
 SAMPLERS = {"flash-fp8": "fp8-flow", "flash-int8": "int8"}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeCase:
+    """Settings of a row of `qerl bench decode`."""
+
+    shape: str
+    batch: int
+    provider: str
+    lora_rank: int
+    noise_sigma: float
+    group_size: int
+    kv: str
+    head: str
+    prompt_tokens: int
+    max_tokens: int
+
+
 def make_case(kind: type[C], options: Any, **own: Any) -> C:
     """Return a case with these fields; the others come from the options of the same name."""
     names: list[str] = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]

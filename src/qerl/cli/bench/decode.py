@@ -25,7 +25,7 @@ import torch
 
 from qerl.algo.seeds import mix
 from qerl.aqn.norm_noise import noised
-from qerl.cli.bench.case import FORMATS, make_case
+from qerl.cli.bench.case import FORMATS, DecodeCase, make_case
 from qerl.cli.bench.measure import Meter, cuda_device
 from qerl.cli.bench.options import BenchDecodeOptions
 from qerl.cli.bench.record import Origin, row_writer
@@ -38,22 +38,6 @@ from qerl.models.random_weights import random_decoder, shape
 from qerl.types import Prompt, Sampling
 
 _FIRST_TOKENS = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeCase:
-    """Settings of a row."""
-
-    shape: str
-    batch: int
-    provider: str
-    lora_rank: int
-    noise_sigma: float
-    group_size: int
-    kv: str
-    head: str
-    prompt_tokens: int
-    max_tokens: int
 
 
 class NullTokenizer:
@@ -72,7 +56,7 @@ class NullTokenizer:
         return ""
 
 
-def bench_decode(options: BenchDecodeOptions) -> None:
+def bench(options: BenchDecodeOptions) -> None:
     """Write a row for each provider, rank, batch and noise."""
     architecture = shape(options.shape)
     device = cuda_device()
@@ -171,17 +155,6 @@ def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tok
 def make_row(case: DecodeCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
     limit, fraction = LIMITS.get(origin.gpu), None
     if limit is not None:
-        least_ms = step_floor_ms(
-            limit,
-            shape(case.shape),
-            format=FORMATS[case.provider],
-            rank=case.lora_rank,
-            batch=case.batch,
-            prompt_tokens=case.prompt_tokens,
-            max_tokens=case.max_tokens,
-            group_size=case.group_size,
-            kv=case.kv,
-            head=case.head,
-        )
+        least_ms = step_floor_ms(limit, shape(case.shape), case)
         fraction = round(figures["tok_per_s"] * least_ms / 1e3 / case.batch, 4)
     return {"bench": "decode"} | dataclasses.asdict(case) | figures | {"floor_fraction": fraction}

@@ -48,7 +48,7 @@ class LearnCase:
     micro_tokens: int
 
 
-def bench_learn(options: BenchLearnOptions) -> None:
+def bench(options: BenchLearnOptions) -> None:
     """Write a row for each provider, recompute mode and number of micro-batches."""
     architecture, device = shape(options.shape), cuda_device()
     measure_cases(options, architecture, device, row_writer(options))

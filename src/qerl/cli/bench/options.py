@@ -9,10 +9,21 @@ from qerl.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BenchDecodeOptions:
+class BenchOptions:
+    """The options that every benchmark has."""
+
     shape: str = "qwen2.5-7b"
     """Shape of the model; its weights are random."""
 
+    out: Path | None = None
+    """File to append rows to; default: benchmarks/results/GPU.jsonl in a checkout, no file elsewhere."""
+
+    allow_dirty: bool = False
+    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchDecodeOptions(BenchOptions):
     batches: tuple[int, ...] = (8, 32, 64, 128, 256)
     """Samples decoded in parallel, one case per value."""
 
@@ -43,12 +54,6 @@ class BenchDecodeOptions:
     runs: int = 3
     """Number of rollouts; the row holds their median."""
 
-    out: Path | None = None
-    """File to append rows to; default: benchmarks/results/GPU.jsonl in a checkout, no file elsewhere."""
-
-    allow_dirty: bool = False
-    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
-
     def __post_init__(self):
         check_counts(batches=self.batches, runs=self.runs, group_size=self.group_size)
         check_counts(prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
@@ -59,10 +64,7 @@ class BenchDecodeOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BenchLearnOptions:
-    shape: str = "qwen2.5-7b"
-    """Shape of the model; its weights are random."""
-
+class BenchLearnOptions(BenchOptions):
     providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """Formats of the frozen linear weights."""
 
@@ -84,12 +86,6 @@ class BenchLearnOptions:
     runs: int = 3
     """Number of updates after a warm-up; the row holds their median."""
 
-    out: Path | None = None
-    """File to append rows to; default: benchmarks/results/GPU.jsonl in a checkout, no file elsewhere."""
-
-    allow_dirty: bool = False
-    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
-
     def __post_init__(self):
         check_counts(tokens=self.tokens, sequence_tokens=self.sequence_tokens)
         check_counts(runs=self.runs, micro_batches=self.micro_batches)
@@ -103,10 +99,7 @@ class BenchLearnOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BenchStepOptions:
-    shape: str = "qwen2.5-7b"
-    """Shape of the model; its weights are random."""
-
+class BenchStepOptions(BenchOptions):
     providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """Formats of the frozen linear weights."""
 
@@ -154,12 +147,6 @@ class BenchStepOptions:
 
     steps: int = 3
     """Number of steps after a warm-up; times are their medians."""
-
-    out: Path | None = None
-    """File to append rows to; default: benchmarks/results/GPU.jsonl in a checkout, no file elsewhere."""
-
-    allow_dirty: bool = False
-    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
 
     def __post_init__(self):
         check_counts(prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)

@@ -17,12 +17,13 @@ import json
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from qerl.cli.bench.options import BenchOptions
 from qerl.errors import RunError, UserError
-from qerl.tracking.provenance import git_state
+from qerl.tracking.provenance import git_state, version
 
 ROOT = Path(__file__).parents[4]
 RESULTS = Path("benchmarks", "results")
@@ -43,16 +44,6 @@ class Origin:
     driver: str
 
 
-class RowOptions(Protocol):
-    """The options that every benchmark has."""
-
-    @property
-    def out(self) -> Path | None: ...
-
-    @property
-    def allow_dirty(self) -> bool: ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowWriter:
     """RowWriter(file, origin).add({"bench": "learn"}) prints the row and appends it to the file, if any."""
@@ -69,7 +60,7 @@ class RowWriter:
             _append(self.file, line)
 
 
-def row_writer(options: RowOptions) -> RowWriter:
+def row_writer(options: BenchOptions) -> RowWriter:
     """Write to the file of the options; by default, rows of a clean checkout go to the file of this GPU."""
     origin = read_origin(allow_dirty=options.allow_dirty)
     file = options.out
@@ -85,7 +76,7 @@ def read_origin(*, allow_dirty: bool) -> Origin:
     return Origin(
         commit=commit,
         is_dirty=is_dirty,
-        qerl=_version("qerl"),
+        qerl=version("qerl"),
         gpu=torch.cuda.get_device_name(),
         capability=f"{major}.{minor}",
         torch=torch.__version__,
@@ -111,12 +102,6 @@ def default_file(gpu: str, root: Path = ROOT) -> Path:
     return root / RESULTS / f"{gpu.removeprefix('NVIDIA ').lower().replace(' ', '-')}.jsonl"
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of all files, ordered by file name, oldest first within a file."""
-    files = sorted(folder.glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
 def _append(file: Path, line: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -124,13 +109,6 @@ def _append(file: Path, line: str) -> None:
             lines.write(line + "\n")
     except OSError as error:
         raise RunError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str:

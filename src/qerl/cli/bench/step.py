@@ -74,7 +74,7 @@ class StepMeasurement:
     used_micro_tokens: float
 
 
-def bench_step(options: BenchStepOptions) -> None:
+def bench(options: BenchStepOptions) -> None:
     """Write a row for each provider and batch."""
     with join_ranks("cuda") as ranks:
         kind = "many" if ranks.count > 1 else "memory" if options.memory else "step"
@@ -121,10 +121,8 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     score = partial(engine.score, sampling=sampling_of(config)) if case.exact_mode else None
     holds = case.bench != "memory" and _holds_operands(case, config, decoder)
-    learner, sampler = (
-        Learner(decoder, config, notice=meter.say, score=score, ranks=ranks, holds_operands=holds),
-        DataParallelEngine(engine, ranks),
-    )
+    learner = Learner(decoder, config, notice=meter.say, score=score, ranks=ranks, holds_operands=holds)
+    sampler = DataParallelEngine(engine, ranks)
     prompts_P = random_prompts(config.num_prompts, case.prompt_tokens, decoder.architecture.vocab_size)
     each = []
     for step in range(1 + steps):
