@@ -22,7 +22,6 @@ from torch import Tensor
 from qerl.formats import BF16, NVFP4
 from qerl.kernels import nvfp4_decode
 from qerl.kernels.lora_shrink import LoraShrink
-from qerl.kernels.nvrtc import cache_folder
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import random_bf16, random_nvfp4
@@ -48,8 +47,8 @@ class QerlNVFP4:
             architecture.num_layers,
             device,
         )
-        self._decode = nvfp4_decode.NVFP4Decode(device, cache_folder())
-        self._shrink = LoraShrink(device, cache_folder())
+        self._decode = nvfp4_decode.NVFP4Decode(device)
+        self._shrink = LoraShrink(device)
         weights = [random_nvfp4(g.out_width, g.in_width, _rng(device)) for g in self._gemms]
         self._o_weight_NK = weights[_O].decode()
         self._factors = [nvfp4_decode.row_factors(w.alpha, w.shape[0]) for w in weights]

@@ -24,7 +24,6 @@ from qerl.cli.bench.record import ROOT, read_origin
 from qerl.config.counts import check_counts
 from qerl.kernels import nvfp4_decode, nvfp4_tile
 from qerl.kernels.nvfp4_tile import Choice, Tile, candidates
-from qerl.kernels.nvrtc import cache_folder
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
 
@@ -100,7 +99,7 @@ class _Product:
     def __init__(self, gemm: LinearGroupSpec, rank: int, device: torch.device):
         self._gemm, self._device = gemm, device
         self._tile: Tile | None = None
-        self._kernels = nvfp4_decode.NVFP4Decode(device, cache_folder(), lambda M, N, K: self._chosen())
+        self._kernels = nvfp4_decode.NVFP4Decode(device, lambda M, N, K: self._chosen())
         N, K = gemm.out_width, gemm.in_width
         one = nvfp4_decode.pack(
             torch.full((64, 32), 0x3A, dtype=torch.uint8), torch.ones(64, 4).to(torch.float8_e4m3fn)

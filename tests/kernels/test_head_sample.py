@@ -80,10 +80,10 @@ def test_every_size_has_a_tile_that_fits(head_format, D):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def cuda():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return tmp_path_factory.mktemp("cubin")
+    return torch.device("cuda")
 
 
 FORMATS = ("bf16", "fp8", "nvfp4")
@@ -130,12 +130,12 @@ def torch_error(D, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("M", "V", "D"), (*op.CASES, *EXTRA))
-def test_logits_are_those_of_float64(name, M, V, D, folder, rng):
+def test_logits_are_those_of_float64(name, M, V, D, cuda, rng):
     if not fits(name, V, D):
         V, D = -(-V // 64) * 64, -(-D // 128) * 128
     head, weight = make_head(name, V, D, rng)
     hidden, *_ = rows(M, D, rng)
-    got = op.HeadSample(head, M, hidden.device, cache_folder=folder).logits(hidden)
+    got = op.HeadSample(head, M, hidden.device).logits(hidden)
     truth = hidden.double() @ weight.T
     assert got.shape == (M, V) and got.dtype == torch.float32
     assert rms_error(got, truth) <= 1.1 * torch_error(hidden.shape[1], rng)
@@ -145,12 +145,12 @@ def test_logits_are_those_of_float64(name, M, V, D, folder, rng):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("M", "V", "D"), (*op.CASES, *EXTRA))
-def test_draws_are_those_of_float64_with_the_same_bits(name, temperature, M, V, D, folder, rng):
+def test_draws_are_those_of_float64_with_the_same_bits(name, temperature, M, V, D, cuda, rng):
     if not fits(name, V, D):
         V, D = -(-V // 64) * 64, -(-D // 128) * 128
     head, weight = make_head(name, V, D, rng)
     hidden, keys, positions = rows(M, D, rng)
-    kernel = op.HeadSample(head, M, hidden.device, cache_folder=folder)
+    kernel = op.HeadSample(head, M, hidden.device)
     tokens, logprobs = kernel.draw(hidden, keys, positions, heat(temperature))
     truth, truth_logprobs, lead = op.reference(hidden, weight, keys, positions, temperature)
     logits = kernel.logits(hidden)
@@ -165,10 +165,10 @@ def test_draws_are_those_of_float64_with_the_same_bits(name, temperature, M, V, 
 
 
 @pytest.mark.gpu
-def test_fewer_than_one_draw_in_a_thousand_is_decided_by_rounding(folder, rng):
+def test_fewer_than_one_draw_in_a_thousand_is_decided_by_rounding(cuda, rng):
     M, V, D = 4096, 1040, 256
     head, weight = make_head("bf16", V, D, rng)
-    kernel = op.HeadSample(head, M, torch.device("cuda"), cache_folder=folder)
+    kernel = op.HeadSample(head, M, torch.device("cuda"))
     num_differing = 0
     for _ in range(4):
         hidden, keys, positions = rows(M, D, rng)
@@ -180,10 +180,10 @@ def test_fewer_than_one_draw_in_a_thousand_is_decided_by_rounding(folder, rng):
 
 
 @pytest.mark.gpu
-def test_200000_draws_have_the_softmax_distribution(folder, rng):
+def test_200000_draws_have_the_softmax_distribution(cuda, rng):
     M, V, D = 8000, 48, 128
     head, weight = make_head("bf16", V, D, rng)
-    kernel = op.HeadSample(head, M, torch.device("cuda"), cache_folder=folder)
+    kernel = op.HeadSample(head, M, torch.device("cuda"))
     hidden = torch.randn(1, D, generator=rng).bfloat16().cuda().expand(M, D).contiguous()
     counts = torch.zeros(V, dtype=torch.int64, device="cuda")
     for position in range(25):
@@ -195,11 +195,11 @@ def test_200000_draws_have_the_softmax_distribution(folder, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_is_bitwise_the_same_at_every_count_of_rows(name, folder, rng):
+def test_a_row_is_bitwise_the_same_at_every_count_of_rows(name, cuda, rng):
     V, D = 9024, 3584
     head, _ = make_head(name, V, D, rng)
     hidden, keys, positions = rows(256, D, rng)
-    kernel = op.HeadSample(head, 300, hidden.device, cache_folder=folder)
+    kernel = op.HeadSample(head, 300, hidden.device)
     tokens, logprobs = kernel.draw(hidden, keys, positions, heat(0.7))
     logits = kernel.logits(hidden)
     for M in (1, 7, 8, 9, 24, 32, 64, 65, 128, 130, 200):
@@ -214,10 +214,10 @@ def test_a_row_is_bitwise_the_same_at_every_count_of_rows(name, folder, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [8, 65, 256])
-def test_ties_at_temperature_zero_go_to_the_lowest_index(M, folder, rng):
+def test_ties_at_temperature_zero_go_to_the_lowest_index(M, cuda, rng):
     weight = torch.randn(16, 128, generator=rng).repeat(65, 1).bfloat16().cuda()
     hidden, keys, positions = rows(M, 128, rng)
-    kernel = op.HeadSample(op.BF16Head(weight), M, hidden.device, cache_folder=folder)
+    kernel = op.HeadSample(op.BF16Head(weight), M, hidden.device)
     tokens, _ = kernel.draw(hidden, keys, positions, heat(0.0))
     assert torch.equal(tokens.long(), (hidden.double() @ weight[:16].double().T).argmax(1))
 
@@ -243,11 +243,11 @@ def first_rows(state, M):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("M", [1, 7, 8, 64, 65, 256])
-def test_a_step_moves_the_state_on(name, M, folder, rng):
+def test_a_step_moves_the_state_on(name, M, cuda, rng):
     V, D = 1088, 256
     head, _ = make_head(name, V, D, rng)
     hidden, *_ = rows(M, D, rng)
-    kernel = op.HeadSample(head, 256, hidden.device, cache_folder=folder)
+    kernel = op.HeadSample(head, 256, hidden.device)
     whole = make_state(M, rng, width=256)
     state = first_rows(whole, M)
     state.place_1.fill_(3)
@@ -277,10 +277,10 @@ def test_a_step_moves_the_state_on(name, M, folder, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("poison_value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("M", [5, 64, 140])
-def test_a_row_that_is_not_finite_ends_with_a_nan_logprob_and_leaves_the_others(M, poison_value, folder, rng):
+def test_a_row_that_is_not_finite_ends_with_a_nan_logprob_and_leaves_the_others(M, poison_value, cuda, rng):
     head, _ = make_head("bf16", 1040, 192, rng)
     hidden, *_ = rows(M, 192, rng)
-    kernel = op.HeadSample(head, M, hidden.device, cache_folder=folder)
+    kernel = op.HeadSample(head, M, hidden.device)
     state, stops = make_state(M, rng), torch.full((2,), -1, dtype=torch.int32).cuda()
     before = state.positions_B.clone()
     good_tokens, good_logprobs = kernel.draw(hidden, state.keys_B, before, heat(1.0))
@@ -297,11 +297,11 @@ def test_a_row_that_is_not_finite_ends_with_a_nan_logprob_and_leaves_the_others(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("M", [8, 64, 256])
-def test_20_graph_replays_equal_20_eager_steps(name, M, folder, rng):
+def test_20_graph_replays_equal_20_eager_steps(name, M, cuda, rng):
     V, D = 9024, 512
     head, _ = make_head(name, V, D, rng)
     table = torch.randn(V, D, generator=rng).bfloat16().cuda()
-    kernel = op.HeadSample(head, M, torch.device("cuda"), cache_folder=folder)
+    kernel = op.HeadSample(head, M, torch.device("cuda"))
     temperature, stops = heat(1.0), torch.arange(0, 300, dtype=torch.int32).cuda()
     eager = make_state(M, rng)
     recorded = DecodeState(**{name: getattr(eager, name).clone() for name in DecodeState.__slots__})
@@ -351,14 +351,14 @@ def test_the_portable_kernel_draws_the_same(name, temperature, M, V, D, portable
 
 
 @pytest.mark.gpu
-def test_the_portable_step_moves_the_state_on_as_the_other(portable, folder, rng):
+def test_the_portable_step_moves_the_state_on_as_the_other(portable, cuda, rng):
     M, V, D = 70, 1040, 256
     head, _ = make_head("bf16", V, D, rng)
     hidden, *_ = rows(M, D, rng)
     hidden[9, 3] = float("nan")
     states = [make_state(M, torch.Generator().manual_seed(1)) for _ in range(2)]
     stops = torch.arange(0, 100, dtype=torch.int32).cuda()
-    kernels = (op.HeadSample(head, M, hidden.device, cache_folder=folder), portable(head, M, hidden.device))
+    kernels = (op.HeadSample(head, M, hidden.device), portable(head, M, hidden.device))
     for state, kernel in zip(states, kernels, strict=True):
         state.positions_B[5::7] = -1
         for _ in range(3):
@@ -377,11 +377,11 @@ def test_the_portable_step_moves_the_state_on_as_the_other(portable, folder, rng
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("M", [1, 8, 33, 128, 256])
-def test_the_score_of_a_drawn_token_is_its_logprob_to_the_bit(name, M, folder, rng):
+def test_the_score_of_a_drawn_token_is_its_logprob_to_the_bit(name, M, cuda, rng):
     V, D = 9024, 3584
     head, _ = make_head(name, V, D, rng)
     hidden, keys, positions = rows(M, D, rng)
-    kernel = op.HeadSample(head, 300, hidden.device, cache_folder=folder)
+    kernel = op.HeadSample(head, 300, hidden.device)
     tokens, logprobs = kernel.draw(hidden, keys, positions, heat(0.7))
     assert torch.equal(kernel.score(hidden, tokens.long(), heat(0.7)), logprobs)
     others = torch.randint(0, V, (M,), generator=rng).cuda()

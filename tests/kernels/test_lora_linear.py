@@ -30,7 +30,7 @@ def _ours(case):
     work = a_RK.to(x_TK.dtype), b_NR.to(x_TK.dtype)
 
     def function(x, a, b):
-        return op.lora_linear(x, lambda: operand_NK, alpha, a, b, *work, SCALING, bias_N)
+        return op.lora_linear(x, lambda: operand_NK, alpha, op.Adapter(a, b, *work, SCALING), bias_N)
 
     return _with_gradients(function, (x_TK, a_RK, b_NR), dy_TN)
 
@@ -79,9 +79,9 @@ def test_gradients_have_their_owners_dtypes(dtype, device, rng):
 @pytest.mark.parametrize(("T", "K", "N", "R"), op.CASES)
 def test_a_zero_b_changes_no_bit(T, K, N, R, alpha_kind, dtype, device, rng):
     x_TK, operand_NK, alpha, a_RK, b_NR, bias_N, _ = _case(T, K, N, R, alpha_kind, True, device, dtype, rng)
-    work = a_RK.to(dtype), b_NR.zero_().to(dtype)
-    without = op.linear(x_TK, lambda: operand_NK, alpha, bias_N)
-    with_zero = op.lora_linear(x_TK, lambda: operand_NK, alpha, a_RK, b_NR, *work, SCALING, bias_N)
+    adapter = op.Adapter(a_RK, b_NR.zero_(), a_RK.to(dtype), b_NR.to(dtype), SCALING)
+    without = op.lora_linear(x_TK, lambda: operand_NK, alpha, None, bias_N)
+    with_zero = op.lora_linear(x_TK, lambda: operand_NK, alpha, adapter, bias_N)
     assert torch.equal(without, with_zero)
 
 
@@ -91,7 +91,8 @@ def test_the_forward_reads_the_working_copies_and_not_the_masters(device, rng):
     )
     work = a_RK.clone(), b_NR.clone()
     want = op.reference(x_TK, operand_NK, alpha, *work, SCALING, bias_N)
-    got = op.lora_linear(x_TK, lambda: operand_NK, alpha, a_RK + 1, b_NR - 1, *work, SCALING, bias_N)
+    adapter = op.Adapter(a_RK + 1, b_NR - 1, *work, SCALING)
+    got = op.lora_linear(x_TK, lambda: operand_NK, alpha, adapter, bias_N)
     assert rms_error(got, want) < 1e-5
 
 
@@ -106,7 +107,8 @@ def test_the_operand_is_unpacked_in_each_pass_and_not_kept_between(device, rng):
 
     x, a, b = (t.requires_grad_() for t in (x_TK, a_RK, b_NR))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        y_TN = op.lora_linear(x, operand, alpha, a, b, a.detach().clone(), b.detach().clone(), SCALING, None)
+        adapter = op.Adapter(a, b, a.detach().clone(), b.detach().clone(), SCALING)
+        y_TN = op.lora_linear(x, operand, alpha, adapter, None)
     assert len(calls) == 1 and kept and torch.Size((96, 64)) not in kept
     y_TN.sum().backward()
     assert len(calls) == 2
@@ -122,7 +124,7 @@ def test_an_input_without_a_gradient_costs_no_unpacking(device, rng):
         return operand_NK
 
     a, b = a_RK.clone().requires_grad_(), b_NR.clone().requires_grad_()
-    op.lora_linear(x_TK, operand, alpha, a, b, a_RK, b_NR, SCALING, None).backward(dy_TN)
+    op.lora_linear(x_TK, operand, alpha, op.Adapter(a, b, a_RK, b_NR, SCALING), None).backward(dy_TN)
     assert len(calls) == 1
     for got, want in zip((a.grad, b.grad), _truth(case)[2:], strict=True):
         assert rms_error(got, want) < 1e-5

@@ -90,18 +90,18 @@ def test_the_order_of_gate_and_up_alternates_by_eight_rows():
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
+def kernels():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return op.NVFP4Decode(torch.device("cuda"), tmp_path_factory.mktemp("cubin"))
+    return op.NVFP4Decode(torch.device("cuda"))
 
 
 @pytest.fixture
-def kernels_of(tmp_path):
+def kernels_of():
     """The kernels with one tile for every size."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return lambda tile: op.NVFP4Decode(torch.device("cuda"), tmp_path, lambda M, N, K: tile)
+    return lambda tile: op.NVFP4Decode(torch.device("cuda"), lambda M, N, K: tile)
 
 
 def case(M, N, K, R, rng, groups=1):

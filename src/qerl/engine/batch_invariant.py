@@ -7,7 +7,6 @@ More rows would be several tiles of tokens, and the SMs then split the k of each
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,8 +17,8 @@ ONE_ORDER_ROWS = 32  # up to this many rows sums have one order: tests/kernels/t
 
 
 class BatchInvariantLinears:
-    def __init__(self, device: torch.device, cache_folder: Path):
-        self._packed = PackedLinears(device, cache_folder)
+    def __init__(self, device: torch.device):
+        self._packed = PackedLinears(device)
 
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
         return self._packed.makes_u(ONE_ORDER_ROWS, group)

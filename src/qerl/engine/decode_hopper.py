@@ -16,7 +16,6 @@ stacked working copies of the adapters (A of q|k|v, of gate|up; B in the order o
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from qerl.kernels.decode_attention import DecodeAttention, Norms
 from qerl.kernels.decode_attention import supports as supports_attention
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.lora_shrink import LoraShrink
-from qerl.kernels.nvrtc import cache_folder
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
 from qerl.models.norm import RMSNorm
@@ -44,14 +42,14 @@ class HopperForward:
         cache: KVCache,
         max_rows: int,
         max_pages: int,
-        products: Callable[[torch.device, Path], FusedLinears] = PackedLinears,
+        products: Callable[[torch.device], FusedLinears] = PackedLinears,
         chunk: int | None = None,
     ):
         """products: multiplies packed linears; chunk: as DecodeAttention takes it."""
-        a, device, folder = decoder.architecture, decoder.device, cache_folder()
+        a, device = decoder.architecture, decoder.device
         self._decoder, self._cache = decoder, cache
-        self._shrink = LoraShrink(device, folder)
-        packed = products(device, folder)
+        self._shrink = LoraShrink(device)
+        packed = products(device)
         self._layers = [_LayerGroups(layer, packed) for layer in decoder.layers if isinstance(layer, Layer)]
         positions_T = torch.arange(max_pages * cache.page_tokens, device=device)
         self._angles = _angles(decoder, positions_T)
@@ -64,7 +62,6 @@ class HopperForward:
             max_rows=max_rows,
             max_pages=max_pages,
             device=device,
-            cache_folder=folder,
             chunk=chunk,
         )
 

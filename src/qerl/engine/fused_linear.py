@@ -11,7 +11,6 @@ TorchLinears    cuBLAS, u comes ready. BF16: one product [x | u] @ [W | B]^T. FP
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -128,8 +127,8 @@ class FusedLinears(Protocol):
 
 
 class PackedLinears:
-    def __init__(self, device: torch.device, cache_folder: Path):
-        self._kernel = NVFP4Decode(device, cache_folder)
+    def __init__(self, device: torch.device):
+        self._kernel = NVFP4Decode(device)
 
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
         return pays_to_make_u(rows, group.num_weights)

@@ -22,13 +22,13 @@ before the previous kernel has ended, so no kernel that allows an early launch o
 import dataclasses
 import functools
 import struct
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.nvrtc import addresses, compiled
 
 CASES = (  # N, K, H
     (28, 4, 128),
@@ -176,7 +176,6 @@ class DecodeAttention:
         max_rows: int,
         max_pages: int,
         device: torch.device,
-        cache_folder: Path,
         chunk: int | None = None,
     ):
         """chunk: used for any number of rows, so that sums have one order; None: chosen from the rows."""
@@ -184,8 +183,7 @@ class DecodeAttention:
         assert kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
         self._heads, self._kv_heads, self._head_size = num_heads, num_kv_heads, head_size
         self._page_tokens, self._kv_dtype, self._max_rows = page_tokens, kv_dtype, max_rows
-        self._max_pages, self._device, self._cache_folder = max_pages, device, cache_folder
-        self._chunk = chunk
+        self._max_pages, self._device, self._chunk = max_pages, device, chunk
         self._fence = torch.zeros(1, device=device)
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
         self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma, for the query heads of a K/V head
@@ -200,24 +198,18 @@ class DecodeAttention:
 
     def _compile(self, shape: Shape):
         """Return the kernel and the largest grid: CTAs wait for one another, so all must run at once."""
-        from qerl.kernels import nvrtc
-
         is_fp8 = self._kv_dtype != torch.bfloat16
         stage_bytes = 2 * _TILE * (self._head_size * self._kv_dtype.itemsize + (4 if is_fp8 else 0))
         available = self._shared_bytes // shape.ctas_per_sm - _CTA_BYTES - 4 * self._max_rows
         stages = max(min(available // stage_bytes, CHUNK // _TILE), 2)
-        defines = {
-            "H": self._head_size,
-            "GROUP": self._heads // self._kv_heads,
-            "KV_HEADS": self._kv_heads,
-            "PAGE": self._page_tokens,
-            "CHUNK": shape.chunk,
-            "FP8": int(is_fp8),
-            "STAGES": stages,
-            "CTAS": shape.ctas_per_sm,
-        }
-        module = nvrtc.CudaModule("decode_attention.cu", defines, self._device, self._cache_folder)
-        kernel = module.kernel("decode_attention", stages * stage_bytes + 4 * self._max_rows)
+        defines = self._defines(shape.chunk) | {"STAGES": stages, "CTAS": shape.ctas_per_sm}
+        kernel = compiled(
+            "decode_attention.cu",
+            "decode_attention",
+            self._device,
+            defines,
+            shared_bytes=stages * stage_bytes + 4 * self._max_rows,
+        )
         status, resident = kernel.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             kernel.function, _THREADS, kernel.shared_bytes
         )
@@ -226,13 +218,18 @@ class DecodeAttention:
 
     @functools.cached_property
     def _write(self):
-        from qerl.kernels import nvrtc
+        name = "decode_attention_write"
+        return compiled(f"{name}.cu", name, self._device, self._defines(CHUNK))
 
-        shape = {"H": self._head_size, "GROUP": self._heads // self._kv_heads, "KV_HEADS": self._kv_heads}
-        others = {"PAGE": self._page_tokens, "CHUNK": CHUNK, "FP8": int(self._kv_dtype != torch.bfloat16)}
-        defines = shape | others
-        module = nvrtc.CudaModule("decode_attention_write.cu", defines, self._device, self._cache_folder)
-        return module.kernel("decode_attention_write", 0)
+    def _defines(self, chunk: int) -> dict[str, int]:
+        return {
+            "H": self._head_size,
+            "GROUP": self._heads // self._kv_heads,
+            "KV_HEADS": self._kv_heads,
+            "PAGE": self._page_tokens,
+            "CHUNK": chunk,
+            "FP8": int(self._kv_dtype != torch.bfloat16),
+        }
 
     def attend_together(
         self,
@@ -294,16 +291,15 @@ class DecodeAttention:
         for norm_H in (q_norm_H, k_norm_H):
             assert norm_H is None or (norm_H.shape == (H,) and norm_H.dtype == torch.float32)
         self._check(cache)
-        pointers = (
+        pointers = addresses(
             qkv_BX,
             angles,
             *(cache.k, cache.v, cache.k_scales, cache.v_scales),
             *(state.positions_B, tables),
             *(q_norm_H, k_norm_H, out_BNH, self._partials, self._maxima),
         )
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in pointers)
         numbers = (eps, H**-0.5 * _LOG2_E, B, tables.stride(0), self._max_chunks)
-        return struct.pack("13Q2f3i4x", *addresses, *numbers)
+        return struct.pack("13Q2f3i4x", *pointers, *numbers)
 
     def _check(self, cache: LayerCache) -> None:
         shape = (cache.k.shape[0], self._page_tokens, self._kv_heads, self._head_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 from qerl.formats.fp8 import BLOCK
 from qerl.formats.fp8_flow import FP8Flow, rounded_rows
 from qerl.kernels import row_kernel
+from qerl.kernels.lora_linear import Adapter
 
 CASES = ((1, 128, 256), (5, 576, 192), (37, 384, 640), (130, 1536, 576))  # T, K, N
 _ROWS = 16  # each group's scales start at a multiple of this
@@ -68,15 +69,12 @@ def fp8_linear(
     x_TK: Tensor,
     weight: FP8Flow,
     resident_NK: Tensor | None,
-    adapter: tuple[Tensor, Tensor, Tensor, Tensor, float] | None,
+    adapter: Adapter | None,
     bias_N: Tensor | None,
     *,
     is_read: bool = True,
 ) -> Tensor:
-    """Return y_TN, differentiable in x and the masters, or zeros if not is_read.
-
-    adapter: masters a and b in fp32, their working copies in x's dtype, scaling.
-    """
+    """Return y_TN, differentiable in x and the masters, or zeros if not is_read."""
     assert x_TK.dim() == 2
     return _FP8Linear.apply(x_TK, weight, resident_NK, bias_N, is_read, *(adapter or (None,) * 5))
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import row_kernel, swiglu
+from qerl.kernels.lora_linear import Adapter
 from qerl.kernels.matmul_fp32 import add_product, product, put_product
 
 CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
@@ -35,17 +36,6 @@ CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536)
 
 # Rows of gate and up in fp32: 310 MB at the 7B shape; the tiles of the product divide evenly among the SMs.
 WIDE_ROWS = 2048
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Adapter:
-    """a, b: fp32 masters, which get the gradients; their working copies in x's dtype are multiplied."""
-
-    a_RK: Tensor
-    b_NR: Tensor
-    a_work_RK: Tensor
-    b_work_NR: Tensor
-    scaling: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

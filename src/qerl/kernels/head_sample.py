@@ -21,7 +21,6 @@ M, the other rows or the tile chosen for M (tests/kernels/test_head_sample.py). 
 
 import dataclasses
 import struct
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.nvrtc import addresses, compiled, tensor_map
 
 if TYPE_CHECKING:
     from qerl.kernels.head_portable import PortableHeadSample
@@ -241,13 +241,9 @@ def head_sampler(head: Head, max_rows: int, device: torch.device) -> "HeadSample
 class HeadSample:
     """The kernels for one head, compiled on first use, and their workspace. Use one object per stream."""
 
-    def __init__(self, head: Head, max_rows: int, device: torch.device, *, cache_folder: Path | None = None):
-        from qerl.kernels import nvrtc
-
+    def __init__(self, head: Head, max_rows: int, device: torch.device):
         self.head, self._device = head, device
         self._format, (self._v, self._d) = _FORMATS[type(head)], head.shape
-        self._folder = cache_folder or nvrtc.cache_folder()
-        self._tensor_map = nvrtc.tensor_map
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._partials = torch.empty(max_rows, -(-self._v // CHUNK), 4, device=device)
         self._ordered_MD = torch.empty(max_rows, self._d, dtype=torch.bfloat16, device=device)
@@ -311,10 +307,10 @@ class HeadSample:
         tile = choose_tile(m, self._format, self._d)
         weight_map, tiles, factors = bytes(128), None, None
         if isinstance(self.head, BF16Head):
-            weight_map = self._tensor_map(self.head.weight_VD, 64, tile.k_block)
+            weight_map = tensor_map(self.head.weight_VD, 64, tile.k_block)
         elif isinstance(self.head, FP8Head):
             hidden_MD, factors = self._in_code_order(hidden_MD), self.head.scales
-            weight_map = self._tensor_map(self.head.codes_VD.view(torch.bfloat16), 64, tile.k_block // 2)
+            weight_map = tensor_map(self.head.codes_VD.view(torch.bfloat16), 64, tile.k_block // 2)
         else:
             tiles, factors = self.head.tiles, self.head.factors_V
         pointers = (keys, positions, temperature, factors, self._partials, logits_MV)
@@ -323,9 +319,9 @@ class HeadSample:
             block_threads=tile.threads,
             parameters=(
                 weight_map,
-                self._tensor_map(hidden_MD, tile.tokens, tile.k_block),
+                tensor_map(hidden_MD, tile.tokens, tile.k_block),
                 tiles,
-                struct.pack("6Q4i", *map(_address, pointers), m, self._v, self._d, 0),
+                struct.pack("6Q4i", *addresses(*pointers), m, self._v, self._d, 0),
             ),
         )
 
@@ -337,21 +333,14 @@ class HeadSample:
         return ordered_MD
 
     def _finish(self, m: int, pointers: tuple, sizes: tuple[int, int, int], *, step: int) -> None:
-        finish = struct.pack("10Q4i", *map(_address, pointers), -(-self._v // CHUNK), *sizes)
+        finish = struct.pack("10Q4i", *addresses(*pointers), -(-self._v // CHUNK), *sizes)
         self._finish_kernel(step).launch(grid=m, block_threads=512, parameters=(finish,))
 
     def _compile(self, tile: HeadTile, output: int):
-        module = self._module("head_sample.cu", {**tile.defines, "OUTPUT": output})
-        return module.kernel("head_sample", tile.shared_bytes)
+        defines = {**tile.defines, "OUTPUT": output}
+        return compiled(
+            "head_sample.cu", "head_sample", self._device, defines, shared_bytes=tile.shared_bytes
+        )
 
     def _compile_finish(self, step: int):
-        return self._module("head_finish.cu", {"STEP": step}).kernel("head_finish", 0)
-
-    def _module(self, file: str, defines: dict[str, int]):
-        from qerl.kernels import nvrtc
-
-        return nvrtc.CudaModule(file, defines, self._device, self._folder)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+        return compiled("head_finish.cu", "head_finish", self._device, {"STEP": step})

@@ -16,11 +16,22 @@ cores) that addmm takes 120 us and the product alone 111; a separate multiplicat
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CASES = ((1, 256, 160, 8), (37, 64, 96, 8), (128, 576, 192, 32))  # T, K, N, R
+
+
+class Adapter(NamedTuple):
+    """a, b: fp32 masters, which get the gradients; their working copies in x's dtype are multiplied."""
+
+    a_RK: Tensor
+    b_NR: Tensor
+    a_work_RK: Tensor
+    b_work_NR: Tensor
+    scaling: float
 
 
 def reference(
@@ -39,96 +50,62 @@ def reference(
     return y_TN if bias_N is None else y_TN + bias_N.double()
 
 
-def linear(
-    x_TK: Tensor, operand: Callable[[], Tensor], alpha: float | Tensor, bias_N: Tensor | None
-) -> Tensor:
-    """Return y_TN without an adapter; differentiable in x. Bitwise equal to `lora_linear` with b = 0."""
-    assert x_TK.dim() == 2
-    return _FrozenLinear.apply(x_TK, operand, alpha, bias_N)
-
-
 def lora_linear(
     x_TK: Tensor,
     operand: Callable[[], Tensor],
     alpha: float | Tensor,
-    a_RK: Tensor,
-    b_NR: Tensor,
-    a_work_RK: Tensor,
-    b_work_NR: Tensor,
-    scaling: float,
+    adapter: Adapter | None,
     bias_N: Tensor | None,
     *,
     is_read: bool = True,
 ) -> Tensor:
-    """Return y_TN; differentiable in x, a and b. If not is_read, y is zeros: only gradients are needed."""
-    assert x_TK.dim() == 2 and a_RK.dtype == b_NR.dtype == torch.float32
-    assert x_TK.dtype == a_work_RK.dtype == b_work_NR.dtype
-    return _LoraLinear.apply(x_TK, operand, alpha, a_RK, b_NR, a_work_RK, b_work_NR, scaling, bias_N, is_read)
+    """Return y_TN; differentiable in x and the masters. Without an adapter it is bitwise as with b = 0.
 
-
-class _FrozenLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TK, operand, alpha, bias_N):
-        ctx.operand, ctx.alpha = operand, alpha
-        y_TN = _scaled_product(x_TK, operand().T, alpha)
-        return y_TN if bias_N is None else y_TN.add_(bias_N)
-
-    @staticmethod
-    def backward(ctx, dy_TN):  # type: ignore[override]
-        return _input_gradient(dy_TN, ctx.operand(), ctx.alpha), None, None, None
+    is_read: False if only gradients are needed; y is then zeros where there is an adapter.
+    """
+    assert x_TK.dim() == 2
+    if adapter is not None:
+        assert adapter.a_RK.dtype == adapter.b_NR.dtype == torch.float32
+        assert x_TK.dtype == adapter.a_work_RK.dtype == adapter.b_work_NR.dtype
+    return _LoraLinear.apply(x_TK, operand, alpha, bias_N, is_read, *(adapter or (None,) * 5))
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, operand, alpha, a_RK, b_NR, a_work_RK, b_work_NR, scaling, bias_N, is_read):
-        u_TR = x_TK @ a_work_RK.T
-        ctx.save_for_backward(x_TK, u_TR, a_work_RK, b_work_NR)
+    def forward(ctx, x_TK, operand, alpha, bias_N, is_read, a_RK, b_NR, a_work_RK, b_work_NR, scaling):
+        u_TR = None if a_work_RK is None else x_TK @ a_work_RK.T
+        ctx.save_for_backward(None if u_TR is None else x_TK, u_TR, a_work_RK, b_work_NR)
         ctx.operand, ctx.alpha, ctx.scaling = operand, alpha, scaling
-        if not is_read:
+        if u_TR is not None and not is_read:
             return x_TK.new_zeros(len(x_TK), len(b_work_NR))
-        y_TN = _scaled_product(x_TK, operand().T, alpha, plus=u_TR @ b_work_NR.T, scaling=scaling)
+        plus_TN = None if u_TR is None else u_TR @ b_work_NR.T
+        y_TN = _scaled_product(x_TK, operand().T, alpha, plus_TN, scaling)
         return y_TN if bias_N is None else y_TN.add_(bias_N)
 
     @staticmethod
     def backward(ctx, dy_TN):  # type: ignore[override]
         x_TK, u_TR, a_work_RK, b_work_NR = ctx.saved_tensors
-        du_TR = dy_TN @ b_work_NR
-        da_RK = (du_TR.T @ x_TK).float().mul_(ctx.scaling)
-        db_NR = (dy_TN.T @ u_TR).float().mul_(ctx.scaling)
-        dx_TK = None
+        dx_TK = da_RK = db_NR = plus_TK = None
+        if u_TR is not None:
+            du_TR = dy_TN @ b_work_NR
+            da_RK = (du_TR.T @ x_TK).float().mul_(ctx.scaling)
+            db_NR = (dy_TN.T @ u_TR).float().mul_(ctx.scaling)
+            plus_TK = du_TR @ a_work_RK if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[0]:
-            dx_TK = _input_gradient(
-                dy_TN, ctx.operand(), ctx.alpha, plus=du_TR @ a_work_RK, scaling=ctx.scaling
-            )
-        return dx_TK, None, None, da_RK, db_NR, None, None, None, None, None
+            alpha = ctx.alpha
+            if isinstance(alpha, Tensor):  # one for each output multiplies dy
+                dy_TN, alpha = (dy_TN * alpha).to(dy_TN.dtype), 1.0
+            dx_TK = _scaled_product(dy_TN, ctx.operand(), alpha, plus_TK, ctx.scaling)
+        return dx_TK, None, None, None, None, da_RK, db_NR, None, None, None
 
 
 def _scaled_product(
-    x_TK: Tensor,
-    operand_KN: Tensor,
-    alpha: float | Tensor,
-    *,
-    plus: Tensor | None = None,
-    scaling: float = 0.0,
+    x_TK: Tensor, operand_KN: Tensor, alpha: float | Tensor, plus: Tensor | None, scaling: float | None
 ) -> Tensor:
     """Return alpha * (x @ operand) + scaling * plus."""
     if isinstance(alpha, Tensor):
         y_TN = torch.mm(x_TK, operand_KN).mul_(alpha)
         return y_TN if plus is None else y_TN.add_(plus, alpha=scaling)
     if plus is None:
-        plus = x_TK.new_zeros(1, 1)
+        plus, scaling = x_TK.new_zeros(1, 1), 0.0
     return torch.addmm(plus, x_TK, operand_KN, beta=scaling, alpha=alpha)
-
-
-def _input_gradient(
-    dy_TN: Tensor,
-    operand_NK: Tensor,
-    alpha: float | Tensor,
-    *,
-    plus: Tensor | None = None,
-    scaling: float = 0.0,
-) -> Tensor:
-    """Return alpha * dy @ operand + scaling * plus; an alpha for each row multiplies dy."""
-    if isinstance(alpha, Tensor):
-        dy_TN, alpha = (dy_TN * alpha).to(dy_TN.dtype), 1.0
-    return _scaled_product(dy_TN, operand_NK, alpha, plus=plus, scaling=scaling)

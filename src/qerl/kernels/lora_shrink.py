@@ -18,12 +18,12 @@ This package's CUDA kernels allow it, torch's do not.
 import dataclasses
 import enum
 import struct
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from qerl.kernels.cached_method import cached_method
+from qerl.kernels.nvrtc import addresses, compiled
 from qerl.kernels.rms_norm import check_noise
 
 CASES = (
@@ -103,8 +103,8 @@ class _Norm(enum.Enum):
 class LoraShrink:
     """The kernels of one device, compiled on first use. Use one object per stream."""
 
-    def __init__(self, device: torch.device, cache_folder: Path):
-        self._device, self._cache_folder = device, cache_folder
+    def __init__(self, device: torch.device):
+        self._device = device
         self._kernel = cached_method(self._compile)
 
     def embed(self, tokens_B: Tensor, table_VD: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -179,18 +179,15 @@ class LoraShrink:
             _check(a_RK, (rows, k), torch.bfloat16)
             assert a_RK.is_contiguous()
         split, tile = choose_split(k), choose_tile(m, k, rows)
-        pointers = (h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
-        addresses = (0 if t is None else t.data_ptr() for t in pointers)
+        pointers = addresses(h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
         strides = (0 if t is None else t.stride(0) for t in (h_MK, x_MK, u_MR))
-        operands = struct.pack("7Q6i2f", *addresses, m, k, rows, *strides, eps, scaling)
+        operands = struct.pack("7Q6i2f", *pointers, m, k, rows, *strides, eps, scaling)
         kernel = self._kernel("shrink", _Norm.of(weight_K, rows_M), tile, split)
         kernel.launch(
             grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * _WARPS, parameters=(operands,)
         )
 
     def _compile(self, name: str, norm: "_Norm", tile: ShrinkTile, split: Split):
-        from qerl.kernels import nvrtc
-
         defines = {
             "NORM": int(norm is not _Norm.NONE),
             "TABLE": int(norm is _Norm.TABLE),
@@ -200,8 +197,7 @@ class LoraShrink:
             "WARPS": _WARPS,
             "CLUSTER": split.cluster,
         }
-        module = nvrtc.CudaModule("lora_shrink.cu", defines, self._device, self._cache_folder)
-        return module.kernel(name, 0, cluster=split.cluster)
+        return compiled("lora_shrink.cu", name, self._device, defines, cluster=split.cluster)
 
 
 def _ceil(a: int, b: int) -> int:

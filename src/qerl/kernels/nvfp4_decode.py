@@ -33,7 +33,6 @@ import dataclasses
 import struct
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,6 +40,7 @@ from torch import Tensor
 from qerl.formats import e2m1
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
+from qerl.kernels.nvrtc import addresses, compiled, tensor_map
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
 MAX_LOW_RANK_ROWS = 384  # of all adapters that read one x
@@ -139,11 +139,9 @@ class NVFP4Decode:
     (`Tile.splits_sums`), so all of them must be resident.
     """
 
-    def __init__(
-        self, device: torch.device, cache_folder: Path, choose: Callable[[int, int, int], Tile] | None = None
-    ):
+    def __init__(self, device: torch.device, choose: Callable[[int, int, int], Tile] | None = None):
         """choose: return a tile for (M, N, K), instead of the table."""
-        self._device, self._cache_folder = device, cache_folder
+        self._device = device
         properties = torch.cuda.get_device_properties(device)
         self._num_sms = properties.multi_processor_count
         self._choose = choose or partial(choose_tile, gpu=properties.name)
@@ -207,14 +205,13 @@ class NVFP4Decode:
             assert (
                 adapter.b.is_contiguous() and adapter.a.is_contiguous() and all(s % 16 == 0 for s in starts)
             )
-        pointers = (factors_N, bias_N, adapter and adapter.b, residual_MN, y)
-        addresses = (0 if t is None else t.data_ptr() for t in pointers)
-        epilogue = struct.pack("5Q4i", *addresses, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
+        pointers = addresses(factors_N, bias_N, adapter and adapter.b, residual_MN, y)
+        epilogue = struct.pack("5Q4i", *pointers, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
         grid, split = tile.grid(m, n, k, self._num_sms), int(tile.splits_sums(m, n, k, self._num_sms))
         assert tile.units(m, n, k) * grid < 2**32  # the kernel divides 32-bit numbers
         assert tile.workspace_words(self._num_sms) <= len(self.workspace)
         makes_u = adapter is not None and adapter.u is None
-        kernel, tensor_map = self._kernel(tile, rank, swiglu, split, int(rank > 0 and not makes_u))
+        kernel = self._kernel(tile, rank, swiglu, split, int(rank > 0 and not makes_u))
         kernel.launch(
             grid=grid,
             block_threads=tile.threads(makes_u),
@@ -238,12 +235,10 @@ class NVFP4Decode:
         rows, tokens = len(adapter.a), tile.padded_tokens(M)
         assert rows <= MAX_LOW_RANK_ROWS and tokens <= MAX_TOKENS and adapter.a.data_ptr() % 16 == 0
         assert K // tile.slice_k * tokens * rows <= len(self.partials)
-        pointers = (adapter.a, self.partials, self._u, self._turns)
-        return struct.pack("4Qfi", *(t.data_ptr() for t in pointers), adapter.scaling, rows)
+        pointers = addresses(adapter.a, self.partials, self._u, self._turns)
+        return struct.pack("4Qfi", *pointers, adapter.scaling, rows)
 
     def _compile(self, tile: Tile, rank: int, swiglu: int, split: int, given_u: int):
-        from qerl.kernels import nvrtc
-
         defines = {
             "MT": tile.tokens,
             "WG": tile.warpgroups,
@@ -257,8 +252,8 @@ class NVFP4Decode:
             "U_WORDS": _U_WORDS,
             "GIVEN_U": given_u,
         }
-        module = nvrtc.CudaModule("nvfp4_decode.cu", defines, self._device, self._cache_folder)
-        return module.kernel("nvfp4_decode", tile.shared_bytes), nvrtc.tensor_map
+        shared_bytes = tile.shared_bytes
+        return compiled("nvfp4_decode.cu", "nvfp4_decode", self._device, defines, shared_bytes=shared_bytes)
 
 
 def _packed_codes(each: Tensor) -> Tensor:

@@ -32,39 +32,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser() / "cubin"
 
 
-class CudaModule:
-    """A .cu file of kernels/cuda/, compiled with its definitions for one device."""
-
-    def __init__(self, file: str, defines: Mapping[str, int], device: torch.device, folder: Path):
-        assert device.type == "cuda"
-        self._driver = importlib.import_module("cuda.bindings.driver")
-        self._device = device
-        torch.cuda.synchronize(device)  # the driver calls below need torch's context
-        major, minor = torch.cuda.get_device_capability(device)
-        architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-        cubin = _cached_cubin(file, defines, architecture, folder, self._driver)
-        with torch.cuda.device(device):
-            self._module = checked(self._driver.cuModuleLoadData(cubin))
-
-    def kernel(self, name: str, shared_bytes: int, cluster: int = 1) -> "CudaKernel":
-        """cluster: number of CTAs that access each other's shared memory; above 8 is not portable."""
-        driver = self._driver
-        function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
-        attributes = driver.CUfunction_attribute
-        settings = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)]
-        if cluster > 8:
-            settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
-        for attribute, value in settings:
-            checked(driver.cuFuncSetAttribute(function, attribute, value))
-        return CudaKernel(driver, self, function, shared_bytes, cluster, self._device)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class CudaKernel:
     """kernel.launch(grid=132, block_threads=160, parameters=[x, None, 8])"""
 
     driver: Any
-    module: CudaModule  # a reference, so that the code stays loaded
     function: Any
     shared_bytes: int
     cluster: int
@@ -95,6 +67,41 @@ class CudaKernel:
         cluster.value.clusterDim.x = self.cluster
         cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
         return [dependent, cluster]
+
+
+def compiled(
+    file: str,
+    name: str,
+    device: torch.device,
+    defines: Mapping[str, int],
+    *,
+    shared_bytes: int = 0,
+    cluster: int = 1,
+) -> CudaKernel:
+    """Return a kernel of a .cu file of kernels/cuda/, compiled with these definitions for one device.
+
+    cluster: number of CTAs that access each other's shared memory; above 8 is not portable.
+    """
+    assert device.type == "cuda"
+    driver = importlib.import_module("cuda.bindings.driver")
+    torch.cuda.synchronize(device)  # the driver calls below need torch's context
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = _cached_cubin(file, defines, f"sm_{major}{minor}{'a' if major >= 9 else ''}", driver)
+    with torch.cuda.device(device):
+        module = checked(driver.cuModuleLoadData(cubin))
+    function = checked(driver.cuModuleGetFunction(module, name.encode()))
+    attributes = driver.CUfunction_attribute
+    settings = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)]
+    if cluster > 8:
+        settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+    for attribute, value in settings:
+        checked(driver.cuFuncSetAttribute(function, attribute, value))
+    return CudaKernel(driver, function, shared_bytes, cluster, device)
+
+
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Return the pointers that a struct of parameters holds; None is a null pointer."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def tensor_map(x_MK: Tensor, rows: int, columns: int) -> bytes:
@@ -157,11 +164,10 @@ def cache_key(file: str, defines: Mapping[str, int], architecture: str, versions
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _cached_cubin(
-    file: str, defines: Mapping[str, int], architecture: str, folder: Path, driver: Any
-) -> bytes:
+def _cached_cubin(file: str, defines: Mapping[str, int], architecture: str, driver: Any) -> bytes:
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     versions = (*checked(nvrtc.nvrtcVersion()), checked(driver.cuDriverGetVersion()))
+    folder = cache_folder()
     path = folder / f"{cache_key(file, defines, architecture, versions)}.cubin"
     if path.exists():
         return path.read_bytes()

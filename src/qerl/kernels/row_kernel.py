@@ -5,21 +5,17 @@ there (fused_linear.py).
 """
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from qerl.kernels.nvrtc import CudaKernel
+from qerl.kernels.nvrtc import CudaKernel, compiled
 
 
 @functools.cache
-def kernel(file: str, name: str, device: torch.device, **defines: int) -> "CudaKernel":
+def kernel(file: str, name: str, device: torch.device, **defines: int) -> CudaKernel:
     """Return one kernel of a .cu file on a device, compiled on first use."""
-    from qerl.kernels import nvrtc
-
-    return nvrtc.CudaModule(file, defines, device, nvrtc.cache_folder()).kernel(name, 0)
+    return compiled(file, name, device, defines)
 
 
 def are_vectors(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:

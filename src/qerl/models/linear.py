@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qerl.formats import BF16, FP8Flow, PackedWeight
 from qerl.kernels.fp8_linear import fp8_linear
 from qerl.kernels.full_linear import full_linear
-from qerl.kernels.lora_linear import linear, lora_linear
+from qerl.kernels.lora_linear import Adapter, lora_linear
 
 
 class Unpacked:
@@ -154,32 +154,26 @@ class QuantLinear(nn.Module):
         """Bytes of its tensors, each counted once: the operand of BF16 is its weight."""
         return sum({id(t): t.nbytes for t in self.tensors}.values())
 
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter as the kernels take it; None without one or while it is switched off."""
+        if self.a_work is None or self.b_work is None or not self.adapter_enabled:
+            return None
+        return Adapter(self.lora_A, self.lora_B, self.a_work, self.b_work, self.scaling)
+
     def frozen(self, x_TK: Tensor) -> Tensor:
         """Return y without the adapter."""
-        if isinstance(self.weight, FP8Flow):
-            return fp8_linear(x_TK, self.weight, self._operand, None, self.bias)
-        return linear(x_TK, self.operand, self.alpha, self.bias)
+        return self._product(x_TK, None)
 
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.full is not None:
             return full_linear(x_TK, self.operand(), self.full, self.bias)
-        if self.a_work is None or self.b_work is None or not self.adapter_enabled:
-            return self.frozen(x_TK)
+        return self._product(x_TK, self.adapter)
+
+    def _product(self, x_TK: Tensor, adapter: Adapter | None) -> Tensor:
         if isinstance(self.weight, FP8Flow):
-            adapter = self.lora_A, self.lora_B, self.a_work, self.b_work, self.scaling
             return fp8_linear(x_TK, self.weight, self._operand, adapter, self.bias, is_read=self.is_read)
-        return lora_linear(
-            x_TK,
-            self.operand,
-            self.alpha,
-            self.lora_A,
-            self.lora_B,
-            self.a_work,
-            self.b_work,
-            self.scaling,
-            self.bias,
-            is_read=self.is_read,
-        )
+        return lora_linear(x_TK, self.operand, self.alpha, adapter, self.bias, is_read=self.is_read)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from torch import Tensor
 from qerl.formats import NVFP4, PackedWeight
 from qerl.kernels import nvfp4_decode, nvfp4_unpack, row_kernel
 from qerl.kernels.fused_linear import (
-    Adapter,
     LinearPart,
     Operand,
     fused_linear,
@@ -266,7 +265,4 @@ def room(linears: Sequence[QuantLinear]) -> int:
 
 
 def _part(linear: QuantLinear) -> LinearPart:
-    adapter = None
-    if linear.a_work is not None and linear.b_work is not None and linear.adapter_enabled:
-        adapter = Adapter(linear.lora_A, linear.lora_B, linear.a_work, linear.b_work, linear.scaling)
-    return LinearPart(linear.out_width, linear.alpha, linear.bias, adapter, linear.is_read)
+    return LinearPart(linear.out_width, linear.alpha, linear.bias, linear.adapter, linear.is_read)
