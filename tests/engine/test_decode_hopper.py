@@ -15,9 +15,10 @@ from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.fused_linear import PackedLinears
 from qerl.engine.kv_cache import KVCache, page_bytes
 from qerl.engine.runner_cache import RunnerCache
+from qerl.formats import FP8
 from qerl.kernels import nvfp4_decode
 from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.head_sample import FP8Head, NVFP4Head
+from qerl.kernels.head_sample import NVFP4Head
 from qerl.kernels.logprob import chunked_logprob
 from qerl.models.adapter import adapter_tensors
 from qerl.models.random_weights import SHAPES, random_decoder
@@ -127,7 +128,7 @@ def test_products_make_u_or_are_given_it(num_samples, makers, decoder, monkeypat
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("head", "kind"), [("fp8", FP8Head), ("nvfp4", NVFP4Head)])
+@pytest.mark.parametrize(("head", "kind"), [("fp8", FP8), ("nvfp4", NVFP4Head)])
 def test_a_quantized_head_is_the_learners_too(head, kind, tied):
     """Drawn by the head's kernel from the packed weight, and from logits of its operand (top_k of all)."""
     architecture, prompts_P = replace(SMALL, tied_head=tied), small_prompts(*LENGTHS)

@@ -4,7 +4,7 @@ import torch
 from engine.parts import prompts_of
 from models.tiny import tiny
 from qerl.algo.seeds import uniform
-from qerl.engine.sampler import TorchSampler, advance
+from qerl.engine.sampler import TorchSampler
 from qerl.kernels.decode_state import DecodeState
 from qerl.types import Sampling
 
@@ -34,19 +34,19 @@ def test_a_draw_takes_the_uniform_of_its_coordinates():
 
 def test_rows_move_on_and_end_at_a_stop_token_or_their_last_position():
     state = state_of([3, 3, -1, 7], [10, 10, 10, 8])
-    advance(state, torch.tensor([11, 12, 13, 14]), torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([12]))
+    state.advance(torch.tensor([11, 12, 13, 14]), torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([12]))
     assert state.positions_B.tolist() == [4, -1, -1, -1, -1]
     assert state.drawn_tokens_WB[0].tolist() == [11, 12, 0, 14, 0]
     assert state.drawn_logprobs_WB[0].tolist() == [-1.0, -2.0, 0.0, -4.0, 0.0]
     assert state.tokens_B.tolist() == [11, 12, 50, 14, 0] and state.place_1.item() == 1
-    advance(state, torch.tensor([21, 22, 23, 24]), torch.tensor([-5.0] * 4), torch.tensor([12]))
+    state.advance(torch.tensor([21, 22, 23, 24]), torch.tensor([-5.0] * 4), torch.tensor([12]))
     assert state.positions_B.tolist() == [5, -1, -1, -1, -1]
     assert state.drawn_tokens_WB[1].tolist() == [21, 0, 0, 0, 0] and state.place_1.item() == 2
 
 
 def test_a_row_without_finite_logits_ends():
     state = state_of([3, 4], [10, 10])
-    advance(state, torch.tensor([1, 2]), torch.tensor([torch.nan, -1.0]), NONE)
+    state.advance(torch.tensor([1, 2]), torch.tensor([torch.nan, -1.0]), NONE)
     assert state.positions_B.tolist() == [-1, 5, -1] and state.drawn_logprobs_WB[0, 0].isnan()
 
 

@@ -5,8 +5,7 @@ import torch
 
 from conftest import rms_error
 from qerl.engine.token_sampling import sample_tokens
-from qerl.formats.fp8 import FP8
-from qerl.formats.nvfp4 import NVFP4
+from qerl.formats import BF16, FP8, NVFP4
 from qerl.kernels import head_sample as op
 from qerl.kernels import nvfp4_decode
 from qerl.kernels.decode_state import DecodeState
@@ -93,10 +92,10 @@ def make_head(name, V, D, rng):
     """(head, what it multiplies in float64)."""
     weight = (torch.randn(V, D, generator=rng) * 2 / D**0.5).cuda()
     if name == "bf16":
-        return op.BF16Head(weight.bfloat16()), weight.bfloat16().double()
+        return BF16(weight.bfloat16()), weight.bfloat16().double()
     if name == "fp8":
         packed = FP8.encode(weight)
-        return op.FP8Head(packed.codes, packed.scales), packed.decode().double()
+        return packed, packed.decode().double()
     packed = NVFP4.encode(weight)
     tiles = nvfp4_decode.pack(packed.codes, packed.scales)
     return op.NVFP4Head(tiles, nvfp4_decode.row_factors(packed.alpha, V)), packed.decode().double()
@@ -217,7 +216,7 @@ def test_a_row_is_bitwise_the_same_at_every_count_of_rows(name, cuda, rng):
 def test_ties_at_temperature_zero_go_to_the_lowest_index(M, cuda, rng):
     weight = torch.randn(16, 128, generator=rng).repeat(65, 1).bfloat16().cuda()
     hidden, keys, positions = rows(M, 128, rng)
-    kernel = op.HeadSample(op.BF16Head(weight), M, hidden.device)
+    kernel = op.HeadSample(BF16(weight), M, hidden.device)
     tokens, _ = kernel.draw(hidden, keys, positions, heat(0.0))
     assert torch.equal(tokens.long(), (hidden.double() @ weight[:16].double().T).argmax(1))
 

@@ -37,6 +37,6 @@ def test_a_product_is_added_to_a_sum_unrounded_and_in_its_place(M, K, N, dtype, 
     assert got is total and got.dtype == torch.float32
     assert rms_error(got, truth) < 1e-6
     side_by_side = torch.full((M, 2 * N), float("nan"), device=device)
-    op.put_product(side_by_side[:, N:], a, b, 0.5)
+    op.add_product(side_by_side[:, N:], a, b, 0.5, beta=0)
     assert rms_error(side_by_side[:, N:], 0.5 * op.reference(a, b)) < 1e-5
     assert side_by_side[:, :N].isnan().all()

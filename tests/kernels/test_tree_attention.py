@@ -39,7 +39,7 @@ def _run_by_run(q_TNH, k_RKH, v_RKH, layout):
     """What varlen_attn computes of a layout, written out."""
     parts, group = [], q_TNH.shape[1] // k_RKH.shape[1]
     k_RNH, v_RNH = (x.repeat_interleave(group, 1) for x in (k_RKH, v_RKH))
-    ends = list(zip(layout.query_ends.tolist(), layout.key_ends.tolist(), strict=True))
+    ends = list(zip(layout.ends.queries.tolist(), layout.ends.keys.tolist(), strict=True))
     for (q0, k0), (q1, k1) in itertools.pairwise(ends):
         scores = torch.einsum("tnh,snh->nts", q_TNH[q0:q1], k_RNH[k0:k1]) * q_TNH.shape[2] ** -0.5
         hidden = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q_TNH.device).triu(
@@ -47,8 +47,8 @@ def _run_by_run(q_TNH, k_RKH, v_RKH, layout):
         )
         p_NTS = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).to(q_TNH.dtype)
         parts.append(torch.einsum("nts,snh->tnh", p_NTS, v_RNH[k0:k1]))
-    assert max(b[0] - a[0] for a, b in itertools.pairwise(ends)) == layout.max_queries
-    assert max(b[1] - a[1] for a, b in itertools.pairwise(ends)) == layout.max_keys
+    assert max(b[0] - a[0] for a, b in itertools.pairwise(ends)) == layout.ends.max_queries
+    assert max(b[1] - a[1] for a, b in itertools.pairwise(ends)) == layout.ends.max_keys
     return torch.cat(parts)
 
 
@@ -72,8 +72,8 @@ def test_fp32_value_and_gradients_are_the_definitions(case, device, rng):
 
 def test_runs_and_their_keys_are_as_described(device):
     layout = op.TreeLayout.of(_forest(((2, (2, 0, 1)), (1, ())))[0], device)
-    assert layout.query_ends.tolist() == [0, 2, 4, 5, 6]
-    assert layout.key_ends.tolist() == [0, 2, 6, 9, 10]
+    assert layout.ends.queries.tolist() == [0, 2, 4, 5, 6]
+    assert layout.ends.keys.tolist() == [0, 2, 6, 9, 10]
     assert layout.key_rows_R.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5]
     assert layout.own_T.tolist() == [0, 1, 4, 5, 8, 9]
     assert [(rows.tolist(), places.tolist()) for rows, places in layout.copies] == [

@@ -19,12 +19,12 @@ from qerl.engine.decode_forward import DecodeForward, TorchForward
 from qerl.engine.decode_hopper import MAX_ROWS, HopperForward
 from qerl.engine.decode_runner import DecodeRunner, bucket_of
 from qerl.engine.kv_cache import KVCache
-from qerl.engine.sampler import FusedSampler, HeadSampler, Sampler, TorchSampler
+from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.teacher_forcing import TeacherForcing
-from qerl.formats import FP8
+from qerl.formats import BF16, FP8
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.decode_attention import CHUNK
-from qerl.kernels.head_sample import BF16Head, FP8Head, Head, NVFP4Head, head_sampler
+from qerl.kernels.head_sample import Head, HeadSampler, NVFP4Head, head_sampler
 from qerl.models.decoder import Decoder
 from qerl.models.packed_linear import PackedNVFP4
 from qerl.types import Sampling
@@ -142,7 +142,7 @@ def _kernel_head(decoder: Decoder) -> Head | None:
     if decoder.device.type != "cuda" or not fits:
         return None
     if isinstance(head.packed, FP8):
-        return FP8Head(head.packed.codes, head.packed.scales)
+        return head.packed
     if isinstance(head.packed, PackedNVFP4):
         return NVFP4Head(head.packed.group.tiles, head.packed.group.factors_N)
-    return BF16Head(head.operand()) if head.packed is None else None
+    return BF16(head.operand()) if head.packed is None else None

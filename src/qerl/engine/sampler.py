@@ -16,6 +16,7 @@ from torch import Tensor
 from qerl.algo.seeds import last_round, mix, rounds
 from qerl.engine.token_sampling import sample_tokens, score_tokens
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.head_sample import HeadSampler
 from qerl.models.decoder import Decoder
 from qerl.types import Sampling
 
@@ -41,20 +42,6 @@ class Sampler(Protocol):
         ...
 
 
-class HeadSampler(Protocol):
-    """The fused LM head and sampler that kernels/head_sample.py returns for a device."""
-
-    def draw(
-        self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def step(
-        self, hidden_MD: Tensor, state: DecodeState, stop_tokens: Tensor, temperature: Tensor
-    ) -> None: ...
-
-    def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor: ...
-
-
 class TorchSampler:
     def __init__(self, decoder: Decoder, sampling: Sampling, stop_tokens: Tensor):
         self._decoder, self._sampling, self._stop_tokens = decoder, sampling, stop_tokens
@@ -70,7 +57,7 @@ class TorchSampler:
     def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
         B = len(hidden_BD)
         tokens_B, logprobs_B = self.sample(hidden_BD, state.keys_B[:B], state.positions_B[:B])
-        advance(state, tokens_B, logprobs_B, self._stop_tokens)
+        state.advance(tokens_B, logprobs_B, self._stop_tokens)
 
     def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
         return score_tokens(self._decoder.logits(hidden_MD), self._sampling, tokens_M)
@@ -94,19 +81,3 @@ class FusedSampler:
 
     def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
         return self._kernel.score(hidden_MD, tokens_M, self._temperature)
-
-
-def advance(state: DecodeState, tokens_B: Tensor, logprobs_B: Tensor, stop_tokens: Tensor) -> None:
-    """Write the tokens to the ring buffer and move each live row to its next position, or end it."""
-    B, tokens_B = len(tokens_B), tokens_B.int()
-    positions_B, slot = state.positions_B[:B], state.place_1.long()
-    is_live_B = positions_B >= 0
-    next_B = positions_B + 1
-    is_last_B = (tokens_B[:, None] == stop_tokens).any(1) | (next_B >= state.ends_B[:B])
-    is_last_B |= ~logprobs_B.isfinite()
-    ring_tokens, ring_logprobs = state.drawn_tokens_WB[:, :B], state.drawn_logprobs_WB[:, :B]
-    ring_tokens.index_copy_(0, slot, (tokens_B * is_live_B)[None])
-    ring_logprobs.index_copy_(0, slot, logprobs_B.where(is_live_B, 0)[None])
-    state.tokens_B[:B].copy_(tokens_B.where(is_live_B, state.tokens_B[:B]))
-    positions_B.copy_(next_B.where(is_live_B & ~is_last_B, -1))
-    state.place_1.add_(1)

@@ -27,6 +27,7 @@ accurate in both (`tests/kernels/test_attention.py`).
 import dataclasses
 import functools
 import inspect
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -150,6 +151,24 @@ def _similar(spans: list[tuple[int, int, Tensor]]) -> list[list[tuple[int, int, 
     return blocks
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceEnds:
+    """Where the queries and keys of sequences in a row end; the last query of each sees its last key."""
+
+    queries: Tensor
+    """int32: 0, then the end of each sequence's queries."""
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, num_queries: list[int], num_keys: list[int], device: torch.device | str) -> "SequenceEnds":
+        ends = (
+            F.pad(torch.tensor(num).cumsum(0), (1, 0)).int().to(device) for num in (num_queries, num_keys)
+        )
+        return cls(*ends, max(num_queries), max(num_keys))
+
+
 @dataclasses.dataclass(frozen=True)
 class PagedLayout:
     """Spans of a prefill that together are the rows 0..T-1, in this order.
@@ -161,36 +180,30 @@ class PagedLayout:
     """True if every span starts at position 0, so that the rows' own keys and values are all the keys."""
     key_slots: Tensor
     """The cache slot of each key row: page * page_tokens + offset in the page."""
-    query_ends: Tensor
-    """int32: 0, then the end of each span's rows."""
-    key_ends: Tensor
-    max_queries: int
-    max_keys: int
+    ends: SequenceEnds
+    """Of the spans' rows and key rows."""
 
     @classmethod
     def of(cls, spans: list[Span], page_tokens: int, device: torch.device | str) -> "PagedLayout":
         spans = sorted(spans, key=lambda span: span.start_row)
-        num_queries = torch.tensor([span.num_rows for span in spans])
-        num_keys = torch.tensor([span.first_position + span.num_rows for span in spans])
-        query_ends, key_ends = (F.pad(n.cumsum(0), (1, 0)).int() for n in (num_queries, num_keys))
-        assert query_ends[:-1].tolist() == [s.start_row for s in spans], "the spans leave rows out"
+        num_queries = [span.num_rows for span in spans]
+        num_keys = [span.first_position + span.num_rows for span in spans]
+        starts = itertools.accumulate(num_queries[:-1], initial=0)
+        assert list(starts) == [span.start_row for span in spans], "the spans leave rows out"
         offset = torch.arange(page_tokens)
         slots = [
             (span.table.cpu()[:, None] * page_tokens + offset).flatten()[:n]
-            for span, n in zip(spans, num_keys.tolist(), strict=True)
+            for span, n in zip(spans, num_keys, strict=True)
         ]
         return cls(
             is_fresh=all(span.first_position == 0 for span in spans),
             key_slots=torch.cat(slots).to(device),
-            query_ends=query_ends.to(device),
-            key_ends=key_ends.to(device),
-            max_queries=int(num_queries.max()),
-            max_keys=int(num_keys.max()),
+            ends=SequenceEnds.of(num_queries, num_keys, device),
         )
 
     @functools.cached_property
     def packed(self) -> PackedLayout:
-        queries, keys = self.query_ends.tolist(), self.key_ends.tolist()
+        queries, keys = self.ends.queries.tolist(), self.ends.keys.tolist()
         spans = [
             (queries[i], queries[i + 1] - queries[i], torch.arange(keys[i], keys[i + 1]))
             for i in range(len(queries) - 1)
@@ -209,25 +222,16 @@ def span_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PagedLay
     assert len(k_RKH) == len(v_RKH) == len(layout.key_slots) and k_RKH.dtype == q_TNH.dtype
     if not q_TNH.is_cuda or q_TNH.dtype == torch.float32:
         return _attend(q_TNH, k_RKH, v_RKH, layout.packed)
-    ends = layout.query_ends, layout.key_ends, layout.max_queries, layout.max_keys
-    return flash_attention(q_TNH, k_RKH, v_RKH, *ends)
+    return flash_attention(q_TNH, k_RKH, v_RKH, layout.ends)
 
 
-def flash_attention(
-    q_TNH: Tensor,
-    k_RKH: Tensor,
-    v_RKH: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    max_queries: int,
-    max_keys: int,
-) -> Tensor:
-    """Return o_TNH of torch's varlen_attn: the last query of a span sees its last key."""
+def flash_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, ends: SequenceEnds) -> Tensor:
+    """Return o_TNH of torch's varlen_attn."""
     from torch.nn.attention.varlen import varlen_attn
 
     gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    ends = query_ends, key_ends, max_queries, max_keys
-    o_TNH = varlen_attn(q_TNH, k_RKH, v_RKH, *ends, window_size=(-1, 0), **gqa)
+    sizes = ends.queries, ends.keys, ends.max_queries, ends.max_keys
+    o_TNH = varlen_attn(q_TNH, k_RKH, v_RKH, *sizes, window_size=(-1, 0), **gqa)
     assert isinstance(o_TNH, Tensor)
     return o_TNH
 

@@ -35,6 +35,21 @@ class DecodeState:
         """Return a view whose tables have only the first `pages` pages."""
         return dataclasses.replace(self, tables_BX=self.tables_BX[:, :pages])
 
+    def advance(self, tokens_B: Tensor, logprobs_B: Tensor, stop_tokens: Tensor) -> None:
+        """Write the tokens to the ring buffer and move each live row to its next position, or end it."""
+        B, tokens_B = len(tokens_B), tokens_B.int()
+        positions_B, slot = self.positions_B[:B], self.place_1.long()
+        is_live_B = positions_B >= 0
+        next_B = positions_B + 1
+        is_last_B = (tokens_B[:, None] == stop_tokens).any(1) | (next_B >= self.ends_B[:B])
+        is_last_B |= ~logprobs_B.isfinite()
+        ring_tokens, ring_logprobs = self.drawn_tokens_WB[:, :B], self.drawn_logprobs_WB[:, :B]
+        ring_tokens.index_copy_(0, slot, (tokens_B * is_live_B)[None])
+        ring_logprobs.index_copy_(0, slot, logprobs_B.where(is_live_B, 0)[None])
+        self.tokens_B[:B].copy_(tokens_B.where(is_live_B, self.tokens_B[:B]))
+        positions_B.copy_(next_B.where(is_live_B & ~is_last_B, -1))
+        self.place_1.add_(1)
+
     @classmethod
     def empty(cls, rows: int, pages: int, steps: int, device: torch.device | str) -> "DecodeState":
         """Return a state with no row in use."""

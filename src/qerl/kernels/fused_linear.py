@@ -29,7 +29,7 @@ from torch import Tensor
 
 from qerl.kernels import row_kernel, swiglu
 from qerl.kernels.lora_linear import Adapter
-from qerl.kernels.matmul_fp32 import add_product, product, put_product
+from qerl.kernels.matmul_fp32 import add_product, product
 
 CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
 
@@ -295,7 +295,7 @@ def _put(y_TN: Tensor, x_TC: Tensor, w_NC: Tensor, parts: Sequence[LinearPart]) 
             bias_N = _stacked(biases) if adds_bias else x_TC.new_empty(1)
             torch.addmm(bias_N, x_TC, w, beta=int(adds_bias), alpha=number, out=y)
         else:
-            put_product(y, x_TC, w, number)
+            add_product(y, x_TC, w, number, beta=0)
         if isinstance(alpha, Tensor):
             y.mul_(alpha)
         if biases and not adds_bias:

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl.formats import BF16, FP8
+from qerl.formats.fp8 import BLOCK
 from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.head_sample import CHUNK, FP8_BLOCK, BF16Head, FP8Head
+from qerl.kernels.head_sample import CHUNK, check_head
 
 _LAST_V = 2**31 - 1
 
@@ -105,10 +107,11 @@ def _chunk(
 class PortableHeadSample:
     """The same methods as `HeadSample`."""
 
-    def __init__(self, head: BF16Head | FP8Head, max_rows: int, device: torch.device):
+    def __init__(self, head: BF16 | FP8, max_rows: int, device: torch.device):
+        check_head(head)
         self._v, self._d = head.shape
-        is_fp8 = isinstance(head, FP8Head)
-        self._weight = head.codes_VD.view(torch.uint8) if is_fp8 else head.weight_VD
+        is_fp8 = isinstance(head, FP8)
+        self._weight = head.codes.view(torch.uint8) if is_fp8 else head.weight
         self._scales = head.scales if is_fp8 else None
         self._operand = tl.float32 if device.type == "cpu" else tl.bfloat16  # on a CPU Triton interprets
         tiles = -(-self._v // CHUNK)
@@ -146,17 +149,8 @@ class PortableHeadSample:
 
     def step(self, hidden_MD: Tensor, state: DecodeState, stop_tokens: Tensor, temperature: Tensor) -> None:
         m = len(hidden_MD)
-        positions_M = state.positions_B[:m]
-        tokens_M, logprobs_M = self.draw(hidden_MD, state.keys_B[:m], positions_M, temperature)
-        is_live_M = positions_M >= 0
-        place = state.place_1.long()
-        state.drawn_tokens_WB[:, :m].index_copy_(0, place, torch.where(is_live_M, tokens_M, 0)[None])
-        state.drawn_logprobs_WB[:, :m].index_copy_(0, place, torch.where(is_live_M, logprobs_M, 0.0)[None])
-        has_ended_M = (tokens_M[:, None] == stop_tokens).any(1) | ~logprobs_M.isfinite()
-        has_ended_M |= positions_M + 1 >= state.ends_B[:m]
-        state.tokens_B[:m].copy_(torch.where(is_live_M, tokens_M, state.tokens_B[:m]))
-        positions_M.copy_(torch.where(is_live_M & ~has_ended_M, positions_M + 1, -1))
-        state.place_1.add_(1)
+        tokens_M, logprobs_M = self.draw(hidden_MD, state.keys_B[:m], state.positions_B[:m], temperature)
+        state.advance(tokens_M, logprobs_M, stop_tokens)
 
     def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV, is_given: int) -> Tensor:
         m, tiles = len(hidden_MD), self._tokens.shape[1]
@@ -180,7 +174,7 @@ class PortableHeadSample:
             DRAWS=logits_MV is None,
             BLOCK_V=CHUNK,
             BLOCK_M=16,
-            BLOCK_K=FP8_BLOCK if self._d % FP8_BLOCK == 0 else 64,
+            BLOCK_K=BLOCK if self._d % BLOCK == 0 else 64,
             OPERAND=self._operand,
         )
         return partials

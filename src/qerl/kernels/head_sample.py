@@ -9,8 +9,8 @@ random numbers: as easy as 1, 2, 3; SC 2011) of the counter (v // 4, position, 0
 depends on (key, position, v) only. Temperature 0 takes the first of the largest logits, with the logprob of
 temperature 1. A row with a logit that is not finite gets logprob NaN and ends.
 
-    BF16    weight_VD bfloat16                        the embedding's own storage, if they are tied
-    FP8     codes_VD float8_e4m3fn, scales float32 [ceil(V / 128), D / 128]    formats/fp8.py
+    BF16    weight bfloat16 [V, D]                    the embedding's own storage, if they are tied
+    FP8     codes float8_e4m3fn [V, D], scales float32 [ceil(V / 128), D / 128]    formats/fp8.py
     NVFP4   tiles uint8 [V / 64, D / 64, 2304], factors_V float32              nvfp4_decode.py
 
 Two launches: the product, which writes 16 bytes per 64 of the vocabulary (the best score, its v, its logit,
@@ -21,13 +21,15 @@ M, the other rows or the tile chosen for M (tests/kernels/test_head_sample.py). 
 
 import dataclasses
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
+from qerl.formats import BF16, FP8
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.nvfp4_tile import TILE_BYTES
 from qerl.kernels.nvrtc import addresses, compiled, tensor_map
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
 CASES = ((1, 1008, 192), (7, 4096, 896), (8, 2064, 3584), (64, 1040, 576), (65, 640, 1024), (256, 1616, 320))
 CHUNK = 64  # of the vocabulary; its best token and sum are one partial result
-WEIGHT_TILE_BYTES = 2304  # 64 x 64 of NVFP4
-FP8_BLOCK = 128
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _MASK = 2**32 - 1
 _DRAWS, _LOGITS, _SCORES = 0, 1, 2  # what the product writes
@@ -90,38 +90,6 @@ def reference(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BF16Head:
-    weight_VD: Tensor
-
-    def __post_init__(self):
-        assert self.weight_VD.dtype == torch.bfloat16 and self.weight_VD.is_contiguous()
-        assert self.shape[0] % 16 == 0 and self.shape[1] % 64 == 0
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight_VD.shape[0], self.weight_VD.shape[1]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class FP8Head:
-    """A head with the tensors of formats/fp8.py."""
-
-    codes_VD: Tensor
-    scales: Tensor
-
-    def __post_init__(self):
-        (v, d), scales = self.shape, self.scales
-        assert self.codes_VD.dtype == torch.float8_e4m3fn and self.codes_VD.is_contiguous()
-        assert v % 16 == 0 and d % FP8_BLOCK == 0
-        assert scales.shape == (-(-v // FP8_BLOCK), d // FP8_BLOCK)
-        assert scales.dtype == torch.float32 and scales.is_contiguous()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes_VD.shape[0], self.codes_VD.shape[1]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class NVFP4Head:
     """A head with the results of nvfp4_decode's `pack` and `row_factors`."""
 
@@ -129,19 +97,24 @@ class NVFP4Head:
     factors_V: Tensor
 
     def __post_init__(self):
-        v, d = self.shape
-        assert self.tiles.dtype == torch.uint8 and self.tiles.is_contiguous() and d % 128 == 0
-        assert self.tiles.shape[2] == WEIGHT_TILE_BYTES
-        assert self.factors_V.shape == (v,) and self.factors_V.dtype == torch.float32
-        assert self.factors_V.is_contiguous()
+        assert self.tiles.dtype == torch.uint8 and self.tiles.shape[2] == TILE_BYTES
+        assert self.factors_V.shape == self.shape[:1] and self.factors_V.dtype == torch.float32
 
     @property
     def shape(self) -> tuple[int, int]:
         return 64 * self.tiles.shape[0], 64 * self.tiles.shape[1]
 
 
-Head = BF16Head | FP8Head | NVFP4Head
-_FORMATS = {BF16Head: 0, FP8Head: 1, NVFP4Head: 2}
+Head = BF16 | FP8 | NVFP4Head
+HeadSampler: TypeAlias = "HeadSample | PortableHeadSample"
+_FORMATS = {BF16: 0, FP8: 1, NVFP4Head: 2}
+
+
+def check_head(head: Head) -> None:
+    """Assert what both samplers need."""
+    v, d = head.shape
+    assert v % 16 == 0 and d % (64 if isinstance(head, BF16) else 128) == 0
+    assert all(tensor.is_contiguous() for tensor in vars(head).values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +137,7 @@ class HeadTile:
 
     @property
     def stage_bytes(self) -> int:
-        weights = (self.k_block * 128, self.k_block * 64, self.k_block // 64 * WEIGHT_TILE_BYTES)
+        weights = (self.k_block * 128, self.k_block * 64, self.k_block // 64 * TILE_BYTES)
         used = self.tokens * self.k_block * 2 + self.warpgroups * weights[self.format]
         return -(-used // 1024) * 1024
 
@@ -227,7 +200,7 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     return HeadTile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
 
 
-def head_sampler(head: Head, max_rows: int, device: torch.device) -> "HeadSample | PortableHeadSample":
+def head_sampler(head: Head, max_rows: int, device: torch.device) -> HeadSampler:
     """Return the sampler that the device supports."""
     if torch.cuda.get_device_capability(device)[0] == 9:
         return HeadSample(head, max_rows, device)
@@ -242,6 +215,7 @@ class HeadSample:
     """The kernels for one head, compiled on first use, and their workspace. Use one object per stream."""
 
     def __init__(self, head: Head, max_rows: int, device: torch.device):
+        check_head(head)
         self.head, self._device = head, device
         self._format, (self._v, self._d) = _FORMATS[type(head)], head.shape
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -306,11 +280,11 @@ class HeadSample:
             assert temperature.dtype == torch.float32 and temperature.shape == (1,)
         tile = choose_tile(m, self._format, self._d)
         weight_map, tiles, factors = bytes(128), None, None
-        if isinstance(self.head, BF16Head):
-            weight_map = tensor_map(self.head.weight_VD, 64, tile.k_block)
-        elif isinstance(self.head, FP8Head):
+        if isinstance(self.head, BF16):
+            weight_map = tensor_map(self.head.weight, 64, tile.k_block)
+        elif isinstance(self.head, FP8):
             hidden_MD, factors = self._in_code_order(hidden_MD), self.head.scales
-            weight_map = tensor_map(self.head.codes_VD.view(torch.bfloat16), 64, tile.k_block // 2)
+            weight_map = tensor_map(self.head.codes.view(torch.bfloat16), 64, tile.k_block // 2)
         else:
             tiles, factors = self.head.tiles, self.head.factors_V
         pointers = (keys, positions, temperature, factors, self._partials, logits_MV)

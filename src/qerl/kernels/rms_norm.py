@@ -49,7 +49,7 @@ def rms_norm(
     x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if _has_kernel(x_TD, dtype):
         room = room if x.dim() == 2 else 0
-        return _CudaNorm.apply(x_TD, weight_D, noise, eps, room, rows_T).view(x.shape)
+        return _CudaNorm.apply(x_TD, weight_D, noise, eps, room, rows_T, False)[0].view(x.shape)
     return _TorchNorm.apply(x, _noisy(weight_D, noise, rows_T), eps, dtype)
 
 
@@ -70,7 +70,7 @@ def fork(
     if not torch.is_grad_enabled():
         return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, room=room, rows_T=rows_T), h_TD
     if _has_kernel(h_TD, dtype):
-        return _CudaFork.apply(h_TD, weight_D, noise, eps, room, rows_T)
+        return _CudaNorm.apply(h_TD, weight_D, noise, eps, room, rows_T, True)
     return rms_norm(h_TD, weight_D, noise, eps, dtype=dtype, rows_T=rows_T), h_TD.clone()
 
 
@@ -111,46 +111,32 @@ class _TorchNorm(torch.autograd.Function):
 
 
 class _CudaNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TD, weight_D, noise, eps, room, rows_T):
-        return _normed(ctx, x_TD, weight_D, noise, rows_T, eps, room, None)
+    """Return (y, a copy of x if `copies`, else None)."""
 
     @staticmethod
-    def backward(ctx, dy_TD):  # type: ignore[override]
-        return _gradient(ctx, dy_TD, None), None, None, None, None, None
+    def forward(ctx, x_TD, weight_D, noise, eps, room, rows_T, copies):
+        T, D = x_TD.shape
+        y_TD = row_kernel.rows(T, D, room, x_TD, torch.bfloat16)
+        copy_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if copies else None
+        assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()
+        check_noise(noise, rows_T, T, D)
+        inverse_T = torch.empty(T, dtype=torch.float32, device=x_TD.device)
+        tensors = x_TD, weight_D, noise, rows_T, y_TD, copy_TD, inverse_T
+        numbers = T, x_TD.stride(0), y_TD.stride(0), struct.pack("f", eps)
+        _launch("rms_norm", x_TD, rows_T, (*tensors, *numbers))
+        ctx.save_for_backward(x_TD, weight_D, noise, rows_T, inverse_T)
+        return y_TD, copy_TD
 
-
-class _CudaFork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_TD, weight_D, noise, eps, room, rows_T):
-        copy_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, device=h_TD.device)
-        return _normed(ctx, h_TD, weight_D, noise, rows_T, eps, room, copy_TD), copy_TD
-
-    @staticmethod
-    def backward(ctx, dy_TD, dh_TD):  # type: ignore[override]
-        return _gradient(ctx, dy_TD, dh_TD.contiguous()), None, None, None, None, None
-
-
-def _normed(ctx, x_TD, weight_D, noise, rows_T, eps, room, copy_TD: Tensor | None) -> Tensor:
-    """Return y; fill copy_TD with x if given."""
-    T, D = x_TD.shape
-    y_TD = row_kernel.rows(T, D, room, x_TD, torch.bfloat16)
-    assert weight_D.dtype == torch.float32 and weight_D.shape == (D,) and weight_D.is_contiguous()
-    check_noise(noise, rows_T, T, D)
-    inverse_T = torch.empty(T, dtype=torch.float32, device=x_TD.device)
-    tensors = x_TD, weight_D, noise, rows_T, y_TD, copy_TD, inverse_T
-    _launch("rms_norm", x_TD, rows_T, (*tensors, T, x_TD.stride(0), y_TD.stride(0), struct.pack("f", eps)))
-    ctx.save_for_backward(x_TD, weight_D, noise, rows_T, inverse_T)
-    return y_TD
-
-
-def _gradient(ctx, dy_TD: Tensor, dcopy_TD: Tensor | None) -> Tensor:
-    x_TD, weight_D, noise, rows_T, inverse_T = ctx.saved_tensors
-    dy_TD = dy_TD if row_kernel.are_vectors(dy_TD) else dy_TD.contiguous()
-    dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    tensors = dy_TD, x_TD, weight_D, noise, rows_T, inverse_T, dcopy_TD, dx_TD
-    _launch("rms_norm_backward", x_TD, rows_T, (*tensors, len(x_TD), dy_TD.stride(0), x_TD.stride(0)))
-    return dx_TD
+    def backward(ctx, dy_TD, dcopy_TD):  # type: ignore[override]
+        x_TD, weight_D, noise, rows_T, inverse_T = ctx.saved_tensors
+        dy_TD = dy_TD if row_kernel.are_vectors(dy_TD) else dy_TD.contiguous()
+        dcopy_TD = None if dcopy_TD is None else dcopy_TD.contiguous()
+        dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        tensors = dy_TD, x_TD, weight_D, noise, rows_T, inverse_T, dcopy_TD, dx_TD
+        numbers = len(x_TD), dy_TD.stride(0), x_TD.stride(0)
+        _launch("rms_norm_backward", x_TD, rows_T, (*tensors, *numbers))
+        return dx_TD, None, None, None, None, None, None
 
 
 def _launch(name: str, x_TD: Tensor, rows_T: Tensor | None, parameters: tuple) -> None:

@@ -48,7 +48,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_TF):  # type: ignore[override]
-        d_T2F = _gradient(dy_TF, *ctx.saved_tensors)
+        d_T2F = _gradient("swiglu_backward", dy_TF, *ctx.saved_tensors)
         return *d_T2F.chunk(2, 1), None
 
 
@@ -68,14 +68,11 @@ def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None) -> Non
 
 def wide_gradient(dy_TF: Tensor, gate_TF: Tensor, y_TF: Tensor) -> Tensor:
     """Return [dgate, dup] in one tensor, from what `put_swiglu` filled."""
-    T, width = gate_TF.shape
     assert gate_TF.is_contiguous() and y_TF.shape == gate_TF.shape
-    d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
     if row_kernel.are_vectors(gate_TF, y_TF):
-        dy_TF = dy_TF if row_kernel.are_vectors(dy_TF) else dy_TF.contiguous()
-        strides = y_TF.stride(0), dy_TF.stride(0)
-        _launch("swiglu_wide_backward", dy_TF, (dy_TF, gate_TF, y_TF, d_T2F), strides)
-        return d_T2F
+        return _gradient("swiglu_wide_backward", dy_TF, gate_TF, y_TF)
+    width = gate_TF.shape[1]
+    d_T2F = gate_TF.new_empty(len(gate_TF), 2 * width)
     dy_TF, gate_TF, y_TF = dy_TF.float(), gate_TF.float(), y_TF.float()
     sigmoid_TF = gate_TF.sigmoid()
     d_T2F[:, :width] = dy_TF * (y_TF / gate_TF) * (1 + gate_TF * (1 - sigmoid_TF))
@@ -83,19 +80,12 @@ def wide_gradient(dy_TF: Tensor, gate_TF: Tensor, y_TF: Tensor) -> Tensor:
     return d_T2F
 
 
-def _gradient(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """Return [dgate, dup] in one tensor."""
-    T, width = gate_TF.shape
-    d_T2F = torch.empty(T, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
-    if row_kernel.are_vectors(gate_TF, up_TF):
-        dy_TF = dy_TF if row_kernel.are_vectors(dy_TF) else dy_TF.contiguous()
-        strides = gate_TF.stride(0), dy_TF.stride(0)
-        _launch("swiglu_backward", dy_TF, (dy_TF, gate_TF, up_TF, d_T2F), strides)
-        return d_T2F
-    dy_TF, gate_TF, up_TF = dy_TF.float(), gate_TF.float(), up_TF.float()
-    sigmoid_TF = gate_TF.sigmoid()
-    d_T2F[:, :width] = dy_TF * up_TF * sigmoid_TF * (1 + gate_TF * (1 - sigmoid_TF))
-    d_T2F[:, width:] = dy_TF * gate_TF * sigmoid_TF
+def _gradient(kernel: str, dy_TF: Tensor, gate_TF: Tensor, other_TF: Tensor) -> Tensor:
+    """Return [dgate, dup] in one tensor; other: up, or y for the wide kernel."""
+    dy_TF = dy_TF if row_kernel.are_vectors(dy_TF) else dy_TF.contiguous()
+    d_T2F = gate_TF.new_empty(len(gate_TF), 2 * gate_TF.shape[1])
+    strides = other_TF.stride(0), dy_TF.stride(0)
+    _launch(kernel, dy_TF, (dy_TF, gate_TF, other_TF, d_T2F), strides)
     return d_T2F
 
 

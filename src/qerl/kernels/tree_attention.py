@@ -19,7 +19,6 @@ other cases (CPU, fp32, other head sizes) `attention.packed_attention` computes 
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from qerl.kernels.attention import PackedLayout, flash_attention, packed_attention, reference
+from qerl.kernels.attention import PackedLayout, SequenceEnds, flash_attention, packed_attention, reference
 from qerl.types import Tree
 
 __all__ = ["CASES", "TreeLayout", "over_runs", "reference", "tree_attention"]
@@ -49,11 +48,8 @@ class TreeLayout:
 
     trees: tuple[Tree, ...]
     key_rows_R: Tensor
-    query_ends: Tensor
-    """int32: 0, then the end of each run's rows."""
-    key_ends: Tensor
-    max_queries: int
-    max_keys: int
+    ends: SequenceEnds
+    """Of each run's rows and gathered keys."""
     own_T: Tensor
     """The index among the R keys of each row's key in its own run."""
     copies: tuple[tuple[Tensor, Tensor], ...]
@@ -64,30 +60,28 @@ class TreeLayout:
         """Return the layout of trees that together cover the rows 0..T-1."""
         trees = sorted(trees, key=lambda tree: tree.start)
         key_rows: list[range] = []
-        query_ends, key_ends, own = [0], [0], list[range]()
+        num_queries, num_keys, own = list[int](), list[int](), list[range]()
         copies: list[list[tuple[range, range]]] = []
+        row = key = 0
         for tree in trees:
-            assert tree.start == query_ends[-1], "the trees leave rows out"
+            assert tree.start == row, "the trees leave rows out"
             prompt = range(tree.start, tree.start + tree.prompt_tokens)
             branches = [length for length in tree.branch_tokens if length]
             for index, length in enumerate([tree.prompt_tokens, *branches]):
                 seen = len(prompt) if index else 0
-                start, first = key_ends[-1], query_ends[-1]
-                key_rows += [prompt[:seen], range(first, first + length)]
-                own.append(range(start + seen, start + seen + length))
-                query_ends.append(first + length)
-                key_ends.append(start + seen + length)
+                key_rows += [prompt[:seen], range(row, row + length)]
+                own.append(range(key + seen, key + seen + length))
+                num_queries.append(length)
+                num_keys.append(seen + length)
                 if index:
                     copies += [[]] * (index > len(copies))
-                    copies[index - 1] = [*copies[index - 1], (prompt, range(start, start + seen))]
+                    copies[index - 1] = [*copies[index - 1], (prompt, range(key, key + seen))]
+                row, key = row + length, own[-1].stop
         as_tensor = functools.partial(_indices, device=device)
         return cls(
             trees=tuple(trees),
             key_rows_R=as_tensor(key_rows),
-            query_ends=torch.tensor(query_ends, dtype=torch.int32, device=device),
-            key_ends=torch.tensor(key_ends, dtype=torch.int32, device=device),
-            max_queries=max(b - a for a, b in itertools.pairwise(query_ends)),
-            max_keys=max(b - a for a, b in itertools.pairwise(key_ends)),
+            ends=SequenceEnds.of(num_queries, num_keys, device),
             own_T=as_tensor(own),
             copies=tuple(
                 (as_tensor([rows for rows, _ in pairs]), as_tensor([copied for _, copied in pairs]))
@@ -150,8 +144,7 @@ class _OverRuns(torch.autograd.Function):
 
 
 def _flash(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: TreeLayout) -> Tensor:
-    ends = layout.query_ends, layout.key_ends, layout.max_queries, layout.max_keys
-    return flash_attention(q_TNH, k_RKH, v_RKH, *ends)
+    return flash_attention(q_TNH, k_RKH, v_RKH, layout.ends)
 
 
 def _sum_copies(d_RKH: Tensor, layout: TreeLayout) -> Tensor:
