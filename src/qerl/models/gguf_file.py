@@ -133,11 +133,7 @@ def _hf_name(file: Path, ggml_name: str) -> str:
 
 def _hf_config(file: Path, metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the entries of config.json that `architecture.from_hf_config` reads."""
-    family = metadata.get("general.architecture")
-    if not isinstance(family, str) or family not in _FAMILIES:
-        raise UserError(
-            f"{file}: architecture {family!r} is not supported in GGUF; supported: {', '.join(_FAMILIES)}"
-        )
+    family = metadata["general.architecture"]
     if (num_parts := metadata.get("split.count", 0)) not in (0, 1):
         raise UserError(f"{file}: is one of {num_parts} parts; merge them with gguf-split first")
     if metadata.get(f"{family}.expert_count", 0) != 0:
@@ -200,7 +196,7 @@ def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
     try:
         file_bytes = file.stat().st_size
         with file.open("rb", buffering=1 << 20) as stream:
-            return _parse_stream(GgufCursor(stream, file_bytes), file_bytes)
+            return _parse_stream(file, GgufCursor(stream, file_bytes), file_bytes)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except (_DamagedError, ValueError, struct.error) as error:
@@ -247,7 +243,9 @@ class GgufCursor:
         return [item for (item,) in struct.iter_unpack(letter, self.take(count * struct.calcsize(letter)))]
 
 
-def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
+def _parse_stream(
+    file: Path, cursor: GgufCursor, file_bytes: int
+) -> tuple[dict[str, Any], list[_GgufEntry]]:
     if cursor.take(4) != b"GGUF":
         raise _DamagedError("it does not begin with GGUF")
     version = cursor.number("I")
@@ -258,6 +256,7 @@ def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], 
     for _ in range(num_keys):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.number("I"))
+    _check_family(file, metadata.get("general.architecture"))
     infos = []
     for _ in range(num_tensors):
         name = cursor.string()
@@ -270,6 +269,14 @@ def _parse_stream(cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], 
     return metadata, [
         _entry(name, shape, kind, data_begin + at, file_bytes) for name, shape, kind, at in infos
     ]
+
+
+def _check_family(file: Path, family: Any) -> None:
+    """Raise UserError for an unsupported family, whose tensors have names and types of their own."""
+    if not isinstance(family, str) or family not in _FAMILIES:
+        raise UserError(
+            f"{file}: architecture {family!r} is not supported in GGUF; supported: {', '.join(_FAMILIES)}"
+        )
 
 
 def _entry(
