@@ -1,14 +1,22 @@
 """Each mistake is one line that says what and where, and exit code 2."""
 
+import importlib.metadata
 import json
+import re
 import runpy
 import struct
 import sys
 
 import pytest
+import tyro
 
 import tiny_run
 from qerl.cli import main
+from qerl.cli.arguments import check_options
+from qerl.cli.bench.options import BenchStepOptions
+from qerl.cli.plan import PlanOptions
+from qerl.config import RunConfig
+from qerl.config.options import EvalOptions, ServeOptions
 from qerl.config.recipes import RECIPES
 from qerl.errors import UserError
 
@@ -301,3 +309,43 @@ def test_quantize_writes_a_checkpoint_that_trains_as_it_is(monkeypatch, capsys, 
         assert qerl(monkeypatch, "train", "demo", *given) == 0
     a, b = ((tmp_path / run / "samples.jsonl").read_text() for run in "ab")
     assert a == b
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--learn.lr", "did you mean --learn.learning-rate"),
+        ("--lr=1e-4", "did you mean --learn.learning-rate"),
+        ("--steps", "did you mean --num-steps"),
+        ("--sample.temp", "did you mean --sample.temperature?"),
+        ("--learn.learning_rat", "did you mean --learn.learning-rate"),
+        ("--xyzzy", "--help lists them"),
+    ],
+)
+def test_a_shortened_option_suggests_the_whole_one(monkeypatch, capsys, option, meant):
+    assert_one_line(capsys, qerl(monkeypatch, "train", "demo", option, "1"), "unknown option", meant)
+
+
+@pytest.mark.parametrize("kind", [RunConfig, EvalOptions, PlanOptions, ServeOptions, BenchStepOptions])
+def test_each_option_of_the_help_is_known_to_the_check(capsys, kind):
+    with pytest.raises(SystemExit):
+        tyro.cli(kind, args=["--help"])
+    shown = set(re.findall(r"--[a-z][a-z0-9.-]*", capsys.readouterr().out.partition("options")[2]))
+    listed = {option for option in shown if not option.startswith("--help")}
+    check_options(kind, listed | {"--help"})
+    assert len(listed) > 10
+
+
+def test_the_version_is_printed(monkeypatch, capsys):
+    assert qerl(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"qerl {importlib.metadata.version('qerl')}\n"
+
+
+def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
+    """Whoever reads a pipe sees that something happens: torch and transformers take seconds."""
+    stops = "class Stops:\n def find_spec(self, name, *more):\n  if name == 'torch': sys.exit(7)\n"
+    code = f"import sys\n{stops}sys.meta_path.insert(0, Stops())\nfrom qerl.cli.main import main\nmain()"
+    for command in (["train", "demo", *tiny_run.options(files, tmp_path / "run")], ["eval", "model"]):
+        process = tiny_run.launched("-c", code, *command)
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 7 and (out or error).startswith(f"{command[0]} {command[1]}: ")

@@ -1,8 +1,10 @@
 """Parse the arguments of a command: names first, then the options of a dataclass."""
 
+import dataclasses
+import difflib
 import itertools
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Annotated, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -19,6 +21,7 @@ def parse_options(
     description: str | None = None,
 ) -> Options:
     """Return the options; print help, with the description, and exit if --help is among the arguments."""
+    check_options(kind, arguments)
     prog = f"qerl {command}"
     if default is None:
         return tyro.cli(kind, args=arguments, prog=prog, description=description)
@@ -44,3 +47,44 @@ def check_known(name: str, known: Iterable[str], kind: str) -> str:
             f"unknown {kind} {name}" + (did_you_mean(name, names) or f"; choose from {', '.join(names)}")
         )
     return name
+
+
+def check_options(kind: type, arguments: Iterable[str]) -> None:
+    """Raise UserError with the nearest options for one that the dataclass does not have."""
+    known = {f"--{name}" for name in option_names(kind)} | {"--help"}
+    for argument in arguments:
+        option = argument.partition("=")[0].replace("_", "-")
+        if option.startswith("--") and " " not in option and not option.startswith("--tyro-"):
+            section, _, last = option.rpartition(".")
+            positive = f"{section}.{last.removeprefix('no-')}" if section else option.replace("--no-", "--", 1)
+            if option not in known and positive not in known:
+                nearest = nearest_options(option, sorted(known))
+                hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help lists them"
+                raise UserError(f"unknown option {option}{hint}")
+
+
+def option_names(kind: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of a dataclass's fields as tyro has them: learn.learning-rate."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            hint, *extras = get_args(hint)
+            name = next((n for each in extras if (n := getattr(each, "name", None)) is not None), name)
+        name = prefix + name.replace("_", "-")
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from option_names(hint, f"{name}." if name else "")
+        else:
+            yield name
+
+
+def nearest_options(option: str, known: list[str]) -> list[str]:
+    """Return up to three options: --learn.lr -> --learn.learning-rate, whose initials are lr."""
+    section, _, last = option.removeprefix("--").rpartition(".")
+
+    def is_short_for(name: str) -> bool:
+        end = name.removeprefix("--").rpartition(".")[2]
+        initials = "".join(word[0] for word in end.split("-") if word)
+        return last == initials or last in end.split("-") or end.startswith(last)
+
+    short = sorted(filter(is_short_for, known), key=len)
+    in_section = [name for name in short if section and name.startswith(f"--{section}.")]
+    return (in_section or short or difflib.get_close_matches(option, known, n=3, cutoff=0.6))[:3]

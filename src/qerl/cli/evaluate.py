@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 from qerl.cli.arguments import parse_options, split_names, wants_help
 from qerl.config import ModelConfig, RunConfig
@@ -32,6 +33,8 @@ def run(arguments: list[str]) -> None:
     if benchmarks:
         default = paper_sampling(default)
     options = parse_options(EvalOptions, arguments, f"eval {source}", default, DESCRIPTION)
+    sets = " ".join(names[1:]) or options.task.name
+    print(f"eval {source}: {sets}", file=sys.stderr, flush=True)  # the imports below take seconds
     from rich.console import Console
 
     from qerl.eval.run import run_benchmarks

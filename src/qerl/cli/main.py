@@ -4,6 +4,7 @@ A UserError prints one line and exits with code 2; a RunError prints one line an
 `--debug` anywhere shows the traceback.
 """
 
+import importlib.metadata
 import os
 import sys
 from types import ModuleType
@@ -28,7 +29,7 @@ examples:
   qerl serve runs/demo
 
 Run 'qerl COMMAND --help' for a command's arguments and options.
-Add --debug to any command to show the traceback of an error."""
+Add --debug to any command to show the traceback of an error; qerl --version prints the version."""
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "eval": evaluate,
@@ -61,6 +62,9 @@ def main() -> None:
 
 def command(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name == "--version":
+        print(f"qerl {importlib.metadata.version('qerl')}")
+        return
     if name in ("-h", "--help"):
         print(
             USAGE.format(commands="\n".join(f"  {name:10}{help_line(COMMANDS[name])}" for name in COMMANDS))

@@ -24,6 +24,7 @@ def run(arguments: list[str]) -> None:
     options = parse_options(ServeOptions, arguments, f"serve {source}", default, __doc__)
     if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    print(f"serve {source}: {options.model.format}, loading", flush=True)  # the imports take seconds
     from qerl.serve.server import serve
 
     serve(source, config, options)

@@ -55,10 +55,14 @@ def run(arguments: list[str]) -> None:
 
         default = dataclasses.replace(default, adapter=adapter_config(adapter))
     config = parse_options(RunConfig, options, f"train {name}", default)
+    is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
+    if is_first:
+        model = f"{config.model.path} in {config.model.format}"
+        print(f"train {name}: {model}, {config.num_steps} steps, {config.out}", flush=True)
     from qerl.training.session import train  # imports torch and transformers, which takes seconds
 
     result = train(config)
-    if os.environ.get("RANK", "0") == "0":  # one line for all ranks of a torchrun
+    if is_first:
         print(json.dumps(result))
 
 
