@@ -243,9 +243,7 @@ class GgufCursor:
         return [item for (item,) in struct.iter_unpack(letter, self.take(count * struct.calcsize(letter)))]
 
 
-def _parse_stream(
-    file: Path, cursor: GgufCursor, file_bytes: int
-) -> tuple[dict[str, Any], list[_GgufEntry]]:
+def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:
     if cursor.take(4) != b"GGUF":
         raise _DamagedError("it does not begin with GGUF")
     version = cursor.number("I")
