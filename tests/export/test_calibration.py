@@ -7,7 +7,8 @@ import tiny_run
 from learner.plain import causal
 from qerl.errors import UserError
 from qerl.export.calibration import load_calibration
-from qerl.models.loader import load_decoder
+from qerl.models.loader import build_decoder
+from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -34,7 +35,9 @@ def test_the_newest_prompts_come_first_each_once_with_its_different_samples(run)
 
 @torch.no_grad()
 def test_each_row_computes_what_it_does_in_its_own_sequence(run):
-    decoder = load_decoder(str(run), format="bf16", compute=torch.float32, device=CPU, resident=True)
+    decoder = build_decoder(
+        locate(str(run)).open(), format="bf16", compute=torch.float32, device=CPU, resident=True
+    )
     rows = rows_of(run, 100)
     packed_TD = decoder(rows.tokens_T, rows.positions_T, rows.attend)
     a, b = [*range(8, 11), 11, 12, 13], [*range(8, 11), *range(14, 17)]  # ab cd<|im_end|>, ab old

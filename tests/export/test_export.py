@@ -23,8 +23,9 @@ from qerl.export import export
 from qerl.learner import Learner, checkpoint
 from qerl.models.adapter import adapter_tensors, add_adapter, load_adapter, publish
 from qerl.models.compressed_tensors import write_quantized
-from qerl.models.loader import load_decoder
+from qerl.models.loader import build_decoder
 from qerl.models.peft_reader import adapter_config, read_adapter
+from qerl.models.source import locate
 
 FAMILIES = ("llama", "qwen2")
 TOKENS = torch.arange(3, 40) * 7 % 250
@@ -36,8 +37,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 
 def decoder_of(config):
     model = config.model
-    return load_decoder(
-        model.path, format=model.format, compute=torch.float32, device=torch.device("cpu"), resident=False
+    return build_decoder(
+        locate(model.path).open(),
+        format=model.format,
+        compute=torch.float32,
+        device=torch.device("cpu"),
+        resident=False,
     )
 
 

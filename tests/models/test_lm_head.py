@@ -20,9 +20,10 @@ from qerl.kernels.nvfp4_decode import row_factors, unpack
 from qerl.learner import Learner
 from qerl.models import lm_head as op
 from qerl.models.compressed_tensors import write_quantized
-from qerl.models.loader import load_decoder
+from qerl.models.loader import build_decoder
 from qerl.models.packed_linear import PackedNVFP4
 from qerl.models.random_weights import random_decoder
+from qerl.models.source import locate
 from qerl.types import Group
 
 PACKED, V, D = ("fp8", "nvfp4"), 704, 256
@@ -40,7 +41,7 @@ def head_of(weight_VD, format):
     return head
 
 
-def build_decoder(head, *, tied=False, compute=torch.float32):
+def with_head(head, *, tied=False, compute=torch.float32):
     architecture = dataclasses.replace(SMALL, tied_head=tied)
     cpu = torch.device("cpu")
     decoder = random_decoder(architecture, format="nvfp4", rank=8, device=cpu, seed=3, compute=compute)
@@ -51,7 +52,9 @@ def build_decoder(head, *, tied=False, compute=torch.float32):
 
 def load(path, head, format="nvfp4", compute=torch.float32, resident=False):
     cpu = torch.device("cpu")
-    return load_decoder(str(path), format=format, compute=compute, device=cpu, resident=resident, head=head)
+    return build_decoder(
+        locate(str(path)).open(), format=format, compute=compute, device=cpu, resident=resident, head=head
+    )
 
 
 @pytest.mark.parametrize("chunk_rows", [128, 256, V])
@@ -102,7 +105,7 @@ def test_a_resident_head_has_the_same_numbers(format, compute, rng):
 def test_an_untied_heads_full_weight_is_freed_and_a_tied_ones_is_the_embeddings(format, bytes_per_weight):
     packed_bytes = math.ceil(SMALL.vocab_size * SMALL.width * bytes_per_weight)
     for tied, freed_bytes in ((True, 0), (False, 4 * SMALL.vocab_size * SMALL.width)):
-        before, after = build_decoder("bf16", tied=tied), build_decoder(format, tied=tied)
+        before, after = with_head("bf16", tied=tied), with_head(format, tied=tied)
         assert after.lm_head.weight is None
         assert torch.equal(after.embed_tokens.weight, before.embed_tokens.weight)
         assert after.num_bytes - before.num_bytes == pytest.approx(packed_bytes - freed_bytes, abs=4)
@@ -114,7 +117,7 @@ def test_an_untied_heads_full_weight_is_freed_and_a_tied_ones_is_the_embeddings(
 @pytest.mark.parametrize("format", PACKED)
 def test_the_sampler_and_the_learner_have_the_same_policy(format, tied):
     """In fp32 they differ by rounding alone, where another head would make them differ by 0.01 and more."""
-    decoder = build_decoder(format, tied=tied)
+    decoder = with_head(format, tied=tied)
     engine = engine_of(decoder, stop_token_ids=frozenset())
     prompts_P = prompts_of(9, 5, 30)
     config = RunConfig(num_prompts=3, num_generations=4, sample=SampleConfig(max_tokens=12, temperature=0.8))
@@ -133,7 +136,7 @@ def test_the_sampler_and_the_learner_have_the_same_policy(format, tied):
         metrics = Learner(decoder, config).step(groups)
         assert metrics["mismatch_max"] < 2e-5
         engine.publish(1)
-    full = build_decoder("bf16", tied=tied)
+    full = with_head("bf16", tied=tied)
     truth_T = packed_logprobs(full, prompts_P[0], samples[0], 0.8).gather(
         1, torch.tensor(samples[0].tokens_T)[:, None]
     )

@@ -16,9 +16,9 @@ from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, NVFP4
 from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.compressed_tensors import write_quantized
-from qerl.models.loader import load_decoder
+from qerl.models.loader import build_decoder
 from qerl.models.packed_linear import PackedNVFP4, tiles_of
-from qerl.models.source import BUILT_IN
+from qerl.models.source import BUILT_IN, locate
 from qerl.models.tokenizer import load_tokenizer
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])
@@ -27,7 +27,9 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 
 def load(path, *, format="bf16", compute=torch.float32, resident=False):
     cpu = torch.device("cpu")
-    return load_decoder(str(path), format=format, compute=compute, device=cpu, resident=resident)
+    return build_decoder(
+        locate(str(path)).open(), format=format, compute=compute, device=cpu, resident=resident
+    )
 
 
 def attend(layer_index, q_TNH, k_TKH, v_TKH):
@@ -328,11 +330,13 @@ def test_a_scale_that_means_nan_is_refused(tmp_path):
 PEAKS = """
 import sys, torch
 from pathlib import Path
-from qerl.models.loader import load_decoder
+from qerl.models.loader import build_decoder
+from qerl.models.source import locate
 
 def load(path):
     cpu = torch.device("cpu")
-    return load_decoder(path, format="nvfp4", compute=torch.bfloat16, device=cpu, resident=False)
+    checkpoint = locate(path).open()
+    return build_decoder(checkpoint, format="nvfp4", compute=torch.bfloat16, device=cpu, resident=False)
 
 def resident_bytes(which):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if which in line)

@@ -36,9 +36,8 @@ from qerl.config import AlgoConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Importance:
-    """IMPORTANCE["icepop"] is Importance(name="icepop", old=of_learner, rho=by_token, bound=windowed)."""
+    """IMPORTANCE["icepop"] is Importance(old=of_learner, rho=by_token, bound=windowed)."""
 
-    name: str
     old: Callable[[Tensor, Tensor], Tensor]
     """(learner_old_T, sampler_T) -> denominator of PPO's ratio."""
     rho: Callable[[Tensor, Segments], Tensor]
@@ -106,15 +105,13 @@ def veto(log_ratio_T: Tensor, spans: Segments, algo: AlgoConfig) -> Tensor:
 
 
 IMPORTANCE: dict[str, Importance] = {
-    "truncated": Importance(name="truncated", old=of_learner, rho=by_token, bound=capped),
-    "truncated_sequence": Importance(
-        name="truncated_sequence", old=of_learner, rho=by_sequence, bound=capped
-    ),
-    "masked": Importance(name="masked", old=of_learner, rho=by_token, bound=dropped),
-    "masked_sequence": Importance(name="masked_sequence", old=of_learner, rho=by_sequence, bound=dropped),
-    "icepop": Importance(name="icepop", old=of_learner, rho=by_token, bound=windowed),
-    "ratio": Importance(name="ratio", old=of_sampler, rho=uniform, bound=unbounded),
-    "none": Importance(name="none", old=of_learner, rho=uniform, bound=unbounded),
+    "truncated": Importance(old=of_learner, rho=by_token, bound=capped),
+    "truncated_sequence": Importance(old=of_learner, rho=by_sequence, bound=capped),
+    "masked": Importance(old=of_learner, rho=by_token, bound=dropped),
+    "masked_sequence": Importance(old=of_learner, rho=by_sequence, bound=dropped),
+    "icepop": Importance(old=of_learner, rho=by_token, bound=windowed),
+    "ratio": Importance(old=of_sampler, rho=uniform, bound=unbounded),
+    "none": Importance(old=of_learner, rho=uniform, bound=unbounded),
 }
 REJECTIONS: dict[str, Callable[[Tensor, Segments, AlgoConfig], Tensor]] = {
     "geometric": geometric,

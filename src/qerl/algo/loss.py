@@ -51,9 +51,8 @@ class Weights(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """LOSSES["dapo"] is Loss(name="dapo", objective=clipped, weights=token_mean)."""
+    """LOSSES["dapo"] is Loss(objective=clipped, weights=token_mean)."""
 
-    name: str
     objective: Callable[[Tensor, Tensor, Tensor, Segments, AlgoConfig], tuple[Tensor, Tensor]]
     """(logprob_T, old_T, advantage_T, spans, algo) -> (loss_T, held_T). held_T is the share of the gradient
     of -ratio A that is held back: 1 where it is clipped, 0 where it is not."""
@@ -151,13 +150,13 @@ def constant(lengths_P_G: list[list[int]], *, num_samples: int, max_tokens: int)
 
 
 LOSSES: dict[str, Loss] = {
-    "grpo": Loss(name="grpo", objective=clipped, weights=sample_mean),
-    "dapo": Loss(name="dapo", objective=clipped, weights=token_mean),
-    "dr_grpo": Loss(name="dr_grpo", objective=clipped, weights=constant),
-    "bnpo": Loss(name="bnpo", objective=clipped, weights=group_mean),
-    "gspo": Loss(name="gspo", objective=sequence_clipped, weights=sample_mean),
-    "gspo_token": Loss(name="gspo_token", objective=sequence_token_clipped, weights=sample_mean),
-    "cispo": Loss(name="cispo", objective=weighted, weights=token_mean),
-    "sapo": Loss(name="sapo", objective=gated, weights=sample_mean),
-    "maspo": Loss(name="maspo", objective=soft, weights=token_mean),
+    "grpo": Loss(objective=clipped, weights=sample_mean),
+    "dapo": Loss(objective=clipped, weights=token_mean),
+    "dr_grpo": Loss(objective=clipped, weights=constant),
+    "bnpo": Loss(objective=clipped, weights=group_mean),
+    "gspo": Loss(objective=sequence_clipped, weights=sample_mean),
+    "gspo_token": Loss(objective=sequence_token_clipped, weights=sample_mean),
+    "cispo": Loss(objective=weighted, weights=token_mean),
+    "sapo": Loss(objective=gated, weights=sample_mean),
+    "maspo": Loss(objective=soft, weights=token_mean),
 }

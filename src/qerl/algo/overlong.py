@@ -15,9 +15,8 @@ from qerl.types import Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Overlong:
-    """OVERLONG["mask"] is Overlong(name="mask", penalty=no_penalty, is_kept=is_complete)."""
+    """OVERLONG["mask"] is Overlong(penalty=no_penalty, is_kept=is_complete)."""
 
-    name: str
     penalty: Callable[[int, int, int], float]
     """(length, max_tokens, buffer_tokens) -> number in [-1, 0] that is added to the reward."""
     is_kept: Callable[[Sample], bool]
@@ -44,7 +43,7 @@ def is_complete(sample: Sample) -> bool:
 
 
 OVERLONG: dict[str, Overlong] = {
-    "keep": Overlong(name="keep", penalty=no_penalty, is_kept=always),
-    "mask": Overlong(name="mask", penalty=no_penalty, is_kept=is_complete),
-    "shape": Overlong(name="shape", penalty=soft_penalty, is_kept=always),
+    "keep": Overlong(penalty=no_penalty, is_kept=always),
+    "mask": Overlong(penalty=no_penalty, is_kept=is_complete),
+    "shape": Overlong(penalty=soft_penalty, is_kept=always),
 }

@@ -38,9 +38,8 @@ class NoiseState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """RULES["adaptive"] is Rule(name="adaptive", sigma=controlled, after=adapted(adaptive))."""
+    """RULES["adaptive"] is Rule(sigma=controlled, after=adapted(adaptive))."""
 
-    name: str
     sigma: Callable[[NoiseState, int, int, NoiseConfig], float]
     """(state, step, num_steps, noise) -> sigma of this step."""
     after: Callable[[NoiseState, int, Mapping[str, float], NoiseConfig], NoiseState]
@@ -102,9 +101,9 @@ def adapted(move: Callable[[float, float, ControlConfig], float]) -> Callable[..
 
 
 RULES: dict[str, Rule] = {
-    **{name: Rule(name=name, sigma=scheduled, after=unchanged) for name in SCHEDULES},
-    "adaptive": Rule(name="adaptive", sigma=controlled, after=adapted(adaptive)),
-    "plappert": Rule(name="plappert", sigma=controlled, after=adapted(plappert)),
+    **{name: Rule(sigma=scheduled, after=unchanged) for name in SCHEDULES},
+    "adaptive": Rule(sigma=controlled, after=adapted(adaptive)),
+    "plappert": Rule(sigma=controlled, after=adapted(plappert)),
 }
 
 

@@ -32,35 +32,15 @@ def sigma(
     return SCHEDULES[schedule](sigma_start, sigma_end, fraction)
 
 
-def _exponential(start: float, end: float, fraction: float) -> float:
-    return start ** (1.0 - fraction) * end**fraction
-
-
 def _linear(start: float, end: float, fraction: float) -> float:
     return start * (1.0 - fraction) + end * fraction
 
 
-def _cosine(start: float, end: float, fraction: float) -> float:
-    return _linear(start, end, (1.0 - math.cos(math.pi * fraction)) / 2.0)
-
-
-def _logarithmic(start: float, end: float, fraction: float) -> float:
-    return _linear(start, end, math.log2(1.0 + fraction))
-
-
-def _constant(start: float, end: float, fraction: float) -> float:
-    return start
-
-
-def _none(start: float, end: float, fraction: float) -> float:
-    return 0.0
-
-
 SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
-    "exponential": _exponential,
+    "exponential": lambda start, end, f: start ** (1.0 - f) * end**f,
     "linear": _linear,
-    "cosine": _cosine,
-    "logarithmic": _logarithmic,
-    "constant": _constant,
-    "none": _none,
+    "cosine": lambda start, end, f: _linear(start, end, (1.0 - math.cos(math.pi * f)) / 2.0),
+    "logarithmic": lambda start, end, f: _linear(start, end, math.log2(1.0 + f)),
+    "constant": lambda start, end, f: start,
+    "none": lambda start, end, f: 0.0,
 }

@@ -43,6 +43,6 @@ def run(arguments: list[str]) -> None:
         raise UserError("plan needs one model or the name of a shape: qerl plan MODEL --gpu-gb GB")
     refuse_former_names(arguments)
     options = parse_options(PlanOptions, arguments, f"plan {names[0]}", description=DESCRIPTION)
-    from qerl.learner.plan import format_plan
+    from qerl.learner.plan.report import format_plan
 
     print(format_plan(names[0], options.run, gpu_gb=options.gpu_gb, prompt_tokens=options.prompt_tokens))

@@ -10,14 +10,19 @@ from qerl.learner import checkpoint
 from qerl.models.adapter import add_adapter, load_adapter
 from qerl.models.decoder import Decoder
 from qerl.models.linear import QuantLinear
-from qerl.models.loader import load_decoder
+from qerl.models.loader import build_decoder
+from qerl.models.source import locate
 
 
 def load_fp32_policy(run: Path, config: RunConfig, device: torch.device) -> Decoder:
     """Load the run's model, in the run's format, with the adapter of its newest checkpoint."""
     learned = checkpoint.latest_adapter(run / "checkpoints")
-    decoder = load_decoder(
-        config.model.path, format=config.model.format, compute=torch.float32, device=device, resident=False
+    decoder = build_decoder(
+        locate(config.model.path).open(),
+        format=config.model.format,
+        compute=torch.float32,
+        device=device,
+        resident=False,
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
     load_adapter(decoder, learned)

@@ -16,12 +16,12 @@ import dataclasses
 import io
 import math
 import re
-import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,19 +41,6 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}
-_SCALARS = {  # struct's letters by gguf.GGUFValueType
-    gguf.GGUFValueType.UINT8: "B",
-    gguf.GGUFValueType.INT8: "b",
-    gguf.GGUFValueType.UINT16: "H",
-    gguf.GGUFValueType.INT16: "h",
-    gguf.GGUFValueType.UINT32: "I",
-    gguf.GGUFValueType.INT32: "i",
-    gguf.GGUFValueType.FLOAT32: "f",
-    gguf.GGUFValueType.BOOL: "?",
-    gguf.GGUFValueType.UINT64: "Q",
-    gguf.GGUFValueType.INT64: "q",
-    gguf.GGUFValueType.FLOAT64: "d",
 }
 _CHUNK_BYTES = 1 << 20
 _MAX_NUMBER = 1e12
@@ -199,7 +186,7 @@ def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
             return _parse_stream(file, GgufCursor(stream, file_bytes), file_bytes)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except (_DamagedError, ValueError, struct.error) as error:
+    except (_DamagedError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{file}: damaged, or not a GGUF file: {reason}") from error
 
@@ -222,8 +209,12 @@ class GgufCursor:
             raise _DamagedError(f"it ends before byte {self.offset}")
         return self.stream.read(num_bytes)
 
-    def number(self, letter: str) -> Any:
-        return struct.unpack("<" + letter, self.take(struct.calcsize("<" + letter)))[0]
+    def numbers(self, kind: npt.DTypeLike, count: int) -> list[Any]:
+        dtype = np.dtype(kind).newbyteorder("<")
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+
+    def number(self, kind: npt.DTypeLike) -> Any:
+        return self.numbers(kind, 1)[0]
 
     def string(self) -> str:
         return self.take(int.from_bytes(self.take(8), "little")).decode("utf-8")
@@ -233,14 +224,13 @@ class GgufCursor:
         if value_type == gguf.GGUFValueType.STRING:
             return self.string()
         if value_type != gguf.GGUFValueType.ARRAY:
-            return self.number(_SCALARS[value_type])
+            return self.number(gguf.GGUFReader.gguf_scalar_to_np[value_type])
         item_type, count = gguf.GGUFValueType(self.number("I")), self.number("Q")
         if item_type == gguf.GGUFValueType.STRING:
             return [self.string() for _ in range(count)]
         if item_type == gguf.GGUFValueType.ARRAY:
             raise _DamagedError("it holds an array of arrays")
-        letter = "<" + _SCALARS[item_type]
-        return [item for (item,) in struct.iter_unpack(letter, self.take(count * struct.calcsize(letter)))]
+        return self.numbers(gguf.GGUFReader.gguf_scalar_to_np[item_type], count)
 
 
 def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict[str, Any], list[_GgufEntry]]:

@@ -26,24 +26,8 @@ from qerl.models.compressed_tensors import (
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
 from qerl.models.lm_head import LMHead, check_head
-from qerl.models.source import Checkpoint, locate
+from qerl.models.source import Checkpoint
 from qerl.models.state_dict import HEAD, architecture_of, check_tensors, linear_groups, read_float
-
-
-def load_decoder(
-    path: str,
-    *,
-    format: str,
-    compute: torch.dtype,
-    device: torch.device,
-    resident: bool,
-    head: str = "bf16",
-) -> Decoder:
-    """Locate the model, downloading it if needed, and return its decoder; see `build_decoder`."""
-    checkpoint = locate(path).open()
-    return build_decoder(
-        checkpoint, format=format, compute=compute, device=device, resident=resident, head=head
-    )
 
 
 def build_decoder(

@@ -10,6 +10,7 @@ one GPU of 80 GB. SHAPES are from the instruction models' config.json.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,14 +38,18 @@ def _shape(
     num_heads: int,
     num_kv_heads: int,
     ff_width: int,
-    vocab_size: int,
-    rope: Rope,
     *,
+    vocab_size: int,
+    theta: float = 1e6,
     head_size: int | None = None,
     norm_eps: float = 1e-6,
     max_positions: int = 32_768,
     tied_head: bool = False,
+    llama3_factor: float | None = None,
 ) -> Architecture:
+    rope = Rope(kind="default", theta=theta, original_positions=max_positions)
+    if llama3_factor is not None:
+        rope = Rope(kind="llama3", theta=theta, factor=llama3_factor, original_positions=8192)
     return Architecture(
         family=family,
         num_layers=num_layers,
@@ -65,61 +70,36 @@ def _shape(
     )
 
 
-def _qwen2(num_layers: int, width: int, heads: int, kv_heads: int, ff_width: int, tied_head: bool = False):
-    rope = Rope(kind="default", theta=1e6, original_positions=32_768)
-    vocab_size = 151_936 if tied_head else 152_064
-    shape = (num_layers, width, heads, kv_heads, ff_width, vocab_size, rope)
-    return _shape("Qwen2ForCausalLM", *shape, tied_head=tied_head)
-
-
-def _qwen3(num_layers: int, width: int, heads: int, ff_width: int, tied_head: bool = False) -> Architecture:
-    rope = Rope(kind="default", theta=1e6, original_positions=40_960)
-    shape = (num_layers, width, heads, 8, ff_width, 151_936, rope)
-    return _shape("Qwen3ForCausalLM", *shape, head_size=128, max_positions=40_960, tied_head=tied_head)
-
-
-def _llama3(num_layers: int, width: int, heads: int, ff_width: int, factor: float, tied_head: bool = False):
-    rope = Rope(kind="llama3", theta=5e5, factor=factor, original_positions=8192)
-    shape = (num_layers, width, heads, 8, ff_width, 128_256, rope)
-    sizes = {"norm_eps": 1e-5, "max_positions": 131_072}
-    return _shape("LlamaForCausalLM", *shape, **sizes, tied_head=tied_head)
-
-
-def _smollm2(num_layers: int, width: int, heads: int, kv_heads: int, ff_width: int, theta: float):
-    rope = Rope(kind="default", theta=theta, original_positions=8192)
-    shape = (num_layers, width, heads, kv_heads, ff_width, 49_152, rope)
-    return _shape("LlamaForCausalLM", *shape, norm_eps=1e-5, max_positions=8192, tied_head=True)
-
-
-def _mistral(num_layers: int, width: int, ff_width: int, vocab_size: int, theta: float) -> Architecture:
-    rope = Rope(kind="default", theta=theta, original_positions=32_768)
-    shape = (num_layers, width, 32, 8, ff_width, vocab_size, rope)
-    return _shape("MistralForCausalLM", *shape, head_size=128, norm_eps=1e-5)
-
-
-SHAPES = {
-    "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, 1e5),
-    "smollm2-360m": _smollm2(32, 960, 15, 5, 2560, 1e5),
-    "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, 1.3e5),
-    "qwen2.5-0.5b": _qwen2(24, 896, 14, 2, 4864, tied_head=True),
-    "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, tied_head=True),
-    "qwen2.5-3b": _qwen2(36, 2048, 16, 2, 11_008, tied_head=True),
+_llama = partial(_shape, "LlamaForCausalLM", norm_eps=1e-5)
+_smollm2 = partial(_llama, vocab_size=49_152, max_positions=8192, tied_head=True)
+_llama3 = partial(_llama, vocab_size=128_256, theta=5e5, max_positions=131_072)
+_mistral = partial(_shape, "MistralForCausalLM", head_size=128, norm_eps=1e-5)
+_qwen2 = partial(_shape, "Qwen2ForCausalLM", vocab_size=152_064)
+_small_qwen2 = partial(_qwen2, vocab_size=151_936, tied_head=True)
+_qwen3 = partial(_shape, "Qwen3ForCausalLM", vocab_size=151_936, head_size=128, max_positions=40_960)
+SHAPES = {  # layers, width, heads, key/value heads, width of the MLP
+    "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, theta=1e5),
+    "smollm2-360m": _smollm2(32, 960, 15, 5, 2560, theta=1e5),
+    "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, theta=1.3e5),
+    "qwen2.5-0.5b": _small_qwen2(24, 896, 14, 2, 4864),
+    "qwen2.5-1.5b": _small_qwen2(28, 1536, 12, 2, 8960),
+    "qwen2.5-3b": _small_qwen2(36, 2048, 16, 2, 11_008),
     "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18_944),
     "qwen2.5-14b": _qwen2(48, 5120, 40, 8, 13_824),
     "qwen2.5-32b": _qwen2(64, 5120, 40, 8, 27_648),
     "qwen2.5-72b": _qwen2(80, 8192, 64, 8, 29_568),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_head=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied_head=True),
-    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied_head=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
-    "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
-    "llama-3.1-8b": _llama3(32, 4096, 32, 14_336, 8.0),
-    "llama-3.2-1b": _llama3(16, 2048, 32, 8192, 32.0, tied_head=True),
-    "llama-3.2-3b": _llama3(28, 3072, 24, 8192, 32.0, tied_head=True),
-    "llama-3.3-70b": _llama3(80, 8192, 64, 28_672, 8.0),
-    "mistral-7b-v0.3": _mistral(32, 4096, 14_336, 32_768, 1e6),
-    "mistral-small-24b": _mistral(40, 5120, 32_768, 131_072, 1e8),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tied_head=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tied_head=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tied_head=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 8, 12_288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 8, 17_408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 8, 25_600),
+    "llama-3.1-8b": _llama3(32, 4096, 32, 8, 14_336, llama3_factor=8.0),
+    "llama-3.2-1b": _llama3(16, 2048, 32, 8, 8192, llama3_factor=32.0, tied_head=True),
+    "llama-3.2-3b": _llama3(28, 3072, 24, 8, 8192, llama3_factor=32.0, tied_head=True),
+    "llama-3.3-70b": _llama3(80, 8192, 64, 8, 28_672, llama3_factor=8.0),
+    "mistral-7b-v0.3": _mistral(32, 4096, 32, 8, 14_336, vocab_size=32_768),
+    "mistral-small-24b": _mistral(40, 5120, 32, 8, 32_768, vocab_size=131_072, theta=1e8),
 }
 
 

@@ -20,28 +20,13 @@ from qerl.models.safetensors_file import read_json
 from qerl.models.source import ModelSource, locate
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types: special tokens; text that is always one token
+_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-def _gpt2() -> PreTokenizer:
-    return ByteLevel(add_prefix_space=False)
-
-
-def _smollm() -> PreTokenizer:
-    return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-
-
-def _llama3() -> PreTokenizer:
-    return _split_then_bytes(_LLAMA3_SPLIT)
-
-
-def _qwen2() -> PreTokenizer:
-    return _split_then_bytes(_QWEN2_SPLIT)
 
 
 def _split_then_bytes(pattern: str) -> PreTokenizer:
@@ -51,11 +36,11 @@ def _split_then_bytes(pattern: str) -> PreTokenizer:
 
 
 _PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
-    "smollm": _smollm,
-    "gpt-2": _gpt2,
-    "default": _gpt2,
-    "llama-bpe": _llama3,
-    "qwen2": _qwen2,
+    "smollm": lambda: Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
+    "gpt-2": lambda: ByteLevel(add_prefix_space=False),
+    "default": lambda: ByteLevel(add_prefix_space=False),
+    "llama-bpe": lambda: _split_then_bytes(_LLAMA3_SPLIT),
+    "qwen2": lambda: _split_then_bytes(_QWEN2_SPLIT),
 }
 
 
@@ -98,12 +83,7 @@ def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
     tokenizer = _bpe(file, tokens, split)
     special_tokens = {
         name: tokens[index]
-        for name, key in (
-            ("bos_token", "bos"),
-            ("eos_token", "eos"),
-            ("unk_token", "unknown"),
-            ("pad_token", "padding"),
-        )
+        for name, key in _SPECIAL_TOKENS.items()
         if (index := _token_id(file, key, len(tokens))) is not None
     }
     if metadata.get("tokenizer.ggml.add_bos_token", split == "llama-bpe") and "bos_token" in special_tokens:

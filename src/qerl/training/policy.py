@@ -12,7 +12,7 @@ from qerl.learner import checkpoint
 from qerl.models.adapter import add_adapter, load_adapter
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
-from qerl.models.loader import load_decoder
+from qerl.models.loader import build_decoder
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of
@@ -42,8 +42,8 @@ def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> N
 
 def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Decoder, Engine]:
     model = config.model
-    decoder = load_decoder(
-        model.path,
+    decoder = build_decoder(
+        locate(model.path).open(),
         format=model.format,
         compute=COMPUTE[model.dtype],
         device=torch.device(model.device),

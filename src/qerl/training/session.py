@@ -17,8 +17,9 @@ from typing import Any
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.errors import require
-from qerl.learner import Learner, checkpoint, plan
+from qerl.learner import Learner, checkpoint
 from qerl.learner.distributed import Ranks, join_ranks
+from qerl.learner.plan import memory as plan
 from qerl.models.adapter import load_adapter
 from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter

@@ -30,8 +30,9 @@ from qerl.cli.bench.options import BenchStepOptions
 from qerl.cli.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
 from qerl.engine import Engine
-from qerl.learner import Learner, plan
+from qerl.learner import Learner
 from qerl.learner.distributed import ALONE, Ranks, join_ranks
+from qerl.learner.plan import memory as plan
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.random_weights import shape
