@@ -16,7 +16,7 @@ from qerl.cli.bench.measure import cuda_device
 from qerl.cli.bench.options import check_ranks
 from qerl.cli.bench.record import Origin, row_writer
 from qerl.cli.bench.roofline import ADAPTER_BYTES, LIMITS, Limit, layer_weights
-from qerl.config.counts import check_counts
+from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError
 from qerl.kernels.nvfp4_decode import MAX_TOKENS
 from qerl.models.architecture import Architecture
@@ -54,7 +54,7 @@ class LinearOptions:
     """Measure a checkout with uncommitted changes; the rows are marked dirty."""
 
     def __post_init__(self):
-        check_counts(batches=self.batches, runs=self.runs)
+        check_positive(self, "batches", "runs")
         check_ranks(self.lora_ranks)
 
 

@@ -32,7 +32,7 @@ from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import check_adapter
 from qerl.cli.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
-from qerl.config.counts import check_counts
+from qerl.config.check import check_positive
 from qerl.engine import Engine
 from qerl.errors import UserError
 from qerl.learner import Learner
@@ -106,7 +106,7 @@ class ParityOptions:
     """Measure a checkout with uncommitted changes; the rows are marked dirty."""
 
     def __post_init__(self):
-        check_counts(batch=self.batch, prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
+        check_positive(self, "batch", "prompt_tokens", "max_tokens")
         check_adapter(self.lora_rank)
         if min(self.entropies, default=1.0) <= 0:
             raise UserError(f"entropies must be positive, got {min(self.entropies)}")

@@ -21,7 +21,7 @@ from benchmarks.timing import graph_times
 from qerl.cli.bench.measure import cuda_device
 from qerl.cli.bench.options import check_ranks
 from qerl.cli.bench.record import ROOT, read_origin
-from qerl.config.counts import check_counts
+from qerl.config.check import check_positive
 from qerl.kernels import nvfp4_decode, nvfp4_tile
 from qerl.kernels.nvfp4_tile import Choice, Tile, candidates
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
@@ -53,7 +53,7 @@ class TileOptions:
     """Measure a checkout with uncommitted changes."""
 
     def __post_init__(self):
-        check_counts(runs=self.runs)
+        check_positive(self, "runs")
         check_ranks((self.lora_rank,))
 
 

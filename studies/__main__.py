@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from qerl.config.counts import check_counts
+from qerl.config.check import check_positive
 from qerl.errors import RunError, UserError, did_you_mean
 from studies.catalog import STUDIES
 from studies.findings import write_findings
@@ -44,7 +44,7 @@ class RunOptions:
     """Run only these tasks. Default: all."""
 
     def __post_init__(self):
-        check_counts(seeds=() if self.seeds is None else (self.seeds,), workers=(self.workers,))
+        check_positive(self, "seeds", "workers")
 
 
 def main(arguments: list[str]) -> None:

@@ -8,7 +8,7 @@ import tyro
 
 from qerl.cli.arguments import parse_options, split_names, wants_help
 from qerl.config import RunConfig
-from qerl.config.counts import check_counts
+from qerl.config.check import check_positive
 from qerl.config.renamed import refuse_former_names
 from qerl.errors import UserError
 
@@ -32,7 +32,7 @@ class PlanOptions:
     def __post_init__(self):
         if not 0 < self.gpu_gb < math.inf:
             raise UserError(f"gpu_gb must be positive, got {self.gpu_gb}")
-        check_counts(prompt_tokens=self.prompt_tokens)
+        check_positive(self, "prompt_tokens")
 
 
 def run(arguments: list[str]) -> None:

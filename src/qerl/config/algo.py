@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from qerl.config.check import check_not_negative, check_positive
 from qerl.errors import require
 
 
@@ -17,9 +18,7 @@ class SapoConfig:
     """How fast it closes for tokens with a negative advantage, whose gradient raises every other token."""
 
     def __post_init__(self):
-        for name in ("temperature_positive", "temperature_negative"):
-            value = getattr(self, name)
-            require(value > 0, f"algo.sapo.{name} must be positive, got {value}")
+        check_positive(self, "temperature_positive", "temperature_negative", prefix="algo.sapo.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +38,8 @@ class MaspoConfig:
     """How much the width shrinks with a negative advantage."""
 
     def __post_init__(self):
-        require(self.width > 0, f"algo.maspo.width must be positive, got {self.width}")
-        for name in ("alpha", "beta_high", "beta_low"):
-            value = getattr(self, name)
-            require(value >= 0, f"algo.maspo.{name} must not be negative, got {value}")
+        check_positive(self, "width", prefix="algo.maspo.")
+        check_not_negative(self, "alpha", "beta_high", "beta_low", prefix="algo.maspo.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,10 +140,9 @@ class AlgoConfig:
     """shape: the penalty falls from 0 to -1 over the last overlong_buffer tokens before max_tokens."""
 
     def __post_init__(self):
-        clips = "epsilon", "epsilon_high", "importance_cap", "importance_floor", "veto_ratio"
-        for name in (*clips, "overlong_buffer"):
-            value = getattr(self, name)
-            require(value > 0, f"algo.{name} must be positive, got {value}")
+        check_positive(self, "epsilon", "epsilon_high", "overlong_buffer", prefix="algo.")
+        check_positive(self, "importance_cap", "importance_floor", "veto_ratio", prefix="algo.")
+        check_not_negative(self, "beta", prefix="algo.")
         require(
             self.importance != "icepop" or self.importance_floor < self.importance_cap,
             f"algo.importance_floor must be less than importance_cap ({self.importance_cap}),"
@@ -157,7 +153,6 @@ class AlgoConfig:
             f"algo.geometric_low must be between 0 and geometric_high ({self.geometric_high}),"
             f" got {self.geometric_low}",
         )
-        require(self.beta >= 0, f"algo.beta must not be negative, got {self.beta}")
         require(
             self.branching == "none" or not self.dynamic_sampling,
             "algo.dynamic_sampling drops the groups that algo.branching needs: set only one of them",

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from qerl.config.check import check_positive
 from qerl.errors import require
 
 
@@ -32,15 +33,8 @@ class EngineConfig:
     which no row's bits depend on the others: sampler and learner then differ by noise only."""
 
     def __post_init__(self):
-        for name in (
-            "block_size",
-            "kv_cache_gb",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "decode_steps_per_sync",
-        ):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"engine.{name} must be positive, got {value}")
+        check_positive(self, "block_size", "kv_cache_gb", "decode_steps_per_sync", prefix="engine.")
+        check_positive(self, "max_num_seqs", "max_num_batched_tokens", prefix="engine.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +61,7 @@ class SampleConfig:
     """Strings that end a sample."""
 
     def __post_init__(self):
-        require(self.max_tokens > 0, f"sample.max_tokens must be positive, got {self.max_tokens}")
-        require(self.temperature > 0, f"sample.temperature must be positive, got {self.temperature}")
-        require(self.top_k is None or self.top_k > 0, f"sample.top_k must be positive, got {self.top_k}")
+        check_positive(self, "max_tokens", "temperature", "top_k", prefix="sample.")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             require(value is None or 0 < value <= 1, f"sample.{name} must be in (0, 1], got {value}")

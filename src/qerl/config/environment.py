@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qerl.errors import require
+from qerl.config.check import check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,4 @@ class EnvironmentConfig:
     """Maximum number of calls of reset or step that wait at the same time."""
 
     def __post_init__(self):
-        for name in ("max_turns", "turn_tokens", "max_concurrent"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"task.environment.{name} must be positive, got {value}")
+        check_positive(self, "max_turns", "turn_tokens", "max_concurrent", prefix="task.environment.")

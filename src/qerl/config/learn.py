@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from qerl.config.check import check_not_negative, check_positive
 from qerl.errors import require
 
 
@@ -49,20 +50,12 @@ class LearnConfig:
     """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""
 
     def __post_init__(self):
-        require(self.learning_rate > 0, f"learn.learning_rate must be positive, got {self.learning_rate}")
+        check_positive(self, "learning_rate", "max_grad_norm", "max_nonfinite_updates", prefix="learn.")
+        check_positive(self, "updates_per_step", "num_iterations", prefix="learn.")
+        check_positive(self, "max_tokens_per_microbatch", "logprob_chunk_tokens", prefix="learn.")
+        check_not_negative(self, "weight_decay", prefix="learn.")
         require(
             0 <= self.warmup_ratio <= 1,
             f"learn.warmup_ratio must be in [0, 1], got {self.warmup_ratio}",
         )
         require(all(0 <= beta < 1 for beta in self.betas), f"learn.betas must be in [0, 1), got {self.betas}")
-        require(self.weight_decay >= 0, f"learn.weight_decay must not be negative, got {self.weight_decay}")
-        for name in (
-            "updates_per_step",
-            "num_iterations",
-            "max_tokens_per_microbatch",
-            "logprob_chunk_tokens",
-            "max_grad_norm",
-            "max_nonfinite_updates",
-        ):
-            value = getattr(self, name)
-            require(value > 0, f"learn.{name} must be positive, got {value}")

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from qerl.config.check import check_positive
 from qerl.errors import require
 
 
@@ -64,8 +65,7 @@ class AdapterConfig:
     """A PEFT adapter folder to start from. A KL penalty still uses the model without adapter as reference."""
 
     def __post_init__(self):
-        for name in ("rank", "alpha"):
-            require(getattr(self, name) > 0, f"adapter.{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, "rank", "alpha", prefix="adapter.")
         require(
             len(self.target_modules) > 0, "adapter.target_modules must name at least one linear, got none"
         )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from qerl.config.check import check_not_negative, check_positive
 from qerl.errors import require
 
 
@@ -33,14 +34,9 @@ class ControlConfig:
     """Upper bound of sigma."""
 
     def __post_init__(self):
-        for name in ("target", "gain", "sigma_min"):
-            value = getattr(self, name)
-            require(value > 0, f"noise.control.{name} must be positive, got {value}")
+        check_positive(self, "target", "gain", "sigma_min", prefix="noise.control.")
+        check_not_negative(self, "warmup_steps", prefix="noise.control.")
         require(self.factor > 1, f"noise.control.factor must be greater than 1, got {self.factor}")
-        require(
-            self.warmup_steps >= 0,
-            f"noise.control.warmup_steps must not be negative, got {self.warmup_steps}",
-        )
         require(
             self.sigma_max >= self.sigma_min,
             f"noise.control.sigma_max must be at least sigma_min ({self.sigma_min}), got {self.sigma_max}",
@@ -81,9 +77,7 @@ class NoiseConfig:
 
     def __post_init__(self):
         require(self.num_stages >= 2, f"noise.num_stages must be at least 2, got {self.num_stages}")
-        for name in ("sigma_start", "sigma_end"):
-            value = getattr(self, name)
-            require(value > 0, f"noise.{name} must be positive, got {value}")
+        check_positive(self, "sigma_start", "sigma_end", prefix="noise.")
         if self.is_controlled:
             low, high = self.control.sigma_min, self.control.sigma_max
             require(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from qerl.config import ModelConfig, TaskConfig
-from qerl.config.counts import check_counts
+from qerl.config.check import check_positive
 from qerl.errors import UserError, require
 
 
@@ -48,7 +48,7 @@ class EvalOptions:
     task: TaskConfig = TaskConfig()
 
     def __post_init__(self):
-        check_counts(num_prompts=self.num_prompts, num_samples=self.num_samples)
+        check_positive(self, "num_prompts", "num_samples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class QuantizeOptions:
     """Tokens per calibration sequence."""
 
     def __post_init__(self):
-        check_counts(sequences=self.sequences, sequence_tokens=self.sequence_tokens)
+        check_positive(self, "sequences", "sequence_tokens")
         if (self.calibrate == "none") != (self.data is None):
             raise UserError("quantize: --calibrate awq and --data FILE must be given together")
 
@@ -104,7 +104,7 @@ class ExportOptions:
     """Tokens of the run's prompts and samples, newest first, to calibrate nvfp4 on."""
 
     def __post_init__(self):
-        check_counts(calibration_tokens=self.calibration_tokens)
+        check_positive(self, "calibration_tokens")
         if self.dtype != "bf16" and self.form not in ("merged", "gguf-ready"):
             raise UserError(f"--dtype {self.dtype} needs --as merged or gguf-ready, got {self.form}")
 
@@ -132,7 +132,7 @@ class GenerateOptions:
     model: ModelConfig = ModelConfig()
 
     def __post_init__(self):
-        check_counts(max_tokens=self.max_tokens)
+        check_positive(self, "max_tokens")
         require(0 <= self.temperature < math.inf, f"temperature must not be negative, got {self.temperature}")
         top_p = 1 if self.top_p is None else self.top_p
         require(0 < top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}")
@@ -177,5 +177,5 @@ class ServeOptions:
 
     def __post_init__(self):
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
-        names = ("max_body_bytes", "max_prompt_tokens", "max_tokens", "max_samples", "max_waiting")
-        check_counts(**{name: getattr(self, name) for name in names})
+        check_positive(self, "max_body_bytes", "max_prompt_tokens", "max_tokens")
+        check_positive(self, "max_samples", "max_waiting")

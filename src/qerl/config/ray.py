@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qerl.errors import require
+from qerl.config.check import check_not_negative, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,5 +18,5 @@ class RayConfig:
     """How many steps ahead workers sample, and so by how many versions their policy is older."""
 
     def __post_init__(self):
-        require(self.num_samplers > 0, f"ray.num_samplers must be positive, got {self.num_samplers}")
-        require(self.max_staleness >= 0, f"ray.max_staleness must not be negative, got {self.max_staleness}")
+        check_positive(self, "num_samplers", prefix="ray.")
+        check_not_negative(self, "max_staleness", prefix="ray.")

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.algo import AlgoConfig
+from qerl.config.check import check_not_negative, check_positive
 from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
@@ -25,8 +26,8 @@ class EvalConfig:
     """A sample is correct if its reward is at least this."""
 
     def __post_init__(self):
-        require(self.num_prompts >= 0, f"evaluate.num_prompts must not be negative, got {self.num_prompts}")
-        require(self.every is None or self.every > 0, f"evaluate.every must be positive, got {self.every}")
+        check_not_negative(self, "num_prompts", prefix="evaluate.")
+        check_positive(self, "every", prefix="evaluate.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +39,7 @@ class CheckpointConfig:
     """Number of checkpoints to keep."""
 
     def __post_init__(self):
-        require(self.every > 0, f"checkpoint.every must be positive, got {self.every}")
-        require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
+        check_positive(self, "every", "keep", prefix="checkpoint.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +79,7 @@ class RunConfig:
     ray: RayConfig = RayConfig()
 
     def __post_init__(self):
-        for name in ("num_steps", "num_prompts"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} must be positive, got {value}")
+        check_positive(self, "num_steps", "num_prompts")
         group = self.num_generations
         require(
             group >= 2,

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from qerl.config.check import check_not_negative, check_positive
 from qerl.config.environment import EnvironmentConfig
 from qerl.errors import require
 
@@ -25,9 +26,7 @@ class CodeConfig:
     """Number of tests to run per row, the first ones."""
 
     def __post_init__(self):
-        for name in ("test_timeout_s", "memory_mb", "max_tests"):
-            value = getattr(self, name)
-            require(value > 0, f"task.code.{name} must be positive, got {value}")
+        check_positive(self, "test_timeout_s", "memory_mb", "max_tests", prefix="task.code.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,12 +94,11 @@ class TaskConfig:
 
     def __post_init__(self):
         require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
-        for name in ("reward_timeout_s", "reward_workers", "reward_memory_gb", "num_rows"):
-            value = getattr(self, name)
-            require(value > 0, f"task.{name} must be positive, got {value}")
+        check_positive(self, "num_rows", "reward_workers", "reward_timeout_s", prefix="task.")
+        check_positive(self, "reward_memory_gb", prefix="task.")
+        check_not_negative(self, "num_held_out", prefix="task.")
         weights, rewards = len(self.reward_weights), len(self.rewards)
         require(
             weights in (0, rewards),
             f"task.reward_weights must be one for each of {rewards} rewards, got {weights}",
         )
-        require(self.num_held_out >= 0, f"task.num_held_out must not be negative, got {self.num_held_out}")

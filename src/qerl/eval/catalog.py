@@ -18,42 +18,15 @@ from qerl.config.recipes.paper import MATH_TEMPLATE
 from qerl.config.wording import GSM8K_REQUEST
 from qerl.errors import UserError, did_you_mean, require
 
-BENCHMARKS: dict[str, TaskConfig] = {
-    "gsm8k": TaskConfig(
-        name="openai/gsm8k:main",
-        split="test",
-        prompt_column="question",
-        template="{question}\n\n" + GSM8K_REQUEST,
-        rewards=("math",),
+_MATH = TaskConfig(split="test", prompt_column="problem", template=MATH_TEMPLATE, rewards=("math",))
+BENCHMARKS = {
+    "gsm8k": dataclasses.replace(
+        _MATH, name="openai/gsm8k:main", prompt_column="question", template="{question}\n\n" + GSM8K_REQUEST
     ),
-    "math-500": TaskConfig(
-        name="HuggingFaceH4/MATH-500",
-        split="test",
-        prompt_column="problem",
-        template=MATH_TEMPLATE,
-        rewards=("math",),
-    ),
-    "aime24": TaskConfig(
-        name="HuggingFaceH4/aime_2024",
-        split="train",
-        prompt_column="problem",
-        template=MATH_TEMPLATE,
-        rewards=("math",),
-    ),
-    "aime25": TaskConfig(
-        name="math-ai/aime25",
-        split="test",
-        prompt_column="problem",
-        template=MATH_TEMPLATE,
-        rewards=("math",),
-    ),
-    "amc23": TaskConfig(
-        name="math-ai/amc23",
-        split="test",
-        prompt_column="question",
-        template=MATH_TEMPLATE,
-        rewards=("math",),
-    ),
+    "math-500": dataclasses.replace(_MATH, name="HuggingFaceH4/MATH-500"),
+    "aime24": dataclasses.replace(_MATH, name="HuggingFaceH4/aime_2024", split="train"),
+    "aime25": dataclasses.replace(_MATH, name="math-ai/aime25"),
+    "amc23": dataclasses.replace(_MATH, name="math-ai/amc23", prompt_column="question"),
 }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from qerl.config.counts import check_counts
+from qerl.config.check import check_not_negative, check_positive
 from qerl.errors import UserError
 
 
@@ -55,11 +55,9 @@ class BenchDecodeOptions(BenchOptions):
     """Number of rollouts; the row holds their median."""
 
     def __post_init__(self):
-        check_counts(batches=self.batches, runs=self.runs, group_size=self.group_size)
-        check_counts(prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
+        check_positive(self, "batches", "runs", "group_size", "prompt_tokens", "max_tokens")
+        check_not_negative(self, "noise_sigmas")
         check_ranks(self.lora_ranks)
-        if min(self.noise_sigmas, default=0.0) < 0:
-            raise UserError(f"noise_sigmas must not be negative, got {min(self.noise_sigmas)}")
         _check_groups(self.batches, self.group_size)
 
 
@@ -87,8 +85,7 @@ class BenchLearnOptions(BenchOptions):
     """Number of updates after a warm-up; the row holds their median."""
 
     def __post_init__(self):
-        check_counts(tokens=self.tokens, sequence_tokens=self.sequence_tokens)
-        check_counts(runs=self.runs, micro_batches=self.micro_batches)
+        check_positive(self, "tokens", "sequence_tokens", "runs", "micro_batches")
         check_adapter(self.lora_rank)
         for name, count in (("micro_batches", max(self.micro_batches, default=1)), ("sequences", 1)):
             if self.tokens % (count * self.sequence_tokens):
@@ -149,12 +146,9 @@ class BenchStepOptions(BenchOptions):
     """Number of steps after a warm-up; times are their medians."""
 
     def __post_init__(self):
-        check_counts(prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
-        check_counts(batches=self.batches, micro_tokens=self.micro_tokens, steps=self.steps)
+        check_positive(self, "prompt_tokens", "max_tokens", "batches", "steps")
+        check_positive(self, "micro_tokens", "kv_gb", "cap_gb")
         check_adapter(self.lora_rank)
-        for name, gb in (("kv_gb", self.kv_gb), ("cap_gb", self.cap_gb)):
-            if gb is not None and gb <= 0:
-                raise UserError(f"{name} must be positive, got {gb}")
         if self.group_size < 2:
             raise UserError(f"group_size must be at least 2, got {self.group_size}")
         _check_groups(self.batches, self.group_size)

@@ -22,9 +22,8 @@ Departures from table 4 and the text of the paper:
     noise        one draw a step, as in the paper's Algorithm 1; its text has one in each forward pass
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
 
 from qerl.config import (
     AlgoConfig,
@@ -86,10 +85,10 @@ def demo() -> RunConfig:
 def higher_lower() -> RunConfig:
     """Train on the demo's sums in up to three turns; the reply to a wrong number is higher or lower."""
     config = demo()
-    return dataclasses.replace(
+    return replace(
         config,
         out="runs/higher_lower",
-        task=dataclasses.replace(
+        task=replace(
             config.task,
             rewards=("higher_lower",),
             environment=EnvironmentConfig(max_turns=3, turn_tokens=16),
@@ -116,9 +115,22 @@ def gsm8k() -> RunConfig:
         ),
         sample=SampleConfig(max_tokens=4096, temperature=1.0),
         engine=EngineConfig(kv_cache_gb=8.0),
-        noise=_paper_noise(),
-        algo=_paper_algo("grpo"),
-        learn=_paper_learn(updates_per_step=4),
+        noise=NoiseConfig(
+            schedule="exponential", sigma_start=1e-2, sigma_end=5e-4, num_stages=10, unit="absolute"
+        ),
+        algo=AlgoConfig(
+            advantage="group", loss_type="grpo", epsilon=0.2, epsilon_high=0.28, beta=0.0, overlong="mask"
+        ),
+        learn=LearnConfig(
+            learning_rate=1e-5,
+            lr_scheduler_type="cosine",
+            warmup_ratio=0.1,
+            betas=(0.9, 0.99),
+            weight_decay=0.1,
+            max_grad_norm=0.2,
+            updates_per_step=4,
+            gradient_checkpointing="layer",
+        ),
         evaluate=EvalConfig(num_prompts=1319, every=100),
         checkpoint=CheckpointConfig(every=20),
     )
@@ -126,10 +138,11 @@ def gsm8k() -> RunConfig:
 
 def big_math() -> RunConfig:
     """Train on levels 3 to 5 of Big-Math, 122,000 problems; the KV cache is sized for an 80 GB card."""
-    return RunConfig(
+    config = gsm8k()
+    return replace(
+        config,
         out="runs/big-math",
         num_steps=1000,
-        num_prompts=128,
         num_generations=16,
         model=ModelConfig(path="Qwen/Qwen2.5-7B-Instruct"),
         task=TaskConfig(
@@ -140,42 +153,36 @@ def big_math() -> RunConfig:
             rewards=("math", "tags"),
             reward_weights=(1.0, 0.1),
         ),
-        sample=SampleConfig(max_tokens=8192, temperature=1.0),
+        sample=replace(config.sample, max_tokens=8192),
         engine=EngineConfig(kv_cache_gb=30.0, max_num_seqs=256),
-        noise=_paper_noise(),
-        algo=_paper_algo("dapo"),
-        learn=_paper_learn(updates_per_step=1),
+        algo=replace(config.algo, loss_type="dapo"),
+        learn=replace(config.learn, updates_per_step=1),
         evaluate=EvalConfig(num_prompts=512, every=100),
-        checkpoint=CheckpointConfig(every=20),
     )
 
 
 def dapo_math() -> RunConfig:
     """Train on DAPO-Math-17k with dynamic sampling and soft overlong punishment, for an 80 GB card."""
     config = big_math()
-    return dataclasses.replace(
+    return replace(
         config,
         out="runs/dapo-math",
-        task=dataclasses.replace(config.task, name="open-r1/DAPO-Math-17k-Processed:en"),
-        algo=dataclasses.replace(config.algo, dynamic_sampling=True, overlong="shape", overlong_buffer=2048),
+        task=replace(config.task, name="open-r1/DAPO-Math-17k-Processed:en"),
+        algo=replace(config.algo, dynamic_sampling=True, overlong="shape", overlong_buffer=2048),
     )
 
 
 def math() -> RunConfig:
     """Train on MATH, graded by the boxed answers of its solutions; sized for a 24 GB card."""
-    config = gsm8k()
-    return dataclasses.replace(
-        config,
+    return replace(
+        gsm8k(),
         out="runs/math",
-        task=TaskConfig(
+        task=replace(
+            big_math().task,
             name="DigitalLearningGmbH/MATH-lighteval",
-            template=MATH_TEMPLATE,
             prompt_column="problem",
-            answer_column="solution",
             held_out_split="test",
             num_held_out=500,
-            rewards=("math", "tags"),
-            reward_weights=(1.0, 0.1),
         ),
         evaluate=EvalConfig(num_prompts=500, every=100),
     )
@@ -183,9 +190,8 @@ def math() -> RunConfig:
 
 def code() -> RunConfig:
     """Train to write programs that pass the first 8 tests, for an 80 GB card and 16 CPU cores."""
-    config = dapo_math()
-    return dataclasses.replace(
-        config,
+    return replace(
+        dapo_math(),
         out="runs/code",
         num_prompts=32,
         task=TaskConfig(
@@ -208,37 +214,6 @@ def own() -> RunConfig:
     return RunConfig(out="runs/own", task=TaskConfig(num_held_out=32))
 
 
-def _paper_noise() -> NoiseConfig:
-    return NoiseConfig(
-        schedule="exponential", sigma_start=1e-2, sigma_end=5e-4, num_stages=10, unit="absolute"
-    )
-
-
-def _paper_algo(loss: Literal["grpo", "dapo"]) -> AlgoConfig:
-    return AlgoConfig(
-        advantage="group", loss_type=loss, epsilon=0.2, epsilon_high=0.28, beta=0.0, overlong="mask"
-    )
-
-
-def _paper_learn(updates_per_step: int) -> LearnConfig:
-    return LearnConfig(
-        learning_rate=1e-5,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.1,
-        betas=(0.9, 0.99),
-        weight_decay=0.1,
-        max_grad_norm=0.2,
-        updates_per_step=updates_per_step,
-        gradient_checkpointing="layer",
-    )
-
-
 PAPER: dict[str, Callable[[], RunConfig]] = {
-    "demo": demo,
-    "higher_lower": higher_lower,
-    "gsm8k": gsm8k,
-    "big_math": big_math,
-    "dapo_math": dapo_math,
-    "math": math,
-    "code": code,
+    recipe.__name__: recipe for recipe in (demo, higher_lower, gsm8k, big_math, dapo_math, math, code)
 }
