@@ -1,6 +1,7 @@
 """A whole run in a few seconds: a model of two narrow layers, a tokenizer with a token a byte, 40 sums."""
 
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -11,7 +12,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -144,26 +145,38 @@ def _redirected(number: int, path: Path):
     return open(number, "w", buffering=1, closefd=False)
 
 
-def started(*arguments: str) -> "subprocess.Popen[str] | Forked":
-    """Run `qerl`, or a script, in a forked process; anything else, or with a GPU, in a new one."""
-    is_qerl = arguments[: len(QERL)] == QERL
-    if torch.cuda.is_available() or not (is_qerl or arguments[0].startswith("/")):
-        return launched(*arguments)
+def started(
+    *arguments: str, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[str] | Forked":
+    """Run `qerl`, a script or a module's main() in a forked process; with a GPU, in a new one."""
+    own = _environment() | (environment or {})
+    if torch.cuda.is_available():
+        return launched(*arguments, environment=own)
 
     def work() -> None:
-        sys.argv = ["qerl", *arguments[len(QERL) if is_qerl else 1 :]]
-        if is_qerl:
+        os.environ.update(own)
+        if arguments[: len(QERL)] == QERL:
+            sys.argv = ["qerl", *arguments[len(QERL) :]]
             main.main()
+        elif arguments[0] == "-m":
+            sys.argv = list(arguments[1:])
+            importlib.import_module(arguments[1]).main()
         else:
+            sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")
 
     return Forked(work)
 
 
-def launched(*arguments: str) -> "subprocess.Popen[str]":
-    """Start Python with these arguments in a process of its own that finds this checkout's package."""
+def _environment() -> dict[str, str]:
+    """What a process needs to find this checkout's package and to use one thread."""
     paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def launched(*arguments: str, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    """Start Python with these arguments in a process of its own."""
+    own = _environment() | (environment or {})
     return subprocess.Popen(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,

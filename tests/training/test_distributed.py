@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from qerl.errors import UserError
 from qerl.learner.distributed import ALONE, Ranks, join_ranks
 from qerl.learner.minibatch import split
 from qerl.tracking import is_timing
+from training.ranks import StartedRanks
 
 QERL = "from qerl.cli.main import main\n\nif __name__ == '__main__':\n    main()\n"
 FAILING = f"""\
@@ -72,11 +72,19 @@ def files(tmp_path_factory):
     return folder
 
 
-def start(files, out, *more, num_ranks=2, script="qerl", meeting=("--standalone",)):
-    launcher = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
-    is_launched = num_ranks > 1 or meeting != ("--standalone",)
-    command = [*(launcher if is_launched else []), str(files / script), "train", "demo"]
-    return tiny_run.started(*command, *tiny_run.options(files, out), "--model.device", "cpu", *more)
+def command(files, out, *more, script="qerl"):
+    given = (*tiny_run.options(files, out), "--model.device", "cpu", *more)
+    return (str(files / script), "train", "demo", *given)
+
+
+def start(files, out, *more, num_ranks=2, script="qerl"):
+    arguments = command(files, out, *more, script=script)
+    return tiny_run.started(*arguments) if num_ranks == 1 else StartedRanks(num_ranks, *arguments)
+
+
+def torchrun(files, out, *more, num_ranks=2, meeting=("--standalone",)):
+    launcher = ("-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks))
+    return tiny_run.started(*launcher, *command(files, out, *more))
 
 
 def finish(files, out, *more, **how):
@@ -133,7 +141,7 @@ def test_launchers_of_two_hosts_make_the_run_of_one(files, alone, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address)
-    launchers = [start(files, tmp_path / "run", *EXACT, num_ranks=1, meeting=meeting) for _ in range(2)]
+    launchers = [torchrun(files, tmp_path / "run", *EXACT, num_ranks=1, meeting=meeting) for _ in range(2)]
     told = [launcher.communicate(timeout=120) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], told
     assert_same_run(tmp_path / "run", alone)
@@ -188,7 +196,7 @@ def test_a_signal_to_all_saves_the_step_once_and_one_rank_goes_on_with_it(files,
     """A scheduler signals the ranks and their launcher, and the launcher signals the ranks again."""
     out = tmp_path / "run"
     slowly = ("--task.rewards", f"{files / 'slow.py'}:even")
-    process = start(files, out, *EXACT, *slowly)
+    process = torchrun(files, out, *EXACT, *slowly)
     wait_for_steps(process, out, 1)
     for pid in (*workers(process), process.pid):
         os.kill(pid, signal.SIGTERM)
@@ -212,8 +220,9 @@ def test_a_signal_to_one_rank_stops_both(files, tmp_path):
     out = tmp_path / "run"
     process = start(files, out, "--num-steps", "2000")
     wait_for_steps(process, out, 1)
-    os.kill(workers(process)[1], signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.processes[1].send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert [rank.returncode for rank in process.processes] == [143, 143], stderr
     num_steps = len(metrics(out))
     assert 1 <= num_steps < 2000 and adapter(out, num_steps)
 
@@ -227,13 +236,12 @@ def test_a_rank_that_fails_ends_the_run_and_says_why(files, tmp_path):
 
 
 def test_a_rank_that_is_killed_ends_the_run(files, tmp_path):
-    """The other waits for it in vain, or, if it had all of the step, is first ended by torchrun's SIGTERM."""
     process = start(files, tmp_path / "run", "--num-steps", "2000")
     wait_for_steps(process, tmp_path / "run", 1)
-    os.kill(workers(process)[1], signal.SIGKILL)
+    process.processes[1].kill()
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "qerl: another rank is lost" in stderr or re.search(r"local_rank: 0\)\s+exitcode  : 143", stderr)
+    assert [rank.returncode for rank in process.processes] == [1, -signal.SIGKILL]
+    assert "qerl: another rank is lost" in stderr
 
 
 def test_a_mistake_is_told_by_one_rank(files, tmp_path):
