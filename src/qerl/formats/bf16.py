@@ -20,11 +20,9 @@ class BF16(PackedWeight):
     bytes_per_weight: ClassVar[float] = 2.0
 
     weight: Tensor
-    alpha: Tensor = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         assert self.weight.dtype == torch.bfloat16 and self.weight.ndim == 2
-        object.__setattr__(self, "alpha", torch.ones((), device=self.weight.device))
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
@@ -40,7 +38,3 @@ class BF16(PackedWeight):
     def operand(self, dtype: torch.dtype) -> Tensor:
         """Return the weight; for bfloat16 this is the stored tensor, not a copy."""
         return self.weight.to(dtype)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape[0], self.weight.shape[1]

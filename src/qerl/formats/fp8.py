@@ -33,13 +33,11 @@ class FP8(PackedWeight):
 
     codes: Tensor
     scales: Tensor
-    alpha: Tensor = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         n, k = self.shape
         assert self.codes.dtype == torch.float8_e4m3fn and self.scales.dtype == torch.float32
         assert self.scales.shape == (-(-n // BLOCK), -(-k // BLOCK))
-        object.__setattr__(self, "alpha", torch.ones((), device=self.codes.device))
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
@@ -72,10 +70,6 @@ class FP8(PackedWeight):
             codes = self.codes[rows].float()
             out[rows] = codes.mul_(_spread(self.scales[_block_rows(rows)], codes.shape))
         return out
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
 
 
 def _block_rows(rows: slice) -> slice:

@@ -9,6 +9,7 @@ A code has 7 bits and a sign, so the operand is exact in bfloat16.
 """
 
 import dataclasses
+import functools
 from typing import ClassVar, Self
 
 import torch
@@ -28,12 +29,14 @@ class INT8(PackedWeight):
 
     codes: Tensor
     scales: Tensor
-    alpha: Tensor = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         assert self.codes.dtype == torch.int8 and self.codes.ndim == 2
         assert self.scales.dtype == torch.float32 and self.scales.shape == self.codes.shape[:1]
-        object.__setattr__(self, "alpha", self.scales)
+
+    @functools.cached_property
+    def alpha(self) -> Tensor:
+        return self.scales
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
@@ -52,7 +55,3 @@ class INT8(PackedWeight):
 
     def operand(self, dtype: torch.dtype) -> Tensor:
         return self.codes.to(dtype)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]

@@ -33,13 +33,11 @@ class MXFP4(PackedWeight):
 
     codes: Tensor
     scales: Tensor
-    alpha: Tensor = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         n, k = self.shape
         assert self.codes.dtype == self.scales.dtype == torch.uint8
         assert self.scales.shape == (n, k // BLOCK_WEIGHTS) and k % BLOCK_WEIGHTS == 0
-        object.__setattr__(self, "alpha", torch.ones((), device=self.codes.device))
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
@@ -61,10 +59,6 @@ class MXFP4(PackedWeight):
             scale = _powers_of_two(self.scales[rows], dtype).repeat_interleave(BLOCK_WEIGHTS, dim=1)
             torch.mul(e2m1.decode(self.codes[rows], dtype), scale, out=out[rows])
         return out
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], 2 * self.codes.shape[1]
 
 
 def _block_scales(blocks_NB32: Tensor) -> Tensor:

@@ -58,7 +58,6 @@ class NF4(PackedWeight):
     absmax_codes: Tensor
     absmax_scales: Tensor
     absmax_offset: Tensor
-    alpha: Tensor = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         n, k = self.shape
@@ -67,7 +66,6 @@ class NF4(PackedWeight):
         assert self.absmax_codes.shape == (num_blocks,) and k % BLOCK_WEIGHTS == 0
         assert self.absmax_scales.shape == (-(-num_blocks // GROUP_BLOCKS),)
         assert self.absmax_scales.dtype == self.absmax_offset.dtype == torch.float32
-        object.__setattr__(self, "alpha", torch.ones((), device=self.codes.device))
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
@@ -96,10 +94,6 @@ class NF4(PackedWeight):
             values = look_up_pairs(self.codes[rows], pairs).unflatten(1, (-1, BLOCK_WEIGHTS))
             out[rows] = values.mul_(absmax_NB[rows, :, None]).flatten(1)
         return out
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], 2 * self.codes.shape[1]
 
 
 def _nearest_levels(normal_NK: Tensor) -> Tensor:

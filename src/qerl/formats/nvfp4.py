@@ -13,6 +13,7 @@ significant bits, exact in bfloat16 and float16. alpha is 1/g.
 """
 
 import dataclasses
+import functools
 from typing import ClassVar, Self
 
 import torch
@@ -36,14 +37,16 @@ class NVFP4(PackedWeight):
     codes: Tensor
     scales: Tensor
     global_scale: Tensor
-    alpha: Tensor = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         n, k = self.shape
         assert self.codes.dtype == torch.uint8 and self.scales.dtype == torch.float8_e4m3fn
         assert self.scales.shape == (n, k // BLOCK_WEIGHTS) and k % BLOCK_WEIGHTS == 0
         assert self.global_scale.dtype == torch.float32 and self.global_scale.shape == (1,)
-        object.__setattr__(self, "alpha", self.global_scale.reciprocal().squeeze(0))
+
+    @functools.cached_property
+    def alpha(self) -> Tensor:
+        return self.global_scale.reciprocal().squeeze(0)
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
@@ -68,10 +71,6 @@ class NVFP4(PackedWeight):
             scale = self.scales[rows].to(dtype).repeat_interleave(BLOCK_WEIGHTS, dim=1)
             torch.mul(e2m1.decode(self.codes[rows], dtype), scale, out=out[rows])
         return out
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], 2 * self.codes.shape[1]
 
 
 def _block_scales(blocks_NB16: Tensor, g: Tensor) -> Tensor:

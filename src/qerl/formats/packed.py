@@ -9,8 +9,9 @@ reciprocal.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -29,8 +30,6 @@ class PackedWeight(Protocol):
     name: ClassVar[str]
     bytes_per_weight: ClassVar[float]
     """Includes scales, but nothing whose size depends on N or K alone."""
-    alpha: Tensor
-    """Multiplier of the product, float32: a scalar [], or [N], one per output."""
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
@@ -41,15 +40,23 @@ class PackedWeight(Protocol):
         """Return the operand [N, K] of the product in bfloat16, float32 or, if its range allows, float16."""
         ...
 
+    @functools.cached_property
+    def alpha(self) -> Tensor:
+        """Multiplier of the product, float32: a scalar [], or [N], one per output."""
+        return torch.ones((), device=next(iter(self.tensors().values())).device)
+
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the first tensor's codes; a byte of uint8 holds two of them."""
+        codes = next(iter(self.tensors().values()))
+        return codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
 
     def decode(self) -> Tensor:
         """Return the weight that the codes represent, float32 [N, K]."""
         return self.operand(torch.float32).mul_(self.alpha.reshape(-1, 1))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in _stored(self)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(cast(Any, self))}
 
     @property
     def num_bytes(self) -> int:
@@ -58,10 +65,6 @@ class PackedWeight(Protocol):
     def to(self, device: torch.device | str) -> Self:
         moved: Any = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return type(self)(**moved)
-
-
-def _stored(weight: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(weight) if field.init]
 
 
 def largest_magnitude(weight_NK: Tensor, name: str, block_weights: int) -> Tensor:

@@ -245,7 +245,7 @@ class DecodeAttention:
         # A torch kernel starts after the previous launch has ended, and attention, which reads pages before
         # it waits, starts after the torch kernel.
         self._fence.zero_()
-        return self.attend(qkv_BX, angles, cache, state, norms=norms)
+        return self.attend(qkv_BX, angles, cache, state, norms)
 
     def attend(
         self,
@@ -253,21 +253,18 @@ class DecodeAttention:
         angles: Tensor,
         cache: LayerCache,
         state: DecodeState,
-        out_BNH: Tensor | None = None,
         norms: Norms | None = None,
     ) -> Tensor:
         """Return o [B, N * H] of the first B rows; angles fp32 [positions, H]: cosines, then sines."""
         B, N, K, H = len(qkv_BX), self._heads, self._kv_heads, self._head_size
-        if out_BNH is None:
-            out_BNH = torch.empty(B, N * H, dtype=torch.bfloat16, device=qkv_BX.device)
-        assert out_BNH.numel() == B * N * H
+        out_BNH = torch.empty(B, N * H, dtype=torch.bfloat16, device=qkv_BX.device)
         parameters = self._parameters(qkv_BX, angles, cache, state, out_BNH, norms)
         positions, is_fp8 = state.tables_BX.shape[1] * self._page_tokens, self._kv_dtype != torch.bfloat16
         shape = choose_shape(B, K, positions, is_fp8, self._num_sms, self._chunk)
         kernel, resident = self._kernel(shape)
         grid = min(resident, B * K * -(-positions // shape.chunk))
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
-        return out_BNH.view(B, N * H)
+        return out_BNH
 
     def _parameters(
         self,

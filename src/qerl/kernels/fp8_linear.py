@@ -30,31 +30,13 @@ def reference(
     scaling: float = 0.0,
 ) -> Tensor:
     """The definition in float64, with a straight-through gradient for Q; differentiable in x, a and b."""
-    y_TN = _Through.apply(x_TK.double()) @ weight_NK.double().T
-    y_TN = _GradientThrough.apply(y_TN)
+    x_TK = x_TK.double()
+    y_TN = (x_TK + (rounded_rows(x_TK).double() - x_TK).detach()) @ weight_NK.double().T
+    if y_TN.requires_grad:
+        y_TN.register_hook(lambda dy_TN: rounded_rows(dy_TN).double())
     if a_RK is not None and b_NR is not None:
-        y_TN = y_TN + scaling * (x_TK.double() @ a_RK.double().T) @ b_NR.double().T
+        y_TN = y_TN + scaling * (x_TK @ a_RK.double().T) @ b_NR.double().T
     return y_TN
-
-
-class _Through(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TK):
-        return rounded_rows(x_TK).double()
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
-        return dy
-
-
-class _GradientThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y_TN):
-        return y_TN.clone()
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
-        return rounded_rows(dy).double()
 
 
 def fp8_product(x_TK: Tensor, weight: FP8Flow, resident_NK: Tensor | None = None) -> Tensor:

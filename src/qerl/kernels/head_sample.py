@@ -233,25 +233,24 @@ class HeadSample:
 
     def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor:
         """Return logprobs_M of targets_M (int64), bit for bit those of sampling them."""
-        m = len(hidden_MD)
         tokens_M = targets_M.int()
-        logprobs_M = torch.empty(m, device=self._device)
-        self._multiply(hidden_MD, targets_M, tokens_M, temperature, None, output=_SCORES)
-        pointers = (self._partials, None, None, None, tokens_M, logprobs_M, None, None, None, None)
-        self._finish(m, pointers, (0, 0, 0), step=0)
-        return logprobs_M
+        return self._logprobs(hidden_MD, targets_M, tokens_M, temperature, tokens_M, output=_SCORES)
 
     def draw(
         self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Sample (tokens_M int32, logprobs_M fp32); temperature is fp32 [1] on the device."""
-        m = len(hidden_MD)
-        tokens_M = torch.empty(m, dtype=torch.int32, device=self._device)
-        logprobs_M = torch.empty(m, device=self._device)
-        self._multiply(hidden_MD, keys_M, positions_M, temperature, None, output=_DRAWS)
-        pointers = (self._partials, None, None, None, tokens_M, logprobs_M, None, None, None, None)
-        self._finish(m, pointers, (0, 0, 0), step=0)
+        tokens_M = torch.empty(len(hidden_MD), dtype=torch.int32, device=self._device)
+        logprobs_M = self._logprobs(hidden_MD, keys_M, positions_M, temperature, tokens_M, output=_DRAWS)
         return tokens_M, logprobs_M
+
+    def _logprobs(self, hidden_MD, keys, positions, temperature, tokens_M, *, output: int) -> Tensor:
+        """Return the logprobs of tokens_M, which drawing fills."""
+        logprobs_M = torch.empty(len(hidden_MD), device=self._device)
+        self._multiply(hidden_MD, keys, positions, temperature, None, output=output)
+        pointers = (self._partials, None, None, None, tokens_M, logprobs_M, None, None, None, None)
+        self._finish(len(hidden_MD), pointers, (0, 0, 0), step=0)
+        return logprobs_M
 
     def step(self, hidden_MD: Tensor, state: DecodeState, stop_tokens: Tensor, temperature: Tensor) -> None:
         """Sample for the first M rows of the state and advance them; stop_tokens int32, padded with -1."""

@@ -16,7 +16,6 @@ This package's CUDA kernels allow it, torch's do not.
 """
 
 import dataclasses
-import enum
 import struct
 
 import torch
@@ -88,18 +87,6 @@ def choose_tile(M: int, K: int, R: int) -> ShrinkTile:
     return next((tile for tile in tiles if tile.clusters(M, R) * split.cluster <= _CTAS_AT_ONCE), tiles[-1])
 
 
-class _Norm(enum.Enum):
-    NONE = "no norm"
-    VECTOR = "one noise vector"
-    TABLE = "a noise table"
-
-    @classmethod
-    def of(cls, weight_K: Tensor | None, rows_M: Tensor | None) -> "_Norm":
-        if weight_K is None:
-            return cls.NONE
-        return cls.VECTOR if rows_M is None else cls.TABLE
-
-
 class LoraShrink:
     """The kernels of one device, compiled on first use. Use one object per stream."""
 
@@ -107,14 +94,14 @@ class LoraShrink:
         self._device = device
         self._kernel = cached_method(self._compile)
 
-    def embed(self, tokens_B: Tensor, table_VD: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def embed(self, tokens_B: Tensor, table_VD: Tensor) -> Tensor:
         """Return rows of the table [B, D] in fp32; tokens outside it, as in unused rows, are clamped."""
         (b,), (v, d) = tokens_B.shape, table_VD.shape
         assert tokens_B.dtype == torch.int32 and tokens_B.is_contiguous() and d % 8 == 0
         _check(table_VD, (v, d), torch.bfloat16)
-        h_BD = _output((b, d), tokens_B.device, out, torch.float32)
-        assert table_VD.is_contiguous() and h_BD.is_contiguous()
-        embed = self._kernel("embed", _Norm.NONE, ShrinkTile(8, 0), Split(1, 1))
+        assert table_VD.is_contiguous()
+        h_BD = torch.empty(b, d, dtype=torch.float32, device=tokens_B.device)
+        embed = self._kernel("embed", False, False, ShrinkTile(8, 0), Split(1, 1))
         embed.launch(grid=b, block_threads=256, parameters=(tokens_B, table_VD, h_BD, v, d // 4))
         return h_BD
 
@@ -126,10 +113,9 @@ class LoraShrink:
         eps: float,
         *,
         rows_M: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
         """Return x_MD."""
-        x_MD = _output(h_MD.shape, h_MD.device, out)
+        x_MD = torch.empty(h_MD.shape, dtype=torch.bfloat16, device=h_MD.device)
         self._launch(h_MD, weight_D, noise, rows_M, eps, None, 0.0, x_MD, None)
         return x_MD
 
@@ -182,15 +168,15 @@ class LoraShrink:
         pointers = addresses(h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
         strides = (0 if t is None else t.stride(0) for t in (h_MK, x_MK, u_MR))
         operands = struct.pack("7Q6i2f", *pointers, m, k, rows, *strides, eps, scaling)
-        kernel = self._kernel("shrink", _Norm.of(weight_K, rows_M), tile, split)
+        kernel = self._kernel("shrink", weight_K is not None, rows_M is not None, tile, split)
         kernel.launch(
             grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * _WARPS, parameters=(operands,)
         )
 
-    def _compile(self, name: str, norm: "_Norm", tile: ShrinkTile, split: Split):
+    def _compile(self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split):
         defines = {
-            "NORM": int(norm is not _Norm.NONE),
-            "TABLE": int(norm is _Norm.TABLE),
+            "NORM": int(has_norm),
+            "TABLE": int(has_table),
             "TOKEN_TILES": tile.tokens // 8,
             "ROW_TILES": tile.rows // 16,
             "UNITS": split.units,
@@ -210,10 +196,8 @@ def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert all(stride % 8 == 0 for stride in tensor.stride()[:-1])
 
 
-def _output(
-    shape: tuple[int, ...], device: torch.device, out: Tensor | None, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+def _output(shape: tuple[int, ...], device: torch.device, out: Tensor | None) -> Tensor:
     if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    _check(out, shape, dtype)
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+    _check(out, shape, torch.bfloat16)
     return out

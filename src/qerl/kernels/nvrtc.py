@@ -28,10 +28,6 @@ from torch import Tensor
 Parameter = Tensor | bytes | int | None  # a device pointer, a struct, a 32-bit int, a null pointer
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser() / "cubin"
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class CudaKernel:
     """kernel.launch(grid=132, block_threads=160, parameters=[x, None, 8])"""
@@ -167,7 +163,7 @@ def cache_key(file: str, defines: Mapping[str, int], architecture: str, versions
 def _cached_cubin(file: str, defines: Mapping[str, int], architecture: str, driver: Any) -> bytes:
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     versions = (*checked(nvrtc.nvrtcVersion()), checked(driver.cuDriverGetVersion()))
-    folder = cache_folder()
+    folder = Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser() / "cubin"
     path = folder / f"{cache_key(file, defines, architecture, versions)}.cubin"
     if path.exists():
         return path.read_bytes()

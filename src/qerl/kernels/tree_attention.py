@@ -112,7 +112,9 @@ def tree_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: TreeLayo
     head_size = q_TNH.shape[2]
     is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
     if is_flash and head_size % 8 == 0 and head_size <= _MAX_FLASH_HEAD:
-        return over_runs(q_TNH, k_TKH, v_TKH, layout, _flash)
+        return over_runs(
+            q_TNH, k_TKH, v_TKH, layout, lambda q, k, v, runs: flash_attention(q, k, v, runs.ends)
+        )
     return packed_attention(q_TNH, k_TKH, v_TKH, layout.packed)
 
 
@@ -141,10 +143,6 @@ class _OverRuns(torch.autograd.Function):
             dq_TNH, dk_RKH, dv_RKH = torch.autograd.grad(ctx.o_TNH, ctx.operands, do_TNH.contiguous())
         ctx.o_TNH = ctx.operands = None
         return dq_TNH, _sum_copies(dk_RKH, ctx.layout), _sum_copies(dv_RKH, ctx.layout), None, None
-
-
-def _flash(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: TreeLayout) -> Tensor:
-    return flash_attention(q_TNH, k_RKH, v_RKH, layout.ends)
 
 
 def _sum_copies(d_RKH: Tensor, layout: TreeLayout) -> Tensor:

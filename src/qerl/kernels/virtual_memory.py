@@ -13,7 +13,7 @@ import importlib
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,28 +22,18 @@ from qerl.kernels.gpu_memory import check_limit, mapped, numbered
 from qerl.kernels.nvrtc import checked
 
 
-class Memory(Protocol):
-    num_bytes: int
-    is_kept: bool
-    """True if its contents survive while it is not present."""
-
-    def tensor(self) -> Tensor:
-        """Return uint8 [num_bytes]; call and use it only while the memory is present."""
-        ...
-
-    def present(self) -> AbstractContextManager[None]: ...
-
-
 class ResidentMemory:
     """Memory that is zeroed once, when allocated, and stays allocated."""
 
     is_kept = True
+    """True if its contents survive while it is not present."""
 
     def __init__(self, num_bytes: int, device: torch.device):
         self.num_bytes = num_bytes
         self._bytes_N = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def tensor(self) -> Tensor:
+        """Return uint8 [num_bytes]; call and use it only while the memory is present."""
         return self._bytes_N
 
     def present(self) -> AbstractContextManager[None]:
@@ -136,7 +126,7 @@ def can_give_back(device: torch.device) -> bool:
     )
 
 
-def memory_on(device: torch.device, num_bytes: int) -> Memory:
+def memory_on(device: torch.device, num_bytes: int) -> ResidentMemory | VirtualMemory:
     """Return memory on the device: VirtualMemory is zeroed each time it is mapped, ResidentMemory once."""
     return VirtualMemory(num_bytes, device) if can_give_back(device) else ResidentMemory(num_bytes, device)
 

@@ -78,11 +78,10 @@ class PackedNVFP4(PackedWeight):
 
     group: PackedGroup
     index: int
-    alpha: Tensor = dataclasses.field(init=False, repr=False)
 
-    def __post_init__(self):
-        alpha = self.group.global_scales[self.index].reciprocal().squeeze(0)
-        object.__setattr__(self, "alpha", alpha)
+    @functools.cached_property
+    def alpha(self) -> Tensor:
+        return self.group.global_scales[self.index].reciprocal().squeeze(0)
 
     @classmethod
     def encode(cls, weight_NK: Tensor) -> Self:
