@@ -35,12 +35,19 @@ _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def exact(config: TaskConfig) -> Reward:
-    def exact(completions: list[Any], **columns: list[Any]) -> list[float]:
-        pairs = zip(completions, columns[config.answer_column], strict=True)
-        return [float(text_of(completion).strip() == _stripped(answer)) for completion, answer in pairs]
+def _compare(config: TaskConfig, name: str, is_right: Callable[[str, Any], bool]) -> Reward:
+    """Return the reward of this name: 1 if is_right(text, answer), else 0."""
 
-    return exact
+    def reward(completions: list[Any], **columns: list[Any]) -> list[float]:
+        pairs = zip(completions, columns[config.answer_column], strict=True)
+        return [float(is_right(text_of(completion), answer)) for completion, answer in pairs]
+
+    reward.__name__ = name
+    return reward
+
+
+def exact(config: TaskConfig) -> Reward:
+    return _compare(config, "exact", lambda text, answer: text.strip() == _stripped(answer))
 
 
 def _stripped(answer: Any) -> str:
@@ -50,11 +57,7 @@ def _stripped(answer: Any) -> str:
 
 
 def numeric(config: TaskConfig) -> Reward:
-    def numeric(completions: list[Any], **columns: list[Any]) -> list[float]:
-        pairs = zip(completions, columns[config.answer_column], strict=True)
-        return [float(last_number(text_of(given)) == gold_number(answer)) for given, answer in pairs]
-
-    return numeric
+    return _compare(config, "numeric", lambda text, answer: last_number(text) == gold_number(answer))
 
 
 def gold_number(answer: Any) -> Fraction:
@@ -75,17 +78,14 @@ def last_number(text: str) -> Fraction | None:
 
 
 def math(config: TaskConfig) -> Reward:
-    def is_right(completion: str, answer: Any) -> bool:
-        gold = "" if answer is None else gold_answer(str(answer))
-        if not gold:
-            raise ValueError(f"the row has no answer: {answer!r}")
-        return any(is_equal(gold, given) for given in final_answers(completion))
+    return _compare(config, "math", _is_right)
 
-    def math(completions: list[Any], **columns: list[Any]) -> list[float]:
-        pairs = zip(completions, columns[config.answer_column], strict=True)
-        return [float(is_right(text_of(completion), answer)) for completion, answer in pairs]
 
-    return math
+def _is_right(text: str, answer: Any) -> bool:
+    gold = "" if answer is None else gold_answer(str(answer))
+    if not gold:
+        raise ValueError(f"the row has no answer: {answer!r}")
+    return any(is_equal(gold, given) for given in final_answers(text))
 
 
 def tags(config: TaskConfig) -> Reward:
@@ -107,11 +107,9 @@ def gym(config: TaskConfig) -> Reward:
 
     def gym(completions: list[Any], **columns: list[Any]) -> list[float]:
         names = ("question", "answer", "metadata")
-        entries = [
-            dict(zip(names, row, strict=True)) for row in zip(*(columns[n] for n in names), strict=True)
-        ]
-        pairs = zip(completions, entries, strict=True)
-        return [dataset.score_answer(_answered(text_of(c)), entry=entry) for c, entry in pairs]
+        rows = zip(completions, *(columns[name] for name in names), strict=True)
+        entries = ((_answered(text_of(c)), dict(zip(names, row, strict=True))) for c, *row in rows)
+        return [dataset.score_answer(text, entry=entry) for text, entry in entries]
 
     return gym
 
@@ -132,10 +130,5 @@ NEED_ANSWER = ("exact", "numeric", "math", "code")
 """Rewards that read task.answer_column."""
 
 BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
-    "exact": exact,
-    "numeric": numeric,
-    "math": math,
-    "tags": tags,
-    "gym": gym,
-    "code": code,
+    reward.__name__: reward for reward in (exact, numeric, math, tags, gym, code)
 }

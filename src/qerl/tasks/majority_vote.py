@@ -53,7 +53,7 @@ class VotePool:
     """Run `votes` for many problems in worker processes. Use it in a `with` statement, which ends them."""
 
     def __init__(self, *, num_workers: int = 2):
-        self._pool = WorkerPool(_work, num_workers=num_workers)
+        self._pool = WorkerPool(lambda item: votes(*item), num_workers=num_workers)
 
     def __enter__(self) -> "VotePool":
         return self
@@ -68,10 +68,6 @@ class VotePool:
             list(as_strings(texts_G)) if isinstance(outcome, WorkerLost) else outcome
             for outcome, texts_G in zip(outcomes, texts_P_G, strict=True)
         ]
-
-
-def _work(item: tuple[str, list[str]]) -> list[str | None]:
-    return votes(*item)
 
 
 def voting_grader(rewards: tuple[str, ...]) -> str | None:

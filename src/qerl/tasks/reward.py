@@ -39,9 +39,7 @@ class RewardPool:
 
     def __init__(self, config: TaskConfig, functions: Sequence[Reward] = ()):
         """functions: used instead of config.rewards if there are any."""
-        needs_answer = not functions and any(
-            name in (*NEED_ANSWER, "higher_lower") for name in config.rewards
-        )
+        needs_answer = not functions and not {*NEED_ANSWER, "higher_lower"}.isdisjoint(config.rewards)
         self._answer_column = config.answer_column if needs_answer else None
         functions = list(functions) or [resolve(name, config) for name in config.rewards]
         weights = list(config.reward_weights) or [1.0] * len(functions)
@@ -53,9 +51,9 @@ class RewardPool:
         pairs = list(zip(functions, weights, strict=True))
         for function in filter(inspect.isclass, functions):
             if not is_environment(function):
-                has = "an environment has reset(row, seed) and step(completion)"
                 raise UserError(
-                    f"task.rewards: {name_of(function)} is a class, but not an environment: {has}"
+                    f"task.rewards: {name_of(function)} is a class, but not an environment:"
+                    " an environment has reset(row, seed) and step(completion)"
                 )
         environments = [pair for pair in pairs if is_environment(pair[0])]
         if len(environments) > 1:
@@ -132,15 +130,10 @@ class RewardPool:
         reward (sample.reward)."""
         for group in groups[:1]:
             self.check(group.prompt)
-        calls = [
-            _call(group.prompt, sample)
-            for group in groups
-            for sample in group.samples_G
-            if sample.failure is None
-        ]
-        outcomes = iter(
-            self._function_pool.run(calls, deadline_s=self._deadline_s) if self._function_pool else ()
-        )
+        pairs = [(group.prompt, sample) for group in groups for sample in group.samples_G]
+        calls = [_call(*pair) for pair in pairs if pair[1].failure is None]
+        pool = self._function_pool
+        outcomes = iter(pool.run(calls, deadline_s=self._deadline_s) if pool else ())
         failures: Counter[str] = Counter()
         rewards_P_G = [
             [self._count(self._total(sample, outcomes), failures) for sample in group.samples_G]
@@ -215,11 +208,8 @@ def resolve(name: str, config: TaskConfig) -> Reward:
             f" nor one of {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
         )
     try:
-        module = (
-            _file_module(Path(module_name))
-            if module_name.endswith(".py")
-            else importlib.import_module(module_name)
-        )
+        load = _file_module if module_name.endswith(".py") else importlib.import_module
+        module = load(module_name)
     except (Exception, SystemExit) as error:  # runs the user's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"task.rewards {name}: cannot import {module_name}: {reason}") from error
@@ -233,8 +223,8 @@ def resolve(name: str, config: TaskConfig) -> Reward:
     return function
 
 
-def _file_module(path: Path) -> ModuleType:
-    name = f"qerl_reward_{path.stem}"
+def _file_module(path: str) -> ModuleType:
+    name = f"qerl_reward_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

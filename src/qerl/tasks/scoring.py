@@ -20,10 +20,8 @@ from qerl.errors import redact
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments available to every function; a column of the same name does not replace them."""
 
-_INTERNAL = (
-    Path(__file__).parents[1],
-    Path(asyncio.__file__).parent,
-)  # files of the frames between the worker and the user's code
+_INTERNAL = Path(__file__).parents[1], Path(asyncio.__file__).parent
+"""Folders of the code between the worker and the user's function."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,9 +36,8 @@ class RewardCall:
     @property
     def arguments(self) -> dict[str, list[Any]]:
         """Arguments by name."""
-        values = self.columns | dict(
-            zip(RESERVED, (self.prompt, self.completion, self.completion_ids), strict=True)
-        )
+        reserved = self.prompt, self.completion, self.completion_ids
+        values = self.columns | dict(zip(RESERVED, reserved, strict=True))
         return {name: [value] for name, value in values.items()}
 
 
@@ -69,9 +66,8 @@ def score(
             parts.append(weight * value)
     if not parts:
         return None
-    total = sum(
-        parts
-    )  # only to detect overflow; fsum rounds once: 0.7 + 0.2 + 0.1 reaches a success_threshold of 1
+    # sum only detects overflow; fsum rounds once: 0.7 + 0.2 + 0.1 reaches a success_threshold of 1.
+    total = sum(parts)
     return finite_number("the weighted sum", math.fsum(parts) if math.isfinite(total) else total)
 
 
@@ -93,10 +89,9 @@ def failure_of(name: str, error: BaseException) -> Failure:
 
 def _place(error: BaseException) -> str:
     """Return " (reward.py:12)", the line of the user's file; empty if the call itself failed."""
-    frames = [
-        (Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    users = [frame for frame in frames if not any(map(frame[0].is_relative_to, _INTERNAL))]
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    users = [place for place in places if not any(map(place[0].is_relative_to, _INTERNAL))]
     lines = [line for path, line in users if path == users[0][0]]
     return f" ({users[0][0].name}:{lines[-1]})" if lines else ""
 

@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import FrameType
@@ -127,9 +127,8 @@ class WorkerPool:
         for worker in self._workers:
             if waiting and worker.item is None:
                 worker.item, worker.end = waiting.popleft(), time.monotonic() + deadline_s
-                with contextlib.suppress(
-                    BrokenPipeError, ConnectionResetError
-                ):  # it has ended: _collect handles it
+                # A worker that has ended is handled by _collect.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     worker.pipe.send(items[worker.item])
 
     def _collect(self, outcomes: list[Any], deadline_s: float) -> None:
@@ -162,9 +161,8 @@ class WorkerPool:
             finally:
                 os.close(output)
             with contextlib.suppress(PermissionError, ProcessLookupError):
-                os.setpgid(
-                    self._supervisor.pid, self._supervisor.pid
-                )  # the supervisor does it too; the first one wins
+                group = self._supervisor.pid  # the supervisor sets it too; the first one wins
+                os.setpgid(group, group)
             for _ in range(self._num_workers):
                 self._workers.append(self._start_worker())
         except OSError as error:
@@ -215,7 +213,9 @@ def _fork(main: Callable[..., None], *arguments: Any) -> _Process:
     """Start a process that runs main(*arguments) and exits."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with _without_fork_warning():
+    with warnings.catch_warnings():
+        # Python 3.12 warns about forks beside threads; the workers use no thread of the parent.
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         gc.freeze()  # collecting the parent's objects here would free its GPU memory
@@ -226,14 +226,6 @@ def _fork(main: Callable[..., None], *arguments: Any) -> _Process:
         finally:
             os._exit(1)
     return _Process(pid)
-
-
-@contextlib.contextmanager
-def _without_fork_warning() -> Iterator[None]:
-    """Silence Python 3.12's warning about forks beside threads; the workers use no thread of the parent."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-        yield
 
 
 def _supervise(parent: int, output: int) -> None:

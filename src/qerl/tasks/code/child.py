@@ -21,14 +21,19 @@ import os
 import socket
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 MAX_LINE_BYTES = 16 << 20
 _BY_NAME = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def encode(value: Any, remote: list[Any] | None = None) -> Any:
-    """Return the value as JSON data. Other objects are appended to `remote`; without it raise TypeError."""
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"a {type(value).__name__} is not plain data")
+
+
+def encode(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
+    """Return the value as JSON data; other(object) returns that of an object which is not plain data."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -38,20 +43,17 @@ def encode(value: Any, remote: list[Any] | None = None) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, list):
-        return [encode(item, remote) for item in list(value)]
+        return [encode(item, other) for item in list(value)]
     for name, kind in _BY_NAME.items():
         if isinstance(value, kind):
-            return {name: [encode(item, remote) for item in list(value)]}
+            return {name: [encode(item, other) for item in list(value)]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key, remote), encode(item, remote)] for key, item in dict(value).items()]}
+        return {"dict": [[encode(key, other), encode(item, other)] for key, item in dict(value).items()]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if remote is None:
-        raise TypeError(f"a {type(value).__name__} is not plain data")
-    remote.append(value)
-    return {"remote": len(remote) - 1}
+    return other(value)
 
 
 def decode(value: Any, remote: Any = None) -> Any:
@@ -108,15 +110,19 @@ def _serve(names: dict[str, Any], stream: Any) -> None:
 
 
 def _answer(request: dict[str, Any], remote: list[Any]) -> dict[str, Any]:
+    def keep(value: Any) -> dict[str, int]:
+        remote.append(value)
+        return {"remote": len(remote) - 1}
+
     target, action = remote[request["target"]], request["action"]
     arguments = decode(request["arguments"], lambda index: remote[index])
     if action == "name":
-        return {"value": encode(target[arguments[0]], remote)}
+        return {"value": encode(target[arguments[0]], keep)}
     if action == "call":
         value = target(*arguments[0], **arguments[1])
         if isinstance(value, types.GeneratorType | map | filter | zip | range):
             value = list(value)
-        return {"value": encode(value, remote), "arguments": encode(list(arguments[0]), remote)}
+        return {"value": encode(value, keep), "arguments": encode(list(arguments[0]), keep)}
     actions = {
         "attribute": lambda: getattr(target, arguments[0]),
         "item": lambda: target[arguments[0]],
@@ -127,7 +133,7 @@ def _answer(request: dict[str, Any], remote: list[Any]) -> dict[str, Any]:
         "bool": lambda: bool(target),
         "equal": lambda: bool(target == arguments[0]),
     }
-    return {"value": encode(actions[action](), remote)}
+    return {"value": encode(actions[action](), keep)}
 
 
 def _send(stream: Any, message: dict[str, Any]) -> None:
@@ -150,7 +156,7 @@ class _Connection:
         self.names: list[str] = self._receive()["names"]
 
     def request(self, index: int, action: str, *arguments: Any) -> Any:
-        arguments_data = _encode_outgoing(list(arguments))
+        arguments_data = encode(list(arguments), _index_of)
         _send(self._stream, {"target": index, "action": action, "arguments": arguments_data})
         answer = self._receive()
         if "error" in answer:
@@ -170,17 +176,8 @@ class _Connection:
         return json.loads(line)
 
 
-def _encode_outgoing(value: Any) -> Any:
-    if isinstance(value, RemoteValue):
-        return {"remote": value._index}
-    if isinstance(value, list):
-        return [_encode_outgoing(item) for item in value]
-    for name, kind in _BY_NAME.items():
-        if isinstance(value, kind):
-            return {name: [_encode_outgoing(item) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": [[_encode_outgoing(key), _encode_outgoing(item)] for key, item in value.items()]}
-    return encode(value)
+def _index_of(value: Any) -> Any:
+    return {"remote": value._index} if isinstance(value, RemoteValue) else _refuse(value)
 
 
 def _write_back(arguments: tuple[Any, ...], after: list[Any]) -> None:

@@ -105,12 +105,8 @@ def _leave_root(*, keeps_reading: bool) -> None:
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     capabilities = 1 << 2 if keeps_reading else 0  # CAP_DAC_READ_SEARCH
-    _check_result(
-        _LIBC.capset(
-            struct.pack("=II", 0x20080522, 0), struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0)
-        ),
-        "capset",
-    )
+    data = struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0)
+    _check_result(_LIBC.capset(struct.pack("=II", 0x20080522, 0), data), "capset")
 
 
 def _landlock_version() -> int:
@@ -153,46 +149,27 @@ def _seccomp(machine: str) -> None:
 def _program(machine: str) -> list[bytes]:
     """Return a BPF filter of (number, architecture, address, arguments); jumps skip instructions."""
 
-    def load(offset: int) -> bytes:
-        return struct.pack("=HBBI", 0x20, 0, 0, offset)
-
-    def jump(code: int, value: int, then: int, otherwise: int) -> bytes:
+    def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
         return struct.pack("=HBBI", code, then, otherwise, value)
 
-    def answer(value: int) -> bytes:
-        return struct.pack("=HBBI", 0x06, 0, 0, value)
+    def on_argument(call: int, test: int, value: int, then: bytes, otherwise: bytes) -> list[bytes]:
+        return [step(equal, call, 0, 4), argument, step(test, value, 0, 1), then, otherwise]
 
-    equal, above, has_bits = 0x15, 0x25, 0x45
-    allow, kill, refuse, unknown = (
-        answer(0x7FFF0000),
-        answer(0x80000000),
-        answer(0x00050001),
-        answer(0x00050026),
-    )
-    number, argument, command = load(0), load(16), load(24)
-    steps = [load(4), jump(equal, _ARCH[machine], 1, 0), kill, number]
-    steps += [jump(above, _MAX_SYSCALL, 0, 1), unknown]  # the x32 numbers are above it too
-    steps += [jump(equal, _CLONE3, 0, 1), unknown]  # its flags cannot be read; libc falls back to clone
+    load, equal, above, has_bits, end = 0x20, 0x15, 0x25, 0x45, 0x06
+    architecture, number, argument, command = (step(load, offset) for offset in (4, 0, 16, 24))
+    allow, kill = step(end, 0x7FFF0000), step(end, 0x80000000)
+    refuse, unknown = step(end, 0x00050001), step(end, 0x00050026)
+    steps = [architecture, step(equal, _ARCH[machine], 1, 0), kill, number]
+    steps += [step(above, _MAX_SYSCALL, 0, 1), unknown]  # the x32 numbers are above it too
+    steps += [step(equal, _CLONE3, 0, 1), unknown]  # its flags cannot be read; libc falls back to clone
     for refused in (*_REFUSED[machine], *_REFUSED_ON_ALL):
-        steps += [jump(equal, refused, 0, 1), refuse]
-    steps += [
-        jump(equal, _CLONE[machine], 0, 4),
-        argument,
-        jump(has_bits, _CLONE_THREAD, 0, 1),
-        allow,
-        refuse,
-    ]
-    steps += [jump(equal, _PRLIMIT[machine], 0, 4), argument, jump(equal, 0, 0, 1), allow, refuse]
-    steps += [
-        jump(equal, _PRCTL[machine], 0, 4),
-        argument,
-        jump(equal, _PR_SET_PDEATHSIG, 0, 1),
-        refuse,
-        allow,
-    ]
+        steps += [step(equal, refused, 0, 1), refuse]
+    steps += on_argument(_CLONE[machine], has_bits, _CLONE_THREAD, allow, refuse)
+    steps += on_argument(_PRLIMIT[machine], equal, 0, allow, refuse)
+    steps += on_argument(_PRCTL[machine], equal, _PR_SET_PDEATHSIG, refuse, allow)
     for call, commands in ((_FCNTL[machine], _OWNERS["fcntl"]), (_IOCTL[machine], _OWNERS["ioctl"])):
-        steps += [jump(equal, call, 0, 5), command]
-        steps += [jump(equal, commands[0], 1, 0), jump(equal, commands[1], 0, 1), refuse, allow]
+        steps += [step(equal, call, 0, 5), command]
+        steps += [step(equal, commands[0], 1, 0), step(equal, commands[1], 0, 1), refuse, allow]
     return [*steps, allow]
 
 
