@@ -63,6 +63,10 @@ class RunConfig:
     """Stop if the mean absolute difference of the sampler's and the learner's logprobs exceeds this, in
     nats."""
 
+    accept_changes: bool = False
+    """Resume although a reward's source or the rows differ from those that the run began with; run.json says
+    from which step on."""
+
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Where metrics are logged besides the run's own files. Each needs the package of its name."""
 

@@ -28,6 +28,7 @@ from qerl.tasks.environment import Close, EnvironmentReply, EnvironmentWorker, R
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.scoring import RESERVED, Failure, RewardCall, missing_arguments, name_of, score
+from qerl.tasks.sources import function_sources
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
 
@@ -42,6 +43,8 @@ class RewardPool:
         needs_answer = not functions and not {*NEED_ANSWER, "higher_lower"}.isdisjoint(config.rewards)
         self._answer_column = config.answer_column if needs_answer else None
         functions = list(functions) or [resolve(name, config) for name in config.rewards]
+        self.sources = function_sources(functions)
+        """SHA-256 of what each function is made of, by name; none for built-in ones."""
         weights = list(config.reward_weights) or [1.0] * len(functions)
         if len(weights) != len(functions):
             raise UserError(

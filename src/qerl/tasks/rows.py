@@ -24,6 +24,7 @@ from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.config.wording import GSM8K_REQUEST
 from qerl.errors import UserError, did_you_mean
+from qerl.tasks.sources import file_digest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,8 @@ class RowTable:
     """Return the first row in which this column is empty."""
     prompt_column: str | None
     """The column with the prompt; None if the template alone makes the prompt."""
+    fingerprint: str | None = None
+    """The fingerprint of a hub data set, which depends on its revision."""
 
 
 def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
@@ -55,6 +58,12 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
     if path.is_file():
         raise UserError(f"task.name {config.name}: a file of rows ends in {', '.join(_READERS)}")
     return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))
+
+
+def file_sources(config: TaskConfig) -> dict[str, str]:
+    """Return {"rows of sums.jsonl": SHA-256} if the rows are a file's; {} for others."""
+    path = Path(config.name)
+    return {f"rows of {path.name}": file_digest(path)} if path.suffix in _READERS and path.is_file() else {}
 
 
 def _splits(config: TaskConfig, load: Callable[[str], RowTable]) -> tuple[RowTable, RowTable | None]:
@@ -134,7 +143,8 @@ def _hub(name: str, split: str, prompt_column: str | None) -> RowTable:
         hint = did_you_mean(name, ("reasoning-gym", "gsm8k")) or f"; a {', '.join(_READERS)} file works too"
         raise UserError(f"task.name {name}, split {split}: {type(error).__name__}: {reason}{hint}") from error
     assert isinstance(dataset, datasets.Dataset)
-    return _arrow_rows(f"{name} ({split})", dataset.data.table, prompt_column)
+    rows = _arrow_rows(f"{name} ({split})", dataset.data.table, prompt_column)
+    return dataclasses.replace(rows, fingerprint=dataset._fingerprint)
 
 
 @contextmanager

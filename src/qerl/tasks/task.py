@@ -39,8 +39,11 @@ class Task:
         num_dropped: int,
         seed: int,
         max_prompt_tokens: int,
+        sources: dict[str, str],
     ):
         self.name = name
+        self.sources = sources
+        """Fingerprints of hub data sets by name."""
         self.num_dropped = num_dropped
         """Rows seen so far, held-out rows included, whose prompt is too long."""
         self.num_repeated = 0
@@ -133,6 +136,11 @@ def build_task(
         num_dropped=num_dropped,
         seed=seed,
         max_prompt_tokens=max_prompt_tokens,
+        sources={
+            f"data set {table.name}": table.fingerprint
+            for table in (rows, held_out_rows)
+            if table is not None and table.fingerprint is not None
+        },
     )
 
 

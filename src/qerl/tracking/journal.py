@@ -1,6 +1,6 @@
 """Record each step of a run in its folder: metrics, phase durations and samples.
 
-    run.json        the resolved config, command, commit, versions and device; written first
+    run.json        the resolved config, command, commit, versions, device, hashes of sources; written first
     metrics.jsonl   a line per step: step, metrics, `<phase>_s`, step_s, tokens_per_s, memory_gb, wall_time
     samples.jsonl   a line per sample: step, prompt, text, reward, advantage
     events.jsonl    notices              loggers/, tensorboard/    the metrics again: async_logger.py
@@ -11,13 +11,15 @@ checkpoint therefore comes after the block, under `journal.span("checkpoint")`: 
 have every step that its checkpoint has. The time of a span between steps is added to the step that follows.
 """
 
+import functools
+import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,9 +32,10 @@ from qerl.tracking.async_logger import AsyncLogger, num_sent
 from qerl.tracking.atomic_file import JsonLines, Lock, encode, finite, read_object, write_atomic
 from qerl.tracking.console import Display, PanelDisplay, PlainDisplay
 from qerl.tracking.loggers import LOGGERS, check_loggers
-from qerl.tracking.provenance import changes, check_same_run, run_facts
+from qerl.tracking.provenance import changes, check_same_run, check_sources, run_facts
 from qerl.types import Group
 
+_NUM_STEPS = "config.num_steps"
 _LOGGER_TIMEOUT_S = 30.0  # for sending the last steps when the run ends
 MAX_ANSWER_CHARACTERS = 1000
 """Answers are cut to this length: the tests of a programming problem may be megabytes."""
@@ -131,6 +134,9 @@ class Journal:
         self._open_step: int | None = None
         self._answer_column = "answer"
         self._logger_names, self._config = RunConfig().loggers, {}
+        self._facts: dict[str, Any] = {}
+        self._changed: dict[str, tuple[Any, Any]] = {}
+        self._compares_sources = False
         self._loggers: list[AsyncLogger] = []
         self._result: dict[str, Any] | None = None
         console = console or Console()
@@ -141,28 +147,42 @@ class Journal:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """Content of result.json; None if the run is not complete."""
+        """Content of result.json; None if the run is not complete, or is now given more steps."""
         path = self._folder / "result.json"
-        return read_object(path) if path.exists() else None
+        return read_object(path) if path.exists() and _NUM_STEPS not in self._changed else None
 
-    def start(self, config: RunConfig) -> None:
-        """Write run.json; once a step is recorded, check that only fields in `provenance.EXEMPT` changed."""
+    def start(self, config: RunConfig, sources: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Write run.json, with the hashes of rewards and files. Once a step is recorded, check that nothing
+        but fields in `provenance.EXEMPT`, more steps and what the user accepts differs from it."""
         check_loggers(config.loggers)
         self._answer_column, self._logger_names = config.task.answer_column, config.loggers
         path, facts = self._folder / "run.json", finite(run_facts(config))
-        self._config = facts["config"]
-        if not self._next_step:
-            write_atomic(path, encode(facts, indent=2))
+        self._config, self._facts = facts["config"], facts
+        if self._next_step:
+            if not path.exists():
+                raise UserError(
+                    f"{self._folder}: has metrics.jsonl but no run.json; choose another folder with --out"
+                )
+            self._facts = old = read_object(path)
+            self._changed = check_same_run(path, old.get("config", {}), facts["config"])
+            for name, (was, now) in changes({key: old.get(key) for key in facts}, facts).items():
+                if name not in ("command", "start_time", "config.out", *self._changed):
+                    self.notice(f"{name} is now {now}; the run started with {was}")
+        self._compares_sources = self._next_step > 0 and "sources" in self._facts
+        self._facts.setdefault("sources", {})  # runs of former versions have none
+        self.check_sources(sources, ("reward ", "rows of "))
+
+    def check_sources(self, sources: Mapping[str, str], kinds: tuple[str, ...]) -> None:
+        """Record these hashes in run.json; once a step is recorded, compare them with those of their kinds,
+        which begin their names."""
+        path, recorded = self._folder / "run.json", self._facts["sources"]
+        if self._compares_sources:
+            old = {name: value for name, value in recorded.items() if name.startswith(kinds)}
+            accepts = self._config["accept_changes"]
+            self._changed |= check_sources(path, old, dict(sources), accept_changes=accepts)
             return
-        if not path.exists():
-            raise UserError(
-                f"{self._folder}: has metrics.jsonl but no run.json; choose another folder with --out"
-            )
-        old = read_object(path)
-        check_same_run(path, old.get("config", {}), facts["config"])
-        for name, (was, now) in changes(old, facts).items():
-            if name not in ("command", "start_time", "config.out"):
-                self.notice(f"{name} is now {now}; the run started with {was}")
+        recorded.update(sources)
+        write_atomic(path, encode(self._facts, indent=2))
 
     def resume(self, next_step: int) -> None:
         """Remove steps from next_step on, so that the files become those of an uninterrupted run."""
@@ -172,6 +192,7 @@ class Journal:
         kept["samples"] |= {record["step"] for record in records if record.get("trained_samples") == 0}
         self._display.restore(records)
         self._next_step = next_step
+        self._record_changes(next_step)
         for name, steps in kept.items():
             if len(steps) < next_step:
                 self.notice(
@@ -179,6 +200,23 @@ class Journal:
                 )
         if next_step:
             self.notice(f"resuming after step {next_step}/{self._num_steps}")
+
+    def _record_changes(self, next_step: int) -> None:
+        """Write what the run goes on with from this step on to run.json, and say it."""
+        if not self._changed:
+            return
+        for name, (was, now) in self._changed.items():
+            *path, last = name.split(".") if name.startswith("config.") else name.split(".", 1)
+            functools.reduce(dict.__getitem__, path, self._facts)[last] = now
+            label, first = name.partition(".")[2], next_step + 1
+            text = f"{label} was {_shown(was)} and is {_shown(now)} from step {first} on"
+            more = ": learning rate and sigma are then those of a run of so many steps"
+            self.notice(text + (more if name == _NUM_STEPS else ""))
+        self._facts.setdefault("history", []).append({"step": next_step, "changed": self._changed})
+        if _NUM_STEPS in self._changed:  # before run.json: it must not look complete
+            (self._folder / "result.json").unlink(missing_ok=True)
+        write_atomic(self._folder / "run.json", encode(self._facts, indent=2))
+        self._changed = {}
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
@@ -273,6 +311,13 @@ class Journal:
         for logger in self._loggers:
             for text in logger.notices():
                 self.notice(text)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text, a hash by its first eight digits."""
+    return (
+        "absent" if value is None else value[:8] if re.fullmatch("[0-9a-f]{16,}", str(value)) else str(value)
+    )
 
 
 def memory_gb() -> float:

@@ -1,6 +1,6 @@
 """The journal of every rank but the first: it records nothing and prints nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -14,7 +14,9 @@ class NullJournal:
     def __init__(self):
         self._stopwatch = Stopwatch(lambda phase: None)
 
-    def start(self, config: RunConfig) -> None: ...
+    def start(self, config: RunConfig, sources: Mapping[str, str]) -> None: ...
+
+    def check_sources(self, sources: Mapping[str, str], kinds: tuple[str, ...]) -> None: ...
 
     def resume(self, next_step: int) -> None: ...
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import math
 import platform
 import shlex
 import subprocess
@@ -17,12 +18,12 @@ from qerl.config import RunConfig
 from qerl.errors import UserError, redact
 
 # Fields that may change when a run is resumed. None of them changes a number of the run: its folder and
-# loggers, how often it is saved, the number of processes, and when it aborts.
+# loggers, how often it is saved, the number of processes, when it aborts and what it accepts.
 EXEMPT = frozenset(
     {
         *("out", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers"),
         *("task.reward_memory_gb", "max_mismatch", "learn.max_nonfinite_updates"),
-        *("ray.address", "ray.num_samplers"),
+        *("ray.address", "ray.num_samplers", "accept_changes"),
     }
 )
 _MAX_NAMED_FIELDS = 3
@@ -92,16 +93,40 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[str, st
     }
 
 
-def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise UserError if the recorded config and the new one differ in a field that is not in EXEMPT."""
-    wrong = {name: pair for name, pair in changes(old, new).items() if name not in EXEMPT}
+def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Raise UserError if the recorded config and the new one differ in a field that is not in EXEMPT.
+
+    Return {field: (old, new)} of what a run may go on with: more steps, and rows that the user accepts."""
+    found = {name: pair for name, pair in changes(old, new).items() if name not in EXEMPT}
+    accepted = {"task.name"} if new["accept_changes"] else set()
+    if new["num_steps"] > old.get("num_steps", math.inf):
+        accepted.add("num_steps")
+    wrong = {name: pair for name, pair in found.items() if name not in accepted}
     if not wrong:
-        return
+        return {f"config.{name}": tuple(map(json.loads, pair)) for name, pair in found.items()}
     named = [f"{name} = {was}, not {now}" for name, (was, now) in list(wrong.items())[:_MAX_NAMED_FIELDS]]
     more = f" and {len(wrong) - len(named)} more" if len(wrong) > len(named) else ""
     raise UserError(
         f"{path}: the existing run has {', '.join(named)}{more}; choose another folder with --out"
     )
+
+
+def check_sources(
+    path: Path, old: dict[str, str], new: dict[str, str], *, accept_changes: bool
+) -> dict[str, tuple[str | None, str | None]]:
+    """Return {"sources.NAME": (old, new)} of the hashes that differ; raise UserError unless accepted."""
+    names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+    if names and not accept_changes:
+        told = [f"{name} ({_short(old.get(name))}, now {_short(new.get(name))})" for name in names]
+        raise UserError(
+            f"{path}: the run began with another {', and another '.join(told)}; --accept-changes goes on with"
+            " the present one, --out begins another run"
+        )
+    return {f"sources.{name}": (old.get(name), new.get(name)) for name in names}
+
+
+def _short(digest: str | None) -> str:
+    return "absent" if digest is None else digest[:8]
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

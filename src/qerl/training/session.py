@@ -25,6 +25,7 @@ from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import format_failures
+from qerl.tasks.rows import file_sources
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
@@ -56,8 +57,8 @@ def _train(
     folder = Path(config.out)
     with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
         stop = StopSignal(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
-        with stop.handling():
-            journal.start(config)
+        with stop.handling(), RewardPool(config.task, functions=rewards) as pool:
+            journal.start(config, {**pool.sources, **file_sources(config.task)} if ranks.is_first else {})
             finished = ranks.from_first(lambda: journal.result)
             if finished is not None:
                 journal.notice(f"{folder}: this run is already complete; start another with --out")
@@ -67,8 +68,7 @@ def _train(
                 ):  # for instance: the disk was full
                     write_report([folder], folder / "report.html")
                 return finished
-            with RewardPool(config.task, functions=rewards) as pool:
-                result = _Session(config, folder, journal, pool, stop, ranks, cluster).run()
+            result = _Session(config, folder, journal, pool, stop, ranks, cluster).run()
             journal.finish(result)
             if ranks.is_first:
                 write_report([folder], folder / "report.html")
@@ -91,6 +91,7 @@ class _Session:
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
         _check_supported(config, pool, ranks, cluster)
         self.decoder, self.engine, self.task = load_policy(config)
+        journal.check_sources(self.task.sources, ("data set ",))
         self.rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)
         # This also raises if there are too few rows, before anything is sampled.
         first_P = self.task.train_prompts(0, config.num_prompts)
@@ -190,6 +191,11 @@ class _Session:
             self.journal.notice("evaluations.json has no accuracy from before the first step")
         if first_step == 0:
             self.evaluations = {}  # any that exist belong to an earlier config
+        elif (
+            first_step < self.config.num_steps and "after" in self.evaluations
+        ):  # the run is given more steps
+            self.evaluations[f"after_{first_step}_steps"] = self.evaluations.pop("after")
+            self.write_evaluations()
         return first_step
 
     def _copy_first(self) -> None:
@@ -241,13 +247,16 @@ class _Session:
         with self.journal.span("evaluate"):
             accuracy, best = self.accuracies()
         self.evaluations[moment] = {"accuracy": accuracy, "greedy": best}
-        if self.ranks.is_first:
-            write_atomic(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
+        self.write_evaluations()
         self.journal.notice(
             f"held-out accuracy {moment} training: {accuracy:.3f} at temperature"
             f" {self.config.sample.temperature:g},"
             f" {best:.3f} greedy ({len(self.prompts)} problems)"
         )
+
+    def write_evaluations(self) -> None:
+        if self.ranks.is_first:
+            write_atomic(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
 
     def accuracies(self) -> tuple[float, float]:
         """Return the accuracy without noise: with the config's sampling, and greedy."""
