@@ -1,6 +1,6 @@
 """Find the fastest tiles of each NVFP4 product and write the kernels' table: `python -m benchmarks tile`.
 
-Each candidate of kernels/nvfp4_tile.py is timed alone, in a CUDA graph of launches with distinct weights,
+Each candidate is timed alone, in a CUDA graph of launches with distinct weights,
 as a decode step launches it: with adapter, bias, residual and SwiGLU, and with u where the engine passes
 it. One choice serves up to 32 tokens, so its times at 8 and at 32 tokens count equally. The table's entry
 of this GPU is replaced; entries of other GPUs stay.
@@ -23,7 +23,7 @@ from qerl.cli.bench.options import check_ranks
 from qerl.cli.bench.record import ROOT, read_origin
 from qerl.config.check import check_positive
 from qerl.kernels import nvfp4_decode, nvfp4_tile
-from qerl.kernels.nvfp4_tile import Choice, Tile, candidates
+from qerl.kernels.nvfp4_tile import MAX_TOKENS, Choice, Tile
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
 
@@ -55,6 +55,31 @@ class TileOptions:
     def __post_init__(self):
         check_positive(self, "runs")
         check_ranks((self.lora_rank,))
+
+
+def candidates(N: int, K: int, most_tokens: int) -> list[Choice]:
+    """Return the choices to measure: narrower tiles have more CTAs and longer stages."""
+    two, one = [(tiles, 1, k, 2) for tiles in (1, 2) for k in (512, 256)], []
+    if most_tokens <= 32:
+        forms = [*two[:2], (1, 1, 512, 1), (1, 2, 512, 1), (1, 2, 256, 1)]
+    elif most_tokens <= 64:
+        one = [(tiles, groups, k, 1) for tiles in (1, 2) for groups in (1, 2) for k in (256, 128)]
+        forms = [*two[2:], *one]
+    elif most_tokens <= 128:
+        forms = [(tiles, 2, k, 1) for tiles in (1, 2) for k in (256, 128)] + [(3, 1, 256, 2)]
+    else:
+        forms = [(tiles, 2, k, 1) for tiles in (2, 3, 4) for k in (256, 128)]
+    names = ("token_tiles", "warpgroups", "k_block", "ctas_per_sm")
+    each = [
+        Choice(N=N, K=K, most_tokens=most_tokens, us=0.0, **dict(zip(names, form, strict=True)))
+        for form in forms
+    ]
+    tiles = {choice.tile(most_tokens, K): choice for choice in reversed(each)}
+    return [
+        choice
+        for tile, choice in tiles.items()
+        if tile is not None and tile.padded_tokens(most_tokens) <= MAX_TOKENS
+    ]
 
 
 def bench_tile(options: TileOptions) -> None:

@@ -53,7 +53,8 @@ def decoder_of(format="nvfp4", *, rank=16, architecture=SMALL, compute=torch.bfl
         decoder.lm_head.weight.mul_(8)  # logits that differ by more than rounding
     decoder.lm_head.pack(head)
     if format == "nvfp4":
-        decoder.tile()
+        for layer in decoder.layers:
+            layer.tile()
     return decoder
 
 

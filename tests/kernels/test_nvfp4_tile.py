@@ -1,5 +1,6 @@
 import pytest
 
+from benchmarks.tile import candidates
 from qerl.kernels import nvfp4_tile as op
 
 
@@ -22,7 +23,7 @@ def assert_fits(tile, M, N, K):
 @pytest.mark.parametrize(("N", "K"), [(3584, 3584), (37888, 3584), (64, 64), (3584, 18944)])
 def test_every_candidate_fits_for_all_its_tokens(N, K):
     for most_tokens, fewest in zip(op.MOST_TOKENS, (1, *(most + 1 for most in op.MOST_TOKENS)), strict=False):
-        choices = op.candidates(N, K, most_tokens)
+        choices = candidates(N, K, most_tokens)
         assert choices
         for choice in choices:
             for M in range(fewest, most_tokens + 1):

@@ -47,7 +47,8 @@ def test_a_tiled_decoder_computes_the_same_bits(compute):
     decoder = decoder_of(compute)
     want = outputs(decoder)
     decoder.zero_grad()
-    decoder.tile()
+    for each in decoder.layers:
+        each.tile()
     assert all(isinstance(linear.weight, PackedNVFP4) for _, linear in decoder.linears())
     for before, after in zip(want, outputs(decoder), strict=True):
         assert torch.equal(before, after)
@@ -56,7 +57,8 @@ def test_a_tiled_decoder_computes_the_same_bits(compute):
 def test_the_bytes_are_those_of_before_and_the_rows_factors():
     decoder = decoder_of()
     before, linears = decoder.num_bytes, dict(decoder.linears())
-    decoder.tile()
+    for each in decoder.layers:
+        each.tile()
     assert decoder.num_bytes == before + sum(4 * linear.out_width for linear in linears.values())
     packed_bytes = {id(t): t.nbytes for linear in linears.values() for t in linear.weight.tensors().values()}
     assert sum(linear.weight.num_bytes for linear in linears.values()) == sum(packed_bytes.values())
@@ -65,7 +67,8 @@ def test_the_bytes_are_those_of_before_and_the_rows_factors():
 def test_the_weights_come_back_plain():
     decoder = decoder_of()
     before = {name: linear.weight for name, linear in decoder.linears()}
-    decoder.tile()
+    for each in decoder.layers:
+        each.tile()
     for name, linear in decoder.linears():
         plain, was = linear.weight.plain(), before[name]
         assert isinstance(plain, NVFP4) and linear.weight.shape == was.shape
@@ -81,7 +84,8 @@ def test_a_layers_tiles_hold_its_linears_in_the_decode_kernels_order():
     qkv = [linear.weight for linear in layer.self_attn.qkv_projs]
     gate, up = (linear.weight for linear in layer.mlp.gate_up_projs)
     assert tiles_of(layer.self_attn.qkv_projs) is None
-    decoder.tile()
+    for each in decoder.layers:
+        each.tile()
     group = tiles_of(layer.self_attn.qkv_projs)
     codes, _ = unpack(group.tiles)
     assert torch.equal(codes, torch.cat([weight.codes for weight in qkv]))
@@ -97,10 +101,12 @@ def test_a_layers_tiles_hold_its_linears_in_the_decode_kernels_order():
 
 def test_weights_that_do_not_fit_stay_as_they_are():
     plain = decoder_of(weight_format=BF16)
-    plain.tile()
+    for each in plain.layers:
+        each.tile()
     assert isinstance(plain.layers[0].mlp.down_proj.weight, BF16)
     narrow = decoder_of(intermediate_size=80)  # K = 80 for down, F = 80 for gate and up
-    narrow.tile()
+    for each in narrow.layers:
+        each.tile()
     assert tiles_of(narrow.layers[0].mlp.gate_up_projs) is None
     assert isinstance(narrow.layers[0].mlp.gate_proj.weight, NVFP4)
     assert isinstance(narrow.layers[0].self_attn.q_proj.weight, PackedNVFP4)
@@ -156,7 +162,8 @@ def test_on_a_gpu_a_decoder_of_fused_products_loses_no_more_than_a_plain_one(
         pytest.skip("needs a CUDA device")
     computes = (torch.float32, *[torch.bfloat16] * 3)
     decoders = [_on(device, decoder_of(compute, weight_format)) for compute in computes]
-    decoders[3].tile()
+    for each in decoders[3].layers:
+        each.tile()
     with monkeypatch.context() as apart:
         apart.setattr("qerl.models.packed_linear._is_fused_on", lambda device: False)
         exact, plain = (outputs(decoder) for decoder in decoders[:2])

@@ -49,10 +49,13 @@ class NVFP4(PackedWeight):
         return self.global_scale.reciprocal().squeeze(0)
 
     @classmethod
-    def encode(cls, weight_NK: Tensor) -> Self:
-        largest = largest_magnitude(weight_NK, cls.name, BLOCK_WEIGHTS)
+    def encode(cls, weight_NK: Tensor, largest: float | None = None) -> Self:
+        """largest: sets the global scale, where weights share one; default: max |W|."""
+        magnitude = largest_magnitude(weight_NK, cls.name, BLOCK_WEIGHTS)
+        if largest is not None:
+            magnitude.fill_(largest)
         smallest_normal = torch.finfo(torch.float32).tiny
-        g = largest.clamp(min=smallest_normal).reciprocal() * (_MAX_SCALE * e2m1.MAX)
+        g = magnitude.clamp(min=smallest_normal).reciprocal() * (_MAX_SCALE * e2m1.MAX)
         g = g.nan_to_num(posinf=1.0)
         (n, k), device = weight_NK.shape, weight_NK.device
         codes = torch.empty(n, k // 2, dtype=torch.uint8, device=device)

@@ -101,31 +101,6 @@ class Choice:
         return Tile(tokens, self.warpgroups, k_block, stages, self.ctas_per_sm) if stages > 1 else None
 
 
-def candidates(N: int, K: int, most_tokens: int) -> list[Choice]:
-    """Return the choices to measure: narrower tiles have more CTAs and longer stages."""
-    two, one = [(tiles, 1, k, 2) for tiles in (1, 2) for k in (512, 256)], []
-    if most_tokens <= 32:
-        forms = [*two[:2], (1, 1, 512, 1), (1, 2, 512, 1), (1, 2, 256, 1)]
-    elif most_tokens <= 64:
-        one = [(tiles, groups, k, 1) for tiles in (1, 2) for groups in (1, 2) for k in (256, 128)]
-        forms = [*two[2:], *one]
-    elif most_tokens <= 128:
-        forms = [(tiles, 2, k, 1) for tiles in (1, 2) for k in (256, 128)] + [(3, 1, 256, 2)]
-    else:
-        forms = [(tiles, 2, k, 1) for tiles in (2, 3, 4) for k in (256, 128)]
-    names = ("token_tiles", "warpgroups", "k_block", "ctas_per_sm")
-    each = [
-        Choice(N=N, K=K, most_tokens=most_tokens, us=0.0, **dict(zip(names, form, strict=True)))
-        for form in forms
-    ]
-    tiles = {choice.tile(most_tokens, K): choice for choice in reversed(each)}
-    return [
-        choice
-        for tile, choice in tiles.items()
-        if tile is not None and tile.padded_tokens(most_tokens) <= MAX_TOKENS
-    ]
-
-
 @functools.lru_cache(maxsize=4096)
 def choose_tile(M: int, N: int, K: int, gpu: str = "") -> Tile:
     assert 1 <= M <= MAX_TOKENS and N % TILE_ROWS == 0 and K % TILE_K == 0

@@ -16,7 +16,6 @@ of it are layer inputs in fp32), 10.8 GB planned with offload (0.5 GB of inputs)
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,15 +26,9 @@ from qerl.models.linear import QuantLinear, repeating
 _LEAVING = 2
 
 
-class SavedInputs(Protocol):
-    """The layer inputs of one pass, stored in the layers' order and taken in reverse order."""
-
-    def put(self, layer_index: int, h_TD: Tensor) -> None: ...
-
-    def take(self, layer_index: int) -> Tensor: ...
-
-
 class OnDevice:
+    """Layer inputs of one pass, put in the layers' order and taken in reverse order."""
+
     def __init__(self):
         self._inputs: dict[int, Tensor] = {}
 
@@ -61,7 +54,7 @@ class _Copy:
 
 
 class OnHost:
-    """Memory in use is tracked by references: streams wait before one is dropped."""
+    """The same. Memory in use is tracked by references: streams wait before one is dropped."""
 
     def __init__(self, device: torch.device, lane: torch.cuda.Stream | None):
         self._device, self._lane = device, lane
@@ -113,13 +106,13 @@ class _Call:
     context: RowContext
     layer_index: int
     attend: Attend
-    kept: SavedInputs
+    kept: OnDevice | OnHost
 
     def __call__(self, h_TD: Tensor) -> Tensor:
         return self.layer(h_TD, self.context, self.layer_index, self.attend)
 
 
-def checkpoint_layers(kept: SavedInputs) -> RunLayer:
+def checkpoint_layers(kept: OnDevice | OnHost) -> RunLayer:
     """Run the layers of a pass, and rerun each of them in the backward pass."""
 
     def run(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:

@@ -18,6 +18,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,27 +50,14 @@ def divided(values_C: Tensor | None, batches: list[PackedBatch]) -> Sequence[Ten
 
 def regrouped(readings: list[BatchMetrics], batches: list[PackedBatch]) -> list[BatchMetrics]:
     """Return the same values for the same sampled tokens in another packing."""
-    lengths = [len(batch.targets_C) for batch in batches]
-    if [len(reading.logprob_C) for reading in readings] == lengths:
+    if [len(r.logprob_C) for r in readings] == [len(batch.targets_C) for batch in batches]:
         return readings
-
-    def split(parts_C: list[Tensor | None]) -> Sequence[Tensor | None]:
-        found_C = [part_C for part_C in parts_C if part_C is not None]
-        return divided(torch.cat(found_C) if found_C else None, batches)
-
-    logprobs = split([r.logprob_C for r in readings])
-    entropies = split([r.entropy_C for r in readings])
-    references = split([r.reference_C for r in readings])
-    owns = split([r.own_C for r in readings])
-    return [
-        BatchMetrics(
-            batch=batch, logprob_C=logprob_C, entropy_C=entropy_C, reference_C=reference_C, own_C=own_C
-        )
-        for batch, logprob_C, entropy_C, reference_C, own_C in zip(
-            batches, logprobs, entropies, references, owns, strict=True
-        )
-        if logprob_C is not None and entropy_C is not None
-    ]
+    found: dict[str, Sequence[Any]] = {}
+    for name in ("logprob_C", "entropy_C", "reference_C", "own_C"):
+        parts_C = [part_C for r in readings if (part_C := getattr(r, name)) is not None]
+        found[name] = divided(torch.cat(parts_C) if parts_C else None, batches)
+    each = (dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True))
+    return [BatchMetrics(batch=batch, **values) for batch, values in zip(batches, each, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,14 +57,10 @@ class CheckpointLayout:
         by_field = {"codes": (n, k // 2), "scales": (n, k // self.block_weights), "global_scale": (1,)}
         return {f"{linear}.{suffix}": by_field[field] for field, suffix in self.suffixes.items()}
 
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {"codes": torch.uint8, "scales": self.scale_dtype, "global_scale": torch.float32}
-
 
 SelectScales = Callable[[PackedWeight, Tensor], PackedWeight]
 """Function (default encoding, weight) -> encoding with the chosen block scales."""
 
-_CHUNK_WEIGHTS = 1 << 20
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _FIELDS = {"codes": "weight_packed", "scales": "weight_scale"}
 LAYOUTS = {
@@ -114,9 +110,10 @@ def _check_group(path: Path, layout: CheckpointLayout, group: Any) -> None:
 
 def read_packed(checkpoint: Checkpoint, layout: CheckpointLayout, linear: str) -> PackedWeight:
     """Read one linear's packed weight unchanged; its shapes were checked before."""
+    dtypes = {"codes": torch.uint8, "scales": layout.scale_dtype, "global_scale": torch.float32}
     tensors: dict[str, Any] = {}
     for field, suffix in layout.suffixes.items():
-        tensor, dtype = checkpoint.read(f"{linear}.{suffix}"), layout.dtypes()[field]
+        tensor, dtype = checkpoint.read(f"{linear}.{suffix}"), dtypes[field]
         if tensor.dtype != dtype:
             raise UserError(f"{checkpoint.path}: {linear}.{suffix} must be {dtype}, is {tensor.dtype}")
         _check_values(checkpoint, f"{linear}.{suffix}", tensor, field)
@@ -146,7 +143,7 @@ def write_quantized(
     *,
     format: str = "nvfp4",
     scales: SelectScales = default_scales,
-    fold: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
+    fold: Callable[[Checkpoint], Checkpoint] | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Quantize a checkpoint into a new folder, which appears only when it is complete.
@@ -163,7 +160,7 @@ def write_quantized(
         raise UserError(f"{path}: is quantized already")
     architecture = architecture_of(checkpoint)
     check_tensors(checkpoint, tensor_shapes(architecture))
-    folded = fold(checkpoint)
+    folded = checkpoint if fold is None else fold(checkpoint)
     with atomic_folder(out) as folder:
         write_shards(folder, _quantized_tensors(folded, architecture, LAYOUTS[format], scales), shard_bytes)
         write_quantized_config(folder, checkpoint.config, LAYOUTS[format])
@@ -232,24 +229,13 @@ def _shared_largest(weights: Iterator[Tensor], kind: type[PackedWeight], num: in
 def _encode_one(
     weight_NK: Tensor, kind: type[PackedWeight], largest: float | None, scales: SelectScales
 ) -> PackedWeight:
-    packed = kind.encode(weight_NK) if largest is None else _encode_with_largest(weight_NK, largest)
+    packed = kind.encode(weight_NK) if largest is None else NVFP4.encode(weight_NK, largest)
     return scales(packed, weight_NK)
 
 
 def _largest(weight_NK: Tensor) -> float:
     """Return the largest magnitude without the copy that abs() makes."""
     return torch.stack(torch.aminmax(weight_NK)).abs().max().item()
-
-
-def _encode_with_largest(weight_NK: Tensor, largest: float) -> NVFP4:
-    """Encode with the global scale of this largest magnitude, by appending a row that contains it."""
-    k = weight_NK.shape[1]
-    marker_1K = torch.zeros(1, k, device=weight_NK.device)
-    marker_1K[0, 0] = largest
-    chunks = weight_NK.split(max(1, _CHUNK_WEIGHTS // k))
-    parts = [NVFP4.encode(torch.cat([rows.float(), marker_1K])) for rows in chunks]
-    codes, scales = ([getattr(part, field)[:-1] for part in parts] for field in ("codes", "scales"))
-    return NVFP4(torch.cat(codes), torch.cat(scales), parts[0].global_scale)
 
 
 def _quantized_tensors(
@@ -259,19 +245,16 @@ def _quantized_tensors(
     shapes = tensor_shapes(architecture)
     groups = linear_groups(architecture)
     weights = {f"{linear}.weight" for group in groups for linear in group}
+    is_gguf = checkpoint.path.suffix == ".gguf"  # it decodes to float32, its config says bfloat16
     for name in shapes:
         if name not in weights:
-            yield name, _to_config_dtype(checkpoint, read_float(checkpoint, name))
+            tensor = read_float(checkpoint, name)
+            yield name, tensor.bfloat16() if is_gguf else tensor
     for group in groups:
         device = torch.device("cpu")
         for linear, weight in encode_group(checkpoint, group, FORMATS[layout.format], device, scales):
             tensors = weight.tensors()
             yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
-
-
-def _to_config_dtype(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
-    """Return the tensor in the config's dtype: a GGUF decodes to float32, its config says bfloat16."""
-    return tensor.bfloat16() if checkpoint.path.suffix == ".gguf" else tensor
 
 
 def write_quantized_config(folder: Path, config: dict[str, Any], layout: CheckpointLayout) -> None:

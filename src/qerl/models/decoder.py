@@ -131,7 +131,7 @@ class Layer(nn.Module):
         return attention.qkv_projs, (attention.o_proj,), mlp.gate_up_projs, (mlp.down_proj,)
 
     def tile(self) -> None:
-        """Put the weights that fit into the decode kernel's tiles (packed_linear.py)."""
+        """Put the weights that fit into the decode kernel's tiles and free their plain form (packed_linear.py)."""
         for group, linears in zip(self.spec.groups, self.linear_groups, strict=True):
             tile_linears(linears, UnpackRows.GATE_UP if group is self.spec.gate_up else UnpackRows.ALL)
 
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         self.lm_head = LMHead(table.weight)
         self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
         self._magnitude = magnitude(arch.rope)
-        self.noise_table = NoiseTable(self._noised_norms())
+        self.noise_table = NoiseTable([m for m in self.modules() if isinstance(m, NoisedRMSNorm)])
 
     def forward(
         self,
@@ -186,21 +186,11 @@ class Decoder(nn.Module):
         """Yield every linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
         return ((name, m) for name, m in self.named_modules() if isinstance(m, QuantLinear))
 
-    def _noised_norms(self) -> list[NoisedRMSNorm]:
-        """Return two norms for each layer, in order: before q|k|v, before gate|up."""
-        return [m for m in self.modules() if isinstance(m, NoisedRMSNorm)]
-
     def make_resident(self) -> None:
         """Unpack and keep every linear's operand, and the head's; call it after all weights are loaded."""
         self.lm_head.make_resident()
         for _, linear in self.linears():
             linear.make_resident()
-
-    def tile(self) -> None:
-        """Put NVFP4 weights into the decode kernel's tiles (packed_linear.py) and free their plain form."""
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.tile()
 
     @property
     def num_bytes(self) -> int:

@@ -21,29 +21,20 @@ from qerl.kernels.full_linear import full_linear
 from qerl.kernels.lora_linear import Adapter, lora_linear
 
 
-class Unpacked:
-    """Operands that serve two products each: the first stores one here, the second removes it."""
+class OperandCache:
+    """Unpacked operands: held for every product from the first on, or for one product after the first."""
 
-    def __init__(self):
+    def __init__(self, *, is_held: bool):
+        self._is_held = is_held
         self._operands: dict[int, Tensor] = {}
 
     def of(self, owner: object, unpack: Callable[[], Tensor]) -> Tensor:
-        operand = self._operands.pop(id(owner), None)
+        operand = self._operands.get(id(owner))
         if operand is None:
             self._operands[id(owner)] = operand = unpack()
+        elif not self._is_held:
+            del self._operands[id(owner)]
         return operand
-
-
-class Held:
-    """Operands that serve every product from the first on."""
-
-    def __init__(self):
-        self._operands: dict[int, Tensor] = {}
-
-    def of(self, owner: object, unpack: Callable[[], Tensor]) -> Tensor:
-        if id(owner) not in self._operands:
-            self._operands[id(owner)] = unpack()
-        return self._operands[id(owner)]
 
 
 class OperandGroup(Protocol):
@@ -79,7 +70,7 @@ class QuantLinear(nn.Module):
         self.b_fused: Tensor | None = None
         """The place of b_work behind the rows of a fused BF16 weight."""
         self._operand: Tensor | None = None
-        self.unpacked: Unpacked | Held | None = None
+        self.unpacked: OperandCache | None = None
         """Cache of operands for the next product, inside `repeating` and `holding`."""
         self.is_read = True
         """False if only gradients are needed, not the result."""
@@ -182,7 +173,7 @@ def repeating(linears: Iterable[QuantLinear], unread: QuantLinear) -> Iterator[N
     follows. The result of `unread`, the last linear, is skipped."""
     try:
         unread.is_read = False
-        with _leaving_operands(linears, Unpacked()):
+        with _leaving_operands(linears, OperandCache(is_held=False)):
             yield
     finally:
         unread.is_read = True
@@ -191,12 +182,12 @@ def repeating(linears: Iterable[QuantLinear], unread: QuantLinear) -> Iterator[N
 @contextlib.contextmanager
 def holding(linears: Iterable[QuantLinear]) -> Iterator[None]:
     """Unpack every operand only once inside; the first product of each must have its adapter on."""
-    with _leaving_operands(linears, Held()):
+    with _leaving_operands(linears, OperandCache(is_held=True)):
         yield
 
 
 @contextlib.contextmanager
-def _leaving_operands(linears: Iterable[QuantLinear], unpacked: Unpacked | Held) -> Iterator[None]:
+def _leaving_operands(linears: Iterable[QuantLinear], unpacked: OperandCache) -> Iterator[None]:
     """Linears that are held already stay held."""
     linears = [linear for linear in linears if linear.unpacked is None]
     try:

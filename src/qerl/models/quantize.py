@@ -26,10 +26,9 @@ SCALES: dict[str, SelectScales] = {"plain": default_scales, "mse": least_squares
 
 def quantize(options: QuantizeOptions) -> None:
     scales = SCALES[options.scales]
-    if options.calibrate == "none":
-        write_quantized(options.model, options.out, format=options.format, scales=scales)
-        return
-    fold = partial(_fold, sequences=_sequences(options), format=options.format, scales=scales)
+    fold = None
+    if options.calibrate != "none":
+        fold = partial(_fold, sequences=_sequences(options), format=options.format, scales=scales)
     write_quantized(options.model, options.out, format=options.format, scales=scales, fold=fold)
 
 

@@ -55,7 +55,7 @@ _USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
 _ROW_MULTIPLE = 64  # a row that holds an adapter's columns too is padded to a multiple of this
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPart:
     name: str
     num_bytes: float
@@ -259,25 +259,20 @@ def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list
     embedding = embedding_bytes(a, config.model.head_format, num_noise_rows, element_bytes(config))
     copies = 2 * element_bytes(config) * n + adapter_column_bytes(a, config)
     copies = copies if config.adapter.kind == "lora" else 0
+    backward = "a layer's backward pass" if layers > head else "the head's passes"
     return [
-        MemoryPart(name="weights", num_bytes=weight_bytes(a, config.model.format), when="always"),
-        MemoryPart(name="sampler's weights", num_bytes=sampler, when="always"),
-        MemoryPart(name="embedding, head, norms", num_bytes=embedding, when="always"),
-        MemoryPart(name="adapter's masters", num_bytes=4 * n, when="always"),
-        MemoryPart(name="adapter's working copies", num_bytes=copies, when="always"),
-        MemoryPart(
-            name="optimizer's moments", num_bytes=optimizer_bytes(n, config.learn.optim), when="always"
-        ),
-        MemoryPart(name="KV cache", num_bytes=kv_cache_bytes(a, config, prompt_tokens), when="sampling"),
-        MemoryPart(name="CUDA", num_bytes=CONTEXT_BYTES, when="always"),
-        MemoryPart(name="prefill", num_bytes=prefill_bytes(a, config), when="sampling"),
-        MemoryPart(name="adapter's gradients", num_bytes=4 * n, when="learning"),
-        MemoryPart(name=f"activations saved for {rows} rows", num_bytes=kept, when="learning"),
-        MemoryPart(
-            name="a layer's backward pass" if layers > head else "the head's passes",
-            num_bytes=max(layers, head),
-            when="learning",
-        ),
+        MemoryPart("weights", weight_bytes(a, config.model.format), "always"),
+        MemoryPart("sampler's weights", sampler, "always"),
+        MemoryPart("embedding, head, norms", embedding, "always"),
+        MemoryPart("adapter's masters", 4 * n, "always"),
+        MemoryPart("adapter's working copies", copies, "always"),
+        MemoryPart("optimizer's moments", optimizer_bytes(n, config.learn.optim), "always"),
+        MemoryPart("KV cache", kv_cache_bytes(a, config, prompt_tokens), "sampling"),
+        MemoryPart("CUDA", CONTEXT_BYTES, "always"),
+        MemoryPart("prefill", prefill_bytes(a, config), "sampling"),
+        MemoryPart("adapter's gradients", 4 * n, "learning"),
+        MemoryPart(f"activations saved for {rows} rows", kept, "learning"),
+        MemoryPart(backward, max(layers, head), "learning"),
     ]
 
 
