@@ -131,7 +131,7 @@ class Layer(nn.Module):
         return attention.qkv_projs, (attention.o_proj,), mlp.gate_up_projs, (mlp.down_proj,)
 
     def tile(self) -> None:
-        """Put the weights that fit into the decode kernel's tiles and free their plain form (packed_linear.py)."""
+        """Put weights that fit into the decode kernel's tiles (packed_linear.py); free their plain form."""
         for group, linears in zip(self.spec.groups, self.linear_groups, strict=True):
             tile_linears(linears, UnpackRows.GATE_UP if group is self.spec.gate_up else UnpackRows.ALL)
 
