@@ -174,7 +174,9 @@ def _environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def launched(*arguments: str, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+def launched(
+    *arguments: str, environment: Mapping[str, str] | None = None, start_new_session: bool = False
+) -> "subprocess.Popen[str]":
     """Start Python with these arguments in a process of its own."""
     own = _environment() | (environment or {})
     return subprocess.Popen(
@@ -183,6 +185,7 @@ def launched(*arguments: str, environment: Mapping[str, str] | None = None) -> "
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | own,
+        start_new_session=start_new_session,
     )
 
 

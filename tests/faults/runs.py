@@ -54,6 +54,13 @@ class Run:
             assert os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, self.said
             time.sleep(0.002)
 
+    def wait_for_all(self, timeout_s: float = 60.0) -> None:
+        """Until whatever it started has ended too."""
+        end = time.monotonic() + timeout_s
+        while self.processes():
+            assert time.monotonic() < end, self.said
+            time.sleep(0.01)
+
     def processes(self) -> list[int]:
         """Those of its session that still run, itself included."""
         return [pid for pid in _pids() if _session(pid) == self.pid]

@@ -1,17 +1,20 @@
 """A study from its definition to its page, with a tiny model on the CPU; a kill changes nothing of it."""
 
 import json
+import multiprocessing
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import tiny_study
 
+import studies.run as run_module
 import tiny_run
-from qerl.errors import RunError, UserError
+from faults.runs import Run
+from qerl.errors import UserError
 from qerl.tracking import is_timing
 from studies.results import Results
 from studies.run import best_rates, choice_jobs, final_jobs, run_study
@@ -36,24 +39,39 @@ def untimed(value):
     return [untimed(item) for item in value] if isinstance(value, list) else value
 
 
-def run(files, folder, *more, **options):
-    command = [sys.executable, "-m", "tiny_study", str(files), str(folder), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
-    )
+def launched(files, folder):
+    """The study as a program with a session of its own, whose worker is spawned."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ("-m", "tiny_study", str(files), str(folder))
+    return tiny_run.launched(*command, environment=paths, start_new_session=True)
 
 
-def finish(process):
-    stdout, stderr = process.communicate(timeout=180)
-    assert process.returncode == 0, stderr
-    return stdout
+def wait_for(process, condition):
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+def forked(files, folder, workers=1, **options):
+    """The study in a forked process, whose workers are forked too: none imports torch again."""
+
+    def work():
+        run_module.get_context = lambda _: multiprocessing.get_context("fork")
+        run_study(tiny_study.make(files, **options), folder, workers=workers)
+
+    log = folder.with_name(f"{folder.name}.log")
+    return Run(tiny_run.forked(work, log, log), log)
+
+
+def finish(run):
+    assert run.wait(180) == 0, run.said
+    run.wait_for_all()
 
 
 @pytest.fixture(scope="module")
 def unbroken(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("studies") / "whole"
-    finish(run(files, folder))
+    finish(forked(files, folder))
     return folder
 
 
@@ -96,23 +114,17 @@ def test_checkpoints_are_gone_and_the_rest_of_a_run_stays(unbroken):
         assert (folder / "log.txt").exists()
 
 
-def wait_for(process, condition):
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, unbroken, tmp_path):
     folder = tmp_path / "killed"
-    process = run(files, folder)
+    process = launched(files, folder)
     under_way = folder / "runs" / "sums" / "nvfp4"
     wait_for(process, lambda: list(under_way.rglob("seed-0/checkpoints/step-*")))
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.communicate()  # until its worker, which has its stdout, is gone too
     before = lines(folder)
     assert 2 <= len(before) < 4
-    finish(run(files, folder, "2"))
+    finish(forked(files, folder, 2))
     assert untimed(lines(folder)) == untimed(lines(unbroken))
     assert untimed(lines(folder, "choice")) == untimed(lines(unbroken, "choice"))
     assert lines(folder)[: len(before)] == before  # what was there was not run again
@@ -121,19 +133,19 @@ def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, u
 @pytest.mark.slow
 def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, unbroken, tmp_path):
     folder = tmp_path / "stopped"
-    process = run(files, folder, start_new_session=True)
+    process = launched(files, folder)
     wait_for(process, lambda: list(folder.rglob("checkpoints/step-*")))
     before = set(folder.rglob("metrics.jsonl"))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     process.communicate(timeout=60)
     assert process.returncode != 0 and set(folder.rglob("metrics.jsonl")) == before
-    finish(run(files, folder))
+    finish(forked(files, folder))
     assert untimed(lines(folder)) == untimed(lines(unbroken))
 
 
 def test_a_finished_study_runs_nothing(files, unbroken):
     before = (unbroken / "results.jsonl").read_text()
-    finish(run(files, unbroken))
+    finish(forked(files, unbroken))
     assert (unbroken / "results.jsonl").read_text() == before
 
 
@@ -168,9 +180,9 @@ def test_an_arm_that_was_not_tried_to_the_end_has_no_rate_yet(files, tmp_path):
 
 
 def test_a_run_that_fails_ends_the_study_with_its_name(files, tmp_path):
-    study = tiny_study.make(files, template="{nothing}")
-    with pytest.raises(RunError, match=r"sums, bf16, seed 100: UserError: .*nothing.*log\.txt"):
-        run_study(study, tmp_path / "bad")
+    run = forked(files, tmp_path / "bad", template="{nothing}")
+    assert run.wait() != 0
+    assert re.search(r"RunError: sums, bf16, seed 100: UserError: .*nothing.*log\.txt", run.said)
 
 
 def test_more_seeds_than_the_exact_test_can_count_are_refused_before_a_run(files):
