@@ -32,6 +32,15 @@ def test_one_right_of_four():
     )
 
 
+def test_batch_divides_each_group_by_the_std_of_all_rewards():
+    # of 0 2 | 4 10: mean 4, squares 16 + 4 + 0 + 36 = 56, std sqrt(56 / 3); groups' means 1 and 7
+    scale = math.sqrt(56 / 3) + 1e-4
+    got = ADVANTAGES["batch"]([[0.0, 2.0], [4.0, 10.0]])
+    assert [a for group in got for a in group] == pytest.approx(
+        [-1 / scale, 1 / scale, -3 / scale, 3 / scale], rel=1e-12
+    )
+
+
 def test_mean_only_keeps_the_scale_of_the_rewards():
     assert mean_only([0.0, 10.0, 2.0, 0.0]) == [-3.0, 7.0, -1.0, -3.0]
 
@@ -69,10 +78,10 @@ def test_advantages_sum_to_zero(name):
         assert max(advantages_G) > 0
 
 
-def test_only_beta_looks_at_other_groups():
+def test_only_beta_and_batch_look_at_other_groups():
     for name, advantages in ADVANTAGES.items():
         alone, among = advantages([FEW])[0], advantages([FEW, MANY, MANY])[0]
-        assert (alone == among) == (name != "beta")
+        assert (alone == among) == (name not in ("beta", "batch"))
 
 
 def test_beta_by_hand():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from qerl.algo.kl import k3
+from qerl.algo.kl import KL_RATIOS, k3
 
 
 def test_by_hand():
@@ -47,3 +47,18 @@ def test_a_wild_difference_stays_finite():
     got_T = k3(logprob_T, torch.zeros(2))
     got_T.sum().backward()
     assert got_T.isfinite().all() and logprob_T.grad.isfinite().all()
+
+
+def test_the_ratio_makes_the_gradient_that_of_the_divergence():
+    logits_V = torch.tensor([0.4, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+    reference_V = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logprob_V = logits_V.log_softmax(0)
+    divergence = (logprob_V.exp() * (logprob_V - reference_V)).sum()
+    (expected_V,) = torch.autograd.grad(divergence, logits_V, retain_graph=True)
+    old_V = logprob_V.detach()  # the policy that samples: the mean over its tokens is exact
+    gradients = {}
+    for name, ratio in KL_RATIOS.items():
+        mean = (old_V.exp() * ratio(logprob_V, old_V) * k3(logprob_V, reference_V)).sum()
+        (gradients[name],) = torch.autograd.grad(mean, logits_V, retain_graph=True)
+    torch.testing.assert_close(gradients["k3_unbiased"], expected_V)
+    assert (gradients["k3"] - expected_V).abs().max() > 0.01

@@ -108,6 +108,7 @@ def test_every_value_of_a_method_has_a_recipe():
     for field in ("loss_type", "advantage", "importance"):
         assert {getattr(algo, field) for algo in algos} >= set(get_args(hints[field])) - {
             "leave_one_out",
+            "batch",
             "ratio",
         }
     assert {name for algo in algos for name in algo.reject} == {"geometric", "veto"}

@@ -86,6 +86,7 @@ def test_no_order_changes_the_gradient(algo, groups):
     [
         *({"importance": importance, "importance_floor": 0.1} for importance in IMPORTANCE),
         {"importance": "ratio", "beta": 0.3},
+        {"beta": 0.3, "kl_estimator": "k3_unbiased"},
         {"loss_type": "gspo"},
         {"loss_type": "gspo_token"},
         *({"loss_type": loss} for loss in ("cispo", "sapo", "maspo")),

@@ -93,7 +93,8 @@ def token_loss(config, logprob_T, before_T, reference_T, sample):
     loss_T = importance_weight(algo, (before_T - sampler_T).exp()) * policy_loss(algo, logprob_T, old_T, a)
     if reference_T is not None:
         x_T = reference_T - logprob_T
-        loss_T = loss_T + algo.beta * (x_T.exp() - x_T - 1)
+        ratio_T = (logprob_T - old_T).exp() if algo.kl_estimator == "k3_unbiased" else 1.0
+        loss_T = loss_T + algo.beta * ratio_T * (x_T.exp() - x_T - 1)
     return loss_T
 
 

@@ -30,13 +30,19 @@ def test_without_a_warm_up_the_first_update_has_the_peak_rate():
     assert rates(5, warmup_ratio=0.0, lr_scheduler_type="cosine")[0] == 2.0
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_the_linear_decay_falls_by_the_same_amount_from_the_peak_and_ends_above_zero():
+    got = rates(12, warmup_ratio=1 / 6, lr_scheduler_type="linear")
+    assert got == pytest.approx([2 / 3, 4 / 3, *(2.0 * left / 10 for left in range(10, 0, -1))])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_a_run_of_one_update_learns(schedule):
     assert rates(1, warmup_ratio=0.1, lr_scheduler_type=schedule) == [2.0]
     assert rates(1, warmup_ratio=1.0, lr_scheduler_type=schedule) == [1.0]
 
 
-def test_past_the_end_a_cosine_is_zero():
-    learn = LearnConfig(warmup_ratio=0.0)
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_past_the_end_a_decay_is_zero(schedule):
+    learn = LearnConfig(warmup_ratio=0.0, lr_scheduler_type=schedule)
     assert learning_rate(10, num_updates=10, learn=learn) == 0.0
     assert learning_rate(25, num_updates=10, learn=learn) == 0.0

@@ -69,3 +69,12 @@ def test_without_bitsandbytes_a_line_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(UserError, match="needs bitsandbytes"):
         tiny_learner(learn={"optim": "adamw_8bit"})
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
+def test_a_large_epsilon_holds_the_weights_still(optim, steps):
+    pytest.importorskip("bitsandbytes")
+    learner = tiny_learner(learn={"optim": optim, "adam_epsilon": 1e9})
+    start = {name: master.clone() for name, master in learner.adapter_state().items()}
+    learner.step(steps[0])
+    assert all((master - start[name]).abs().max() < 1e-9 for name, master in learner.adapter_state().items())

@@ -1,4 +1,5 @@
 import datetime
+import json
 
 import datasets
 import pytest
@@ -6,7 +7,7 @@ from material import BOS, END, START, jsonl, tokenizer
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.prompt import Renderer
+from qerl.tasks.prompt import Renderer, render_chat, set_template_variables
 from qerl.tasks.rows import open_rows
 
 ROW = {"prompt": "What is 1 + 2?", "answer": "3", "hint": "{curly}"}
@@ -177,3 +178,18 @@ def test_columns_that_are_not_plain_values_are_left_out(tmp_path):
     config = TaskConfig(name=str(path))
     prompt = Renderer(config, open_rows(config)[0], tokenizer()).prompt(0, index=0)
     assert prompt.columns == {"answer": 1.5, "tags": ["x", None]}
+
+
+@pytest.mark.parametrize(
+    "value", [False, None, 3, -1.5, 'a "b" {% end %} \n \\ \U0001f600', [{"a": [1, None]}]], ids=repr
+)
+def test_variables_of_the_template_have_their_json_values(value):
+    made = tokenizer("\n{{ x | tojson }}{% for m in messages %}|{{ m.content }}{{ x is none }}{% endfor %}")
+    set_template_variables(made, {"x": value})
+    written, end = render_chat(made, [{"role": "user", "content": "hi"}])[0].removeprefix("\n").rsplit("|", 1)
+    assert json.loads(written) == value and end == f"hi{value is None}"
+
+
+def test_variables_that_are_no_object_are_refused():
+    with pytest.raises(UserError, match="must be a JSON object, got \\[1\\]"):
+        TaskConfig(chat_template_kwargs="[1]")

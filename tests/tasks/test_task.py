@@ -92,6 +92,18 @@ def test_held_out_are_the_last_rows_and_are_never_learned_from(tmp_path):
     assert learned == set(range(16))
 
 
+def test_a_held_out_file_leaves_all_rows_of_the_other_to_learn_from(tmp_path):
+    train, test = (
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {i}"} for i in range(6)])
+        for name in ("train", "test")
+    )
+    task = built(TaskConfig(name=train, held_out_split=test, num_held_out=4))
+    assert [prompt.messages[0]["content"] for prompt in task.held_out(9)] == [f"test {i}" for i in range(4)]
+    assert sorted(indices(task.train_prompts(0, 6))) == list(range(6))
+    with pytest.raises(UserError, match=r"task\.held_out_split .*no\.jsonl: no such file"):
+        built(TaskConfig(name=train, held_out_split=str(tmp_path / "no.jsonl"), num_held_out=4))
+
+
 def test_a_row_that_makes_the_prompt_of_a_held_out_row_is_not_learned_from(tmp_path):
     rows = [{"prompt": str(i % 7), "answer": 0} for i in range(20)]
     config = TaskConfig(name=jsonl(tmp_path / "x.jsonl", rows), num_held_out=2)

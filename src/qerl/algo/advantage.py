@@ -1,6 +1,7 @@
 """Advantages: how much better each sample did than the others of its group.
 
     group_normalised   A_i = (r_i - mean) / (std + 1e-4)           GRPO, arXiv 2402.03300, 4.1.2
+    batch_normalised   A_i = (r_i - mean) / (std of all groups' r + 1e-4)    PPO Lite, arXiv 2508.08221
     mean_only          A_i = r_i - mean                            Dr. GRPO, arXiv 2503.20783, 3.2
     leave_one_out      A_i = r_i - mean of the others              RLOO, arXiv 2402.14740, 3.2
     beta               A_i = (r_i - p) / f(p; 1 + a/3, 1 + b/3)    BNPO, arXiv 2506.02864
@@ -40,6 +41,13 @@ def group_normalised(rewards_G: list[float | None]) -> list[float]:
         return [0.0] * len(rewards_G)
     scale = stdev(_known(rewards_G)) + STD_EPSILON
     return [advantage / scale for advantage in mean_only(rewards_G)]
+
+
+def batch_normalised(rewards_P_G: list[list[float | None]]) -> list[list[float]]:
+    """Return the rewards minus their group's mean, in standard deviations of the rewards of all groups."""
+    known = [reward for rewards_G in rewards_P_G for reward in _known(rewards_G)]
+    scale = (stdev(known) if len(known) > 1 else 0.0) + STD_EPSILON
+    return [[advantage / scale for advantage in mean_only(rewards_G)] for rewards_G in rewards_P_G]
 
 
 def mean_only(rewards_G: list[float | None]) -> list[float]:
@@ -112,6 +120,7 @@ def _alone(advantages: Callable[[list[float | None]], list[float]]) -> Advantage
 
 ADVANTAGES: dict[str, Advantages] = {
     "group": _alone(group_normalised),
+    "batch": batch_normalised,
     "mean": _alone(mean_only),
     "leave_one_out": _alone(leave_one_out),
     "beta": beta_normalised,

@@ -69,9 +69,10 @@ class DeepConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AlgoConfig:
-    advantage: Literal["group", "mean", "leave_one_out", "beta"] = "group"
-    """group: (r - mean) / std. mean: r - mean. leave_one_out: r - mean of the other samples. beta: r - mean,
-    over a Beta density fitted to all groups' means (BNPO), for rewards in [0, 1]."""
+    advantage: Literal["group", "batch", "mean", "leave_one_out", "beta"] = "group"
+    """group: (r - mean) / std. batch: the same with the std of all groups' rewards. mean: r - mean.
+    leave_one_out: r - mean of the other samples. beta: r - mean, over a Beta density fitted to all groups'
+    means (BNPO), for rewards in [0, 1]."""
 
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo"] = (
         "dapo"
@@ -93,6 +94,9 @@ class AlgoConfig:
     beta: float = 0.0
     """Weight of the KL penalty (k3) to the reference policy, the model without adapter; 0 skips its forward
     pass."""
+
+    kl_estimator: Literal["k3", "k3_unbiased"] = "k3"
+    """k3_unbiased: k3 times the ratio, whose gradient is the reverse KL's (DeepSeek-V3.2)."""
 
     importance: Literal[
         "truncated", "truncated_sequence", "masked", "masked_sequence", "icepop", "ratio", "none"

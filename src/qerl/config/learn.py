@@ -12,14 +12,17 @@ class LearnConfig:
     learning_rate: float = 1e-5
     """Peak learning rate of the adapter."""
 
-    lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
-    """Schedule after the warm-up; cosine reaches zero at the last update."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    """Schedule after the warm-up; linear and cosine reach zero one update after the last."""
 
     warmup_ratio: float = 0.1
     """Share of all updates over which the rate rises linearly from zero."""
 
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates of the first and second moment."""
+
+    adam_epsilon: float = 1e-8
+    """AdamW's term in the denominator."""
 
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
@@ -50,7 +53,9 @@ class LearnConfig:
     """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""
 
     def __post_init__(self):
-        check_positive(self, "learning_rate", "max_grad_norm", "max_nonfinite_updates", prefix="learn.")
+        check_positive(
+            self, "learning_rate", "adam_epsilon", "max_grad_norm", "max_nonfinite_updates", prefix="learn."
+        )
         check_positive(self, "updates_per_step", "num_iterations", prefix="learn.")
         check_positive(self, "max_tokens_per_microbatch", "logprob_chunk_tokens", prefix="learn.")
         check_not_negative(self, "weight_decay", prefix="learn.")

@@ -47,6 +47,9 @@ class RunConfig:
     out: str = "runs/qerl"
     """The run's folder; the same command resumes what it finds there."""
 
+    run_name: str | None = None
+    """Name of the run in wandb, mlflow and trackio; None: the folder's name."""
+
     seed: int = 0
     """Seed of every random number of the run."""
 

@@ -1,7 +1,8 @@
 """The task: data, prompts and rewards."""
 
 import dataclasses
-from typing import Literal
+import json
+from typing import Any, Literal
 
 from qerl.config.check import check_not_negative, check_positive
 from qerl.config.environment import EnvironmentConfig
@@ -50,6 +51,9 @@ class TaskConfig:
     """What the chat template is applied to. all: plain-text prompts too, as user messages. messages: a plain
     text is given to the model as it is, and rewards receive texts."""
 
+    chat_template_kwargs: str = "{}"
+    """Variables of the chat template, as a JSON object: `{"enable_thinking": false}`."""
+
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of messages."""
 
@@ -60,7 +64,8 @@ class TaskConfig:
     """Split of a hub data set to train on."""
 
     held_out_split: str | None = None
-    """Split of a hub data set to evaluate on; None holds out the last rows of `split`."""
+    """Split of a hub data set to evaluate on, or a file of rows if task.name is one; None holds out the last
+    rows."""
 
     num_rows: int = 100_000
     """Number of problems that a procedural task generates, held-out ones included."""
@@ -97,8 +102,19 @@ class TaskConfig:
         check_positive(self, "num_rows", "reward_workers", "reward_timeout_s", prefix="task.")
         check_positive(self, "reward_memory_gb", prefix="task.")
         check_not_negative(self, "num_held_out", prefix="task.")
+        require(
+            isinstance(_parsed(self.chat_template_kwargs), dict),
+            f"task.chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs}",
+        )
         weights, rewards = len(self.reward_weights), len(self.rewards)
         require(
             weights in (0, rewards),
             f"task.reward_weights must be one for each of {rewards} rewards, got {weights}",
         )
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.importance import correct
-from qerl.algo.kl import k3
+from qerl.algo.kl import KL_RATIOS, k3
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
@@ -186,7 +186,8 @@ class Learner:
         loss_C = correction.weight_T * policy_C
         kl_C = None if before.reference_C is None else k3(own_C, before.reference_C)
         if kl_C is not None:
-            loss_C = loss_C + algo.beta * kl_C
+            ratio_C = KL_RATIOS[algo.kl_estimator](logprob_C, correction.old_T)
+            loss_C = loss_C + algo.beta * ratio_C * kl_C
         loss = (batch.weights_C * loss_C).sum()
         loss.backward()
         return MinibatchMetrics(

@@ -1,9 +1,10 @@
-"""Learning rate by update: linear warm-up, then constant or cosine decay to zero.
+"""Learning rate by update: linear warm-up, then constant, or linear or cosine decay to zero.
 
     update u of U, W = round(warmup_ratio * U)
 
     u < W       peak * (u + 1) / (W + 1)
     constant    peak
+    linear      peak * (U - u) / (U - W)
     cosine      peak * (1 + cos(pi * (u - W) / (U - W))) / 2
 
 The rate would be zero one update before the first and one after the last: no update has a rate of zero.
@@ -15,7 +16,7 @@ from qerl.config import LearnConfig
 
 
 def learning_rate(update: int, *, num_updates: int, learn: LearnConfig) -> float:
-    """Return the rate of update 0 .. num_updates - 1; beyond the end a cosine stays at zero."""
+    """Return the rate of update 0 .. num_updates - 1; beyond the end a decay stays at zero."""
     assert update >= 0 and num_updates > 0
     warmup_updates = round(learn.warmup_ratio * num_updates)
     if update < warmup_updates:
@@ -25,4 +26,5 @@ def learning_rate(update: int, *, num_updates: int, learn: LearnConfig) -> float
     if update >= num_updates:
         return 0.0
     progress = (update - warmup_updates) / (num_updates - warmup_updates)
-    return learn.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+    left = 1 - progress if learn.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return learn.learning_rate * left

@@ -21,7 +21,12 @@ def new_optimizer(masters: Mapping[str, nn.Parameter], learn: LearnConfig) -> to
 
 def _adamw(masters: list[nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        masters, lr=learn.learning_rate, betas=learn.betas, weight_decay=learn.weight_decay, fused=True
+        masters,
+        lr=learn.learning_rate,
+        betas=learn.betas,
+        eps=learn.adam_epsilon,
+        weight_decay=learn.weight_decay,
+        fused=True,
     )
 
 
@@ -30,7 +35,13 @@ def _adamw8bit(masters: list[nn.Parameter], learn: LearnConfig) -> torch.optim.O
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError:
         raise UserError("learn.optim = adamw_8bit needs bitsandbytes: pip install bitsandbytes") from None
-    return AdamW8bit(masters, lr=learn.learning_rate, betas=learn.betas, weight_decay=learn.weight_decay)
+    return AdamW8bit(
+        masters,
+        lr=learn.learning_rate,
+        betas=learn.betas,
+        eps=learn.adam_epsilon,
+        weight_decay=learn.weight_decay,
+    )
 
 
 _MAKERS = {"adamw": _adamw, "adamw_8bit": _adamw8bit}

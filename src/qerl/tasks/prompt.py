@@ -106,6 +106,25 @@ class Renderer:
         return [{"role": "system", "content": self._system}, *rest]
 
 
+def set_template_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> None:
+    """Define these variables at the beginning of the tokenizer's chat template."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # templates by name: transformers takes tool_use if there are tools
+        template = template.get("tool_use" if "tools" in variables else "default") or template["default"]
+    if variables and template:
+        blocks = "".join(f"{{% set {name} = {_literal(value)} %}}" for name, value in variables.items())
+        tokenizer.chat_template = f"{blocks}\n{template}"  # transformers drops a block's newline
+
+
+def _literal(value: Any) -> str:
+    """Return a JSON value as Jinja writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
     """Return (text, tokens) up to the start of the assistant's turn, or of the rest of its last message."""
     if not tokenizer.chat_template:

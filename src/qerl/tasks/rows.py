@@ -52,18 +52,27 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
     if config.name == "gsm8k":
         return _splits(config, lambda split: _gsm8k(_hub("openai/gsm8k:main", split, None)))
     if path.suffix in _READERS:
-        if not path.is_file():
-            raise UserError(f"task.name {config.name}: no such file")
-        return _READERS[path.suffix](path, config.prompt_column), None
+        held_out = Path(config.held_out_split or "")  # a recipe for the hub may name a split such as test
+        has_held_out = held_out.suffix in _READERS
+        return _read_file("name", path, config), (
+            _read_file("held_out_split", held_out, config) if has_held_out else None
+        )
     if path.is_file():
         raise UserError(f"task.name {config.name}: a file of rows ends in {', '.join(_READERS)}")
     return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))
 
 
 def file_sources(config: TaskConfig) -> dict[str, str]:
-    """Return {"rows of sums.jsonl": SHA-256} if the rows are a file's; {} for others."""
-    path = Path(config.name)
-    return {f"rows of {path.name}": file_digest(path)} if path.suffix in _READERS and path.is_file() else {}
+    """Return {"rows of sums.jsonl": SHA-256} for each file with rows; {} if they come from elsewhere."""
+    paths = [Path(name) for name in (config.name, config.held_out_split) if name is not None]
+    files = [path for path in paths if path.suffix in _READERS and path.is_file()]
+    return {f"rows of {path.name}": file_digest(path) for path in files}
+
+
+def _read_file(field: str, path: Path, config: TaskConfig) -> RowTable:
+    if not path.is_file():
+        raise UserError(f"task.{field} {path}: no such file")
+    return _READERS[path.suffix](path, config.prompt_column)
 
 
 def _splits(config: TaskConfig, load: Callable[[str], RowTable]) -> tuple[RowTable, RowTable | None]:

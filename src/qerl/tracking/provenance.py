@@ -21,7 +21,7 @@ from qerl.errors import UserError, redact
 # loggers, how often it is saved, the number of processes, when it aborts and what it accepts.
 EXEMPT = frozenset(
     {
-        *("out", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers"),
+        *("out", "run_name", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers"),
         *("task.reward_memory_gb", "max_mismatch", "learn.max_nonfinite_updates"),
         *("ray.address", "ray.num_samplers", "accept_changes"),
     }

@@ -1,5 +1,6 @@
 """Build what samples from a config: the model with its adapter, the engine, the task's prompts."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import Task, build_task
+from qerl.tasks.prompt import set_template_variables
 
 
 def load_policy(config: RunConfig) -> tuple[Decoder, Engine, Task]:
@@ -31,7 +33,9 @@ def load_policy(config: RunConfig) -> tuple[Decoder, Engine, Task]:
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:
     """Return the tokenizer, and the longest prompt that fits beside sample.max_tokens."""
     architecture = architecture_of(locate(config.model.path).open())
-    return load_tokenizer(config.model.path), architecture.max_positions - config.sample.max_tokens
+    tokenizer = load_tokenizer(config.model.path)
+    set_template_variables(tokenizer, json.loads(config.task.chat_template_kwargs))
+    return tokenizer, architecture.max_positions - config.sample.max_tokens
 
 
 def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> None:

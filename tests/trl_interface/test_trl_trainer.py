@@ -1,9 +1,9 @@
 """Reward functions of TRL's documentation, and TRL's config, through qerl's GRPOTrainer."""
 
 import asyncio
-import dataclasses
 import json
 import re
+import shutil
 
 import peft
 import pytest
@@ -11,8 +11,6 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 import tiny_run
-from qerl.config import AdapterConfig, RunConfig
-from qerl.errors import UserError
 from qerl.trl import GRPOConfig, GRPOTrainer
 
 
@@ -26,6 +24,10 @@ def reward_ids(completion_ids, **kwargs):
 def reward_len(completions, **kwargs):
     """Reward function that assigns higher scores to longer completions (in terms of character count)."""
     return [float(len(completion)) for completion in completions]
+
+
+def reward_len_of_turns(completions, **kwargs):
+    return [float(len(completion[0]["content"])) for completion in completions]
 
 
 def format_reward_func(completions, **kwargs):
@@ -135,84 +137,14 @@ def test_one_function_a_lora_config_and_a_saved_adapter(model, tmp_path):
     assert trainer.train() == first and len(lines(tmp_path / "run", "metrics")) == 2
 
 
-def config(args, rows=PLAIN, **more):
-    return GRPOTrainer("model", reward_len, args, rows, **more).config
-
-
-def test_the_config_says_here_what_it_says_there(tmp_path):
-    made = config(
-        GRPOConfig(
-            str(tmp_path),
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=6,
-            num_generations=8,
-            num_train_epochs=2,
-            warmup_steps=2,
-            lr_scheduler_type="constant_with_warmup",
-            beta=0.04,
-            epsilon=0.1,
-            scale_rewards=False,
-            loss_type="dr_grpo",
-            mask_truncated_completions=True,
-            top_p=0.9,
-            top_k=0,
-            report_to=["wandb", "trackio"],
-            gradient_checkpointing=True,
-        )
-    )
-    assert (made.num_prompts, made.num_generations, made.num_steps) == (3, 8, 8)
-    assert (made.learn.warmup_ratio, made.learn.lr_scheduler_type, made.learn.gradient_checkpointing) == (
-        0.25,
-        "constant",
-        "layer",
-    )
-    assert (made.learn.learning_rate, made.learn.betas, made.seed) == (1e-6, (0.9, 0.999), 42)
-    algo = made.algo
-    assert (algo.beta, algo.epsilon, algo.epsilon_high, algo.advantage) == (0.04, 0.1, 0.1, "mean")
-    assert (algo.loss_type, algo.overlong) == ("dr_grpo", "mask")
-    assert (made.sample.top_p, made.sample.top_k, made.sample.max_tokens) == (0.9, None, 512)
-    assert made.loggers == ("wandb", "trackio") and made.noise.schedule == "none"
-
-
-def test_warm_up_below_one_is_a_share_of_the_steps(tmp_path):
-    for field in ("warmup_steps", "warmup_ratio"):
-        made = config(GRPOConfig(str(tmp_path), max_steps=20, **{field: 0.25}))
-        assert made.learn.warmup_ratio == 0.25
-
-
-def test_base_says_what_trl_has_no_word_for(tmp_path):
-    base = RunConfig(adapter=AdapterConfig(rank=7), max_mismatch=0.5)
-    made = config(GRPOConfig(str(tmp_path), max_steps=20), base=base)
-    assert (made.adapter.rank, made.max_mismatch, made.noise.schedule) == (7, 0.5, "exponential")
-
-
-def test_other_rows_are_another_run(tmp_path):
-    args = GRPOConfig(str(tmp_path), max_steps=1)
-    assert config(args).task.name == config(args, Dataset.from_list(PLAIN)).task.name
-    assert config(args).task.name != config(args, PLAIN[1:]).task.name
-
-
-def test_what_has_no_meaning_here_is_refused_by_name(tmp_path):
-    with pytest.raises(TypeError, match="use_liger_kernel"):
-        GRPOConfig(output_dir=str(tmp_path), use_liger_kernel=True)
-    plain = GRPOConfig(str(tmp_path), max_steps=1)
-    for field, value in (("lr_scheduler_type", "linear"), ("scale_rewards", "batch"), ("optim", "sgd")):
-        with pytest.raises(UserError, match=f"^{field} must be one of .*, got {value}$"):
-            config(dataclasses.replace(plain, **{field: value}))
-    with pytest.raises(UserError, match="must be a multiple of num_generations \\(3\\), got 8"):
-        config(dataclasses.replace(plain, num_generations=3))
-    for name, lora in (
-        ("use_dora", peft.LoraConfig(use_dora=True)),
-        ("lora_dropout", peft.LoraConfig(lora_dropout=0.1)),
-        ("target_modules", peft.LoraConfig(target_modules=".*_proj")),
-        ("rank_pattern", peft.LoraConfig(rank_pattern={"q_proj": 4})),
-        ("layers_to_transform", peft.LoraConfig(layers_to_transform=[0])),
-    ):
-        with pytest.raises(UserError, match=f"^peft_config.{name} must be"):
-            config(plain, peft_config=lora)
-    with pytest.raises(UserError, match="reward_funcs must be functions, got 'org/reward-model'"):
-        GRPOTrainer("model", "org/reward-model", plain, PLAIN)
-    with pytest.raises(UserError, match="model must be a folder or a hub id, got a dict"):
-        GRPOTrainer({}, reward_len, plain, PLAIN)
-    with pytest.raises(UserError, match="JSON"):
-        config(plain, [{"prompt": "a", "image": b"x"}])
+def test_chat_template_kwargs_reach_the_prompt(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    path = folder / "chat_template.jinja"
+    path.write_text("{% if not enable_thinking %}<off>{% endif %}" + path.read_text())
+    rows = MESSAGES
+    args = arguments(tmp_path / "run", max_steps=1, chat_template_kwargs={"enable_thinking": True})
+    GRPOTrainer(model=str(folder), reward_funcs=reward_len_of_turns, args=args, train_dataset=rows).train()
+    assert not any("<off>" in sample["prompt"] for sample in lines(tmp_path / "run"))
+    plain = arguments(tmp_path / "plain", max_steps=1)
+    GRPOTrainer(model=str(folder), reward_funcs=reward_len_of_turns, args=plain, train_dataset=rows).train()
+    assert all(sample["prompt"].startswith("<off>") for sample in lines(tmp_path / "plain"))

@@ -1,0 +1,137 @@
+"""GRPOConfig: every field of TRL 1.16's, with its name, default and meaning.
+
+A plain dataclass, which TrlParser and HfArgumentParser read and a script may assign to.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.trl.ignored import IgnoredFields
+from qerl.trl.refused import RefusedFields
+
+_OBJECTS = (
+    "model_init_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "lr_scheduler_kwargs",
+    "gradient_checkpointing_kwargs",
+)
+"""Fields that a command line gives as JSON."""
+
+
+@dataclasses.dataclass
+class GRPOConfig(IgnoredFields, RefusedFields):
+    """The fields below have an effect. docs/trl.md says what the inherited ones do: nothing, or an error."""
+
+    output_dir: str | None = None
+    """The run's folder; None: trainer_output."""
+
+    _: dataclasses.KW_ONLY
+
+    learning_rate: float = 1e-6
+    lr_scheduler_type: str = "linear"
+    """linear, cosine, constant or constant_with_warmup."""
+    warmup_steps: float = 0
+    """Updates; a value below 1 is a share of all updates."""
+    warmup_ratio: float = 0.0
+    """Of older versions of TRL: a share of all updates."""
+    optim: str = "adamw_torch_fused"
+    """A name of AdamW: those with 8bit keep the moments in 8 bits."""
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    """0 clips nothing."""
+    gradient_checkpointing: bool = True
+    """True: as `base` says, which by default recomputes what does not fit. False: recompute nothing."""
+    bf16: bool | None = None
+    """None: as `base` says."""
+    use_cpu: bool = False
+
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_generations: int | None = 8
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    num_iterations: int = 1
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    """Updates, not rollouts: rounded up to whole rollouts."""
+
+    max_completion_length: int | None = 512
+    temperature: float = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    min_p: float | None = None
+    generation_kwargs: dict | str | None = None
+    """temperature, top_p, top_k, min_p, max_tokens, max_new_tokens and stop replace the fields above."""
+    chat_template_kwargs: dict | str | None = None
+    use_vllm: bool = False
+    """qerl has its own engine. True: the fields vllm_importance_sampling_* say how the learner corrects."""
+    max_tool_calling_iterations: int | None = None
+
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    loss_type: str = "dapo"
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    importance_sampling_level: str = "token"
+    scale_rewards: str = "group"
+    """group, batch or none; True is group, False none."""
+    reward_weights: list[float] | None = None
+    mask_truncated_completions: bool = False
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_cap: float | None = None
+
+    model_init_kwargs: dict[str, Any] | str | None = None
+    """quantization_config is used; what says where and how a model is loaded has no effect."""
+    seed: int = 42
+
+    report_to: None | str | list[str] = "none"  # noqa: RUF036 (HfArgumentParser's order)
+    run_name: str | None = None
+    logging_strategy: str = "steps"
+    logging_steps: float = 10
+    """Updates between two entries of state.log_history; metrics.jsonl has every step."""
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    eval_on_start: bool = False
+    num_generations_eval: int | None = None
+    """Samples per prompt of `GRPOTrainer.evaluate`."""
+    save_strategy: str = "steps"
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    """None: as `base` says, by default 2."""
+
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_strategy: str = "every_save"
+    """With push_to_hub, `GRPOTrainer.save_model` pushes, whatever the strategy."""
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+    hub_revision: str | None = None
+
+    def __post_init__(self):
+        self.output_dir = self.output_dir or "trainer_output"
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        for name in _OBJECTS:
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, _parsed(name, value))
+
+
+def _parsed(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{name}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{name} must be a JSON object, got {text}")
+    return value

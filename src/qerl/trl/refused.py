@@ -1,0 +1,61 @@
+"""Fields of TRL 1.16's GRPOConfig that would change the result and are not implemented: any value but the
+ones here is refused, with what to do."""
+
+import dataclasses
+from typing import Any
+
+from qerl.errors import UserError
+
+
+@dataclasses.dataclass(kw_only=True)
+class RefusedFields:
+    optim_args: str | None = None
+    optim_target_modules: None | str | list[str] = None  # noqa: RUF036 (HfArgumentParser's order)
+    lr_scheduler_kwargs: dict | str | None = None
+    neftune_noise_alpha: float | None = None
+    load_best_model_at_end: bool = False
+    router_aux_loss_coef: float | None = None
+    shuffle_dataset: bool | None = True
+    repetition_penalty: float = 1.0
+    vllm_structured_outputs_regex: str | None = None
+    delta: float | None = None
+    multi_objective_aggregation: str = "sum_then_normalize"
+    sync_ref_model: bool = False
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    off_policy_mask_threshold: float | None = None
+
+
+_CLIPPED = "the loss is clipped by epsilon and epsilon_high; a KL penalty is beta"
+_ENTROPY = "raise temperature, or set noise in base=RunConfig(noise=...)"
+_ADVICE = {
+    "optim_args": "remove it; adam_beta1, adam_beta2, adam_epsilon and weight_decay are supported",
+    "optim_target_modules": "remove it; the optimizer updates the LoRA adapter of peft_config.target_modules",
+    "lr_scheduler_kwargs": "remove it; the schedules linear, cosine and constant take none",
+    "neftune_noise_alpha": "remove it; base=RunConfig(noise=...) has noise in the norms",
+    "load_best_model_at_end": "remove it; the newest checkpoint is loaded",
+    "router_aux_loss_coef": "remove it or set 0.0; no model with experts is supported",
+    "shuffle_dataset": "remove it; rows are drawn in a random order by seed",
+    "repetition_penalty": "remove it; the learner's policy has no penalty. Penalize in a reward function",
+    "vllm_structured_outputs_regex": "remove it; reward the form in a reward function",
+    "delta": f"remove it; {_CLIPPED}",
+    "multi_objective_aggregation": "use sum_then_normalize with reward_weights",
+    "sync_ref_model": "remove it; the reference is the model without adapter",
+    "top_entropy_quantile": "set 1.0; all tokens are learned from",
+    "entropy_coef": f"set 0.0; {_ENTROPY}",
+    "use_adaptive_entropy": f"remove it; {_ENTROPY}",
+    "off_policy_mask_threshold": "remove it; base=RunConfig(algo=AlgoConfig(reject=...)) rejects samples",
+}
+_ALSO_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "lr_scheduler_kwargs": ({},),
+    "router_aux_loss_coef": (0.0,),
+}
+
+
+def check_refused(args: RefusedFields) -> None:
+    """Raise UserError for the first field above that is not at a value that is accepted."""
+    for field in dataclasses.fields(RefusedFields):
+        value = getattr(args, field.name)
+        if value != field.default and value not in _ALSO_ACCEPTED.get(field.name, ()):
+            raise UserError(f"{field.name} = {value!r} is not supported: {_ADVICE[field.name]}")
