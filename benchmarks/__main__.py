@@ -1,4 +1,4 @@
-"""Run `python -m benchmarks linear|parity|tile|table` in a checkout."""
+"""Run `python -m benchmarks linear|parity|serve|tile|table` in a checkout."""
 
 import sys
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from benchmarks.linear import LinearOptions, bench_linear
 from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
 from benchmarks.pictures import PicturesOptions, draw_pictures
+from benchmarks.serve import ServeBenchOptions, bench_serve
 from benchmarks.tile import TileOptions, bench_tile
 from qerl.cli.arguments import check_known, wants_help
 from qerl.errors import RunError, UserError
@@ -20,14 +21,17 @@ benchmarks:
   linear   time the linears of a decode step beside other libraries
   pictures draw the pictures of README.md
   parity   compare the engine's log-probabilities with the learner's
+  serve    load `qerl serve` on loopback with one client and with many
   tile     time all tiles of the NVFP4 kernel and write the table that the kernel reads
   table    print the tables of README.md and docs/, or write them with --write
 
-Rows are appended to benchmarks/results/GPU.jsonl. 'qerl bench decode', 'learn' and 'step' write there too."""
+Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn' and 'step' write there too.
+serve prints its row."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "linear": (LinearOptions, bench_linear),
     "pictures": (PicturesOptions, draw_pictures),
     "parity": (ParityOptions, bench_parity),
+    "serve": (ServeBenchOptions, bench_serve),
     "tile": (TileOptions, bench_tile),
     "table": (TableOptions, write_tables),
 }

@@ -152,6 +152,15 @@ class Sampling:
     """Strings that end a sample when they appear in its text."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and its logprob; top: the most likely tokens in its place with theirs, if asked for."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class RolloutEngine(Protocol):
     """What the training loop needs of an engine: local, data-parallel, multi-turn or remote."""
 

@@ -21,26 +21,18 @@ NAME = "tiny"
 LIMITS = {"max_prompt_tokens": 60, "max_tokens": 900, "max_samples": 4, "max_body_bytes": 2000}
 
 
-class CountingBatcher(Batcher):
-    """Knows how many tokens each call drew."""
-
-    def __init__(self, engine, **options):
-        super().__init__(engine, **options)
-        self.num_sampled: list[int] = []
-
-    def _generate(self, batch):
-        super()._generate(batch)
-        self.num_sampled.append(self._engine.stats.num_tokens)
-
-
 def load_tiny(folder: Path) -> LoadedModel:
     tiny_run.write_model(folder, max_positions=1024)
     return load_model(str(folder), None, ModelConfig(path=str(folder), dtype="fp32"), with_adapter=True)
 
 
-def app_of(model: LoadedModel, *, key: str | None = None, batch_wait_s: float = 0.01, **options):
+def batcher_of(model: LoadedModel, *, max_waiting: int = 8) -> Batcher:
+    return Batcher(model.engine, max_waiting=max_waiting, max_positions=model.max_positions)
+
+
+def app_of(model: LoadedModel, *, key: str | None = None, **options):
     """(the app, its batcher)."""
-    batcher = CountingBatcher(model.engine, max_waiting=8, batch_wait_s=batch_wait_s)
+    batcher = batcher_of(model)
     parser = RequestParser(model=model, options=ServeOptions(**(LIMITS | options)), name=NAME)
     return make_app(parser, batcher, api_key=key), batcher
 

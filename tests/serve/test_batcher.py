@@ -1,11 +1,11 @@
-"""Equal requests share one engine call, and each gets what it would get alone."""
+"""Requests enter and leave the running batch, and each gets what it would get alone."""
 
 import threading
 
 import pytest
 
 from qerl.errors import UserError
-from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, PendingRequest
+from qerl.serve.batcher import BusyError, CancelledRequestError, PendingRequest
 from qerl.types import Sampling
 from serve import parts
 
@@ -24,7 +24,7 @@ def request_of(model, text, *, seed=0, num_samples=1, sampling=SAMPLING, on_toke
 
 @pytest.fixture
 def batcher(model):
-    batcher = Batcher(model.engine, max_waiting=6)
+    batcher = parts.batcher_of(model)
     yield batcher
     batcher.close()
 
@@ -41,61 +41,96 @@ def tokens_of(samples):
     return [sample.tokens_T for sample in samples]
 
 
-def test_alike_requests_are_one_call_and_each_keeps_its_own_seed(model, batcher):
-    alone = []
-    for text, seed in (("one", 5), ("two", 6), ("one", 7)):
-        lone = Batcher(model.engine, max_waiting=1)
-        alone += answered(lone, request_of(model, text, seed=seed, num_samples=2))
-        lone.close()
-    together = answered(
-        batcher,
-        *(request_of(model, t, seed=s, num_samples=2) for t, s in (("one", 5), ("two", 6), ("one", 7))),
+def test_requests_share_a_batch_and_each_keeps_its_own_seed(model, batcher):
+    asked = (
+        ("one", 5, {}),
+        ("two", 6, {"temperature": 0.5, "top_k": 40}),
+        ("one", 7, {"top_p": 0.9}),
+        ("one", 5, {"temperature": 0.0}),
     )
-    assert batcher.num_calls == 1
+
+    def jobs():
+        return [
+            request_of(model, text, seed=seed, num_samples=2, sampling=Sampling(max_tokens=12, **changes))
+            for text, seed, changes in asked
+        ]
+
+    alone = []
+    for job in jobs():
+        lone = parts.batcher_of(model)
+        alone += answered(lone, job)
+        lone.close()
+    together = answered(batcher, *jobs())
     assert [tokens_of(samples) for samples in together] == [tokens_of(samples) for samples in alone]
     assert tokens_of(together[0]) != tokens_of(together[2])
-    assert len({tuple(tokens_T) for samples in together for tokens_T in tokens_of(samples)}) == 6
+    first, second = tokens_of(together[3])
+    assert first == second  # greedy
+    assert len({tuple(tokens_T) for samples in together[:3] for tokens_T in tokens_of(samples)}) == 6
 
 
-def test_other_samplings_and_other_counts_are_other_calls(model, batcher):
-    jobs = [
-        request_of(model, "a"),
-        request_of(model, "a", sampling=Sampling(max_tokens=12, temperature=0.5)),
-        request_of(model, "a", num_samples=2),
-        request_of(model, "b"),
-    ]
-    assert [len(samples) for samples in answered(batcher, *jobs)] == [1, 1, 2, 1]
-    assert batcher.num_calls == 3
+def test_a_row_is_sampled_as_a_call_of_the_engine_samples_it(model, batcher):
+    """The same seed, tokens and logprobs, for every way to sample."""
+    changes = [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}]
+    samplings = [Sampling(max_tokens=20, **each) for each in changes]
+    jobs = [request_of(model, "one", seed=9, num_samples=2, sampling=each) for each in samplings]
+    for sampling, samples in zip(samplings, answered(batcher, *jobs), strict=True):
+        (group,) = model.engine.generate(
+            [parts.prompt_of(model, "one", index=9)], num_samples=2, sampling=sampling, seed=0, step=0
+        )
+        assert tokens_of(samples) == tokens_of(group.samples_G)
+        for mine, truth in zip(samples, group.samples_G, strict=True):
+            assert mine.logprobs_T == pytest.approx(truth.logprobs_T, abs=1e-5)
+            assert mine.text == truth.text and mine.finish == truth.finish
 
 
-def test_a_short_answer_does_not_wait_for_the_long_one_beside_it(model, batcher):
-    lone = Batcher(model.engine, max_waiting=1)
-    ((alone,),) = answered(lone, request_of(model, "b", seed=1))
-    lone.close()
-    sampling = Sampling(max_tokens=400, stop=(next(c for c in alone.text if c != "\ufffd"),))
-    short, long = (request_of(model, text, seed=1, sampling=sampling) for text in ("b", "a"))
-    long_was_done = []
-    short.future.add_done_callback(lambda _: long_was_done.append(long.future.done()))
-    answered(batcher, long, short)
-    assert batcher.num_calls == 1 and long_was_done == [False]
-    assert len(short.samples[0].tokens_T) <= 12 < len(long.samples[0].tokens_T)
-
-
-def test_a_cancelled_request_is_not_sampled_any_further(model, batcher):
-    num_seen = 0
+def test_a_new_request_enters_at_the_next_burst(model, batcher):
+    """A short answer asked for in the middle of a long one is complete long before it."""
+    num_at_end, short = [], request_of(model, "b", seed=1, sampling=Sampling(max_tokens=3))
+    short.future.add_done_callback(lambda _: num_at_end.append(len(long.tokens[0])))
 
     def watch(choice, token, ended):
-        nonlocal num_seen
-        num_seen += 1
-        gone.is_cancelled = num_seen == 3
+        if len(long.tokens[0]) == 10:
+            batcher.submit(short)
 
-    sampling = Sampling(max_tokens=300)
-    gone = request_of(model, "a", sampling=sampling, on_token=watch)
+    long = request_of(model, "a", seed=1, sampling=Sampling(max_tokens=400), on_token=watch)
+    answered(batcher, long)
+    assert len(short.future.result(timeout=1)) == 1
+    assert num_at_end[0] <= 14 < len(long.tokens[0])
+
+
+def test_a_cancelled_request_leaves_the_batch_at_the_next_burst(model, batcher):
+    """Its row and its pages are free again, and the request beside it goes on."""
+
+    def watch(choice, token, ended):
+        gone.is_cancelled = len(gone.tokens.get(0, ())) == 3
+
+    gone = request_of(model, "a", num_samples=2, sampling=Sampling(max_tokens=300), on_token=watch)
+    stays = request_of(model, "b", seed=1, sampling=Sampling(max_tokens=40))
     batcher.submit(gone)
-    batcher.start()
+    (sample,) = answered(batcher, stays)[0]
     with pytest.raises(CancelledRequestError):
         gone.future.result(timeout=30)
-    assert num_seen == 3 and model.engine.stats.num_tokens == 3
+    assert len(gone.tokens[0]) == 3
+    parts.wait_for(lambda: batcher.batch.num_used_pages == 0)
+    assert batcher.batch.num_tokens <= 2 * 4 + len(sample.tokens_T)
+
+
+def test_a_request_that_waits_for_room_is_cancelled_too(model):
+    few = parts.batcher_of(model)
+    long = request_of(model, "a", num_samples=200, sampling=Sampling(max_tokens=60))
+    waits = request_of(model, "b")
+
+    def watch(choice, token, ended):
+        if len(long.tokens[0]) == 2 and choice == 0:
+            few.submit(waits)
+        waits.is_cancelled = len(long.tokens[0]) > 4
+
+    long.on_token = watch
+    answered(few, long)
+    with pytest.raises(CancelledRequestError):
+        waits.future.result(timeout=30)
+    assert not waits.tokens
+    few.close()
 
 
 def test_a_failed_request_does_not_end_the_batcher(model, batcher):
@@ -107,13 +142,29 @@ def test_a_failed_request_does_not_end_the_batcher(model, batcher):
     assert len(fine.future.result(timeout=30)) == 1
 
 
+def test_a_failed_batch_fails_its_requests_and_the_next_ones_get_another(model, batcher, monkeypatch, capsys):
+    def fail(self):
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("qerl.engine.generation.Generation.step", fail)
+        batcher.submit(lost := request_of(model, "a"))
+        batcher.start()
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            lost.future.result(timeout=30)
+    batcher.submit(fine := request_of(model, "a"))
+    assert len(fine.future.result(timeout=30)) == 1
+    assert "the device is gone" in capsys.readouterr().err
+
+
 def test_a_full_queue_rejects_requests_and_closing_rejects_those_that_wait(model):
-    batcher = Batcher(model.engine, max_waiting=2, batch_wait_s=0.5)
+    batcher = parts.batcher_of(model, max_waiting=2)
     jobs = [request_of(model, "a"), request_of(model, "b")]
     for job in jobs:
         batcher.submit(job)
     with pytest.raises(BusyError, match="2 requests"):
         batcher.submit(request_of(model, "c"))
+    batcher._is_closed = True
     batcher.start()
     batcher.close()
     for job in jobs:
@@ -124,7 +175,7 @@ def test_a_full_queue_rejects_requests_and_closing_rejects_those_that_wait(model
 
 
 def test_closing_stops_the_running_call(model):
-    batcher = Batcher(model.engine, max_waiting=2)
+    batcher = parts.batcher_of(model)
     started = threading.Event()
     job = request_of(model, "a", sampling=Sampling(max_tokens=900), on_token=lambda *_: started.set())
     batcher.submit(job)
@@ -133,4 +184,18 @@ def test_closing_stops_the_running_call(model):
     batcher.close()
     with pytest.raises(CancelledRequestError):
         job.future.result(timeout=1)
-    assert model.engine.stats.num_tokens < 900
+    assert len(job.tokens[0]) < 900
+
+
+def test_prompts_enter_a_batch_a_few_tokens_at_a_time(model, batcher, monkeypatch):
+    """So that the first of many prompts does not wait for the last."""
+    monkeypatch.setattr("qerl.engine.engine._CPU_ADMITTED_TOKENS", 10)
+    first, last = (request_of(model, text, sampling=Sampling(max_tokens=40)) for text in ("a" * 20, "b"))
+    num_before = []
+
+    def watch(choice, token, ended):
+        num_before.append(len(first.tokens[0]))
+
+    last.on_token = watch
+    answered(batcher, first, last)
+    assert 1 < num_before[0] < 5

@@ -2,5 +2,6 @@
 
 from qerl.engine.engine import Engine, TokenCallback
 from qerl.engine.generation import Stats
+from qerl.engine.live_batch import LiveBatch, LiveRequest
 
-__all__ = ["Engine", "Stats", "TokenCallback"]
+__all__ = ["Engine", "LiveBatch", "LiveRequest", "Stats", "TokenCallback"]

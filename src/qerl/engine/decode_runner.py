@@ -61,14 +61,26 @@ class DecodeRunner:
         self.num_steps = 0
         """Steps launched since this was last set to 0."""
         self._forward, self._page_tokens, self._pool = forward, page_tokens, pool
-        self._uses_graphs = device.type == "cuda" and sampler.is_capturable
-        self.max_steps = max_steps if self._uses_graphs or device.type == "cpu" else 1
+        self._max_steps = max_steps
         self.max_rows, self._min_rows, self._device = max_rows, min_rows, device
         self._host = DecodeState.empty(self.max_rows, max_pages, 1, "cpu")
-        self._state = DecodeState.empty(self.max_rows, max_pages, self.max_steps, device)
+        self._state = DecodeState.empty(self.max_rows, max_pages, max_steps, device)
         self._samples_B: list[LiveSample] = []
         self._unread: collections.deque[Burst] = collections.deque()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return self._device.type == "cuda" and self.sampler.is_capturable
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of a burst. A sampler that waits for the device may also need the host between two steps."""
+        return self._max_steps if self.sampler.is_capturable else 1
+
+    @property
+    def max_unread_bursts(self) -> int:
+        return 0 if self.max_steps == 1 else 1
 
     @property
     def num_unread_steps(self) -> int:
@@ -96,6 +108,7 @@ class DecodeRunner:
         """Make these samples the rows. Every burst must have been read."""
         assert not self._unread and len(samples_B) <= self.max_rows
         host, self._samples_B = self._host, list(samples_B)
+        self.sampler.bind(self._samples_B)
         host.positions_B.fill_(-1)
         B = len(samples_B)
         ints = torch.tensor(

@@ -9,6 +9,8 @@
     fused_linear.py     linears of a decode step      batch_invariant.py the same, bits independent of batch
     sampler.py          hidden states -> tokens       token_sampling.py  logits -> token and logprob
     detokenizer.py      tokens -> text, stop strings  branch_batch.py    samples, then branches of them
+    live_batch.py       requests join and leave       row_sampler.py     rows with their own parameters
+    constraint.py       what a grammar allows         prompt_logprobs.py logprobs of a prompt's tokens
     score.py            exact logprobs of samples
 
 The engine owns no weights. The noise is whatever the decoder's norms contain during a call.
@@ -26,10 +28,12 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
 from qerl.engine.branch_batch import BranchBatch, split_batches
+from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation, Stats
 from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.kv_cache import FP8, KVCache, page_bytes
+from qerl.engine.live_batch import LiveBatch
 from qerl.engine.page_pool import PagePool
 from qerl.engine.prefill import Prefill
 from qerl.engine.runner_cache import RunnerCache
@@ -50,6 +54,8 @@ from qerl.types import Conversation, Group, Prompt, Sample, Sampling
 
 # A cache limited by memory is kept unless a new one is clearly larger: its CUDA graphs would be lost.
 _WORTH_KEEPING = 0.9
+# Prompts of a LiveBatch that are prefilled between two bursts: a second of SmolLM2-135M on two cores.
+_CPU_ADMITTED_TOKENS = 512
 
 TokenCallback = Callable[[int, int, int, Sample | None], bool]
 """(the prompt's index in the call, sample index, newest token, the sample if the token ended it): called for
@@ -127,8 +133,9 @@ class Engine:
         self._assign_noise_rows(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
             callback = None if on_token is None else self._live_callback(on_token, detokenizer)
+            runner = self._runners.of(cache, sampling, self._max_pages(groups))
             generation = self._generation(
-                cache, groups, prompts_P, detokenizer, sampling, seed, step, callback, conversation
+                cache, runner, groups, prompts_P, detokenizer, seed, step, callback, conversation
             )
             self.stats = generation.stats
             generation.run()
@@ -150,8 +157,9 @@ class Engine:
         self._assign_noise_rows(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
             for batch in split_batches(groups, cache.num_pages, cache.page_tokens):
+                runner = self._runners.of(cache, sampling, self._max_pages(batch))
                 generation = self._generation(
-                    cache, batch, prompts_P, detokenizer, sampling, seed, step, None, None
+                    cache, runner, batch, prompts_P, detokenizer, seed, step, None, None
                 )
                 yield BranchBatch(
                     batch,
@@ -159,6 +167,28 @@ class Engine:
                     lambda group: self._to_group(prompts_P[group.index], group, detokenizer),
                 )
                 self.stats += generation.stats
+
+    @contextlib.contextmanager
+    def live_batch(self, max_positions: int) -> Iterator[LiveBatch]:
+        """Yield a batch that requests join and leave (live_batch.py), with pages for as many samples as fit;
+        the longest prompt and sample have max_positions together. Do not generate or learn meanwhile."""
+        prompt = Prompt(index=0, text="", tokens_T=[0], messages=None, columns={})
+        longest = self._new_group(0, prompt, 1, Sampling(max_tokens=max_positions - 1))
+        detokenizer = Detokenizer(self.tokenizer, ())
+        with torch.no_grad(), self._present_cache([longest] * self._runners.max_rows, [prompt]) as cache:
+            runner = self._runners.of(cache, None, self._max_pages([longest]))
+            max_admitted_tokens = _CPU_ADMITTED_TOKENS if self._decoder.device.type == "cpu" else None
+            max_admitted_tokens = max_admitted_tokens or self._config.max_num_batched_tokens
+            yield LiveBatch(
+                lambda prompts, on_token: self._generation(
+                    cache, runner, [], prompts, detokenizer, 0, 0, on_token, None, max_admitted_tokens
+                ),
+                self._new_group,
+                lambda stop: Detokenizer(self.tokenizer, stop),
+                self._to_sample,
+                self._decoder.logits,
+                max_positions=max_positions,
+            )
 
     @torch.no_grad()
     def score(self, groups: list[Group], *, sampling: Sampling) -> Tensor:
@@ -206,17 +236,17 @@ class Engine:
     def _generation(
         self,
         cache: KVCache,
+        runner: DecodeRunner,
         groups: list[LiveGroup],
-        prompts_P: list[Prompt],
+        prompts_P: list[Prompt] | dict[int, Prompt],
         detokenizer: Detokenizer,
-        sampling: Sampling,
         seed: int,
         step: int,
         on_token: Callable[[LiveSample], bool] | None,
         conversation: Conversation | None,
+        max_admitted_tokens: int | None = None,
     ) -> Generation:
         config = self._config
-        runner = self._runners.of(cache, sampling, self._max_pages(groups))
         return Generation(
             cache,
             Scheduler(
@@ -224,6 +254,7 @@ class Engine:
                 PagePool(cache.num_pages),
                 page_tokens=config.block_size,
                 max_num_seqs=self._runners.max_rows,
+                max_admitted_tokens=max_admitted_tokens,
             ),
             self._runners.teacher_forcing()
             if config.exact
@@ -232,7 +263,6 @@ class Engine:
             prompts_P,
             detokenizer,
             stop_token_ids=self._stop_token_ids,
-            max_unread_bursts=0 if runner.max_steps == 1 else 1,
             seed=seed,
             step=step,
             on_token=on_token,

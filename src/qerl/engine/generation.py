@@ -13,7 +13,7 @@ test_branch_batch.py).
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -68,22 +68,20 @@ class Generation:
         scheduler: Scheduler,
         prefill: Prefill | TeacherForcing,
         runner: DecodeRunner,
-        prompts_P: list[Prompt],
+        prompts_P: Sequence[Prompt] | dict[int, Prompt],
         detokenizer: Detokenizer,
         *,
         stop_token_ids: frozenset[int],
-        max_unread_bursts: int,
         seed: int,
         step: int,
         on_token: Callable[[LiveSample], bool] | None,
         conversation: Conversation | None,
     ):
-        """max_unread_bursts: most bursts that may stay unread. on_token: called for every sampled token; True
-        ends the sample's turn."""
+        """prompts_P: by the index of their group. on_token: called for every sampled token; True ends the
+        sample's turn."""
         self.stats = Stats()
         self._cache, self._scheduler, self._prefill, self._runner = cache, scheduler, prefill, runner
         self._prompts_P, self._detokenizer, self._stop_token_ids = prompts_P, detokenizer, stop_token_ids
-        self._max_unread_bursts = max_unread_bursts
         self._seed, self._step, self._on_token = seed, step, on_token
         self._conversation = conversation
         self._needs_reschedule = True
@@ -93,24 +91,52 @@ class Generation:
         self._scheduler.branch(groups)
         self.stats.reused_tokens += sum(group.prompt_tokens for group in groups)
 
+    @property
+    def is_done(self) -> bool:
+        return self._scheduler.is_done
+
+    @property
+    def num_not_admitted(self) -> int:
+        return self._scheduler.num_not_admitted
+
+    @property
+    def num_used_pages(self) -> int:
+        return self._scheduler.pages.num_used
+
+    def add(self, groups: list[LiveGroup]) -> None:
+        """Add groups that start at the next burst, if there is room; they are younger than all before."""
+        self._scheduler.add(groups)
+        self._needs_reschedule = True
+
+    def abort(self, groups: list[LiveGroup]) -> None:
+        """Remove the groups' unfinished samples, once the bursts that compute them have been read."""
+        while self._runner.num_unread_bursts:
+            self._read()
+        self._scheduler.abort(groups)
+        self._needs_reschedule = True
+
     def run(self) -> None:
         start_s, scheduler, runner = time.perf_counter(), self._scheduler, self._runner
         runner.num_steps = 0
         while not scheduler.is_done:
-            num_steps = 0
-            if not self._needs_reschedule:
-                num_steps = scheduler.steps_without_preemption(self._steps_left(), runner.num_unread_steps)
-            if num_steps > 0:
-                self._decode(num_steps)
-            elif runner.num_unread_bursts:
-                self._read()
-            else:
-                self._reschedule()
+            self.step()
         self.stats.num_preemptions = scheduler.num_preemptions
         self.stats.decode_forwards += runner.num_steps
         self.stats.prefill_tokens = self._prefill.num_tokens
         self.stats.prefill_forwards = self._prefill.num_forwards
         self.stats.generate_s += time.perf_counter() - start_s
+
+    def step(self) -> None:
+        """Launch a burst, read one, or rebuild the running batch."""
+        scheduler, runner, num_steps = self._scheduler, self._runner, 0
+        if not self._needs_reschedule:
+            num_steps = scheduler.steps_without_preemption(self._steps_left(), runner.num_unread_steps)
+        if num_steps > 0:
+            self._decode(num_steps)
+        elif runner.num_unread_bursts:
+            self._read()
+        else:
+            self._reschedule()
 
     def _steps_left(self) -> int:
         """Return the maximum length of the next burst: until the longest running sample must have ended."""
@@ -122,7 +148,7 @@ class Generation:
         runner.update_pages(scheduler.allocate(runner.num_unread_steps + num_steps))
         self._note_pages()
         runner.launch(num_steps)
-        while runner.num_unread_bursts > self._max_unread_bursts:
+        while runner.num_unread_bursts > runner.max_unread_bursts:
             self._read()
 
     def _reschedule(self) -> None:
@@ -185,8 +211,12 @@ class Generation:
 
     def _start(self, groups: list[LiveGroup]) -> None:
         """Prefill the prompts and sample the first token of all their samples."""
+        prompts = [self._prompts_P[g.index].tokens_T for g in groups]
         hidden_PD = self._prefill(
-            [PrefillChunk(self._prompts_P[g.index].tokens_T, 0, g.pages, g.noise_row) for g in groups]
+            [
+                PrefillChunk(tokens_T, 0, g.pages, g.noise_row, g.on_prompt_hidden)
+                for tokens_T, g in zip(prompts, groups, strict=True)
+            ]
         )
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G]
         for _, s in pairs:
@@ -201,6 +231,7 @@ class Generation:
         keys_M = torch.tensor([self._key(s) for s in samples], device=device)
         positions = [s.group.prompt_tokens - 1 for s in samples]
         positions_M = torch.tensor(positions, dtype=torch.int32, device=device)
+        self._runner.sampler.bind(samples)
         outputs = self._runner.sample(hidden_MD, keys_M, positions_M)
         for s, token, logprob in zip(samples, *(values.tolist() for values in outputs), strict=True):
             self._append(s, token, logprob)
@@ -228,6 +259,7 @@ class Generation:
             while self._runner.num_unread_bursts:
                 ended += self._append_burst(self._runner.read())[0]
         self._end_turns(ended)
+        self._needs_reschedule |= self._scheduler.has_postponed
         if ended:
             num_left = len(self._scheduler.running)
             is_better = self._scheduler.has_waiting or self._runner.would_shrink(num_left)
@@ -273,4 +305,4 @@ class Generation:
         return self._runner.sampler.key(coordinates, s.group.prompt_tokens)
 
     def _note_pages(self) -> None:
-        self.stats.peak_pages = max(self.stats.peak_pages, self._scheduler.pages.num_used)
+        self.stats.peak_pages = max(self.stats.peak_pages, self.num_used_pages)

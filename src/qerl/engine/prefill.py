@@ -6,7 +6,7 @@ to the cache, and its rows attend to their sequence's positions up to their own.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class PrefillChunk:
     pages: list[int]
     noise_row: int = 0
     """Row in the noise table of the norms."""
+    on_hidden: Callable[[Tensor], None] | None = None
+    """Called with the hidden states of its next tokens, [rows, D], after each forward."""
 
     @property
     def positions(self) -> range:
@@ -86,7 +88,11 @@ class Prefill:
 
         self.num_forwards += 1
         self.num_tokens += row
-        return self._decoder(tokens_T.long(), positions_T.long(), attend, noise_rows_T=noise_rows_T)
+        hidden_TD = self._decoder(tokens_T.long(), positions_T.long(), attend, noise_rows_T=noise_rows_T)
+        for chunk, span in zip(chunks, spans, strict=True):
+            if chunk.on_hidden is not None:
+                chunk.on_hidden(hidden_TD[span.start_row : span.start_row + span.num_rows])
+        return hidden_TD
 
 
 def split_into_forwards(
@@ -98,7 +104,7 @@ def split_into_forwards(
         first = 0
         while first < len(chunk.tokens_T):
             tokens_T = chunk.tokens_T[first : first + num_free]
-            part = PrefillChunk(tokens_T, chunk.first_position + first, chunk.pages, chunk.noise_row)
+            part = dataclasses.replace(chunk, tokens_T=tokens_T, first_position=chunk.first_position + first)
             first += len(tokens_T)
             num_free -= len(tokens_T)
             parts.append((part, first == len(chunk.tokens_T)))

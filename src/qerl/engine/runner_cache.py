@@ -1,7 +1,8 @@
 """Choose the forward pass and the sampler of decode steps, and keep the runners of earlier calls.
 
     forward   HopperForward where its kernels support the GPU and the decoder, else TorchForward
-    sampler   FusedSampler with it, if tokens are drawn by temperature alone, else TorchSampler
+    sampler   FusedSampler with it, if tokens are drawn by temperature alone, else TorchSampler;
+              RowSampler for a LiveBatch
 
 A runner keeps its recorded graphs, so it lives as long as the cache that they point into. In exact mode every
 forward pass, teacher forcing included, has numbers of rows between which the bits of a row do not change.
@@ -19,6 +20,7 @@ from qerl.engine.decode_forward import DecodeForward, TorchForward
 from qerl.engine.decode_hopper import MAX_ROWS, HopperForward
 from qerl.engine.decode_runner import DecodeRunner, bucket_of
 from qerl.engine.kv_cache import KVCache
+from qerl.engine.row_sampler import RowSampler
 from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8
@@ -49,18 +51,21 @@ class RunnerCache:
         self._head: HeadSampler | None = None
         self._forward: DecodeForward | None = None
         self._max_pages = 0
-        self._runners: dict[Sampling, DecodeRunner] = {}
+        self._runners: dict[Sampling | None, DecodeRunner] = {}
         self._teacher_forcing: TeacherForcing | None = None
         self._pool: Any = None
 
-    def of(self, cache: KVCache, sampling: Sampling, max_pages: int) -> DecodeRunner:
-        """Return the runner for sequences of up to max_pages pages of this cache."""
+    def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int) -> DecodeRunner:
+        """Return the runner for sequences of up to max_pages pages of this cache; without sampling parameters
+        every row has its own."""
         if max_pages > self._max_pages:
             self.clear()
             self._max_pages = -(-max_pages // _PAGES_AT_ONCE) * _PAGES_AT_ONCE
         if self._forward is None:
             self._forward = self._make_forward()(self._decoder, cache, self._rows, self._max_pages)
-        key = dataclasses.replace(sampling, max_tokens=1, stop=())  # these the runner does not see
+        key = None  # max_tokens and stop are not seen by a runner
+        if sampling is not None:
+            key = dataclasses.replace(sampling, max_tokens=1, stop=())
         if key not in self._runners:
             while len(self._runners) >= _MOST_RUNNERS:
                 del self._runners[next(iter(self._runners))]
@@ -94,7 +99,7 @@ class RunnerCache:
         if self._forward is not None:
             self._forward.publish()
 
-    def _made(self, sampling: Sampling, forward: DecodeForward) -> DecodeRunner:
+    def _made(self, sampling: Sampling | None, forward: DecodeForward) -> DecodeRunner:
         config, device = self._config, self._decoder.device
         return DecodeRunner(
             forward,
@@ -125,7 +130,9 @@ class RunnerCache:
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
 
-    def _sampler(self, sampling: Sampling) -> Sampler:
+    def _sampler(self, sampling: Sampling | None) -> Sampler:
+        if sampling is None:
+            return RowSampler(self._decoder, self._stop_tokens, self._rows)
         truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
         head = None if truncates else _kernel_head(self._decoder)
         if head is None:

@@ -1,6 +1,7 @@
 """Sample the next token of every row from hidden states, and advance the decode state.
 
     TorchSampler   logits, then token_sampling.py: all sampling parameters, any device
+    RowSampler     row_sampler.py: the same for rows that differ in their parameters
     FusedSampler   kernels/head_sample.py: temperature only, logits never written to memory, on a GPU
 
 A token's randomness is a function of its row's key and position. TorchSampler uses seeds.uniform of (seed,
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.seeds import last_round, mix, rounds
+from qerl.engine.scheduler import LiveSample
 from qerl.engine.token_sampling import sample_tokens, score_tokens
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.head_sample import HeadSampler
@@ -24,6 +26,10 @@ from qerl.types import Sampling
 class Sampler(Protocol):
     is_capturable: bool
     """True if a step can be captured in a CUDA graph: it never waits for the device."""
+
+    def bind(self, samples_B: list[LiveSample]) -> None:
+        """Sample for these rows from now on; is_capturable may change."""
+        ...
 
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         """Return the row key of (seed, step, prompt, sample) or (seed, step, prompt, sample, branch)."""
@@ -47,6 +53,9 @@ class TorchSampler:
         self._decoder, self._sampling, self._stop_tokens = decoder, sampling, stop_tokens
         self.is_capturable = sampling.top_p is None or sampling.top_p >= 1
 
+    def bind(self, samples_B: list[LiveSample]) -> None:
+        """Do nothing: all rows are sampled alike."""
+
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         return rounds(*coordinates, 1 - prompt_tokens)  # token index = position + 1 - prompt_tokens
 
@@ -69,6 +78,9 @@ class FusedSampler:
     def __init__(self, kernel: HeadSampler, temperature: float, stop_tokens: Tensor):
         self._kernel, self._stop_tokens = kernel, stop_tokens
         self._temperature = torch.full((1,), temperature, device=stop_tokens.device)
+
+    def bind(self, samples_B: list[LiveSample]) -> None:
+        """Do nothing: all rows are sampled alike."""
 
     def key(self, coordinates: tuple[int, ...], prompt_tokens: int) -> int:
         return mix(*coordinates)

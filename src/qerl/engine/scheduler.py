@@ -21,9 +21,15 @@ are in pages already. The first decode step of a branch computes the last one.
 
 import collections
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Literal
 
+from torch import Tensor
+
+from qerl.engine.constraint import TokenConstraint
 from qerl.engine.page_pool import PagePool
+from qerl.types import Sampling
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
@@ -45,6 +51,12 @@ class LiveGroup:
     """True if finished samples keep their pages, to be branched."""
     parent: "LiveSample | None" = None
     """The sample that this group branches; prompt_tokens then includes the shared tokens of that sample."""
+    sampling: Sampling | None = None
+    """Parameters of its own, in a LiveBatch."""
+    num_top_logprobs: int = 0
+    """Most likely tokens that are reported with each sampled one."""
+    on_prompt_hidden: Callable[[Tensor], None] | None = None
+    """Called with the hidden states of the prompt's next tokens."""
 
     def __post_init__(self):
         assert self.prompt_tokens > 0 and self.max_tokens > 0
@@ -78,6 +90,9 @@ class LiveSample:
     max_tokens: int = dataclasses.field(init=False)
     """Length at which its turn ends at the latest."""
     finish: Literal["stop", "length"] | None = None
+    constraint: TokenConstraint | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens in place of the newest."""
 
     def __post_init__(self):
         self.max_tokens = self.group.max_tokens
@@ -142,12 +157,24 @@ class Scheduler:
     `allocate` with that number allocates them. Only `allocate` for one step preempts.
     """
 
-    def __init__(self, groups: list[LiveGroup], pages: PagePool, *, page_tokens: int, max_num_seqs: int):
+    def __init__(
+        self,
+        groups: list[LiveGroup],
+        pages: PagePool,
+        *,
+        page_tokens: int,
+        max_num_seqs: int,
+        max_admitted_tokens: int | None = None,
+    ):
+        """max_admitted_tokens: prompt tokens after which `admit` takes no further group."""
         self.pages = pages
         self.running: list[LiveSample] = []  # oldest first
         self.parked: list[LiveSample] = []
         self.num_preemptions = 0
+        self.has_postponed = False
+        """True if the latest `admit` left a group to the next, so that running samples wait no longer."""
         self._page_tokens, self._max_num_seqs = page_tokens, max_num_seqs
+        self._max_admitted_tokens = max_admitted_tokens or math.inf
         self._not_admitted = collections.deque(groups)
         self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
         self._admitted: list[LiveGroup] = []
@@ -158,9 +185,25 @@ class Scheduler:
         return not (self.running or self.parked or self.has_waiting)
 
     @property
+    def num_not_admitted(self) -> int:
+        return len(self._not_admitted)
+
+    @property
     def has_waiting(self) -> bool:
         """True if a sample that is neither running nor parked remains."""
         return bool(self._waiting or self._not_admitted)
+
+    def add(self, groups: list[LiveGroup]) -> None:
+        """Append groups, younger than all before."""
+        self._not_admitted += groups
+
+    def abort(self, groups: list[LiveGroup]) -> None:
+        """Remove the groups' unfinished samples in any state."""
+        for group in groups:
+            if group in self._not_admitted:
+                self._not_admitted.remove(group)
+            else:
+                self.finish([s for s in group.samples_G if s.finish is None])
 
     def steps_without_preemption(self, num_steps: int, num_launched: int = 0) -> int:
         """Return the largest of num_steps, num_steps / 2, ..., 1, 0 for which allocate(num_launched + it)
@@ -191,12 +234,14 @@ class Scheduler:
 
     def admit(self) -> list[LiveGroup]:
         """Return the groups whose prompts are to be prefilled now, with pages; their samples then wait."""
-        admitted = []
+        admitted, num_tokens, self.has_postponed = [], 0, False
         num_live, num_reserved = len(self.running), self._num_reserved()
         while not self._waiting and self._not_admitted and num_live < self._max_num_seqs:
             group = self._not_admitted[0]
-            if not self._fits(group, num_reserved):
+            self.has_postponed = num_tokens >= self._max_admitted_tokens
+            if self.has_postponed or not self._fits(group, num_reserved):
                 break
+            num_tokens += group.prompt_tokens
             self._not_admitted.popleft()
             group.pages = self.pages.allocate(self._pages_of(group.prompt_tokens))
             group.num_unfinished = len(group.samples_G)

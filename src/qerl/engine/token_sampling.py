@@ -30,7 +30,7 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> 
     assert logits_BV.dtype == torch.float32 and uniforms_B.dtype == torch.float64
     if sampling.temperature == 0:
         return _greedy(logits_BV)
-    return _inverse_transform(_probabilities(logits_BV, sampling), uniforms_B)
+    return inverse_transform(_probabilities(logits_BV, sampling), uniforms_B)
 
 
 def score_tokens(logits_BV: Tensor, sampling: Sampling, tokens_B: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def score_tokens(logits_BV: Tensor, sampling: Sampling, tokens_B: Tensor) -> Ten
 
 def _probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     scaled_BV = logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature
-    threshold_B1 = _threshold(scaled_BV, sampling)
+    threshold_B1 = threshold(scaled_BV, sampling)
     if threshold_B1 is not None:
         scaled_BV = scaled_BV.masked_fill(scaled_BV < threshold_B1, -torch.inf)
     return scaled_BV.softmax(-1)
@@ -52,7 +52,8 @@ def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     return tokens_B, logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
 
 
-def _inverse_transform(p_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+def inverse_transform(p_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (tokens_B, logprobs_B): the token at which the cumulative sum of p exceeds u times the total."""
     vocab_size = p_BV.shape[1]
     padded_BV = F.pad(p_BV, (0, -vocab_size % _CHUNK_TOKENS)) if vocab_size % _CHUNK_TOKENS else p_BV
     chunks_BCV = padded_BV.view(len(p_BV), -1, _CHUNK_TOKENS)
@@ -77,7 +78,7 @@ def _first_above(cumulative_BV: Tensor, target_B1: Tensor) -> Tensor:
     return index_B1.clamp(max=cumulative_BV.shape[1] - 1)  # a row of NaNs has no such index
 
 
-def _threshold(scaled_BV: Tensor, sampling: Sampling) -> Tensor | None:
+def threshold(scaled_BV: Tensor, sampling: Sampling) -> Tensor | None:
     """Return the smallest scaled logit that is kept, [B, 1]; None keeps all."""
     bounds = []
     if sampling.top_k is not None and sampling.top_k < scaled_BV.shape[1]:

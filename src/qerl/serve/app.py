@@ -27,9 +27,10 @@ from qerl.serve.request import ApiError, CompletionRequest, RequestParser
 from qerl.serve.response import CHAT, COMPLETION, ApiResponse, ResponseFormat
 from qerl.serve.stream import TextStream
 from qerl.tracking.loopback import names_this_machine
-from qerl.types import Sample
+from qerl.types import Sample, TokenLogprob
 
-StreamQueue = asyncio.Queue[tuple[int, int, Sample | None] | Exception]
+StreamItem = tuple[int, TokenLogprob, Sample | None] | Exception
+StreamQueue = asyncio.Queue[StreamItem]
 """(choice, token, the sample if that token ended it), or the failure of the request."""
 
 
@@ -132,7 +133,7 @@ class Routes:
                     return
                 choice, token, ended = item
                 num_tokens += 1
-                if text := streams[choice].add(token, ended):
+                if text := streams[choice].add(token.token, ended):
                     yield _event(response.text_chunk(choice, text))
                 if ended is not None:
                     num_running -= 1
@@ -148,7 +149,7 @@ def _token_queue(pending: PendingRequest) -> StreamQueue:
     """Return a queue of this event loop that gets what the batcher's thread reports of the request."""
     loop, items = asyncio.get_running_loop(), StreamQueue()
 
-    def put(item: tuple[int, int, Sample | None] | Exception) -> None:
+    def put(item: StreamItem) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody listens
             loop.call_soon_threadsafe(items.put_nowait, item)
 

@@ -1,21 +1,21 @@
-"""Queue of requests: one thread takes all requests with equal sampling and answers them in one engine call.
+"""One thread that runs the engine's live batch: requests enter and leave it between two bursts of steps.
 
-Requests are equal in their sampling parameters and number of samples. The oldest request goes first, together
-with every equal one; a request that arrives during a call waits for its end. The random numbers of a request
-depend on its own seed, which its prompts carry as their index, and not on the call that it is part of.
+The random numbers of a request depend on its own seed, which its prompts carry as their index, and not on
+what runs beside it. If the engine fails, the requests of the batch fail, and the next ones get a new batch.
 """
 
 import dataclasses
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from qerl.engine import Engine
+from qerl.engine import Engine, LiveBatch, LiveRequest
+from qerl.engine.constraint import TokenConstraint
+from qerl.engine.prompt_logprobs import PromptLogprobs
 from qerl.errors import UserError
-from qerl.types import Prompt, Sample, Sampling
+from qerl.types import Prompt, Sample, Sampling, TokenLogprob
 
 _SHUTDOWN_TIMEOUT_S = 10
 
@@ -33,20 +33,44 @@ class PendingRequest:
     prompts_P: list[Prompt]
     num_samples: int
     sampling: Sampling
-    on_token: Callable[[int, int, Sample | None], None] | None = None
+    constraint: Callable[[], TokenConstraint] | None = None
+    """Makes the constraint of one choice."""
+    num_top_logprobs: int = 0
+    prompt_logprobs_P: list[PromptLogprobs] | None = None
+    """To be filled, one for each prompt."""
+    on_token: Callable[[int, TokenLogprob, Sample | None], None] | None = None
     """Called by the batcher's thread with (choice, newest token, the sample if that token ended it). Choices
     are numbered prompt by prompt, sample by sample."""
     is_cancelled: bool = False
-    """Set when the client is gone; sampling stops at the next token."""
+    """Set when the client is gone; the request leaves the batch at the next burst."""
     future: Future[list[Sample]] = dataclasses.field(default_factory=Future)
     """All choices, set when the last of them has ended."""
     samples: dict[int, Sample] = dataclasses.field(default_factory=dict)
+    tokens: dict[int, list[TokenLogprob]] = dataclasses.field(default_factory=dict)
+    """The tokens of each choice so far."""
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts_P) * self.num_samples
 
-    def add_token(self, choice: int, token: int, ended: Sample | None) -> None:
+    def live_requests(self) -> list[LiveRequest]:
+        return [self._live_request(i, prompt) for i, prompt in enumerate(self.prompts_P)]
+
+    def _live_request(self, i: int, prompt: Prompt) -> LiveRequest:
+        return LiveRequest(
+            prompt=prompt,
+            num_samples=self.num_samples,
+            sampling=self.sampling,
+            on_token=lambda g, token, ended: self._add_token(i * self.num_samples + g, token, ended),
+            constraint=self.constraint,
+            num_top_logprobs=self.num_top_logprobs,
+            prompt_logprobs=None if self.prompt_logprobs_P is None else self.prompt_logprobs_P[i],
+        )
+
+    def _add_token(self, choice: int, token: TokenLogprob, ended: Sample | None) -> None:
+        if self.is_cancelled:
+            return
+        self.tokens.setdefault(choice, []).append(token)
         if self.on_token is not None:
             self.on_token(choice, token, ended)
         if ended is not None:
@@ -56,11 +80,13 @@ class PendingRequest:
 
 
 class Batcher:
-    def __init__(self, engine: Engine, *, max_waiting: int, batch_wait_s: float = 0.01):
-        """Each call first waits batch_wait_s, so that requests sent together are in one batch."""
-        self.num_calls = 0
-        self._engine, self._max_waiting, self._batch_wait_s = engine, max_waiting, batch_wait_s
+    def __init__(self, engine: Engine, *, max_waiting: int, max_positions: int):
+        """max_positions: longest prompt and answer together, in tokens."""
+        self.batch: LiveBatch | None = None
+        """None before the first request, and after a failure."""
+        self._engine, self._max_waiting, self._max_positions = engine, max_waiting, max_positions
         self._queue: list[PendingRequest] = []
+        self._running: list[tuple[PendingRequest, list[LiveRequest]]] = []
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
@@ -69,7 +95,7 @@ class Batcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the running call at its next token and reject the waiting requests."""
+        """Stop at the next burst and reject all requests that are not complete."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -77,59 +103,66 @@ class Batcher:
 
     def submit(self, request: PendingRequest) -> None:
         with self._changed:
-            if self._is_closed or len(self._queue) >= self._max_waiting:
-                raise BusyError(f"the server is busy: {len(self._queue)} requests are waiting; retry later")
+            num_waiting = len(self._queue) + (0 if self.batch is None else self.batch.num_not_admitted)
+            if self._is_closed or num_waiting >= self._max_waiting:
+                raise BusyError(f"the server is busy: {num_waiting} requests are waiting; retry later")
             self._queue.append(request)
             self._changed.notify()
 
     def _run(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            if batch:
-                self._generate(batch)
+        error: Exception = CancelledRequestError("the server is shutting down")
+        while self._wait():
+            try:
+                with self._engine.live_batch(self._max_positions) as self.batch:
+                    while self._wait():
+                        self._step(self.batch)
+            except Exception as failure:  # a failed batch must not end the server
+                if not isinstance(failure, UserError):
+                    traceback.print_exception(failure, file=sys.stderr)
+                if self.batch is None:  # it could not be made
+                    self._take()
+                self._fail_running(failure)
+            self.batch = None
+        self._fail_running(error)
         with self._changed:
             for request in filter(_is_wanted, self._queue):
                 request.future.set_exception(BusyError("the server is shutting down"))
 
-    def _next_batch(self) -> list[PendingRequest] | None:
-        """Return the oldest request and all equal ones, without cancelled ones; None once closed."""
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._queue)
-        time.sleep(0 if self._is_closed else self._batch_wait_s)
+            self._changed.wait_for(lambda: self._is_closed or self._queue or self._running)
+            return not self._is_closed
+
+    def _step(self, batch: LiveBatch) -> None:
+        for request, live in self._take():
+            try:
+                for each in live:
+                    batch.add(each)
+            except UserError as error:
+                batch.abort(live)
+                request.future.set_exception(error)
+        gone = [(request, live) for request, live in self._running if request.is_cancelled]
+        batch.abort([each for _, live in gone for each in live])
+        for request, _ in gone:
+            if not request.future.done():
+                request.future.set_exception(CancelledRequestError("the request was cancelled"))
+        batch.step()
+        self._running = [each for each in self._running if not each[0].future.done()]
+
+    def _take(self) -> list[tuple[PendingRequest, list[LiveRequest]]]:
+        """Move the queue to the running requests, without cancelled ones; return those moved."""
         with self._changed:
-            if self._is_closed:
-                return None
-            kind = (self._queue[0].sampling, self._queue[0].num_samples)
-            batch = [request for request in self._queue if (request.sampling, request.num_samples) == kind]
-            self._queue = [request for request in self._queue if request not in batch]
-        return [request for request in batch if _is_wanted(request)]
+            queue, self._queue = self._queue, []
+        new = [(request, request.live_requests()) for request in queue if _is_wanted(request)]
+        self._running += new
+        return new
 
-    def _generate(self, batch: list[PendingRequest]) -> None:
-        prompts = [(request, i) for request in batch for i in range(len(request.prompts_P))]
-
-        def watch(index: int, sample_index: int, token: int, ended: Sample | None) -> bool:
-            request, i = prompts[index]
-            if not request.is_cancelled:
-                request.add_token(i * request.num_samples + sample_index, token, ended)
-            return request.is_cancelled or self._is_closed
-
-        self.num_calls += 1
-        error: Exception = CancelledRequestError("the server is shutting down")
-        try:
-            self._engine.generate(
-                [request.prompts_P[i] for request, i in prompts],
-                num_samples=batch[0].num_samples,
-                sampling=batch[0].sampling,
-                seed=0,
-                step=0,
-                on_token=watch,
-            )
-        except Exception as failure:  # a failed call must not end the server
-            error = failure
-            if not isinstance(failure, UserError):
-                traceback.print_exception(failure, file=sys.stderr)
-        for request in batch:
+    def _fail_running(self, error: Exception) -> None:
+        for request, _ in self._running:
             if not request.future.done():
                 request.future.set_exception(error)
+        self._running = []
 
 
 def _is_wanted(request: PendingRequest) -> bool:

@@ -25,7 +25,8 @@ class LoadedModel:
 def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:
     """Load `source`: a model, or the folder of a run, of which `run` is the config."""
     config = run or RunConfig(noise=NoiseConfig(schedule="none"))
-    config = dataclasses.replace(config, model=resolve_device(model))
+    engine = dataclasses.replace(config.engine, exact=False)  # a LiveBatch has no exact prefill
+    config = dataclasses.replace(config, model=resolve_device(model), engine=engine)
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     checkpoints = Path(source) / "checkpoints" if run is not None and with_adapter else None
     return LoadedModel(

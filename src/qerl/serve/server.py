@@ -1,7 +1,7 @@
 """Start the server: check the API key and the address, load the model, and serve until a signal.
 
-An address that other machines can reach needs an API key. The longest request that the limits allow is run
-once at the start, so that too little memory is an error then, and later calls find their KV cache allocated.
+An address that other machines can reach needs an API key. The KV cache for
+the longest request that the limits allow is made at the start, so that too little memory is an error then.
 """
 
 import ipaddress
@@ -18,7 +18,6 @@ from qerl.serve.app import make_app
 from qerl.serve.batcher import Batcher
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.request import RequestParser
-from qerl.types import Prompt, Sampling
 
 KEY_VARIABLE = "QERL_API_KEY"
 _SHUTDOWN_TIMEOUT_S = 5  # for streams that are open when the server ends
@@ -29,9 +28,9 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
     key = read_api_key(options.api_key_file)
     with _listen(options, has_key=key is not None) as listener:
         model = load_model(source, run, options.model, with_adapter=options.with_adapter)
-        run_longest_request(model, options)
+        batcher = make_batcher(model, options)
         parser = RequestParser(model=model, options=options, name=options.name or Path(source).name)
-        app = make_app(parser, Batcher(model.engine, max_waiting=options.max_waiting), api_key=key)
+        app = make_app(parser, batcher, api_key=key)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S
         )
@@ -54,17 +53,12 @@ def read_api_key(path: Path | None) -> str | None:
     return key
 
 
-def run_longest_request(model: LoadedModel, options: ServeOptions) -> None:
-    """Sample as many tokens as the longest prompt and answer together have, which takes the same memory."""
-    num_tokens = min(options.max_prompt_tokens + options.max_tokens, model.max_positions)
-    model.engine.generate(
-        [Prompt(index=0, text="", tokens_T=[0], messages=None, columns={})],
-        num_samples=1,
-        sampling=Sampling(max_tokens=num_tokens - 1),
-        seed=0,
-        step=0,
-        on_token=lambda *_: True,
-    )
+def make_batcher(model: LoadedModel, options: ServeOptions) -> Batcher:
+    """Return a batcher for the longest requests that the limits allow, once their KV cache is allocated."""
+    max_positions = min(options.max_prompt_tokens + options.max_tokens, model.max_positions)
+    with model.engine.live_batch(max_positions):
+        pass
+    return Batcher(model.engine, max_waiting=options.max_waiting, max_positions=max_positions)
 
 
 def _listen(options: ServeOptions, *, has_key: bool) -> socket.socket:

@@ -1,0 +1,134 @@
+"""Requests that join and leave a running batch: continuous batching for a server.
+
+    add      a request joins the batch when the present burst of decode steps has been read
+    abort    its samples leave it there, and their rows and pages are free again
+    step     launch a burst, read one, or rebuild the batch (generation.py)
+
+Each request has sampling parameters of its own (row_sampler.py). Its tokens are functions of its prompt's
+index, as in `Engine.generate` with seed and step 0, and not of the requests beside it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from torch import Tensor
+
+from qerl.engine.constraint import TokenConstraint
+from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.generation import Generation
+from qerl.engine.prompt_logprobs import PromptLogprobs
+from qerl.engine.scheduler import LiveGroup, LiveSample
+from qerl.errors import UserError
+from qerl.types import Prompt, Sample, Sampling, TokenLogprob
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class LiveRequest:
+    """A prompt, how to sample it, and who is told."""
+
+    prompt: Prompt
+    num_samples: int = 1
+    sampling: Sampling
+    on_token: Callable[[int, TokenLogprob, Sample | None], None]
+    """Called with (sample index, newest token, the sample if that token ended it)."""
+    constraint: Callable[[], TokenConstraint] | None = None
+    """Makes the constraint of one sample."""
+    num_top_logprobs: int = 0
+    """Most likely tokens that are reported with each sampled one."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Filled before the first token is sampled."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Live:
+    request: LiveRequest
+    group: LiveGroup
+    detokenizer: Detokenizer
+
+
+class LiveBatch:
+    def __init__(
+        self,
+        make_generation: Callable[[dict[int, Prompt], Callable[[LiveSample], bool]], Generation],
+        new_group: Callable[[int, Prompt, int, Sampling], LiveGroup],
+        new_detokenizer: Callable[[tuple[str, ...]], Detokenizer],
+        to_sample: Callable[[LiveSample, Detokenizer], Sample],
+        logits: Callable[[Tensor], Tensor],
+        *,
+        max_positions: int,
+    ):
+        """make_generation gets the prompts by the index of their group, and what to call for every token."""
+        self._prompts: dict[int, Prompt] = {}
+        self._generation = make_generation(self._prompts, self._on_token)
+        self._new_group, self._new_detokenizer, self._to_sample = new_group, new_detokenizer, to_sample
+        self._logits, self._max_positions = logits, max_positions
+        self._live: dict[int, _Live] = {}
+        self._num_added = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens so far."""
+        return self._generation.stats.num_tokens
+
+    @property
+    def num_used_pages(self) -> int:
+        return self._generation.num_used_pages
+
+    @property
+    def num_not_admitted(self) -> int:
+        """Number of requests that wait for pages or rows."""
+        return self._generation.num_not_admitted
+
+    def add(self, request: LiveRequest) -> None:
+        """Raise UserError if the prompt leaves no room for a token."""
+        index = self._num_added
+        group = self._group(index, request)
+        self._num_added += 1
+        self._prompts[index] = request.prompt
+        self._live[index] = _Live(request, group, self._new_detokenizer(request.sampling.stop))
+        self._generation.add([group])
+
+    def abort(self, requests: list[LiveRequest]) -> None:
+        """Remove those of the requests that are not complete."""
+        gone = [live.group for live in self._live.values() if live.request in requests]
+        if gone:
+            self._generation.abort(gone)
+        for group in gone:
+            self._live.pop(group.index, None)  # the tokens that abort read may have ended it
+            self._prompts.pop(group.index, None)
+
+    def step(self) -> None:
+        if not self._generation.is_done:
+            self._generation.step()
+
+    def _group(self, index: int, request: LiveRequest) -> LiveGroup:
+        prompt, sampling = request.prompt, request.sampling
+        num_left = self._max_positions - len(prompt.tokens_T)
+        if num_left < 1:
+            raise UserError(
+                f"the prompt has {len(prompt.tokens_T)} tokens; the limit is {self._max_positions - 1}"
+            )
+        limited = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
+        group = self._new_group(index, prompt, request.num_samples, limited)
+        group.sampling, group.num_top_logprobs = sampling, request.num_top_logprobs
+        if (logprobs := request.prompt_logprobs) is not None:
+            group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
+        for sample in group.samples_G:
+            sample.constraint = None if request.constraint is None else request.constraint()
+        return group
+
+    def _on_token(self, s: LiveSample) -> bool:
+        live = self._live[s.group.index]
+        is_complete = live.detokenizer.has_stop(s.tokens_T)
+        if s.constraint is not None:
+            s.constraint.accept(s.tokens_T[-1])
+            is_complete |= s.constraint.is_complete
+        if s.finish is None and is_complete:
+            s.finish = "stop"
+        token = TokenLogprob(s.tokens_T[-1], s.logprobs_T[-1], s.top_logprobs)
+        ended = None if s.finish is None else self._to_sample(s, live.detokenizer)
+        live.request.on_token(s.sample_index, token, ended)
+        if all(each.finish is not None for each in live.group.samples_G):
+            del self._live[s.group.index], self._prompts[s.group.index]
+        return False
