@@ -8,6 +8,7 @@ A suffix _P_G marks nested lists, possibly ragged; a suffix PG (or TV, TD) marks
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 
@@ -87,15 +88,14 @@ class Turn:
     """Number of tokens the sample may still grow by."""
 
 
-class Conversation(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
     """Answers the policy's turns on behalf of the environments."""
 
     turn_tokens: int | None
     """Maximum tokens of one turn; None: limited by the sample's maximum only."""
-
-    def answer(self, turns: list[Turn], /) -> list[list[int] | None]:
-        """Return the 1 to num_left - 1 tokens that follow each turn; None ends the sample."""
-        ...
+    answer: Callable[[list[Turn]], list[list[int] | None]]
+    """Return the 1 to num_left - 1 tokens that follow each turn; None ends the sample."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

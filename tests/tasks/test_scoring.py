@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.tasks.scoring import Failure, RewardCall, missing_arguments, score
+from qerl.tasks.scoring import Failure, missing_arguments, reward_arguments, score
 
-PLAIN = RewardCall("What is 1 + 2?", "It is 3", [73, 116], {"answer": "3", "level": 2})
-TALK = RewardCall(
+PLAIN = reward_arguments("What is 1 + 2?", "It is 3", [73, 116], {"answer": "3", "level": 2})
+TALK = reward_arguments(
     [{"role": "user", "content": "What is 1 + 2?"}],
     [{"role": "assistant", "content": "<think>1 + 2</think><answer>3</answer>"}],
     [60, 116],
@@ -69,7 +69,7 @@ def test_a_function_with_kwargs_gets_everything():
 
 
 def test_a_column_cannot_take_the_place_of_the_completions():
-    call = RewardCall("p", "right", [1], {"completions": "wrong"})
+    call = reward_arguments("p", "right", [1], {"completions": "wrong"})
     assert scored(lambda completions: [float(completions == ["right"])], call) == 1.0
 
 

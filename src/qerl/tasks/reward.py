@@ -21,13 +21,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError, did_you_mean
 from qerl.tasks.environment import Close, EnvironmentReply, EnvironmentWorker, Reset, Step, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.scoring import RESERVED, Failure, RewardCall, missing_arguments, name_of, score
+from qerl.tasks.scoring import RESERVED, Failure, missing_arguments, name_of, reward_arguments, score
 from qerl.tasks.sources import function_sources
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
@@ -192,12 +193,12 @@ def format_failures(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
         yield f"no reward for {count} samples: {cause}: {example}"
 
 
-def _call(prompt: Prompt, sample: Sample) -> RewardCall:
+def _call(prompt: Prompt, sample: Sample) -> dict[str, list[Any]]:
     if prompt.messages is None and sample.messages is None:
-        return RewardCall(prompt.text, sample.text, sample.tokens_T, prompt.columns)
+        return reward_arguments(prompt.text, sample.text, sample.tokens_T, prompt.columns)
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     completion = sample.messages or [{"role": "assistant", "content": sample.text}]
-    return RewardCall(messages, completion, sample.tokens_T, prompt.columns)
+    return reward_arguments(messages, completion, sample.tokens_T, prompt.columns)
 
 
 def resolve(name: str, config: TaskConfig) -> Reward:

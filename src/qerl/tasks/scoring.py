@@ -24,21 +24,16 @@ _INTERNAL = Path(__file__).parents[1], Path(asyncio.__file__).parent
 """Folders of the code between the worker and the user's function."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RewardCall:
-    """RewardCall(prompt="1 + 1 =", completion=" 2", completion_ids=[17], columns={"answer": "2"})"""
+Text = str | list[dict[str, str]]
+"""A prompt or a completion: a string or a conversation."""
 
-    prompt: str | list[dict[str, str]]
-    completion: str | list[dict[str, str]]
-    completion_ids: list[int]
-    columns: dict[str, Any]
 
-    @property
-    def arguments(self) -> dict[str, list[Any]]:
-        """Arguments by name."""
-        reserved = self.prompt, self.completion, self.completion_ids
-        values = self.columns | dict(zip(RESERVED, reserved, strict=True))
-        return {name: [value] for name, value in values.items()}
+def reward_arguments(
+    prompt: Text, completion: Text, completion_ids: list[int], columns: dict[str, Any]
+) -> dict[str, list[Any]]:
+    """Return the arguments of reward functions by name; each is a list of length one."""
+    values = columns | dict(zip(RESERVED, (prompt, completion, completion_ids), strict=True))
+    return {name: [value] for name, value in values.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,11 +50,11 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def score(
-    functions: list[Callable[..., Any]], weights: list[float], call: RewardCall
+    functions: list[Callable[..., Any]], weights: list[float], arguments: dict[str, list[Any]]
 ) -> float | Failure | None:
     parts = []
     for function, weight in zip(functions, weights, strict=True):
-        value = _value(function, call)
+        value = _value(function, arguments)
         if isinstance(value, Failure):
             return value
         if value is not None:
@@ -71,9 +66,9 @@ def score(
     return finite_number("the weighted sum", math.fsum(parts) if math.isfinite(total) else total)
 
 
-def _value(function: Callable[..., Any], call: RewardCall) -> float | Failure | None:
+def _value(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> float | Failure | None:
     try:
-        result = function(**_accepted_arguments(function, call.arguments))
+        result = function(**_accepted_arguments(function, arguments))
         if inspect.isawaitable(result):
             result = asyncio.run(_await(result))
         return _checked(name_of(function), result)

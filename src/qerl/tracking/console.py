@@ -125,9 +125,8 @@ class PanelDisplay:
         line = Text()
         for label, number in headline_metrics(self._metrics):
             # No-break spaces: a narrow terminal breaks lines between metrics only.
-            line.append(f"{label}\u00a0", style="dim").append(
-                number.replace(" ", "\u00a0"), style="bold"
-            ).append("  ")
+            line.append(f"{label}\u00a0", style="dim")
+            line.append(number.replace(" ", "\u00a0"), style="bold").append("  ")
         return line if line.plain else Text("waiting for the first step", style="dim")
 
     def _reward_and_phase(self) -> Text:

@@ -1,10 +1,9 @@
 """The journal of every rank but the first: it records nothing and prints nothing."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
-from qerl.config import RunConfig
 from qerl.tracking.journal import StepLog, Stopwatch
 
 
@@ -14,17 +13,9 @@ class NullJournal:
     def __init__(self):
         self._stopwatch = Stopwatch(lambda phase: None)
 
-    def start(self, config: RunConfig, sources: Mapping[str, str]) -> None: ...
+    def _ignore(self, *_: object) -> None: ...
 
-    def check_sources(self, sources: Mapping[str, str], kinds: tuple[str, ...]) -> None: ...
-
-    def resume(self, next_step: int) -> None: ...
-
-    def notice(self, text: str) -> None: ...
-
-    def finish(self, result: dict[str, Any]) -> None: ...
-
-    def catch_up(self) -> None: ...
+    start = check_sources = resume = notice = finish = catch_up = __exit__ = _ignore
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
@@ -38,5 +29,3 @@ class NullJournal:
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *exception: object) -> None: ...

@@ -26,7 +26,7 @@ from qerl.tasks import RewardPool
 from qerl.tasks.environment import Close, EnvironmentReply, Key, Messages, Reset, Step
 from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat
 from qerl.tasks.scoring import Failure
-from qerl.types import Group, Prompt, Sample, Sampling, Turn
+from qerl.types import Conversation, Group, Prompt, Sample, Sampling, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
@@ -45,14 +45,6 @@ class _Episode:
     reward: float | None = None
     failure: Failure | None = None
     is_truncated: bool = False
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Conversation:
-    """What the engine asks between turns: see types.Conversation."""
-
-    turn_tokens: int | None
-    answer: Callable[[list[Turn]], list[list[int] | None]]
 
 
 class MultiTurnEngine:
@@ -89,6 +81,10 @@ class MultiTurnEngine:
             for prompt, episodes_G in zip(prompts_P, episodes_P_G, strict=True)
             for episode in episodes_G
         ]
+
+        def answer(turns: list[Turn]) -> list[list[int] | None]:
+            return self._answers([(episodes_P_G[turn.index][turn.sample_index], turn) for turn in turns])
+
         try:
             for episode, reply in zip(all_episodes, self._play(resets), strict=True):
                 if isinstance(reply, Failure):
@@ -102,10 +98,7 @@ class MultiTurnEngine:
                 sampling=sampling,
                 seed=seed,
                 step=step,
-                conversation=_Conversation(
-                    self._config.turn_tokens,
-                    lambda turns: self._answers([(episodes_P_G[t.index][t.sample_index], t) for t in turns]),
-                ),
+                conversation=Conversation(turn_tokens=self._config.turn_tokens, answer=answer),
             )
         finally:
             closed = self._play([Close(episode.key) for episode in all_episodes])

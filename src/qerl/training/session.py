@@ -63,9 +63,8 @@ def _train(
             if finished is not None:
                 journal.notice(f"{folder}: this run is already complete; start another with --out")
                 journal.catch_up()
-                if (
-                    ranks.is_first and not (folder / "report.html").exists()
-                ):  # for instance: the disk was full
+                # The report may be missing: for instance, the disk was full.
+                if ranks.is_first and not (folder / "report.html").exists():
                     write_report([folder], folder / "report.html")
                 return finished
             result = _Session(config, folder, journal, pool, stop, ranks, cluster).run()
@@ -123,12 +122,8 @@ class _Session:
 
     def _make_learner(self, prompt_tokens: int) -> Learner:
         """Resolve gradient_checkpointing auto by the memory plan, and report the plan in the journal."""
-        config, device, arch, keeps_operands = (
-            self.config,
-            self.decoder.device,
-            self.decoder.architecture,
-            False,
-        )
+        config, keeps_operands = self.config, False
+        device, arch = self.decoder.device, self.decoder.architecture
         if device.type != "cpu":
             gpu_bytes = plan.usable_bytes(device)
             config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)

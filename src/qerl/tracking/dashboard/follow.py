@@ -15,7 +15,7 @@ from qerl.tracking.report.read import (
     damage_notice,
     number,
     read_groups,
-    read_object,
+    read_optional,
 )
 
 _NUM_NOTICES = 5
@@ -109,7 +109,7 @@ class RunFollower:
             if file.num_damaged
         ]
         self._objects = {
-            name: read_object(self._folder / f"{name}.json", self._damage)
+            name: read_optional(self._folder / f"{name}.json", self._damage)
             for name in ("run", "result", "evaluations")
         }
 

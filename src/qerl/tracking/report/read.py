@@ -5,14 +5,13 @@ than a page can show, those of the newest steps and of evenly spaced earlier ste
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.tracking.atomic_file import decode
+from qerl.tracking.atomic_file import decode, read_object
 
 _MAX_CHARACTERS = 20_000
 """Longest prompt or sample on the page."""
@@ -58,7 +57,8 @@ def number(value: Any) -> float | None:
 def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     check_folder(folder)
     notices: list[str] = []
-    parts = {part: read_object(folder / f"{part}.json", notices) for part in ("run", "result", "evaluations")}
+    kinds = ("run", "result", "evaluations")
+    parts = {kind: read_optional(folder / f"{kind}.json", notices) for kind in kinds}
     records = [record for _, record in _lines(folder / "metrics.jsonl", notices)]
     if not records:
         notices.append("metrics.jsonl: no step has finished yet")
@@ -94,18 +94,13 @@ def select_steps(steps: list[int], num_selected: int) -> list[int]:
     return [*spread, *steps[-num_newest:]]
 
 
-def read_object(path: Path, notices: list[str]) -> dict[str, Any]:
+def read_optional(path: Path, notices: list[str]) -> dict[str, Any]:
     """Return the file's JSON object; {} if the file is missing, or is damaged, which adds a notice."""
-    if not path.exists():
-        return {}
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+        return read_object(path) if path.exists() else {}
+    except UserError:
         notices.append(f"{path.name}: skipped, the file is damaged")
         return {}
-    return value
 
 
 def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

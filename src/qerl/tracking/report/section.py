@@ -76,9 +76,8 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
     if run.records:
         config = run.facts.get("config")
         planned = config.get("num_steps") if isinstance(config, dict) else None
-        tiles["Steps"] = f"{len(run.records)}" + (
-            f" <small>of {escape(str(planned))}</small>" if planned else ""
-        )
+        of_planned = f" <small>of {escape(str(planned))}</small>" if planned else ""
+        tiles["Steps"] = f"{len(run.records)}{of_planned}"
         tiles["Training time"] = clock(sum(run.values("step_s")))
     if speeds := run.values("tokens_per_s"):
         tiles["Tokens per second"] = number_text(round(median(speeds)))
@@ -147,9 +146,8 @@ def _series(run: RecordedRun, run_index: int, key: str) -> list[Series]:
 
 
 def _card(title: str, about: str, svg: str, attributes: str = "") -> str:
-    return (
-        f"<figure{attributes}><figcaption><b>{escape(title)}</b> {escape(about)}</figcaption>{svg}</figure>"
-    )
+    caption = f"<figcaption><b>{escape(title)}</b> {escape(about)}</figcaption>"
+    return f"<figure{attributes}>{caption}{svg}</figure>"
 
 
 def phases(runs: Sequence[RecordedRun]) -> tuple[str, list[Any]]:
@@ -188,10 +186,8 @@ def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
     """Return the steps, and the seconds of every phase and of the rest in each; long runs are averaged."""
     rows = []
     for record in run.records:
-        parts = [number(record.get(f"{name}_s")) or 0.0 for name in PHASES]
-        rows.append(
-            [float(record["step"]), *parts, max(0.0, (number(record.get("step_s")) or 0.0) - sum(parts))]
-        )
+        step_s, *parts = (number(record.get(f"{name}_s")) or 0.0 for name in ("step", *PHASES))
+        rows.append([float(record["step"]), *parts, max(0.0, step_s - sum(parts))])
     num_rows = min(len(rows), _MAX_STACKED)
     edges = [i * len(rows) // num_rows for i in range(num_rows + 1)] if rows else []
     means = [[fmean(c) for c in zip(*rows[a:b], strict=True)] for a, b in itertools.pairwise(edges)]
@@ -208,11 +204,8 @@ def table(runs: Sequence[RecordedRun], trees: Sequence[dict[str, Any]]) -> str:
         cells = [_cell(column[name]) if name in column else "" for column in columns]
         mark = ' class="differs"' if len(set(cells)) > 1 else ""
         rows.append(f"<tr{mark}><th>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    return (
-        f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-        if rows
-        else ""
-    )
+    body = f"<tbody>{''.join(rows)}</tbody>"
+    return f"<table><thead><tr><th></th>{head}</tr></thead>{body}</table>" if rows else ""
 
 
 def _cell(value: Any) -> str:
