@@ -6,7 +6,7 @@ import pytest
 from material import jsonl
 
 from qerl.config import TaskConfig
-from qerl.config.wording import GSM8K_REQUEST
+from qerl.config.recipes.paper import GSM8K_REQUEST
 from qerl.errors import UserError
 from qerl.tasks.rows import open_rows
 

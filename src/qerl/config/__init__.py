@@ -6,13 +6,11 @@ overrides its fields. Values such as `loss_type="dapo"` are looked up once, wher
 
 from qerl.config.algo import AlgoConfig, DeepConfig, MaspoConfig, SapoConfig
 from qerl.config.engine import EngineConfig, SampleConfig
-from qerl.config.environment import EnvironmentConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
-from qerl.config.ray import RayConfig
-from qerl.config.run import CheckpointConfig, EvalConfig, RunConfig
-from qerl.config.task import CodeConfig, TaskConfig
+from qerl.config.run import CheckpointConfig, EvalConfig, RayConfig, RunConfig
+from qerl.config.task import CodeConfig, EnvironmentConfig, TaskConfig
 
 __all__ = [
     "AdapterConfig",

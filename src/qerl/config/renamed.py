@@ -71,7 +71,7 @@ def refuse_former_names(arguments: Iterable[str], former: dict[str, str] = FIELD
             continue
         name = argument[2:].partition("=")[0].replace("-", "_")
         if name in former:
-            raise UserError(f"--{_dashed(name)} is now --{_dashed(former[name])}")
+            raise UserError(f"--{name} is now --{former[name]}".replace("_", "-"))
 
 
 def refuse_former_options(command: str, arguments: Iterable[str]) -> None:
@@ -95,7 +95,3 @@ def _present(value: Any, former: dict[str, str]) -> Any:
     if isinstance(value, list | tuple):
         return [_present(each, former) for each in value]
     return former.get(value, value) if isinstance(value, str) else value
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")

@@ -9,7 +9,6 @@ from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
 from qerl.config.noise import NoiseConfig
-from qerl.config.ray import RayConfig
 from qerl.config.task import TaskConfig
 from qerl.errors import require
 
@@ -40,6 +39,25 @@ class CheckpointConfig:
 
     def __post_init__(self):
         check_positive(self, "every", "keep", prefix="checkpoint.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RayConfig:
+    """Sampling by Ray workers."""
+
+    address: str | None = None
+    """Address of a Ray cluster whose workers sample: HOST:PORT, auto, or local to start one here. None: the
+    learner's process samples."""
+
+    num_samplers: int = 1
+    """Number of workers, each with its own GPU if the model is on one."""
+
+    max_staleness: int = 0
+    """How many steps ahead workers sample, and so by how many versions their policy is older."""
+
+    def __post_init__(self):
+        check_positive(self, "num_samplers", prefix="ray.")
+        check_not_negative(self, "max_staleness", prefix="ray.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from qerl.config import TaskConfig
-from qerl.config.recipes.paper import MATH_TEMPLATE
-from qerl.config.wording import GSM8K_REQUEST
+from qerl.config.recipes.paper import GSM8K_REQUEST, MATH_TEMPLATE
 from qerl.errors import UserError, did_you_mean, require
 
 _MATH = TaskConfig(split="test", prompt_column="problem", template=MATH_TEMPLATE, rewards=("math",))

@@ -59,11 +59,12 @@ def _tokenize_groups(
     eos: Any = tokenizer.eos_token_id
     for record in _last_records(file, max_lines):
         end = [eos] if record["finish"] == "stop" and eos is not None else []
-        tokens = _tokenize(tokenizer, record["text"], starts=False) + end
+        tokens = tokenizer.encode(record["text"], add_special_tokens=False) + end
         if tokens:
             samples.setdefault(record["prompt"], {})[record["text"]] = tokens
     for prompt, by_text in samples.items():
-        yield _tokenize(tokenizer, prompt, starts=tokenizer.chat_template is None), list(by_text.values())
+        is_plain = tokenizer.chat_template is None  # its first special token is then not in the text
+        yield tokenizer.encode(prompt, add_special_tokens=is_plain), list(by_text.values())
 
 
 def _last_records(file: Path, max_lines: int) -> list[dict[str, Any]]:
@@ -74,8 +75,3 @@ def _last_records(file: Path, max_lines: int) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     return [record for line in reversed(last) if (record := decode(line)) is not None]
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, starts: bool) -> list[int]:
-    """Tokenize a text; `starts` adds the tokenizer's first special token, if it has one."""
-    return tokenizer.encode(text, add_special_tokens=starts)

@@ -28,16 +28,13 @@ class Renderer:
     def __init__(self, config: TaskConfig, rows: RowTable, tokenizer: PreTrainedTokenizerBase):
         self._rows, self._tokenizer = rows, tokenizer
         self._template, self._system = config.template, config.system_prompt
-        self._has_messages = _has_messages(rows)
+        column = rows.prompt_column
+        self._has_messages = column is not None and isinstance(rows.get(0)[column], list)
         is_chat = config.chat == "all" or self._has_messages
         self._has_template = is_chat and bool(tokenizer.chat_template)
         for column in [] if self._has_messages else self._template_columns(config):
             if (index := rows.first_empty(column)) is not None:
                 raise UserError(f"{rows.name}: row {index + 1} has no {column}")
-
-    @property
-    def _there_are(self) -> str:
-        return f"there are: {', '.join(self._rows.columns)}"
 
     def _template_columns(self, config: TaskConfig) -> list[str]:
         """Return the columns that the template uses."""
@@ -45,9 +42,8 @@ class Renderer:
         try:
             fields = [name for _, name, _, _ in string.Formatter().parse(config.template) if name is not None]
         except ValueError as error:
-            raise UserError(
-                f"task.template {config.template!r}: {error} (write {{{{ and }}}} for braces)"
-            ) from error
+            hint = "write {{ and }} for braces"
+            raise UserError(f"task.template {config.template!r}: {error} ({hint})") from error
         names = dict.fromkeys(name.partition("[")[0].partition(".")[0] for name in fields)
         is_ambiguous = rows.prompt_column not in (None, "question") and "question" in rows.columns
         if is_ambiguous and "question" in names and rows.prompt_column not in names:
@@ -62,7 +58,8 @@ class Renderer:
                 hint = f", nor task.prompt_column {config.prompt_column!r}" if column == "question" else ""
                 hint = hint or ("" if column.isidentifier() else "; write {{ and }} for braces")
                 raise UserError(
-                    f"task.template names {{{column}}}, not a column of {rows.name}{hint} ({self._there_are})"
+                    f"task.template names {{{column}}}, not a column of {rows.name}{hint} "
+                    f" (there are: {', '.join(rows.columns)})"
                 )
         return columns
 
@@ -74,21 +71,18 @@ class Renderer:
             messages = self._with_system(_check_messages(content, f"{rows.name}: row {row_index + 1}"))
         else:
             if isinstance(content, list | dict):
-                kind = type(content).__name__
-                raise UserError(
-                    f"{rows.name}: row {row_index + 1}: {rows.prompt_column} is a {kind}, not a string"
-                )
+                what = f"{rows.prompt_column} is a {type(content).__name__}, not a string"
+                raise UserError(f"{rows.name}: row {row_index + 1}: {what}")
             messages = self._with_system([{"role": "user", "content": self._fill_template(row, content)}])
         render = render_chat if self._has_template else join_messages
         text, tokens_T = render(self._tokenizer, messages)
+        others = {name: value for name, value in row.items() if name != rows.prompt_column}
         return Prompt(
             index=index,
             text=text,
             tokens_T=tokens_T,
             messages=messages if self._has_template or self._has_messages else None,
-            columns={
-                name: value for name, value in row.items() if name != rows.prompt_column and _is_json(value)
-            },
+            columns={name: value for name, value in others.items() if _is_json(value)},
         )
 
     def _fill_template(self, row: dict[str, Any], content: Any) -> str:
@@ -168,10 +162,6 @@ def join_messages(
     """Return (text, tokens) of the messages without their roles."""
     text = "\n\n".join(message["content"] for message in messages)
     return text, list(tokenizer(text)["input_ids"])
-
-
-def _has_messages(rows: RowTable) -> bool:
-    return rows.prompt_column is not None and isinstance(rows.get(0)[rows.prompt_column], list)
 
 
 def _check_messages(messages: Any, where: str) -> list[dict[str, str]]:

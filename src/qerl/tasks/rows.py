@@ -22,7 +22,7 @@ from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
-from qerl.config.wording import GSM8K_REQUEST
+from qerl.config.recipes.paper import GSM8K_REQUEST
 from qerl.errors import UserError, did_you_mean
 from qerl.tasks.sources import file_digest
 

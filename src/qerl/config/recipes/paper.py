@@ -40,6 +40,12 @@ from qerl.config import (
     TaskConfig,
 )
 
+GSM8K_REQUEST = (
+    "Solve the math problem above step by step. Put the reasoning inside <think></think> tags, then only the"
+    " final number inside <answer></answer> tags: <think> reasoning </think><answer> number </answer>."
+)
+"""Follows each GSM8K problem, in training and in evaluation."""
+
 MATH_TEMPLATE = (
     "{question}\n\nReason step by step inside <think></think> tags, then put only the final answer inside"
     " <answer></answer> tags."

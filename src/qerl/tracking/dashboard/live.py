@@ -6,7 +6,6 @@
 
 import threading
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -28,9 +27,10 @@ class LivePage:
 
     def page(self) -> bytes:
         with self._lock:
-            self._refresh()
-            parts, data = self._contents()
-        style, script = (page.asset(f"page.{kind}") + _asset(f"dashboard.{kind}") for kind in ("css", "js"))
+            parts, data = self._contents(self._refresh())
+        own = "qerl.tracking.dashboard"
+        style = page.asset("page.css") + page.asset("dashboard.css", own)
+        script = page.asset("page.js") + page.asset("dashboard.js", own)
         runs = [follower.run() for follower in self._followers]
         text = page.document(runs, parts, data, style=style, script=script, policy=POLICY)
         return text.encode("utf-8", errors="backslashreplace")
@@ -45,7 +45,7 @@ class LivePage:
         with self._lock:
             tag = self._refresh()
             if tag != self._tag:
-                parts, data = self._contents()
+                parts, data = self._contents(tag)
                 self._tag, self._update = tag, encode({"parts": parts, "data": data})
             return self._update
 
@@ -67,12 +67,7 @@ class LivePage:
             follower.refresh()
         return "-".join(follower.tag for follower in self._followers)
 
-    def _contents(self) -> tuple[dict[str, str], dict[str, Any]]:
+    def _contents(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
         parts, charts = page.contents([follower.run() for follower in self._followers])
         runs = [{"name": f.name, "groups": [], "steps": f.steps()} for f in self._followers]
-        tag = "-".join(follower.tag for follower in self._followers)
         return parts, {"isLive": True, "tag": tag, "charts": charts, "runs": runs}
-
-
-def _asset(name: str) -> str:
-    return files("qerl.tracking.dashboard").joinpath(name).read_text(encoding="utf-8")

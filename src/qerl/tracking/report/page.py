@@ -94,9 +94,9 @@ def script_json(data: Any) -> str:
     return text
 
 
-def asset(name: str) -> str:
-    """Return a file of this package."""
-    return files("qerl.tracking.report").joinpath(name).read_text(encoding="utf-8")
+def asset(name: str, package: str = "qerl.tracking.report") -> str:
+    """Return the text of a file of this package, or of another one."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
