@@ -139,9 +139,10 @@ def test_a_job_that_ends_its_process_costs_itself_alone(pool, end, cause):
 
 def test_a_pool_whose_idle_workers_die_goes_on(pool):
     one = pool(lambda item: os.getpid())
-    for pid in set(one.run([0] * 8, deadline_s=5)):
+    pids = set(one.run([0] * 8, deadline_s=5))
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    time.sleep(0.3)
+    assert wait_until(lambda: not any(map(is_alive, pids)))
     assert all(isinstance(pid, int) for pid in one.run([0] * 8, deadline_s=5))
 
 
