@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qerl.algo.batches import batches
 from qerl.config import RunConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.formats import FORMATS, NVFP4
@@ -29,7 +30,7 @@ from qerl.formats.block_scale import least_squares
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.packing import PackedBatch, pack
-from qerl.models.awq import ScaledCheckpoint, awq, collect_inputs, packed_batches, run_sequences
+from qerl.models.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collect_inputs, run_sequences
 from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE, resolve_device
@@ -211,7 +212,7 @@ def distances(
     ]
     reference = _decoder(Source(checkpoint=original), config, "bf16")
     kl, num_tokens = 0.0, 0
-    for batch in packed_batches(texts):
+    for batch in batches(texts, len, BATCH_TOKENS):
         ours_TD, theirs_TD = (run_sequences(one, batch) for one in (decoder, reference))
         for rows in torch.arange(len(ours_TD)).split(config.learn.logprob_chunk_tokens):
             ours = decoder.logits(ours_TD[rows]).log_softmax(-1)

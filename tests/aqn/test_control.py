@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from qerl.aqn.control import RULES, NoiseState, restored, started, stored
+from qerl.aqn.control import RULES, NoiseState, restored
 from qerl.aqn.schedule import SCHEDULES, sigma
 from qerl.config import ControlConfig, NoiseConfig
 
@@ -25,7 +25,7 @@ def noise(schedule="adaptive", sigma_start=AT_TARGET, **control):
 
 def simulated(config, num_steps, *, slope=SLOPE, jitter=0.1, missing=lambda step: False, state=None, start=0):
     """Sigma of each step, and the state after the last."""
-    rule, state, sigmas = RULES[config.schedule], state or started(config), []
+    rule, state, sigmas = RULES[config.schedule], state or NoiseState(sigma=config.sigma_start), []
     for step in range(start, start + num_steps):
         now = rule.sigma(state, step, 1000, config)
         sigmas.append(now)
@@ -131,7 +131,7 @@ def test_entropy_is_steered_without_a_floor():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_is_a_rule_that_nothing_moves(schedule):
     config = NoiseConfig(schedule=schedule)
-    state, rule = started(config), RULES[schedule]
+    state, rule = NoiseState(sigma=config.sigma_start), RULES[schedule]
     assert rule.after(state, 3, {"mismatch_kl": 1.0}, config) == state
     for step in (0, 10, 99):
         assert rule.sigma(state, step, 100, config) == sigma(
@@ -141,7 +141,7 @@ def test_a_schedule_is_a_rule_that_nothing_moves(schedule):
 
 def test_a_run_of_few_steps_has_a_stage_a_step():
     config = NoiseConfig(sigma_start=0.04, sigma_end=0.01)
-    state, rule = started(config), RULES["exponential"]
+    state, rule = NoiseState(sigma=config.sigma_start), RULES["exponential"]
     assert [rule.sigma(state, step, 4, config) for step in range(4)] == pytest.approx([0, 0.04, 0.02, 0.01])
     assert rule.sigma(state, 0, 1, config) == 0.0
 
@@ -150,6 +150,6 @@ def test_a_state_comes_back_from_json_bit_for_bit():
     config = noise(sigma_start=AT_TARGET / 3)
     unbroken, last = simulated(config, 30)
     first, state = simulated(config, 11)
-    state = restored(json.loads(json.dumps(stored(state))))
+    state = restored(json.loads(json.dumps(dataclasses.asdict(state))))
     second, end = simulated(config, 19, state=state, start=11)
     assert first + second == unbroken and end == last

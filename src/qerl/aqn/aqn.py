@@ -1,10 +1,11 @@
 """AQN in a run: sigma by the config's rule, noise in the norms, control by what the noise did."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from qerl.aqn.control import RULES, restored, started, stored
+from qerl.aqn.control import RULES, NoiseState, restored
 from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.norm_noise import noised
 from qerl.config import RunConfig
@@ -29,7 +30,7 @@ class AQN:
         self._table, self._config, self._gather = table, config, gather
         if config.noise.scope != "step":
             table.open(config.noise.scope, config.num_noises)
-        self._rule, self._state = RULES[config.noise.schedule], started(config.noise)
+        self._rule, self._state = RULES[config.noise.schedule], NoiseState(sigma=config.noise.sigma_start)
 
     @contextmanager
     def sampling(self, step: int) -> Iterator[float]:
@@ -61,7 +62,7 @@ class AQN:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores, as JSON values."""
-        return stored(self._state)
+        return dataclasses.asdict(self._state)
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._state = restored(state)

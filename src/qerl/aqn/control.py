@@ -107,14 +107,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-def started(noise: NoiseConfig) -> NoiseState:
-    return NoiseState(sigma=noise.sigma_start)
-
-
-def stored(state: NoiseState) -> dict[str, Any]:
-    """Return the state as JSON values, without loss of precision."""
-    return {"sigma": state.sigma, "quiet": list(state.quiet)}
-
-
 def restored(data: Mapping[str, Any]) -> NoiseState:
+    """Return the state from JSON values, of which `quiet` is a list."""
     return NoiseState(sigma=data["sigma"], quiet=tuple(data["quiet"]))

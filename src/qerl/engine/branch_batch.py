@@ -8,12 +8,12 @@ with its prompt's (scheduler.py). Prompts whose samples need more pages than the
 batches, one after the other; the samples do not depend on the split (tests/engine/test_branch_batch.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from qerl.engine.generation import Generation
-from qerl.engine.scheduler import LiveGroup, LiveSample, branching_pages
+from qerl.engine.scheduler import LiveGroup, LiveSample
 from qerl.types import Group, Pivot
 
 
@@ -61,17 +61,3 @@ class BranchBatch:
             for branch_index in range(num_branches)
         ]
         return branch
-
-
-def split_batches(groups: list[LiveGroup], num_pages: int, page_tokens: int) -> Iterator[list[LiveGroup]]:
-    """Split the groups, in order, into batches that need at most num_pages pages."""
-    batch, num_used = [], 0
-    for group in groups:
-        needed = branching_pages(group, page_tokens)
-        if batch and num_used + needed > num_pages:
-            yield batch
-            batch, num_used = [], 0
-        batch.append(group)
-        num_used += needed
-    if batch:
-        yield batch

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qerl.algo.batches import batches
 from qerl.config import EngineConfig
-from qerl.engine.branch_batch import BranchBatch, split_batches
+from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation, Stats
@@ -156,7 +157,7 @@ class Engine:
             group.keeps_pages = True
         self._assign_noise_rows(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
-            for batch in split_batches(groups, cache.num_pages, cache.page_tokens):
+            for batch in batches(groups, lambda g: branching_pages(g, cache.page_tokens), cache.num_pages):
                 runner = self._runners.of(cache, sampling, self._max_pages(batch))
                 generation = self._generation(
                     cache, runner, batch, prompts_P, detokenizer, seed, step, None, None

@@ -110,24 +110,19 @@ class LiveSample:
     @property
     def turn_tokens_T(self) -> list[int]:
         """Tokens sampled in the current turn."""
-        return (
-            self.tokens_T[self.environment_spans[-1].stop :] if self.environment_spans else self.all_tokens_T
-        )
+        spans = self.environment_spans
+        return self.tokens_T[spans[-1].stop :] if spans else self.all_tokens_T
 
     @property
     def all_tokens_T(self) -> list[int]:
         """Tokens of the sample, those shared with the parent of a branch included."""
-        group = self.group
-        if group.parent is None:
-            return self.tokens_T
-        return group.parent.tokens_T[: group.num_parent_tokens] + self.tokens_T
+        parent, n = self.group.parent, self.group.num_parent_tokens
+        return self.tokens_T if parent is None else parent.tokens_T[:n] + self.tokens_T
 
     @property
     def all_logprobs_T(self) -> list[float]:
-        group = self.group
-        if group.parent is None:
-            return self.logprobs_T
-        return group.parent.logprobs_T[: group.num_parent_tokens] + self.logprobs_T
+        parent, n = self.group.parent, self.group.num_parent_tokens
+        return self.logprobs_T if parent is None else parent.logprobs_T[:n] + self.logprobs_T
 
 
 def num_pages(num_positions: int, page_tokens: int) -> int:

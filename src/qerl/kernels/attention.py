@@ -163,10 +163,10 @@ class SequenceEnds:
 
     @classmethod
     def of(cls, num_queries: list[int], num_keys: list[int], device: torch.device | str) -> "SequenceEnds":
-        ends = (
+        queries, keys = (
             F.pad(torch.tensor(num).cumsum(0), (1, 0)).int().to(device) for num in (num_queries, num_keys)
         )
-        return cls(*ends, max(num_queries), max(num_keys))
+        return cls(queries, keys, max(num_queries), max(num_keys))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -189,22 +189,15 @@ def _rank(part: LinearPart) -> int:
     return 0 if part.adapter is None else len(part.adapter.a_RK)
 
 
-def _with_room(x_TK: Tensor, rank: int, gaps_are_free: bool) -> Tensor:
-    """Return [T, K + rank] whose first K columns are x: x itself if it has free columns behind its rows."""
-    T, K = x_TK.shape
+def _with_u(x_TK: Tensor, parts: Sequence[LinearPart], gaps_are_free: bool) -> Tensor:
+    """Return [x | u], [T, K + R]: in x's memory if it has free columns behind its rows, else in a copy."""
+    (T, K), rank = x_TK.shape, sum(_rank(part) for part in parts)
     if rank == 0:
         return x_TK
     if not gaps_are_free or x_TK.stride(1) != 1 or x_TK.stride(0) < K + rank:
         x_TK = _copied(x_TK, row_kernel.rows(T, K, rank, x_TK))
-    return x_TK.as_strided((T, K + rank), x_TK.stride())
-
-
-def _with_u(x_TK: Tensor, parts: Sequence[LinearPart], gaps_are_free: bool) -> Tensor:
-    """Return [x | u]."""
-    rank = sum(_rank(part) for part in parts)
-    x_TC = _with_room(x_TK, rank, gaps_are_free)
-    if rank:
-        _shrink(x_TC, x_TK.shape[1], parts)
+    x_TC = x_TK.as_strided((T, K + rank), x_TK.stride())
+    _shrink(x_TC, K, parts)
     return x_TC
 
 

@@ -89,14 +89,6 @@ class TreeLayout:
             ),
         )
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.own_T)
-
-    @property
-    def has_copies(self) -> bool:
-        return len(self.copies) > 0
-
     @functools.cached_property
     def packed(self) -> PackedLayout:
         return PackedLayout.of(list(self.trees), self.own_T.device)
@@ -108,7 +100,7 @@ def _indices(ranges: list[range], device: torch.device | str) -> Tensor:
 
 def tree_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: TreeLayout) -> Tensor:
     """Return o_TNH, differentiable in q, k and v; deterministic."""
-    assert len(q_TNH) == len(k_TKH) == layout.num_rows and k_TKH.shape == v_TKH.shape
+    assert len(q_TNH) == len(k_TKH) == len(layout.own_T) and k_TKH.shape == v_TKH.shape
     head_size = q_TNH.shape[2]
     is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
     if is_flash and head_size % 8 == 0 and head_size <= _MAX_FLASH_HEAD:
@@ -130,7 +122,7 @@ class _OverRuns(torch.autograd.Function):
     def forward(ctx, q_TNH, k_TKH, v_TKH, layout, attend_runs):
         ctx.layout, is_learning = layout, any(ctx.needs_input_grad)
         k_RKH, v_RKH = k_TKH, v_TKH
-        if layout.has_copies:
+        if layout.copies:
             k_RKH, v_RKH = (x.index_select(0, layout.key_rows_R) for x in (k_TKH, v_TKH))
         ctx.operands = [x.detach().requires_grad_(is_learning) for x in (q_TNH, k_RKH, v_RKH)]
         with torch.set_grad_enabled(is_learning):
@@ -147,7 +139,7 @@ class _OverRuns(torch.autograd.Function):
 
 def _sum_copies(d_RKH: Tensor, layout: TreeLayout) -> Tensor:
     """Return d_TKH: each row's gradient plus its copies'. No call adds to a row twice: the order is fixed."""
-    if not layout.has_copies:
+    if not layout.copies:
         return d_RKH
     d_TKH = d_RKH.index_select(0, layout.own_T).float()
     for rows, copied in layout.copies:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from qerl.algo.batches import batches
 from qerl.errors import RunError, UserError
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class Ranks:
         if self.count == 1:
             return
         self.gather(None)
-        for bucket in _buckets(tensors):
+        for bucket in batches(tensors, lambda tensor: tensor.nbytes, _SUM_BYTES):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             with _waiting():
                 dist.all_reduce(flat)
@@ -169,14 +170,3 @@ def _waiting() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankLost(f"another rank is lost ({str(error).splitlines()[0]})") from error
-
-
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > _SUM_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket

@@ -7,6 +7,7 @@ bitsandbytes keeps the moments of tensors under 4,096 elements in fp32; it count
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,35 +17,16 @@ from qerl.errors import UserError
 
 
 def new_optimizer(masters: Mapping[str, nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
-    return _MAKERS[learn.optim](list(masters.values()), learn)
-
-
-def _adamw(masters: list[nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        masters,
-        lr=learn.learning_rate,
-        betas=learn.betas,
-        eps=learn.adam_epsilon,
-        weight_decay=learn.weight_decay,
-        fused=True,
-    )
-
-
-def _adamw8bit(masters: list[nn.Parameter], learn: LearnConfig) -> torch.optim.Optimizer:
+    parameters = list(masters.values())
+    settings: dict[str, Any] = {"lr": learn.learning_rate, "betas": learn.betas}
+    settings |= {"eps": learn.adam_epsilon, "weight_decay": learn.weight_decay}
+    if learn.optim == "adamw":
+        return torch.optim.AdamW(parameters, **settings, fused=True)
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError:
         raise UserError("learn.optim = adamw_8bit needs bitsandbytes: pip install bitsandbytes") from None
-    return AdamW8bit(
-        masters,
-        lr=learn.learning_rate,
-        betas=learn.betas,
-        eps=learn.adam_epsilon,
-        weight_decay=learn.weight_decay,
-    )
-
-
-_MAKERS = {"adamw": _adamw, "adamw_8bit": _adamw8bit}
+    return AdamW8bit(parameters, **settings)
 
 
 def state_of(optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

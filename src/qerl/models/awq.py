@@ -22,13 +22,14 @@ A ScaledCheckpoint is a Checkpoint: it is read, quantized and written like any o
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl.algo.batches import batches
 from qerl.errors import UserError
 from qerl.formats import PackedWeight
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
@@ -42,7 +43,7 @@ from qerl.types import Tree
 NUM_ALPHAS = 20
 NUM_ERROR_ROWS = 512
 """Number of input rows per group on which errors are measured; the means are over all rows."""
-_BATCH_TOKENS = 4096
+BATCH_TOKENS = 4096
 
 Encode = Callable[[list[Tensor]], list[PackedWeight]]
 """Encode the weights of linears that read the same input."""
@@ -84,7 +85,7 @@ def collect_inputs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict
         if name in firsts
     ]
     try:
-        for batch in packed_batches(sequences):
+        for batch in batches(sequences, len, BATCH_TOKENS):
             run_sequences(decoder, batch)
             seen += sum(map(len, batch))
     finally:
@@ -93,19 +94,6 @@ def collect_inputs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict
     return {
         name: LinearInputs(sums[name] / num_tokens, torch.cat(rows[name])[:NUM_ERROR_ROWS]) for name in sums
     }
-
-
-def packed_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Yield batches of consecutive sequences, one for each forward pass."""
-    batch, num_tokens = [], 0
-    for tokens in sequences:
-        if batch and num_tokens + len(tokens) > _BATCH_TOKENS:
-            yield batch
-            batch, num_tokens = [], 0
-        batch.append(tokens)
-        num_tokens += len(tokens)
-    if batch:
-        yield batch
 
 
 def run_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Tensor:

@@ -10,6 +10,7 @@ one GPU of 80 GB. SHAPES are from the instruction models' config.json.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -158,17 +159,16 @@ def random_bf16(n: int, k: int, rng: torch.Generator) -> BF16:
     return BF16(_normal((n, k), 1 / math.sqrt(k), torch.bfloat16, rng))
 
 
-def random_fp8_flow(n: int, k: int, rng: torch.Generator) -> FP8Flow:
-    return FP8Flow.encode(random_bf16(n, k, rng).weight)
-
-
-_WEIGHTS = {"nvfp4": random_nvfp4, "bf16": random_bf16, "fp8-flow": random_fp8_flow}
+_WEIGHTS: dict[str, Callable[[int, int, torch.Generator], PackedWeight]] = {
+    "nvfp4": random_nvfp4,
+    "bf16": random_bf16,
+    "fp8-flow": lambda n, k, rng: FP8Flow.encode(random_bf16(n, k, rng).weight),
+}
 
 
 def _fill(linear: QuantLinear, format: str, rank: int | None, rng: torch.Generator) -> None:
     n, k = linear.out_width, linear.in_width
-    weight: PackedWeight = _WEIGHTS[format](n, k, rng)
-    linear.load_weight(weight)
+    linear.load_weight(_WEIGHTS[format](n, k, rng))
     if linear.bias is not None:
         linear.bias.normal_(0, _STD, generator=rng)
     if rank is not None:

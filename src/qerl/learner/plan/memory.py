@@ -20,11 +20,6 @@ bytes instead of 2:
 A head in bf16 that is tied to the embedding takes nothing. A packed head takes V D in its format, tied or
 not.
 
-`resolve_checkpointing` replaces learn.gradient_checkpointing auto by the least recomputation with which
-learning fits. The KV cache does not count there, because it takes whatever memory is left.
-`can_cache_operands` is True if the learner may also keep the unpacked operands of all layers during an
-update.
-
 tests/learner/test_plan.py checks each part by hand and the sum against benchmarks. Learning from 8,192 rows
 at the 7B shape on an H200, model included, took 41.19 GB with gradient_checkpointing none and 13.19 GB with
 layer; the plan says 42.4 and 14.2, of which the 0.6 GB of CUDA itself were not measured.
@@ -288,7 +283,8 @@ def resolve_checkpointing(
     a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float
 ) -> RunConfig:
     """Return the config with learn.gradient_checkpointing auto replaced by the first of none, layer and
-    offload with which learning fits, or else by offload. gpu_bytes includes the CUDA context."""
+    offload with which learning fits, or else by offload. The KV cache takes what memory is left. gpu_bytes
+    includes the CUDA context."""
     if config.learn.gradient_checkpointing != "auto":
         return config
     changed = config

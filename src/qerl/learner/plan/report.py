@@ -113,10 +113,11 @@ def format_plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: 
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
     auto = " (auto)" if resolved != config else ""
+    trained = f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
     return "\n".join(
         [
             f"{model} in {config.model.format}, {config.num_prompts * config.num_generations} samples of up"
-            f" to {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {_trained(config)},"
+            f" to {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {trained},"
             f" learn.gradient_checkpointing {resolved.learn.gradient_checkpointing}{auto}",
             "",
             *lines,
@@ -147,10 +148,6 @@ def _what_would_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_
     if not lines:
         return ["does not fit even with offload, small micro-batches, an FP8 KV cache and 32 samples at once"]
     return ["it fits with", *(f"  {line}" for line in lines)]
-
-
-def _trained(config: RunConfig) -> str:
-    return f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
 
 
 def _largest(limit: int, condition: Callable[[int], bool]) -> int:
