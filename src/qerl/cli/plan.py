@@ -2,37 +2,50 @@
 
 import dataclasses
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from qerl.cli.arguments import parse_options, split_names, wants_help
 from qerl.config import RunConfig
 from qerl.config.check import check_positive
+from qerl.config.recipes import RECIPES
 from qerl.config.renamed import refuse_former_names
 from qerl.errors import UserError
 
+if TYPE_CHECKING:
+    from qerl.learner.plan.speed import Gpu  # imports torch, which takes seconds
+
 DESCRIPTION = f"""{__doc__}
 
-MODEL is a folder, a .gguf file, a hub id, or a shape such as qwen2.5-7b.
+MODEL is a folder, a .gguf file, a hub id, a shape such as qwen2.5-7b, or a recipe, which also sets the
+other fields.
 The fields after --prompt-tokens are those of `qerl train`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    gpu_gb: float
-    """Memory of the GPU, in units of 1e9 bytes."""
+    gpu: str | None = None
+    """The GPU by name, such as rtx-4090 or h100; default: the one in this machine."""
+
+    gpu_gb: float | None = None
+    """Memory of the GPU, in units of 1e9 bytes, instead of what the GPU's name says."""
 
     prompt_tokens: int = 256
     """Length of each prompt, in tokens."""
+
+    mean_tokens: int | None = None
+    """Expected mean length of the samples, in tokens, for the speed; default: sample.max_tokens."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=RunConfig)
     """The run, with the fields of `qerl train`."""
 
     def __post_init__(self):
-        if not 0 < self.gpu_gb < math.inf:
+        if self.gpu_gb is not None and not 0 < self.gpu_gb < math.inf:
             raise UserError(f"gpu_gb must be positive, got {self.gpu_gb}")
         check_positive(self, "prompt_tokens")
+        if self.mean_tokens is not None:
+            check_positive(self, "mean_tokens")
 
 
 def run(arguments: list[str]) -> None:
@@ -40,9 +53,40 @@ def run(arguments: list[str]) -> None:
         parse_options(PlanOptions, arguments, "plan MODEL", description=DESCRIPTION)
     names, arguments = split_names(arguments)
     if len(names) != 1:
-        raise UserError("plan needs one model or the name of a shape: qerl plan MODEL --gpu-gb GB")
+        raise UserError(
+            "plan needs one model, shape or recipe: qerl plan qwen2.5-7b --gpu rtx-4090, or --gpu-gb GB"
+        )
     refuse_former_names(arguments)
-    options = parse_options(PlanOptions, arguments, f"plan {names[0]}", description=DESCRIPTION)
+    default = PlanOptions(run=RECIPES[names[0]]()) if names[0] in RECIPES else PlanOptions()
+    options = parse_options(PlanOptions, arguments, f"plan {names[0]}", default, DESCRIPTION)
     from qerl.learner.plan.report import format_plan
 
-    print(format_plan(names[0], options.run, gpu_gb=options.gpu_gb, prompt_tokens=options.prompt_tokens))
+    gpu, gpu_gb = _gpu(options)
+    model = options.run.model.path if names[0] in RECIPES else names[0]
+    print(
+        format_plan(
+            model,
+            options.run,
+            gpu_gb=gpu_gb,
+            prompt_tokens=options.prompt_tokens,
+            gpu=gpu,
+            mean_tokens=options.mean_tokens,
+        )
+    )
+
+
+def _gpu(options: PlanOptions) -> tuple["Gpu | None", float]:
+    """Return the named GPU, or else this machine's, None if it is unknown; and its memory in units of 1e9."""
+    from qerl.learner.plan.speed import gpu_named, gpu_of_cuda_name
+
+    if options.gpu is not None:
+        gpu = gpu_named(options.gpu)
+        return gpu, options.gpu_gb or gpu.memory_gb
+    if options.gpu_gb is not None:
+        return None, options.gpu_gb
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("plan needs --gpu NAME or --gpu-gb GB: this machine has no GPU")
+    card = torch.cuda.get_device_properties(0)
+    return gpu_of_cuda_name(card.name), card.total_memory / 1e9

@@ -10,6 +10,7 @@ one GPU of 80 GB. SHAPES are from the instruction models' config.json.
 """
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -102,6 +103,19 @@ SHAPES = {  # layers, width, heads, key/value heads, width of the MLP
     "mistral-7b-v0.3": _mistral(32, 4096, 32, 8, 14_336, vocab_size=32_768),
     "mistral-small-24b": _mistral(40, 5120, 32, 8, 32_768, vocab_size=131_072, theta=1e8),
 }
+
+
+_PUBLISHERS = {"huggingfacetb", "meta-llama", "mistralai", "qwen", "unsloth"}
+_VARIANT = re.compile(r"-(instruct|base|it|hf|\d{4})(?=-|$)")
+
+
+def shape_of_hub_id(name: str) -> str | None:
+    """Return the shape that a hub id of its publisher has: Qwen/Qwen2.5-7B-Instruct -> qwen2.5-7b."""
+    owner, slash, model = name.lower().partition("/")
+    if not slash or owner not in _PUBLISHERS:
+        return None
+    found = _VARIANT.sub("", model.removeprefix("meta-"))
+    return found if found in SHAPES else None
 
 
 def shape(name: str) -> Architecture:

@@ -42,11 +42,11 @@ from qerl.kernels.fused_linear import WIDE_ROWS
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
-from qerl.models.random_weights import SHAPES
+from qerl.models.random_weights import SHAPES, shape_of_hub_id
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
 _CHECKPOINTING_MODES = "none", "layer", "offload"
-_USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
+USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
 _ROW_MULTIPLE = 64  # a row that holds an adapter's columns too is padded to a multiple of this
 
 
@@ -58,9 +58,12 @@ class MemoryPart:
 
 
 def read_architecture(model: str) -> Architecture:
-    """Return the architecture of a named shape or of a checkpoint; only the checkpoint's config is read."""
+    """Return the architecture of a named shape, of a hub id of one, or of a checkpoint, of which only the
+    config is read. A folder of the same name comes before the hub id."""
     if model in SHAPES:
         return SHAPES[model]
+    if not Path(model).exists() and (named := shape_of_hub_id(model)):
+        return SHAPES[named]
     from qerl.models.source import BUILT_IN, locate
     from qerl.models.state_dict import architecture_of  # a named shape needs no file readers
 
@@ -292,7 +295,7 @@ def resolve_checkpointing(
         changed = dataclasses.replace(
             config, learn=dataclasses.replace(config.learn, gradient_checkpointing=mode)
         )
-        if learning_bytes(memory_parts(a, changed, prompt_tokens)) <= _USABLE_SHARE * gpu_bytes:
+        if learning_bytes(memory_parts(a, changed, prompt_tokens)) <= USABLE_SHARE * gpu_bytes:
             break
     return changed
 
@@ -304,7 +307,7 @@ def can_cache_operands(a: Architecture, config: RunConfig, prompt_tokens: int, g
     """
     cache = operand_cache_bytes(a, config)
     need = learning_bytes(memory_parts(a, config, prompt_tokens)) + cache
-    return cache > 0 and need <= _USABLE_SHARE * gpu_bytes
+    return cache > 0 and need <= USABLE_SHARE * gpu_bytes
 
 
 def usable_bytes(device: torch.device) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.learner.plan.memory import (
+    USABLE_SHARE,
     can_cache_operands,
     memory_parts,
     operand_cache_bytes,
@@ -14,6 +15,7 @@ from qerl.learner.plan.memory import (
     read_architecture,
     resolve_checkpointing,
 )
+from qerl.learner.plan.speed import Gpu, estimate_speed
 from qerl.models.architecture import Architecture
 
 _MAX_SAMPLES, _MAX_RANK = 4096, 1024
@@ -38,7 +40,7 @@ def largest_settings(
     a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float
 ) -> LargestSettings:
     def fits(changed: RunConfig) -> bool:
-        return _needed_bytes(a, changed, prompt_tokens, gpu_bytes) <= gpu_bytes
+        return _needed_bytes(a, changed, prompt_tokens, gpu_bytes) <= USABLE_SHARE * gpu_bytes
 
     def with_prompts(count: int) -> RunConfig:
         """All of their samples run at once."""
@@ -75,7 +77,7 @@ def options_that_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu
                 changed, **{part: dataclasses.replace(getattr(changed, part), **{name: value})}
             )
         need = _needed_bytes(a, changed, prompt_tokens, gpu_bytes)
-        if changed != config and need <= gpu_bytes:
+        if changed != config and need <= USABLE_SHARE * gpu_bytes:
             set_to = " ".join(f"--{part}.{name.replace('_', '-')} {value}" for part, name, value in options)
             lines.append(f"{set_to:64}{need / 1e9:8.2f} GB")
             sufficient.append(options)
@@ -93,8 +95,20 @@ _OPTION_SETS = (
 )
 
 
-def format_plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: int) -> str:
-    """Return a table of the parts, the peak, and what fits or which options make it fit."""
+def format_plan(
+    model: str,
+    config: RunConfig,
+    *,
+    gpu_gb: float,
+    prompt_tokens: int,
+    gpu: Gpu | None = None,
+    mean_tokens: int | None = None,
+) -> str:
+    """Return a table of the parts, the peak, and what fits or which options make it fit.
+
+    A share of the memory stays free, as in a run: 1 - USABLE_SHARE. gpu: also estimate the speed on it, for
+    samples of mean_tokens tokens, by default the longest.
+    """
     a = read_architecture(model)
     if prompt_tokens + config.sample.max_tokens > a.max_positions:
         raise UserError(
@@ -103,7 +117,8 @@ def format_plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: 
         )
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
     parts = memory_parts(a, resolved, prompt_tokens)
-    peak, fits = peak_bytes(parts), peak_bytes(parts) <= gpu_gb * 1e9
+    peak = peak_bytes(parts)
+    fits = peak <= USABLE_SHARE * gpu_gb * 1e9
     advice = (
         _what_fits(a, config, resolved, prompt_tokens, gpu_gb * 1e9)
         if fits
@@ -121,9 +136,11 @@ def format_plan(model: str, config: RunConfig, *, gpu_gb: float, prompt_tokens: 
             f" learn.gradient_checkpointing {resolved.learn.gradient_checkpointing}{auto}",
             "",
             *lines,
-            f"{'peak':36}{peak / 1e9:8.2f} GB   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB",
+            f"{'peak':36}{peak / 1e9:8.2f} GB   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB,"
+            f" {1 - USABLE_SHARE:.0%} of it kept free",
             "",
             *advice,
+            *(_speed(gpu, a, resolved, prompt_tokens, mean_tokens) if gpu and fits else ()),
         ]
     )
 
@@ -148,6 +165,22 @@ def _what_would_fit(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_
     if not lines:
         return ["does not fit even with offload, small micro-batches, an FP8 KV cache and 32 samples at once"]
     return ["it fits with", *(f"  {line}" for line in lines)]
+
+
+def _speed(
+    gpu: Gpu, a: Architecture, config: RunConfig, prompt_tokens: int, mean_tokens: int | None
+) -> list[str]:
+    length = mean_tokens or config.sample.max_tokens
+    speed = estimate_speed(gpu, a, config, prompt_tokens=prompt_tokens, mean_tokens=length)
+    kernels = "Hopper kernels" if gpu.is_hopper else "PyTorch's operations; not measured on this GPU"
+    rates = f"{speed.sampled_tokens_per_s:,.0f} tokens/s, learning {speed.learned_tokens_per_s:,.0f} tokens/s"
+    hours = config.num_steps * speed.step_s / 3600
+    return [
+        "",
+        f"estimate from bandwidth and arithmetic ({kernels}), samples of {length} tokens:",
+        f"  sampling {rates}",
+        f"  {speed.step_s:,.0f} s a step, {hours:,.1f} h for {config.num_steps} steps",
+    ]
 
 
 def _largest(limit: int, condition: Callable[[int], bool]) -> int:

@@ -1,0 +1,150 @@
+"""Estimate how fast a run samples and learns on a GPU, from its memory bandwidth and matrix rate.
+
+    decode step = bytes / bandwidth + operations / (matrix rate * mfu) + num_layers * layer_s
+    update      = tokens * (4 or 6) * weights / (matrix rate * mfu)            6 if layers are recomputed
+
+On a Hopper GPU the estimate is within 15 % of the rows in benchmarks/results, which
+tests/learner/test_plan_speed.py holds. Elsewhere PyTorch's operations sample: they unpack every weight for
+every step and start many small kernels. Their constants are from one H100 without the Hopper kernels (7B,
+rank 32: 141 and 998 tokens/s at batch 8 and 64; 735 and 3,772 with BF16 weights) and are not measured on
+other GPUs.
+"""
+
+import dataclasses
+
+from qerl.config import RunConfig
+from qerl.errors import UserError, did_you_mean
+from qerl.learner.plan.memory import kv_cache_bytes, num_trained_weights, weight_bytes
+from qerl.models.architecture import Architecture
+from qerl.models.layer_spec import layer_spec
+
+_BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, measured on an H200
+_HOPPER_LAYER_S, _TORCH_LAYER_S = 30e-6, 300e-6
+_DECODE_MFU = 0.6
+_UNPACK_BYTES = 24  # moved by PyTorch's operations to unpack a 4-bit weight
+_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
+_TORCH_MFU_SHARE = 0.82  # 10,057 of 12,019 tokens/s, layers recomputed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU by its data sheet: Gpu(25.2, 1.01e12, 165e12) is an RTX 4090."""
+
+    memory_gb: float
+    """What CUDA reports, in units of 1e9 bytes."""
+
+    bytes_per_s: float
+    flop_per_s: float
+    """Dense bfloat16 products, summed in fp32."""
+
+    is_hopper: bool = False
+
+
+GPUS = {
+    "rtx-3060": Gpu(12.5, 0.36e12, 25e12),
+    "rtx-3080": Gpu(10.4, 0.76e12, 59e12),
+    "rtx-3090": Gpu(25.2, 0.94e12, 71e12),
+    "rtx-4060-ti": Gpu(16.7, 0.29e12, 44e12),
+    "rtx-4070": Gpu(12.5, 0.50e12, 58e12),
+    "rtx-4080": Gpu(16.7, 0.72e12, 97e12),
+    "rtx-4090": Gpu(25.2, 1.01e12, 165e12),
+    "rtx-5070-ti": Gpu(16.6, 0.90e12, 88e12),
+    "rtx-5080": Gpu(16.6, 0.96e12, 113e12),
+    "rtx-5090": Gpu(33.6, 1.79e12, 210e12),
+    "rtx-a6000": Gpu(50.8, 0.77e12, 155e12),
+    "rtx-6000-ada": Gpu(50.8, 0.96e12, 364e12),
+    "rtx-pro-6000": Gpu(101.9, 1.79e12, 504e12),
+    "a10": Gpu(23.6, 0.60e12, 125e12),
+    "a100-40": Gpu(42.3, 1.56e12, 312e12),
+    "a100-80": Gpu(84.9, 2.04e12, 312e12),
+    "l4": Gpu(23.6, 0.30e12, 121e12),
+    "l40s": Gpu(47.7, 0.86e12, 362e12),
+    "h100": Gpu(84.9, 3.35e12, 989e12, is_hopper=True),
+    "h100-pcie": Gpu(84.9, 2.04e12, 756e12, is_hopper=True),
+    "h200": Gpu(150.1, 4.80e12, 989e12, is_hopper=True),
+    "b200": Gpu(191.5, 8.00e12, 2250e12),
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    if name not in GPUS:
+        hint = did_you_mean(name, GPUS) or f"; known: {', '.join(GPUS)}"
+        raise UserError(f"--gpu: unknown GPU {name!r}{hint} For another one give --gpu-gb.")
+    return GPUS[name]
+
+
+def gpu_of_cuda_name(name: str) -> Gpu | None:
+    """Return the GPU that CUDA calls NVIDIA GeForce RTX 4090 or NVIDIA A100-SXM4-80GB; None if unknown."""
+    words = name.lower().removeprefix("nvidia ").removeprefix("geforce ").replace("-", " ").split()
+    if "laptop" in words or ("ti" in words and "-".join(words) not in GPUS):
+        return None
+    if words[0] == "a100":
+        return GPUS["a100-80" if "80gb" in words else "a100-40"]
+    prefixes = ("-".join(words[:count]) for count in range(len(words), 0, -1))
+    return next((GPUS[prefix] for prefix in prefixes if prefix in GPUS), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedEstimate:
+    sampled_tokens_per_s: float
+    learned_tokens_per_s: float
+    """Prompt and sample tokens that an update reads, per second."""
+
+    step_s: float
+    """Sampling and update; publishing and rewards are left out."""
+
+
+def estimate_speed(
+    gpu: Gpu, a: Architecture, config: RunConfig, *, prompt_tokens: int, mean_tokens: int
+) -> SpeedEstimate:
+    """Return the speed of a run whose learn.gradient_checkpointing is resolved and whose samples have
+    mean_tokens tokens. The KV cache holds as many samples at once as kv_cache_bytes says."""
+    num_samples = config.num_prompts * config.num_generations
+    cached = kv_cache_bytes(a, config, prompt_tokens) / _kv_bytes(a, config)
+    fitting = cached / (mean_tokens / 2 + prompt_tokens / config.num_generations)
+    running = max(min(num_samples, config.engine.max_num_seqs, int(fitting)), 1)
+    cached_tokens = running * (mean_tokens / 2 + prompt_tokens / config.num_generations)
+    rate = running / _decode_step_s(gpu, a, config, running, cached_tokens)
+    mode = config.learn.gradient_checkpointing
+    mfu = _MFU[mode] * (1 if gpu.is_hopper else _TORCH_MFU_SHARE)
+    flop = (4 if mode == "none" else 6) * _num_weights(a)
+    learn_rate = _MATRIX_SHARE * gpu.flop_per_s * mfu / flop
+    learned = config.num_prompts * prompt_tokens + num_samples * mean_tokens
+    return SpeedEstimate(
+        sampled_tokens_per_s=rate,
+        learned_tokens_per_s=learn_rate,
+        step_s=num_samples * mean_tokens / rate + learned / learn_rate,
+    )
+
+
+def _kv_bytes(a: Architecture, config: RunConfig) -> int:
+    """Return the bytes of one token's keys and values."""
+    return (
+        2 * a.num_layers * a.num_kv_heads * a.head_size * (1 if config.engine.kv_cache_dtype == "fp8" else 2)
+    )
+
+
+def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, cached_tokens: float) -> float:
+    """Return the time of a decode step of so many samples that read so many tokens of the cache."""
+    bandwidth, matrix = _BANDWIDTH_SHARE * gpu.bytes_per_s, _MATRIX_SHARE * gpu.flop_per_s
+    format = config.model.sampler_format or config.model.format
+    weights = weight_bytes(a, format)
+    if not gpu.is_hopper and format != "bf16":
+        weights = _UNPACK_BYTES * _layer_weights(a)
+    adapter = 2 * num_trained_weights(a, config) if config.adapter.kind == "lora" else 0
+    cache = cached_tokens * _kv_bytes(a, config)
+    num_bytes = weights + 2 * a.vocab_size * a.width + adapter + cache
+    layer_s = _HOPPER_LAYER_S if gpu.is_hopper else _TORCH_LAYER_S
+    return (
+        num_bytes / bandwidth
+        + 2 * running * _num_weights(a) / (_DECODE_MFU * matrix)
+        + a.num_layers * layer_s
+    )
+
+
+def _layer_weights(a: Architecture) -> int:
+    return a.num_layers * sum(linear.num_weights for linear in layer_spec(a).linears)
+
+
+def _num_weights(a: Architecture) -> int:
+    return _layer_weights(a) + a.vocab_size * a.width

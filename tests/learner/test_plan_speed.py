@@ -1,0 +1,135 @@
+"""The speed that `qerl plan` estimates: against the benchmark's rows, and for every GPU in the table."""
+
+import dataclasses
+import re
+
+import pytest
+
+from benchmarks.rows import read_rows
+from qerl.cli.bench.record import RESULTS, ROOT
+from qerl.cli.main import command
+from qerl.config import AdapterConfig, EngineConfig, LearnConfig, ModelConfig, RunConfig, SampleConfig
+from qerl.errors import UserError
+from qerl.learner.plan.speed import GPUS, estimate_speed, gpu_named, gpu_of_cuda_name
+from qerl.models.random_weights import SHAPES, shape, shape_of_hub_id
+
+FORMATS = {"qerl-nvfp4": "nvfp4", "qerl-bf16": "bf16"}
+PROMPT = 256
+LAST = {  # the last row of each case
+    (row["bench"], row["shape"], row["provider"], row.get("batch"), row.get("recompute")): row
+    for row in read_rows(ROOT / RESULTS)
+    if row["bench"] in ("decode", "learn")
+    and row["provider"] in FORMATS
+    and row["lora_rank"] == 32
+    and row.get("kv", "bf16") == row.get("head", "bf16") == "bf16"
+    and row.get("max_tokens", 1024) == 1024
+    and row.get("group_size", 1) == 1
+    and not row.get("noise_sigma")
+    and row.get("tokens", 8192) == 8192
+}
+
+
+def estimated(gpu: str, row: dict, batch: int = 64):
+    """Two samples share a prompt of twice the length, which is what the cache of the row holds."""
+    config = RunConfig(
+        num_prompts=batch // 2,
+        num_generations=2,
+        model=ModelConfig(format=FORMATS[row["provider"]]),
+        adapter=AdapterConfig(rank=32),
+        sample=SampleConfig(max_tokens=1024),
+        engine=EngineConfig(max_num_seqs=batch),
+        learn=LearnConfig(gradient_checkpointing=row.get("recompute") or "none"),
+    )
+    return estimate_speed(GPUS[gpu], shape(row["shape"]), config, prompt_tokens=2 * PROMPT, mean_tokens=1024)
+
+
+@pytest.mark.parametrize("row", LAST.values(), ids=lambda row: " ".join(map(str, row.values()))[:40])
+def test_the_estimate_is_near_what_was_measured(row):
+    speed = estimated(row["gpu"].split()[1].lower(), row, row.get("batch", 64))
+    rate = speed.sampled_tokens_per_s if row["bench"] == "decode" else speed.learned_tokens_per_s
+    assert rate == pytest.approx(row["tok_per_s"], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("provider", "batch", "measured"),
+    [("qerl-nvfp4", 8, 141), ("qerl-nvfp4", 64, 998), ("qerl-bf16", 8, 735), ("qerl-bf16", 64, 3772)],
+)
+def test_without_the_hopper_kernels_it_is_near_what_an_h100_made(monkeypatch, provider, batch, measured):
+    """256 tokens a sample; the table's H100 with Hopper kernels off."""
+    monkeypatch.setitem(GPUS, "h100", dataclasses.replace(GPUS["h100"], is_hopper=False))
+    speed = estimated("h100", {"provider": provider, "shape": "qwen2.5-7b"}, batch)
+    assert speed.sampled_tokens_per_s == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("cuda_name", "name"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx-4060-ti"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+    ],
+)
+def test_the_names_that_cuda_gives_are_known(cuda_name, name):
+    assert gpu_of_cuda_name(cuda_name) is GPUS[name]
+
+
+@pytest.mark.parametrize(
+    "cuda_name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3080 Ti", "Tesla T4"]
+)
+def test_a_card_with_other_rates_is_not_taken_for_one_of_the_table(cuda_name):
+    assert gpu_of_cuda_name(cuda_name) is None
+
+
+def test_an_unknown_gpu_is_refused_with_the_nearest_names():
+    with pytest.raises(UserError, match=r"rtx-4091.*did you mean rtx-4090"):
+        gpu_named("rtx-4091")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_command_knows_every_gpu(capsys, gpu):
+    command(["plan", "qwen3-0.6b", "--gpu", gpu, "--engine.kv-cache-gb", "2"])
+    text = capsys.readouterr().out
+    (rate,) = re.findall(r"sampling ([\d,]+) tokens/s", text)
+    assert int(rate.replace(",", "")) > 100 and f"{GPUS[gpu].memory_gb:g} GB" in text
+
+
+def test_a_recipe_gives_the_model_and_the_settings(capsys):
+    command(["plan", "gsm8k", "--gpu", "rtx-4090", "--mean-tokens", "300"])
+    text = capsys.readouterr().out
+    assert (
+        text.startswith("Qwen/Qwen2.5-3B-Instruct in nvfp4, 1024 samples") and "samples of 300 tokens" in text
+    )
+
+
+def test_hub_ids_of_known_shapes_need_no_network():
+    ids = {
+        "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+        "Qwen/Qwen3-4B-Base": "qwen3-4b",
+        "unsloth/Qwen3-8B": "qwen3-8b",
+        "meta-llama/Meta-Llama-3.1-8B-Instruct": "llama-3.1-8b",
+        "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
+        "mistralai/Mistral-Small-24B-Instruct-2501": "mistral-small-24b",
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct": "smollm2-1.7b",
+    }
+    assert {name: shape_of_hub_id(name) for name in ids} == ids
+    assert set(ids.values()) <= set(SHAPES)
+
+
+@pytest.mark.parametrize(
+    "name", ["someone/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct-1M", "qwen2.5-7b", "Qwen/Qwen9"]
+)
+def test_other_hub_ids_are_not_guessed(name):
+    assert shape_of_hub_id(name) is None
+
+
+def test_a_margin_of_the_memory_stays_free(capsys):
+    command(["plan", "qwen2.5-7b", "--gpu-gb", "24", "--learn.gradient-checkpointing", "layer"])
+    (peak,) = re.findall(r"peak +([\d.]+) GB", capsys.readouterr().out)
+    for gpu_gb, fits in ((float(peak) / 0.95 + 0.02, True), (float(peak) / 0.95 - 0.02, False)):
+        command(["plan", "qwen2.5-7b", "--gpu-gb", str(gpu_gb), "--learn.gradient-checkpointing", "layer"])
+        assert ("does not fit" not in capsys.readouterr().out) == fits
