@@ -43,9 +43,8 @@ def check_known(name: str, known: Iterable[str], kind: str) -> str:
     """Return the name; raise UserError with the nearest known names if it is unknown."""
     names = list(known)
     if name not in names:
-        raise UserError(
-            f"unknown {kind} {name}" + (did_you_mean(name, names) or f"; choose from {', '.join(names)}")
-        )
+        hint = did_you_mean(name, names) or f"; choose from {', '.join(names)}"
+        raise UserError(f"unknown {kind} {name}{hint}")
     return name
 
 

@@ -66,9 +66,8 @@ def command(arguments: list[str]) -> None:
         print(f"qerl {importlib.metadata.version('qerl')}")
         return
     if name in ("-h", "--help"):
-        print(
-            USAGE.format(commands="\n".join(f"  {name:10}{help_line(COMMANDS[name])}" for name in COMMANDS))
-        )
+        lines = [f"  {name:10}{help_line(module)}" for name, module in COMMANDS.items()]
+        print(USAGE.format(commands="\n".join(lines)))
         return
     if name in FORMER_COMMANDS:
         raise UserError(f"qerl {name} is now {FORMER_COMMANDS[name]}")

@@ -59,8 +59,6 @@ class LearnConfig:
         check_positive(self, "updates_per_step", "num_iterations", prefix="learn.")
         check_positive(self, "max_tokens_per_microbatch", "logprob_chunk_tokens", prefix="learn.")
         check_not_negative(self, "weight_decay", prefix="learn.")
-        require(
-            0 <= self.warmup_ratio <= 1,
-            f"learn.warmup_ratio must be in [0, 1], got {self.warmup_ratio}",
-        )
+        ratio = self.warmup_ratio
+        require(0 <= ratio <= 1, f"learn.warmup_ratio must be in [0, 1], got {ratio}")
         require(all(0 <= beta < 1 for beta in self.betas), f"learn.betas must be in [0, 1), got {self.betas}")

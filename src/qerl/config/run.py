@@ -105,11 +105,8 @@ class RunConfig:
 
     def __post_init__(self):
         check_positive(self, "num_steps", "num_prompts")
-        group = self.num_generations
-        require(
-            group >= 2,
-            f"num_generations must be at least 2 (samples are compared within a group), got {group}",
-        )
+        size, why = self.num_generations, "samples are compared within a group"
+        require(size >= 2, f"num_generations must be at least 2 ({why}), got {size}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
         require(
             not (self.engine.exact and cuts),

@@ -42,11 +42,8 @@ def parse_benchmark(argument: str) -> tuple[str, TaskConfig]:
     """Parse `aime24`, or `aime24=FILE` with a file, a folder or another hub id."""
     name, equals, place = argument.partition("=")
     if name not in BENCHMARKS:
-        hint = (
-            did_you_mean(name, BENCHMARKS)
-            or f"; choose from {', '.join(BENCHMARKS)} (BENCHMARK=FILE reads a file)"
-        )
-        raise UserError(f"unknown benchmark {name}{hint}")
+        choices = f"; choose from {', '.join(BENCHMARKS)} (BENCHMARK=FILE reads a file)"
+        raise UserError(f"unknown benchmark {name}{did_you_mean(name, BENCHMARKS) or choices}")
     if equals and not place:
         raise UserError(f"{argument} needs a file, a folder or a hub id after =")
     return name, dataclasses.replace(BENCHMARKS[name], name=place or BENCHMARKS[name].name)

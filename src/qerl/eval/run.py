@@ -80,9 +80,8 @@ def run_benchmarks(
 
 def table(results: list[dict[str, Any]]) -> Table:
     """Return a row per benchmark, in percent; the error is the standard error of pass@1 over problems."""
-    powers = sorted(
-        {int(key[5:]) for each in results for key in each if re.fullmatch(r"pass@\d+", key)} - {1}
-    )
+    keys = {key for each in results for key in each}
+    powers = sorted({int(key[5:]) for key in keys if re.fullmatch(r"pass@\d+", key)} - {1})
     shown = Table(box=None, pad_edge=False)
     headings = ("samples", "pass@1", *(f"@{k}" for k in powers), "majority", "greedy", "tokens", "cut")
     shown.add_column("benchmark", no_wrap=True)

@@ -28,10 +28,11 @@ def load_calibration(
     run: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, device: torch.device
 ) -> Calibration:
     """Return about max_tokens rows: each prompt once, followed by its distinct samples."""
+    file = run / "samples.jsonl"
     tokens: list[int] = []
     positions: list[int] = []
     trees: list[Tree] = []
-    for prompt, samples in _tokenize_groups(run / "samples.jsonl", tokenizer, max_tokens):
+    for prompt, samples in _tokenize_groups(file, tokenizer, max_tokens):
         start = len(tokens)
         for first, part in [(0, prompt), *((len(prompt), sample) for sample in samples)]:
             tokens += part
@@ -40,9 +41,7 @@ def load_calibration(
         if len(tokens) >= max_tokens:
             break
     if not tokens:
-        raise UserError(
-            f"{run / 'samples.jsonl'}: holds no samples, which NVFP4 export needs for calibration"
-        )
+        raise UserError(f"{file}: holds no samples, which NVFP4 export needs for calibration")
     layout = PackedLayout.of(trees, device)
 
     def attend(layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:

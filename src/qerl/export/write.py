@@ -114,6 +114,5 @@ def _other_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 def _with_dtype(hf_config: dict, dtype: torch.dtype) -> dict:
     """Set torch_dtype, which transformers 4 and 5 both read."""
-    return {k: v for k, v in hf_config.items() if k != "dtype"} | {
-        "torch_dtype": str(dtype).removeprefix("torch.")
-    }
+    kept = {key: value for key, value in hf_config.items() if key != "dtype"}
+    return kept | {"torch_dtype": str(dtype).removeprefix("torch.")}

@@ -156,9 +156,8 @@ class EnvironmentWorker:
             raise _InvalidReturn("died", "the process that ran it has ended")
         result = await _await(self._live[call.key].step(call.completion))
         if not isinstance(result, tuple) or len(result) != 3:
-            raise _InvalidReturn(
-                "wrong length", f"returned a {type(result).__name__}, not (messages, reward, is_done)"
-            )
+            kind = type(result).__name__
+            raise _InvalidReturn("wrong length", f"returned a {kind}, not (messages, reward, is_done)")
         return EnvironmentReply(_messages(result[0]), _number(result[1]), bool(result[2]))
 
 
@@ -176,9 +175,8 @@ def _messages(content: Any) -> Messages:
     try:
         messages = [{"role": message["role"], "content": message["content"]} for message in content]
     except (TypeError, KeyError) as error:
-        raise _InvalidReturn(
-            "not messages", "returned neither a string nor messages with role and content"
-        ) from error
+        message = "returned neither a string nor messages with role and content"
+        raise _InvalidReturn("not messages", message) from error
     if not all(isinstance(text, str) for message in messages for text in message.values()):
         raise _InvalidReturn("not messages", "returned a message whose role or content is not a string")
     return messages

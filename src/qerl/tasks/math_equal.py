@@ -67,9 +67,8 @@ class Equation:
 
 
 def is_equal(expected: str, given: str) -> bool:
-    if (
-        max(len(expected), len(given)) > _MAX_CHARACTERS
-    ):  # not an answer; its brackets may exceed the recursion limit
+    # A long text is no answer, and its brackets may exceed the recursion limit.
+    if max(len(expected), len(given)) > _MAX_CHARACTERS:
         return expected == given
     a, b = normalize(expected), normalize(given)
     if _without_spaces(a) == _without_spaces(b):

@@ -48,9 +48,8 @@ class RewardPool:
         """SHA-256 of what each function is made of, by name; none for built-in ones."""
         weights = list(config.reward_weights) or [1.0] * len(functions)
         if len(weights) != len(functions):
-            raise UserError(
-                f"task.reward_weights needs a weight for each of {len(functions)} rewards, got {len(weights)}"
-            )
+            needed = f"a weight for each of {len(functions)} rewards"
+            raise UserError(f"task.reward_weights needs {needed}, got {len(weights)}")
         self._names = list(map(name_of, functions))
         pairs = list(zip(functions, weights, strict=True))
         for function in filter(inspect.isclass, functions):
@@ -68,12 +67,10 @@ class RewardPool:
         memory_bytes = int(config.reward_memory_gb * 1e9)
         self._environment_worker, self._environment_pool = None, None
         for environment, self._environment_weight in environments:
-            self._environment_worker = EnvironmentWorker(
-                environment, config.environment, deadline_s=config.reward_timeout_s
-            )
-            self._environment_pool = WorkerPool(
-                self._environment_worker.play, num_workers=1, memory_bytes=memory_bytes
-            )
+            timeout_s = config.reward_timeout_s
+            worker = EnvironmentWorker(environment, config.environment, deadline_s=timeout_s)
+            self._environment_worker = worker
+            self._environment_pool = WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
         self.failures: Counter[str] = Counter()
         """Samples without a reward since the last take_failures(), by cause."""
         self._examples: dict[str, str] = {}
@@ -82,9 +79,8 @@ class RewardPool:
         self._function_pool = None
         if self._functions:
             work = functools.partial(score, self._functions, weights)
-            self._function_pool = WorkerPool(
-                work, num_workers=config.reward_workers, memory_bytes=memory_bytes
-            )
+            num_workers = config.reward_workers
+            self._function_pool = WorkerPool(work, num_workers=num_workers, memory_bytes=memory_bytes)
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -116,9 +112,8 @@ class RewardPool:
         assert self._environment_worker is not None and self._environment_pool is not None
         if not calls:
             return []
-        (replies,) = self._environment_pool.run(
-            [list(calls)], deadline_s=self._environment_worker.max_play_s(len(calls))
-        )
+        deadline_s = self._environment_worker.max_play_s(len(calls))
+        (replies,) = self._environment_pool.run([list(calls)], deadline_s=deadline_s)
         if isinstance(replies, WorkerLost):
             return [Failure(replies.cause, replies.message)] * len(calls)
         return replies
@@ -219,9 +214,8 @@ def resolve(name: str, config: TaskConfig) -> Reward:
         raise UserError(f"task.rewards {name}: cannot import {module_name}: {reason}") from error
     function = getattr(module, attribute, None)
     if function is None:
-        raise UserError(
-            f"task.rewards {name}: {module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}"
-        )
+        hint = did_you_mean(attribute, vars(module))
+        raise UserError(f"task.rewards {name}: {module_name} has no {attribute!r}{hint}")
     if not callable(function):
         raise UserError(f"task.rewards {name}: {attribute} is a {type(function).__name__}, not a function")
     return function

@@ -85,9 +85,8 @@ def gym_dataset(config: TaskConfig) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if config.gym not in DATASETS:
-        raise UserError(
-            f"task.gym: reasoning-gym has no task {config.gym!r}{did_you_mean(config.gym, DATASETS)}"
-        )
+        hint = did_you_mean(config.gym, DATASETS)
+        raise UserError(f"task.gym: reasoning-gym has no task {config.gym!r}{hint}")
     options = dict(config.gym_options)
     if "size" in options:
         raise UserError("task.gym_options: the number of rows is task.num_rows, not the option size")

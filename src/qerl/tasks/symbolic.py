@@ -73,10 +73,7 @@ def _pairs(first: Any, second: Any) -> list[tuple[Any, Any]]:
     names = sorted(first.free_symbols | second.free_symbols, key=str)
     pairs = []
     for over, under in _POINTS if names else _POINTS[:1]:
-        point = {
-            name: sympy.Rational(over * (2 * index + 3), under + 2 * index)
-            for index, name in enumerate(names)
-        }
+        point = {n: sympy.Rational(over * (2 * i + 3), under + 2 * i) for i, n in enumerate(names)}
         values = [_value(side.subs(point)) for side in (first, second)]
         if None not in values:
             pairs.append(tuple(values))

@@ -85,9 +85,8 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 def as_number(unit: Unit) -> str | None:
     """Return the LaTeX factor of a unit that is a pure number: 1/100 for percent, pi/180 for degrees."""
     kinds = {kind for kind, _ in unit.powers}
-    return (
-        {_PERCENT: r"\frac{1}{100}", _DEGREE: r"\frac{\pi}{180}"}.get(min(kinds)) if len(kinds) == 1 else None
-    )
+    factors = {_PERCENT: r"\frac{1}{100}", _DEGREE: r"\frac{\pi}{180}"}
+    return factors.get(min(kinds)) if len(kinds) == 1 else None
 
 
 def _unit(text: str) -> Unit:

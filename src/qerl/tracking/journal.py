@@ -195,9 +195,8 @@ class Journal:
         self._record_changes(next_step)
         for name, steps in kept.items():
             if len(steps) < next_step:
-                self.notice(
-                    f"{name}.jsonl is missing {next_step - len(steps)} of {next_step} completed steps"
-                )
+                missing = next_step - len(steps)
+                self.notice(f"{name}.jsonl is missing {missing} of {next_step} completed steps")
         if next_step:
             self.notice(f"resuming after step {next_step}/{self._num_steps}")
 

@@ -119,9 +119,8 @@ class MlflowLogger:
 
     def log(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
         metric, wall_ms = _package("mlflow").entities.Metric, int(wall_time * 1000)
-        self._client.log_batch(
-            self.run_id, [metric(name, value, wall_ms, step) for name, value in metrics.items()]
-        )
+        batch = [metric(name, value, wall_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self.run_id, batch)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         for key, value in (result or {}).items():

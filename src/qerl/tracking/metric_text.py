@@ -50,10 +50,8 @@ def clock(seconds: float) -> str:
 
 def plain_line(metrics: Mapping[str, float], *, steps_done: int, num_steps: int, left_s: float | None) -> str:
     """Return `step 3/30  reward 0.412  accuracy 0.41  ...  left 4:31`."""
-    parts = [
-        f"step {steps_done}/{num_steps}",
-        *(f"{label} {number}" for label, number in headline_metrics(metrics)),
-    ]
+    numbers = [f"{label} {number}" for label, number in headline_metrics(metrics)]
+    parts = [f"step {steps_done}/{num_steps}", *numbers]
     return "  ".join(parts if left_s is None else [*parts, f"left {clock(left_s)}"])
 
 

@@ -88,9 +88,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[str, st
     # Compared as JSON, where a tuple is a list: one of the two was read from a file.
     a, b = ({k: json.dumps(v) for k, v in flatten(tree).items()} for tree in (old, new))
     names = [*b, *(name for name in a if name not in b)]
-    return {
-        name: (a.get(name, "absent"), b.get(name, "absent")) for name in names if a.get(name) != b.get(name)
-    }
+    pairs = {name: (a.get(name, "absent"), b.get(name, "absent")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

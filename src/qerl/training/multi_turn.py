@@ -135,9 +135,8 @@ class MultiTurnEngine:
             text, tokens_T = render(self._tokenizer, messages)
             if len(tokens_T) <= self._max_prompt_tokens:
                 return dataclasses.replace(prompt, text=text, tokens_T=tokens_T, messages=messages)
-            failure = Failure(
-                "too long", f"prompt has {len(tokens_T)} tokens, limit {self._max_prompt_tokens}"
-            )
+            limit = self._max_prompt_tokens
+            failure = Failure("too long", f"prompt has {len(tokens_T)} tokens, limit {limit}")
         except UserError as error:
             failure = Failure("not messages", str(error))
         for episode in live_G:
@@ -169,9 +168,8 @@ class MultiTurnEngine:
             return None
         try:
             reply_T = episode.between(self._tokenizer, reply.messages, self._special_end(turn))
-            require(
-                bool(reply.messages and reply_T), "step returned no messages although the episode is not done"
-            )
+            has_reply = bool(reply.messages and reply_T)
+            require(has_reply, "step returned no messages although the episode is not done")
         except UserError as error:
             episode.failure = Failure("not messages", str(error))
             return None

@@ -256,9 +256,8 @@ class RemoteEngine:
                     answer = self._cluster.ray.get(job.answer)
             except self._cluster.loss_errors as error:
                 if job.attempts == _MAX_ATTEMPTS:
-                    raise RunError(
-                        f"sampler {job.worker_index} died {_MAX_ATTEMPTS} times: {error}"
-                    ) from None
+                    died = f"sampler {job.worker_index} died {_MAX_ATTEMPTS} times"
+                    raise RunError(f"{died}: {error}") from None
                 self._replace(job)
                 continue
             self._pending.remove(job)
@@ -268,9 +267,8 @@ class RemoteEngine:
         """Replace the lost worker and repeat its outstanding requests."""
         lost_worker = lost.worker
         self._cluster.replace(lost.worker_index)
-        outstanding = [
-            job for job in self._pending if job.worker is lost_worker and not self._has_result(job)
-        ]
+        of_worker = [job for job in self._pending if job.worker is lost_worker]
+        outstanding = [job for job in of_worker if not self._has_result(job)]
         for job in outstanding:
             self._send(job)
         num_prompts = sum(len(job.arguments[3]) for job in outstanding)

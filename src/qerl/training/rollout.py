@@ -87,9 +87,7 @@ def penalize_overlong(config: RunConfig, group: Group, rewards_G: list[float | N
 def drop_overlong(config: RunConfig, groups: list[Group]) -> list[Group]:
     """Return the groups without the samples that algo.overlong keeps out of the loss."""
     is_kept = OVERLONG[config.algo.overlong].is_kept
-    return [
-        dataclasses.replace(group, samples_G=[s for s in group.samples_G if is_kept(s)]) for group in groups
-    ]
+    return [dataclasses.replace(g, samples_G=[s for s in g.samples_G if is_kept(s)]) for g in groups]
 
 
 def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
@@ -98,9 +96,7 @@ def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample.logprobs_T) for sample in samples]
     threshold = config.evaluate.success_threshold
-    correct_P_G = [
-        [s.reward >= threshold for s in group.samples_G if s.reward is not None] for group in groups
-    ]
+    correct_P_G = [[s.reward >= threshold for s in g.samples_G if s.reward is not None] for g in groups]
     return {
         "reward": fmean(rewards),
         "accuracy": fmean(reward >= threshold for reward in rewards),

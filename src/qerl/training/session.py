@@ -166,9 +166,8 @@ class _Session:
 
     def resume(self) -> int:
         """Load the newest intact checkpoint and return the step to continue with."""
-        found = self.ranks.from_first(
-            lambda: checkpoint.load_latest(self.folder / "checkpoints", self.learner)
-        )
+        folder = self.folder / "checkpoints"
+        found = self.ranks.from_first(lambda: checkpoint.load_latest(folder, self.learner))
         if found is not None:
             self._copy_first()
         if found is None and self.config.adapter.init_from is not None:
@@ -186,9 +185,7 @@ class _Session:
             self.journal.notice("evaluations.json has no accuracy from before the first step")
         if first_step == 0:
             self.evaluations = {}  # any that exist belong to an earlier config
-        elif (
-            first_step < self.config.num_steps and "after" in self.evaluations
-        ):  # the run is given more steps
+        elif first_step < self.config.num_steps and "after" in self.evaluations:  # it is given more steps
             self.evaluations[f"after_{first_step}_steps"] = self.evaluations.pop("after")
             self.write_evaluations()
         return first_step

@@ -64,14 +64,8 @@ def bench(options: BenchDecodeOptions) -> None:
     for provider in options.providers:
         for rank in options.lora_ranks:
             start_s = time.perf_counter()
-            decoder = random_decoder(
-                architecture,
-                format=FORMATS[provider],
-                rank=rank or None,
-                device=device,
-                seed=0,
-                head=options.head,
-            )
+            kinds = {"format": FORMATS[provider], "head": options.head}
+            decoder = random_decoder(architecture, rank=rank or None, device=device, seed=0, **kinds)
             torch.cuda.synchronize()
             made_s = time.perf_counter() - start_s
             for case in _cases(options, provider, rank):
@@ -89,13 +83,8 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
     start_s = time.perf_counter()
     vocab_size = decoder.architecture.vocab_size
     tokenizer: Any = NullTokenizer(vocab_size)
-    kv = "auto" if case.kv == "bf16" else "fp8"
-    engine = Engine(
-        decoder,
-        tokenizer,
-        EngineConfig(max_num_seqs=case.batch, kv_cache_dtype=kv),
-        stop_token_ids=frozenset(),
-    )
+    config = EngineConfig(max_num_seqs=case.batch, kv_cache_dtype="auto" if case.kv == "bf16" else "fp8")
+    engine = Engine(decoder, tokenizer, config, stop_token_ids=frozenset())
     prompts_P = random_prompts(case.batch // case.group_size, case.prompt_tokens, vocab_size)
     with _noise(decoder, case.noise_sigma):
         _generate(engine, case, prompts_P, max_tokens=_FIRST_TOKENS, step=0)
@@ -131,9 +120,8 @@ def step_ms(stats: Stats) -> float:
 def _cases(options: BenchDecodeOptions, provider: str, rank: int) -> Iterator[DecodeCase]:
     for batch in options.batches:
         for sigma in options.noise_sigmas:
-            yield make_case(
-                DecodeCase, options, provider=provider, lora_rank=rank, batch=batch, noise_sigma=sigma
-            )
+            own = {"provider": provider, "lora_rank": rank, "batch": batch, "noise_sigma": sigma}
+            yield make_case(DecodeCase, options, **own)
 
 
 @contextlib.contextmanager

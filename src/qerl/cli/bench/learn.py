@@ -146,7 +146,5 @@ def num_weights(a: Architecture) -> int:
 def _cases(options: BenchLearnOptions, provider: str) -> Iterator[LearnCase]:
     for recompute in options.recomputes:
         for count in options.micro_batches:
-            micro_tokens = options.tokens // count
-            yield make_case(
-                LearnCase, options, provider=provider, recompute=recompute, micro_tokens=micro_tokens
-            )
+            own = {"provider": provider, "recompute": recompute, "micro_tokens": options.tokens // count}
+            yield make_case(LearnCase, options, **own)

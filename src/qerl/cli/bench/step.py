@@ -95,15 +95,13 @@ def measure_cases(
     meter.cap(options.cap_gb)
     try:
         for provider in options.providers:
-            decoder, error = try_random_decoder(
-                architecture, provider, options.lora_rank, device, options.head
-            )
+            rank, head = options.lora_rank, options.head
+            decoder, error = try_random_decoder(architecture, provider, rank, device, head)
             for case in cases(bench, options, provider):
                 figures = None
                 if decoder is not None:
-                    figures, error = attempt(
-                        partial(measure_case, case, decoder, options.steps, ranks), device
-                    )
+                    measure = partial(measure_case, case, decoder, options.steps, ranks)
+                    figures, error = attempt(measure, device)
                     decoder.zero_grad(set_to_none=True)  # a failed step may leave gradients
                 if ranks.is_first:
                     rows.add(dataclasses.asdict(case) | (figures or {"error": error}))

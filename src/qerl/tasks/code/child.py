@@ -209,9 +209,8 @@ class RemoteValue:
         return self._connection.request(self._index, "item", key)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RemoteValue) and self._connection.request(self._index, "equal", other) is True
-        )
+        is_remote = isinstance(other, RemoteValue)
+        return is_remote and self._connection.request(self._index, "equal", other) is True
 
     def __hash__(self) -> int:
         return hash(self._index)
@@ -246,10 +245,8 @@ def _run_test(test: str, stream: Any) -> None:
     for name in (used & sys.stdlib_module_names) - names.keys():
         names[name] = importlib.import_module(name)
     solution = types.ModuleType("solution")
-    imports = [
-        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "solution"
-    ]
-    imported = {alias.name for node in imports for alias in node.names}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.name for node in imports if node.module == "solution" for alias in node.names}
     for name in connection.names:
         if name in imported:
             setattr(solution, name, connection.request(0, "name", name))

@@ -109,9 +109,8 @@ def _words(text: str) -> list[list[str]]:
 
 
 def is_correct_value(value: Any, expected: Any) -> bool:
-    return _is_equal(value, expected) or (
-        isinstance(expected, list) and len(expected) == 1 and _is_equal(value, expected[0])
-    )
+    items = expected if isinstance(expected, list) else []
+    return _is_equal(value, expected) or (len(items) == 1 and _is_equal(value, items[0]))
 
 
 def _is_equal(value: Any, expected: Any) -> bool:

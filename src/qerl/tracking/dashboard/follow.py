@@ -15,7 +15,7 @@ from qerl.tracking.report.read import (
     damage_notice,
     number,
     read_groups,
-    read_optional,
+    read_objects,
 )
 
 _NUM_NOTICES = 5
@@ -103,15 +103,9 @@ class RunFollower:
         is_void, lines = self._events.read_new()
         texts = [_event_text(record) for _, record in lines]
         self._notices = ([] if is_void else self._notices)[-_NUM_NOTICES:] + texts[-_NUM_NOTICES:]
-        self._damage = [
-            damage_notice(file.path, file.num_damaged)
-            for file in (self._metrics, self._samples)
-            if file.num_damaged
-        ]
-        self._objects = {
-            name: read_optional(self._folder / f"{name}.json", self._damage)
-            for name in ("run", "result", "evaluations")
-        }
+        damaged = [file for file in (self._metrics, self._samples) if file.num_damaged]
+        self._damage = [damage_notice(file.path, file.num_damaged) for file in damaged]
+        self._objects = read_objects(self._folder, self._damage)
 
     def run(self) -> RecordedRun:
         return RecordedRun(
@@ -149,11 +143,8 @@ class RunFollower:
                 words.append(f"last step {clock(max(0.0, time.time() - at))} ago")
         else:
             words.insert(0, state)
-        return {
-            "state": state,
-            "text": ", ".join(words),
-            "done": min(1.0, num_steps / planned) if planned else 0.0,
-        }
+        share = min(1.0, num_steps / planned) if planned else 0.0
+        return {"state": state, "text": ", ".join(words), "done": share}
 
 
 def _event_text(event: dict[str, Any]) -> str:

@@ -110,9 +110,8 @@ def listening(port: int, live: LivePage) -> DashboardServer:
     try:
         server = DashboardServer((_HOST, port), DashboardHandler)
     except OSError as error:
-        raise UserError(
-            f"cannot listen on {_HOST} port {port}: {error.strerror}; --port 0 picks a free one"
-        ) from None
+        reason = f"{error.strerror}; --port 0 picks a free one"
+        raise UserError(f"cannot listen on {_HOST} port {port}: {reason}") from None
     server.live = live
     return server
 

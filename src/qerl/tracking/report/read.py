@@ -57,8 +57,7 @@ def number(value: Any) -> float | None:
 def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     check_folder(folder)
     notices: list[str] = []
-    kinds = ("run", "result", "evaluations")
-    parts = {kind: read_optional(folder / f"{kind}.json", notices) for kind in kinds}
+    parts = read_objects(folder, notices)
     records = [record for _, record in _lines(folder / "metrics.jsonl", notices)]
     if not records:
         notices.append("metrics.jsonl: no step has finished yet")
@@ -94,13 +93,16 @@ def select_steps(steps: list[int], num_selected: int) -> list[int]:
     return [*spread, *steps[-num_newest:]]
 
 
-def read_optional(path: Path, notices: list[str]) -> dict[str, Any]:
-    """Return the file's JSON object; {} if the file is missing, or is damaged, which adds a notice."""
-    try:
-        return read_object(path) if path.exists() else {}
-    except UserError:
-        notices.append(f"{path.name}: skipped, the file is damaged")
-        return {}
+def read_objects(folder: Path, notices: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the run's JSON objects; {} for a file that is missing, or is damaged, which adds a notice."""
+    objects = {}
+    for name in ("run", "result", "evaluations"):
+        path, objects[name] = folder / f"{name}.json", {}
+        try:
+            objects[name] = read_object(path) if path.exists() else {}
+        except UserError:
+            notices.append(f"{path.name}: skipped, the file is damaged")
+    return objects
 
 
 def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
