@@ -23,7 +23,11 @@ def train_job(job: Job) -> dict[str, Any]:
     text = (job.folder / "metrics.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines()]
     curve = curve_of(records)
-    accuracies = {key: value for key, value in result.items() if key.startswith(("accuracy", "greedy"))}
+    accuracies = {
+        key: value
+        for key, value in result.items()
+        if key.startswith(("accuracy", "greedy_before", "greedy_after"))
+    }
     return {"final": {**accuracies, **summary(curve), "train_s": result["train_s"]}, "curve": curve}
 
 

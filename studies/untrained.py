@@ -140,7 +140,7 @@ def measure_untrained(job: Job) -> dict[str, Any]:
         for text in format_failures(pool.take_failures()):
             print(f"{job.study}, {job.task}, {job.arm}, seed {job.seed}: {text}", file=sys.stderr)
     tokens_P_G = list(map(sampled_tokens, groups))
-    evaluation = summarize(rewards_P_G, tokens_P_G, config.evaluate.success_threshold)
+    evaluation = summarize(rewards_P_G, tokens_P_G, pool.success_threshold(config.evaluate.success_threshold))
     entropy, first_entropy = entropies(decoder, groups, config)
     errors = distances(checkpoint, made.checkpoint, decoder, prompts[:_MOST_PROMPTS], config, tokenizer)
     return {

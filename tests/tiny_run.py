@@ -206,6 +206,7 @@ def options(folder: Path, out: Path) -> list[str]:
         "sample.max-tokens": 5,
         "noise.num-stages": 3,
         "evaluate.num-prompts": 4,
+        "evaluate.success-threshold": 1.0,
         "checkpoint.every": 2,
         "learn.learning-rate": 0.01,
     }

@@ -11,7 +11,7 @@ __all__ = ["RunConfig", "RunError", "UserError", "config", "recipes", "train"]
 
 
 def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
-    """Train with this config, or resume the run in config.out; return held-out accuracies and the folder.
+    """Train with this config, or resume the run in config.out; return held-out figures and the folder.
 
     `rewards` are functions in TRL's form, f(prompts, completions, **columns) -> list[float | None]; they
     replace config.task.rewards. The run's folder holds the rest: metrics, samples, report, adapter. Ctrl-C

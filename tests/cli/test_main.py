@@ -230,6 +230,7 @@ def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files, tmp
     monkeypatch.chdir(tmp_path)
     given = ["--task.name", files / "sums.jsonl", "--task.template", "{prompt}", "--task.num-held-out", 8]
     given += ["--task.rewards", f"{files / 'even.py'}:even", "--max-tokens", 4, "--num-prompts", 6]
+    given += ["--success-threshold", 1]
     assert qerl(monkeypatch, "eval", files, "--model.dtype", "fp32", *given) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["num_prompts"] == 6 and set(result) >= {

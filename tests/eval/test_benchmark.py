@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pyarrow
@@ -78,7 +79,8 @@ def evaluated(monkeypatch, capsys, *arguments):
         main.main()
     except SystemExit as stop:
         assert stop.code == 2
-        return [], capsys.readouterr().err
+        first, _, error = capsys.readouterr().err.partition("\n")  # the first line says what is evaluated
+        return [], error if first.startswith("eval ") else f"{first}\n{error}"
     output = capsys.readouterr()
     return [json.loads(line) for line in output.out.splitlines()], output.err
 
@@ -293,7 +295,8 @@ def benchmark(**changes):
     ]
     count_votes = lambda texts_P_G: [votes("numeric", texts_G) for texts_G in texts_P_G]  # noqa: E731
     given = {"prompts": prompts, "num_samples": 4, "count_votes": count_votes, "sampling": SAMPLED, **changes}
-    return Benchmark(name="sums", answer_column="answer", score=exact, seed=0, success_threshold=1.0, **given)
+    given = {"success_threshold": 1.0, **given}
+    return Benchmark(name="sums", answer_column="answer", score=exact, seed=0, **given)
 
 
 def test_the_figures_of_three_problems_worked_by_hand(tmp_path):
@@ -309,12 +312,27 @@ def test_the_figures_of_three_problems_worked_by_hand(tmp_path):
         "majority": pytest.approx(2 / 3),
         "greedy": pytest.approx(2 / 3),
         "greedy_error": pytest.approx(1 / 3),
+        "reward": pytest.approx((1 / 2 + 1 / 4 + 2 / 3) / 3),  # of the samples that have one
+        "reward_error": pytest.approx(statistics.stdev((1 / 2, 1 / 4, 2 / 3)) / math.sqrt(3)),
+        "greedy_reward": pytest.approx(2 / 3),
         "num_prompts": 3,
         "num_samples": 4,
         "mean_tokens": pytest.approx(17 / 12),
         "cut_fraction": pytest.approx(1 / 12),
         "num_failed_rewards": 1,
     }
+
+
+def test_without_a_threshold_there_is_a_mean_reward_and_no_accuracy(tmp_path):
+    bare = benchmark(success_threshold=None, count_votes=None)
+    got = run_benchmark(bare, lambda: Texts(TEXTS), tmp_path / "sums.json", {}, print)
+    assert got["reward"] == pytest.approx((1 / 2 + 1 / 4 + 2 / 3) / 3) and got["greedy_reward"] == 2 / 3
+    assert not [key for key in got if key.startswith(("pass@", "majority")) or key == "greedy"]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table([{"set": "sums", **got}]))
+    heading, row = console.export_text().splitlines()
+    assert heading.split()[2:] == ["pass@1", "majority", "greedy", "reward", "tokens", "cut"]
+    assert " ".join(row.split()) == "sums 3 x 4 - - - 0.472 1 8.3"
 
 
 def test_a_broken_evaluation_goes_on_where_it_stopped(monkeypatch, tmp_path):

@@ -37,6 +37,7 @@ def job(files, *, format="bf16", weights="plain", seed=0):
         "task.rewards": (f"{files / 'even.py'}:even",),
         "sample.max_tokens": 5,
         "evaluate.num_prompts": 8,
+        "evaluate.success_threshold": 1.0,
     }
     config = with_fields(RunConfig(), fields)
     return Job(

@@ -26,6 +26,7 @@ def make(files: Path, template="{prompt}") -> Study:
         "sample.max_tokens": 5,
         "noise.schedule": "none",
         "evaluate.num_prompts": 8,
+        "evaluate.success_threshold": 1.0,
         "checkpoint.every": 1,
     }
     above = claim("NVFP4 ends [above|below] BF16", "nvfp4", "bf16", "accuracy_after")

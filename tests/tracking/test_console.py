@@ -48,6 +48,18 @@ def test_what_a_step_did_not_measure_is_left_out():
     assert line == "step 1/2  reward nan  held-out 1.00  sigma 0.0095"
 
 
+def test_a_held_out_reward_is_shown_unless_it_is_the_accuracy():
+    shown = [
+        plain_line({"eval_reward": 0.5, **more}, steps_done=1, num_steps=2, left_s=None)
+        for more in ({}, {"eval_accuracy": 0.5}, {"eval_accuracy": 0.25})
+    ]
+    assert shown == [
+        "step 1/2  held-out reward 0.500",
+        "step 1/2  held-out 0.50",
+        "step 1/2  held-out 0.25  held-out reward 0.500",
+    ]
+
+
 def test_a_line_is_one_line_however_narrow_the_file():
     console = Console(file=io.StringIO(), width=20)
     PlainDisplay(console, 30, "").finished(2, METRICS, "sample")

@@ -10,7 +10,7 @@ import torch
 from learner.samples import prompt, random_groups, sample
 from learner.tiny import VOCAB, run_config, tiny_learner
 from qerl.algo.pivot import Success
-from qerl.config import AlgoConfig, DeepConfig, RunConfig, SampleConfig
+from qerl.config import AlgoConfig, DeepConfig, EvalConfig, RunConfig, SampleConfig
 from qerl.engine.generation import Stats
 from qerl.errors import UserError
 from qerl.learner.minibatch import after_prefix, split
@@ -24,6 +24,7 @@ CONFIG = RunConfig(
     num_generations=3,
     sample=SampleConfig(max_tokens=8),
     algo=AlgoConfig(advantage="mean", loss_type="grpo", branching="deep", deep=DEEP),
+    evaluate=EvalConfig(success_threshold=1.0),
 )
 
 

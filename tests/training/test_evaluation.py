@@ -1,11 +1,12 @@
 """The engine here is a table: the text of every sample is fixed by prompt and place."""
 
 import math
+import statistics
 
 import pytest
 
 from qerl.errors import UserError
-from qerl.training.evaluation import evaluate
+from qerl.training.evaluation import evaluate, held_out_text
 from qerl.types import Group, Prompt, Sample, Sampling
 
 SAMPLED = Sampling(max_tokens=8, temperature=0.6, top_p=0.95)
@@ -84,6 +85,31 @@ def test_a_failed_reward_counts_as_wrong_and_is_counted():
 def test_the_threshold_decides_what_is_correct():
     assert evaluated(threshold=1.2).accuracy == pytest.approx(1 / 12, rel=1e-12)
     assert evaluated(threshold=0.9).accuracy == pytest.approx(1 / 2, rel=1e-12)
+
+
+def test_the_mean_reward_is_over_the_samples_that_have_one_and_needs_no_threshold():
+    # 1, 0 and 4.4 / 4: the two failed samples of the first prompt have none
+    for threshold in (1.0, None):
+        result = evaluated(threshold=threshold)
+        assert result.reward == pytest.approx(2.1 / 3, rel=1e-12)
+        assert result.reward_error == pytest.approx(statistics.stdev((1, 0, 1.1)) / math.sqrt(3))
+    assert result.accuracy is None and result.accuracy_error is None and result.pass_at_k == {}
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"accuracy": 0.5, "greedy": 0.25, "reward": 0.5, "greedy_reward": 0.25},
+         "held-out accuracy after training: 0.500 at temperature 1, 0.250 greedy (8 problems)"),
+        ({"reward": -46.64, "greedy_reward": -30},
+         "held-out reward after training: -46.640 at temperature 1, -30.000 greedy (8 problems)"),
+        ({"accuracy": 0.5, "greedy": 0.25, "reward": 0.75, "greedy_reward": 0.5},
+         "held-out accuracy after training: 0.500 at temperature 1, 0.250 greedy;"
+         " held-out reward after training: 0.750 at temperature 1, 0.500 greedy (8 problems)"),
+    ],
+)  # fmt: skip
+def test_the_console_says_what_there_is(figures, said):
+    assert held_out_text(figures, "after", temperature=1.0, num_prompts=8) == said
 
 
 def test_mean_tokens_is_over_samples():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qerl.config import AlgoConfig, NoiseConfig, RunConfig, SampleConfig
+from qerl.config import AlgoConfig, EvalConfig, NoiseConfig, RunConfig, SampleConfig
 from qerl.errors import RunError
 from qerl.training.loop import Parts, run
 from qerl.training.rollout import GroupRollouts
@@ -115,6 +115,7 @@ CONFIG = RunConfig(
     num_generations=8,
     sample=SampleConfig(max_tokens=4),
     noise=NoiseConfig(schedule="none"),
+    evaluate=EvalConfig(success_threshold=1.0),
 )
 
 

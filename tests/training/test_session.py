@@ -70,7 +70,9 @@ def test_the_last_line_is_the_result(unbroken):
     assert result == json.loads((out / "result.json").read_text())
     assert set(result) == {
         "accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "train_s", "run",
+        "reward_before", "reward_after", "greedy_reward_before", "greedy_reward_after",
     }  # fmt: skip
+    assert result["reward_after"] == result["accuracy_after"]  # of rewards that are 0 or 1
     assert result["run"] == str(out) and result["train_s"] > 0
 
 
@@ -262,3 +264,25 @@ def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, d
     assert [step["mismatch_max"] > 0 for step in sampler] == [step["sigma"] > 0 for step in sampler]
     assert {step["sigma"] > 0 for step in sampler} == {True, False}
     assert [step["noise_draws"] for step in both] == [draws * (step["sigma"] > 0) for step in both]
+
+
+def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
+    """The README's own example ended with accuracy 0.0."""
+    (files / "size.py").write_text(
+        "def size(completion_ids, **columns):\n    return [-float(len(set(ids))) for ids in completion_ids]\n"
+    )
+    given = ["--task.rewards", f"{files / 'size.py'}:size", "--num-steps", "2", "--evaluate.every", "1"]
+    given += ["--evaluate.success-threshold", "None", "--noise.num-stages", "2"]
+    stdout = finish(files, tmp_path / "run", *given)
+    figures = json.loads((tmp_path / "run" / "evaluations.json").read_text())
+    assert {moment: set(values) for moment, values in figures.items()} == {
+        "before": {"reward", "greedy_reward"},
+        "after": {"reward", "greedy_reward"},
+    }
+    assert -5 <= figures["before"]["reward"] < 0
+    result = json.loads(stdout.splitlines()[-1])
+    assert result["reward_after"] == figures["after"]["reward"]
+    steps = metrics(tmp_path / "run")
+    assert steps[-1]["eval_reward"] == figures["after"]["reward"] and "accuracy" not in stdout
+    assert not [key for step in steps for key in step if "accuracy" in key or key.startswith("pass_at")]
+    assert "Held-out reward" in (tmp_path / "run" / "report.html").read_text()

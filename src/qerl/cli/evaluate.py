@@ -61,5 +61,5 @@ def paper_sampling(options: EvalOptions) -> EvalOptions:
 
     The paper does not give the number of samples per problem."""
     return dataclasses.replace(
-        options, temperature=0.6, top_p=0.95, max_tokens=4096, num_samples=16, success_threshold=1.0
+        options, temperature=0.6, top_p=0.95, max_tokens=4096, num_samples=16, success_threshold=None
     )

@@ -41,8 +41,9 @@ class EvalOptions:
     seed: int = 0
     """Seed of the samples, and of the problems of a procedural task."""
 
-    success_threshold: float = 1.0
-    """A sample is correct if its reward is at least this."""
+    success_threshold: float | None = None
+    """A sample is correct if its reward is at least this. None: 1 for built-in rewards; own ones then have
+    no accuracy, only their mean."""
 
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()

@@ -21,8 +21,9 @@ class EvalConfig:
     every: int | None = None
     """Evaluate after every this many steps too."""
 
-    success_threshold: float = 1.0
-    """A sample is correct if its reward is at least this."""
+    success_threshold: float | None = None
+    """A sample is correct if its reward is at least this. None: 1 for built-in rewards; own ones then have
+    no accuracy, only their mean."""
 
     def __post_init__(self):
         check_not_negative(self, "num_prompts", prefix="evaluate.")

@@ -21,7 +21,15 @@ from typing import Any
 
 from qerl.algo.estimate import majority_vote
 from qerl.tracking.atomic_file import decode, encode, write_atomic
-from qerl.training.evaluation import Score, greedy, is_correct, sample_and_score, sampled_tokens, summarize
+from qerl.training.evaluation import (
+    Evaluation,
+    Score,
+    greedy,
+    is_correct,
+    sample_and_score,
+    sampled_tokens,
+    summarize,
+)
 from qerl.types import Prompt, RolloutEngine, Sampling
 
 _SAMPLES_PER_BATCH = 1024
@@ -43,7 +51,8 @@ class Benchmark:
     num_samples: int
     sampling: Sampling
     seed: int
-    success_threshold: float
+    success_threshold: float | None
+    """None: there is no accuracy, only the mean reward."""
 
 
 def settings_of(benchmark: Benchmark, settings: dict[str, Any]) -> dict[str, Any]:
@@ -135,8 +144,9 @@ def _majority(samples: dict[str, list[Any]]) -> float | None:
     return None if winner is None else samples["rewards"][samples["votes"].index(winner)]
 
 
-def summarize_problems(problems: list[dict[str, Any]], success_threshold: float) -> dict[str, Any]:
-    """Return pass@1 with its standard error over problems, unbiased pass@k, majority and greedy accuracy."""
+def summarize_problems(problems: list[dict[str, Any]], success_threshold: float | None) -> dict[str, Any]:
+    """Return mean reward; with a threshold also pass@1, unbiased pass@k, majority and greedy accuracy. Errors
+    are standard errors over problems."""
     sampled = summarize(
         [problem["rewards"] for problem in problems],
         [problem["num_tokens"] for problem in problems],
@@ -147,6 +157,22 @@ def summarize_problems(problems: list[dict[str, Any]], success_threshold: float)
         [[problem["greedy"]["num_tokens"]] for problem in problems],
         success_threshold,
     )
+    return {
+        **({} if success_threshold is None else _accuracies(problems, sampled, best, success_threshold)),
+        "reward": sampled.reward,
+        "reward_error": sampled.reward_error,
+        "greedy_reward": best.reward,
+        "num_prompts": sampled.num_prompts,
+        "num_samples": len(problems[0]["rewards"]),
+        "mean_tokens": sampled.mean_tokens,
+        "cut_fraction": fmean(is_cut for problem in problems for is_cut in problem["is_cut"]),
+        "num_failed_rewards": sampled.num_failed + best.num_failed,
+    }
+
+
+def _accuracies(
+    problems: list[dict[str, Any]], sampled: Evaluation, best: Evaluation, success_threshold: float
+) -> dict[str, Any]:
     has_votes = any(vote is not None for problem in problems for vote in problem["votes"])
     majority = [is_correct(problem["majority"], success_threshold) for problem in problems]
     return {
@@ -156,9 +182,4 @@ def summarize_problems(problems: list[dict[str, Any]], success_threshold: float)
         "majority": fmean(majority) if has_votes else None,
         "greedy": best.accuracy,
         "greedy_error": best.accuracy_error,
-        "num_prompts": sampled.num_prompts,
-        "num_samples": len(problems[0]["rewards"]),
-        "mean_tokens": sampled.mean_tokens,
-        "cut_fraction": fmean(is_cut for problem in problems for is_cut in problem["is_cut"]),
-        "num_failed_rewards": sampled.num_failed + best.num_failed,
     }

@@ -79,21 +79,33 @@ def run_benchmarks(
 
 
 def table(results: list[dict[str, Any]]) -> Table:
-    """Return a row per benchmark, in percent; the error is the standard error of pass@1 over problems."""
+    """Return a row per benchmark: accuracies in percent, mean rewards as they are; errors are standard errors
+    over problems."""
     keys = {key for each in results for key in each}
     powers = sorted({int(key[5:]) for key in keys if re.fullmatch(r"pass@\d+", key)} - {1})
     shown = Table(box=None, pad_edge=False)
-    headings = ("samples", "pass@1", *(f"@{k}" for k in powers), "majority", "greedy", "tokens", "cut")
+    headings = ["samples", "pass@1", *(f"@{k}" for k in powers), "majority", "greedy"]
+    has_rewards = any(map(_adds_reward, results))
+    headings += [*(["reward"] * has_rewards), "tokens", "cut"]
     shown.add_column("benchmark", no_wrap=True)
     for heading in headings:
         shown.add_column(heading, justify="right", no_wrap=True)
     for each in results:
-        error = "" if each["pass@1_error"] is None else f" +- {100 * each['pass@1_error']:.1f}"
+        error = each.get("pass@1_error")
+        first = _percent(each.get("pass@1")) + ("" if error is None else f" +- {100 * error:.1f}")
         values = [_percent(each.get(key)) for key in (*(f"pass@{k}" for k in powers), "majority", "greedy")]
+        values += ["-" if each["reward"] is None else f"{each['reward']:.3f}"] * has_rewards
         lengths = [f"{each['mean_tokens']:.0f}", _percent(each["cut_fraction"])]
         counts = f"{each['num_prompts']} x {each['num_samples']}"
-        shown.add_row(each["set"], counts, _percent(each["pass@1"]) + error, *values, *lengths)
+        shown.add_row(each["set"], counts, first, *values, *lengths)
     return shown
+
+
+def _adds_reward(result: dict[str, Any]) -> bool:
+    """True if the mean reward is not the accuracy, which it is for rewards of 0 and 1 that never fail."""
+    return "pass@1" not in result or (
+        not result["num_failed_rewards"] and result["reward"] != result["pass@1"]
+    )
 
 
 def _percent(share: float | None) -> str:
@@ -187,7 +199,7 @@ def _benchmark(
         num_samples=options.num_samples,
         sampling=sampling_of(config),
         seed=options.seed,
-        success_threshold=options.success_threshold,
+        success_threshold=pool.success_threshold(options.success_threshold),
     )
 
 

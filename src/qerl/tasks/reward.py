@@ -43,6 +43,8 @@ class RewardPool:
         """functions: used instead of config.rewards if there are any."""
         needs_answer = not functions and not {*NEED_ANSWER, "higher_lower"}.isdisjoint(config.rewards)
         self._answer_column = config.answer_column if needs_answer else None
+        self.is_built_in = not functions and all(name in REWARDS for name in config.rewards)
+        """True if no reward is the user's own, so that 1 means a correct sample."""
         functions = list(functions) or [resolve(name, config) for name in config.rewards]
         self.sources = function_sources(functions)
         """SHA-256 of what each function is made of, by name; none for built-in ones."""
@@ -81,6 +83,10 @@ class RewardPool:
             work = functools.partial(score, self._functions, weights)
             num_workers = config.reward_workers
             self._function_pool = WorkerPool(work, num_workers=num_workers, memory_bytes=memory_bytes)
+
+    def success_threshold(self, given: float | None) -> float | None:
+        """Return evaluate.success_threshold; where it is not given, that of built-in rewards."""
+        return 1.0 if given is None and self.is_built_in else given
 
     def __enter__(self) -> "RewardPool":
         return self

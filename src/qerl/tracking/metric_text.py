@@ -12,6 +12,7 @@ _HEADLINES = (
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "accuracy", "{:.2f}"),
     ("eval_accuracy", "held-out", "{:.2f}"),
+    ("eval_reward", "held-out reward", "{:.3f}"),
     ("entropy", "entropy", "{:.2f}"),
     ("mismatch_kl", "kl", "{:.1e}"),
     ("sigma", "sigma", "{:.2g}"),
@@ -31,7 +32,8 @@ def is_timing(key: str) -> bool:
 def headline_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield (label, value) of the main metrics that are there, in a fixed order."""
     for key, label, template in _HEADLINES:
-        if key in metrics:
+        is_repeated = key == "eval_reward" and metrics.get(key) == metrics.get("eval_accuracy")
+        if key in metrics and not is_repeated:
             yield label, template.format(metrics[key])
 
 

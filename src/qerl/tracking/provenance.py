@@ -100,6 +100,8 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict
     accepted = {"task.name"} if new["accept_changes"] else set()
     if new["num_steps"] > old.get("num_steps", math.inf):
         accepted.add("num_steps")
+    if found.get("evaluate.success_threshold") == ("1.0", "null"):  # the default of former versions
+        del found["evaluate.success_threshold"]
     wrong = {name: pair for name, pair in found.items() if name not in accepted}
     if not wrong:
         return {f"config.{name}": tuple(map(json.loads, pair)) for name, pair in found.items()}

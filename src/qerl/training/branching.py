@@ -98,7 +98,8 @@ class BranchingRollouts:
             "sampled_tokens": stats.num_tokens,
         }
         if rewards:
-            metrics["branch_accuracy"] = fmean(reward >= threshold for reward in rewards)
+            if threshold is not None:
+                metrics["branch_accuracy"] = fmean(reward >= threshold for reward in rewards)
             metrics["pivot_success"] = fmean(each.succeeded for each in tries)
             metrics["pivot_ratio"] = fmean(each.ratio for each in tries)
         if success is not None:

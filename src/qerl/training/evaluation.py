@@ -1,5 +1,6 @@
-"""Evaluate a policy by sampling: sample prompts, score the samples, and estimate accuracy and pass@k.
+"""Evaluate a policy by sampling: sample prompts, score the samples, estimate reward, accuracy and pass@k.
 
+    reward   = mean over prompts of the mean reward of the samples that have one
     accuracy = mean over prompts of the fraction of samples whose reward reaches the threshold
 
 A failed reward counts as wrong, and failures are counted. The samples' random numbers are those of step -1,
@@ -24,14 +25,18 @@ Score = Callable[[list[Group]], list[list[float | None]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Evaluation(accuracy=0.62, accuracy_error=0.02, pass_at_k={1: 0.62, 2: 0.7, 4: 0.75}, mean_tokens=8.1,
-    num_prompts=256, num_failed=0)"""
+    """Evaluation(reward=0.7, reward_error=0.02, accuracy=0.62, accuracy_error=0.02,
+    pass_at_k={1: 0.62, 2: 0.7, 4: 0.75}, mean_tokens=8.1, num_prompts=256, num_failed=0)"""
 
-    accuracy: float
+    reward: float | None
+    """None if every reward failed."""
+    reward_error: float | None
+    """Standard error over prompts, as that of the accuracy; None for a single prompt."""
+    accuracy: float | None
+    """None without a threshold."""
     accuracy_error: float | None
-    """Standard error over prompts; None for a single prompt."""
     pass_at_k: dict[int, float]
-    """For k = 1, 2, 4 and so on up to the number of samples per prompt."""
+    """For k = 1, 2, 4 and so on up to the number of samples per prompt; empty without a threshold."""
     mean_tokens: float
     """Mean sampled tokens of a sample."""
     num_prompts: int
@@ -47,7 +52,7 @@ def evaluate(
     num_samples: int,
     sampling: Sampling,
     seed: int,
-    threshold: float = 1.0,
+    threshold: float | None = 1.0,
 ) -> Evaluation:
     """Sample every prompt, score the samples and summarize; greedy sampling allows one sample per prompt."""
     if not prompts:
@@ -81,18 +86,29 @@ def sample_and_score(
 
 
 def summarize(
-    rewards_P_G: Sequence[Sequence[float | None]], tokens_P_G: Sequence[Sequence[int]], threshold: float
+    rewards_P_G: Sequence[Sequence[float | None]],
+    tokens_P_G: Sequence[Sequence[int]],
+    threshold: float | None,
 ) -> Evaluation:
-    """Estimate accuracy and pass@k from rewards and sampled tokens, both by prompt and sample."""
-    correct_P_G = [[is_correct(reward, threshold) for reward in rewards_G] for rewards_G in rewards_P_G]
-    accuracy, accuracy_error = clustered_mean(correct_P_G)
+    """Estimate reward, accuracy and pass@k from rewards and sampled tokens, both by prompt and sample."""
+    given_P_G = [[reward for reward in rewards_G if reward is not None] for rewards_G in rewards_P_G]
+    num_failed = sum(map(len, rewards_P_G)) - sum(map(len, given_P_G))
+    given_P_G = [given_G for given_G in given_P_G if given_G]
+    reward, reward_error = clustered_mean(given_P_G) if given_P_G else (None, None)
+    accuracy, accuracy_error, powers = None, None, {}
+    if threshold is not None:
+        correct_P_G = [[is_correct(reward, threshold) for reward in rewards_G] for rewards_G in rewards_P_G]
+        accuracy, accuracy_error = clustered_mean(correct_P_G)
+        powers = pass_at_powers(correct_P_G)
     return Evaluation(
+        reward=reward,
+        reward_error=reward_error,
         accuracy=accuracy,
         accuracy_error=accuracy_error,
-        pass_at_k=pass_at_powers(correct_P_G),
+        pass_at_k=powers,
         mean_tokens=fmean(tokens for tokens_G in tokens_P_G for tokens in tokens_G),
         num_prompts=len(rewards_P_G),
-        num_failed=sum(reward is None for rewards_G in rewards_P_G for reward in rewards_G),
+        num_failed=num_failed,
     )
 
 
@@ -108,3 +124,17 @@ def sampled_tokens(group: Group) -> list[int]:
 def greedy(sampling: Sampling) -> Sampling:
     """Return the sampling that picks the most likely token."""
     return dataclasses.replace(sampling, temperature=0.0, top_k=None, top_p=None, min_p=None)
+
+
+def held_out_text(figures: dict[str, float], moment: str, *, temperature: float, num_prompts: int) -> str:
+    """Return the console's line; a reward that is the accuracy is not said twice."""
+    pairs = [("accuracy", "greedy"), ("reward", "greedy_reward")]
+    values = {name: (figures.get(name), figures.get(best)) for name, best in pairs if name in figures}
+    if values.get("accuracy") == values.get("reward"):
+        values.pop("reward", None)
+    parts = [
+        f"held-out {name} {moment} training: {sampled:.3f} at temperature {temperature:g}"
+        + ("" if best is None else f", {best:.3f} greedy")
+        for name, (sampled, best) in values.items()
+    ]
+    return f"{'; '.join(parts)} ({num_prompts} problems)"

@@ -96,10 +96,9 @@ def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [len(sample.logprobs_T) for sample in samples]
     threshold = config.evaluate.success_threshold
-    correct_P_G = [[s.reward >= threshold for s in g.samples_G if s.reward is not None] for g in groups]
+    rewards_P_G = [[s.reward for s in group.samples_G if s.reward is not None] for group in groups]
     return {
         "reward": fmean(rewards),
-        "accuracy": fmean(reward >= threshold for reward in rewards),
         "informative": fmean(is_informative([s.reward for s in group.samples_G]) for group in groups),
         "distinct": fmean(len({s.text for s in group.samples_G}) / len(group.samples_G) for group in groups),
         "mean_tokens": fmean(lengths),
@@ -107,8 +106,14 @@ def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
         "num_failed_rewards": len(samples) - len(rewards),
         **multi_turn_metrics(samples),
-        **{f"pass_at_{k}": value for k, value in pass_at_powers(correct_P_G).items()},
+        **({} if threshold is None else accuracy_metrics(rewards_P_G, threshold)),
     }
+
+
+def accuracy_metrics(rewards_P_G: list[list[float]], threshold: float) -> dict[str, float]:
+    correct_P_G = [[reward >= threshold for reward in rewards_G] for rewards_G in rewards_P_G]
+    powers = {f"pass_at_{k}": value for k, value in pass_at_powers(correct_P_G).items()}
+    return {"accuracy": fmean(is_correct for correct_G in correct_P_G for is_correct in correct_G), **powers}
 
 
 def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:

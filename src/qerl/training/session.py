@@ -4,7 +4,7 @@ The run's folder:
 
     run.json           the resolved config, versions, commit
     metrics.jsonl      one line per step                samples.jsonl   one line per sample
-    evaluations.json   held-out accuracy by moment      checkpoints/    adapter, optimizer, counters
+    evaluations.json   held-out figures by moment       checkpoints/    adapter, optimizer, counters
     tensorboard/       the same metrics                 result.json, report.html   once the run is complete
 """
 
@@ -31,7 +31,7 @@ from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.training.branching import BranchingRollouts
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
-from qerl.training.evaluation import evaluate, greedy
+from qerl.training.evaluation import Evaluation, evaluate, greedy, held_out_text
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
 from qerl.training.policy import load_policy
@@ -67,6 +67,9 @@ def _train(
                 if ranks.is_first and not (folder / "report.html").exists():
                     write_report([folder], folder / "report.html")
                 return finished
+            threshold = pool.success_threshold(config.evaluate.success_threshold)
+            evaluate = dataclasses.replace(config.evaluate, success_threshold=threshold)
+            config = dataclasses.replace(config, evaluate=evaluate)
             result = _Session(config, folder, journal, pool, stop, ranks, cluster).run()
             journal.finish(result)
             if ranks.is_first:
@@ -182,7 +185,7 @@ class _Session:
         self.journal.resume(first_step)
         self.sampler.publish(self.learner.version)
         if first_step and self.prompts and "before" not in self.evaluations:
-            self.journal.notice("evaluations.json has no accuracy from before the first step")
+            self.journal.notice("evaluations.json has nothing from before the first step")
         if first_step == 0:
             self.evaluations = {}  # any that exist belong to an earlier config
         elif first_step < self.config.num_steps and "after" in self.evaluations:  # it is given more steps
@@ -229,39 +232,44 @@ class _Session:
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
-                accuracy, best = self.accuracies()
-            log.add(eval_accuracy=accuracy, eval_greedy=best)
+                figures = self.held_out_figures()
+            for name in ("accuracy", "greedy", "reward", "greedy_reward"):
+                log.add(**{f"eval_{name}": figures[name]} if name in figures else {})
 
     def evaluate(self, moment: str) -> None:
-        """Measure held-out accuracy before or after training, once per run even if the run is resumed."""
+        """Measure held-out reward and accuracy before or after training, once even if the run is resumed."""
         if moment in self.evaluations or not self.prompts:
             return
         with self.journal.span("evaluate"):
-            accuracy, best = self.accuracies()
-        self.evaluations[moment] = {"accuracy": accuracy, "greedy": best}
+            figures = self.held_out_figures()
+        self.evaluations[moment] = figures
         self.write_evaluations()
-        self.journal.notice(
-            f"held-out accuracy {moment} training: {accuracy:.3f} at temperature"
-            f" {self.config.sample.temperature:g},"
-            f" {best:.3f} greedy ({len(self.prompts)} problems)"
-        )
+        temperature, num = self.config.sample.temperature, len(self.prompts)
+        self.journal.notice(held_out_text(figures, moment, temperature=temperature, num_prompts=num))
 
     def write_evaluations(self) -> None:
         if self.ranks.is_first:
             write_atomic(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
 
-    def accuracies(self) -> tuple[float, float]:
-        """Return the accuracy without noise: with the config's sampling, and greedy."""
+    def held_out_figures(self) -> dict[str, float]:
+        """Return accuracy, if there is one, and mean reward without noise: with the config's sampling, and
+        greedy."""
         sampling = sampling_of(self.config)
-        accuracies = self.accuracy(sampling), self.accuracy(greedy(sampling))
+        sampled, best = self.measure(sampling), self.measure(greedy(sampling))
         self.report_failures()
-        return accuracies
+        figures = {
+            "accuracy": sampled.accuracy,
+            "greedy": best.accuracy,
+            "reward": sampled.reward,
+            "greedy_reward": best.reward,
+        }
+        return {name: value for name, value in figures.items() if value is not None}
 
     def report_failures(self) -> None:
         for text in format_failures(self.rewards.take_failures()):
             self.journal.notice(text)
 
-    def accuracy(self, sampling: Sampling) -> float:
+    def measure(self, sampling: Sampling) -> Evaluation:
         return evaluate(
             self.sampler,
             self.rewards.score,
@@ -270,18 +278,18 @@ class _Session:
             sampling=sampling,
             seed=self.config.seed,
             threshold=self.config.evaluate.success_threshold,
-        ).accuracy
+        )
 
     def result(self) -> dict[str, Any]:
         moments = [(moment, self.evaluations.get(moment)) for moment in ("before", "after")]
-        accuracies = {
+        figures = {
             f"{name}_{moment}": value[name]
-            for name in ("accuracy", "greedy")
+            for name in ("accuracy", "greedy", "reward", "greedy_reward")
             for moment, value in moments
-            if value is not None
+            if value is not None and name in value
         }
         train_s = self.ranks.from_first(lambda: sum(step["step_s"] for step in self.journal.steps()))
-        return {**accuracies, "train_s": round(train_s, 1), "run": str(self.folder)}
+        return {**figures, "train_s": round(train_s, 1), "run": str(self.folder)}
 
 
 def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster: Cluster | None) -> None:

@@ -4,7 +4,7 @@ import json
 
 from qerl.tracking.report import page
 from qerl.tracking.report.read import RecordedRun, read_run, select_steps
-from qerl.tracking.report.section import evaluated, phase_seconds
+from qerl.tracking.report.section import charts, evaluated, phase_seconds, tiles
 
 
 def run_of(records, evaluations=None):
@@ -93,6 +93,30 @@ def test_an_evaluation_stands_at_the_number_of_steps_then_taken():
     run = run_of(records, {"before": {"accuracy": 0.05, "greedy": 0.2}, "after": {"accuracy": 0.9}})
     assert evaluated(run, "accuracy") == [(0, 0.05), (2, 0.1), (4, 0.3), (5, 0.9)]
     assert evaluated(run, "greedy") == [(0, 0.2)]
+
+
+def test_the_end_of_a_run_that_was_given_more_steps_stays_where_it_was():
+    figures = {"before": 1.0, "after_2_steps": 2.0, "after": 3.0}
+    run = run_of([{"step": i} for i in range(5)], {m: {"reward": value} for m, value in figures.items()})
+    assert evaluated(run, "reward") == [(0, 1.0), (2, 2.0), (5, 3.0)]
+
+
+def test_own_rewards_have_tiles_and_dots_of_their_held_out_mean():
+    figures = {
+        "before": {"reward": -4.0, "greedy_reward": -3.0},
+        "after": {"reward": -2.0, "greedy_reward": -1.0},
+    }
+    run = run_of([{"step": 0, "reward": -4.0}, {"step": 1, "reward": -2.5}], figures)
+    shown = tiles([run])
+    assert "Held-out reward" in shown and "-4.00" in shown and "-2.00" in shown and "-1.00" in shown
+    assert "accuracy" not in shown
+    svg, _ = charts([run], [("reward", "Reward", "")])
+    assert svg.count('class="dot"') == 2 and svg.count('class="ring"') == 2
+
+
+def test_a_held_out_reward_that_is_the_accuracy_has_no_tile_of_its_own():
+    run = run_of([], {"after": {"accuracy": 0.5, "greedy": 1.0, "reward": 0.5, "greedy_reward": 1.0}})
+    assert "Held-out accuracy" in tiles([run]) and "Held-out reward" not in tiles([run])
 
 
 def test_the_last_evaluation_is_shown_once():

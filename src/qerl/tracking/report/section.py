@@ -1,6 +1,7 @@
 """Render the page's sections as HTML, with all text of a run escaped: headlines, charts, tables."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from html import escape
 from statistics import fmean, median
@@ -66,10 +67,18 @@ def tiles(runs: Sequence[RecordedRun]) -> str:
 def _headlines(run: RecordedRun) -> dict[str, str]:
     """Return {label: value} of the metrics that the run has."""
     tiles: dict[str, str] = {}
-    held_out, rewards = evaluated(run, "accuracy"), run.values("reward")
-    for label, values in (("Held-out accuracy", held_out), ("Greedy accuracy", evaluated(run, "greedy"))):
-        if values:
-            tiles[label] = _change(values[0][1], values[-1][1], len(values) > 1, "{:.0%}")
+    rewards = run.values("reward")
+    for name, of_rewards, label in (
+        ("accuracy", "reward", "Held-out"),
+        ("greedy", "greedy_reward", "Greedy"),
+    ):
+        accuracies, held_out = evaluated(run, name), evaluated(run, of_rewards)
+        if accuracies:
+            first, last = accuracies[0][1], accuracies[-1][1]
+            tiles[f"{label} accuracy"] = _change(first, last, len(accuracies) > 1, "{:.0%}")
+        if held_out and held_out != accuracies:
+            first, last = held_out[0][1], held_out[-1][1]
+            tiles[f"{label} reward"] = _change(first, last, len(held_out) > 1, "{:.2f}")
     if rewards:
         share = max(1, len(rewards) // 10)
         tiles["Reward"] = _change(fmean(rewards[:share]), fmean(rewards[-share:]), len(rewards) > 1, "{:.2f}")
@@ -92,10 +101,11 @@ def _change(first: float, last: float, has_changed: bool, template: str) -> str:
 
 
 def evaluated(run: RecordedRun, name: str) -> Points:
-    """Return (completed steps, held-out accuracy): before training, during it, and after."""
+    """Return (completed steps, held-out figure): before training, during it, and after."""
     points = [(step + 1, value) for step, value in run.points(f"eval_{name}")]
     last = run.records[-1]["step"] + 1 if run.records else 0
-    for moment, steps in (("before", 0), ("after", last)):
+    ends = {m: int(n[1]) for m in run.evaluations if (n := re.fullmatch(r"after_(\d+)_steps", m))}
+    for moment, steps in {"before": 0, **ends, "after": last}.items():
         scores = run.evaluations.get(moment)
         value = number(scores.get(name)) if isinstance(scores, dict) else None
         if value is not None and steps not in [step for step, _ in points]:
@@ -117,7 +127,7 @@ def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
 
 def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     charted = {key for key, _, _ in [*CHARTS, *pass_at_charts(runs)]}
-    charted |= {"step", "wall_time", "eval_accuracy", "eval_greedy"}
+    charted |= {"step", "wall_time", "eval_accuracy", "eval_greedy", "eval_reward", "eval_greedy_reward"}
     keys = _keys(runs)
     return [(key, key, "") for key in sorted(keys - charted, key=lambda key: (is_timing(key), key))]
 
@@ -138,8 +148,9 @@ def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -
 def _series(run: RecordedRun, run_index: int, key: str) -> list[Series]:
     mark = "exact" if key in _EXACT else "line"
     series = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark)]
-    if key == "accuracy":
-        for name, label, mark in (("accuracy", "held-out", "dot"), ("greedy", "held-out greedy", "ring")):
+    if key in ("accuracy", "reward"):
+        best = "greedy" if key == "accuracy" else "greedy_reward"
+        for name, label, mark in ((key, "held-out", "dot"), (best, "held-out greedy", "ring")):
             points = evaluated(run, name)
             series.append(Series(label=f"{run.name}, {label}", run_index=run_index, points=points, mark=mark))
     return series
