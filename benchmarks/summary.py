@@ -5,13 +5,15 @@ format of the weights. A value that was not measured, or from fewer than 3 runs,
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
-from benchmarks.rows import NOT_MEASURED, Row, gpu_name, has_enough_runs, latest, markdown
+from benchmarks.rows import NOT_MEASURED, Row, gpu_name, has_enough_runs, markdown
 
 _SAME = ("kv_gb", "micro_tokens", "optimizer", "head", "group_size", "prompt_tokens", "recompute")
 """Fields, besides those of a Line, that both rows of a line agree in."""
 _SIDES = ("qerl-nvfp4", "qerl-bf16")
+_MODES = (False, True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,10 +24,11 @@ class Line:
     figure: str
     case: Row
 
-    def rows(self, rows: list[Row]) -> list[Row]:
-        """Return the rows of this line that have enough runs."""
-        wanted = {"head": "bf16", "noise_sigma": 0.0, "exact_mode": False, "optimizer": "adamw"} | self.case
+    def rows(self, rows: list[Row], *, modes: tuple[bool, ...] = (False,)) -> list[Row]:
+        """Return the rows of this line that have enough runs; modes: the values of exact_mode to take."""
+        wanted = {"head": "bf16", "noise_sigma": 0.0, "optimizer": "adamw"} | self.case
         fits = (row for row in rows if all(row.get(k, v) == v for k, v in wanted.items()))
+        fits = (row for row in fits if row.get("exact_mode", False) in modes)
         return [row for row in fits if self.figure in row and has_enough_runs(row)]
 
 
@@ -70,24 +73,25 @@ _FORMAT: dict[str, Callable[[float], str]] = {
 
 
 def speed_table(rows: list[Row]) -> str:
-    """Return NVFP4 beside BF16, a line per measurement and GPU."""
+    """Return NVFP4 beside BF16: a line per measurement, three columns per GPU."""
+    gpus = sorted({gpu_name(row) for line in SPEED for row in line.rows(rows)}, reverse=True) or ["-"]
     lines: list[list[str]] = []
     for line in SPEED:
-        candidates = line.rows(latest(rows))
-        gpus = sorted({gpu_name(row) for row in candidates}) or ["-"]
+        setting = [str(line.case.get("kv", "-")), str(line.case["lora_rank"])]
+        cells: list[str] = []
         for gpu in gpus:
-            sides = _sides([row for row in candidates if gpu_name(row) == gpu])
-            values = [None if row is None else row[line.figure] for row in sides]
-            cells = [NOT_MEASURED if value is None else _FORMAT[line.figure](value) for value in values]
-            setting = [gpu, str(line.case.get("kv", "-")), str(line.case["lora_rank"])]
-            lines.append([line.name, *setting, *cells, _ratio(line.figure, values)])
+            of_gpu = [row for row in line.rows(rows) if gpu_name(row) == gpu]
+            values = [None if row is None else row[line.figure] for row in _pair(of_gpu, "provider", _SIDES)]
+            cells += [NOT_MEASURED if value is None else _FORMAT[line.figure](value) for value in values]
+            cells.append(_ratio(line.figure, values))
+        lines.append([line.name, *setting, *cells])
     title = (
         "Qwen2.5 shapes, random weights, 256-token prompts; medians of at least 3 runs. The ratio says how"
         " many times faster NVFP4 is than BF16 in the same code, or how many times less memory it takes."
         " The commit of every row stands in docs/speed.md."
     )
-    header = ["", "GPU", "KV", "LoRA rank", "NVFP4", "BF16", "ratio"]
-    return markdown(title, header, lines, [])
+    columns = [name for gpu in gpus for name in (f"{gpu.split()[0]} NVFP4", "BF16", "ratio")]
+    return markdown(title, ["", "KV", "LoRA rank", *columns], lines, [])
 
 
 def exact_table(rows: list[Row]) -> str:
@@ -95,12 +99,9 @@ def exact_table(rows: list[Row]) -> str:
     shown: list[Row] = []
     lines: list[list[str]] = []
     for line in (_step(8), _step(64)):
-        sides_by_mode = [
-            _of_provider(dataclasses.replace(line, case=line.case | {"exact_mode": mode}).rows(latest(rows)))
-            for mode in (False, True)
-        ]
-        for gpu in sorted({*sides_by_mode[0], *sides_by_mode[1]}) or ["-"]:
-            pair = [sides.get(gpu) for sides in sides_by_mode]
+        candidates = [row for row in line.rows(rows, modes=_MODES) if row["provider"] == _SIDES[0]]
+        for gpu in sorted({gpu_name(row) for row in candidates}) or ["-"]:
+            pair = _pair([row for row in candidates if gpu_name(row) == gpu], "exact_mode", _MODES)
             shown += (row for row in pair if row is not None)
             values = [None if row is None else row["step_s"] for row in pair]
             cells = [NOT_MEASURED if value is None else f"{value:.2f}" for value in values]
@@ -114,18 +115,18 @@ def exact_table(rows: list[Row]) -> str:
     return markdown(title, ["", "GPU", "KV", "LoRA rank", "off", "exact mode", "cost"], lines, shown)
 
 
-def _sides(rows: list[Row]) -> list[Row | None]:
-    """Return the NVFP4 row and the BF16 row with the same settings; None where there is none."""
-    ours = next((row for row in reversed(rows) if row["provider"] == _SIDES[0]), None)
-    others = [row for row in rows if row["provider"] == _SIDES[1]]
-    if ours is not None:
-        others = [row for row in others if all(row.get(name) == ours.get(name) for name in _SAME)]
-    return [ours, others[-1] if others else None]
+def _pair(rows: list[Row], name: str, values: tuple[object, object]) -> tuple[Row | None, Row | None]:
+    """Return the latest rows with the two values of the field, equal in everything else.
 
-
-def _of_provider(rows: list[Row]) -> dict[str, Row]:
-    """Return the NVFP4 row of each GPU."""
-    return {gpu_name(row): row for row in rows if row["provider"] == _SIDES[0]}
+    Rows of one commit come first: machines of one kind differ by up to 8 %, and those of a commit were mostly
+    measured on one machine. Without such a pair the latest of each side stand beside each other.
+    """
+    first, second = ([row for row in rows if row.get(name, False) == value] for value in values)
+    both = itertools.product(first, second)
+    pairs = [pair for pair in both if all(pair[0].get(k) == pair[1].get(k) for k in _SAME)]
+    if pairs:
+        return next((pair for pair in reversed(pairs) if pair[0]["commit"] == pair[1]["commit"]), pairs[-1])
+    return (first[-1] if first else None, None) if first else (None, second[-1] if second else None)
 
 
 def _ratio(figure: str, values: list[float | None]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from qerl import config
 from qerl.config import RunConfig, recipes
-from qerl.errors import RunError, UserError
+from qerl.errors import RunError, UserError, check_platform
 
 __all__ = ["RunConfig", "RunError", "UserError", "config", "recipes", "train"]
 
@@ -17,8 +17,7 @@ def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> d
     replace config.task.rewards. The run's folder holds the rest: metrics, samples, report, adapter. Ctrl-C
     and SIGTERM finish the step, save it and raise SystemExit; the same call then resumes.
     """
-    from qerl.training.session import (
-        train,  # importing torch and transformers takes seconds
-    )
+    check_platform()
+    from qerl.training.session import train  # importing torch and transformers takes seconds
 
     return train(config, rewards=rewards)

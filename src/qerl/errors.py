@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable
 
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
@@ -40,6 +41,12 @@ def require(condition: bool, message: str) -> None:
     """Raise UserError with the message unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def check_platform() -> None:
+    """Raise UserError on native Windows, which lacks fork, resource limits and file locks."""
+    if sys.platform == "win32":
+        raise UserError("qerl needs Linux or macOS; on Windows install it in WSL 2 (docs/machines.md)")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import tyro
 
 import tiny_run
+from qerl import train
 from qerl.cli import main
 from qerl.cli.arguments import check_options
 from qerl.cli.bench.options import BenchStepOptions
@@ -80,6 +81,13 @@ def test_train_lists_each_recipe_with_what_it_is_in_a_line(monkeypatch, capsys):
     for name, recipe in RECIPES.items():
         (line,) = [line for line in shown if line.split()[:1] == [name]]
         assert line.split(maxsplit=1)[1] == recipe.__doc__ and len(line) <= 110
+
+
+def test_native_windows_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    for attempt in (lambda: main.command(["train", "demo"]), lambda: train(RunConfig())):
+        with pytest.raises(UserError, match="on Windows install it in WSL 2"):
+            attempt()
 
 
 @pytest.mark.parametrize(("command", "usage"), [(name, f"usage: qerl {name}") for name in main.COMMANDS])

@@ -12,7 +12,7 @@ from types import ModuleType
 from qerl.cli import bench, evaluate, export, generate, plan, quantize, report, serve, train, watch
 from qerl.cli.arguments import check_known
 from qerl.config.renamed import COMMANDS as FORMER_COMMANDS
-from qerl.errors import RunError, UserError, redact
+from qerl.errors import RunError, UserError, check_platform, redact
 
 USAGE = """\
 usage: qerl COMMAND [ARGUMENT ...] [OPTIONS]
@@ -65,6 +65,7 @@ def command(arguments: list[str]) -> None:
     if name == "--version":
         print(f"qerl {importlib.metadata.version('qerl')}")
         return
+    check_platform()
     if name in ("-h", "--help"):
         lines = [f"  {name:10}{help_line(module)}" for name, module in COMMANDS.items()]
         print(USAGE.format(commands="\n".join(lines)))
