@@ -1,9 +1,6 @@
 """The notebook runs from its first cell to its last on a tiny model, and holds no outputs."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import tiny_run
@@ -19,7 +16,7 @@ def test_the_notebook_has_no_outputs():
     assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
 
 
-def test_the_notebook_loads_trains_plots_and_exports(tmp_path):
+def test_the_notebook_loads_trains_plots_and_exports(tmp_path, monkeypatch):
     model = tiny_run.write_model(tmp_path / "model")
     first, *others = ["".join(cell["source"]) for cell in CELLS]
     assert CELLS[0]["metadata"]["tags"] == ["parameters"] and first.startswith("MODEL = ")
@@ -27,14 +24,13 @@ def test_the_notebook_loads_trains_plots_and_exports(tmp_path):
     cells = [f"MODEL, RUN = {str(model)!r}, 'run'", *others]
     script = "\n\n".join(cells).replace("plt.show()", "figure.savefig('figure.png')")
     (tmp_path / "cells.py").write_text(script)
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "agg"}
-    done = subprocess.run(
-        [sys.executable, "cells.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    process = tiny_run.started(str(tmp_path / "cells.py"), environment={"MPLBACKEND": "agg"})
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
     run = tmp_path / "run"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 20
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {
         p.name for p in (run / "adapter").iterdir()
     }
-    assert (tmp_path / "figure.png").stat().st_size > 1000 and "trainable weights" in done.stdout
+    assert (tmp_path / "figure.png").stat().st_size > 1000 and "trainable weights" in stdout

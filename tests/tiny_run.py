@@ -85,8 +85,14 @@ class Forked:
     def __init__(self, work: Callable[[], object]):
         self._folder = Path(tempfile.mkdtemp(prefix="qerl-forked-"))
         self._out, self._err = self._folder / "stdout", self._folder / "stderr"
+        self._out.touch()
         self.pid = forked(work, self._out, self._err)
         self.returncode: int | None = None
+
+    @property
+    def written(self) -> str:
+        """Its stdout so far."""
+        return self._out.read_text()
 
     def poll(self) -> int | None:
         if self.returncode is None:

@@ -1,12 +1,13 @@
 """Chat in a real terminal, and `qerl generate`."""
 
+import fcntl
 import io
 import os
 import pty
 import select
 import signal
-import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -18,8 +19,6 @@ from qerl.config.options import GenerateOptions
 from qerl.errors import UserError
 from qerl.serve.chat import Chat
 from serve import parts
-
-SRC = Path(tiny_run.__file__).parents[1] / "src"
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +86,18 @@ class Terminal:
 
     def __init__(self, folder, *given):
         self._end, inner = pty.openpty()
-        source = "from qerl.cli.main import main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", source, "generate", str(folder), "--model.dtype", "fp32", *given],
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
-            env=os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-            preexec_fn=_take_terminal,
-        )
+
+        def work():
+            fcntl.ioctl(inner, termios.TIOCSCTTY, 0)
+            for number in range(3):
+                os.dup2(inner, number)
+            os.close(inner)
+            os.close(self._end)
+            sys.stdin, sys.stdout, sys.stderr = (_opened(number) for number in range(3))
+            sys.argv = ["qerl", "generate", str(folder), "--model.dtype", "fp32", *given]
+            main.main()
+
+        self.process = tiny_run.Forked(work)
         os.close(inner)
         self.shown = ""
 
@@ -128,11 +129,8 @@ class Terminal:
         os.close(self._end)
 
 
-def _take_terminal():
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+def _opened(number):
+    return open(number, "w" if number else "r", buffering=1, closefd=False)
 
 
 @pytest.fixture
@@ -172,18 +170,17 @@ def test_ctrl_d_ends(long_model):
 
 
 def test_a_second_ctrl_c_ends_the_program_within_an_answer(long_model):
-    source = "from qerl.cli.main import main; main()"
-    command = [sys.executable, "-c", source, "generate", str(long_model), "hello", "--max-tokens", "15000"]
-    process = subprocess.Popen(
-        [*command, "--model.dtype", "fp32"],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
-    )
+    given = ("generate", str(long_model), "hello", "--max-tokens", "15000", "--model.dtype", "fp32")
+
+    def work():
+        sys.argv = ["qerl", *given]
+        main.main()
+
+    process = tiny_run.Forked(work)
     try:
-        assert process.stdout.read(5)
+        parts.wait_for(lambda: len(process.written) >= 5)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.wait(timeout=20)
     finally:
         process.kill()
-        process.wait()
     assert process.returncode == 130

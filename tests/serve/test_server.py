@@ -5,14 +5,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from qerl.cli import main
 from qerl.config.options import ServeOptions
 from qerl.errors import UserError
 from qerl.serve.server import read_api_key, serve
@@ -141,18 +140,18 @@ def test_a_port_in_use_is_one_line():
 def test_the_command_serves_on_loopback_until_ctrl_c(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("command") / "mine"
     parts.tiny_run.write_model(folder)
-    source = "import sys; from qerl.cli.main import main; main()"
-    command = [sys.executable, "-c", source, "serve", str(folder), "--port", "0", "--model.dtype", "fp32"]
-    environment = os.environ | {
-        "QERL_API_KEY": KEY,
-        "PYTHONPATH": str(Path(parts.tiny_run.__file__).parents[1] / "src"),
-    }
-    server = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+
+    def work():
+        os.environ["QERL_API_KEY"] = KEY
+        sys.argv = ["qerl", "serve", str(folder), "--port", "0", "--model.dtype", "fp32"]
+        main.main()
+
+    server = parts.tiny_run.Forked(work)
     try:
-        said = server.stdout.readline()
-        name, _, address = said.strip().partition(" at ")
+        parts.wait_for(lambda: server.written.count("\n") == 2)
+        loading, ready = server.written.splitlines()
+        assert loading == f"serve {folder}: nvfp4, loading"
+        name, _, address = ready.partition(" at ")
         assert name == "mine" and address.startswith("http://127.0.0.1:")
         with openai.OpenAI(base_url=address, api_key=KEY) as client:
             assert asked(client, model="mine").usage.completion_tokens == 20
@@ -161,5 +160,4 @@ def test_the_command_serves_on_loopback_until_ctrl_c(model, tmp_path_factory):
         out, err = server.communicate(timeout=30)
     finally:
         server.kill()
-        server.wait()
-    assert server.returncode == 130 and KEY not in said + out + err and "Traceback" not in err
+    assert server.returncode == 130 and KEY not in out + err and "Traceback" not in err

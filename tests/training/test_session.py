@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -236,19 +234,12 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest - 1}, {largest - 1}));"
         f"from qerl.cli.main import main; main()"
     )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "train",
-        "demo",
-        *tiny_run.options(files, out),
-        "--checkpoint.every",
-        "1",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "cannot write the checkpoint" in done.stderr
-    assert "Traceback" not in done.stderr
+    (script := tmp_path / "limited").write_text(code)
+    more = (*tiny_run.options(files, out), "--checkpoint.every", "1")
+    process = tiny_run.started(str(script), "train", "demo", *more)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1 and "cannot write the checkpoint" in stderr
+    assert "Traceback" not in stderr
     assert "step-000001" in [path.name for path in (out / "checkpoints").iterdir()]
     finish(files, out, "--checkpoint.every", "1")
 
