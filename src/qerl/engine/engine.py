@@ -6,10 +6,10 @@
     prefill.py          prompts -> hidden states      teacher_forcing.py prefill by the decode forward
     decode_runner.py    bursts of steps, CUDA graphs  runner_cache.py    runners kept between calls
     decode_forward.py   one step's forward            decode_hopper.py   the same with Hopper kernels
-    fused_linear.py     linears of a decode step      batch_invariant.py the same, bits independent of batch
+    fused_linear.py     linears of a decode step      branch_batch.py    samples, then branches of them
     sampler.py          hidden states -> tokens       token_sampling.py  logits -> token and logprob
-    detokenizer.py      tokens -> text, stop strings  branch_batch.py    samples, then branches of them
-    live_batch.py       requests join and leave       row_sampler.py     rows with their own parameters
+    detokenizer.py      tokens -> text, stop strings  row_sampler.py     rows with their own parameters
+    live_batch.py       requests join and leave
     constraint.py       what a grammar allows         prompt_logprobs.py logprobs of a prompt's tokens
     score.py            exact logprobs of samples
 

@@ -10,7 +10,7 @@ TorchLinears    cuBLAS, u comes ready. BF16: one product [x | u] @ [W | B]^T. FP
                 for the adapters. Other formats: linear by linear, and one product for the adapters
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,11 +22,14 @@ from qerl.kernels.fp8_linear import fp8_product
 from qerl.kernels.fused_linear import side_by_side
 from qerl.kernels.matmul_fp32 import add_product
 from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
+from qerl.kernels.nvfp4_tile import MAX_TOKENS
 from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.kernels.swiglu import swiglu
 from qerl.models.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
 from qerl.models.linear import QuantLinear
 from qerl.models.packed_linear import tiles_of
+
+ONE_ORDER_ROWS = 32  # up to this many rows sums have one order: tests/kernels/test_nvfp4_decode.py
 
 
 class LinearGroup:
@@ -127,29 +130,42 @@ class FusedLinears(Protocol):
 
 
 class PackedLinears:
-    def __init__(self, device: torch.device):
-        self._kernel = NVFP4Decode(device)
+    def __init__(self, device: torch.device, rows_at_once: int = MAX_TOKENS):
+        """rows_at_once: rows of one product. With ONE_ORDER_ROWS a row's bits do not depend on the others. More
+        rows are several tiles of tokens, and the SMs split the k of each at another place: at 3584 x 3584,
+        rows 0..31 and 32..63 of 64 differ in bits (tests/parity/test_exact_hopper.py)."""
+        self._kernel, self._rows_at_once = NVFP4Decode(device), rows_at_once
 
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
-        return pays_to_make_u(rows, group.num_weights)
+        return pays_to_make_u(min(rows, self._rows_at_once), group.num_weights)
 
     def linear(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
     ) -> Tensor:
         assert group.tiles is not None
-        return self._kernel.linear(
-            x_BK,
-            group.tiles.tiles,
-            group.tiles.factors_N,
-            adapter=group.adapter(u_BR),
-            bias_N=group.bias_N,
-            residual_MN=residual_BN,
+        tiles, factors_N = group.tiles.tiles, group.tiles.factors_N
+        return self._by_slices(
+            lambda x, u, residual: self._kernel.linear(
+                x, tiles, factors_N, adapter=group.adapter(u), bias_N=group.bias_N, residual_MN=residual
+            ),
+            *(x_BK, u_BR, residual_BN),
         )
 
     def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
         assert group.tiles is not None and group.bias_N is None
-        adapter = group.adapter(u_BR)
-        return self._kernel.swiglu(x_BK, group.tiles.tiles, group.tiles.factors_N, adapter=adapter)
+        tiles, factors_N = group.tiles.tiles, group.tiles.factors_N
+        return self._by_slices(
+            lambda x, u: self._kernel.swiglu(x, tiles, factors_N, adapter=group.adapter(u)), x_BK, u_BR
+        )
+
+    def _by_slices(self, product: Callable[..., Tensor], x_BK: Tensor, *others: Tensor | None) -> Tensor:
+        if len(x_BK) <= self._rows_at_once:
+            return product(x_BK, *others)
+        starts = range(0, len(x_BK), self._rows_at_once)
+        slices = [slice(start, start + self._rows_at_once) for start in starts]
+        return torch.cat(
+            [product(*(None if t is None else t[rows] for t in (x_BK, *others))) for rows in slices]
+        )
 
 
 class TorchLinears:

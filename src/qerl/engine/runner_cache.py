@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from qerl.config import EngineConfig
-from qerl.engine.batch_invariant import ONE_ORDER_ROWS, BatchInvariantLinears
 from qerl.engine.decode_forward import DecodeForward, TorchForward
 from qerl.engine.decode_hopper import MAX_ROWS, HopperForward
 from qerl.engine.decode_runner import DecodeRunner, bucket_of
+from qerl.engine.fused_linear import ONE_ORDER_ROWS, PackedLinears
 from qerl.engine.kv_cache import KVCache
 from qerl.engine.row_sampler import RowSampler
 from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
@@ -116,7 +116,8 @@ class RunnerCache:
     def _make_forward(self):
         if self._config.exact:
             by_torch = functools.partial(TorchForward, decode=chunked_decode)
-            one_order = functools.partial(HopperForward, products=BatchInvariantLinears, chunk=CHUNK)
+            products = functools.partial(PackedLinears, rows_at_once=ONE_ORDER_ROWS)
+            one_order = functools.partial(HopperForward, products=products, chunk=CHUNK)
             return one_order if self._is_fast else by_torch
         return HopperForward if self._is_fast else TorchForward
 
