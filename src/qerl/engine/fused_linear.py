@@ -131,7 +131,7 @@ class FusedLinears(Protocol):
 
 class PackedLinears:
     def __init__(self, device: torch.device, rows_at_once: int = MAX_TOKENS):
-        """rows_at_once: rows of one product. With ONE_ORDER_ROWS a row's bits do not depend on the others. More
+        """rows_at_once: rows of one product. With ONE_ORDER_ROWS a row's bits depend on that row alone. More
         rows are several tiles of tokens, and the SMs split the k of each at another place: at 3584 x 3584,
         rows 0..31 and 32..63 of 64 differ in bits (tests/parity/test_exact_hopper.py)."""
         self._kernel, self._rows_at_once = NVFP4Decode(device), rows_at_once
