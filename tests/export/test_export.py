@@ -24,8 +24,10 @@ from qerl.learner import Learner, checkpoint
 from qerl.models.adapter import adapter_tensors, add_adapter, load_adapter, publish
 from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import build_decoder
+from qerl.models.merge_note import read_note
 from qerl.models.peft_reader import adapter_config, read_adapter
 from qerl.models.source import locate
+from qerl.models.tokenizer import load_tokenizer
 
 FAMILIES = ("llama", "qwen2")
 TOKENS = torch.arange(3, 40) * 7 % 250
@@ -404,3 +406,23 @@ def test_what_is_no_adapter_is_refused(tmp_path):
     assert "cannot be read" in refusal(lambda: read_adapter(str(adapter), ADAPTER))
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
     assert "pickled adapters are never loaded" in refusal(lambda: read_adapter(str(adapter), ADAPTER))
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_merged_model_has_a_note_of_what_the_run_learned(tmp_path, kind):
+    run, config, _decoder = run_of(
+        tmp_path,
+        format="bf16" if kind == "full" else "nvfp4",
+        adapter=dataclasses.replace(ADAPTER, kind=kind),
+    )
+    note = read_note(exported(tmp_path, config, "merged"), 320)
+    assert (note.run, note.base, note.base_format) == (str(run), config.model.path, config.model.format)
+    assert note.adapter["kind"] == kind and note.base_kl > 0.05 and note.merged_kl < 0.01 * note.base_kl
+    text = [*load_tokenizer(config.model.path).encode("11 plus 3 is what, and why?14"), 257]
+    assert list(note.probes[0].tokens_T) == text[:-1] and note.probes[0].start == len(text) - 4
+
+
+def test_a_run_without_samples_has_no_note(tmp_path):
+    run, config, _ = run_of(tmp_path)
+    (run / "samples.jsonl").unlink()
+    assert read_note(exported(tmp_path, config, "merged"), 320) is None

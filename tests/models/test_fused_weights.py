@@ -258,3 +258,15 @@ def test_tiles_stay_tiles(fuses, rng):
     x = torch.randn(9, K, generator=rng).bfloat16()
     op.project(x, linears)
     assert all(linear.fused is None for linear in linears)
+
+
+@pytest.mark.parametrize("format", ["bf16", "nvfp4"])
+def test_a_hook_sees_the_input_of_a_product_that_would_be_fused(fuses, rng, format):
+    """Calibration reads inputs by hooks; on a GPU a fused product passed them by."""
+    linears, seen = linears_of(rng, format=format), []
+    x_TK = torch.randn(5, K, generator=rng).bfloat16()
+    handle = linears[0].register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    op.project(x_TK, linears)
+    handle.remove()
+    op.project(x_TK, linears)
+    assert len(seen) == 1 and torch.equal(seen[0], x_TK)

@@ -60,9 +60,9 @@ def run_benchmarks(
             prompts = _prompts(task, tokenizer, config.seed, is_whole=has_benchmarks, **limits)
             pools[_grading(task)].check(prompts[0])
             benchmarks[name] = _benchmark(name, task, prompts, pools[_grading(task)], votes, config, options)
-        load_engine = cache(partial(load_trained_sampler, config, tokenizer, adapters))
-        model_settings = {"model": source, **_model_settings(config, adapters)}
         notice = partial(console.print, markup=False, highlight=False)
+        load_engine = cache(partial(load_trained_sampler, config, tokenizer, adapters, notice))
+        model_settings = {"model": source, **_model_settings(config, adapters)}
         for name, benchmark in benchmarks.items():
             task, pool = tasks[name], pools[_grading(tasks[name])]
             settings = settings_of(benchmark, model_settings | _task_settings(task, pool))

@@ -32,7 +32,7 @@ def load_calibration(
     tokens: list[int] = []
     positions: list[int] = []
     trees: list[Tree] = []
-    for prompt, samples in _tokenize_groups(file, tokenizer, max_tokens):
+    for prompt, samples in tokenize_groups(file, tokenizer, max_tokens):
         start = len(tokens)
         for first, part in [(0, prompt), *((len(prompt), sample) for sample in samples)]:
             tokens += part
@@ -50,7 +50,7 @@ def load_calibration(
     return Calibration(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend)
 
 
-def _tokenize_groups(
+def tokenize_groups(
     file: Path, tokenizer: PreTrainedTokenizerBase, max_lines: int
 ) -> Iterator[tuple[list[int], list[list[int]]]]:
     """Yield each prompt and its distinct samples, from the last lines of the file to the first."""

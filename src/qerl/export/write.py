@@ -21,6 +21,7 @@ from qerl.config import RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 from qerl.export.calibration import load_calibration
+from qerl.export.merge_note import make_note
 from qerl.export.nvfp4 import requantize
 from qerl.export.policy import load_fp32_policy, merged_weight
 from qerl.formats import NVFP4
@@ -34,7 +35,9 @@ from qerl.models.hf_writer import (
     write_shards,
     write_tokenizer,
 )
+from qerl.models.merge_note import write_note
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
+from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.source import locate
 from qerl.models.state_dict import HEAD, tensor_shapes
 from qerl.models.tokenizer import load_tokenizer
@@ -72,6 +75,8 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) ->
         hf_config = without_quantization(source.open().config)
         write_json(folder / "config.json", _with_dtype(hf_config, dtype))
         write_tokenizer(folder, source)
+        if (note := make_note(run, config, decoder, SafetensorsFolder(folder))) is not None:
+            write_note(folder, note)
 
 
 def write_nvfp4(

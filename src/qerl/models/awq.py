@@ -34,7 +34,7 @@ from qerl.errors import UserError
 from qerl.formats import PackedWeight
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.architecture import Architecture
-from qerl.models.decoder import Decoder
+from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.layer_spec import layer_spec
 from qerl.models.source import Checkpoint
 from qerl.models.state_dict import linear_groups, read_float
@@ -96,8 +96,10 @@ def collect_inputs(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> dict
     }
 
 
-def run_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Return hidden_TD of the concatenated sequences."""
+def run_sequences(
+    decoder: Decoder, sequences: Sequence[Sequence[int]], run_layer: RunLayer = run_layer
+) -> Tensor:
+    """Return hidden_TD of the concatenated sequences; `run_layer` calls each layer."""
     device = decoder.device
     starts = itertools.accumulate(map(len, sequences), initial=0)
     trees = [
@@ -111,7 +113,7 @@ def run_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Tenso
 
     tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
     positions_T = torch.cat([torch.arange(len(tokens), device=device) for tokens in sequences])
-    return decoder(tokens_T, positions_T, attend)
+    return decoder(tokens_T, positions_T, attend, run_layer)
 
 
 def awq(

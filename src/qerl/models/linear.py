@@ -106,6 +106,11 @@ class QuantLinear(nn.Module):
         return self._operand is not None
 
     @property
+    def is_hooked(self) -> bool:
+        """True if a hook wants to see its input: calibration, which a fused product would pass by."""
+        return bool(self._forward_pre_hooks)
+
+    @property
     def rank(self) -> int:
         """Rank of the adapter; 0 without one or while it is switched off."""
         return 0 if self.a_work is None or not self.adapter_enabled else len(self.a_work)

@@ -4,6 +4,7 @@ The text is cut into sequences, whose inputs to each linear determine the factor
 float model runs once for that, in bf16 or fp32 as the device allows, and is freed before the search.
 """
 
+import sys
 from functools import partial
 
 import torch
@@ -17,7 +18,8 @@ from qerl.models.awq import ScaledCheckpoint, awq, collect_inputs
 from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights, write_quantized
 from qerl.models.device import COMPUTE, resolve_device
 from qerl.models.loader import build_decoder
-from qerl.models.source import Checkpoint
+from qerl.models.quantization_check import TEXT, check_quantization
+from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer
 
@@ -30,6 +32,22 @@ def quantize(options: QuantizeOptions) -> None:
     if options.calibrate != "none":
         fold = partial(_fold, sequences=_sequences(options), format=options.format, scales=scales)
     write_quantized(options.model, options.out, format=options.format, scales=scales, fold=fold)
+    if (line := _check(options)) is not None:
+        print(line, file=sys.stderr)
+
+
+def _check(options: QuantizeOptions) -> str | None:
+    """Return the line on what the written weights changed."""
+    model = resolve_device(ModelConfig(path=str(options.out), format=options.format))
+    decoder = build_decoder(
+        locate(model.path).open(),
+        format=model.format,
+        compute=COMPUTE[model.dtype],
+        device=torch.device(model.device),
+        resident=model.operand == "resident",
+    )
+    text = list(load_tokenizer(options.model)(TEXT)["input_ids"])
+    return check_quantization(decoder, options.model, model.format, [text], "a built-in text")
 
 
 def _sequences(options: QuantizeOptions) -> list[list[int]]:

@@ -1,6 +1,8 @@
 """Load a model, or the newest checkpoint of a run, for sampling."""
 
 import dataclasses
+import sys
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +32,7 @@ def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_a
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     checkpoints = Path(source) / "checkpoints" if run is not None and with_adapter else None
     return LoadedModel(
-        engine=load_trained_sampler(config, tokenizer, checkpoints),
+        engine=load_trained_sampler(config, tokenizer, checkpoints, partial(print, file=sys.stderr)),
         tokenizer=tokenizer,
         stop_tokens=stop_token_ids(tokenizer, locate(config.model.path)),
         max_positions=max_prompt_tokens + config.sample.max_tokens,

@@ -1,6 +1,7 @@
 """Build what samples from a config: the model with its adapter, the engine, the task's prompts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from qerl.models.adapter import add_adapter, load_adapter
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
+from qerl.models.quantization_check import TEXT, check_quantization
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of
@@ -61,11 +63,20 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def load_trained_sampler(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, checkpoints: Path | None
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoints: Path | None,
+    notice: Callable[[str], None],
 ) -> Engine:
-    """Load the adapter of the newest intact checkpoint in the folder; None: the model as it is."""
+    """Load the adapter of the newest intact checkpoint in the folder; None: the model as it is, with a notice
+    of what quantizing it changed."""
     adapter = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)
     decoder, engine = load_sampler(config, tokenizer)
     if adapter is not None:
         load_adapter(decoder, adapter)
+        return engine
+    model, text = config.model, list(tokenizer(TEXT)["input_ids"])
+    line = check_quantization(decoder, model.path, model.format, [text], "a built-in text")
+    if line is not None:
+        notice(line)
     return engine

@@ -23,6 +23,7 @@ from qerl.learner.plan import memory as plan
 from qerl.models.adapter import load_adapter
 from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
+from qerl.models.quantization_check import check_quantization
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import format_failures
 from qerl.tasks.rows import file_sources
@@ -173,6 +174,8 @@ class _Session:
         found = self.ranks.from_first(lambda: checkpoint.load_latest(folder, self.learner))
         if found is not None:
             self._copy_first()
+        if found is None and self.ranks.is_first:
+            self.check_quantization()
         if found is None and self.config.adapter.init_from is not None:
             load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
@@ -192,6 +195,13 @@ class _Session:
             self.evaluations[f"after_{first_step}_steps"] = self.evaluations.pop("after")
             self.write_evaluations()
         return first_step
+
+    def check_quantization(self) -> None:
+        """Report what quantizing the weights at load changed."""
+        model, prompts = self.config.model, self.task.train_prompts(0, self.config.num_prompts)
+        line = check_quantization(self.decoder, model.path, model.format, [p.tokens_T for p in prompts])
+        if line is not None:
+            self.journal.notice(line)
 
     def _copy_first(self) -> None:
         """Copy the first rank's learner to the others, which may not see its folder."""
