@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qerl.errors import RunError, UserError
 from qerl.formats import FORMATS, NVFP4
 from qerl.models.architecture import from_hf_config
-from qerl.models.compressed_tensors import LAYOUTS, detect_layout, packed_shapes, read_packed, write_quantized
+from qerl.models.compressed_tensors import (
+    LAYOUTS,
+    checkpoint_notices,
+    detect_layout,
+    packed_shapes,
+    read_packed,
+    write_quantized,
+)
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.state_dict import linear_groups
 from qerl.models.tokenizer import load_tokenizer
@@ -231,3 +239,16 @@ def test_the_codes_of_a_checkpoint_are_taken_as_they_are(tmp_path):
     )
     for field, tensor in truth.tensors().items():
         assert torch.equal(weight.tensors()[field].view(torch.uint8), tensor.view(torch.uint8)), field
+
+
+def test_dropped_quantization_of_activations_is_said():
+    def notices(activations):
+        group = {"weights": {"num_bits": 4}, "input_activations": activations}
+        config = {"quantization_config": {"config_groups": {"group_0": group}}}
+        return checkpoint_notices(SimpleNamespace(path="m", config=config))
+
+    assert notices(None) == []
+    for config in ({}, {"quantization_config": "fp8"}, {"quantization_config": {"quant_method": "fp8"}}):
+        assert checkpoint_notices(SimpleNamespace(path="m", config=config)) == []
+    (line,) = notices({"num_bits": 4, "type": "float"})
+    assert line.startswith("m: quantization of activations to 4 bits is dropped")

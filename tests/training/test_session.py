@@ -277,3 +277,30 @@ def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     assert steps[-1]["eval_reward"] == figures["after"]["reward"] and "accuracy" not in stdout
     assert not [key for step in steps for key in step if "accuracy" in key or key.startswith("pass_at")]
     assert "Held-out reward" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_what_is_skipped_is_said_once_at_the_start_and_strict_makes_it_an_error(files, tmp_path):
+    rows = [
+        {"prompt": f"{i} + 1 =" + " long" * 40 * (i in (1, 2)), "answer": None if i == 3 else "1"}
+        for i in range(40)
+    ]
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--task.name", str(tmp_path / "odd.jsonl"), "--task.rewards", "numeric", "--num-steps", "2"]
+    given += ["--noise.num-stages", "2", "--task.num-held-out", "4"]
+    stdout = finish(files, tmp_path / "run", *given)
+    (line,) = [line for line in stdout.splitlines() if "odd.jsonl: of 40 rows" in line]
+    assert "2 longer than 123 tokens" in line and "1 without answer" in line
+    assert stdout.index(line) < stdout.index("held-out accuracy before")
+    _, stderr = (process := start(files, tmp_path / "strict", *given, "--strict")).communicate(timeout=60)
+    assert process.returncode == 2 and stderr.startswith("qerl: strict: ") and "1 without answer" in stderr
+
+
+def test_a_wrong_answer_column_is_told_before_the_model_is_loaded(files, tmp_path, monkeypatch):
+    def loads(*given):
+        raise SystemExit("the model was loaded")
+
+    monkeypatch.setattr("qerl.training.session.load_sampler", loads)
+    given = "--task.rewards", "numeric", "--task.answer-column", "solution"
+    _, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr == "qerl: task.answer_column: no column 'solution' (there are: answer)\n"

@@ -89,6 +89,9 @@ class RunConfig:
     """Resume although a reward's source or the rows differ from those that the run began with; run.json says
     from which step on."""
 
+    strict: bool = False
+    """Raise an error, not a notice, where rows or a part of the checkpoint are not used as they are given."""
+
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Where metrics are logged besides the run's own files. Each needs the package of its name."""
 

@@ -97,6 +97,18 @@ def detect_layout(checkpoint: Checkpoint) -> CheckpointLayout | None:
     )
 
 
+def checkpoint_notices(checkpoint: Checkpoint) -> list[str]:
+    """Return a line if the checkpoint quantizes the inputs of its linears too (W4A4), which is dropped."""
+    config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
+    groups = config.get("config_groups") if isinstance(config, dict) else None
+    found = [g.get("input_activations") for g in groups.values() if isinstance(g, dict)] if groups else []
+    bits = sorted({str(each.get("num_bits")) for each in found if isinstance(each, dict)})
+    return [
+        f"{checkpoint.path}: quantization of activations to {' and '.join(bits)} bits is dropped; inputs"
+        " of the 4-bit weights are in model.dtype"
+    ] * bool(bits)
+
+
 def _check_group(path: Path, layout: CheckpointLayout, group: Any) -> None:
     weights = group.get("weights") if isinstance(group, dict) else None
     expected = {"num_bits": 4, "type": "float", "group_size": layout.block_weights, "symmetric": True}

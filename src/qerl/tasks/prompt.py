@@ -26,19 +26,21 @@ class Renderer:
     """Renders rows of one table; rejects a template that names a missing column when it is made."""
 
     def __init__(self, config: TaskConfig, rows: RowTable, tokenizer: PreTrainedTokenizerBase):
-        self._rows, self._tokenizer = rows, tokenizer
+        self.rows, self._tokenizer = rows, tokenizer
         self._template, self._system = config.template, config.system_prompt
         column = rows.prompt_column
-        self._has_messages = column is not None and isinstance(rows.get(0)[column], list)
-        is_chat = config.chat == "all" or self._has_messages
+        self.has_messages = column is not None and isinstance(rows.get(0)[column], list)
+        is_chat = config.chat == "all" or self.has_messages
         self._has_template = is_chat and bool(tokenizer.chat_template)
-        for column in [] if self._has_messages else self._template_columns(config):
+        self.columns = [str(rows.prompt_column)] if self.has_messages else self._template_columns(config)
+        """The columns that a prompt is made of."""
+        for column in [] if self.has_messages else self.columns:
             if (index := rows.first_empty(column)) is not None:
                 raise UserError(f"{rows.name}: row {index + 1} has no {column}")
 
     def _template_columns(self, config: TaskConfig) -> list[str]:
         """Return the columns that the template uses."""
-        rows = self._rows
+        rows = self.rows
         try:
             fields = [name for _, name, _, _ in string.Formatter().parse(config.template) if name is not None]
         except ValueError as error:
@@ -65,9 +67,9 @@ class Renderer:
 
     def prompt(self, row_index: int, *, index: int) -> Prompt:
         """Return the prompt of a row; index is its index in the task."""
-        rows, row = self._rows, self._rows.get(row_index)
+        rows, row = self.rows, self.rows.get(row_index)
         content = row[rows.prompt_column] if rows.prompt_column else None
-        if self._has_messages:
+        if self.has_messages:
             messages = self._with_system(_check_messages(content, f"{rows.name}: row {row_index + 1}"))
         else:
             if isinstance(content, list | dict):
@@ -81,7 +83,7 @@ class Renderer:
             index=index,
             text=text,
             tokens_T=tokens_T,
-            messages=messages if self._has_template or self._has_messages else None,
+            messages=messages if self._has_template or self.has_messages else None,
             columns={name: value for name, value in others.items() if _is_json(value)},
         )
 

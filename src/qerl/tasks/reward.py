@@ -84,6 +84,11 @@ class RewardPool:
             num_workers = config.reward_workers
             self._function_pool = WorkerPool(work, num_workers=num_workers, memory_bytes=memory_bytes)
 
+    def reads_answer(self, column: str) -> bool:
+        """True if a built-in reward compares with this column, or a function of the user's names it."""
+        named = any(column in missing_arguments(function, ()) for function in self._functions)
+        return self._answer_column is not None or named
+
     def success_threshold(self, given: float | None) -> float | None:
         """Return evaluate.success_threshold; where it is not given, that of built-in rewards."""
         return 1.0 if given is None and self.is_built_in else given

@@ -36,12 +36,16 @@ class RowTable:
     columns: tuple[str, ...]
     get: Callable[[int], dict[str, Any]]
     """Return row 0 .. num_rows - 1 with all columns."""
-    first_empty: Callable[[str], int | None]
-    """Return the first row in which this column is empty."""
+    values: Callable[[str], list[Any]]
+    """Return a column of all rows; [] if the rows are generated on demand."""
     prompt_column: str | None
     """The column with the prompt; None if the template alone makes the prompt."""
     fingerprint: str | None = None
     """The fingerprint of a hub data set, which depends on its revision."""
+
+    def first_empty(self, column: str) -> int | None:
+        """Return the first row in which this column is empty."""
+        return next((i for i, value in enumerate(self.values(column)) if value is None), None)
 
 
 def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
@@ -121,7 +125,7 @@ def gym_rows(config: TaskConfig) -> RowTable:
         num_rows=config.num_rows,
         columns=("question", "answer", "metadata"),
         get=get,
-        first_empty=lambda column: None,
+        values=lambda column: [],
         prompt_column=None,
     )
 
@@ -136,7 +140,9 @@ def _gsm8k(rows: RowTable) -> RowTable:
             "solution": row["answer"],
         }
 
-    return dataclasses.replace(rows, columns=("question", "answer", "problem", "solution"), get=get)
+    columns = {"question": "question", "answer": "answer", "problem": "question", "solution": "answer"}
+    values = lambda column: rows.values(columns[column])  # noqa: E731  no derived one is empty if its source is not
+    return dataclasses.replace(rows, columns=tuple(columns), get=get, values=values)
 
 
 def _hub(name: str, split: str, prompt_column: str | None) -> RowTable:
@@ -194,16 +200,12 @@ def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> RowTable:
     if table.num_rows == 0:
         raise UserError(f"{name}: has no rows")
 
-    def first_empty(column: str) -> int | None:
-        values = table.column(column)
-        return next(i for i, value in enumerate(values) if not value.is_valid) if values.null_count else None
-
     return RowTable(
         name=name,
         num_rows=table.num_rows,
         columns=tuple(table.column_names),
         get=lambda index: {column: table.column(column)[index].as_py() for column in table.column_names},
-        first_empty=first_empty,
+        values=lambda column: table.column(column).to_pylist(),
         prompt_column=prompt_column if prompt_column in table.column_names else None,
     )
 
@@ -247,7 +249,7 @@ def _object_rows(path: Path, rows: list[dict[str, Any]], prompt_column: str) -> 
         num_rows=len(rows),
         columns=columns,
         get=lambda index: {column: rows[index].get(column) for column in columns},
-        first_empty=lambda column: next((i for i, row in enumerate(rows) if row.get(column) is None), None),
+        values=lambda column: [row.get(column) for row in rows],
         prompt_column=prompt_column if prompt_column in columns else None,
     )
 

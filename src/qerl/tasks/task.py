@@ -20,6 +20,7 @@ from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.prompt import Renderer
+from qerl.tasks.row_checks import row_notice
 from qerl.tasks.rows import open_rows
 from qerl.types import Prompt
 
@@ -31,7 +32,7 @@ class Task:
 
     def __init__(
         self,
-        renderer: Renderer,
+        renderers: list[Renderer],
         *,
         name: str,
         num_rows: int,
@@ -39,20 +40,29 @@ class Task:
         num_dropped: int,
         seed: int,
         max_prompt_tokens: int,
-        sources: dict[str, str],
     ):
-        self.name = name
-        self.sources = sources
+        """renderers: of the training rows and, if they have a table of their own, of the held-out rows."""
+        self.name, self.renderers = name, renderers
+        tables = [each.rows for each in renderers]
+        self.sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
         """Fingerprints of hub data sets by name."""
         self.num_dropped = num_dropped
         """Rows seen so far, held-out rows included, whose prompt is too long."""
         self.num_repeated = 0
         """Training rows seen so far with the same prompt as a held-out row."""
-        self._renderer, self._num_rows, self._held_out = renderer, num_rows, held_out
+        self._renderer, self._num_rows, self._held_out = renderers[0], num_rows, held_out
         self._held_out_texts = {prompt.text for prompt in held_out}
         self._seed, self._max_tokens = seed, max_prompt_tokens
         self._is_usable: dict[int, bool] = {}
         self._iterators: dict[int, tuple[list[list[int]], Iterator[list[int]]]] = {}
+
+    def notices(self, config: TaskConfig, *, reads_answer: bool) -> list[str]:
+        """Return a line for each table of which rows are skipped or misread; see row_checks.py."""
+        lines = [
+            row_notice(each, config, reads_answer=reads_answer, max_prompt_tokens=self._max_tokens)
+            for each in self.renderers
+        ]
+        return [line for line in lines if line is not None]
 
     def held_out(self, num: int | None) -> list[Prompt]:
         """Return the first num held-out prompts, or all for None, in the data set's order."""
@@ -111,7 +121,8 @@ def build_task(
 ) -> Task:
     """Open the data set. Rows whose prompt exceeds max_prompt_tokens are skipped."""
     rows, held_out_rows = open_rows(config)
-    renderer = Renderer(config, rows, tokenizer)
+    renderers = [Renderer(config, each, tokenizer) for each in (rows, held_out_rows) if each is not None]
+    renderer = renderers[0]
     if held_out_rows is None:
         order = reversed(range(rows.num_rows))
         prompts, num_dropped = _fitting(renderer, order, 0, config.num_held_out, max_prompt_tokens)
@@ -119,9 +130,8 @@ def build_task(
         num_rows = held_out[0].index if held_out else rows.num_rows
     else:
         order, offset = range(held_out_rows.num_rows), rows.num_rows
-        held_out, num_dropped = _fitting(
-            Renderer(config, held_out_rows, tokenizer), order, offset, config.num_held_out, max_prompt_tokens
-        )
+        limits = config.num_held_out, max_prompt_tokens
+        held_out, num_dropped = _fitting(renderers[1], order, offset, *limits)
         num_rows = rows.num_rows
     if num_rows == 0 or (held_out_rows is None and len(held_out) < config.num_held_out):
         raise UserError(
@@ -129,18 +139,13 @@ def build_task(
             f" ({num_dropped} longer than {max_prompt_tokens} tokens), which leaves none to train on"
         )
     return Task(
-        renderer,
+        renderers,
         name=rows.name,
         num_rows=num_rows,
         held_out=held_out,
         num_dropped=num_dropped,
         seed=seed,
         max_prompt_tokens=max_prompt_tokens,
-        sources={
-            f"data set {table.name}": table.fingerprint
-            for table in (rows, held_out_rows)
-            if table is not None and table.fingerprint is not None
-        },
     )
 
 

@@ -23,7 +23,7 @@ EXEMPT = frozenset(
     {
         *("out", "run_name", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers"),
         *("task.reward_memory_gb", "max_mismatch", "learn.max_nonfinite_updates"),
-        *("ray.address", "ray.num_samplers", "accept_changes"),
+        *("ray.address", "ray.num_samplers", "accept_changes", "strict"),
     }
 )
 _MAX_NAMED_FIELDS = 3

@@ -12,6 +12,7 @@ from qerl.engine.engine import Engine
 from qerl.errors import require
 from qerl.learner import checkpoint
 from qerl.models.adapter import add_adapter, load_adapter
+from qerl.models.compressed_tensors import checkpoint_notices
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
@@ -20,16 +21,31 @@ from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
-from qerl.tasks import Task, build_task
+from qerl.tasks import RewardPool, Task, build_task
 from qerl.tasks.prompt import set_template_variables
 
 
 def load_policy(config: RunConfig) -> tuple[Decoder, Engine, Task]:
     """Build the task first, so that its errors appear before weights are read. config.model has no `auto`."""
+    tokenizer, task = load_task(config)
+    return *load_sampler(config, tokenizer), task
+
+
+def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     check_prompt_fits(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
     task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
-    return *load_sampler(config, tokenizer), task
+    return tokenizer, task
+
+
+def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
+    """Raise UserError if a reward lacks a column. Return a line for each table of rows, and one for the
+    checkpoint, of which a part is not used as it is given; with config.strict these are errors."""
+    pool.check(task.train_prompts(0, config.num_prompts)[0])
+    notices = task.notices(config.task, reads_answer=pool.reads_answer(config.task.answer_column))
+    notices += checkpoint_notices(locate(config.model.path).open())
+    require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
+    return notices
 
 
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:

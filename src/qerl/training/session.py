@@ -35,7 +35,7 @@ from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.evaluation import Evaluation, evaluate, greedy, held_out_text
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
-from qerl.training.policy import load_policy
+from qerl.training.policy import check_task, load_sampler, load_task
 from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.signals import StopSignal
@@ -93,10 +93,12 @@ class _Session:
     ):
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
         _check_supported(config, pool, ranks, cluster)
-        self.decoder, self.engine, self.task = load_policy(config)
+        tokenizer, self.task = load_task(config)
         journal.check_sources(self.task.sources, ("data set ",))
+        for text in check_task(config, self.task, pool):
+            journal.notice(text)
+        self.decoder, self.engine = load_sampler(config, tokenizer)
         self.rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)
-        # This also raises if there are too few rows, before anything is sampled.
         first_P = self.task.train_prompts(0, config.num_prompts)
         self.learner = self._make_learner(max(len(prompt.tokens_T) for prompt in first_P))
         self.aqn = AQN(self.decoder.noise_table, config, ranks.gather)
