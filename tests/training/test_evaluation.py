@@ -5,8 +5,7 @@ import statistics
 
 import pytest
 
-from qerl.errors import UserError
-from qerl.training.evaluation import evaluate, held_out_text
+from qerl.training.evaluation import held_out_text, sample_and_score, sampled_tokens, summarize
 from qerl.types import Group, Prompt, Sample, Sampling
 
 SAMPLED = Sampling(max_tokens=8, temperature=0.6, top_p=0.95)
@@ -54,9 +53,10 @@ def prompts(num):
 TEXTS = [["1", "no", "1", "no"], ["0", "0", "0", "0"], ["1", "1", "1.5", "0.9"]]
 
 
-def evaluated(**options):
-    settings = {"num_samples": 4, "sampling": SAMPLED, "seed": 5, **options}
-    return evaluate(Table(TEXTS), score, prompts(3), **settings)
+def evaluated(num_samples=4, sampling=SAMPLED, threshold=1.0):
+    engine, settings = Table(TEXTS), {"num_samples": num_samples, "sampling": sampling, "seed": 5}
+    groups, rewards_P_G = sample_and_score(engine, score, prompts(3), **settings)
+    return summarize(rewards_P_G, list(map(sampled_tokens, groups)), threshold)
 
 
 def test_accuracy_is_the_mean_over_prompts_with_its_error():
@@ -119,7 +119,7 @@ def test_mean_tokens_is_over_samples():
 
 def test_the_engine_is_asked_once_with_a_step_that_no_training_has():
     engine = Table(TEXTS)
-    evaluate(engine, score, prompts(3), num_samples=2, sampling=SAMPLED, seed=5)
+    sample_and_score(engine, score, prompts(3), num_samples=2, sampling=SAMPLED, seed=5)
     ((num_samples, sampling, seed, step),) = engine.calls
     assert (num_samples, sampling, seed) == (2, SAMPLED, 5)
     assert step < 0
@@ -129,10 +129,3 @@ def test_greedy_is_one_sample_a_prompt():
     result = evaluated(num_samples=1, sampling=GREEDY)
     assert result.accuracy == pytest.approx(2 / 3, rel=1e-12)
     assert result.pass_at_k == {1: pytest.approx(2 / 3)}
-    with pytest.raises(UserError, match="temperature 0"):
-        evaluated(num_samples=2, sampling=GREEDY)
-
-
-def test_nothing_to_evaluate_is_an_error():
-    with pytest.raises(UserError, match="no held-out prompts"):
-        evaluate(Table([]), score, [], num_samples=1, sampling=GREEDY, seed=0)

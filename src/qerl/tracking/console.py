@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,24 +18,6 @@ _REFRESHES_PER_S = 2
 _SPARK_WIDTH = 40
 
 
-class Display(Protocol):
-    def restore(self, records: list[dict[str, Any]]) -> None:
-        """Take over the steps that an earlier process finished."""
-        ...
-
-    def phase(self, name: str | None) -> None:
-        """Show the phase that starts now; None between phases."""
-        ...
-
-    def finished(self, step: int, metrics: Mapping[str, float], sample: str | None) -> None:
-        """Show a step's metrics and the text of one of its samples."""
-        ...
-
-    def notice(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class PlainDisplay:
     """A line per step, for a file or a pipe."""
 
@@ -44,12 +26,14 @@ class PlainDisplay:
         self._step_seconds: list[float] = []
 
     def restore(self, records: list[dict[str, Any]]) -> None:
+        """Take over the steps that an earlier process finished."""
         self._step_seconds = [record["step_s"] for record in records]
 
     def phase(self, name: str | None) -> None:
-        pass
+        """Show the phase that starts now; None between phases."""
 
     def finished(self, step: int, metrics: Mapping[str, float], sample: str | None) -> None:
+        """Show a step's metrics; a panel also shows the text of one of its samples."""
         self._step_seconds.append(metrics["step_s"])
         left_s = seconds_left(self._step_seconds, self._num_steps - step - 1)
         self._print(plain_line(metrics, steps_done=step + 1, num_steps=self._num_steps, left_s=left_s))
@@ -57,8 +41,7 @@ class PlainDisplay:
     def notice(self, text: str) -> None:
         self._print(one_line(text))
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -30,7 +30,7 @@ from qerl.errors import UserError, redact
 from qerl.kernels.gpu_memory import peak_bytes
 from qerl.tracking.async_logger import AsyncLogger, num_sent
 from qerl.tracking.atomic_file import JsonLines, Lock, encode, finite, read_object, write_atomic
-from qerl.tracking.console import Display, PanelDisplay, PlainDisplay
+from qerl.tracking.console import PanelDisplay, PlainDisplay
 from qerl.tracking.loggers import LOGGERS, check_loggers
 from qerl.tracking.provenance import changes, check_same_run, check_sources, run_facts
 from qerl.types import Group
@@ -142,7 +142,7 @@ class Journal:
         console = console or Console()
         is_panel = console.is_terminal and not console.is_dumb_terminal
         kind = PanelDisplay if is_panel else PlainDisplay
-        self._display: Display = kind(console, num_steps, str(folder))
+        self._display = kind(console, num_steps, str(folder))
         self._stopwatch = Stopwatch(self._display.phase)
 
     @property

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from qerl.algo.estimate import clustered_mean, pass_at_powers
-from qerl.errors import UserError
 from qerl.types import Group, Prompt, RolloutEngine, Sampling
 
 EVALUATION_STEP = -1
@@ -42,29 +41,6 @@ class Evaluation:
     num_prompts: int
     num_failed: int
     """Number of samples whose reward failed."""
-
-
-def evaluate(
-    engine: RolloutEngine,
-    score: Score,
-    prompts: list[Prompt],
-    *,
-    num_samples: int,
-    sampling: Sampling,
-    seed: int,
-    threshold: float | None = 1.0,
-) -> Evaluation:
-    """Sample every prompt, score the samples and summarize; greedy sampling allows one sample per prompt."""
-    if not prompts:
-        raise UserError("evaluate: there are no held-out prompts")
-    if sampling.temperature == 0 and num_samples != 1:
-        raise UserError(
-            f"evaluate: temperature 0 always gives the same sample, but num_samples is {num_samples}"
-        )
-    groups, rewards_P_G = sample_and_score(
-        engine, score, prompts, num_samples=num_samples, sampling=sampling, seed=seed
-    )
-    return summarize(rewards_P_G, list(map(sampled_tokens, groups)), threshold)
 
 
 def sample_and_score(

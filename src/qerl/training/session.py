@@ -32,7 +32,14 @@ from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.training.branching import BranchingRollouts
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
-from qerl.training.evaluation import Evaluation, evaluate, greedy, held_out_text
+from qerl.training.evaluation import (
+    Evaluation,
+    greedy,
+    held_out_text,
+    sample_and_score,
+    sampled_tokens,
+    summarize,
+)
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
 from qerl.training.policy import check_task, load_sampler, load_task
@@ -282,15 +289,11 @@ class _Session:
             self.journal.notice(text)
 
     def measure(self, sampling: Sampling) -> Evaluation:
-        return evaluate(
-            self.sampler,
-            self.rewards.score,
-            self.prompts,
-            num_samples=1,
-            sampling=sampling,
-            seed=self.config.seed,
-            threshold=self.config.evaluate.success_threshold,
+        seed, threshold = self.config.seed, self.config.evaluate.success_threshold
+        groups, rewards_P_G = sample_and_score(
+            self.sampler, self.rewards.score, self.prompts, num_samples=1, sampling=sampling, seed=seed
         )
+        return summarize(rewards_P_G, list(map(sampled_tokens, groups)), threshold)
 
     def result(self) -> dict[str, Any]:
         moments = [(moment, self.evaluations.get(moment)) for moment in ("before", "after")]
@@ -306,10 +309,8 @@ class _Session:
 
 def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster: Cluster | None) -> None:
     is_deep, has_environment = config.algo.branching == "deep", pool.has_environment
-    require(
-        not is_deep or ranks.count == 1,
-        "algo.branching deep needs a single process: branches reuse its KV pages",
-    )
+    reason = "algo.branching deep needs a single process: branches reuse its KV pages"
+    require(not is_deep or ranks.count == 1, reason)
     require(
         not (is_deep and has_environment),
         "algo.branching deep does not work with environments: set it to none",
