@@ -152,13 +152,14 @@ def test_engine_and_learner_differ_by_the_rounding_of_their_dtype(settings, comp
     """In bf16 the engine errs from the same weights in fp32 as much as the learner's packed forward does.
 
     Measured ratio of both rms errors: 1.00 without exact mode, 0.87 to 1.07 with it. With it single logprobs
-    of engine and learner are up to 0.14 nats apart.
+    of engine and learner are up to 0.14 nats apart. In fp32 they are up to 1.2e-5 apart, by the CPU's matrix
+    products; a bf16 product in either is 65,536 times fp32's rounding.
     """
     decoder, prompts_P = policy(compute), prompts_of(*LENGTHS)
     samples = drawn(engine_of(decoder, **settings), prompts_P, num_samples=4)
     engine_T, packed_T, truth_T = compared(decoder, prompts_P, samples, num_samples=4)
     if compute == torch.float32:
-        assert 0 < (engine_T - packed_T).abs().max() < 1e-5
+        assert 0 < (engine_T - packed_T).abs().max() < 256 * torch.finfo(torch.float32).eps
     else:
         assert 0 < rms(engine_T - truth_T) < 1.2 * rms(packed_T - truth_T)
 

@@ -95,13 +95,13 @@ def measure_cases(
     meter.cap(options.cap_gb)
     try:
         for provider in options.providers:
-            rank, head = options.lora_rank, options.head
+            rank, head, steps = options.lora_rank, options.head, options.steps
             decoder, error = try_random_decoder(architecture, provider, rank, device, head)
             for case in cases(bench, options, provider):
                 figures = None
                 if decoder is not None:
-                    measure = partial(measure_case, case, decoder, options.steps, ranks)
-                    figures, error = attempt(measure, device)
+                    # Unnamed, as a name would hold the decoder while the next one is made.
+                    figures, error = attempt(partial(measure_case, case, decoder, steps, ranks), device)
                     decoder.zero_grad(set_to_none=True)  # a failed step may leave gradients
                 if ranks.is_first:
                     rows.add(dataclasses.asdict(case) | (figures or {"error": error}))
