@@ -1,17 +1,28 @@
 """Reward functions of TRL's documentation, and TRL's config, through qerl's GRPOTrainer."""
 
 import asyncio
+import functools
 import json
 import re
 import shutil
+import types
+from pathlib import Path
+from typing import ClassVar
 
+import huggingface_hub
 import peft
 import pytest
+import torch
+import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_run
+from qerl.errors import UserError
 from qerl.trl import GRPOConfig, GRPOTrainer
+
+OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
 # The reward functions of TRL's page on GRPO (huggingface.co/docs/trl/grpo_trainer, "Using a custom reward
@@ -24,6 +35,10 @@ def reward_ids(completion_ids, **kwargs):
 def reward_len(completions, **kwargs):
     """Reward function that assigns higher scores to longer completions (in terms of character count)."""
     return [float(len(completion)) for completion in completions]
+
+
+def reward_codes(completions, **kwargs):
+    return [sum(map(ord, completion)) / 1000 for completion in completions]
 
 
 def reward_len_of_turns(completions, **kwargs):
@@ -93,7 +108,7 @@ def test_a_plain_prompt_is_given_as_it_is_and_rewards_get_texts(model, tmp_path)
     )
     result = trainer.train()
     samples = lines(tmp_path)
-    assert len(samples) == 2 * 2 * 4 and result["run"] == str(tmp_path)
+    assert len(samples) == 2 * 2 * 4 and result.metrics["run"] == str(tmp_path)
     assert {sample["prompt"] for sample in samples} <= {row["prompt"] for row in PLAIN}
     for sample in samples:
         text = sample["text"]
@@ -134,7 +149,232 @@ def test_one_function_a_lora_config_and_a_saved_adapter(model, tmp_path):
     assert (said["r"], said["lora_alpha"], said["target_modules"]) == (4, 8.0, ["q_proj", "v_proj"])
     tensors = load_file(tmp_path / "saved" / "adapter_model.safetensors")
     assert len(tensors) == 2 * 2 * 2 and any(t.any() for name, t in tensors.items() if "lora_B" in name)
-    assert trainer.train() == first and len(lines(tmp_path / "run", "metrics")) == 2
+    again = trainer.train()
+    assert again.metrics["run"] == first.metrics["run"] and len(lines(tmp_path / "run", "metrics")) == 2
+
+
+@OF_PEFT
+def test_the_model_is_saved_into_the_runs_own_folder_where_peft_finds_it(model, tmp_path):
+    trainer = GRPOTrainer(model, reward_len, arguments(tmp_path), PLAIN, peft_config=peft.LoraConfig(r=4))
+    trainer.train()
+    for _ in range(2):  # the second time over the first
+        trainer.save_model(trainer.args.output_dir)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path))
+    masters = load_file(next((tmp_path / "checkpoints").glob("step-000002")) / "adapter_model.safetensors")
+    state = peft.get_peft_model_state_dict(loaded)
+    assert state.keys() == masters.keys() and all(torch.equal(state[name], masters[name]) for name in masters)
+    assert AutoTokenizer.from_pretrained(tmp_path)("1 + 1")["input_ids"]
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+class Recorder(transformers.TrainerCallback):
+    """Writes down every event, with global_step; stops the run at a step, and saves at another."""
+
+    def __init__(self, stop_at=None, save_at=None):
+        self.events, self.logs, self.stop_at, self.save_at = [], [], stop_at, save_at
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            return functools.partial(self.record, name)
+        return super().__getattribute__(name)
+
+    def record(self, name, args, state, control, **given):
+        self.events.append((name.removeprefix("on_"), state.global_step))
+        self.logs += [given["logs"]] if "logs" in given else []
+        if name == "on_step_end" and state.global_step == self.stop_at:
+            control.should_training_stop = True
+        if name == "on_step_end" and state.global_step == self.save_at:
+            control.should_save = True
+        return control
+
+
+def test_callbacks_are_called_as_by_a_trainer_and_the_state_keeps_the_logs(model, tmp_path):
+    recorder = Recorder(save_at=1)
+    args = arguments(tmp_path, max_steps=4, logging_steps=2, eval_strategy="steps", eval_steps=4)
+    trainer = GRPOTrainer(model, reward_len, args, PLAIN, eval_dataset=PLAIN[:3], callbacks=[recorder])
+    output = trainer.train()
+    begin_end = [
+        ("step_begin", 0),
+        ("step_end", 1),
+        ("save", 1),
+        ("step_begin", 1),
+        ("step_end", 2),
+        ("log", 2),
+    ]
+    assert recorder.events[:2] == [("init_end", 0), ("train_begin", 0)]
+    assert recorder.events[2:8] == begin_end
+    assert recorder.events[8:] == [
+        *(("step_begin", 2), ("step_end", 3), ("step_begin", 3), ("step_end", 4), ("log", 4)),
+        *(("evaluate", 4), ("log", 4), ("save", 4), ("train_end", 4)),
+    ]
+    assert (tmp_path / "checkpoints" / "step-000001").is_dir()
+    history, steps = trainer.state.log_history, lines(tmp_path, "metrics")
+    assert [entry["step"] for entry in history] == [2, 4, 4] and "eval_reward" in history[2]
+    assert history[1]["reward"] == (steps[2]["reward"] + steps[3]["reward"]) / 2
+    assert history[0]["completions/mean_length"] == (steps[0]["mean_tokens"] + steps[1]["mean_tokens"]) / 2
+    assert [log["reward"] for log in recorder.logs[:2]] == [entry["reward"] for entry in history[:2]]
+    assert output.global_step == 4 and output.training_loss == pytest.approx(
+        sum(step["loss"] for step in steps) / 4
+    )
+    assert trainer.state.epoch == 4 / 6
+
+
+def test_a_callback_stops_the_run_which_is_saved_and_complete(model, tmp_path):
+    recorder = Recorder(stop_at=2)
+    trainer = GRPOTrainer(
+        model, reward_len, arguments(tmp_path, max_steps=5), PLAIN, callbacks=[recorder, Recorder]
+    )
+    output = trainer.train()
+    assert output.global_step == 2 and len(lines(tmp_path, "metrics")) == 2
+    assert recorder.events[-3:] == [("step_end", 2), ("save", 2), ("train_end", 2)]
+    trainer.save_model()
+    assert load_file(tmp_path / "adapter_model.safetensors")
+    trainer.remove_callback(recorder)
+    count = len(recorder.events)
+    assert trainer.train().metrics["run"] == str(tmp_path) and len(recorder.events) == count
+
+
+def test_a_run_is_resumed_with_its_history(model, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    GRPOTrainer(model, reward_len, arguments(whole, max_steps=4, logging_steps=1), PLAIN).train()
+    with pytest.raises(UserError, match=r"resume_from_checkpoint: .* holds no checkpoint"):
+        GRPOTrainer(model, reward_len, arguments(parts), PLAIN).train(resume_from_checkpoint=True)
+
+    class Crash(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    args = arguments(parts, max_steps=4, logging_steps=1, save_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        GRPOTrainer(model, reward_len, args, PLAIN, callbacks=[Crash]).train()
+    trainer = GRPOTrainer(model, reward_len, args, PLAIN, callbacks=[recorder := Recorder()])
+    trainer.train(resume_from_checkpoint=str(parts / "checkpoints" / "step-000002"))
+    assert recorder.events[1:3] == [("train_begin", 2), ("step_begin", 2)]
+    assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4]
+    rewards = [[step["reward"] for step in lines(run, "metrics")] for run in (whole, parts)]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_checkpoint_of_another_run_is_where_a_new_one_begins(model, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    GRPOTrainer(model, reward_len, arguments(first), PLAIN).train()
+    newest = first / "checkpoints" / "step-000002"
+    trainer = GRPOTrainer(model, reward_len, arguments(second, max_steps=3), PLAIN)
+    trainer.train(resume_from_checkpoint=str(newest))
+    assert [step["step"] for step in lines(second, "metrics")] == [2]
+    with pytest.raises(UserError, match="holds step-000003, with which the run goes on"):
+        trainer.train(resume_from_checkpoint=str(newest))
+    with pytest.raises(UserError, match=r"manifest\.json: missing"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
+
+
+def test_evaluate_gives_the_mean_reward_of_samples_of_the_newest_checkpoint(model, tmp_path):
+    args = arguments(tmp_path, num_generations_eval=2)
+    trainer = GRPOTrainer(model, reward_codes, args, PLAIN, callbacks=[recorder := Recorder()])
+    with pytest.raises(UserError, match="evaluate needs an eval_dataset"):
+        trainer.evaluate()
+    before = trainer.evaluate(PLAIN[:5])
+    assert before["eval_num_prompts"] == 5 and 0 < before["eval_completions/mean_length"] <= 5
+    trainer.train()
+    after = trainer.evaluate(PLAIN[:5])
+    assert after["eval_reward"] != before["eval_reward"]  # the rate is large: other samples
+    assert trainer.evaluate(PLAIN[:5])["eval_reward"] == after["eval_reward"]
+    assert trainer.state.log_history[-1]["eval_reward"] == after["eval_reward"]
+    assert recorder.events[-2:] == [("evaluate", 2), ("log", 2)]
+    named = trainer.evaluate({"one": PLAIN[:2], "two": PLAIN[:5]}, metric_key_prefix="test")
+    assert named["test_two_reward"] == after["eval_reward"] and named["test_one_num_prompts"] == 2
+
+
+class LocalHub:
+    """Takes the place of huggingface_hub.HfApi: keeps what is uploaded in a folder."""
+
+    calls: ClassVar[list] = []
+
+    def __init__(self, token=None):
+        self.token = token
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        assert exist_ok
+        self.calls.append(("create", repo_id, private, self.token))
+        return types.SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message, revision):
+        files = {file.name: file.read_bytes() for file in Path(folder_path).iterdir()}
+        self.calls.append(("upload", repo_id, commit_message, revision, files))
+        return f"https://hub/{repo_id}"
+
+
+def test_the_adapter_is_pushed_with_a_card_and_nothing_else_of_the_run(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", LocalHub)
+    monkeypatch.setattr(LocalHub, "calls", [])
+    args = arguments(tmp_path / "my-run", push_to_hub=True, hub_token="secret", hub_private_repo=True)
+    trainer = GRPOTrainer(model, reward_len, args, PLAIN)
+    trainer.train()
+    assert trainer.hub_model_id == "my-run"
+    trainer.save_model()
+    assert trainer.push_to_hub(dataset_name="org/sums", tags="math") == "https://hub/me/my-run"
+    create, upload, _, last = LocalHub.calls
+    assert create == ("create", "my-run", True, "secret") and upload[2] == "Model save"
+    files = last[4]
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= files.keys()
+    assert not {"samples.jsonl", "run.json"} & files.keys()
+    assert (
+        b'datasets: ["org/sums"]' in files["README.md"]
+        and b'tags: ["math", "grpo", "qerl"]' in files["README.md"]
+    )
+
+
+def tensors_of(folder):
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def test_the_weights_of_a_model_object_are_taken_as_they_are(model, tmp_path):
+    changed = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        changed.model.layers[0].mlp.up_proj.weight.mul_(2)
+    trainer = GRPOTrainer(changed, reward_len, arguments(tmp_path), PLAIN)
+    trainer.train()
+    written, first = tensors_of(trainer.config.model.path), tensors_of(model)
+    doubled = {name for name in first if not torch.equal(written[name], first[name])}
+    assert doubled == {"model.layers.0.mlp.up_proj.weight"}
+    same = GRPOTrainer(AutoModelForCausalLM.from_pretrained(model), reward_len, arguments(tmp_path), PLAIN)
+    assert same.config.model.path != trainer.config.model.path
+
+
+@OF_PEFT
+def test_a_peft_model_starts_from_its_adapter(model, tmp_path):
+    given = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
+    )
+    start = peft.get_peft_model_state_dict(given)
+    with torch.no_grad():
+        for tensor in start.values():
+            tensor.normal_(std=0.02)
+    peft.set_peft_model_state_dict(given, start)
+    trainer = GRPOTrainer(given, reward_len, arguments(tmp_path, learning_rate=1e-9), PLAIN)
+    trainer.train()
+    written, first = tensors_of(trainer.config.model.path), tensors_of(model)
+    assert written.keys() == first.keys() and all(torch.equal(written[name], first[name]) for name in first)
+    trainer.save_model(str(tmp_path / "saved"))
+    trained = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert trained.keys() == start.keys()
+    assert all(torch.allclose(trained[name], start[name], atol=1e-6) for name in start)
+
+
+def test_a_processing_class_takes_the_place_of_the_models_tokenizer(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    args = arguments(tmp_path, max_steps=1)
+    assert GRPOTrainer(model, reward_len, args, PLAIN, processing_class=tokenizer).config.model.path == model
+    tokenizer.chat_template = "<other>" + tokenizer.chat_template
+    trainer = GRPOTrainer(model, reward_len_of_turns, args, MESSAGES, processing_class=tokenizer)
+    trainer.train()
+    assert all(sample["prompt"].startswith("<other>") for sample in lines(tmp_path))
+    again = GRPOTrainer(model, reward_len_of_turns, args, MESSAGES, processing_class=tokenizer)
+    assert again.config == trainer.config
+    with pytest.raises(UserError, match="processing_class must be a tokenizer, got a dict"):
+        GRPOTrainer(model, reward_len, args, PLAIN, processing_class={})
 
 
 def test_chat_template_kwargs_reach_the_prompt(model, tmp_path):

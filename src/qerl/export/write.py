@@ -68,6 +68,10 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
         write_json(folder / ADAPTER_CONFIG, peft_config(config))
 
 
+def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:
+    write_merged(run, config, out, DTYPES["bf16"])
+
+
 def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
     decoder, source = load_fp32_policy(run, config, torch.device("cpu")), locate(config.model.path)
     with atomic_folder(out) as folder:

@@ -26,7 +26,7 @@ import safetensors.torch
 from torch import Tensor
 
 from qerl.config import RunConfig
-from qerl.errors import RunError, UserError
+from qerl.errors import RunError, UserError, require
 from qerl.learner.learner import Learner
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.tracking.atomic_file import sync_folder, write_synced
@@ -67,6 +67,14 @@ def save(
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise CheckpointError(f"cannot write the checkpoint {path}: {reason}") from error
     return path
+
+
+def copy(path: Path, folder: Path) -> None:
+    """Copy a checkpoint of another run into a folder of checkpoints."""
+    require(_NAME.fullmatch(path.name) is not None, f"{path}: a checkpoint's name is step- and its step")
+    unfinished = folder / (_UNFINISHED + path.name)
+    shutil.copytree(path, unfinished)
+    _put_in_place(unfinished, folder / path.name)
 
 
 def load_latest(folder: Path, learner: Learner) -> Resumed | None:

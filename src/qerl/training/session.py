@@ -42,6 +42,7 @@ from qerl.training.evaluation import (
 )
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
+from qerl.training.observer import NullObserver, Observer
 from qerl.training.policy import check_task, load_sampler, load_task
 from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
@@ -51,15 +52,21 @@ from qerl.types import RolloutEngine, Sampling
 _ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
 
 
-def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
-    """See `qerl.train`."""
+def train(
+    config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = (), observer: Observer | None = None
+) -> dict[str, Any]:
+    """See `qerl.train`. The observer follows the steps of a run that is not complete yet."""
     config = dataclasses.replace(config, model=resolve_device(config.model))
     with join_ranks(config.model.device) as ranks, start_workers(config, ranks) as cluster:
-        return _train(config, ranks, cluster, rewards)
+        return _train(config, ranks, cluster, rewards, observer or NullObserver())
 
 
 def _train(
-    config: RunConfig, ranks: Ranks, cluster: Cluster | None, rewards: Sequence[Callable[..., Any]]
+    config: RunConfig,
+    ranks: Ranks,
+    cluster: Cluster | None,
+    rewards: Sequence[Callable[..., Any]],
+    observer: Observer,
 ) -> dict[str, Any]:
     """Only the first rank has a journal and writes the folder."""
     folder = Path(config.out)
@@ -78,7 +85,7 @@ def _train(
             threshold = pool.success_threshold(config.evaluate.success_threshold)
             evaluate = dataclasses.replace(config.evaluate, success_threshold=threshold)
             config = dataclasses.replace(config, evaluate=evaluate)
-            result = _Session(config, folder, journal, pool, stop, ranks, cluster).run()
+            result = _Session(config, folder, journal, pool, stop, ranks, cluster, observer).run()
             journal.finish(result)
             if ranks.is_first:
                 write_report([folder], folder / "report.html")
@@ -97,8 +104,10 @@ class _Session:
         stop: StopSignal,
         ranks: Ranks,
         cluster: Cluster | None,
+        observer: Observer,
     ):
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
+        self.observer, self.metrics = observer, {}
         _check_supported(config, pool, ranks, cluster)
         tokenizer, self.task = load_task(config)
         journal.check_sources(self.task.sources, ("data set ",))
@@ -159,6 +168,7 @@ class _Session:
 
     def run(self) -> dict[str, Any]:
         first_step = self.resume()
+        self.observer.begin(first_step)
         if first_step == 0:
             self.evaluate("before")
         parts = Parts(
@@ -220,10 +230,13 @@ class _Session:
 
     def save(self, step: int) -> bool:
         """Save if due. A signal to any rank stops all of them, after the first one has saved."""
-        requested = max(self.ranks.gather(self.stop.requested or 0))  # a later signal stops the next step
+        asked = self.observer.after_step(step, self.metrics)
+        all_asked = self.ranks.gather((self.stop.requested or 0, asked.save, asked.stop))
+        requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
         next_step, is_stopping = step + 1, requested > 0
         is_due = next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps
-        if self.ranks.is_first and (is_stopping or is_due):
+        saves = bool(is_stopping or is_due or asks_save or asks_stop)
+        if self.ranks.is_first and saves:
             with self.journal.span("checkpoint"):
                 checkpoint.save(
                     self.folder / "checkpoints",
@@ -232,10 +245,11 @@ class _Session:
                     keep=self.config.checkpoint.keep,
                     extra=self.extra_state(),
                 )
+        self.observer.finished(step, is_saved=saves)
         if is_stopping:
             self.ranks.gather(None)
             self.stop.request(requested)  # when one rank ends, torchrun signals the others
-        return is_stopping
+        return is_stopping or bool(asks_stop)
 
     def extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the learner, as JSON values."""
@@ -254,6 +268,7 @@ class _Session:
                 figures = self.held_out_figures()
             for name in ("accuracy", "greedy", "reward", "greedy_reward"):
                 log.add(**{f"eval_{name}": figures[name]} if name in figures else {})
+        self.metrics = dict(log.metrics)
 
     def evaluate(self, moment: str) -> None:
         """Measure held-out reward and accuracy before or after training, once even if the run is resumed."""

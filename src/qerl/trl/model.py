@@ -1,11 +1,15 @@
-"""Translate the model of a GRPOTrainer and its quantization to ModelConfig."""
+"""Translate the model of a GRPOTrainer, its tokenizer and its quantization to ModelConfig."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
-from qerl.config import ModelConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qerl.config import AdapterConfig, ModelConfig
 from qerl.errors import UserError, require
 from qerl.trl.config import GRPOConfig
+from qerl.trl.weights import with_tokenizer, write_model, write_start_adapter
 
 _FORMATS = {"mxfp4": "mxfp4", "fp8": "fp8", "fbgemm_fp8": "fp8"}
 _FOUR_BITS = {"nf4": "nf4", "fp4": "nvfp4"}
@@ -23,9 +27,29 @@ _NO_EFFECT = (
 )
 
 
-def model_config(model: Any, quantization: Any, args: GRPOConfig, base: ModelConfig) -> ModelConfig:
+def model_path(model: Any, tokenizer: Any, folder: Path) -> tuple[str, AdapterConfig | None]:
+    """Return what model.path names, and the adapter that a PeftModel has. Objects are written to the folder;
+    one that is quantized is read again from where it came."""
+    require(
+        tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase),
+        f"processing_class must be a tokenizer, got a {type(tokenizer).__name__}:"
+        " vision models are not supported",
+    )
+    if isinstance(model, str):
+        return model if tokenizer is None else with_tokenizer(model, tokenizer, folder), None
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    require(
+        isinstance(base, PreTrainedModel),
+        f"model must be a folder, a hub id, a PreTrainedModel or a PeftModel, got a {type(model).__name__}",
+    )
+    adapter = None if base is model else write_start_adapter(model, folder)
+    if getattr(base.config, "quantization_config", None) is not None:
+        return str(base.config.name_or_path), adapter
+    return str(write_model(model, tokenizer, folder)), adapter
+
+
+def model_config(model: str, quantization: Any, args: GRPOConfig, base: ModelConfig) -> ModelConfig:
     """quantization: the trainer's argument; args.model_init_kwargs may have one too."""
-    require(isinstance(model, str), f"model must be a folder or a hub id, got a {type(model).__name__}")
     assert not isinstance(args.model_init_kwargs, str)
     options = dict(args.model_init_kwargs or {})
     given = options.pop("quantization_config", None)

@@ -1,0 +1,32 @@
+"""What follows a run from outside, step by step, and may ask it to save or to stop."""
+
+import dataclasses
+from typing import Protocol
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    save: bool = False
+    stop: bool = False
+    """Save and end the run, which then counts as complete."""
+
+
+class Observer(Protocol):
+    def begin(self, first_step: int) -> None:
+        """Called once the model is loaded and a checkpoint resumed."""
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> Asked:
+        """metrics: those of the step so far, without durations."""
+        ...
+
+    def finished(self, step: int, is_saved: bool) -> None:
+        """Called after each step and the checkpoint that may follow it."""
+
+
+class NullObserver:
+    def begin(self, first_step: int) -> None: ...
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> Asked:
+        return Asked()
+
+    def finished(self, step: int, is_saved: bool) -> None: ...

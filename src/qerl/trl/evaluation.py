@@ -1,0 +1,48 @@
+"""GRPOTrainer.evaluate: rewards of samples of held-out prompts, without noise."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from qerl.config import RunConfig
+from qerl.learner import checkpoint
+from qerl.tasks import RewardPool, build_task
+from qerl.training.evaluation import sample_and_score, sampled_tokens
+from qerl.training.multi_turn import with_environment
+from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
+from qerl.training.rollout import sampling_of
+
+
+def evaluate(
+    config: RunConfig, functions: Sequence[Callable[..., Any]], *, num_samples: int
+) -> dict[str, float]:
+    """Sample every held-out prompt of config.task with the newest checkpoint of config.out, if any."""
+    begin_s = time.perf_counter()
+    checkpoints = Path(config.out) / "checkpoints"
+    newest = checkpoint.find_latest(checkpoints)[0]
+    with RewardPool(config.task, functions=functions) as pool:
+        tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
+        task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+        sampler = load_trained_sampler(config, tokenizer, None if newest is None else checkpoints)
+        engine = with_environment(sampler, pool, config.task.environment, max_prompt_tokens)
+        groups, rewards_P_G = sample_and_score(
+            engine,
+            pool.score,
+            task.held_out(None),
+            num_samples=num_samples,
+            sampling=sampling_of(config),
+            seed=config.seed,
+        )
+    known_P_G = [[r for r in rewards_G if r is not None] for rewards_G in rewards_P_G]
+    known_P_G = [known for known in known_P_G if known]
+    runtime_s = time.perf_counter() - begin_s
+    return {
+        "reward": fmean(r for known in known_P_G for r in known),
+        "reward_std": fmean(map(pstdev, known_P_G)),
+        "completions/mean_length": fmean(n for group in groups for n in sampled_tokens(group)),
+        "num_prompts": len(groups),
+        "runtime": round(runtime_s, 3),
+        "samples_per_second": round(len(groups) * num_samples / runtime_s, 3),
+    }

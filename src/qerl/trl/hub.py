@@ -1,0 +1,36 @@
+"""Push a saved adapter to the Hugging Face hub, with a model card."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+
+def push_folder(
+    folder: Path,
+    repo_id: str,
+    *,
+    card: str,
+    token: str | None,
+    private: bool | None,
+    revision: str | None,
+    commit_message: str,
+) -> Any:
+    """Create the repository if it is not there, upload the folder, return the hub's answer."""
+    api = huggingface_hub.HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision not in (None, "main"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    (folder / "README.md").write_text(card)
+    return api.upload_folder(
+        repo_id=repo_id, folder_path=str(folder), commit_message=commit_message, revision=revision
+    )
+
+
+def model_card(name: str, *, base_model: str, dataset: str | None, tags: list[str]) -> str:
+    """Return a README.md; base_model is named if it is no local folder."""
+    base = {} if Path(base_model).expanduser().exists() else {"base_model": base_model}
+    facts = {"library_name": "peft", **base, **({"datasets": [dataset]} if dataset else {}), "tags": tags}
+    head = "\n".join(f"{key}: {json.dumps(value)}" for key, value in facts.items())
+    return f"---\n{head}\n---\n\n# {name}\n\nA LoRA adapter for {base_model}, trained with GRPO by qerl.\n"

@@ -1,0 +1,83 @@
+"""Write a model object, or a tokenizer that is not its model's, to a folder that `model.path` can name.
+
+The folder's name has a hash of what is in it: other weights are another run.
+"""
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import AdapterConfig
+from qerl.errors import require
+from qerl.models.peft_reader import adapter_config
+from qerl.models.source import locate
+from qerl.models.tokenizer import load_tokenizer
+
+
+def write_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
+    """Write a PreTrainedModel, or the base of a PeftModel, without its adapter."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    tensors = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in base.state_dict().items()
+        if ".lora_" not in name and "lora_magnitude_vector" not in name
+    }
+    digest = hashlib.sha256(base.config.to_json_string().encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(-1).float().numpy().tobytes())
+    path = folder / f"model-{digest.hexdigest()[:12]}"
+    if not path.exists():
+        tokenizer = tokenizer or load_tokenizer(base.config.name_or_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=folder))
+        base.save_pretrained(unfinished, state_dict=tensors)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(path)
+    return path
+
+
+def write_start_adapter(model: Any, folder: Path) -> AdapterConfig:
+    """Write the adapter of a PeftModel; return the config that continues from it."""
+    path = folder / "start-adapter"
+    model.save_pretrained(path)
+    return adapter_config(str(path))
+
+
+def with_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Return the model's name if this is its tokenizer, else a folder with this one and links to the rest."""
+    source = locate(model)
+    own = load_tokenizer(model)
+    if _facts(own) == _facts(tokenizer):
+        return model
+    require(not source.is_gguf, "processing_class: a GGUF model keeps its own tokenizer")
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder))
+    tokenizer.save_pretrained(unfinished)
+    digest = hashlib.sha256(str(source.path.resolve()).encode())
+    for file in sorted(unfinished.iterdir()):
+        digest.update(file.read_bytes())
+    for file in source.path.iterdir():
+        is_of_model = file.suffix == ".safetensors" or file.name.endswith(".index.json")
+        if is_of_model or file.name in ("config.json", "generation_config.json"):
+            (unfinished / file.name).symlink_to(file.resolve())
+    path = folder / f"model-{digest.hexdigest()[:12]}"
+    if not path.exists():
+        return str(unfinished.rename(path))
+    for file in unfinished.iterdir():
+        file.unlink()
+    unfinished.rmdir()
+    return str(path)
+
+
+def _facts(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """Return what a run reads of a tokenizer."""
+    return (
+        tokenizer.get_vocab(),
+        tokenizer.chat_template,
+        tokenizer.eos_token_id,
+        tokenizer("a B  1+1.")["input_ids"],
+    )
