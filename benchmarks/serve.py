@@ -101,10 +101,10 @@ def _server(options: ServeBenchOptions) -> Iterator[str]:
     server = subprocess.Popen([*command, *options.serve_options.split()], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
-        _, _, url = server.stdout.readline().strip().partition(" at ")
-        if not url:
+        line = next((line for line in server.stdout if " at http" in line), None)
+        if line is None:
             raise RunError(f"the server did not start: {' '.join(command)}")
-        yield url
+        yield line.strip().partition(" at ")[2]
     finally:
         server.terminate()
         server.wait(30)

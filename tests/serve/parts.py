@@ -21,8 +21,20 @@ NAME = "tiny"
 LIMITS = {"max_prompt_tokens": 60, "max_tokens": 900, "max_samples": 4, "max_body_bytes": 2000}
 
 
-def load_tiny(folder: Path) -> LoadedModel:
+# As Qwen's: the functions come before the messages, calls and their results are marked.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>{% for t in tools %}{{ t['function']['name'] }},{% endfor %}"
+    "<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['content'] }}{% if m['tool_calls'] %}"
+    "{% for c in m['tool_calls'] %}{{ c['function'] | tojson }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{{ mood }}{% endif %}"
+)
+
+
+def load_tiny(folder: Path, *, template: str | None = None) -> LoadedModel:
     tiny_run.write_model(folder, max_positions=1024)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
     return load_model(str(folder), None, ModelConfig(path=str(folder), dtype="fp32"), with_adapter=True)
 
 

@@ -114,19 +114,28 @@ MISTAKES = [
     ({"temperature": "hot"}, 400, "temperature", "number"),
     ({"top_p": 0}, 400, "top_p", "greater than or equal to"),
     ({"seed": 1.5}, 400, "seed", "integer"),
-    ({"stop": ["a"] * 5}, 400, "stop", "at most 4"),
+    ({"stop": ["a"] * 17}, 400, "stop", "at most 16"),
     ({"stop": 3}, 400, "stop", "a string or a list"),
     ({"seed": 1 << 64}, 400, "seed", "less than"),
     ({"stop": ""}, 400, "stop", "at least 1 character"),
     ({"stream": "yes"}, 400, "stream", "boolean"),
     ({"stream": True, "stream_options": 1}, 400, "stream_options", "object"),
-    ({"stream": True, "logprobs": True}, 400, "logprobs", "stream"),
-    ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs", "not supported"),
-    ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"top_logprobs": 2}, 400, None, "needs logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "equal to 20"),
+    ({"top_k": 0.5}, 400, "top_k", "integer"),
+    ({"top_k": 10**30}, 400, "top_k", "less than"),
+    ({"min_p": 2}, 400, "min_p", "equal to 1"),
+    ({"temperature": 10**400}, 400, "temperature", ""),
+    ({"tools": [{"type": "function"}]}, 400, "tools", "function: Field required"),
+    ({"tools": [{"type": "web_search"}]}, 400, "tools", "'function'"),
+    ({"tool_choice": "required"}, 400, None, "names no function"),
+    ({"chat_template_kwargs": {"chat_template": "{{ x }}"}}, 400, "chat_template_kwargs", "no variable"),
     ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema belongs"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format", "json_object"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]", "messages[0].role:"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0]", "messages[0].role:"),
+    ({"messages": [{"role": "assistant"}]}, 400, "messages[0]", "content is missing"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0]", "text"),
     ({"messages": [{"role": "user", "content": "x" * 60}]}, 400, None, "the limit for this request is 60"),
 ]
@@ -149,9 +158,19 @@ def test_fields_that_change_nothing_are_accepted(client):
     assert given["choices"] == client.post(CHAT, json=HELLO).json()["choices"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 1900, b'{"model": 1e999}'])
-def test_a_body_that_is_no_request_is_refused(client, body):
-    reply = client.post(CHAT, content=body, headers={"content-type": "application/json"})
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 1900, b'{"a":' * 380, b'{"model": 1e999}'),
+        *(b'{"\\ud800": 1}', b'{"model": "\\ud800"}', b'{"model": "tiny", "seed": NaN}'),
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\udfff"}], "prompt": "\\udfff"}',
+        b'{"model": "tiny", "temperature": 1' + b"0" * 400 + b"}",
+        b'{"model": "tiny", "seed": ' + b"9" * 1800 + b"}",
+    ],
+)
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, "/v1/responses"])
+def test_a_body_that_is_no_request_is_refused(client, route, body):
+    reply = client.post(route, content=body, headers={"content-type": "application/json"})
     assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
 
 

@@ -83,6 +83,10 @@ class Engine:
         self._runners = RunnerCache(decoder, config, stop_token_ids)
 
     @property
+    def vocab_size(self) -> int:
+        return self._decoder.architecture.vocab_size
+
+    @property
     def num_bytes(self) -> int:
         """Size of the KV cache during a call; 0 before the first call."""
         return 0 if self._cache is None else self._cache.num_bytes

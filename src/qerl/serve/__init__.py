@@ -1,7 +1,10 @@
 """Talk to a model: chat in the terminal, and an OpenAI-compatible server over the engine.
 
 loaded_model.py   load a model or a run's newest adapter   stream.py     tokens -> pieces of text
-chat.py           the terminal                             batcher.py    queue; equal requests in one call
-request.py        request bodies -> prompts                response.py   samples -> OpenAI's responses
-app.py            routes and access check                  server.py     address, API key, start and shutdown
+chat.py           the terminal                             batcher.py    the thread that runs the engine
+fields.py         bodies of requests, errors               request.py    bodies -> prompts and sampling
+grammar.py        JSON schemas                             tools.py      tool calls in an answer
+response.py       samples -> OpenAI's responses            responses.py  the same for /v1/responses
+logprobs.py       logprobs in OpenAI's forms               app.py        routes and access check
+server.py         address, API key, start and shutdown
 """

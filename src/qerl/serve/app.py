@@ -1,4 +1,4 @@
-"""The routes /v1/models, /v1/completions and /v1/chat/completions.
+"""The routes /v1/models, /v1/completions, /v1/chat/completions and /v1/responses.
 
 Access is checked before the body is read: by the API key, or without one by the Host header. A page in a
 browser can send requests to a loopback address, but only under its own host name (tracking/loopback.py) or as
@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,8 +22,10 @@ from starlette.requests import ClientDisconnect
 
 from qerl.errors import UserError
 from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, PendingRequest
-from qerl.serve.request import ApiError, CompletionRequest, RequestParser
-from qerl.serve.response import CHAT, COMPLETION, ApiResponse, ResponseFormat
+from qerl.serve.fields import ApiError
+from qerl.serve.request import CompletionRequest, RequestParser
+from qerl.serve.response import ApiResponse, ChatResponse, CompletionResponse, event
+from qerl.serve.responses import ResponsesBody, ResponsesResponse
 from qerl.serve.stream import TextStream
 from qerl.tracking.loopback import names_this_machine
 from qerl.types import Sample, TokenLogprob
@@ -53,6 +54,7 @@ def make_app(parser: RequestParser, batcher: Batcher, *, api_key: str | None) ->
     app.add_api_route("/v1/models", routes.models, response_model=None)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/responses", routes.responses, methods=["POST"], response_model=None)
     return app
 
 
@@ -77,34 +79,35 @@ class AccessCheck:
 class Routes:
     def __init__(self, parser: RequestParser, batcher: Batcher):
         self._parser, self._batcher, self._created = parser, batcher, int(time.time())
+        self._names = parser.name, parser.model.tokenizer
 
     async def models(self, request: Request) -> Response:
         model = {"id": self._parser.name, "object": "model", "created": self._created, "owned_by": "qerl"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, self._parser.completion, COMPLETION)
+        asked = self._parser.completion(await self._body(request))
+        return await self._answer(request, asked, CompletionResponse(asked, *self._names))
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, self._parser.chat, CHAT)
+        asked = self._parser.chat(await self._body(request))
+        return await self._answer(request, asked, ChatResponse(asked, *self._names))
 
-    async def _answer(
-        self, http: Request, parse: Callable[[bytes], CompletionRequest], format: ResponseFormat
-    ) -> Response:
-        request = parse(await self._body(http))
-        response = ApiResponse(format, request, self._parser.name, self._parser.model.tokenizer)
-        pending = PendingRequest(
-            prompts_P=request.prompts_P, num_samples=request.body.n, sampling=request.sampling
-        )
-        items = _token_queue(pending) if request.body.stream else None
+    async def responses(self, request: Request) -> Response:
+        body = ResponsesBody.parse(await self._body(request), self._parser.name, self._parser.options)
+        asked = self._parser.chat_of(body.to_chat())
+        return await self._answer(request, asked, ResponsesResponse(body, asked, *self._names))
+
+    async def _answer(self, http: Request, asked: CompletionRequest, response: ApiResponse) -> Response:
+        pending = asked.pending
+        items = _token_queue(pending) if asked.body.stream else None
         try:
             self._batcher.submit(pending)
         except BusyError as error:
             raise _api_error(error) from None
         if items is None:
             return JSONResponse(response.whole(await _samples(http, pending)))
-        with_usage = bool(request.body.stream_options.include_usage)
-        events = self._events(pending, items, response, with_usage)
+        events = self._events(asked, items, response)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _body(self, http: Request) -> bytes:
@@ -118,29 +121,30 @@ class Routes:
         return bytes(body)
 
     async def _events(
-        self, pending: PendingRequest, items: StreamQueue, response: ApiResponse, with_usage: bool
+        self, asked: CompletionRequest, items: StreamQueue, response: ApiResponse
     ) -> AsyncIterator[str]:
-        model, num_choices = self._parser.model, pending.num_choices
-        streams = [TextStream(model, pending.sampling.stop) for _ in range(num_choices)]
-        num_running, num_tokens = num_choices, 0
+        pending, is_each_sent = asked.pending, asked.body.with_logprobs or asked.body.return_token_ids
+        streams = [TextStream(self._parser.model, pending.sampling.stop) for _ in range(pending.num_choices)]
+        num_running, num_tokens = pending.num_choices, 0
         try:
-            for chunk in response.first_chunks(num_choices):
-                yield _event(chunk)
+            for each in response.start():
+                yield each
             while num_running:
                 item = await items.get()
                 if isinstance(item, Exception):
-                    yield _event(_error_body(_api_error(item)))
+                    yield event(_error_body(_api_error(item)))
                     return
                 choice, token, ended = item
                 num_tokens += 1
-                if text := streams[choice].add(token.token, ended):
-                    yield _event(response.text_chunk(choice, text))
+                if (text := streams[choice].add(token.token, ended)) or is_each_sent:
+                    for each in response.piece(choice, text, [token]):
+                        yield each
                 if ended is not None:
                     num_running -= 1
-                    yield _event(response.last_chunk(choice, ended))
-            if with_usage:
-                yield _event(response.usage_chunk(num_tokens))
-            yield "data: [DONE]\n\n"
+                    for each in response.end_choice(choice, ended):
+                        yield each
+            for each in response.end(num_tokens):
+                yield each
         finally:
             pending.is_cancelled = True
 
@@ -192,10 +196,6 @@ def _api_error(error: Exception) -> ApiError:
     if isinstance(error, BusyError | CancelledRequestError):
         return ApiError(503, str(error), code="busy")
     return ApiError(500, "the request failed; see the server's log")
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
 
 
 def _error_body(error: HTTPException) -> dict[str, Any]:

@@ -23,6 +23,11 @@ class LoadedModel:
     max_positions: int
     """Longest prompt and answer together, in tokens."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's LM head, of which the tokenizer may know fewer."""
+        return self.engine.vocab_size
+
 
 def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:
     """Load `source`: a model, or the folder of a run, of which `run` is the config."""

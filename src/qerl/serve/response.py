@@ -1,125 +1,213 @@
-"""OpenAI's response objects: whole responses and stream chunks, for completions and chat completions."""
+"""OpenAI's response objects for completions and chat completions: whole responses and server-sent events.
 
-import dataclasses
-import itertools
+With return_token_ids, as in vLLM, a choice has `token_ids` and, for completions, `prompt_token_ids`; a chat
+has the latter beside its choices. /v1/responses is in responses.py.
+"""
+
+import json
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from qerl.serve.logprobs import chat_logprobs, completion_logprobs, token_texts
 from qerl.serve.request import CompletionRequest
-from qerl.types import Sample
+from qerl.serve.tools import ParsedCall, ToolCallStream
+from qerl.types import Sample, TokenLogprob
 
 Json = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ResponseFormat:
-    """The differences between the two routes' responses."""
+class ApiResponse(Protocol):
+    """The response to one request."""
 
-    id_prefix: str
-    object: str
-    chunk_object: str
-    text: Callable[[str], Json]
-    """The part of a choice that holds its text."""
-    text_delta: Callable[[str], Json]
-    """The same in a stream chunk."""
-    first_delta: Json | None
-    """Sent before any text of a choice."""
-    last_delta: Json
-    logprobs: Callable[[Sample, Tokenizer], Json]
+    def whole(self, samples: list[Sample]) -> Json: ...
 
+    def start(self) -> list[str]:
+        """Return the first events of a stream."""
+        ...
 
-def _chat_logprobs(sample: Sample, tokenizer: Tokenizer) -> Json:
-    content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(_token_texts(sample, tokenizer), sample.logprobs_T, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+    def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
+        """Return the events of a choice's next text and of the tokens since its last piece."""
+        ...
+
+    def end_choice(self, index: int, sample: Sample) -> list[str]: ...
+
+    def end(self, num_tokens: int) -> list[str]:
+        """Return the last events of a stream, of which all choices have this many tokens."""
+        ...
 
 
-def _completion_logprobs(sample: Sample, tokenizer: Tokenizer) -> Json:
-    texts = _token_texts(sample, tokenizer)
-    return {
-        "tokens": texts,
-        "token_logprobs": sample.logprobs_T,
-        "top_logprobs": None,
-        "text_offset": [0, *itertools.accumulate(map(len, texts))][:-1],
-    }
+def event(value: Json, name: str | None = None) -> str:
+    data = f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+    return data if name is None else f"event: {name}\n{data}"
 
 
-def _token_texts(sample: Sample, tokenizer: Tokenizer) -> list[str]:
-    return [str(tokenizer.decode([token])) for token in sample.tokens_T]
+class Envelope:
+    """What responses to completions and chats have in common."""
 
+    def __init__(self, prefix: str, object: str, chunk_object: str, request: CompletionRequest, model: str):
+        self._request, self._object, self._chunk_object = request, object, chunk_object
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-CHAT = ResponseFormat(
-    id_prefix="chatcmpl",
-    object="chat.completion",
-    chunk_object="chat.completion.chunk",
-    text=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    text_delta=lambda text: {"delta": {"content": text}},
-    first_delta={"delta": {"role": "assistant", "content": ""}},
-    last_delta={"delta": {}},
-    logprobs=_chat_logprobs,
-)
-COMPLETION = ResponseFormat(
-    id_prefix="cmpl",
-    object="text_completion",
-    chunk_object="text_completion",
-    text=lambda text: {"text": text},
-    text_delta=lambda text: {"text": text},
-    first_delta=None,
-    last_delta={"text": ""},
-    logprobs=_completion_logprobs,
-)
+    def whole(self, choices: list[Json], num_tokens: int) -> Json:
+        return {**self._head, "object": self._object, "choices": choices, "usage": self._usage(num_tokens)}
 
+    def chunk(self, choices: list[Json]) -> Json:
+        return {**self._head, "object": self._chunk_object, "choices": choices}
 
-class ApiResponse:
-    """The response to one request, whole or in chunks."""
+    def end(self, num_tokens: int) -> list[str]:
+        done = "data: [DONE]\n\n"
+        if not self._request.body.stream_options.include_usage:
+            return [done]
+        return [event(self.chunk([]) | {"usage": self._usage(num_tokens)}), done]
 
-    def __init__(self, format: ResponseFormat, request: CompletionRequest, model: str, tokenizer: Tokenizer):
-        self._format, self._request, self._tokenizer = format, request, tokenizer
-        response_id = f"{format.id_prefix}-{uuid.uuid4().hex}"
-        self._head = {"id": response_id, "created": int(time.time()), "model": model}
+    def token_ids(self, tokens: list[TokenLogprob]) -> Json:
+        is_asked = self._request.body.return_token_ids
+        return {"token_ids": [each.token for each in tokens]} if is_asked else {}
 
-    def whole(self, samples: list[Sample]) -> Json:
-        choices = [
-            _choice(index, self._format.text(sample.text), sample.finish, self._logprobs(sample))
-            for index, sample in enumerate(samples)
-        ]
-        usage = self._usage(sum(len(sample.tokens_T) for sample in samples))
-        return {**self._head, "object": self._format.object, "choices": choices, "usage": usage}
-
-    def first_chunks(self, num_choices: int) -> list[Json]:
-        delta = self._format.first_delta
-        return [] if delta is None else [self._chunk([_choice(i, delta)]) for i in range(num_choices)]
-
-    def text_chunk(self, index: int, text: str) -> Json:
-        return self._chunk([_choice(index, self._format.text_delta(text))])
-
-    def last_chunk(self, index: int, sample: Sample) -> Json:
-        return self._chunk([_choice(index, self._format.last_delta, sample.finish)])
-
-    def usage_chunk(self, num_tokens: int) -> Json:
-        return self._chunk([]) | {"usage": self._usage(num_tokens)}
-
-    def _logprobs(self, sample: Sample) -> Json | None:
-        return self._format.logprobs(sample, self._tokenizer) if self._request.body.with_logprobs else None
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        return {**self._head, "object": self._format.chunk_object, "choices": choices}
+    def prompt_token_ids(self, index: int) -> Json:
+        if not self._request.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._request.prompts_P[index].tokens_T}
 
     def _usage(self, num_tokens: int) -> Json:
         """A prompt counts once, however many samples it has."""
-        prompt_tokens = sum(len(prompt.tokens_T) for prompt in self._request.prompts_P)
+        num_prompt = sum(len(prompt.tokens_T) for prompt in self._request.prompts_P)
+        total = num_prompt + num_tokens
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": total}
+
+
+class CompletionResponse:
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer):
+        self._request, self._tokenizer = request, tokenizer
+        self._envelope = Envelope("cmpl", "text_completion", "text_completion", request, model)
+        self._has_answer = request.body.num_answer_tokens != 0  # 0: the engine's one token is left out
+        self._num_top = request.body.num_top_logprobs
+
+    def whole(self, samples: list[Sample]) -> Json:
+        choices = [self._whole_choice(i, sample) for i, sample in enumerate(samples)]
+        num_tokens = sum(map(len, self._request.pending.tokens.values()))
+        return self._envelope.whole(choices, num_tokens if self._has_answer else 0)
+
+    def _whole_choice(self, index: int, sample: Sample) -> Json:
+        request, body, p = self._request, self._request.body, index // self._request.body.n
+        tokens = request.pending.tokens[index] if self._has_answer else []
+        text, finish = (sample.text, sample.finish) if self._has_answer else ("", "length")
+        all_tokens, prompt_T = list[TokenLogprob | None](tokens), list[int]()
+        if request.with_echo:
+            prompt = request.prompts_P[p]
+            text = (prompt.text or str(self._tokenizer.decode(prompt.tokens_T))) + text
+            if request.pending.prompt_logprobs_P is not None:
+                prompt_T = prompt.tokens_T
+                all_tokens = [None, *request.pending.prompt_logprobs_P[p].tokens, *tokens]
+        texts = token_texts(self._tokenizer, [*prompt_T, *(each.token for each in tokens)])
+        logprobs = completion_logprobs(self._tokenizer, all_tokens, texts, self._num_top)
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": prompt_tokens + num_tokens,
+            "index": index,
+            "text": text,
+            "logprobs": logprobs if body.with_logprobs else None,
+            "finish_reason": finish,
+            **self._envelope.token_ids(tokens),
+            **self._envelope.prompt_token_ids(p),
         }
 
+    def start(self) -> list[str]:
+        return []
 
-def _choice(index: int, text: Json, finish: str | None = None, logprobs: Json | None = None) -> Json:
-    return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish}
+    def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
+        logprobs = None
+        if self._request.body.with_logprobs:
+            texts = token_texts(self._tokenizer, [each.token for each in tokens])
+            listed = list[TokenLogprob | None](tokens)
+            logprobs = completion_logprobs(self._tokenizer, listed, texts, self._num_top)
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return [event(self._envelope.chunk([choice | self._envelope.token_ids(tokens)]))]
+
+    def end_choice(self, index: int, sample: Sample) -> list[str]:
+        choice = {"index": index, "text": "", "logprobs": None, "finish_reason": sample.finish}
+        return [event(self._envelope.chunk([choice]))]
+
+    def end(self, num_tokens: int) -> list[str]:
+        return self._envelope.end(num_tokens)
+
+
+class ChatResponse:
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer):
+        self._request, self._tokenizer = request, tokenizer
+        self._envelope = Envelope("chatcmpl", "chat.completion", "chat.completion.chunk", request, model)
+        self._calls = [request.tool_call_stream() for _ in range(request.pending.num_choices)]
+
+    def whole(self, samples: list[Sample]) -> Json:
+        choices = [self._whole_choice(i, sample) for i, sample in enumerate(samples)]
+        num_tokens = sum(map(len, self._request.pending.tokens.values()))
+        return self._envelope.whole(choices, num_tokens) | self._envelope.prompt_token_ids(0)
+
+    def _whole_choice(self, index: int, sample: Sample) -> Json:
+        text, calls = split_calls(self._calls[index], sample.text)
+        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.to_json() for call in calls]
+        tokens = self._request.pending.tokens[index]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": self._finish(index, sample),
+            **self._envelope.token_ids(tokens),
+        }
+
+    def start(self) -> list[str]:
+        chunks = [
+            self._envelope.chunk([self._choice(index, {"role": "assistant", "content": ""})])
+            for index in range(len(self._calls))
+        ]
+        return [event(chunk | self._envelope.prompt_token_ids(0)) for chunk in chunks]
+
+    def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
+        calls, stream = list[ParsedCall](), self._calls[index]
+        if stream is not None:
+            text, calls = stream.add(text)
+        return self._events(index, text, calls, tokens)
+
+    def _events(
+        self, index: int, text: str, calls: list[ParsedCall], tokens: list[TokenLogprob]
+    ) -> list[str]:
+        delta: Json = {"content": text} if text else {}
+        if calls and (stream := self._calls[index]) is not None:
+            first = stream.num_calls - len(calls)
+            delta["tool_calls"] = [{"index": first + i, **call.to_json()} for i, call in enumerate(calls)]
+        logprobs, ids = self._logprobs(tokens) if tokens else None, self._envelope.token_ids(tokens)
+        if not (delta or logprobs or ids.get("token_ids")):
+            return []
+        choice = self._choice(index, delta) | {"logprobs": logprobs} | ids
+        return [event(self._envelope.chunk([choice]))]
+
+    def end_choice(self, index: int, sample: Sample) -> list[str]:
+        stream, events = self._calls[index], list[str]()
+        if stream is not None:
+            events = self._events(index, *stream.end(), [])
+        last = self._choice(index, {}) | {"finish_reason": self._finish(index, sample)}
+        return [*events, event(self._envelope.chunk([last]))]
+
+    def end(self, num_tokens: int) -> list[str]:
+        return self._envelope.end(num_tokens)
+
+    def _choice(self, index: int, delta: Json) -> Json:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _finish(self, index: int, sample: Sample) -> str | None:
+        stream = self._calls[index]
+        return "tool_calls" if stream is not None and stream.num_calls else sample.finish
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
+        return chat_logprobs(self._tokenizer, tokens) if self._request.body.with_logprobs else None
+
+
+def split_calls(stream: ToolCallStream | None, text: str) -> tuple[str, list[ParsedCall]]:
+    """Return the text and the calls of a whole answer."""
+    if stream is None:
+        return text, []
+    (before, calls), (after, last) = stream.add(text), stream.end()
+    return before + after, calls + last

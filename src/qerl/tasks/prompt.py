@@ -10,6 +10,7 @@ tokenizer adds to any text; the prompt then has messages only if the data set ha
 
 import json
 import string
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -121,14 +122,24 @@ def _literal(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-    """Return (text, tokens) up to the start of the assistant's turn, or of the rest of its last message."""
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[str, list[int]]:
+    """Return (text, tokens) up to the start of the assistant's turn, or of the rest of its last message.
+
+    variables: further ones of the template, such as tools."""
     if not tokenizer.chat_template:
         return join_messages(tokenizer, messages)
     goes_on = messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+            messages,  # type: ignore[arg-type]
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **variables or {},
         )
     except Exception as error:  # a template is a program and may raise anything
         roles, reason = ", ".join(message["role"] for message in messages), " ".join(str(error).split())
@@ -159,7 +170,7 @@ def plain_reply_tokens(
 
 
 def join_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[str, list[int]]:
     """Return (text, tokens) of the messages without their roles."""
     text = "\n\n".join(message["content"] for message in messages)

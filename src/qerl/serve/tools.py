@@ -1,0 +1,114 @@
+"""Find tool calls in an answer, whole or piece by piece.
+
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>    Hermes, Qwen: anywhere, any number
+    {"name": ..., "parameters": {...}}                          Llama 3: the whole answer, divided by ;
+
+Text that looks like a call but is none, or calls a function that was not offered, stays text.
+"""
+
+import dataclasses
+import json
+import secrets
+from typing import Any
+
+from qerl.errors import UserError
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParsedCall:
+    id: str
+    name: str
+    arguments: str
+    """JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ToolCallStream:
+    """Splits the text of one answer into text and calls; it waits where a call may have begun."""
+
+    def __init__(self, names: set[str], *, is_parallel: bool):
+        self.num_calls = 0
+        self._names, self._is_parallel = names, is_parallel
+        self._pending, self._has_text = "", False
+
+    def add(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """Return the text and the calls that this piece completes."""
+        self._pending += text
+        if not self._has_text and self._pending.lstrip()[:1] in ("", "{"):
+            return "", []  # perhaps a bare object; only its end tells
+        out, calls = "", []
+        while _OPEN in self._pending:
+            before, _, rest = self._pending.partition(_OPEN)
+            body, close, after = rest.partition(_CLOSE)
+            out, self._pending = out + before, _OPEN + rest
+            if not close:
+                break
+            found = self._parse(body)
+            out += "" if found else _OPEN + body + _CLOSE
+            calls += found
+            self._pending = after
+        if _OPEN not in self._pending:
+            num_held = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._pending.endswith(_OPEN[:n])), 0)
+            end = len(self._pending) - num_held
+            out, self._pending = out + self._pending[:end], self._pending[end:]
+        return self._text(out), calls
+
+    def end(self) -> tuple[str, list[ParsedCall]]:
+        """Return what is left once the answer is complete."""
+        rest, self._pending = self._pending, ""
+        found = self._parse(rest.strip().removeprefix(_OPEN))
+        return ("", found) if found else (self._text(rest), [])
+
+    def _text(self, text: str) -> str:
+        """Return the text without blanks around calls."""
+        if self.num_calls or not self._has_text:
+            text = text if text.strip() else ""
+        self._has_text |= bool(text)
+        return text
+
+    def _parse(self, text: str) -> list[ParsedCall]:
+        """Return the calls, or none if any part is not the call of an offered function."""
+        calls, decoder = [], json.JSONDecoder()
+        try:
+            while text := text.strip():
+                value, end = decoder.raw_decode(text)
+                arguments = value.get("arguments", value.get("parameters", {}))
+                if value["name"] not in self._names or not isinstance(arguments, dict):
+                    return []
+                written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+                written.encode()  # a ValueError if it has a lone surrogate
+                calls.append(ParsedCall(f"call_{secrets.token_hex(12)}", value["name"], written))
+                text = text[end:].strip().removeprefix(";")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return []
+        if not self._is_parallel:
+            calls = calls[: max(1 - self.num_calls, 0)]
+        self.num_calls += len(calls)
+        return calls
+
+
+def call_schema(functions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the JSON schema of one call of one of these (name, schema of the arguments).
+
+    A reference names a definition at the top of its schema, so the definitions become one table."""
+    definitions: dict[str, dict[str, Any]] = {}
+    for _, schema in functions:
+        for kind in {"$defs", "definitions"} & schema.keys():
+            for name, value in schema[kind].items():
+                if definitions.setdefault(kind, {}).setdefault(name, value) != value:
+                    raise UserError(f"two functions define {name!r} differently: rename one")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": schema},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, schema in functions
+    ]
+    return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions
