@@ -8,7 +8,7 @@ import torch
 from conftest import rms_error
 from learner import plain
 from learner.samples import prompt, random_groups, sample
-from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
+from learner.tiny import ADAPTER, VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.learner import Learner
@@ -290,3 +290,21 @@ def test_the_device_learns_what_the_cpu_does(device, groups):
         got = moments[f"{name}.exp_avg"].cpu() / (1 - learner.config.learn.betas[0])
         assert rms_error(got, gradient) < 1e-4
     assert learner.step(groups)["grad_norm"] > 0
+
+
+def test_dropout_acts_while_learning_and_never_while_reading_or_sampling(rng):
+    groups = random_groups(4, 3, vocab=VOCAB, rng=rng)
+
+    def stepped(rate, **learn):
+        adapter = replace(ADAPTER, dropout=rate)
+        learner = Learner(tiny_decoder(adapter=adapter), run_config(learn=learn, adapter=adapter))
+        return learner, learner.step(groups)
+
+    plain, dropped, again = (stepped(rate) for rate in (0.0, 0.4, 0.4))
+    assert dropped[1]["loss"] == again[1]["loss"]  # the masks have coordinates
+    assert dropped[1]["grad_norm"] != plain[1]["grad_norm"] and dropped[1]["entropy"] != plain[1]["entropy"]
+    read_plain, read_dropped = (stepped(rate, updates_per_step=2)[1] for rate in (0.0, 0.4))
+    assert read_plain["entropy"] == read_dropped["entropy"]  # of the pass before the first update
+    checkpointed = stepped(0.4, gradient_checkpointing="layer")[1]
+    assert checkpointed["grad_norm"] == pytest.approx(dropped[1]["grad_norm"], rel=1e-5)
+    assert all(linear.dropout is None for _, linear in dropped[0].decoder.linears())

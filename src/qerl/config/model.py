@@ -50,6 +50,9 @@ class AdapterConfig:
     alpha: float = 32.0
     """LoRA scaling: the adapter's output is multiplied by alpha / rank."""
 
+    dropout: float = 0.0
+    """Share of the adapter's inputs that are dropped while learning, never while sampling."""
+
     target_modules: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -66,6 +69,7 @@ class AdapterConfig:
 
     def __post_init__(self):
         check_positive(self, "rank", "alpha", prefix="adapter.")
+        require(0 <= self.dropout < 1, f"adapter.dropout must be in [0, 1), got {self.dropout}")
         require(
             len(self.target_modules) > 0, "adapter.target_modules must name at least one linear, got none"
         )

@@ -155,7 +155,7 @@ def peft_config(config: RunConfig) -> dict[str, Any]:
         "r": config.adapter.rank,
         "lora_alpha": config.adapter.alpha,
         "target_modules": list(config.adapter.target_modules),
-        "lora_dropout": 0.0,
+        "lora_dropout": config.adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -49,10 +49,12 @@ from qerl.learner.minibatch import Minibatch, MinibatchPart, split
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.optimizer import load_state, new_optimizer, state_of
 from qerl.learner.packing import PackedBatch
-from qerl.models.adapter import adapter_off, adapter_tensors, load_adapter, publish
+from qerl.models.adapter import adapter_off, adapter_tensors, dropping_inputs, load_adapter, publish
 from qerl.models.decoder import Decoder
 from qerl.models.linear import holding
 from qerl.types import Group
+
+_DROPOUT = 4  # keeps these seeds apart from those of other draws
 
 
 class Learner:
@@ -111,6 +113,7 @@ class Learner:
         return {
             "trained_samples": sum(share.num_samples for share in shares),
             "micro_tokens": self.micro_tokens,
+            "lora_dropout": self.config.adapter.dropout,
             **sampling_metrics(tallies),
             **update_metrics(updates, tallies),
         }
@@ -158,7 +161,7 @@ class Learner:
         exact = divided(exact_C, batches)
         linears = [linear for _, linear in self.decoder.linears()]
         with holding(linears if self._is_holding(batches) else []):
-            return [self._learn(*each) for each in zip(batches, exact, known, strict=True)]
+            return [self._learn(i, *each) for i, each in enumerate(zip(batches, exact, known, strict=True))]
 
     def _is_holding(self, batches: list[PackedBatch]) -> bool:
         return self.holds_operands and len(batches) > 1
@@ -170,10 +173,17 @@ class Learner:
         return "operands are now unpacked for each product"
 
     def _learn(
-        self, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None
+        self, index: int, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None
     ) -> MinibatchMetrics:
         """Add the batch's gradient to the masters' grad. Without `before` this pass also gives the first
-        logprobs."""
+        logprobs. index: of the batch in its update, for the dropout's masks."""
+        at = self.config.seed, _DROPOUT, self.version, index
+        with dropping_inputs(self.decoder, self.config.adapter.dropout, *at):
+            return self._backward(batch, exact_C, before)
+
+    def _backward(
+        self, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None
+    ) -> MinibatchMetrics:
         algo = self.config.algo
         own_C, entropy_C = self._forward(batch)
         # own_C - own_C.detach() is 0, so the value is exact_C to the bit

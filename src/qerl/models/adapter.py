@@ -63,6 +63,20 @@ def adapter_off(decoder: Decoder) -> Iterator[None]:
             linear.adapter_enabled = enabled
 
 
+@contextlib.contextmanager
+def dropping_inputs(decoder: Decoder, rate: float, *coordinates: int) -> Iterator[None]:
+    """Drop inputs of the adapter within the context; each linear's mask is drawn from the coordinates and its
+    index. A rate of 0 changes nothing."""
+    adapted = [linear for _, linear in decoder.linears() if linear.lora_A is not None] if rate else []
+    try:
+        for index, linear in enumerate(adapted):
+            linear.dropout = rate, mix(*coordinates, index)
+        yield
+    finally:
+        for linear in adapted:
+            linear.dropout = None
+
+
 def adapter_tensors(decoder: Decoder) -> dict[str, nn.Parameter]:
     """Return the masters, not copies, by their names in a PEFT checkpoint."""
     return {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qerl.formats import BF16, FP8Flow, PackedWeight
 from qerl.kernels.fp8_linear import fp8_linear
 from qerl.kernels.full_linear import full_linear
+from qerl.kernels.lora_dropout import dropped_lora
 from qerl.kernels.lora_linear import Adapter, lora_linear
 
 
@@ -70,6 +71,8 @@ class QuantLinear(nn.Module):
         self.b_fused: Tensor | None = None
         """The place of b_work behind the rows of a fused BF16 weight."""
         self._operand: Tensor | None = None
+        self.dropout: tuple[float, int] | None = None
+        """(rate, seed) of the dropout on the adapter's input, inside `dropping_inputs` (adapter.py)."""
         self.unpacked: OperandCache | None = None
         """Cache of operands for the next product, inside `repeating` and `holding`."""
         self.is_read = True
@@ -106,9 +109,10 @@ class QuantLinear(nn.Module):
         return self._operand is not None
 
     @property
-    def is_hooked(self) -> bool:
-        """True if a hook wants to see its input: calibration, which a fused product would pass by."""
-        return bool(self._forward_pre_hooks)
+    def is_unfused(self) -> bool:
+        """True if it must multiply for itself: its weight is trained, inputs of its adapter are dropped, or a
+        hook wants to see its input (calibration), which a fused product would pass by."""
+        return self.full is not None or self.dropout is not None or bool(self._forward_pre_hooks)
 
     @property
     def rank(self) -> int:
@@ -164,7 +168,10 @@ class QuantLinear(nn.Module):
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.full is not None:
             return full_linear(x_TK, self.operand(), self.full, self.bias)
-        return self._product(x_TK, self.adapter)
+        if self.dropout is None or self.adapter is None:
+            return self._product(x_TK, self.adapter)
+        rate, seed = self.dropout
+        return self.frozen(x_TK) + dropped_lora(x_TK, *self.adapter, rate=rate, seed=seed)
 
     def _product(self, x_TK: Tensor, adapter: Adapter | None) -> Tensor:
         if isinstance(self.weight, FP8Flow):

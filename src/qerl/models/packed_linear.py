@@ -226,7 +226,7 @@ def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_fr
 
 def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> OperandGroup | None:
     """Return the linears' common operand; None where each is to multiply for itself."""
-    if not _is_fused_on(x_TK.device) or any(x.full is not None or x.is_hooked for x in linears):
+    if not _is_fused_on(x_TK.device) or any(x.is_unfused for x in linears):
         return None
     tiles = tiles_of(linears)
     if tiles is None:

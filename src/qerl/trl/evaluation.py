@@ -1,5 +1,6 @@
 """GRPOTrainer.evaluate: rewards of samples of held-out prompts, without noise."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from qerl.training.multi_turn import with_environment
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 from qerl.training.rollout import sampling_of
 
+_logger = logging.getLogger("qerl.trl")
+
 
 def evaluate(
     config: RunConfig, functions: Sequence[Callable[..., Any]], *, num_samples: int
@@ -25,7 +28,9 @@ def evaluate(
     with RewardPool(config.task, functions=functions) as pool:
         tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
         task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
-        sampler = load_trained_sampler(config, tokenizer, None if newest is None else checkpoints)
+        sampler = load_trained_sampler(
+            config, tokenizer, None if newest is None else checkpoints, _logger.warning
+        )
         engine = with_environment(sampler, pool, config.task.environment, max_prompt_tokens)
         groups, rewards_P_G = sample_and_score(
             engine,

@@ -16,7 +16,6 @@ _FIXED = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "init_lora_weights": True,
-    "lora_dropout": 0.0,
 }
 _PEFT_TARGETS = ("q_proj", "v_proj")
 """PEFT's for Llama, Qwen, Mistral and their kind, where target_modules is None."""
@@ -39,5 +38,9 @@ def adapter_config(peft_config: Any, base: AdapterConfig) -> AdapterConfig:
     names = {str(name).rpartition(".")[2] for name in targets or _PEFT_TARGETS}
     factor = math.sqrt(peft_config.r) if getattr(peft_config, "use_rslora", False) else 1.0
     return dataclasses.replace(
-        base, rank=peft_config.r, alpha=peft_config.lora_alpha * factor, target_modules=tuple(sorted(names))
+        base,
+        rank=peft_config.r,
+        alpha=peft_config.lora_alpha * factor,
+        dropout=float(peft_config.lora_dropout),
+        target_modules=tuple(sorted(names)),
     )
