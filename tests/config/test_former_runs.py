@@ -7,11 +7,8 @@ tests/data/run_before_renaming was written by commit 169ad83, in the folder of t
 """
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -69,14 +66,17 @@ def test_report_reads_it(run):
 
 
 def test_watch_reads_it(run):
-    command_line = [sys.executable, *tiny_run.QERL, "watch", "run", "--port", "0"]
-    source = os.pathsep.join([str(STORED.parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": source}
-    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().split()[-1]
-            update = httpx.get(f"{address}update").json()
-        finally:
-            process.send_signal(signal.SIGINT)
+    def work():
+        command(["watch", "run", "--port", "0"])
+
+    server = tiny_run.Forked(work)
+    try:
+        end_s = time.monotonic() + 60
+        while "\n" not in server.written and time.monotonic() < end_s:
+            time.sleep(0.01)
+        address = server.written.split()[-1]
+        update = httpx.get(f"{address}update").json()
+    finally:
+        server.kill()
+        server.wait()
     assert update["data"]["runs"][0]["steps"] == [0, 1, 2, 3]

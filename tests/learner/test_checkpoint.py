@@ -3,14 +3,14 @@ import os
 import random
 import resource
 import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 import safetensors.torch
 import torch
 
+import tiny_run
+from learner import saver
 from learner.samples import random_groups
 from learner.saver import mark
 from learner.tiny import VOCAB, tiny_learner
@@ -292,9 +292,9 @@ def test_killed_at_any_moment_of_a_save_the_old_or_the_new_is_loaded(next_step, 
 
 def test_killed_for_real_while_saving_without_end(folder):
     delays_ms = random.Random(0).sample(range(300), k=8)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "learner.saver", str(folder), *map(str, delays_ms)]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    process = tiny_run.started(saver.__file__, str(folder), *map(str, delays_ms))
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
     left = [names(folder / str(delay_ms)) for delay_ms in delays_ms]
     assert any(".unfinished" in name for found in left for name in found)  # the kills came in the middle
     for delay_ms in delays_ms:
