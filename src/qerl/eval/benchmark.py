@@ -21,15 +21,8 @@ from typing import Any
 
 from qerl.algo.estimate import majority_vote
 from qerl.tracking.atomic_file import decode, encode, write_atomic
-from qerl.training.evaluation import (
-    Evaluation,
-    Score,
-    greedy,
-    is_correct,
-    sample_and_score,
-    sampled_tokens,
-    summarize,
-)
+from qerl.training import evaluation
+from qerl.training.evaluation import Evaluation
 from qerl.types import Prompt, RolloutEngine, Sampling
 
 _SAMPLES_PER_BATCH = 1024
@@ -45,7 +38,7 @@ class Benchmark:
     name: str
     prompts: list[Prompt]
     answer_column: str
-    score: Score
+    score: evaluation.Score
     count_votes: CountVotes | None
     """None if the rewards do not read an answer, so that there is no majority."""
     num_samples: int
@@ -108,7 +101,7 @@ def _write(path: Path, settings: dict[str, Any], problems: list[dict[str, Any]],
 
 def _evaluate(benchmark: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt]) -> list[dict[str, Any]]:
     sampled = _graded(benchmark, engine, prompts_P, benchmark.num_samples, benchmark.sampling)
-    best = _graded(benchmark, engine, prompts_P, 1, greedy(benchmark.sampling))
+    best = _graded(benchmark, engine, prompts_P, 1, evaluation.greedy(benchmark.sampling))
     return [
         {"index": prompt.index, "answer": prompt.columns.get(benchmark.answer_column), **samples}
         | {"majority": _majority(samples)}
@@ -121,7 +114,7 @@ def _graded(
     benchmark: Benchmark, engine: RolloutEngine, prompts_P: list[Prompt], num_samples: int, sampling: Sampling
 ) -> list[dict[str, list[Any]]]:
     """Return rewards, votes and lengths of the samples of each prompt."""
-    groups, rewards_P_G = sample_and_score(
+    groups, rewards_P_G = evaluation.sample_and_score(
         engine, benchmark.score, prompts_P, num_samples=num_samples, sampling=sampling, seed=benchmark.seed
     )
     votes_P_G: list[list[str | None]] = [[None] * num_samples] * len(groups)
@@ -131,7 +124,7 @@ def _graded(
         {
             "rewards": rewards_G,
             "votes": votes_G,
-            "num_tokens": sampled_tokens(group),
+            "num_tokens": evaluation.sampled_tokens(group),
             "is_cut": [sample.finish == "length" for sample in group.samples_G],
         }
         for group, rewards_G, votes_G in zip(groups, rewards_P_G, votes_P_G, strict=True)
@@ -147,16 +140,10 @@ def _majority(samples: dict[str, list[Any]]) -> float | None:
 def summarize_problems(problems: list[dict[str, Any]], success_threshold: float | None) -> dict[str, Any]:
     """Return mean reward; with a threshold also pass@1, unbiased pass@k, majority and greedy accuracy. Errors
     are standard errors over problems."""
-    sampled = summarize(
-        [problem["rewards"] for problem in problems],
-        [problem["num_tokens"] for problem in problems],
-        success_threshold,
-    )
-    best = summarize(
-        [[problem["greedy"]["reward"]] for problem in problems],
-        [[problem["greedy"]["num_tokens"]] for problem in problems],
-        success_threshold,
-    )
+    rewards, lengths = ([problem[name] for problem in problems] for name in ("rewards", "num_tokens"))
+    sampled = evaluation.summarize(rewards, lengths, success_threshold)
+    rewards, lengths = ([[p["greedy"][name]] for p in problems] for name in ("reward", "num_tokens"))
+    best = evaluation.summarize(rewards, lengths, success_threshold)
     return {
         **({} if success_threshold is None else _accuracies(problems, sampled, best, success_threshold)),
         "reward": sampled.reward,
@@ -174,7 +161,7 @@ def _accuracies(
     problems: list[dict[str, Any]], sampled: Evaluation, best: Evaluation, success_threshold: float
 ) -> dict[str, Any]:
     has_votes = any(vote is not None for problem in problems for vote in problem["votes"])
-    majority = [is_correct(problem["majority"], success_threshold) for problem in problems]
+    majority = [evaluation.is_correct(problem["majority"], success_threshold) for problem in problems]
     return {
         "pass@1": sampled.accuracy,
         "pass@1_error": sampled.accuracy_error,

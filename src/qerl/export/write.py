@@ -26,15 +26,9 @@ from qerl.export.nvfp4 import requantize
 from qerl.export.policy import load_fp32_policy, merged_weight
 from qerl.formats import NVFP4
 from qerl.learner.checkpoint import latest_adapter, peft_config
+from qerl.models import hf_writer
 from qerl.models.compressed_tensors import LAYOUTS, without_quantization, write_quantized_config
 from qerl.models.decoder import Decoder
-from qerl.models.hf_writer import (
-    atomic_folder,
-    check_output_folder,
-    write_json,
-    write_shards,
-    write_tokenizer,
-)
 from qerl.models.merge_note import write_note
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.safetensors_file import SafetensorsFolder
@@ -48,7 +42,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def export(config: RunConfig, options: ExportOptions) -> None:
     """Export options.run, whose config is `config`."""
     run, out = options.run, options.out
-    check_output_folder(out)
+    hf_writer.check_output_folder(out)
     if options.form == "peft":
         write_peft(run, config, out)
     elif options.form == "nvfp4":
@@ -62,10 +56,10 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
     if config.adapter.kind != "lora":
         raise UserError(f"{run}: has no adapter, as adapter.kind is full; use --as merged or --as nvfp4")
     adapter = latest_adapter(run / "checkpoints")
-    with atomic_folder(out) as folder:
+    with hf_writer.atomic_folder(out) as folder:
         save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
         (folder / ADAPTER).chmod(0o644)  # safetensors lets only the owner read
-        write_json(folder / ADAPTER_CONFIG, peft_config(config))
+        hf_writer.write_json(folder / ADAPTER_CONFIG, peft_config(config))
 
 
 def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:
@@ -74,11 +68,11 @@ def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:
 
 def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
     decoder, source = load_fp32_policy(run, config, torch.device("cpu")), locate(config.model.path)
-    with atomic_folder(out) as folder:
-        write_shards(folder, _merged_tensors(decoder, dtype))
+    with hf_writer.atomic_folder(out) as folder:
+        hf_writer.write_shards(folder, _merged_tensors(decoder, dtype))
         hf_config = without_quantization(source.open().config)
-        write_json(folder / "config.json", _with_dtype(hf_config, dtype))
-        write_tokenizer(folder, source)
+        hf_writer.write_json(folder / "config.json", _with_dtype(hf_config, dtype))
+        hf_writer.write_tokenizer(folder, source)
         if (note := make_note(run, config, decoder, SafetensorsFolder(folder))) is not None:
             write_note(folder, note)
 
@@ -90,10 +84,10 @@ def write_nvfp4(
     tokenizer = load_tokenizer(config.model.path)
     rows = load_calibration(run, tokenizer, max_tokens=calibration_tokens, device=device)
     requantize(decoder, rows, notice=partial(print, "nvfp4:", file=sys.stderr))
-    with atomic_folder(out) as folder:
-        write_shards(folder, _packed_tensors(decoder))
+    with hf_writer.atomic_folder(out) as folder:
+        hf_writer.write_shards(folder, _packed_tensors(decoder))
         write_quantized_config(folder, _with_dtype(source.open().config, torch.bfloat16), LAYOUTS["nvfp4"])
-        write_tokenizer(folder, source)
+        hf_writer.write_tokenizer(folder, source)
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

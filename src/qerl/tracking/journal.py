@@ -12,7 +12,6 @@ have every step that its checkpoint has. The time of a span between steps is add
 """
 
 import functools
-import re
 import resource
 import sys
 import time
@@ -32,7 +31,7 @@ from qerl.tracking.async_logger import AsyncLogger, num_sent
 from qerl.tracking.atomic_file import JsonLines, Lock, encode, finite, read_object, write_atomic
 from qerl.tracking.console import PanelDisplay, PlainDisplay
 from qerl.tracking.loggers import LOGGERS, check_loggers
-from qerl.tracking.provenance import changes, check_same_run, check_sources, run_facts
+from qerl.tracking.provenance import changes, check_same_run, check_sources, run_facts, shown
 from qerl.types import Group
 
 _NUM_STEPS = "config.num_steps"
@@ -208,7 +207,7 @@ class Journal:
             *path, last = name.split(".") if name.startswith("config.") else name.split(".", 1)
             functools.reduce(dict.__getitem__, path, self._facts)[last] = now
             label, first = name.partition(".")[2], next_step + 1
-            text = f"{label} was {_shown(was)} and is {_shown(now)} from step {first} on"
+            text = f"{label} was {shown(was)} and is {shown(now)} from step {first} on"
             more = ": learning rate and sigma are then those of a run of so many steps"
             self.notice(text + (more if name == _NUM_STEPS else ""))
         self._facts.setdefault("history", []).append({"step": next_step, "changed": self._changed})
@@ -305,13 +304,6 @@ class Journal:
         for logger in self._loggers:
             for text in logger.notices():
                 self.notice(text)
-
-
-def _shown(value: Any) -> str:
-    """Return a value as text, a hash by its first eight digits."""
-    return (
-        "absent" if value is None else value[:8] if re.fullmatch("[0-9a-f]{16,}", str(value)) else str(value)
-    )
 
 
 def memory_gb() -> float:

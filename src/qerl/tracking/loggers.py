@@ -111,9 +111,8 @@ class MlflowLogger:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         known = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if known is None else known.experiment_id
-        self.run_id = self._client.create_run(
-            experiment_id, run_name=config.get("run_name") or folder.name
-        ).info.run_id
+        run = self._client.create_run(experiment_id, run_name=config.get("run_name") or folder.name)
+        self.run_id = run.info.run_id
         for key, value in flatten(config).items():
             self._client.log_param(self.run_id, key, value)
 
@@ -132,11 +131,9 @@ class TrackioLogger:
     can_rewind = False
 
     def __init__(self, folder: Path, config: dict[str, Any], *, run_id: str | None, first_step: int):
+        name = config.get("run_name") or folder.name
         # trackio identifies a run by its name.
-        self.run_id, self.first_step = (
-            run_id or f"{config.get('run_name') or folder.name}-{secrets.token_hex(4)}",
-            first_step,
-        )
+        self.run_id, self.first_step = run_id or f"{name}-{secrets.token_hex(4)}", first_step
         self._run = _package("trackio").init(
             project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
             name=self.run_id,

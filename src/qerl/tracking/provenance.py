@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def check_sources(
     """Return {"sources.NAME": (old, new)} of the hashes that differ; raise UserError unless accepted."""
     names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
     if names and not accept_changes:
-        told = [f"{name} ({_short(old.get(name))}, now {_short(new.get(name))})" for name in names]
+        told = [f"{name} ({shown(old.get(name))}, now {shown(new.get(name))})" for name in names]
         raise UserError(
             f"{path}: the run began with another {', and another '.join(told)}; --accept-changes goes on with"
             " the present one, --out begins another run"
@@ -126,8 +127,10 @@ def check_sources(
     return {f"sources.{name}": (old.get(name), new.get(name)) for name in names}
 
 
-def _short(digest: str | None) -> str:
-    return "absent" if digest is None else digest[:8]
+def shown(value: Any) -> str:
+    """Return a value as text, a hash by its first eight digits."""
+    text = "absent" if value is None else str(value)
+    return text[:8] if re.fullmatch("[0-9a-f]{16,}", text) else text
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

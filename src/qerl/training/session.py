@@ -30,16 +30,9 @@ from qerl.tasks.rows import file_sources
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
+from qerl.training import evaluation
 from qerl.training.branching import BranchingRollouts
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
-from qerl.training.evaluation import (
-    Evaluation,
-    greedy,
-    held_out_text,
-    sample_and_score,
-    sampled_tokens,
-    summarize,
-)
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
 from qerl.training.observer import NullObserver, Observer
@@ -278,8 +271,8 @@ class _Session:
             figures = self.held_out_figures()
         self.evaluations[moment] = figures
         self.write_evaluations()
-        temperature, num = self.config.sample.temperature, len(self.prompts)
-        self.journal.notice(held_out_text(figures, moment, temperature=temperature, num_prompts=num))
+        settings = {"temperature": self.config.sample.temperature, "num_prompts": len(self.prompts)}
+        self.journal.notice(evaluation.held_out_text(figures, moment, **settings))
 
     def write_evaluations(self) -> None:
         if self.ranks.is_first:
@@ -289,7 +282,7 @@ class _Session:
         """Return accuracy, if there is one, and mean reward without noise: with the config's sampling, and
         greedy."""
         sampling = sampling_of(self.config)
-        sampled, best = self.measure(sampling), self.measure(greedy(sampling))
+        sampled, best = self.measure(sampling), self.measure(evaluation.greedy(sampling))
         self.report_failures()
         figures = {
             "accuracy": sampled.accuracy,
@@ -303,12 +296,12 @@ class _Session:
         for text in format_failures(self.rewards.take_failures()):
             self.journal.notice(text)
 
-    def measure(self, sampling: Sampling) -> Evaluation:
+    def measure(self, sampling: Sampling) -> evaluation.Evaluation:
         seed, threshold = self.config.seed, self.config.evaluate.success_threshold
-        groups, rewards_P_G = sample_and_score(
+        groups, rewards_P_G = evaluation.sample_and_score(
             self.sampler, self.rewards.score, self.prompts, num_samples=1, sampling=sampling, seed=seed
         )
-        return summarize(rewards_P_G, list(map(sampled_tokens, groups)), threshold)
+        return evaluation.summarize(rewards_P_G, list(map(evaluation.sampled_tokens, groups)), threshold)
 
     def result(self) -> dict[str, Any]:
         moments = [(moment, self.evaluations.get(moment)) for moment in ("before", "after")]

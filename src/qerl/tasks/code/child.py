@@ -17,6 +17,7 @@ import builtins
 import importlib
 import json
 import math
+import operator
 import os
 import socket
 import sys
@@ -116,24 +117,14 @@ def _answer(request: dict[str, Any], remote: list[Any]) -> dict[str, Any]:
 
     target, action = remote[request["target"]], request["action"]
     arguments = decode(request["arguments"], lambda index: remote[index])
-    if action == "name":
-        return {"value": encode(target[arguments[0]], keep)}
     if action == "call":
         value = target(*arguments[0], **arguments[1])
         if isinstance(value, types.GeneratorType | map | filter | zip | range):
             value = list(value)
         return {"value": encode(value, keep), "arguments": encode(list(arguments[0]), keep)}
-    actions = {
-        "attribute": lambda: getattr(target, arguments[0]),
-        "item": lambda: target[arguments[0]],
-        "len": lambda: len(target),
-        "list": lambda: list(target),
-        "str": lambda: str(target),
-        "repr": lambda: repr(target),
-        "bool": lambda: bool(target),
-        "equal": lambda: bool(target == arguments[0]),
-    }
-    return {"value": encode(actions[action](), keep)}
+    actions = {"attribute": getattr, "item": operator.getitem, "equal": lambda a, b: bool(a == b)}
+    actions |= {"len": len, "list": list, "str": str, "repr": repr, "bool": bool}
+    return {"value": encode(actions[action](target, *arguments), keep)}
 
 
 def _send(stream: Any, message: dict[str, Any]) -> None:
@@ -241,7 +232,7 @@ def _run_test(test: str, stream: Any) -> None:
     # abs in `assert abs(f(2) - 1.4) < 1e-6` is Python's; sum in `assert sum(1, 2) == 3` is the program's.
     theirs = [name for name in connection.names if name in used and name not in known]
     for name in theirs or [name for name in connection.names if name in used]:
-        names[name] = connection.request(0, "name", name)
+        names[name] = connection.request(0, "item", name)
     for name in (used & sys.stdlib_module_names) - names.keys():
         names[name] = importlib.import_module(name)
     solution = types.ModuleType("solution")
@@ -249,7 +240,7 @@ def _run_test(test: str, stream: Any) -> None:
     imported = {alias.name for node in imports if node.module == "solution" for alias in node.names}
     for name in connection.names:
         if name in imported:
-            setattr(solution, name, connection.request(0, "name", name))
+            setattr(solution, name, connection.request(0, "item", name))
     sys.modules["solution"] = solution
     exec(compile(tree, "test.py", "exec"), names)
     for name, function in list(names.items()):

@@ -25,15 +25,8 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
+from qerl.tasks.code import test_cases
 from qerl.tasks.code.runner import Limits, SandboxUnavailable, probe, run_call, run_test, run_with_input
-from qerl.tasks.code.test_cases import (
-    AssertCase,
-    InputCase,
-    TestCase,
-    is_correct_output,
-    is_correct_value,
-    parse_tests,
-)
 
 _logger = logging.getLogger(__name__)
 
@@ -58,7 +51,7 @@ def code(config: TaskConfig) -> Callable[..., Any]:
 
     def grade(completion: Any, tests: Any, entry_point: str | None) -> float:
         end = time.monotonic() + _SHARE_FOR_TESTS * config.reward_timeout_s
-        cases = parse_tests(tests, entry_point)[: settings.max_tests]
+        cases = test_cases.parse_tests(tests, entry_point)[: settings.max_tests]
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         passed = 0
         for case in cases:
@@ -82,15 +75,15 @@ def program_of(text: str) -> str:
     return (python or [body for _, body in blocks] or [text])[-1]
 
 
-def passes(program: str, case: TestCase, limits: Limits, end: float) -> bool:
+def passes(program: str, case: test_cases.TestCase, limits: Limits, end: float) -> bool:
     """True if the program passes before `end`, a value of time.monotonic()."""
     limits = dataclasses.replace(limits, deadline_s=min(limits.deadline_s, end - time.monotonic()))
     if limits.deadline_s <= 0:
         return False
-    if isinstance(case, InputCase):
+    if isinstance(case, test_cases.InputCase):
         printed = run_with_input(program, case.stdin, limits)
-        return printed is not None and is_correct_output(printed, case.expected)
-    if isinstance(case, AssertCase):
+        return printed is not None and test_cases.is_correct_output(printed, case.expected)
+    if isinstance(case, test_cases.AssertCase):
         return run_test(program, case.text, limits)
     value = run_call(program, case.function, case.arguments, limits)
-    return value is not None and is_correct_value(value[0], case.expected)
+    return value is not None and test_cases.is_correct_value(value[0], case.expected)

@@ -9,14 +9,7 @@ from typing import Any, BinaryIO
 
 from qerl.tracking.atomic_file import decode
 from qerl.tracking.metric_text import clock, seconds_left
-from qerl.tracking.report.read import (
-    RecordedRun,
-    check_folder,
-    damage_notice,
-    number,
-    read_groups,
-    read_objects,
-)
+from qerl.tracking.report import read
 
 _NUM_NOTICES = 5
 """Only the newest are shown."""
@@ -72,7 +65,7 @@ class RunFollower:
     """Follows one run: refresh() reads what is new, the other methods return what is known."""
 
     def __init__(self, folder: Path, name: str):
-        check_folder(folder)
+        read.check_folder(folder)
         self.name, self._folder = name, folder
         self._metrics, self._events = (LineReader(folder / f"{part}.jsonl") for part in ("metrics", "events"))
         self._samples = LineReader(folder / "samples.jsonl", step_of)
@@ -104,11 +97,11 @@ class RunFollower:
         texts = [_event_text(record) for _, record in lines]
         self._notices = ([] if is_void else self._notices)[-_NUM_NOTICES:] + texts[-_NUM_NOTICES:]
         damaged = [file for file in (self._metrics, self._samples) if file.num_damaged]
-        self._damage = [damage_notice(file.path, file.num_damaged) for file in damaged]
-        self._objects = read_objects(self._folder, self._damage)
+        self._damage = [read.damage_notice(file.path, file.num_damaged) for file in damaged]
+        self._objects = read.read_objects(self._folder, self._damage)
 
-    def run(self) -> RecordedRun:
-        return RecordedRun(
+    def run(self) -> read.RecordedRun:
+        return read.RecordedRun(
             name=self.name,
             facts=self._objects["run"],
             result=self._objects["result"],
@@ -125,21 +118,21 @@ class RunFollower:
         return sorted(step for step in self._offsets if step <= last)
 
     def groups(self, step: int) -> list[dict[str, Any]]:
-        return read_groups(self._samples.path, self._offsets.get(step, []))
+        return read.read_groups(self._samples.path, self._offsets.get(step, []))
 
     def state(self) -> dict[str, Any]:
         """{"state": "running", "text": "step 13 of 60, 4:31 left, last step 0:06 ago", "done": 0.22}"""
         is_complete = (self._folder / "result.json").exists()
         state = "complete" if is_complete else "running" if _is_alive(self._folder / ".lock") else "stopped"
         config = self._objects["run"].get("config")
-        planned = number(config.get("num_steps")) if isinstance(config, dict) else None
+        planned = read.number(config.get("num_steps")) if isinstance(config, dict) else None
         num_steps = self._records[-1]["step"] + 1 if self._records else 0
         words = [f"step {num_steps} of {planned:.0f}" if planned else f"step {num_steps}"]
         if state == "running":
-            step_seconds = [number(record.get("step_s")) or 0.0 for record in self._records[-20:]]
+            step_seconds = [read.number(record.get("step_s")) or 0.0 for record in self._records[-20:]]
             if planned and (left_s := seconds_left(step_seconds, int(planned) - num_steps)):
                 words.append(f"{clock(left_s)} left")
-            if self._records and (at := number(self._records[-1].get("wall_time"))):
+            if self._records and (at := read.number(self._records[-1].get("wall_time"))):
                 words.append(f"last step {clock(max(0.0, time.time() - at))} ago")
         else:
             words.insert(0, state)
@@ -148,7 +141,7 @@ class RunFollower:
 
 
 def _event_text(event: dict[str, Any]) -> str:
-    at = number(event.get("wall_time"))
+    at = read.number(event.get("wall_time"))
     when = "" if at is None else time.strftime("%H:%M  ", time.localtime(at))
     return f"{when}{event.get('text', '')}"
 

@@ -133,18 +133,12 @@ def stacked_svg(title: str, steps: Sequence[float], layers: Sequence[Sequence[fl
 
 
 def hover_data(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """Return the values that the page's script shows under the pointer."""
+    """Return the values that the page's script shows under the pointer, with four digits."""
     data = []
     for one in series:
-        xs, ys = zip(*downsampled(one.points), strict=True)
-        points = list(zip(xs, rounded(ys), strict=True))
+        points = [(x, float(f"{y:.4g}")) for x, y in downsampled(one.points)]
         data.append({"label": one.label, "run": one.run_index, "points": points})
     return data
-
-
-def rounded(values: Sequence[float]) -> list[float]:
-    """Round to four digits."""
-    return [float(f"{value:.4g}") for value in values]
 
 
 def _horizontal(low: float, high: float) -> AxisScale:

@@ -11,7 +11,7 @@ from qerl.tracking import is_timing
 from qerl.tracking.atomic_file import encode
 from qerl.tracking.metric_text import clock
 from qerl.tracking.provenance import flatten
-from qerl.tracking.report.curve import Series, curves_svg, hover_data, number_text, rounded, stacked_svg
+from qerl.tracking.report.curve import Series, curves_svg, hover_data, number_text, stacked_svg
 from qerl.tracking.report.read import Points, RecordedRun, number
 
 PHASES = ("rollout", "reward", "learn", "publish", "evaluate", "checkpoint")
@@ -172,14 +172,9 @@ def phases(runs: Sequence[RecordedRun]) -> tuple[str, list[Any]]:
             svg = stacked_svg(f"Seconds per step: {run.name}", steps, layers, high)
             about = f"seconds by phase, {run.name}"
             cards.append(_card("Time per step", about, svg + _phase_key(layers), f' data-run="{i}"'))
-            named = zip((*PHASES, "other"), layers, strict=True)
-            data.append(
-                [
-                    {"label": name, "run": i, "points": list(zip(steps, rounded(layer), strict=True))}
-                    for name, layer in named
-                    if any(layer)
-                ]
-            )
+            named = [pair for pair in zip((*PHASES, "other"), layers, strict=True) if any(pair[1])]
+            points = [(name, list(zip(steps, layer, strict=True))) for name, layer in named]
+            data.append(hover_data([Series(label=n, run_index=i, points=own) for n, own in points]))
     return "".join(cards), data
 
 
