@@ -99,7 +99,7 @@ def test_every_command_has_help_without_arguments(monkeypatch, capsys, command, 
 def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
     assert qerl(monkeypatch, "eval", "--help") == 0
     shown = capsys.readouterr().out
-    assert "MODEL_OR_RUN [BENCHMARK ...]" in shown and "--num-samples" in shown
+    assert "MODEL_OR_RUN [BENCHMARK | FILE ...]" in shown and "--num-samples" in shown
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,27 @@ def test_all_sets_from_files_of_their_columns(monkeypatch, capsys, model, tmp_pa
     assert "pass@1" in shown and "majority" in shown
 
 
+def test_a_file_of_ones_own_is_evaluated_whole_by_its_template_column_and_reward(
+    monkeypatch, capsys, model, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"problem": f"{i} + 1", "solution": str(i + 1)} for i in range(5)]
+    write(tmp_path / "mine.csv", rows)
+    given = ["--template", "What is {problem}?", "--answer-column=solution", "--reward", "exact"]
+    (result,), shown = evaluated(monkeypatch, capsys, model, "mine.csv", *SHORT, *given)
+    saved = json.loads((tmp_path / result["file"]).read_text())
+    assert result["set"] == "mine" and result["num_prompts"] == 5 and "mine" in shown
+    assert [problem["answer"] for problem in saved["problems"]] == [row["solution"] for row in rows]
+    assert saved["settings"]["temperature"] == 1 and saved["settings"]["rewards"] == ["exact"]
+    given[1] = "Is it {problem}?"
+    (other,), _ = evaluated(monkeypatch, capsys, model, "mine.csv", *SHORT, *given)
+    assert other["file"] != result["file"]
+    _, error = evaluated(monkeypatch, capsys, model, "mine.csv", *SHORT, "--template", "{problem}")
+    assert "task.answer_column: no column 'answer'" in error and "solution" in error
+    _, error = evaluated(monkeypatch, capsys, model, "none.jsonl", *SHORT)
+    assert "none.jsonl" in error and "no such file" in error
+
+
 def test_what_is_there_is_not_done_again_and_other_settings_are_another_file(
     monkeypatch, capsys, model, tmp_path
 ):
@@ -203,7 +224,7 @@ def test_why_rewards_failed_is_told_once(monkeypatch, capsys, model, tmp_path):
     ("arguments", "parts"),
     [
         (["aime2"], ["unknown benchmark aime2", "did you mean aime25 or aime24 or amc23?"]),
-        (["mine.jsonl"], ["unknown benchmark mine.jsonl", "math-500", "BENCHMARK=FILE"]),
+        (["mine.txt"], ["unknown benchmark mine.txt", "math-500", "BENCHMARK=FILE"]),
         (["aime24="], ["aime24= needs a file"]),
         (["aime24=none.jsonl"], ["none.jsonl", "no such file"]),
         (["aime24=empty.jsonl"], ["empty.jsonl", "has no rows"]),

@@ -26,7 +26,7 @@ from qerl.models.compressed_tensors import write_quantized
 from qerl.models.loader import build_decoder
 from qerl.models.merge_note import read_note
 from qerl.models.peft_reader import adapter_config, read_adapter
-from qerl.models.source import locate
+from qerl.models.source import base_name, locate
 from qerl.models.tokenizer import load_tokenizer
 
 FAMILIES = ("llama", "qwen2")
@@ -100,6 +100,28 @@ def refusal(call):
         call()
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_an_exported_adapter_names_a_base_that_any_folder_finds_and_has_its_tokenizer(tmp_path, monkeypatch):
+    _, config, _ = run_of(tmp_path, "llama")
+    there = Path(config.model.path)
+    monkeypatch.chdir(there.parent)
+    relative = dataclasses.replace(config, model=dataclasses.replace(config.model, path=there.name))
+    out = exported(tmp_path, relative, "peft")
+    monkeypatch.chdir(tmp_path)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(out)
+    assert model.peft_config["default"].base_model_name_or_path == str(there)
+    tokens, known = (AutoTokenizer.from_pretrained(f)("1 + 2")["input_ids"] for f in (out, there))
+    assert tokens == known
+
+
+def test_the_built_in_base_is_a_hub_id_and_a_missing_one_does_not_lose_the_adapter(tmp_path, capsys):
+    assert base_name("smollm2-135m-instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert base_name("Qwen/Qwen2.5-3B-Instruct") == "Qwen/Qwen2.5-3B-Instruct"
+    _, config, _ = run_of(tmp_path, "llama")
+    gone = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(tmp_path / "gone")))
+    assert (exported(tmp_path, gone, "peft") / "adapter_model.safetensors").is_file()
+    assert "without a tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -41,7 +41,7 @@ TAKEN = {
     "step": bench_options.BenchStepOptions,
     "learn": bench_options.BenchLearnOptions,
 }
-SHORT = {"model", "task", "reward", "ray", "init_adapter", "as", "help", "debug"}
+SHORT = {"model", "task", "reward", "answer_column", "ray", "init_adapter", "as", "help", "debug"}
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 

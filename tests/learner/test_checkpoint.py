@@ -17,6 +17,7 @@ from learner.tiny import VOCAB, tiny_learner
 from qerl.errors import RunError, UserError
 from qerl.learner import checkpoint
 from qerl.learner.checkpoint import CheckpointError, latest_adapter, load_latest, save
+from qerl.models.source import base_name
 
 FILES = [
     "adapter_model.safetensors",
@@ -136,7 +137,7 @@ def test_the_folder_is_an_adapter_as_peft_writes_it(folder):
         "none",
     )
     assert config["target_modules"] == list(learner.config.adapter.target_modules)
-    assert config["base_model_name_or_path"] == learner.config.model.path
+    assert config["base_model_name_or_path"] == base_name(learner.config.model.path)
 
 
 def test_the_adapter_alone_can_be_read_while_the_run_goes_on(folder):

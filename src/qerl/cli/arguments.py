@@ -39,6 +39,12 @@ def wants_help(arguments: list[str]) -> bool:
     return arguments[:1] in (["-h"], ["--help"])
 
 
+def expand(argument: str, short: dict[str, str]) -> str:
+    """Return the option that a short one stands for: --task=FILE -> --task.name=FILE."""
+    name, equals, value = argument.partition("=")
+    return short.get(name, name) + equals + value
+
+
 def check_known(name: str, known: Iterable[str], kind: str) -> str:
     """Return the name; raise UserError with the nearest known names if it is unknown."""
     names = list(known)

@@ -3,44 +3,66 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
-from qerl.cli.arguments import parse_options, split_names, wants_help
-from qerl.config import ModelConfig, RunConfig
+from qerl.cli.arguments import expand, parse_options, split_names, wants_help
+from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.config.options import EvalOptions
 from qerl.config.renamed import refuse_former_options
 from qerl.config.stored import read_run_config
-from qerl.errors import UserError
-from qerl.eval.catalog import BENCHMARKS, parse_benchmarks
+from qerl.errors import UserError, require
+from qerl.eval.catalog import BENCHMARKS, is_rows_file, parse_benchmarks
 
 DESCRIPTION = f"""{__doc__}
 
 MODEL_OR_RUN is a model (a folder, a .gguf file or a hub id) or the folder of a run.
 
 BENCHMARK is one of {", ".join(BENCHMARKS)}; BENCHMARK=FILE reads the problems from a file.
-Without a BENCHMARK, evaluate on the held-out rows of the run's own task."""
+A .jsonl, .json, .parquet or .csv FILE of your own is evaluated whole, with the run's task as default:
+  --template TEXT         the user message; braces name columns
+  --answer-column NAME    same as --task.answer-column
+  --reward NAME           same as --task.rewards: a built-in reward, or FILE.py:FUNCTION
+Without either, evaluate on the held-out rows of the run's own task."""
+SHORT = {"--answer-column": "--task.answer-column", "--reward": "--task.rewards"}
 
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        parse_options(EvalOptions, arguments, "eval MODEL_OR_RUN [BENCHMARK ...]", description=DESCRIPTION)
+        parse_options(
+            EvalOptions, arguments, "eval MODEL_OR_RUN [BENCHMARK | FILE ...]", description=DESCRIPTION
+        )
     names, arguments = split_names(arguments)
     if not names:
         raise UserError("eval needs a model or the folder of a run: qerl eval MODEL_OR_RUN [BENCHMARK ...]")
     refuse_former_options("eval", arguments)
-    source, benchmarks = names[0], parse_benchmarks(names[1:])
+    arguments = [expand(argument, SHORT) for argument in arguments]
+    source, files = names[0], [name for name in names[1:] if is_rows_file(name)]
+    benchmarks = parse_benchmarks(name for name in names[1:] if name not in files)
     config = read_run_config(source)
     default = EvalOptions(model=ModelConfig(path=source)) if config is None else run_sampling(config)
     if benchmarks:
         default = paper_sampling(default)
     options = parse_options(EvalOptions, arguments, f"eval {source}", default, DESCRIPTION)
     sets = " ".join(names[1:]) or options.task.name
+    own = own_tasks(files, options)
     print(f"eval {source}: {sets}", file=sys.stderr, flush=True)  # the imports below take seconds
     from rich.console import Console
 
     from qerl.eval.run import run_benchmarks
 
-    for result in run_benchmarks(source, config, options, benchmarks, Console(stderr=True)):
+    for result in run_benchmarks(source, config, options, benchmarks, own, Console(stderr=True)):
         print(json.dumps(result))
+
+
+def own_tasks(files: list[str], options: EvalOptions) -> dict[str, TaskConfig]:
+    """Return the task of each of the user's files, by its name without the ending."""
+    template = options.template or options.task.template
+    tasks = {
+        Path(file).stem: dataclasses.replace(options.task, name=file, template=template, held_out_split=None)
+        for file in files
+    }
+    require(len(tasks) == len(files), f"eval: two files have the same name: {' '.join(files)}")
+    return tasks
 
 
 def run_sampling(config: RunConfig) -> EvalOptions:

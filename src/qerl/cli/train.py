@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 
-from qerl.cli.arguments import check_known, parse_options, split_names, wants_help
+from qerl.cli.arguments import check_known, expand, parse_options, split_names, wants_help
 from qerl.config import RunConfig
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> None:
         print(USAGE.format(paper=_list(PAPER), methods=_list(METHODS)))
         return
     adapter, arguments = _take_option(arguments, "--init-adapter")
-    arguments = [_expand(argument) for argument in arguments]
+    arguments = [expand(argument, SHORT) for argument in arguments]
     refuse_former_names(arguments)
     name, recipe, options = _recipe(arguments)
     default = recipe()
@@ -80,12 +80,6 @@ def _recipe(arguments: list[str]) -> tuple[str, Callable[[], RunConfig], list[st
     if names[0] in FORMER_RECIPES:
         raise UserError(f"recipe {names[0]} is now {FORMER_RECIPES[names[0]]}")
     return names[0], RECIPES[check_known(names[0], RECIPES, "recipe")], options
-
-
-def _expand(argument: str) -> str:
-    """--task=FILE -> --task.name=FILE."""
-    name, equals, value = argument.partition("=")
-    return SHORT.get(name, name) + equals + value
 
 
 def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:

@@ -33,7 +33,7 @@ class EvalOptions:
     """Maximum tokens of a sample; 4096 for named benchmarks."""
 
     template: str | None = None
-    """User message of named benchmarks, in place of the benchmark's own, as task.template."""
+    """User message of a benchmark or file, in place of its own, as task.template."""
 
     out: Path | None = None
     """Folder of the results; default: eval in the run's folder, or runs/eval for a model."""

@@ -38,6 +38,11 @@ def parse_benchmarks(arguments: Iterable[str]) -> dict[str, TaskConfig]:
     return tasks
 
 
+def is_rows_file(argument: str) -> bool:
+    """True for a file of the user's own, which is no named benchmark: my.jsonl, but not gsm8k=my.jsonl."""
+    return "=" not in argument and argument.endswith((".jsonl", ".json", ".parquet", ".csv"))
+
+
 def parse_benchmark(argument: str) -> tuple[str, TaskConfig]:
     """Parse `aime24`, or `aime24=FILE` with a file, a folder or another hub id."""
     name, equals, place = argument.partition("=")

@@ -36,17 +36,23 @@ from qerl.types import Prompt
 
 
 def run_benchmarks(
-    source: str, run: RunConfig | None, options: EvalOptions, tasks: dict[str, TaskConfig], console: Console
+    source: str,
+    run: RunConfig | None,
+    options: EvalOptions,
+    named: dict[str, TaskConfig],
+    own: dict[str, TaskConfig],
+    console: Console,
 ) -> list[dict[str, Any]]:
-    """Return a summary for each benchmark, with the file of its results.
+    """Return a summary for each named benchmark and each file of the user, with the file of its results.
 
-    `source` is a model, or the folder of the run with the config `run`. Without benchmarks, evaluate on the
+    `source` is a model, or the folder of the run with the config `run`. Without either, evaluate on the
     held-out rows of options.task."""
-    config = _sampling_config(run, options, is_own_task=not tasks)
+    config = _sampling_config(run, options, is_own_task=not named)
     adapters = Path(source) / "checkpoints" if run is not None and options.with_adapter else None
     folder = options.out or (Path("runs/eval") if run is None else Path(source) / "eval")
+    tasks = {name: _with_prompt(task, run, options) for name, task in named.items()} | own
     has_benchmarks = bool(tasks)
-    tasks = {name: _with_prompt(task, run, options) for name, task in tasks.items()} or {"task": options.task}
+    tasks = tasks or {"task": options.task}
     results = []
     with ExitStack() as stack:
         votes = stack.enter_context(VotePool())

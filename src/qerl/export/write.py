@@ -1,6 +1,6 @@
 """Export a run into a folder, which appears only when it is complete.
 
-    peft     the adapter: fp32 masters under PEFT's names, and adapter_config.json
+    peft     the adapter: fp32 masters under PEFT's names, adapter_config.json and the tokenizer
     merged   a plain model: round(W + scaling * B @ A), summed in float64 from the frozen weight in its format
              and rounded once. Hugging Face's names, which llama.cpp's convert_hf_to_gguf.py reads
     nvfp4    the merged model in compressed-tensors' nvfp4-pack-quantized, rounded for its outputs (nvfp4.py)
@@ -60,6 +60,10 @@ def write_peft(run: Path, config: RunConfig, out: Path) -> None:
         save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
         (folder / ADAPTER).chmod(0o644)  # safetensors lets only the owner read
         hf_writer.write_json(folder / ADAPTER_CONFIG, peft_config(config))
+        try:
+            hf_writer.write_tokenizer(folder, locate(config.model.path))
+        except UserError as error:  # the base is gone; the adapter is the user's work
+            print(f"the adapter is exported without a tokenizer: {error}", file=sys.stderr)
 
 
 def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:

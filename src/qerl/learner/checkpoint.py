@@ -29,6 +29,7 @@ from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.learner import Learner
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
+from qerl.models.source import base_name
 from qerl.tracking.atomic_file import sync_folder, write_synced
 
 OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
@@ -151,7 +152,7 @@ def peft_config(config: RunConfig) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.model.path,
+        "base_model_name_or_path": base_name(config.model.path),
         "r": config.adapter.rank,
         "lora_alpha": config.adapter.alpha,
         "target_modules": list(config.adapter.target_modules),
@@ -172,7 +173,7 @@ def adapter_description(config: RunConfig) -> dict[str, Any]:
         return peft_config(config)
     return {
         "kind": "full",
-        "base_model_name_or_path": config.model.path,
+        "base_model_name_or_path": base_name(config.model.path),
         "targets": config.adapter.target_modules,
     }
 

@@ -86,6 +86,12 @@ def locate(path: str) -> ModelSource:
     )
 
 
+def base_name(path: str) -> str:
+    """Return the name under which PEFT finds the model from any folder: a hub id or an absolute path."""
+    local = Path(path).expanduser()
+    return _HUB_ID if path == BUILT_IN else str(local.resolve()) if local.exists() else path
+
+
 def _check_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: is not a model: config.json is missing")
