@@ -6,9 +6,11 @@ import threading
 import time
 from pathlib import Path
 
+import torch
 import uvicorn
 
 import tiny_run
+from models import tiny
 from qerl.config import ModelConfig
 from qerl.config.options import ServeOptions
 from qerl.serve.app import make_app
@@ -75,3 +77,9 @@ def wait_for(holds, *, most_s: float = 20) -> None:
 def prompt_of(model: LoadedModel, text: str, *, index: int = 0) -> Prompt:
     tokens_T = list(model.tokenizer(text)["input_ids"])
     return Prompt(index=index, text=text, tokens_T=tokens_T, messages=None, columns={})
+
+
+def logits_of(model, tokens_T):
+    """Return the logits after each of the tokens, of one forward pass without a KV cache."""
+    with torch.no_grad():
+        return tiny.logits_of(model.engine._decoder, torch.tensor(tokens_T))

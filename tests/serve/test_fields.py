@@ -6,7 +6,6 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from models import tiny
 from serve import parts
 from serve.test_app import events
 
@@ -43,12 +42,6 @@ def choices(client, route, ask):
     return reply.json()["choices"]
 
 
-def logits_of(model, tokens_T):
-    """Return the logits after each of the tokens, of one forward pass without a KV cache."""
-    with torch.no_grad():
-        return tiny.logits_of(model.engine._decoder, torch.tensor(tokens_T))
-
-
 def test_token_ids_are_a_prompt(client, model):
     ids = model.tokenizer("hello")["input_ids"]
     (text,) = choices(client, COMPLETIONS, PLAIN)
@@ -67,7 +60,7 @@ def test_echo_with_logprobs_is_the_likelihood_of_the_prompt(client, model):
     ask = {"prompt": [ids], "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
     (choice,) = choices(client, COMPLETIONS, PLAIN | ask)
     logprobs = choice["logprobs"]
-    truth = logits_of(model, ids).log_softmax(-1)
+    truth = parts.logits_of(model, ids).log_softmax(-1)
     want = truth[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     assert logprobs["token_logprobs"][1:-1] == pytest.approx(want, abs=1e-4)
@@ -85,7 +78,9 @@ def test_top_logprobs_are_the_most_likely_tokens_in_order(client, model):
     reply = client.post(CHAT, json=ask).json()
     (choice,) = reply["choices"]
     ids = [*reply["prompt_token_ids"], *choice["token_ids"]]
-    truth = logits_of(model, ids).log_softmax(-1)[len(reply["prompt_token_ids"]) - 1 : -1].topk(3).values
+    truth = (
+        parts.logits_of(model, ids).log_softmax(-1)[len(reply["prompt_token_ids"]) - 1 : -1].topk(3).values
+    )
     for entry, row in zip(choice["logprobs"]["content"], truth.tolist(), strict=True):
         assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(row, abs=1e-4)
 
