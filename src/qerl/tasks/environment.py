@@ -25,7 +25,7 @@ from types import coroutine
 from typing import Any
 
 from qerl.config import EnvironmentConfig
-from qerl.tasks.scoring import Failure, failure_of, finite_number, name_of
+from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, name_of
 
 Key = tuple[int, int]
 Messages = list[dict[str, str]]
@@ -147,14 +147,14 @@ class EnvironmentWorker:
             environment = self._live[call.key] = self._make()
             takes_seed = "seed" in inspect.signature(environment.reset).parameters
             options = {"seed": call.seed} if takes_seed else {}
-            return EnvironmentReply(_messages(await _await(environment.reset(call.row, **options))))
+            return EnvironmentReply(_messages(await awaited(environment.reset(call.row, **options))))
         if isinstance(call, Close):
             environment = self._live.pop(call.key, None)
-            await _await(environment.close() if hasattr(environment, "close") else None)
+            await awaited(environment.close() if hasattr(environment, "close") else None)
             return EnvironmentReply([])
         if call.key not in self._live:
             raise _InvalidReturn("died", "the process that ran it has ended")
-        result = await _await(self._live[call.key].step(call.completion))
+        result = await awaited(self._live[call.key].step(call.completion))
         if not isinstance(result, tuple) or len(result) != 3:
             kind = type(result).__name__
             raise _InvalidReturn("wrong length", f"returned a {kind}, not (messages, reward, is_done)")
@@ -163,10 +163,6 @@ class EnvironmentWorker:
 
 def _interrupt(signum: int, frame: Any) -> None:
     raise _Blocked
-
-
-async def _await(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
 
 
 def _messages(content: Any) -> Messages:

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def _value(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> flo
     try:
         result = function(**_accepted_arguments(function, arguments))
         if inspect.isawaitable(result):
-            result = asyncio.run(_await(result))
+            result = asyncio.run(awaited(result))
         return _checked(name_of(function), result)
     except BaseException as error:  # SystemExit too: it fails the sample and must not end the worker
         return failure_of(name_of(function), error)
@@ -91,8 +91,9 @@ def _place(error: BaseException) -> str:
     return f" ({users[0][0].name}:{lines[-1]})" if lines else ""
 
 
-async def _await(result: Awaitable[Any]) -> Any:
-    return await result
+async def awaited(result: Any) -> Any:
+    """Return what a function returned, which may be async or not."""
+    return await result if inspect.isawaitable(result) else result
 
 
 def _accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

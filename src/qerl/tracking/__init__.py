@@ -1,7 +1,6 @@
 """Record a run: its files, its loggers, the console, the HTML report and the live dashboard."""
 
-from qerl.tracking.journal import Journal, StepLog
+from qerl.tracking.journal import Journal, NullJournal, StepLog
 from qerl.tracking.metric_text import TIMING_KEYS, is_timing
-from qerl.tracking.null_journal import NullJournal
 
 __all__ = ["TIMING_KEYS", "Journal", "NullJournal", "StepLog", "is_timing"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
-from qerl.errors import UserError
+from qerl.errors import UserError, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,8 +149,7 @@ class BenchStepOptions(BenchOptions):
         check_positive(self, "prompt_tokens", "max_tokens", "batches", "steps")
         check_positive(self, "micro_tokens", "kv_gb", "cap_gb")
         check_adapter(self.lora_rank)
-        if self.group_size < 2:
-            raise UserError(f"group_size must be at least 2, got {self.group_size}")
+        require(self.group_size >= 2, f"group_size must be at least 2, got {self.group_size}")
         _check_groups(self.batches, self.group_size)
 
 
@@ -161,11 +160,9 @@ def check_ranks(ranks: tuple[int, ...]) -> None:
 
 
 def check_adapter(rank: int) -> None:
-    if rank < 1 or rank % 16:
-        raise UserError(f"lora_rank must be a positive multiple of 16, got {rank}")
+    require(rank > 0 and rank % 16 == 0, f"lora_rank must be a positive multiple of 16, got {rank}")
 
 
 def _check_groups(batches: tuple[int, ...], group_size: int) -> None:
     for batch in batches:
-        if batch % group_size:
-            raise UserError(f"batches must be multiples of group_size {group_size}, got {batch}")
+        require(batch % group_size == 0, f"batches must be multiples of group_size {group_size}, got {batch}")

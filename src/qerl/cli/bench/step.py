@@ -63,18 +63,6 @@ class StepCase:
     cap_gb: float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepMeasurement:
-    """Times and peak memory of one step."""
-
-    step_s: float
-    rollout_s: float
-    learn_s: float
-    peak_gb: float
-    reserved_gb: float
-    used_micro_tokens: float
-
-
 def bench(options: BenchStepOptions) -> None:
     """Write a row for each provider and batch."""
     with join_ranks("cuda") as ranks:
@@ -128,19 +116,20 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
         ranks.take_traffic()
         each.append(_step(config, sampler, learner, prompts_P, step, meter))
         meter.say(f"{case.bench} {case.shape} {case.provider} batch {case.batch} step {step}: {each[-1]}")
-    counted, peaks_gb = each[1:], [measured.peak_gb for measured in each]
-    step_s = statistics.median(measured.step_s for measured in counted)
+    times = {
+        name: statistics.median(measured[name] for measured in each[1:])
+        for name in ("step_s", "rollout_s", "learn_s")
+    }
+    peaks_gb = [measured["peak_gb"] for measured in each]
     return {
-        "step_s": round(step_s, 4),
-        "rollout_s": round(statistics.median(measured.rollout_s for measured in counted), 4),
-        "learn_s": round(statistics.median(measured.learn_s for measured in counted), 4),
-        "tok_per_s": round(case.batch * case.max_tokens / step_s, 1),
-        "first_step_s": round(each[0].step_s, 2),
+        **{name: round(time_s, 4) for name, time_s in times.items()},
+        "tok_per_s": round(case.batch * case.max_tokens / times["step_s"], 1),
+        "first_step_s": round(each[0]["step_s"], 2),
         "peak_gb": max(peaks_gb),
         "peaks_gb": peaks_gb,
         "growth_gb": round(peaks_gb[-1] - peaks_gb[1], 2),
-        "reserved_gb": max(measured.reserved_gb for measured in each),
-        "used_micro_tokens": each[-1].used_micro_tokens,
+        "reserved_gb": max(measured["reserved_gb"] for measured in each),
+        "used_micro_tokens": each[-1]["used_micro_tokens"],
         "holds_operands": learner.holds_operands,
         "steps": steps,
         **({} if ranks.count == 1 else {"gpus": ranks.count, **ranks.take_traffic()}),
@@ -162,7 +151,8 @@ def _step(
     prompts_P: list[Prompt],
     step: int,
     meter: Meter,
-) -> StepMeasurement:
+) -> dict[str, float]:
+    """Return times and peak memory of one step."""
     meter.start()
     start_s = time.perf_counter()
     groups = engine.generate(
@@ -182,14 +172,14 @@ def _step(
     learned_s = time.perf_counter()
     engine.publish(learner.version)
     meter.wait()
-    return StepMeasurement(
-        step_s=time.perf_counter() - start_s,
-        rollout_s=sampled_s - start_s,
-        learn_s=learned_s - learn_from_s,
-        peak_gb=meter.peak_gb(),
-        reserved_gb=meter.reserved_gb(),
-        used_micro_tokens=metrics["micro_tokens"],
-    )
+    return {
+        "step_s": time.perf_counter() - start_s,
+        "rollout_s": sampled_s - start_s,
+        "learn_s": learned_s - learn_from_s,
+        "peak_gb": meter.peak_gb(),
+        "reserved_gb": meter.reserved_gb(),
+        "used_micro_tokens": metrics["micro_tokens"],
+    }
 
 
 def run_config(case: StepCase, num_ranks: int = 1) -> RunConfig:
