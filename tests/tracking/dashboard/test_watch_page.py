@@ -70,9 +70,9 @@ def test_the_newest_samples_are_followed_and_those_of_a_chosen_step_stay(watched
     tab.until(f"{NOW}.includes('step 3 of 10')")
     assert "What is 0?" in tab.value(shown)
     assert tab.value("[...document.querySelectorAll('#step option')].map((o) => o.text)") == [
-        "0",
         "1",
         "2",
+        "3",
         "newest",
     ]
     tab.value("document.querySelector('#text').value = 'zzz'; listGroups()")
@@ -103,9 +103,9 @@ def test_a_run_that_is_switched_off_stays_off_and_the_pointer_stays_on_its_step(
         " return [b.left + b.width * 0.9, b.top + b.height / 2]; })()"
     )
     tab.point_at(x, y)
-    assert tab.until("document.querySelector('#tip').textContent").splitlines() == ["step 1", "0.25"]
+    assert tab.until("document.querySelector('#tip').textContent").splitlines() == ["step 2", "0.25"]
     take_step(journal, 2)
-    assert tab.until("document.querySelector('#tip').textContent.startsWith('step 2')")
+    assert tab.until("document.querySelector('#tip').textContent.startsWith('step 3')")
     tab.value("document.querySelector('[data-toggle]').click()")
     take_step(journal, 3)
     tab.until(f"{NOW}.includes('step 4 of 10')")

@@ -158,7 +158,7 @@ def test_what_a_journal_wrote_is_on_the_page(tmp_path):
             | {"prefix_tokens": None}
         ],
     }
-    assert page.data["charts"][0] == [{"label": "demo", "run": 0, "points": [[0, 0], [1, 0.25], [2, 0.5]]}]
+    assert page.data["charts"][0] == [{"label": "demo", "run": 0, "points": [[1, 0], [2, 0.25], [3, 0.5]]}]
     for text in (
         "accuracy_after",
         "0.875",

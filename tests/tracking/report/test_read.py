@@ -2,6 +2,7 @@
 
 import json
 
+from qerl.tracking.metric_text import plain_line
 from qerl.tracking.report import page
 from qerl.tracking.report.read import RecordedRun, read_run, select_steps
 from qerl.tracking.report.section import charts, evaluated, phase_seconds, tiles
@@ -127,7 +128,7 @@ def test_the_last_evaluation_is_shown_once():
 def test_phases_and_the_rest_add_up_to_the_step():
     record = {"step": 3, "rollout_s": 2.0, "learn_s": 1.5, "prefill_s": 0.5, "step_s": 4.0}
     steps, rows = phase_seconds(run_of([record]))
-    assert steps == [3] and rows == [[2.0, 0, 1.5, 0, 0, 0, 0.5]]
+    assert steps == [4] and rows == [[2.0, 0, 1.5, 0, 0, 0, 0.5]]
 
 
 def test_time_outside_the_step_does_not_make_the_rest_negative():
@@ -137,4 +138,15 @@ def test_time_outside_the_step_does_not_make_the_rest_negative():
 
 def test_a_long_runs_times_are_means_of_stretches():
     steps, rows = phase_seconds(run_of([{"step": i, "learn_s": i % 2, "step_s": i % 2} for i in range(600)]))
-    assert len(steps) == 300 and steps[:2] == [0.5, 2.5] and all(row[2] == 0.5 for row in rows)
+    assert len(steps) == 300 and steps[:2] == [1.5, 3.5] and all(row[2] == 0.5 for row in rows)
+
+
+def test_steps_are_numbered_as_on_the_console():
+    records = [{"step": i, "reward": i / 4, "step_s": 1.0, "learn_s": 1.0} for i in range(3)]
+    run = run_of(records)
+    lines = [plain_line(r, steps_done=r["step"] + 1, num_steps=3, left_s=None).split("/")[0] for r in records]
+    assert [f"step {step:g}" for step, _ in run.points("reward")] == lines == ["step 1", "step 2", "step 3"]
+    assert phase_seconds(run)[0] == [1, 2, 3]
+    assert charts([run], [("reward", "Reward", "")])[1][0][0]["points"][0][0] == 1
+    script = page.asset("page.js")
+    assert "step ${group.step + 1}" in script and "String(step + 1)" in script

@@ -147,7 +147,7 @@ function openGroup(group) {
   }
   if (!group) return byId("group").replaceChildren();
   const shown = matchingSamples(group);
-  const about = element("p", { className: "about" }, [`step ${group.step}, prompt ${group.prompt_index}`]);
+  const about = element("p", { className: "about" }, [`step ${group.step + 1}, prompt ${group.prompt_index}`]);
   if (group.answer !== null) about.append(", answer ", element("b", {}, highlighted(group.answer)));
   if (shown.length < group.samples.length) about.append(`; ${shown.length} of ${group.samples.length} samples match`);
   byId("group").replaceChildren(
@@ -163,7 +163,7 @@ function groupRow(group) {
     chip.style.background = rewardColor(sample.reward);
     return chip;
   });
-  const label = fields.step.value === "" ? `step ${group.step}, prompt ${group.prompt_index}` : `prompt ${group.prompt_index}`;
+  const label = fields.step.value === "" ? `step ${group.step + 1}, prompt ${group.prompt_index}` : `prompt ${group.prompt_index}`;
   const button = element("button", { type: "button" }, [
     element("span", { className: "line", textContent: summary(group.prompt) }),
     element("span", { className: "line" }, [label, ...chips.slice(0, 16)]),
@@ -189,7 +189,7 @@ function listGroups() {
 // Fill the list of steps; the empty choice means the newest step on a live page, all steps in a report.
 function fillSteps(steps, chosen) {
   const option = (value, text) => element("option", { value, textContent: text });
-  const numbered = steps.map((step) => option(String(step), String(step)));
+  const numbered = steps.map((step) => option(String(step), String(step + 1)));
   fields.step.replaceChildren(...data.isLive ? [...numbered, option("", "newest")] : [option("", "all"), ...numbered]);
   fields.step.value = chosen;
 }

@@ -40,8 +40,9 @@ class RecordedRun:
     """Remark on the samples that are shown, if not all."""
 
     def points(self, key: str) -> Points:
-        """Return (step, value) of each step where the value is a number."""
-        pairs = [(record["step"], number(record.get(key))) for record in self.records]
+        """Return (step, value) of each step where the value is a number; the first step is 1, as on the
+        console."""
+        pairs = [(record["step"] + 1, number(record.get(key))) for record in self.records]
         return [(float(step), value) for step, value in pairs if value is not None]
 
     def values(self, key: str) -> list[float]:

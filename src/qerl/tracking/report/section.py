@@ -102,7 +102,7 @@ def _change(first: float, last: float, has_changed: bool, template: str) -> str:
 
 def evaluated(run: RecordedRun, name: str) -> Points:
     """Return (completed steps, held-out figure): before training, during it, and after."""
-    points = [(step + 1, value) for step, value in run.points(f"eval_{name}")]
+    points = run.points(f"eval_{name}")
     last = run.records[-1]["step"] + 1 if run.records else 0
     ends = {m: int(n[1]) for m in run.evaluations if (n := re.fullmatch(r"after_(\d+)_steps", m))}
     for moment, steps in {"before": 0, **ends, "after": last}.items():
@@ -193,7 +193,7 @@ def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
     rows = []
     for record in run.records:
         step_s, *parts = (number(record.get(f"{name}_s")) or 0.0 for name in ("step", *PHASES))
-        rows.append([float(record["step"]), *parts, max(0.0, step_s - sum(parts))])
+        rows.append([record["step"] + 1.0, *parts, max(0.0, step_s - sum(parts))])
     num_rows = min(len(rows), _MAX_STACKED)
     edges = [i * len(rows) // num_rows for i in range(num_rows + 1)] if rows else []
     means = [[fmean(c) for c in zip(*rows[a:b], strict=True)] for a, b in itertools.pairwise(edges)]
