@@ -148,9 +148,12 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["quantize", "/no/model", "out"], ["/no/model"]),
         (
             ["quantize", "m", "out", "--calibrate", "awq"],
-            ["--calibrate awq and --data FILE must be given together"],
+            ["--calibrate awq or gptq and --data FILE must be given together"],
         ),
-        (["quantize", "m", "out", "--data", "t"], ["--calibrate awq and --data FILE must be given together"]),
+        (
+            ["quantize", "m", "out", "--data", "t"],
+            ["--calibrate awq or gptq and --data FILE must be given together"],
+        ),
         (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be positive, got nan"]),
         (["study", "growth"], ["python -m studies run", "checkout"]),
     ],

@@ -17,6 +17,11 @@ class ModelConfig:
     """Format of the frozen linear weights. A checkpoint that is already NVFP4 is loaded as it is. fp8-flow:
     FP8 weights whose inputs are quantized to FP8 too, in sampling and in learning."""
 
+    calibrate: Literal["none", "gptq"] = "none"
+    """gptq: before training, choose the NVFP4 codes of a float checkpoint so that each layer's outputs on the
+    task's prompts and the model's own samples change least. The result is written to base in the run's
+    folder, and trained. It keeps what a merged or fine-tuned model learned, which rounding may take back."""
+
     sampler_format: Literal["fp8", "fp8-flow", "int8"] | None = None
     """Format of a second copy of the linear weights, for the sampler only (FlashRL). The two policies then
     differ, which algo.importance corrects. None: sampler and learner share one copy."""
@@ -36,6 +41,12 @@ class ModelConfig:
     operand: Literal["auto", "packed", "resident"] = "auto"
     """packed: weights are unpacked for each product. resident: unpacked weights are kept in memory too, with
     the same values, for devices without fused kernels. auto: resident on a CPU."""
+
+    def __post_init__(self):
+        require(
+            self.calibrate == "none" or self.format == "nvfp4",
+            f"model.calibrate {self.calibrate} needs model.format nvfp4, got {self.format}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

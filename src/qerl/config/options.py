@@ -67,12 +67,13 @@ class QuantizeOptions:
     """Choice of the block scales. plain: map the largest weight of a block to the largest code. mse: pick
     the candidate with the least squared error."""
 
-    calibrate: Literal["none", "awq"] = "none"
-    """awq: first scale up the channels with large inputs and scale down the preceding norm or linear;
-    needs --data."""
+    calibrate: Literal["none", "awq", "gptq"] = "none"
+    """awq: first scale up the channels with large inputs and scale down the preceding norm or linear. gptq:
+    choose the NVFP4 codes that change each layer's outputs least. Both need --data."""
 
     data: Path | None = None
-    """UTF-8 text file for calibration."""
+    """UTF-8 text file for calibration; for gptq also the samples.jsonl of a run, which keeps what the run
+    learned."""
 
     sequences: int = 256
     """Maximum number of calibration sequences."""
@@ -83,7 +84,9 @@ class QuantizeOptions:
     def __post_init__(self):
         check_positive(self, "sequences", "sequence_tokens")
         if (self.calibrate == "none") != (self.data is None):
-            raise UserError("quantize: --calibrate awq and --data FILE must be given together")
+            raise UserError("quantize: --calibrate awq or gptq and --data FILE must be given together")
+        if self.calibrate == "gptq" and (self.format, self.scales) != ("nvfp4", "plain"):
+            raise UserError("quantize: --calibrate gptq needs --format nvfp4 and --scales plain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

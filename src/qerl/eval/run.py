@@ -29,6 +29,7 @@ from qerl.tasks import RewardPool, VotePool, all_prompts, build_task
 from qerl.tasks.majority_vote import voting_grader
 from qerl.tasks.reward import REWARDS, format_failures
 from qerl.tracking.provenance import environment
+from qerl.training.calibrated import refuse_calibration
 from qerl.training.multi_turn import MultiTurnEngine, with_environment
 from qerl.training.policy import check_prompt_fits, load_tokenizer_and_limit, load_trained_sampler
 from qerl.training.rollout import sampling_of
@@ -47,6 +48,8 @@ def run_benchmarks(
 
     `source` is a model, or the folder of the run with the config `run`. Without either, evaluate on the
     held-out rows of options.task."""
+    if run is None:
+        refuse_calibration(options.model)
     config = _sampling_config(run, options, is_own_task=not named)
     adapters = Path(source) / "checkpoints" if run is not None and options.with_adapter else None
     folder = options.out or (Path("runs/eval") if run is None else Path(source) / "eval")

@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 
 from qerl.config import RunConfig
-from qerl.export.calibration import tokenize_groups
 from qerl.models.adapter import adapter_off
+from qerl.models.calibration import tokenize_groups
 from qerl.models.decoder import Decoder
 from qerl.models.loader import build_decoder
 from qerl.models.merge_note import MAX_PROBE_TOKENS, MergeNote

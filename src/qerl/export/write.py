@@ -3,7 +3,7 @@
     peft     the adapter: fp32 masters under PEFT's names, adapter_config.json and the tokenizer
     merged   a plain model: round(W + scaling * B @ A), summed in float64 from the frozen weight in its format
              and rounded once. Hugging Face's names, which llama.cpp's convert_hf_to_gguf.py reads
-    nvfp4    the merged model in compressed-tensors' nvfp4-pack-quantized, rounded for its outputs (nvfp4.py)
+    nvfp4    the merged model in compressed-tensors' nvfp4-pack-quantized, rounded for its outputs (gptq.py)
 
 Tensors other than the linears' weights are the checkpoint's, also a head that the run had packed.
 """
@@ -20,20 +20,20 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.config.options import ExportOptions
 from qerl.errors import UserError
-from qerl.export.calibration import load_calibration
 from qerl.export.merge_note import make_note
-from qerl.export.nvfp4 import requantize
-from qerl.export.policy import load_fp32_policy, merged_weight
-from qerl.formats import NVFP4
+from qerl.export.policy import load_fp32_policy
 from qerl.learner.checkpoint import latest_adapter, peft_config
 from qerl.models import hf_writer
-from qerl.models.compressed_tensors import LAYOUTS, without_quantization, write_quantized_config
+from qerl.models.adapter import merged_weight
+from qerl.models.calibration import load_calibration
+from qerl.models.compressed_tensors import without_quantization
 from qerl.models.decoder import Decoder
+from qerl.models.gptq import requantize
 from qerl.models.merge_note import write_note
+from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.source import locate
-from qerl.models.state_dict import HEAD, tensor_shapes
 from qerl.models.tokenizer import load_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -75,7 +75,7 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) ->
     with hf_writer.atomic_folder(out) as folder:
         hf_writer.write_shards(folder, _merged_tensors(decoder, dtype))
         hf_config = without_quantization(source.open().config)
-        hf_writer.write_json(folder / "config.json", _with_dtype(hf_config, dtype))
+        hf_writer.write_json(folder / "config.json", with_dtype(hf_config, dtype))
         hf_writer.write_tokenizer(folder, source)
         if (note := make_note(run, config, decoder, SafetensorsFolder(folder))) is not None:
             write_note(folder, note)
@@ -88,38 +88,11 @@ def write_nvfp4(
     tokenizer = load_tokenizer(config.model.path)
     rows = load_calibration(run, tokenizer, max_tokens=calibration_tokens, device=device)
     requantize(decoder, rows, notice=partial(print, "nvfp4:", file=sys.stderr))
-    with hf_writer.atomic_folder(out) as folder:
-        hf_writer.write_shards(folder, _packed_tensors(decoder))
-        write_quantized_config(folder, _with_dtype(source.open().config, torch.bfloat16), LAYOUTS["nvfp4"])
-        hf_writer.write_tokenizer(folder, source)
+    write_packed(decoder, source, out)
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _other_tensors(decoder):
+    for name, tensor in other_tensors(decoder):
         yield name, tensor.to(dtype, copy=True)
     for name, linear in decoder.linears():
         yield f"model.{name}.weight", merged_weight(linear).to(dtype)
-
-
-def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _other_tensors(decoder):
-        yield name, tensor.to("cpu", torch.bfloat16, copy=True)
-    for name, linear in decoder.linears():
-        assert isinstance(linear.weight, NVFP4)
-        tensors = linear.weight.tensors()
-        for field, suffix in LAYOUTS["nvfp4"].suffixes.items():
-            yield f"model.{name}.{suffix}", tensors[field].to("cpu", copy=True)
-
-
-def _other_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the checkpoint that is not a linear's weight, by Hugging Face's name."""
-    weights = {f"model.{name}.weight" for name, _ in decoder.linears()}
-    for name in tensor_shapes(decoder.architecture):
-        if name not in weights:
-            yield name, decoder.get_buffer(name if name == HEAD else name.removeprefix("model."))
-
-
-def _with_dtype(hf_config: dict, dtype: torch.dtype) -> dict:
-    """Set torch_dtype, which transformers 4 and 5 both read."""
-    kept = {key: value for key, value in hf_config.items() if key != "dtype"}
-    return kept | {"torch_dtype": str(dtype).removeprefix("torch.")}

@@ -110,3 +110,14 @@ def load_adapter(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
     for name, master in masters.items():
         master.copy_(tensors[name])
     publish(decoder)
+
+
+def merged_weight(linear: QuantLinear) -> Tensor:
+    """Return W + scaling * B @ A, float64 [N, K], from the frozen weight and the fp32 masters."""
+    if linear.full is not None:
+        return linear.full.detach().double()
+    assert linear.weight is not None
+    weight_NK = linear.weight.operand(torch.float32).double() * linear.weight.alpha.double().reshape(-1, 1)
+    if linear.lora_A is not None:
+        weight_NK += linear.scaling * (linear.lora_B.detach().double() @ linear.lora_A.detach().double())
+    return weight_NK

@@ -20,7 +20,10 @@ MAX_KL = 0.5
 """Nats a token. SmolLM2-135M in NVFP4 shows 0.2 to 0.43, larger models show less."""
 GRID_WEIGHT_ERROR, GRID_KL = 0.02, 0.01
 FOUR_BITS = "nvfp4", "mxfp4", "nf4"
-ADVICE = "keep the adapter apart (--init-adapter), or use --model.format fp8 or bf16"
+ADVICE = (
+    "train with --model.calibrate gptq (else: qerl quantize --calibrate gptq), keep the adapter apart"
+    " (--init-adapter), or use --model.format fp8 or bf16"
+)
 TEXT = (
     "The river rises in the mountains in the north of the country and flows through three valleys before it"
     " reaches the sea. Water is a chemical compound of hydrogen and oxygen. To compute the area of a circle,"

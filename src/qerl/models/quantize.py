@@ -1,4 +1,4 @@
-"""`qerl quantize`: quantize a float checkpoint, optionally calibrated on a text (AWQ).
+"""`qerl quantize`: quantize a float checkpoint, optionally calibrated on a text (AWQ, GPTQ).
 
 The text is cut into sequences, whose inputs to each linear determine the factors that awq.py folds in. The
 float model runs once for that, in bf16 or fp32 as the device allows, and is freed before the search.
@@ -15,9 +15,19 @@ from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
 from qerl.models.awq import ScaledCheckpoint, awq, collect_inputs
-from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights, write_quantized
+from qerl.models.calibration import CALIBRATION_TOKENS, pack_groups, read_calibration
+from qerl.models.compressed_tensors import (
+    SelectScales,
+    default_scales,
+    detect_layout,
+    encode_weights,
+    write_quantized,
+)
 from qerl.models.device import COMPUTE, resolve_device
+from qerl.models.gptq import requantize
+from qerl.models.hf_writer import check_output_folder
 from qerl.models.loader import build_decoder
+from qerl.models.packed_writer import write_packed
 from qerl.models.quantization_check import TEXT, check_quantization
 from qerl.models.source import Checkpoint, locate
 from qerl.models.state_dict import architecture_of
@@ -28,12 +38,34 @@ SCALES: dict[str, SelectScales] = {"plain": default_scales, "mse": least_squares
 
 def quantize(options: QuantizeOptions) -> None:
     scales = SCALES[options.scales]
-    fold = None
-    if options.calibrate != "none":
-        fold = partial(_fold, sequences=_sequences(options), format=options.format, scales=scales)
-    write_quantized(options.model, options.out, format=options.format, scales=scales, fold=fold)
+    if options.calibrate == "gptq":
+        _write_gptq(options)
+    else:
+        fold = None
+        if options.calibrate == "awq":
+            fold = partial(_fold, sequences=_sequences(options), format=options.format, scales=scales)
+        write_quantized(options.model, options.out, format=options.format, scales=scales, fold=fold)
     if (line := _check(options)) is not None:
         print(line, file=sys.stderr)
+
+
+def _write_gptq(options: QuantizeOptions) -> None:
+    """Calibrate on a text, or on the prompts and samples of a run's samples.jsonl."""
+    check_output_folder(options.out)
+    source, device = locate(options.model), torch.device(resolve_device(ModelConfig()).device)
+    checkpoint = source.open()
+    if detect_layout(checkpoint) is not None:
+        raise UserError(f"{options.model}: is quantized already")
+    assert options.data is not None
+    if options.data.suffix == ".jsonl":
+        tokenizer = load_tokenizer(options.model)
+        rows = read_calibration(options.data, tokenizer, max_tokens=CALIBRATION_TOKENS, device=device)
+    else:
+        groups = [(tokens, []) for tokens in _sequences(options)]
+        rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=device)
+    decoder = build_decoder(checkpoint, format="bf16", compute=torch.float32, device=device, resident=False)
+    requantize(decoder, rows, notice=partial(print, "gptq:", file=sys.stderr))
+    write_packed(decoder, source, options.out)
 
 
 def _check(options: QuantizeOptions) -> str | None:

@@ -12,6 +12,7 @@ from qerl.engine import Engine
 from qerl.models.device import resolve_device
 from qerl.models.source import locate
 from qerl.models.tokenizer import stop_token_ids
+from qerl.training.calibrated import refuse_calibration
 from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 
 
@@ -31,6 +32,8 @@ class LoadedModel:
 
 def load_model(source: str, run: RunConfig | None, model: ModelConfig, *, with_adapter: bool) -> LoadedModel:
     """Load `source`: a model, or the folder of a run, of which `run` is the config."""
+    if run is None:
+        refuse_calibration(model)
     config = run or RunConfig(noise=NoiseConfig(schedule="none"))
     engine = dataclasses.replace(config.engine, exact=False)  # a LiveBatch has no exact prefill
     config = dataclasses.replace(config, model=resolve_device(model), engine=engine)

@@ -32,6 +32,7 @@ from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.training import evaluation
 from qerl.training.branching import BranchingRollouts
+from qerl.training.calibrated import with_calibrated_base
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
@@ -66,6 +67,7 @@ def _train(
     with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
         stop = StopSignal(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
         with stop.handling(), RewardPool(config.task, functions=rewards) as pool:
+            config = with_calibrated_base(config, ranks, journal.notice)
             journal.start(config, {**pool.sources, **file_sources(config.task)} if ranks.is_first else {})
             finished = ranks.from_first(lambda: journal.result)
             if finished is not None:

@@ -1,8 +1,8 @@
-"""Load a run's prompts and samples, newest first, as packed rows to run a decoder on."""
+"""Pack prompts and their samples as rows to run a decoder on; read those of a run, newest first."""
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from qerl.models.decoder import Attend
 from qerl.tracking.atomic_file import decode
 from qerl.types import Tree
 
+CALIBRATION_TOKENS = 8192
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calibration:
@@ -27,12 +29,28 @@ class Calibration:
 def load_calibration(
     run: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, device: torch.device
 ) -> Calibration:
+    """Return about max_tokens rows of the run's samples.jsonl."""
+    return read_calibration(run / "samples.jsonl", tokenizer, max_tokens=max_tokens, device=device)
+
+
+def read_calibration(
+    file: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, device: torch.device
+) -> Calibration:
+    groups = tokenize_groups(file, tokenizer, max_tokens)
+    rows = pack_groups(groups, max_tokens=max_tokens, device=device)
+    if not len(rows.tokens_T):
+        raise UserError(f"{file}: holds no samples, which calibration needs")
+    return rows
+
+
+def pack_groups(
+    groups: Iterable[tuple[list[int], list[list[int]]]], *, max_tokens: int, device: torch.device
+) -> Calibration:
     """Return about max_tokens rows: each prompt once, followed by its distinct samples."""
-    file = run / "samples.jsonl"
     tokens: list[int] = []
     positions: list[int] = []
     trees: list[Tree] = []
-    for prompt, samples in tokenize_groups(file, tokenizer, max_tokens):
+    for prompt, samples in groups:
         start = len(tokens)
         for first, part in [(0, prompt), *((len(prompt), sample) for sample in samples)]:
             tokens += part
@@ -40,8 +58,6 @@ def load_calibration(
         trees.append(Tree(start=start, prompt_tokens=len(prompt), branch_tokens=tuple(map(len, samples))))
         if len(tokens) >= max_tokens:
             break
-    if not tokens:
-        raise UserError(f"{file}: holds no samples, which NVFP4 export needs for calibration")
     layout = PackedLayout.of(trees, device)
 
     def attend(layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from qerl.export.calibration import Calibration
-from qerl.export.policy import merged_weight
-from qerl.export.rounding import add_damping, round_to_grid
 from qerl.formats import NVFP4, e2m1
 from qerl.formats.nvfp4 import BLOCK_WEIGHTS
+from qerl.models.adapter import merged_weight
+from qerl.models.calibration import Calibration
 from qerl.models.decoder import Attend, Decoder, Layer, RowContext
 from qerl.models.linear import QuantLinear
+from qerl.models.rounding import add_damping, round_to_grid
 
 DAMPING, SWEEPS = 0.01, 2
 

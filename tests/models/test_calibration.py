@@ -6,7 +6,7 @@ import torch
 import tiny_run
 from learner.plain import causal
 from qerl.errors import UserError
-from qerl.export.calibration import load_calibration
+from qerl.models.calibration import load_calibration
 from qerl.models.loader import build_decoder
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from qerl.export.rounding import add_damping, nearest, round_to_grid
 from qerl.formats import NVFP4, e2m1
+from qerl.models.rounding import add_damping, nearest, round_to_grid
 
 N, K, T = 48, 160, 400
 

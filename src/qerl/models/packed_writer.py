@@ -1,0 +1,46 @@
+"""Write a decoder whose linears are in NVFP4 as a compressed-tensors checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.formats import NVFP4
+from qerl.models.compressed_tensors import LAYOUTS, write_quantized_config
+from qerl.models.decoder import Decoder
+from qerl.models.hf_writer import atomic_folder, write_shards, write_tokenizer
+from qerl.models.source import ModelSource
+from qerl.models.state_dict import HEAD, tensor_shapes
+
+
+def write_packed(decoder: Decoder, source: ModelSource, out: Path) -> None:
+    """Write the folder, with config and tokenizer of the source."""
+    with atomic_folder(out) as folder:
+        write_shards(folder, _packed_tensors(decoder))
+        write_quantized_config(folder, with_dtype(source.open().config, torch.bfloat16), LAYOUTS["nvfp4"])
+        write_tokenizer(folder, source)
+
+
+def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in other_tensors(decoder):
+        yield name, tensor.to("cpu", torch.bfloat16, copy=True)
+    for name, linear in decoder.linears():
+        assert isinstance(linear.weight, NVFP4)
+        tensors = linear.weight.tensors()
+        for field, suffix in LAYOUTS["nvfp4"].suffixes.items():
+            yield f"model.{name}.{suffix}", tensors[field].to("cpu", copy=True)
+
+
+def other_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the checkpoint that is not a linear's weight, by Hugging Face's name."""
+    weights = {f"model.{name}.weight" for name, _ in decoder.linears()}
+    for name in tensor_shapes(decoder.architecture):
+        if name not in weights:
+            yield name, decoder.get_buffer(name if name == HEAD else name.removeprefix("model."))
+
+
+def with_dtype(hf_config: dict, dtype: torch.dtype) -> dict:
+    """Set torch_dtype, which transformers 4 and 5 both read."""
+    kept = {key: value for key, value in hf_config.items() if key != "dtype"}
+    return kept | {"torch_dtype": str(dtype).removeprefix("torch.")}

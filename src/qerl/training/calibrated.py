@@ -1,0 +1,107 @@
+"""Calibrate a float model before a run: GPTQ on the task's prompts and the model's own samples.
+
+What a model learned shows in its completions: the float model samples them, in bf16, then gptq.py chooses the
+codes layer by layer. The result is an NVFP4 checkpoint in the run's folder, base, which takes the place of
+model.path: the run trains it, resumes with it, and is exported and evaluated over it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import ModelConfig, RunConfig
+from qerl.engine.engine import Engine
+from qerl.errors import UserError, require
+from qerl.learner.distributed import Ranks
+from qerl.models.calibration import CALIBRATION_TOKENS, pack_groups
+from qerl.models.compressed_tensors import detect_layout
+from qerl.models.decoder import Decoder
+from qerl.models.device import COMPUTE
+from qerl.models.gptq import requantize
+from qerl.models.loader import build_decoder
+from qerl.models.packed_writer import write_packed
+from qerl.models.quantization_check import check_quantization
+from qerl.models.source import Checkpoint, locate
+from qerl.models.state_dict import architecture_of
+from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.tasks import Task, build_task
+from qerl.training.evaluation import EVALUATION_STEP
+from qerl.training.rollout import sampling_of
+
+BASE = "base"
+NUM_SAMPLES, MAX_SAMPLE_TOKENS = 4, 256
+_MAX_CALLS = 32
+
+
+def with_calibrated_base(config: RunConfig, ranks: Ranks, notice: Callable[[str], None]) -> RunConfig:
+    """Return the config with the calibrated checkpoint as its model; the first call writes it."""
+    if config.model.calibrate == "none":
+        return config
+    require(config.ray.address is None, "model.calibrate does not work with --ray: run `qerl quantize` first")
+    base = Path(config.out) / BASE
+    ranks.from_first(lambda: base.exists() or _write_base(config, base, notice))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(base)))
+
+
+def refuse_calibration(model: ModelConfig) -> None:
+    """Raise UserError for a command that has no task's prompts to calibrate on."""
+    if model.calibrate != "none":
+        raise UserError(
+            "model.calibrate is for train; here, write the calibrated model first:"
+            f" qerl quantize {model.path} OUT --calibrate {model.calibrate} --data FILE"
+        )
+
+
+def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) -> None:
+    model, source = config.model, locate(config.model.path)
+    checkpoint = source.open()
+    if detect_layout(checkpoint) is not None:
+        raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
+    notice(f"model.calibrate {model.calibrate}: choosing the codes of {model.path}, which takes minutes")
+    tokenizer = load_tokenizer(model.path)
+    max_prompt_tokens = architecture_of(checkpoint).max_positions - config.sample.max_tokens
+    task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
+    groups = _sampled(config, checkpoint, tokenizer, task)
+    rows = pack_groups(groups, max_tokens=CALIBRATION_TOKENS, device=torch.device(model.device))
+    decoder = _float_decoder(config, checkpoint, torch.float32, resident=False)
+    requantize(decoder, rows, notice=lambda text: None)
+    prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
+    if (line := check_quantization(decoder, model.path, f"nvfp4 by {model.calibrate}", prompts)) is not None:
+        notice(line)
+    write_packed(decoder, source, base)
+
+
+def _sampled(
+    config: RunConfig, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, task: Task
+) -> list[tuple[list[int], list[list[int]]]]:
+    """Return prompts, each with samples of the float model: CALIBRATION_TOKENS if the task has as many."""
+    decoder = _float_decoder(
+        config, checkpoint, COMPUTE[config.model.dtype], resident=config.model.operand == "resident"
+    )
+    stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
+    engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=stop_ids)
+    max_tokens = min(config.sample.max_tokens, MAX_SAMPLE_TOKENS)
+    sampling = dataclasses.replace(sampling_of(config), max_tokens=max_tokens)
+    found: dict[int, tuple[list[int], list[list[int]]]] = {}
+    num_tokens = 0
+    for call in range(_MAX_CALLS):
+        prompts_P = [p for p in task.train_prompts(call, config.num_prompts) if p.index not in found]
+        if not prompts_P or num_tokens >= CALIBRATION_TOKENS:
+            break
+        for group in engine.generate(
+            prompts_P, num_samples=NUM_SAMPLES, sampling=sampling, seed=config.seed, step=EVALUATION_STEP
+        ):
+            samples = list(map(list, dict.fromkeys(tuple(sample.tokens_T) for sample in group.samples_G)))
+            found[group.prompt.index] = group.prompt.tokens_T, samples
+            num_tokens += len(group.prompt.tokens_T) + sum(map(len, samples))
+    return list(found.values())
+
+
+def _float_decoder(
+    config: RunConfig, checkpoint: Checkpoint, compute: torch.dtype, *, resident: bool
+) -> Decoder:
+    device = torch.device(config.model.device)
+    return build_decoder(checkpoint, format="bf16", compute=compute, device=device, resident=resident)

@@ -1,0 +1,131 @@
+"""A merged model loses what it learned when it is rounded to NVFP4, and keeps it calibrated."""
+
+import dataclasses
+import json
+from statistics import fmean
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import tiny_run
+from qerl.config import ModelConfig
+from qerl.config.options import ExportOptions, QuantizeOptions
+from qerl.config.stored import read_run_config
+from qerl.errors import UserError
+from qerl.export import export
+from qerl.learner.distributed import Ranks
+from qerl.models.device import resolve_device
+from qerl.models.quantize import quantize
+from qerl.models.tokenizer import load_tokenizer
+from qerl.tasks import RewardPool, build_task
+from qerl.training.calibrated import refuse_calibration, with_calibrated_base
+from qerl.training.evaluation import sample_and_score
+from qerl.training.policy import load_sampler
+from qerl.training.rollout import sampling_of
+
+TRAINING = {
+    "num-steps": 40,
+    "num-prompts": 8,
+    "num-generations": 8,
+    "adapter.alpha": 4,
+    "sample.max-tokens": 1,
+    "learn.learning-rate": 0.004,
+    "noise.schedule": "none",
+    "evaluate.num-prompts": 0,
+    "checkpoint.every": 40,
+}
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    """(the config of a run that learned to start with an even token, its merged model)."""
+    files = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+    with_larger_weights(files / "model.safetensors")
+    given = [part for name, value in TRAINING.items() for part in (f"--{name}", str(value))]
+    given = [*tiny_run.options(files, files / "run"), *given]
+    process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
+    assert process.communicate(timeout=120) and process.returncode == 0
+    config = read_run_config(str(files / "run"))
+    export(config, ExportOptions(run=files / "run", out=files / "merged", form="merged"))
+    return dataclasses.replace(config, out=str(files / "next")), files / "merged"
+
+
+def with_larger_weights(file):
+    """Random weights of transformers are so small that hardly anything depends on the prompt."""
+    scales = {"proj": 8, "embed": 12, "norm": 1}
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        tensor *= next(scale for key, scale in scales.items() if key in name)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def model_of(config, path, **changes):
+    model = dataclasses.replace(config.model, path=str(path), **changes)
+    return dataclasses.replace(config, model=resolve_device(model))
+
+
+def accuracy(config):
+    tokenizer = load_tokenizer(config.model.path)
+    task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=100)
+    _, engine = load_sampler(config, tokenizer)
+    with RewardPool(config.task) as pool:
+        prompts, sampling = task.held_out(None), sampling_of(config)
+        _, rewards_P_G = sample_and_score(
+            engine, pool.score, prompts, num_samples=64, sampling=sampling, seed=1
+        )
+    return fmean(reward for rewards_G in rewards_P_G for reward in rewards_G)
+
+
+def test_the_calibrated_model_keeps_nine_tenths_of_what_rounding_loses(merged):
+    config, path = merged
+    notices = []
+    calibrated = with_calibrated_base(model_of(config, path, calibrate="gptq"), Ranks(0, 1), notices.append)
+    assert "nvfp4 by gptq keeps 9" in notices[-1] and not notices[-1].startswith("warning")
+    again = with_calibrated_base(model_of(config, path, calibrate="gptq"), Ranks(0, 1), pytest.fail)
+    assert again == calibrated and calibrated.model.path == f"{config.out}/base"
+    base, best, plain, kept = map(
+        accuracy, (config, model_of(config, path, format="bf16"), model_of(config, path), calibrated)
+    )
+    assert best - base > 0.3
+    assert plain - base < 0.7 * (best - base)
+    assert kept - base > 0.9 * (best - base)
+    packed = model_of(
+        dataclasses.replace(config, out=str(path.parent / "c")), calibrated.model.path, calibrate="gptq"
+    )
+    with pytest.raises(UserError, match="is quantized already"):
+        with_calibrated_base(packed, Ranks(0, 1), notices.append)
+
+
+def test_a_run_trains_its_calibrated_base_and_is_evaluated_over_it(merged):
+    _, path = merged
+    files, out = path.parent, path.parent / "run of merged"
+    given = [*tiny_run.options(files, out), "--model.path", str(path), "--model.calibrate", "gptq"]
+    for _ in range(2):  # the second takes base as it is
+        process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given, "--num-steps", "2")
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr
+    said = [json.loads(line)["text"] for line in (out / "events.jsonl").read_text().splitlines()]
+    assert sum("nvfp4 by gptq keeps" in text for text in said) == 1
+    assert not any("KL to the float weights" in text and "gptq" not in text for text in said)
+    stored = read_run_config(str(out))
+    assert stored.model.path == str(out / "base")
+    assert accuracy(model_of(stored, stored.model.path, calibrate="none")) > 0.9
+
+
+def test_commands_without_a_task_and_other_formats_refuse_to_calibrate():
+    refuse_calibration(ModelConfig())
+    with pytest.raises(UserError, match="qerl quantize m OUT --calibrate gptq"):
+        refuse_calibration(ModelConfig(path="m", calibrate="gptq"))
+    with pytest.raises(UserError, match=r"needs model\.format nvfp4, got fp8"):
+        ModelConfig(calibrate="gptq", format="fp8")
+
+
+@pytest.mark.parametrize("data", ["run/samples.jsonl", "text.txt"])
+def test_quantize_calibrates_on_a_runs_samples_or_a_text(merged, data, capsys):
+    files = merged[1].parent
+    (files / "text.txt").write_text("one and two is three, " * 20)
+    out = files / f"by {data.partition('/')[0]}"
+    quantize(QuantizeOptions(model=str(merged[1]), out=out, calibrate="gptq", data=files / data))
+    line = capsys.readouterr().err.splitlines()[-1]
+    kept = int(line.split("keeps ")[1].split("%")[0])
+    assert (kept > 95) == (data != "text.txt"), line
