@@ -226,6 +226,7 @@ def test_why_rewards_failed_is_told_once(monkeypatch, capsys, model, tmp_path):
         (["aime2"], ["unknown benchmark aime2", "did you mean aime25 or aime24 or amc23?"]),
         (["mine.txt"], ["unknown benchmark mine.txt", "math-500", "BENCHMARK=FILE"]),
         (["aime24="], ["aime24= needs a file"]),
+        (["aime24", "--reward", "exact"], ["--task.rewards is for a file of your own"]),
         (["aime24=none.jsonl"], ["none.jsonl", "no such file"]),
         (["aime24=empty.jsonl"], ["empty.jsonl", "has no rows"]),
         (["aime24=text.jsonl"], ["'problem'", "there are: text, answer"]),

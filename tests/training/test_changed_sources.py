@@ -92,7 +92,9 @@ def test_accepted_changes_and_more_steps_are_recorded_with_their_step(files):
     changed = {"config.num_steps": [2, 4], "sources.reward even (even.py)": [before, after]}
     assert before != after and now["history"] == [{"step": 2, "changed": changed}]
     said = [text for text in texts(files) if "from step 3 on" in text]
-    assert len(said) == 2 and any(f"was {before[:8]} and is {after[:8]}" in text for text in said)
+    assert len(said) == 2 and any(
+        f"was {before[:8]} and is {after[:8]}" in text and "of the former one" in text for text in said
+    )
     assert num_steps(files) == 4
     finish(files, "--num-steps", "4")  # accepted once, it is the run's own
     assert len(run_json(files)["history"]) == 1

@@ -38,6 +38,11 @@ def run(arguments: list[str]) -> None:
     arguments = [expand(argument, SHORT) for argument in arguments]
     source, files = names[0], [name for name in names[1:] if is_rows_file(name)]
     benchmarks = parse_benchmarks(name for name in names[1:] if name not in files)
+    given = [long for long in SHORT.values() if any(a.partition("=")[0] == long for a in arguments)]
+    require(
+        not (benchmarks and not files and given),
+        f"eval: {' and '.join(given)} is for a file of your own; a named benchmark has its own",
+    )
     config = read_run_config(source)
     default = EvalOptions(model=ModelConfig(path=source)) if config is None else run_sampling(config)
     if benchmarks:

@@ -209,7 +209,9 @@ class Journal:
             label, first = name.partition(".")[2], next_step + 1
             text = f"{label} was {shown(was)} and is {shown(now)} from step {first} on"
             more = ": learning rate and sigma are then those of a run of so many steps"
-            self.notice(text + (more if name == _NUM_STEPS else ""))
+            if name != _NUM_STEPS:
+                more = "; figures from before are of the former one"
+            self.notice(text + more)
         self._facts.setdefault("history", []).append({"step": next_step, "changed": self._changed})
         if _NUM_STEPS in self._changed:  # before run.json: it must not look complete
             (self._folder / "result.json").unlink(missing_ok=True)
