@@ -61,9 +61,8 @@ def check_options(kind: type, arguments: Iterable[str]) -> None:
         option = argument.partition("=")[0].replace("_", "-")
         if option.startswith("--") and " " not in option and not option.startswith("--tyro-"):
             section, _, last = option.rpartition(".")
-            positive = (
-                f"{section}.{last.removeprefix('no-')}" if section else option.replace("--no-", "--", 1)
-            )
+            last = last.removeprefix("no-")
+            positive = f"{section}.{last}" if section else option.replace("--no-", "--", 1)
             if option not in known and positive not in known:
                 nearest = nearest_options(option, sorted(known))
                 hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help lists them"

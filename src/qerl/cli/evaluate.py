@@ -28,9 +28,8 @@ SHORT = {"--answer-column": "--task.answer-column", "--reward": "--task.rewards"
 
 def run(arguments: list[str]) -> None:
     if wants_help(arguments):
-        parse_options(
-            EvalOptions, arguments, "eval MODEL_OR_RUN [BENCHMARK | FILE ...]", description=DESCRIPTION
-        )
+        usage = "eval MODEL_OR_RUN [BENCHMARK | FILE ...]"
+        parse_options(EvalOptions, arguments, usage, description=DESCRIPTION)
     names, arguments = split_names(arguments)
     if not names:
         raise UserError("eval needs a model or the folder of a run: qerl eval MODEL_OR_RUN [BENCHMARK ...]")

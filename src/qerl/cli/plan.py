@@ -53,9 +53,8 @@ def run(arguments: list[str]) -> None:
         parse_options(PlanOptions, arguments, "plan MODEL", description=DESCRIPTION)
     names, arguments = split_names(arguments)
     if len(names) != 1:
-        raise UserError(
-            "plan needs one model, shape or recipe: qerl plan qwen2.5-7b --gpu rtx-4090, or --gpu-gb GB"
-        )
+        example = "qerl plan qwen2.5-7b --gpu rtx-4090, or --gpu-gb GB"
+        raise UserError(f"plan needs one model, shape or recipe: {example}")
     refuse_former_names(arguments)
     default = PlanOptions(run=RECIPES[names[0]]()) if names[0] in RECIPES else PlanOptions()
     options = parse_options(PlanOptions, arguments, f"plan {names[0]}", default, DESCRIPTION)
@@ -63,16 +62,8 @@ def run(arguments: list[str]) -> None:
 
     gpu, gpu_gb = _gpu(options)
     model = options.run.model.path if names[0] in RECIPES else names[0]
-    print(
-        format_plan(
-            model,
-            options.run,
-            gpu_gb=gpu_gb,
-            prompt_tokens=options.prompt_tokens,
-            gpu=gpu,
-            mean_tokens=options.mean_tokens,
-        )
-    )
+    lengths = {"prompt_tokens": options.prompt_tokens, "mean_tokens": options.mean_tokens}
+    print(format_plan(model, options.run, gpu=gpu, gpu_gb=gpu_gb, **lengths))
 
 
 def _gpu(options: PlanOptions) -> tuple["Gpu | None", float]:

@@ -53,10 +53,8 @@ class LearnConfig:
     """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""
 
     def __post_init__(self):
-        check_positive(
-            self, "learning_rate", "adam_epsilon", "max_grad_norm", "max_nonfinite_updates", prefix="learn."
-        )
-        check_positive(self, "updates_per_step", "num_iterations", prefix="learn.")
+        check_positive(self, "learning_rate", "adam_epsilon", "max_grad_norm", prefix="learn.")
+        check_positive(self, "updates_per_step", "num_iterations", "max_nonfinite_updates", prefix="learn.")
         check_positive(self, "max_tokens_per_microbatch", "logprob_chunk_tokens", prefix="learn.")
         check_not_negative(self, "weight_decay", prefix="learn.")
         ratio = self.warmup_ratio

@@ -81,6 +81,5 @@ class AdapterConfig:
     def __post_init__(self):
         check_positive(self, "rank", "alpha", prefix="adapter.")
         require(0 <= self.dropout < 1, f"adapter.dropout must be in [0, 1), got {self.dropout}")
-        require(
-            len(self.target_modules) > 0, "adapter.target_modules must name at least one linear, got none"
-        )
+        has_any = len(self.target_modules) > 0
+        require(has_any, "adapter.target_modules must name at least one linear, got none")

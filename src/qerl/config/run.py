@@ -112,10 +112,8 @@ class RunConfig:
         size, why = self.num_generations, "samples are compared within a group"
         require(size >= 2, f"num_generations must be at least 2 ({why}), got {size}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
-        require(
-            not (self.engine.exact and cuts),
-            f"engine.exact does not support truncated sampling: unset {', '.join(cuts)}",
-        )
+        unsupported = f"engine.exact does not support truncated sampling: unset {', '.join(cuts)}"
+        require(not (self.engine.exact and cuts), unsupported)
         require(
             self.ray.max_staleness == 0 or (self.ray.address is not None and self.algo.importance != "none"),
             "ray.max_staleness needs ray.address and an algo.importance other than none",

@@ -123,11 +123,9 @@ class TaskConfig:
             isinstance(_parsed(self.chat_template_kwargs), dict),
             f"task.chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs}",
         )
-        weights, rewards = len(self.reward_weights), len(self.rewards)
-        require(
-            weights in (0, rewards),
-            f"task.reward_weights must be one for each of {rewards} rewards, got {weights}",
-        )
+        given, needed = len(self.reward_weights), len(self.rewards)
+        wrong = f"task.reward_weights must be one for each of {needed} rewards, got {given}"
+        require(given in (0, needed), wrong)
 
 
 def _parsed(text: str) -> Any:

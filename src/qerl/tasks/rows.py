@@ -58,9 +58,8 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
     if path.suffix in _READERS:
         held_out = Path(config.held_out_split or "")  # a recipe for the hub may name a split such as test
         has_held_out = held_out.suffix in _READERS
-        return _read_file("name", path, config), (
-            _read_file("held_out_split", held_out, config) if has_held_out else None
-        )
+        rows = _read_file("name", path, config)
+        return rows, _read_file("held_out_split", held_out, config) if has_held_out else None
     if path.is_file():
         raise UserError(f"task.name {config.name}: a file of rows ends in {', '.join(_READERS)}")
     return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))

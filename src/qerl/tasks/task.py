@@ -58,10 +58,8 @@ class Task:
 
     def notices(self, config: TaskConfig, *, reads_answer: bool) -> list[str]:
         """Return a line for each table of which rows are skipped or misread; see row_checks.py."""
-        lines = [
-            row_notice(each, config, reads_answer=reads_answer, max_prompt_tokens=self._max_tokens)
-            for each in self.renderers
-        ]
+        settings = {"reads_answer": reads_answer, "max_prompt_tokens": self._max_tokens}
+        lines = (row_notice(each, config, **settings) for each in self.renderers)
         return [line for line in lines if line is not None]
 
     def held_out(self, num: int | None) -> list[Prompt]:

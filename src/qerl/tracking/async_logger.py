@@ -64,9 +64,8 @@ class AsyncLogger:
         """Wait at most timeout_s for end() to finish."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._notices.append(
-                f"{self.name} does not have all steps yet; run the same command again to send the rest"
-            )
+            what_to_do = "run the same command again to send the rest"
+            self._notices.append(f"{self.name} does not have all steps yet; {what_to_do}")
 
     def _run(self) -> None:
         while True:

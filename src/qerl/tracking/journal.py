@@ -159,9 +159,8 @@ class Journal:
         self._config, self._facts = facts["config"], facts
         if self._next_step:
             if not path.exists():
-                raise UserError(
-                    f"{self._folder}: has metrics.jsonl but no run.json; choose another folder with --out"
-                )
+                lacks = "has metrics.jsonl but no run.json"
+                raise UserError(f"{self._folder}: {lacks}; choose another folder with --out")
             self._facts = old = read_object(path)
             self._changed = check_same_run(path, old.get("config", {}), facts["config"])
             for name, (was, now) in changes({key: old.get(key) for key in facts}, facts).items():

@@ -108,9 +108,8 @@ def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict
         return {f"config.{name}": tuple(map(json.loads, pair)) for name, pair in found.items()}
     named = [f"{name} = {was}, not {now}" for name, (was, now) in list(wrong.items())[:_MAX_NAMED_FIELDS]]
     more = f" and {len(wrong) - len(named)} more" if len(wrong) > len(named) else ""
-    raise UserError(
-        f"{path}: the existing run has {', '.join(named)}{more}; choose another folder with --out"
-    )
+    differs = f"{', '.join(named)}{more}"
+    raise UserError(f"{path}: the existing run has {differs}; choose another folder with --out")
 
 
 def check_sources(

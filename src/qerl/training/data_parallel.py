@@ -78,6 +78,5 @@ def _packed(sample: Sample) -> Any:
 
 
 def _unpacked(sample: Any) -> Sample:
-    return dataclasses.replace(
-        sample, tokens_T=sample.tokens_T.tolist(), logprobs_T=sample.logprobs_T.tolist()
-    )
+    tokens_T, logprobs_T = sample.tokens_T.tolist(), sample.logprobs_T.tolist()
+    return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)

@@ -53,9 +53,8 @@ def sample_and_score(
     seed: int,
 ) -> tuple[list[Group], list[list[float | None]]]:
     """Return the samples of every prompt and their rewards."""
-    groups = engine.generate(
-        prompts, num_samples=num_samples, sampling=sampling, seed=seed, step=EVALUATION_STEP
-    )
+    step = EVALUATION_STEP
+    groups = engine.generate(prompts, num_samples=num_samples, sampling=sampling, seed=seed, step=step)
     rewards_P_G = score(groups)
     assert [len(rewards_G) for rewards_G in rewards_P_G] == [num_samples] * len(prompts)
     return groups, rewards_P_G

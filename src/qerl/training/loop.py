@@ -52,6 +52,5 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]) -> None:
     """Raise RunError if sampler and learner differ by more than max_mismatch; NaN exceeds every limit."""
     mismatch, limit = metrics.get("mismatch_abs", 0.0), config.max_mismatch
     if limit is not None and not mismatch <= limit:
-        raise RunError(
-            f"sampler and learner differ by {mismatch:.3g} nats per token, more than max_mismatch {limit}"
-        )
+        difference = f"sampler and learner differ by {mismatch:.3g} nats per token"
+        raise RunError(f"{difference}, more than max_mismatch {limit}")

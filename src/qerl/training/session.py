@@ -286,12 +286,8 @@ class _Session:
         sampling = sampling_of(self.config)
         sampled, best = self.measure(sampling), self.measure(evaluation.greedy(sampling))
         self.report_failures()
-        figures = {
-            "accuracy": sampled.accuracy,
-            "greedy": best.accuracy,
-            "reward": sampled.reward,
-            "greedy_reward": best.reward,
-        }
+        figures = {"accuracy": sampled.accuracy, "greedy": best.accuracy}
+        figures |= {"reward": sampled.reward, "greedy_reward": best.reward}
         return {name: value for name, value in figures.items() if value is not None}
 
     def report_failures(self) -> None:
@@ -321,8 +317,6 @@ def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster:
     is_deep, has_environment = config.algo.branching == "deep", pool.has_environment
     reason = "algo.branching deep needs a single process: branches reuse its KV pages"
     require(not is_deep or ranks.count == 1, reason)
-    require(
-        not (is_deep and has_environment),
-        "algo.branching deep does not work with environments: set it to none",
-    )
+    reason = "algo.branching deep does not work with environments: set it to none"
+    require(not (is_deep and has_environment), reason)
     require(cluster is None or not has_environment, "environments do not work with --ray: use torchrun")

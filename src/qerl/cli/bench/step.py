@@ -116,10 +116,8 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
         ranks.take_traffic()
         each.append(_step(config, sampler, learner, prompts_P, step, meter))
         meter.say(f"{case.bench} {case.shape} {case.provider} batch {case.batch} step {step}: {each[-1]}")
-    times = {
-        name: statistics.median(measured[name] for measured in each[1:])
-        for name in ("step_s", "rollout_s", "learn_s")
-    }
+    names, counted = ("step_s", "rollout_s", "learn_s"), each[1:]
+    times = {name: statistics.median(measured[name] for measured in counted) for name in names}
     peaks_gb = [measured["peak_gb"] for measured in each]
     return {
         **{name: round(time_s, 4) for name, time_s in times.items()},

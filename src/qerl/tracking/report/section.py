@@ -55,12 +55,9 @@ def tiles(runs: Sequence[RecordedRun]) -> str:
     labels = dict.fromkeys(label for row in rows for label in row)
     tiles = []
     for label in labels:
-        lines = "".join(
-            f'<p class="s{i % 8}" data-run="{i}"><i></i>{row[label]}</p>'
-            for i, row in enumerate(rows)
-            if label in row
-        )
-        tiles.append(f"<div><h3>{label}</h3>{lines}</div>")
+        values = [(i, row[label]) for i, row in enumerate(rows) if label in row]
+        lines = [f'<p class="s{i % 8}" data-run="{i}"><i></i>{value}</p>' for i, value in values]
+        tiles.append(f"<div><h3>{label}</h3>{''.join(lines)}</div>")
     return "".join(tiles)
 
 
