@@ -366,3 +366,9 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
         process = tiny_run.launched("-c", code, *command)
         out, error = process.communicate(timeout=60)
         assert process.returncode == 7 and (out or error).startswith(f"{command[0]} {command[1]}: ")
+
+
+def test_the_first_line_hides_a_password(monkeypatch, capsys):
+    assert qerl(monkeypatch, "eval", "https://me:hunter22@host/model") == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("eval https://***@host/model: ") and "hunter22" not in shown

@@ -4,11 +4,11 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Annotated, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from qerl.errors import UserError, did_you_mean
+from qerl.errors import UserError, did_you_mean, redact
 
 Options = TypeVar("Options")
 
@@ -37,6 +37,11 @@ def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:
 def wants_help(arguments: list[str]) -> bool:
     """True if help is asked for before any name is given."""
     return arguments[:1] in (["-h"], ["--help"])
+
+
+def announce(text: str, file: TextIO) -> None:
+    """Print the first line of a command at once: the imports and files that follow take seconds."""
+    print(redact(text), file=file, flush=True)
 
 
 def expand(argument: str, short: dict[str, str]) -> str:

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from qerl.cli.arguments import expand, parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, expand, parse_options, split_names, wants_help
 from qerl.config import ModelConfig, RunConfig, TaskConfig
 from qerl.config.options import EvalOptions
 from qerl.config.renamed import refuse_former_options
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> None:
     options = parse_options(EvalOptions, arguments, f"eval {source}", default, DESCRIPTION)
     sets = " ".join(names[1:]) or options.task.name
     own = own_tasks(files, options)
-    print(f"eval {source}: {sets}", file=sys.stderr, flush=True)  # the imports below take seconds
+    announce(f"eval {source}: {sets}", sys.stderr)
     from rich.console import Console
 
     from qerl.eval.run import run_benchmarks

@@ -1,8 +1,9 @@
 """Serve a model or a run over an OpenAI-compatible HTTP API."""
 
 import importlib.util
+import sys
 
-from qerl.cli.arguments import parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import ModelConfig
 from qerl.config.options import ServeOptions
 from qerl.config.renamed import refuse_former_options
@@ -24,7 +25,7 @@ def run(arguments: list[str]) -> None:
     options = parse_options(ServeOptions, arguments, f"serve {source}", default, __doc__)
     if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    print(f"serve {source}: {options.model.format}, loading", flush=True)  # the imports take seconds
+    announce(f"serve {source}: {options.model.format}, loading", sys.stdout)
     from qerl.serve.server import serve
 
     serve(source, config, options)

@@ -4,9 +4,10 @@ import dataclasses
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable
 
-from qerl.cli.arguments import check_known, expand, parse_options, split_names, wants_help
+from qerl.cli.arguments import announce, check_known, expand, parse_options, split_names, wants_help
 from qerl.config import RunConfig
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
@@ -58,7 +59,7 @@ def run(arguments: list[str]) -> None:
     is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
     if is_first:
         model = f"{config.model.path} in {config.model.format}"
-        print(f"train {name}: {model}, {config.num_steps} steps, {config.out}", flush=True)
+        announce(f"train {name}: {model}, {config.num_steps} steps, {config.out}", sys.stdout)
     from qerl.training.session import train  # imports torch and transformers, which takes seconds
 
     result = train(config)
