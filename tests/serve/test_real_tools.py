@@ -1,4 +1,4 @@
-"""lm-eval-harness and inspect-ai against a real server; each test skips where its tool is not installed.
+"""lm-eval-harness, inspect-ai and verifiers against a real server; a test skips where its tool is missing.
 
 The tools run in processes of their own, without a network: tasks and tokenizer are local files.
 """
@@ -73,6 +73,48 @@ print("RESULT", json.dumps({
 }))
 """
 
+VERIFIERS = """
+import httpx
+import verifiers.v1 as vf
+
+
+class GreetTask(vf.Task[vf.TaskData]):
+    @vf.reward(weight=1.0)
+    async def has_reply(self, trace: vf.Trace) -> float:
+        return float(bool(trace.last_reply))
+
+
+class GreetTaskset(vf.Taskset[GreetTask, vf.TasksetConfig]):
+    def load(self) -> list[GreetTask]:
+        return [GreetTask(vf.TaskData(idx=i, prompt=f"say {i}"), self.config.task) for i in range(3)]
+
+
+class GreetHarness(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT, NEEDS_CONTAINER, EXECUTES_CODE = True, False, False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]}
+        headers = {"authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(timeout=120) as http:
+            reply = await http.post(f"{endpoint}/chat/completions", json=body, headers=headers)
+        reply.raise_for_status()
+        return vf.ProgramResult(exit_code=0, stdout=reply.text, stderr="")
+
+
+__all__ = ["GreetHarness", "GreetTaskset"]
+"""
+VERIFIERS_EVAL = """
+import json, pathlib, sys
+from verifiers.v1.cli.eval.main import main
+url, folder = sys.argv[1:]
+sys.path.insert(0, folder)
+main(["greet", "--env.agent.harness.id", "greet", "--env.agent.runtime.type", "subprocess", "--no-push",
+      "--model", "tiny", "--client.base-url", url, "--client.api-key-var", "OPENAI_API_KEY",
+      "--sampling.max-tokens", "12", "--sampling.temperature", "0.7"])
+(traces,) = pathlib.Path("outputs").glob("*/traces.jsonl")
+print("RESULT", json.dumps([json.loads(line) for line in traces.read_text().splitlines()]))
+"""
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
@@ -84,13 +126,15 @@ def served(tmp_path_factory):
         yield address, model, folder
 
 
-def result_of(package, script, *arguments):
+def result_of(package, script, *arguments, cwd=None):
     """Run the script, which prints a line RESULT and JSON, if the package is installed."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    ran = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(
+        command, env=os.environ | offline, capture_output=True, text=True, timeout=280, cwd=cwd
+    )
     assert ran.returncode == 0, ran.stderr[-3000:] + ran.stdout[-1000:]
     return json.loads(ran.stdout.rpartition("RESULT ")[2])
 
@@ -136,3 +180,10 @@ def test_inspect_generates_and_calls_a_tool(served, tmp_path):
     assert found["status"] == ["success", "success"], found["errors"]
     assert all(found["texts"]) and found["roles"] == ["user", "assistant", "tool"]
     assert found["last"] in ("painted True", "painted False")
+
+
+def test_verifiers_evaluates_a_taskset(served, tmp_path):
+    (tmp_path / "greet.py").write_text(VERIFIERS)
+    traces = result_of("verifiers", VERIFIERS_EVAL, served[0], tmp_path, cwd=tmp_path)
+    assert [trace["ok"] for trace in traces] == [True] * 3, traces[0]["errors"]
+    assert all(0 < trace["num_output_tokens"] <= 12 for trace in traces)
