@@ -418,3 +418,12 @@ def test_the_command_prints_parts_that_add_up(capsys):
 def test_a_mistake_is_one_line(arguments, message):
     with pytest.raises(UserError, match=message):
         command(["plan", *arguments])
+
+
+def test_calibration_needs_the_bf16_model_once():
+    config = dataclasses.replace(RunConfig(), model=ModelConfig(calibrate="gptq"))
+    for gpu_gb, fits in ((40, True), (24, False)):
+        text = report.format_plan("qwen2.5-7b", config, gpu_gb=gpu_gb, prompt_tokens=64)
+        assert ("fits into" in text) == fits, text
+        assert "calibration in BF16" in text and "before training" in text
+    assert "calibration" not in report.format_plan("qwen2.5-7b", RunConfig(), gpu_gb=24, prompt_tokens=64)

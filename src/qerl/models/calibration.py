@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ def read_calibration(
     file: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, device: torch.device
 ) -> Calibration:
     groups = tokenize_groups(file, tokenizer, max_tokens)
-    rows = pack_groups(groups, max_tokens=max_tokens, device=device)
-    if not len(rows.tokens_T):
+    first = next(groups, None)
+    if first is None:
         raise UserError(f"{file}: holds no samples, which calibration needs")
-    return rows
+    return pack_groups(itertools.chain([first], groups), max_tokens=max_tokens, device=device)
 
 
 def pack_groups(

@@ -274,6 +274,13 @@ def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list
     ]
 
 
+def calibration_bytes(a: Architecture) -> float:
+    """Return the bytes of model.calibrate gptq, before training: the BF16 model, and four float64 matrices of
+    the widest input's products."""
+    widest = max(linear.in_width for linear in layer_spec(a).linears)
+    return weight_bytes(a, "bf16") + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
+
+
 def peak_bytes(parts: list[MemoryPart]) -> float:
     always, *phases = (
         sum(part.num_bytes for part in parts if part.when == when)

@@ -8,6 +8,7 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
+    calibration_bytes,
     can_cache_operands,
     memory_parts,
     operand_cache_bytes,
@@ -22,9 +23,12 @@ _MAX_SAMPLES, _MAX_RANK = 4096, 1024
 
 
 def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_bytes: float) -> float:
-    return peak_bytes(
-        memory_parts(a, resolve_checkpointing(a, config, prompt_tokens, gpu_bytes), prompt_tokens)
-    )
+    resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_bytes)
+    return max(peak_bytes(memory_parts(a, resolved, prompt_tokens)), _calibration(a, config))
+
+
+def _calibration(a: Architecture, config: RunConfig) -> float:
+    return 0.0 if config.model.calibrate == "none" else calibration_bytes(a)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +121,8 @@ def format_plan(
         )
     resolved = resolve_checkpointing(a, config, prompt_tokens, gpu_gb * 1e9)
     parts = memory_parts(a, resolved, prompt_tokens)
-    peak = peak_bytes(parts)
+    calibration = _calibration(a, config)
+    peak = max(peak_bytes(parts), calibration)
     fits = peak <= USABLE_SHARE * gpu_gb * 1e9
     advice = (
         _what_fits(a, config, resolved, prompt_tokens, gpu_gb * 1e9)
@@ -127,6 +132,8 @@ def format_plan(
     lines = [
         f"{part.name:36}{part.num_bytes / 1e9:8.2f} GB   {part.when}" for part in parts if part.num_bytes
     ]
+    if calibration:
+        lines.append(f"{'calibration in BF16':36}{calibration / 1e9:8.2f} GB   before training")
     auto = " (auto)" if resolved != config else ""
     trained = f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
     return "\n".join(
