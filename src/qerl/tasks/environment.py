@@ -5,7 +5,8 @@
 
 Each sample has its own environment object. `row` contains the columns and `prompt`. Messages are a string
 (a user message) or a list of {"role", "content"}; the rewards of all steps are added. The functions need not
-be async; `seed` and `close()` are optional. The seed is a function of (seed, step, prompt): all samples of a
+be async; `seed`, `close()` and `score(messages)` are optional: the latter is called once, when the
+sample has ended, and its number is added. The seed is a function of (seed, step, prompt): all samples of a
 prompt get the same episode, so their rewards are comparable, and so does a resumed run.
 
 All environments of a run share one forked process and one event loop, so thousands can wait at once. Each
@@ -46,8 +47,17 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    key: Key
+    messages: Messages
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Close:
     key: Key
+
+
+Call = Reset | Step | Score | Close
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +94,7 @@ class EnvironmentWorker:
         """Return the most time that so many calls can take unless code blocks."""
         return (2 + math.ceil(num_calls / self._config.max_concurrent)) * self._deadline_s
 
-    def play(self, calls: list[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
+    def play(self, calls: list[Call]) -> list[EnvironmentReply | Failure]:
         """Return the reply to each call. After a failure, only close the environment."""
         if self._runner is None:
             signal.signal(signal.SIGALRM, _interrupt)
@@ -95,11 +105,11 @@ class EnvironmentWorker:
             self._runner, self._live = None, {}
             return [failure_of(name_of(self._make), error)] * len(calls)
 
-    async def _all(self, calls: list[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
+    async def _all(self, calls: list[Call]) -> list[EnvironmentReply | Failure]:
         gate = asyncio.Semaphore(self._config.max_concurrent)
         return await asyncio.gather(*(self._one(call, gate) for call in calls))
 
-    async def _one(self, call: Reset | Step | Close, gate: asyncio.Semaphore) -> EnvironmentReply | Failure:
+    async def _one(self, call: Call, gate: asyncio.Semaphore) -> EnvironmentReply | Failure:
         name = f"{name_of(self._make)}.{type(call).__name__.lower()}"
         async with gate:
             clock = asyncio.timeout(self._deadline_s)
@@ -142,7 +152,7 @@ class EnvironmentWorker:
             if other is not clock and when_s is not None and not other.expired():
                 other.reschedule(when_s + blocked_s)
 
-    async def _reply(self, call: Reset | Step | Close) -> EnvironmentReply:
+    async def _reply(self, call: Call) -> EnvironmentReply:
         if isinstance(call, Reset):
             environment = self._live[call.key] = self._make()
             takes_seed = "seed" in inspect.signature(environment.reset).parameters
@@ -152,6 +162,9 @@ class EnvironmentWorker:
             environment = self._live.pop(call.key, None)
             await awaited(environment.close() if hasattr(environment, "close") else None)
             return EnvironmentReply([])
+        if isinstance(call, Score):
+            value = await awaited(self._live[call.key].score(call.messages))
+            return EnvironmentReply([], _number(value), True)
         if call.key not in self._live:
             raise _InvalidReturn("died", "the process that ran it has ended")
         result = await awaited(self._live[call.key].step(call.completion))

@@ -25,7 +25,7 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError, did_you_mean
-from qerl.tasks.environment import Close, EnvironmentReply, EnvironmentWorker, Reset, Step, is_environment
+from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.scoring import RESERVED, Failure, missing_arguments, name_of, reward_arguments, score
@@ -61,6 +61,8 @@ class RewardPool:
                     " an environment has reset(row, seed) and step(completion)"
                 )
         environments = [pair for pair in pairs if is_environment(pair[0])]
+        self.scores_episodes = any(callable(getattr(made, "score", None)) for made, _ in environments)
+        self.extends_prompt = any(getattr(made, "extends_prompt", False) for made, _ in environments)
         if len(environments) > 1:
             named = ", ".join(name_of(function) for function, _ in environments)
             raise UserError(f"task.rewards may name one environment, got {named}")
@@ -118,7 +120,7 @@ class RewardPool:
     def has_environment(self) -> bool:
         return self._environment_worker is not None
 
-    def play(self, calls: Sequence[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
+    def play(self, calls: Sequence[Call]) -> list[EnvironmentReply | Failure]:
         """Run all environment calls concurrently and return their replies."""
         assert self._environment_worker is not None and self._environment_pool is not None
         if not calls:

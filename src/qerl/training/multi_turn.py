@@ -23,7 +23,7 @@ from qerl.config import EnvironmentConfig
 from qerl.engine.engine import Engine
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
-from qerl.tasks.environment import Close, EnvironmentReply, Key, Messages, Reset, Step
+from qerl.tasks.environment import Call, Close, EnvironmentReply, Key, Messages, Reset, Score, Step
 from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat
 from qerl.tasks.scoring import Failure
 from qerl.types import Conversation, Group, Prompt, Sample, Sampling, Turn
@@ -100,6 +100,7 @@ class MultiTurnEngine:
                 step=step,
                 conversation=Conversation(turn_tokens=self._config.turn_tokens, answer=answer),
             )
+            self._score(all_episodes)
         finally:
             closed = self._play([Close(episode.key) for episode in all_episodes])
             for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
@@ -109,7 +110,17 @@ class MultiTurnEngine:
             for group, episodes_G in zip(groups, episodes_P_G, strict=True)
         ]
 
-    def _play(self, calls: Sequence[Reset | Step | Close]) -> list[EnvironmentReply | Failure]:
+    def _score(self, episodes: list[_Episode]) -> None:
+        """Add what the environments give to whole episodes."""
+        live = [episode for episode in episodes if episode.failure is None and self._pool.scores_episodes]
+        scores = self._play([Score(episode.key, episode.messages) for episode in live])
+        for episode, reply in zip(live, scores, strict=True):
+            if isinstance(reply, Failure):
+                episode.failure = reply
+            elif reply.reward is not None:
+                episode.reward = (episode.reward or 0.0) + reply.reward
+
+    def _play(self, calls: Sequence[Call]) -> list[EnvironmentReply | Failure]:
         start_s = time.perf_counter()
         replies = self._pool.play(calls)
         self.waited_s += time.perf_counter() - start_s
@@ -129,7 +140,11 @@ class MultiTurnEngine:
                 episode.failure = Failure("different messages", message)
         if not opening:
             return prompt
-        messages = [*(prompt.messages or [{"role": "user", "content": prompt.text}]), *opening]
+        given = prompt.messages or [{"role": "user", "content": prompt.text}]
+        if self._pool.extends_prompt:  # the first opening message continues the last one that was given
+            text = given[-1]["content"] + opening[0]["content"]
+            given, opening = given[:-1], [{**given[-1], "content": text}, *opening[1:]]
+        messages = [*given, *opening]
         render = render_chat if self._between(prompt) is chat_reply_tokens else join_messages
         try:
             text, tokens_T = render(self._tokenizer, messages)

@@ -1,6 +1,7 @@
 """GRPOTrainer of TRL over `qerl.train`."""
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from qerl.trl.ignored import ignored
 from qerl.trl.lora import adapter_config
 from qerl.trl.model import model_config, model_path
 from qerl.trl.refused import check_refused
+from qerl.trl.tools import make_environment, of_conversations, takes_environments
 from qerl.trl.translate import Batch, batch_of, length, run_config
 
 _logger = logging.getLogger("qerl.trl")
@@ -62,6 +64,9 @@ class GRPOTrainer:
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
         *,
         base: RunConfig | None = None,
     ):
@@ -77,7 +82,11 @@ class GRPOTrainer:
         )
         self.model, self.processing_class = model, processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        require(rollout_func is None, "rollout_func is not supported: write an environment_factory")
         self.reward_funcs = _functions(reward_funcs)
+        self._rewards, self._weights, self._schemas = _with_tools(
+            self.reward_funcs, self.args, tools or (), environment_factory
+        )
         folder = Path(str(self.args.output_dir))
         base = base or RunConfig(noise=NoiseConfig(schedule="none"))
         path, adapter = model_path(model, processing_class, folder)
@@ -101,6 +110,8 @@ class GRPOTrainer:
         eval_rows = _all_rows(self.eval_dataset)
         held_out = None if eval_rows is None else write_rows("eval_dataset", eval_rows, folder)
         num_held_out = 0 if held_out is None else _num_rows(held_out)
+        if rows is None and self._schemas:  # the environment gives the prompts
+            rows = itertools.repeat({"prompt": [{"role": "user", "content": ""}]})
         path = write_rows("train_dataset", rows or (), folder, most=_most_rows(rows, self._batch))
         return dataclasses.replace(
             run_config(args, base, self._batch, num_held_out=num_held_out),
@@ -111,9 +122,10 @@ class GRPOTrainer:
                 num_held_out=num_held_out,
                 template="{prompt}",
                 chat="messages",
-                chat_template_kwargs=json.dumps(args.chat_template_kwargs or {}),
-                rewards=tuple(map(name_of, self.reward_funcs)),
-                reward_weights=tuple(args.reward_weights or ()),
+                chat_template_kwargs=json.dumps(_template_variables(args, self._schemas)),
+                rewards=tuple(map(name_of, self._rewards)),
+                reward_weights=self._weights,
+                environment=dataclasses.replace(base.task.environment, max_turns=_max_turns(args, base)),
             ),
         )
 
@@ -134,7 +146,7 @@ class GRPOTrainer:
         its checkpoints, or, where there are none yet, one of another run, with which this one begins."""
         begin_s = time.perf_counter()
         _take_checkpoint(resume_from_checkpoint, Path(self.config.out) / "checkpoints")
-        result = train(self.config, rewards=self.reward_funcs, observer=self._observer)
+        result = train(self.config, rewards=self._rewards, observer=self._observer)
         self._observer.restore()
         self._observer.call("on_train_end")
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
@@ -162,7 +174,7 @@ class GRPOTrainer:
         task = dataclasses.replace(self.config.task, held_out_split=str(path), num_held_out=_num_rows(path))
         config = dataclasses.replace(self.config, task=task, model=resolve_device(self.config.model))
         num_samples = self.args.num_generations_eval or self.config.num_generations
-        found = evaluate(config, self.reward_funcs, num_samples=num_samples)
+        found = evaluate(config, self._rewards, num_samples=num_samples)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         entry = metrics | {"epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
@@ -236,7 +248,7 @@ class GRPOTrainer:
 
 
 def _functions(given: Any) -> list[Callable[..., Any]]:
-    functions = list(given) if isinstance(given, list | tuple) else [given]
+    functions = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     for function in functions:
         require(
             callable(function) and not hasattr(function, "get_input_embeddings"),
@@ -244,6 +256,40 @@ def _functions(given: Any) -> list[Callable[..., Any]]:
             " call one in a function of its own, on a CPU or over HTTP",
         )
     return functions
+
+
+def _with_tools(
+    functions: list[Callable[..., Any]], args: GRPOConfig, tools: Sequence[Callable[..., Any]], factory: Any
+) -> tuple[list[Callable[..., Any]], tuple[float, ...], list[dict[str, Any]]]:
+    """Return the rewards, an environment among them if there are tools, their weights, the tools' schemas."""
+    weights = list(args.reward_weights or [1.0] * len(functions))
+    require(
+        len(weights) == len(functions),
+        f"reward_weights must be one for each of {len(functions)} reward_funcs, got {len(weights)}",
+    )
+    if not tools and factory is None:
+        require(bool(functions), "reward_funcs: there is no reward function")
+        return functions, tuple(args.reward_weights or ()), []
+    pairs = list(zip(functions, weights, strict=True))
+    inside = [pair for pair in pairs if takes_environments(pair[0])]
+    environment, schemas = make_environment(tools, factory, inside)
+    names = {schema["function"]["name"] for schema in schemas}
+    others = [pair for pair in pairs if pair not in inside]
+    outside = [(of_conversations(function, names), weight) for function, weight in others]
+    has_reward = bool(outside) or callable(environment.score)
+    require(has_reward, "reward_funcs: there is none, nor a get_reward")
+    return [f for f, _ in outside] + [environment], (*(w for _, w in outside), 1.0), schemas
+
+
+def _template_variables(args: GRPOConfig, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    assert not isinstance(args.chat_template_kwargs, str)
+    return {**(args.chat_template_kwargs or {}), **({"tools": schemas} if schemas else {})}
+
+
+def _max_turns(args: GRPOConfig, base: RunConfig) -> int:
+    """TRL has no limit but the tokens; one turn more than rounds of calls."""
+    most = args.max_tool_calling_iterations
+    return 1 + most if most is not None else max(base.task.environment.max_turns, base.sample.max_tokens)
 
 
 def _own_quantization(model: Any) -> Any:
