@@ -7,6 +7,7 @@ Colors follow the reader's light or dark setting.
 
 import dataclasses
 import html
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,16 +79,23 @@ def run_svg(folder: Path) -> str:
     if not steps:
         raise UserError(f"{folder}: metrics.jsonl has no steps")
     ends = [(0.0, result["accuracy_before"]), (float(len(steps)), result["accuracy_after"])]
+    rewards, entropies, sigmas = ([step[key] for step in steps] for key in ("reward", "entropy", "sigma"))
+    starts = [i + 1.0 for i, (before, sigma) in enumerate(itertools.pairwise(sigmas)) if before == 0 < sigma]
     panels = [
-        _panel(0, "reward (dots: held-out accuracy)", [step["reward"] for step in steps], ends, 1.0),
-        _panel(300, "entropy of the policy, nats", [step["entropy"] for step in steps], [], None),
-        _panel(600, "AQN's sigma", [step["sigma"] for step in steps], [], None),
+        _panel(0, "reward (dots: held-out accuracy)", rewards, ends, 1.0, starts),
+        _panel(300, "entropy of the policy, nats", entropies, [], None, starts),
+        _panel(600, "AQN's sigma", sigmas, [], None, starts),
     ]
     return _svg(900, 220, panels)
 
 
 def _panel(
-    left: int, title: str, values: Sequence[float], dots: Sequence[tuple[float, float]], top: float | None
+    left: int,
+    title: str,
+    values: Sequence[float],
+    dots: Sequence[tuple[float, float]],
+    top: float | None,
+    breaks: Sequence[float],
 ) -> str:
     high = top or max(values) * 1.08
     x_px, y_px, width, height = left + 45, 190, 235, 150
@@ -100,10 +108,10 @@ def _panel(
         y = y_px - height * tick / high
         lines.append(f'<path class="axis" d="M{x_px} {y:.1f} H{x_px + width}"/>')
         lines.append(_text(x_px - 6, y + 4, f"{tick:g}", "small", "end"))
-    curves = [("raw", values), ("curve", [y for _, y in smoothed(list(enumerate(values)))])]
-    for name, ys in curves:
-        points = " L".join(place(i + 0.5, y) for i, y in enumerate(ys))
-        lines.append(f'<path class="{name}" d="M{points}"/>')
+    raw = list(enumerate(values))
+    for name, parts in (("raw", [raw]), ("curve", smoothed(raw, breaks))):
+        d = "".join("M" + " L".join(place(i + 0.5, y) for i, y in part) for part in parts)
+        lines.append(f'<path class="{name}" d="{d}"/>')
     for x, y in dots:
         cx, cy = place(x, y).split()
         lines.append(f'<circle class="dot" cx="{cx}" cy="{cy}" r="4.5"/>')

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import httpx
 import pytest
@@ -66,7 +67,7 @@ def test_the_tag_changes_with_the_files_and_the_parts_come_under_it(tmp_path):
         assert tags[0] == tags[1] != tags[2]
         update = httpx.get(f"{address}/update").json()
     assert update["data"]["tag"] == tags[2] and update["data"]["runs"] == [
-        {"name": "run", "groups": [], "steps": [0]}
+        {"name": "run", "clock": ANY, "groups": [], "steps": [0]}
     ]
     assert "<h3>Reward</h3>" in update["parts"]["tiles"]
 

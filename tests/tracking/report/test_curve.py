@@ -7,6 +7,7 @@ import pytest
 from qerl.tracking.report.curve import (
     MAX_POINTS,
     Series,
+    chart_data,
     curves_svg,
     downsampled,
     linear_ticks,
@@ -18,12 +19,14 @@ from qerl.tracking.report.curve import (
 
 
 def polylines(svg):
-    found = re.findall(r'<polyline class="([^"]*)" points="([^"]*)"', svg)
-    return [(name, [tuple(map(float, pair.split(","))) for pair in points.split()]) for name, points in found]
+    """(class, points) of each line of each path."""
+    found = re.findall(r'<path class="([^"]*)" d="([^"]*)"', svg)
+    lines = [(name, line.split()) for name, d in found for line in d.split("M")[1:]]
+    return [(name, [tuple(map(float, pair.split(","))) for pair in pairs]) for name, pairs in lines]
 
 
-def curve(points, mark="line"):
-    return curves_svg("t", [Series(label="a", run_index=0, points=points, mark=mark)])
+def curve(points, mark="line", **fields):
+    return curves_svg("t", [Series(label="a", run_index=0, points=points, mark=mark, **fields)])
 
 
 def test_a_curve_lies_where_its_ticks_say():
@@ -90,9 +93,38 @@ def test_a_long_curve_is_smoothed_with_its_values_behind():
     points = [(i, float(i % 2)) for i in range(300)]
     (raw, raw_points), (bold, bold_points) = polylines(curve(points))
     assert (raw, bold) == ("curve raw", "curve") and len(raw_points) == len(bold_points) == 300
-    assert smoothed(points)[100] == (100, pytest.approx(6 / 11))
-    assert smoothed(points)[0] == (0, pytest.approx(3 / 6))
+    (means,) = smoothed(points)
+    assert means[100] == (100, pytest.approx(6 / 11)) and means[0] == (0, pytest.approx(3 / 6))
     assert [name for name, _ in polylines(curve(points, mark="exact"))] == ["curve"]
+
+
+def test_no_mean_reaches_across_the_start_of_noise_and_the_start_is_marked():
+    points = [(i, float(i >= 100)) for i in range(300)]
+    quiet, noisy = smoothed(points, breaks=[100])
+    assert (quiet[-1], noisy[0]) == ((99, 0.0), (100, 1.0)) and len(quiet + noisy) == 300
+    assert [means[-1][1] for means in smoothed(points)] == [1.0] and 0 < smoothed(points)[0][99][1] < 1
+    svg = curve(points, breaks=[100])
+    assert [name for name, _ in polylines(svg)] == ["curve raw", "curve", "curve"]
+    assert ">noise</text>" in svg and 'data-x="100"' in svg and ">noise<" not in curve(points)
+
+
+def test_a_long_curve_brings_its_means_for_another_smoothing():
+    points = [(i, float(i % 10 == 0)) for i in range(6000)]
+    (entry,) = chart_data([Series(label="a", run_index=0, points=points, breaks=[9.0])])
+    assert len(entry["points"]) == MAX_POINTS and len(entry["means"]) == MAX_POINTS // 2
+    assert {mean for _, mean in entry["means"]} == {0.1} and entry["breaks"] == [9.0]
+    (entry,) = chart_data([Series(label="a", run_index=0, points=points, mark="exact")])
+    assert "means" not in entry and "smooth" not in entry
+
+
+def test_dots_are_joined_only_if_asked_and_have_error_bars():
+    points, band = [(0, 0.5), (4, 0.75)], [(0, 0.25, 0.75), (4, 0.5, 1.0)]
+    assert polylines(curve(points, mark="dot")) == []
+    assert [name for name, _ in polylines(curve(points, mark="dot", is_joined=True))] == ["curve between"]
+    bars = polylines(curve(points, mark="ring", band=band))
+    assert [name for name, _ in bars] == ["error"] * 2
+    assert [{x for x, _ in ends} for _, ends in bars] == [{50.0}, {470.0}]
+    assert all(low > high for _, ((_, low), (_, high)) in bars)
 
 
 def test_thinning_keeps_every_stretchs_extremes_in_order():
@@ -115,7 +147,7 @@ def test_a_constant_has_axes(value):
 
 
 def test_layers_stand_on_each_other():
-    svg = stacked_svg("t", [0.0, 1.0], [[1.0, 2.0], [3.0, 0.0]], 4.0)
+    svg = stacked_svg("t", [1.0, 2.0], [[1.0, 2.0], [3.0, 0.0], [0.0, 0.0]], 4.0, 2.0)
     outlines = re.findall(r'class="layer p(\d)" points="([^"]*)"', svg)
     lower, upper = ([tuple(map(float, p.split(","))) for p in points.split()] for _, points in outlines)
     assert lower[:4] == [(50, 156.5), (260, 156.5), (260, 107), (470, 107)]

@@ -1,9 +1,13 @@
 """The page is self-contained, no text of a run becomes markup, and missing files are named."""
 
 import base64
+import dataclasses
 import hashlib
 import io
+import itertools
 import json
+import math
+import re
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,10 +19,15 @@ from qerl.config import LearnConfig, RunConfig
 from qerl.errors import UserError
 from qerl.tracking import Journal
 from qerl.tracking.report import write_report
-from qerl.tracking.report.page import script_json
+from qerl.tracking.report.facts import run_summary
+from qerl.tracking.report.page import asset, script_json
 from qerl.types import Group, Prompt, Sample
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&{{title}}<!--\u2028\ud800"
+
+
+SVG = "http://www.w3.org/2000/svg"
+"""A name, not an address to load."""
 
 
 class Page(HTMLParser):
@@ -110,7 +119,7 @@ def test_only_the_pages_own_script_may_run_and_nothing_is_loaded(tmp_path):
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    assert "innerHTML" not in page.scripts[1] and "http" not in page.scripts[1]
+    assert "innerHTML" not in page.scripts[1] and "http" not in page.scripts[1].replace(SVG, "")
 
 
 def test_embedded_json_has_no_character_that_begins_markup():
@@ -155,10 +164,10 @@ def test_what_a_journal_wrote_is_on_the_page(tmp_path):
         "answer": "3",
         "samples": [
             {"text": "three", "reward": 0.25, "advantage": -0.5, "finish": "length", "num_tokens": 1}
-            | {"prefix_tokens": None}
         ],
     }
-    assert page.data["charts"][0] == [{"label": "demo", "run": 0, "points": [[1, 0], [2, 0.25], [3, 0.5]]}]
+    (reward,) = page.data["charts"][0]
+    assert reward == {"label": "demo", "run": 0, "points": [[1, 0], [2, 0.25], [3, 0.5]], "smooth": True}
     for text in (
         "accuracy_after",
         "0.875",
@@ -210,6 +219,91 @@ def test_what_tells_of_exploration_has_charts_of_its_own(tmp_path):
     ):
         assert title in head
     assert not [name for name in names if name in others] and "Pass@1 " not in text
+
+
+def test_the_header_says_what_the_run_is(tmp_path):
+    config = dataclasses.asdict(RunConfig())
+    config["algo"]["loss_type"] = "cispo"
+    facts = {"config": config, "device": "NVIDIA H200", "qerl": "0.1.0", "torch": "2.13.0", "is_dirty": True}
+    found = run_summary(facts | {"commit": "169ad83771e0", "start_time": "2026-11-22T10:58:24+00:00"})
+    assert found == {
+        "Model": "smollm2-135m-instruct, nvfp4, LoRA rank 32",
+        "Task": "reasoning-gym basic_arithmetic, rewards numeric",
+        "Method": "cispo loss, group advantage, exponential noise 0.01 to 0.0005",
+        "Step": "16 prompts x 8 samples, learning rate 1e-05",
+        "Device": "NVIDIA H200",
+        "Versions": "qerl 0.1.0, torch 2.13.0, commit 169ad83 with changes",
+        "Started": "2026-11-22 10:58",
+    }
+    config["noise"]["schedule"] = "none"
+    assert run_summary({"config": config})["Method"].endswith("group advantage, no noise")
+    assert run_summary({}) == run_summary({"config": 5}) == {}
+
+
+def test_a_run_of_former_names_has_the_same_page(tmp_path):
+    page = page_of([Path(__file__).parents[2] / "data" / "run_before_renaming"], tmp_path)
+    for text in ("grpo loss, group advantage, exponential noise 0.03", "4 prompts x 4 samples", "Reward"):
+        assert text in page.text
+
+
+def test_what_runs_share_is_said_once_and_runs_have_numbers(tmp_path):
+    runs = [{"config": {"num_prompts": n, "num_generations": 8}, "device": "CPU"} for n in (4, 16)]
+    out = tmp_path / "page.html"
+    write_report([make_run(tmp_path / f"{i}", run=run) for i, run in enumerate(runs)], out)
+    html = out.read_text()
+    assert "<dt>Device</dt><dd>CPU</dd></div>" in html
+    for i, n in enumerate((4, 16)):
+        assert f'<dd class="s{i}" data-run="{i}"><i>{i + 1}</i>{n} prompts x 8 samples</dd>' in html
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+VISION = {
+    "protan": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deutan": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.01182, 0.04294, 0.968881),
+    ),
+    "tritan": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.3039),
+    ),
+}
+
+
+def linear(color):
+    values = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+
+
+def oklab(rgb):
+    r, g, b = (min(1.0, max(0.0, value)) for value in rgb)
+    long = (0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b) ** (1 / 3)
+    middle = (0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b) ** (1 / 3)
+    short = (0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b) ** (1 / 3)
+    return (
+        0.2104542553 * long + 0.793617785 * middle - 0.0040720468 * short,
+        1.9779984951 * long - 2.428592205 * middle + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * middle - 0.808675766 * short,
+    )
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
+def test_the_color_blind_tell_low_and_high_rewards_and_runs_apart(vision, mode):
+    def seen(color):
+        return oklab([sum(m * c for m, c in zip(row, linear(color), strict=True)) for row in VISION[vision]])
+
+    colors = dict(re.findall(r"--(\w+): (#\w{6})", asset("page.css").split("@media (prefers-color")[mode]))
+    assert math.dist(seen(colors["good"]), seen(colors["bad"])) > 0.2  # the former green and red: 0.03
+    runs = [seen(colors[f"c{i}"]) for i in range(8)]
+    # The former ones were 0.01 apart.
+    assert vision == "tritan" or min(itertools.starmap(math.dist, itertools.combinations(runs, 2))) > 0.08
 
 
 def test_settings_in_which_runs_differ_are_marked(tmp_path):

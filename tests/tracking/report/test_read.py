@@ -1,15 +1,26 @@
 """Read a run for the report: samples, evaluations and times."""
 
 import json
+import re
+
+import pytest
 
 from qerl.tracking.metric_text import plain_line
 from qerl.tracking.report import page
 from qerl.tracking.report.read import RecordedRun, read_run, select_steps
-from qerl.tracking.report.section import charts, evaluated, phase_seconds, tiles
+from qerl.tracking.report.section import (
+    charts,
+    evaluated,
+    intervals,
+    noise_starts,
+    phase_seconds,
+    tiles,
+    timeline,
+)
 
 
-def run_of(records, evaluations=None):
-    parts = {"facts": {}, "result": {}, "groups": [], "notices": [], "coverage": []}
+def run_of(records, evaluations=None, config=None):
+    parts = {"facts": {"config": config or {}}, "result": {}, "groups": [], "notices": [], "coverage": []}
     return RecordedRun(name="run", records=records, evaluations=evaluations or {}, **parts)
 
 
@@ -73,7 +84,7 @@ def test_a_branch_says_where_its_sample_was_branched(tmp_path):
     ]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (group,) = read_run(tmp_path, "run", max_samples=5).groups
-    assert [sample["prefix_tokens"] for sample in group["samples"]] == [None, 20]
+    assert [sample.get("prefix_tokens") for sample in group["samples"]] == [None, 20]
 
 
 def test_a_very_long_text_is_cut_and_says_by_how_much(tmp_path):
@@ -125,6 +136,71 @@ def test_the_last_evaluation_is_shown_once():
     assert evaluated(run, "greedy") == [(1, 0.5)]
 
 
+def drawn(key, *runs):
+    """(SVG, caption, series) of the chart; None without one."""
+    cards, data = charts(runs, [(key, "Title", "about")])
+    return (cards, re.search("<figcaption>(.*?)</figcaption>", cards)[1], data[0]) if cards else None
+
+
+BEFORE_AND_AFTER = {"before": {"accuracy": 0.0, "greedy": 0.5}, "after": {"accuracy": 0.5, "greedy": 1.0}}
+
+
+def test_held_out_points_are_joined_only_where_they_are_measured_during_training():
+    records = [{"step": i, "reward": i / 8, "accuracy": i / 4} for i in range(4)]
+    svg, caption, _ = drawn("accuracy", run_of(records, BEFORE_AND_AFTER))
+    assert "between" not in svg and svg.count("<circle") == 4 and "held-out" in caption
+    records[1] |= {"eval_accuracy": 0.25}
+    svg, *_ = drawn("accuracy", run_of(records, BEFORE_AND_AFTER))
+    assert svg.count("between") == 1  # no line joins the greedy ones
+
+
+def test_held_out_shares_have_wilsons_intervals():
+    records = [{"step": i, "reward": i / 8, "accuracy": i / 4} for i in range(4)]
+    config = {"evaluate": {"num_prompts": 1000}, "task": {"num_held_out": 100}}
+    run = run_of(records, BEFORE_AND_AFTER, config)
+    (_, low, high), _ = intervals(run, "accuracy", evaluated(run, "accuracy"))
+    assert low == 0 and high == pytest.approx(3.8416 / 103.8416)  # z^2 / (n + z^2)
+    (_, *ends), _ = intervals(run, "greedy", evaluated(run, "greedy"))
+    assert ends == pytest.approx([0.4038, 0.5962], abs=1e-4)
+    svg, caption, _ = drawn("accuracy", run)
+    assert svg.count('class="error"') == 2 and "95 % intervals" in caption
+    assert "95 %" not in drawn("accuracy", run_of(records, BEFORE_AND_AFTER))[1]
+
+
+def test_held_out_rewards_have_their_own_intervals():
+    run = run_of([{"step": 0, "reward": 1.0}], {"after": {"reward": 7.0, "reward_error": 0.5}})
+    assert intervals(run, "reward", [(1, 7.0)]) == [(1, pytest.approx(6.02), pytest.approx(7.98))]
+
+
+def test_an_accuracy_that_is_the_reward_is_not_drawn_and_the_caption_says_so():
+    records = [{"step": i, "reward": i / 4, "accuracy": i / 4} for i in range(4)]
+    same = run_of(records, BEFORE_AND_AFTER)
+    assert drawn("accuracy", same) is None
+    _, caption, series = drawn("reward", same)
+    assert "accuracy, not drawn, equals it" in caption
+    assert [one["label"] for one in series] == ["run", "run, held-out", "run, held-out greedy"]
+    other = run_of([*records, {"step": 4, "reward": 1.5, "accuracy": 1.0}], BEFORE_AND_AFTER)
+    assert "not drawn" not in drawn("reward", same, other)[1] and len(drawn("accuracy", same, other)[2]) == 6
+
+
+def test_noise_starts_where_sigma_leaves_zero():
+    sigmas = [0, 0, 0.1, 0.05, 0, 0.2]
+    run = run_of([{"step": i, "sigma": s, "entropy": 1.0} for i, s in enumerate(sigmas)])
+    assert noise_starts(run) == [3, 6]
+    assert drawn("entropy", run)[2][0]["breaks"] == [3, 6]
+    assert noise_starts(run_of([{"step": 0, "sigma": 0.1}, {"step": 1, "sigma": 0.2}])) == []
+
+
+def test_the_clock_adds_up_minutes_and_tokens():
+    records = [{"step": i, "step_s": 30.0 * i, "sampled_tokens": 100} for i in range(3)]
+    assert timeline(run_of(records)) == {
+        "name": "run",
+        "clock": [(0, 0, 0), (1, 0, 100), (2, 0.5, 200), (3, 1.5, 300)],
+    }
+    rows = timeline(run_of([{"step": i, "step_s": 60.0} for i in range(5000)]))["clock"]
+    assert len(rows) <= 601 and rows[0] == (0, 0, 0) and rows[-1] == (5000, 5000, 0)
+
+
 def test_phases_and_the_rest_add_up_to_the_step():
     record = {"step": 3, "rollout_s": 2.0, "learn_s": 1.5, "prefill_s": 0.5, "step_s": 4.0}
     steps, rows = phase_seconds(run_of([record]))
@@ -138,7 +214,7 @@ def test_time_outside_the_step_does_not_make_the_rest_negative():
 
 def test_a_long_runs_times_are_means_of_stretches():
     steps, rows = phase_seconds(run_of([{"step": i, "learn_s": i % 2, "step_s": i % 2} for i in range(600)]))
-    assert len(steps) == 300 and steps[:2] == [1.5, 3.5] and all(row[2] == 0.5 for row in rows)
+    assert len(steps) == 300 and steps[:2] == [2, 4] and all(row[2] == 0.5 for row in rows)
 
 
 def test_steps_are_numbered_as_on_the_console():

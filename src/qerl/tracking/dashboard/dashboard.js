@@ -31,19 +31,12 @@ function meter(label, share, text) {
 
 // A GPU's utilization since the page was opened; the axis is one to five minutes long.
 function usageCurve(name) {
-  const node = (kind, attributes) => {
-    const shape = document.createElementNS("http://www.w3.org/2000/svg", kind);
-    for (const [key, value] of Object.entries(attributes)) shape.setAttribute(key, value);
-    return shape;
-  };
   const values = usageHistory[name], width = Math.max(60, values.length), first = width - values.length;
   const line = values.map((share, i) => `${first + i},${(40 - 38 * share).toFixed(1)}`).join(" ");
-  const svg = node("svg", { viewBox: `0 0 ${width - 1} 41`, preserveAspectRatio: "none", role: "img", "aria-label": `GPU usage: ${name}` });
-  svg.append(
-    node("polygon", { class: "band", points: `${first},41 ${line} ${width - 1},41` }),
-    node("polyline", { class: "curve", points: line, "vector-effect": "non-scaling-stroke" }),
-  );
-  return svg;
+  return shape("svg", { viewBox: `0 0 ${width - 1} 41`, preserveAspectRatio: "none", role: "img", "aria-label": `GPU usage: ${name}` }, [
+    shape("polygon", { class: "band", points: `${first},41 ${line} ${width - 1},41` }),
+    shape("polyline", { class: "curve", points: line, "vector-effect": "non-scaling-stroke" }),
+  ]);
 }
 
 function drawGpus(found) {
@@ -72,10 +65,8 @@ async function refreshPage() {
     document.querySelector(`[data-part=${name}]`).replaceChildren(...parsed);
   }
   data = fresh.data;
-  attachPointer();
   applyHidden();
-  byId("tip").hidden = true;
-  if (hovered && plots()[hovered[1]]) showValues(hovered[0], plots()[hovered[1]], data.charts[hovered[1]]);
+  attachPointer();
   await chooseStep();
 }
 

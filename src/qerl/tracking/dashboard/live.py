@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 from qerl.tracking.atomic_file import encode
 from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.dashboard.gpu import GpuMonitor
-from qerl.tracking.report import page
+from qerl.tracking.report import page, section
 
 POLICY = "; connect-src 'self'"
 
@@ -69,5 +69,5 @@ class LivePage:
 
     def _contents(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
         parts, charts = page.contents([follower.run() for follower in self._followers])
-        runs = [{"name": f.name, "groups": [], "steps": f.steps()} for f in self._followers]
+        runs = [section.timeline(f.run()) | {"groups": [], "steps": f.steps()} for f in self._followers]
         return parts, {"isLive": True, "tag": tag, "charts": charts, "runs": runs}

@@ -2,6 +2,8 @@
 
 position    x = left + (value - low) / (high - low) * width      of the logarithms on a log scale
 smoothed    mean of 2 r + 1 neighboring steps, r = steps // 60; the raw values are shapes behind it
+
+page.js redraws these shapes for another x axis or smoothing, with the same margins.
 """
 
 import dataclasses
@@ -9,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from html import escape
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from qerl.tracking.report.read import Points
@@ -20,6 +22,8 @@ MAX_POINTS = 600
 _SMOOTH_FROM = 60
 _LOG_FROM = 20.0
 """A log scale is used if the largest value is more than this many times the median; a small one does not."""
+_DODGE = 3.0
+"""Pixels that dots move to the left and rings to the right, so that the bars of both are seen."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +36,11 @@ class Series:
     mark: str = "line"
     """line, exact (a line without smoothing), dot or ring."""
     band: Sequence[tuple[float, float, float]] = ()
-    """(x, low, high) of a shaded band behind the curve."""
+    """(x, low, high) of a shaded band behind the curve; of dots and rings, their error bars."""
+    is_joined: bool = False
+    """Dots and rings only: a dotted line joins them."""
+    breaks: Sequence[float] = ()
+    """Where noise starts: marked, and no mean reaches across."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,28 +73,31 @@ def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [10.0**i for i in range(first, last + 1, max(1, math.ceil((last - first + 1) / most)))]
 
 
-def smoothed(points: Points) -> Points:
-    radius = len(points) // _SMOOTH_FROM
-    sums = [0.0]
-    for _, y in points:
-        sums.append(sums[-1] + y)
-    means = []
-    for i, (x, _) in enumerate(points):
-        first, last = max(0, i - radius), min(len(points), i + radius + 1)
-        means.append((x, (sums[last] - sums[first]) / (last - first)))
-    return means
+def smoothed(points: Points, breaks: Sequence[float] = ()) -> list[Points]:
+    """Return the means of each stretch between breaks, of values of that stretch alone."""
+    radius, stretches = len(points) // _SMOOTH_FROM, []
+    for begin, end in itertools.pairwise([-math.inf, *breaks, math.inf]):
+        stretch = [point for point in points if begin <= point[0] < end]
+        sums = list(itertools.accumulate((y for _, y in stretch), initial=0.0))
+        means = []
+        for i, (x, _) in enumerate(stretch):
+            first, last = max(0, i - radius), min(len(stretch), i + radius + 1)
+            means.append((x, (sums[last] - sums[first]) / (last - first)))
+        stretches += [means] if means else []
+    return stretches
 
 
 def downsampled(points: Points) -> Points:
     """Return at most MAX_POINTS points: the lowest and the highest of each stretch, so that spikes stay."""
     if len(points) <= MAX_POINTS:
         return points
-    num_stretches, kept = MAX_POINTS // 2, []
-    for i in range(num_stretches):
-        first, last = i * len(points) // num_stretches, (i + 1) * len(points) // num_stretches
-        stretch = sorted(points[first:last], key=lambda point: point[1])
-        kept += sorted({stretch[0], stretch[-1]})
-    return kept
+    ordered = (sorted(stretch, key=lambda point: point[1]) for stretch in _stretches(points))
+    return [point for stretch in ordered for point in sorted({stretch[0], stretch[-1]})]
+
+
+def _stretches(points: Points) -> list[Points]:
+    edges = [i * len(points) // (MAX_POINTS // 2) for i in range(MAX_POINTS // 2 + 1)]
+    return [points[first:last] for first, last in itertools.pairwise(edges)]
 
 
 def number_text(value: float) -> str:
@@ -105,9 +116,11 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
     return texts if len(set(texts)) == len(texts) else [f"{tick:.7g}" for tick in ticks]
 
 
-def curves_svg(title: str, series: Sequence[Series], x_label: str = "step") -> str:
+def curves_svg(
+    title: str, series: Sequence[Series], x_label: str = "step", x_range: tuple[float, float] | None = None
+) -> str:
     """Draw the curves on common axes; `series` has at least one point."""
-    xs = [x for one in series for x, _ in one.points]
+    xs = x_range or [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
     ys += [y for one in series for _, *ends in one.band for y in ends]
     x_scale = _horizontal(min(xs), max(xs))
@@ -117,28 +130,38 @@ def curves_svg(title: str, series: Sequence[Series], x_label: str = "step") -> s
     return _frame(title, x_scale, y_scale, ticks, "".join(curves), x_label)
 
 
-def stacked_svg(title: str, steps: Sequence[float], layers: Sequence[Sequence[float]], high: float) -> str:
-    """Draw stacked layers; each step is a bar that ends halfway to its neighbors."""
-    x_scale = _horizontal(steps[0] - 0.5, steps[-1] + 0.5)
-    y_scale = _vertical(0.0, high, float)
-    base, polygons = [0.0] * len(steps), []
-    edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in itertools.pairwise(steps)), steps[-1] + 0.5]
+def stacked_svg(
+    title: str, ends: Sequence[float], layers: Sequence[Sequence[float]], high: float, last: float
+) -> str:
+    """Draw stacked layers on an axis from 0 to `last`; each bar reaches from the end before it to its own."""
+    x_scale, y_scale = _horizontal(0.0, last), _vertical(0.0, high, float)
+    base, polygons = [0.0] * len(ends), []
+    edges = [0.0, *ends]
     for i, layer in enumerate(layers):
         top = [low + more for low, more in zip(base, layer, strict=True)]
         outline = [*_step_outline(edges, top), *reversed(_step_outline(edges, base))]
         points = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in outline)
-        polygons.append(f'<polygon class="layer p{i}" points="{points}"/>')
+        polygons += [f'<polygon class="layer p{i}" points="{points}"/>'] if any(layer) else []
         base = top
     return _frame(title, x_scale, y_scale, linear_ticks(0.0, high), "".join(polygons), "step")
 
 
-def hover_data(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """Return the values that the page's script shows under the pointer, with four digits."""
+def chart_data(series: Sequence[Series]) -> list[dict[str, Any]]:
+    """Return the values that the page's script redraws; of a long curve the means of its stretches too."""
     data = []
     for one in series:
-        points = [(x, float(f"{y:.4g}")) for x, y in downsampled(one.points)]
-        data.append({"label": one.label, "run": one.run_index, "points": points})
+        points = [(x, rounded(y)) for x, y in downsampled(one.points)]
+        entry: dict[str, Any] = {"label": one.label, "run": one.run_index, "points": points}
+        entry |= {"smooth": True} if one.mark == "line" else {}
+        if one.mark == "line" and len(one.points) > MAX_POINTS:
+            entry["means"] = [(s[-1][0], rounded(fmean(y for _, y in s))) for s in _stretches(one.points)]
+        data.append(entry | ({"breaks": list(one.breaks)} if one.breaks else {}))
     return data
+
+
+def rounded(value: float) -> float:
+    """Round to four digits."""
+    return float(f"{value:.4g}")
 
 
 def _horizontal(low: float, high: float) -> AxisScale:
@@ -165,25 +188,51 @@ def _log_vertical(ys: Sequence[float]) -> tuple[AxisScale, list[float]]:
 
 
 def _curve(one: Series, x_scale: AxisScale, y_scale: AxisScale) -> str:
-    points = [(x_scale(x), y_scale(y)) for x, y in downsampled(one.points)]
-    if one.mark in ("dot", "ring") or len(points) == 1:
-        kind, radius = "ring" if one.mark == "ring" else "dot", 3.5 if len(points) < 20 else 2.2
-        dots = "".join(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in points)
-        shapes = _line("curve between", points) + dots
-    elif one.mark == "exact" or len(one.points) < _SMOOTH_FROM:
-        shapes = _line("curve", points)
-    else:
-        bold = [(x_scale(x), y_scale(y)) for x, y in downsampled(smoothed(one.points))]
-        shapes = _line("curve raw", points) + _line("curve", bold)
+    def placed(points: Points) -> Points:
+        return [(x_scale(x), y_scale(y)) for x, y in points]
+
+    points = placed(downsampled(one.points))
+    marks = "".join(_break(x_scale(x), x) for x in one.breaks)
+    if one.mark in ("dot", "ring"):
+        shapes = _dots(one, points, [(x_scale(x), y_scale(low), y_scale(high)) for x, low, high in one.band])
+        return _group(one, shapes)
+    if len(points) == 1:
+        return _group(one, _dots(one, points, []) + marks)
     edge = [(x, low) for x, low, _ in one.band] + [(x, high) for x, _, high in reversed(one.band)]
-    outline = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in edge)
+    outline = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed(edge))
     shade = f'<polygon class="band" points="{outline}"/>' if edge else ""
+    if one.mark == "exact" or len(one.points) < _SMOOTH_FROM:
+        return _group(one, shade + _path("curve", points) + marks)
+    means = [placed(downsampled(stretch)) for stretch in smoothed(one.points, one.breaks)]
+    return _group(one, shade + _path("curve raw", points) + _path("curve", *means) + marks)
+
+
+def _group(one: Series, shapes: str) -> str:
     kind = f"run s{one.run_index % 8}" + (" again" if one.run_index >= 8 else "")
-    return f'<g class="{kind}" data-run="{one.run_index}">{shade}{shapes}</g>'
+    return f'<g class="{kind}" data-run="{one.run_index}">{shapes}</g>'
 
 
-def _line(name: str, points: Points) -> str:
-    return f'<polyline class="{name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+def _dots(one: Series, points: Points, bars: Sequence[tuple[float, float, float]]) -> str:
+    kind, radius = "ring" if one.mark == "ring" else "dot", 3.5 if len(points) < 20 else 2.2
+    shift = {"dot": -_DODGE, "ring": _DODGE}.get(one.mark, 0.0)
+    line = _path("curve between", points) if one.is_joined else ""
+    ends = "".join(f"M{x:.1f},{low:.1f} {x:.1f},{high:.1f}" for x, low, high in bars)
+    dots = "".join(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in points)
+    moved = (f'<path class="error" d="{ends}"/>' if ends else "") + dots
+    return line + (f'<g transform="translate({shift:g})">{moved}</g>' if shift else moved)
+
+
+def _break(x_px: float, x: float) -> str:
+    """Mark where noise starts; the text is on the side that has room."""
+    dx, anchor = (4, "start") if x_px < WIDTH * 0.8 else (-4, "end")
+    text = f'<text x="{dx}" y="{TOP + 8}" text-anchor="{anchor}">noise</text>'
+    line = f'<path d="M0,{TOP}V{HEIGHT - BOTTOM}"/>'
+    return f'<g class="break" data-x="{x:g}" transform="translate({x_px:.1f})">{line}{text}</g>'
+
+
+def _path(name: str, *lines: Points) -> str:
+    d = "".join("M" + " ".join(f"{x:.1f},{y:.1f}" for x, y in line) for line in lines)
+    return f'<path class="{name}" d="{d}"/>'
 
 
 def _step_outline(edges: Sequence[float], heights: Sequence[float]) -> Points:
@@ -206,8 +255,8 @@ def _frame(
     )
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
-        f' data-low="{x_scale.low}" data-high="{x_scale.high}">{rows}{columns}'
-        f'<text x="{LEFT - 22}" y="{bottom + 16}" text-anchor="end">{escape(x_label)}</text>'
+        f' data-y="{y_scale.low:.6g} {y_scale.high:.6g} {y_scale.warp.__name__}">{rows}<g class="x">{columns}'
+        f'<text x="{LEFT - 22}" y="{bottom + 16}" text-anchor="end">{escape(x_label)}</text></g>'
         f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>{inside}'
         f'<line class="pointer" x1="0" x2="0" y1="{TOP}" y2="{bottom}"/></svg>'
     )

@@ -17,7 +17,7 @@ for (const box of document.querySelectorAll("[data-toggle]")) {
     if (box.checked) hidden.delete(box.dataset.toggle); else hidden.add(box.dataset.toggle);
     applyHidden();
   };
-  box.addEventListener("change", apply);
+  box.addEventListener("change", () => { apply(); showCrosshair(); });
   apply();
 }
 
@@ -25,70 +25,227 @@ function applyHidden() {
   for (const part of document.querySelectorAll("[data-run]")) part.classList.toggle("off", hidden.has(part.dataset.run));
 }
 
-// Show the values under the pointer. The margins are those of curve.py.
-const LEFT = 50, RIGHT = 10, WIDTH = 480;
+// Curves: the shapes of curve.py for another x axis or smoothing, with its margins.
+const LEFT = 50, RIGHT = 470, TOP = 8, BOTTOM = 206;
+const UNITS = ["step", "min", "tokens"];
+const SMOOTHING = [["off", 0], ["light", 1 / 120], ["normal", 1 / 60], ["strong", 1 / 30], ["strongest", 1 / 12]];
+const view = { axis: 0, smoothing: 2 };
+let pinned = null, hovered = null;
 
+function plots() {
+  return [...document.querySelectorAll("[data-part] svg")];
+}
+
+function shape(name, attributes, children = []) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+// A run's clock has a row of step, minutes and tokens for each step or so; between rows it is linear.
+function convert(run, from, to, value) {
+  const rows = data.runs[run].clock;
+  if (from === to || rows.length < 2) return value;
+  let low = 0, high = rows.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (rows[middle][from] < value) low = middle; else high = middle;
+  }
+  const a = rows[low], b = rows[high];
+  return a[to] + (value - a[from]) * (b[to] - a[to]) / (b[from] - a[from] || 1);
+}
+
+const lastOf = (run, axis) => run.clock[run.clock.length - 1][axis];
+const extent = (axis) => Math.max(...data.runs.map((run) => lastOf(run, axis))) || 1;
+const longestRun = () => data.runs.reduce((best, run, i) => lastOf(run, 0) > lastOf(data.runs[best], 0) ? i : best, 0);
+const toPixel = (x) => LEFT + x / extent(view.axis) * (RIGHT - LEFT);
+
+function formatShort(value) {
+  return value >= 10000 ? Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value) : formatValue(+value.toPrecision(3));
+}
+
+function formatValue(value) {
+  return value && Math.abs(value) < 1e-3 ? value.toExponential(2) : String(value);
+}
+
+// The means of each stretch between breaks.
+function smooth(series, share) {
+  const points = series.means ?? series.points, radius = Math.floor(points.length * share);
+  const edges = [-Infinity, ...series.breaks ?? [], Infinity];
+  return edges.slice(1).map((end, k) => {
+    const part = points.filter(([x]) => x >= edges[k] && x < end), sums = [0];
+    for (const [, y] of part) sums.push(sums[sums.length - 1] + y);
+    return part.map(([x], i) => {
+      const first = Math.max(0, i - radius), last = Math.min(part.length, i + radius + 1);
+      return [x, (sums[last] - sums[first]) / (last - first)];
+    });
+  });
+}
+
+function redraw(svg, chart) {
+  const [low, high, kind] = svg.dataset.y.split(" "), warp = kind === "log10" ? Math.log10 : Number;
+  const y = (value) => BOTTOM + (warp(value) - warp(+low)) / (warp(+high) - warp(+low)) * (TOP - BOTTOM);
+  const path = (series, points) => points.length ? "M" + points.map(([step, value]) =>
+    `${toPixel(convert(series.run, 0, view.axis, step)).toFixed(1)},${y(value).toFixed(1)}`).join(" ") : "";
+  drawTicks(svg);
+  [...svg.querySelectorAll(".layer")].reduce((base, layer, k) => {
+    const { run, points } = chart[k], edges = [0, ...points.map(([end]) => end)].map((x) => toPixel(convert(run, 0, view.axis, x)));
+    const top = points.map(([, value], i) => base[i] + value);
+    const outline = (heights) => heights.flatMap((height, i) => [[edges[i], y(height)], [edges[i + 1], y(height)]]);
+    layer.setAttribute("points", [...outline(top), ...outline(base).reverse()].map((point) => point.map((px) => px.toFixed(1)).join(",")).join(" "));
+    return top;
+  }, chart[0].points.map(() => 0));
+  svg.querySelectorAll("g.run").forEach((group, k) => {
+    const series = chart[k], place = (step) => toPixel(convert(series.run, 0, view.axis, step)).toFixed(1);
+    for (const mark of group.querySelectorAll(".break")) mark.setAttribute("transform", `translate(${place(+mark.dataset.x)})`);
+    group.querySelectorAll("circle").forEach((dot, i) => dot.setAttribute("cx", place(series.points[i][0])));
+    group.querySelectorAll(".error").forEach((bars) => {
+      let i = 0;
+      bars.setAttribute("d", bars.getAttribute("d").replace(/[\d.]+,([\d.]+) [\d.]+,/g, (_, top) => { const x = place(series.points[i++][0]); return `${x},${top} ${x},`; }));
+    });
+    group.querySelector(".between")?.setAttribute("d", path(series, series.points));
+    const line = group.querySelector(".curve:not(.raw, .between)");
+    if (!line) return;
+    group.querySelector(".raw")?.remove();
+    const share = SMOOTHING[view.smoothing][1], isSmooth = series.smooth && Math.floor(series.points.length * share) > 0;
+    line.setAttribute("d", isSmooth ? smooth(series, share).map((part) => path(series, part)).join("") : path(series, series.points));
+    if (isSmooth) line.before(shape("path", { class: "curve raw", d: path(series, series.points) }));
+  });
+}
+
+function drawTicks(svg) {
+  const high = extent(view.axis), rough = high / 6, power = 10 ** Math.floor(Math.log10(rough));
+  const by = [1, 2, 5, 10].map((m) => m * power).find((step) => step >= rough * (1 - 1e-9));
+  const ticks = Array.from({ length: Math.floor(high / by + 1e-9) + 1 }, (_, i) => i * by);
+  const text = (x, anchor, content) => shape("text", { x, y: BOTTOM + 16, "text-anchor": anchor }, [content]);
+  svg.querySelector(".x").replaceChildren(
+    ...ticks.filter((tick) => view.axis || Number.isInteger(tick)).map((tick) => text(toPixel(tick).toFixed(1), "middle", formatShort(tick))),
+    text(LEFT - 22, "end", UNITS[view.axis]),
+  );
+}
+
+// The crosshair: one x in all charts, with the values of that step.
 function nearest(points, x) {
   let best = points[0];
   for (const point of points) if (Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point;
   return best;
 }
 
-function showValues(event, svg, chart) {
-  const box = svg.getBoundingClientRect();
-  const low = Number(svg.dataset.low), high = Number(svg.dataset.high);
-  const px = (event.clientX - box.left) / box.width * WIDTH;
-  const target = low + (px - LEFT) / (WIDTH - LEFT - RIGHT) * (high - low);
-  const shown = chart.filter((series) => !hidden.has(String(series.run)));
-  if (!shown.length || px < LEFT - 10 || px > WIDTH - RIGHT + 10) return hideValues(svg);
-  const x = nearest(shown.map((series) => nearest(series.points, target)), target)[0];
-  const lines = shown.flatMap((series) => series.points.filter((p) => p[0] === x)
-    .map((p) => `${data.runs.length > 1 || shown.length > 1 ? series.label + "  " : ""}${p[1]}`));
-  const place = LEFT + (x - low) / (high - low || 1) * (WIDTH - LEFT - RIGHT);
-  const pointer = svg.querySelector(".pointer");
-  pointer.setAttribute("x1", place);
-  pointer.setAttribute("x2", place);
-  pointer.style.opacity = 0.4;
-  const tip = byId("tip");
-  tip.textContent = [`step ${+x.toFixed(1)}`, ...lines].join("\n");
-  tip.hidden = false;
-  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
-  tip.style.top = `${Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)}px`;
+function describe(x) {
+  const run = longestRun(), at = UNITS.map((_, axis) => convert(run, view.axis, axis, x));
+  return [`step ${Math.round(at[0])}`, ...UNITS.slice(1).map((unit, i) => hasAxis(i + 1) && `${formatShort(at[i + 1])} ${unit}`)].filter(Boolean).join(", ");
 }
 
-function hideValues(svg) {
-  byId("tip").hidden = true;
-  svg.querySelector(".pointer").style.opacity = 0;
-}
-
-function plots() {
-  return [...document.querySelectorAll("[data-part] svg")];
-}
-
-let hovered = null;
-function attachPointer() {
-  plots().forEach((svg, i) => {
-    svg.onpointermove = (event) => { hovered = [event, i]; showValues(event, svg, data.charts[i]); };
-    svg.onpointerleave = () => { hovered = null; hideValues(svg); };
+// Values near x; a chart of a long run has a point in each 300th of its steps.
+function valuesAt(chart, x) {
+  return chart.flatMap((series, k) => {
+    if (hidden.has(String(series.run))) return [];
+    const step = convert(series.run, view.axis, 0, x), [at, value] = nearest(series.points, step);
+    const isNear = Math.abs(at - step) <= Math.max(0.5, lastOf(data.runs[series.run], 0) / 250);
+    return isNear ? [[k, series, value]] : [];
   });
 }
+
+function showCrosshair() {
+  const x = hovered ? hovered.x : pinned;
+  byId("where").textContent = x === null ? "none" : describe(x);
+  plots().forEach((svg, i) => {
+    const figure = svg.closest("figure");
+    if (!figure || figure.closest("details:not([open])")) return;
+    const values = x === null ? [] : valuesAt(data.charts[i], x), pointer = svg.querySelector(".pointer");
+    pointer.style.opacity = x === null ? 0 : 0.5;
+    figure.querySelector(".values")?.remove();
+    if (x === null) return;
+    for (const end of ["x1", "x2"]) pointer.setAttribute(end, toPixel(x));
+    const shapes = svg.querySelectorAll("g.run, .layer"), isNamed = data.charts[i].length > 1;
+    const rows = values.map(([k, series, value]) => element("span", { className: shapes[k].getAttribute("class").replace("layer", "") }, [
+      ...isNamed ? [element("i"), `${series.label} `] : [], element("b", { textContent: formatValue(value) }),
+    ]));
+    if (hovered?.svg === svg) rows.unshift(element("span", { textContent: describe(x) }));
+    if (!rows.length) return;
+    const box = element("div", { className: `values ${toPixel(x) > (LEFT + RIGHT) / 2 ? "left" : "right"}` }, rows);
+    box.style.top = `${svg.getBoundingClientRect().top - figure.getBoundingClientRect().top + 4}px`;
+    figure.append(box);
+  });
+}
+
+// Snap to the step of the chart's nearest point.
+function hover(svg, i, clientX) {
+  const box = svg.getBoundingClientRect(), px = (clientX - box.left) / box.width * 480;
+  const shown = data.charts[i].filter((series) => !hidden.has(String(series.run)));
+  if (!shown.length || px < LEFT - 10 || px > RIGHT + 10) hovered = null;
+  else {
+    const target = (px - LEFT) / (RIGHT - LEFT) * extent(view.axis);
+    const xs = shown.map((series) => [convert(series.run, 0, view.axis, nearest(series.points, convert(series.run, view.axis, 0, target))[0])]);
+    hovered = { svg, i, clientX, x: nearest(xs, target)[0] };
+  }
+  showCrosshair();
+}
+
+function pin(x) {
+  pinned = x;
+  if (x !== null) byId("at").value = Math.round(convert(longestRun(), view.axis, 0, x));
+  byId("at").setAttribute("aria-valuetext", x === null ? "none" : describe(x));
+  showCrosshair();
+}
+
+const hasAxis = (axis) => data.runs.every((run) => lastOf(run, axis) > 0);
+
+// After loading, and when a live page has new curves.
+function attachPointer() {
+  const steps = byId("at");
+  steps.max = Math.max(1, extent(0));
+  if (pinned === null) steps.value = steps.max;
+  for (const radio of document.querySelectorAll("[name=axis]")) radio.disabled = radio.value !== "0" && !hasAxis(+radio.value);
+  plots().forEach((svg, i) => {
+    if (view.axis || view.smoothing !== 2) redraw(svg, data.charts[i]);
+    svg.onpointermove = (event) => hover(svg, i, event.clientX);
+    svg.onpointerleave = () => { hovered = null; showCrosshair(); };
+    svg.onclick = () => pin(pinned === null && hovered ? hovered.x : null);
+  });
+  if (hovered && plots()[hovered.i]) hover(plots()[hovered.i], hovered.i, hovered.clientX);
+  else showCrosshair();
+}
+
+function changeView() {
+  const step = pinned === null ? null : convert(longestRun(), view.axis, 0, pinned);
+  view.axis = +document.querySelector("[name=axis]:checked").value;
+  view.smoothing = +byId("smoothing").value;
+  byId("strength").textContent = SMOOTHING[view.smoothing][0];
+  byId("smoothing").setAttribute("aria-valuetext", SMOOTHING[view.smoothing][0]);
+  pin(step === null ? null : convert(longestRun(), 0, view.axis, step));
+  plots().forEach((svg, i) => redraw(svg, data.charts[i]));
+}
+
+byId("view").hidden = false;
+byId("view").addEventListener("submit", (event) => event.preventDefault());
+for (const input of document.querySelectorAll("[name=axis], #smoothing")) input.addEventListener("input", changeView);
+byId("at").addEventListener("input", (event) => pin(convert(longestRun(), 0, view.axis, +event.target.value)));
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") pin(null); });
+byId("strength").textContent = SMOOTHING[view.smoothing][0];
+document.querySelectorAll("details").forEach((part) => part.addEventListener("toggle", showCrosshair));
+new ResizeObserver(([entry]) => document.documentElement.style.setProperty("--head", `${entry.target.offsetHeight}px`)).observe(document.querySelector("body > header"));
+addEventListener("resize", showCrosshair);
 attachPointer();
 
 // Samples.
 const fields = Object.fromEntries(["run", "step", "text", "low", "high"].map((id) => [id, byId(id)]));
 let minReward = Infinity, maxReward = -Infinity, listed = [], current = null;
 
-// The range of all rewards so far sets the colors.
+// The range of all rewards so far sets the colors: orange to blue, which every kind of color vision tells apart.
 function extendRewardRange(groups) {
   const rewards = groups.flatMap((group) => group.samples.map((s) => s.reward)).filter((reward) => reward !== null);
   minReward = rewards.reduce((a, b) => Math.min(a, b), minReward);
   maxReward = rewards.reduce((a, b) => Math.max(a, b), maxReward);
 }
 
+function rewardShare(reward) {
+  return maxReward > minReward ? (reward - minReward) / (maxReward - minReward) : Number(reward > 0);
+}
+
 function rewardColor(reward) {
-  if (reward === null) return "var(--quiet)";
-  const share = maxReward > minReward ? (reward - minReward) / (maxReward - minReward) : Number(reward > 0);
-  return `color-mix(in oklab, var(--good) ${Math.round(100 * share)}%, var(--bad))`;
+  return reward === null ? "var(--quiet)" : `color-mix(in oklab, var(--good) ${Math.round(100 * rewardShare(reward))}%, var(--bad))`;
 }
 
 function formatNumber(value, digits = 3) {
@@ -119,11 +276,45 @@ function highlighted(text) {
   return [...pieces, text.slice(begin)];
 }
 
-// Summarize a prompt by its last long line, without the chat template's tokens.
+// Tokens that chat templates put around messages; some name the role.
+const TEMPLATE_TOKEN = /<[|\uff5c][^<>\n]{1,40}[|\uff5c]>|<\/?(?:s|bos|eos|pad|start_of_turn|end_of_turn)>|\[\/?INST\]|<<\/?SYS>>/gi;
+const ROLE = /^\s*(system|developer|user|assistant|model|tool)\b:?(?=\s|$)/i;
+
+// [role, text] of each message of a prompt, without the template's tokens; the empty turn to be sampled is left out.
+function messages(prompt) {
+  const found = [];
+  let begin = 0, role = "";
+  const add = (text) => {
+    const named = begin > 0 && ROLE.exec(text);
+    if (named) { role = named[1].toLowerCase(); text = text.slice(named[0].length); }
+    if (!text.trim()) return;
+    found.push([role, text.trim()]);
+    role = "";
+  };
+  for (const token of prompt.matchAll(TEMPLATE_TOKEN)) {
+    add(prompt.slice(begin, token.index));
+    begin = token.index + token[0].length;
+    const named = ROLE.exec(token[0].replace(/[<>|\uff5c]/g, ""));
+    if (named) role = named[1].toLowerCase();
+  }
+  add(prompt.slice(begin));
+  return found;
+}
+
+// Summarize a prompt by the last long line of its last message.
 function summary(prompt) {
-  const lines = prompt.replace(/<\|[^|]*\|>/g, "\n").split("\n").map((line) => line.trim());
-  const last = lines.map((line, i) => [line, i]).filter(([line]) => line.length > 12).pop();
-  return last ? last[0] : lines.join(" ").trim();
+  const text = messages(prompt).pop()?.[1] ?? "", lines = text.split("\n").map((line) => line.trim());
+  return lines.filter((line) => line.length > 12).pop() ?? lines.join(" ");
+}
+
+function promptBox(prompt) {
+  const found = messages(prompt), isPlain = found.length === 1 && found[0][1] === prompt.trim();
+  const parts = found.flatMap(([role, text]) => [
+    ...role ? [element("p", { className: "role", textContent: role })] : [],
+    element("pre", {}, highlighted(text)),
+  ]);
+  const raw = element("details", { className: "raw" }, [element("summary", { textContent: "as the model reads it" }), element("pre", { textContent: prompt })]);
+  return element("div", { className: "prompt" }, isPlain ? parts : [...parts, raw]);
 }
 
 function sampleCard(sample) {
@@ -151,7 +342,7 @@ function openGroup(group) {
   if (group.answer !== null) about.append(", answer ", element("b", {}, highlighted(group.answer)));
   if (shown.length < group.samples.length) about.append(`; ${shown.length} of ${group.samples.length} samples match`);
   byId("group").replaceChildren(
-    element("pre", { className: "prompt" }, highlighted(group.prompt)),
+    promptBox(group.prompt),
     about,
     element("div", { className: "cards" }, shown.map(sampleCard)),
   );
@@ -161,9 +352,12 @@ function groupRow(group) {
   const chips = group.samples.map((sample) => {
     const chip = element("i", { className: "chip", title: formatNumber(sample.reward) });
     chip.style.background = rewardColor(sample.reward);
+    chip.style.height = `${sample.reward === null ? 2 : 4 + 9 * rewardShare(sample.reward)}px`;
     return chip;
   });
-  const label = fields.step.value === "" ? `step ${group.step + 1}, prompt ${group.prompt_index}` : `prompt ${group.prompt_index}`;
+  const rewards = group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
+  const mean = rewards.length ? `, reward ${formatNumber(rewards.reduce((a, b) => a + b) / rewards.length, 2)}` : "";
+  const label = `${fields.step.value === "" ? `step ${group.step + 1}, ` : ""}prompt ${group.prompt_index}${mean}`;
   const button = element("button", { type: "button" }, [
     element("span", { className: "line", textContent: summary(group.prompt) }),
     element("span", { className: "line" }, [label, ...chips.slice(0, 16)]),

@@ -16,6 +16,7 @@ from typing import Any
 from qerl.errors import RunError, UserError
 from qerl.tracking.atomic_file import encode, write_atomic
 from qerl.tracking.report import section
+from qerl.tracking.report.facts import facts_list
 from qerl.tracking.report.read import RecordedRun, read_run
 
 MAX_SAMPLES = 2000
@@ -39,7 +40,7 @@ def write_report(folders: list[Path], out: Path) -> None:
 
 def html(runs: Sequence[RecordedRun]) -> str:
     parts, charts = contents(runs)
-    data = {"charts": charts, "runs": [{"name": run.name, "groups": run.groups} for run in runs]}
+    data = {"charts": charts, "runs": [section.timeline(run) | {"groups": run.groups} for run in runs]}
     return document(runs, parts, data, style=asset("page.css"), script=asset("page.js"))
 
 
@@ -51,6 +52,7 @@ def contents(runs: Sequence[RecordedRun]) -> tuple[dict[str, str], list[Any]]:
     parts = {
         "notices": section.notice_list(runs, [run.notices for run in runs]),
         "coverage": section.notice_list(runs, [run.coverage for run in runs]),
+        "facts": facts_list(runs),
         "tiles": section.tiles(runs),
         "charts": charts + phases,
         "others": others,

@@ -172,8 +172,8 @@ def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str,
             "advantage": number(record.get("advantage")),
             "finish": str(record.get("finish", "")),
             "num_tokens": number(record.get("num_tokens")),
-            "prefix_tokens": number(record.get("prefix_tokens")),
         }
+        | ({"prefix_tokens": prefix} if (prefix := number(record.get("prefix_tokens"))) else {})
     )
 
 

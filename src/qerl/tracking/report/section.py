@@ -1,6 +1,7 @@
 """Render the page's sections as HTML, with all text of a run escaped: headlines, charts, tables."""
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from html import escape
@@ -11,7 +12,16 @@ from qerl.tracking import is_timing
 from qerl.tracking.atomic_file import encode
 from qerl.tracking.metric_text import clock
 from qerl.tracking.provenance import flatten
-from qerl.tracking.report.curve import Series, curves_svg, hover_data, number_text, stacked_svg
+from qerl.tracking.report.curve import (
+    MAX_POINTS,
+    Series,
+    chart_data,
+    curves_svg,
+    number_text,
+    rounded,
+    stacked_svg,
+)
+from qerl.tracking.report.facts import swatch
 from qerl.tracking.report.read import Points, RecordedRun, number
 
 PHASES = ("rollout", "reward", "learn", "publish", "evaluate", "checkpoint")
@@ -37,7 +47,7 @@ _MAX_STACKED = 300
 
 def legend(runs: Sequence[RecordedRun]) -> str:
     return "".join(
-        f'<label class="s{i % 8}"><input type="checkbox" checked data-toggle="{i}"><i></i>'
+        f'<label class="s{i % 8}"><input type="checkbox" checked data-toggle="{i}">{swatch(i, len(runs))}'
         f"{escape(run.name)}</label>"
         for i, run in enumerate(runs)
     )
@@ -56,7 +66,9 @@ def tiles(runs: Sequence[RecordedRun]) -> str:
     tiles = []
     for label in labels:
         values = [(i, row[label]) for i, row in enumerate(rows) if label in row]
-        lines = [f'<p class="s{i % 8}" data-run="{i}"><i></i>{value}</p>' for i, value in values]
+        lines = [
+            f'<p class="s{i % 8}" data-run="{i}">{swatch(i, len(runs))}{value}</p>' for i, value in values
+        ]
         tiles.append(f"<div><h3>{label}</h3>{''.join(lines)}</div>")
     return "".join(tiles)
 
@@ -124,33 +136,103 @@ def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
 
 def other_metrics(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     charted = {key for key, _, _ in [*CHARTS, *pass_at_charts(runs)]}
-    charted |= {"step", "wall_time", "eval_accuracy", "eval_greedy", "eval_reward", "eval_greedy_reward"}
     keys = _keys(runs)
+    charted |= {"step", "wall_time", *(key for key in keys if key.startswith("eval_"))}
     return [(key, key, "") for key in sorted(keys - charted, key=lambda key: (is_timing(key), key))]
 
 
 def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -> tuple[str, list[Any]]:
-    """Return the charts that have values, and the values for the pointer."""
+    """Return the charts that have values, and the values that the page's script shows and redraws.
+
+    Where accuracy is the reward at every step of every run, there is one chart for both.
+    """
     cards, data = [], []
+    is_same, x_range = accuracy_is_reward(runs), (0.0, num_steps(runs))
     for key, title, about in kinds:
-        series = [s for i, run in enumerate(runs) for s in _series(run, i, key) if s.points]
-        if series:
-            has_marks = any(one.mark in ("dot", "ring") for one in series)
-            note = "; held-out: dots sampled, rings greedy" if has_marks else ""
-            cards.append(_card(title, about + note, curves_svg(title, series)))
-            data.append(hover_data(series))
+        series = [s for i, run in enumerate(runs) for s in _series(run, i, key, is_same) if s.points]
+        if not series or (is_same and key == "accuracy"):
+            continue
+        if is_same and key == "reward":
+            about += "; accuracy, not drawn, equals it at every step"
+        if any(one.mark in ("dot", "ring") for one in series):
+            about += "; held-out: dots sampled, rings greedy" + ", bars 95 % intervals" * any(
+                one.band for one in series
+            )
+        cards.append(_card(title, about, curves_svg(title, series, x_range=x_range)))
+        data.append(chart_data(series))
     return "".join(cards), data
 
 
-def _series(run: RecordedRun, run_index: int, key: str) -> list[Series]:
+def num_steps(runs: Sequence[RecordedRun]) -> float:
+    """Return the last step of the longest run, at least 1."""
+    return float(max([1, *(run.records[-1]["step"] + 1 for run in runs if run.records)]))
+
+
+def accuracy_is_reward(runs: Sequence[RecordedRun]) -> bool:
+    """True if there is an accuracy, and no step where it differs from the reward."""
+    pairs = [(run.points("accuracy"), run.points("reward")) for run in runs]
+    return any(accuracy for accuracy, _ in pairs) and all(a == reward for a, reward in pairs if a)
+
+
+def noise_starts(run: RecordedRun) -> list[float]:
+    """Return the steps whose sigma is above 0 where it was 0 the step before."""
+    return [
+        step for (_, before), (step, sigma) in itertools.pairwise(run.points("sigma")) if before == 0 < sigma
+    ]
+
+
+def timeline(run: RecordedRun) -> dict[str, Any]:
+    """Return the run's name, and (step, minutes of training, tokens sampled) from 0 on for the other axes."""
+    rows, minutes, tokens = [(0, 0.0, 0.0)], 0.0, 0.0
+    for record in run.records:
+        minutes += (number(record.get("step_s")) or 0.0) / 60
+        tokens += number(record.get("sampled_tokens")) or 0.0
+        rows.append((record["step"] + 1, rounded(minutes), rounded(tokens)))
+    stride = max(1, -(-len(rows) // MAX_POINTS))
+    return {"name": run.name, "clock": [*rows[:-1:stride], rows[-1]]}
+
+
+def _series(run: RecordedRun, run_index: int, key: str, is_same: bool) -> list[Series]:
     mark = "exact" if key in _EXACT else "line"
-    series = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark)]
-    if key in ("accuracy", "reward"):
-        best = "greedy" if key == "accuracy" else "greedy_reward"
-        for name, label, mark in ((key, "held-out", "dot"), (best, "held-out greedy", "ring")):
-            points = evaluated(run, name)
-            series.append(Series(label=f"{run.name}, {label}", run_index=run_index, points=points, mark=mark))
-    return series
+    starts = noise_starts(run) if mark == "line" else ()
+    series = [Series(label=run.name, run_index=run_index, points=run.points(key), mark=mark, breaks=starts)]
+    figures = _HELD_OUT.get("accuracy" if is_same and key == "reward" else key, ())
+    return series + [
+        _held_out(run, run_index, name, *drawn) for name, drawn in zip(figures, _DRAWN, strict=False)
+    ]
+
+
+_HELD_OUT = {"reward": ("reward", "greedy_reward"), "accuracy": ("accuracy", "greedy")}
+"""The sampled and the greedy figure of an evaluation that a chart shows."""
+_DRAWN = (("held-out", "dot"), ("held-out greedy", "ring"))
+
+
+def _held_out(run: RecordedRun, run_index: int, name: str, label: str, mark: str) -> Series:
+    points = evaluated(run, name)
+    return Series(
+        label=f"{run.name}, {label}",
+        run_index=run_index,
+        points=points,
+        mark=mark,
+        band=intervals(run, name, points),
+        is_joined=bool(run.points(f"eval_{name}")),
+    )
+
+
+def intervals(run: RecordedRun, name: str, points: Points) -> list[tuple[float, float, float]]:
+    """Return (step, low, high): the 95 % interval of a held-out figure over problems, Wilson's of a share."""
+    if name in _HELD_OUT["reward"]:
+        errors = dict(evaluated(run, f"{name}_error"))
+        return [(x, y - 1.96 * errors[x], y + 1.96 * errors[x]) for x, y in points if x in errors]
+    config = run.facts.get("config")
+    fields = flatten(config) if isinstance(config, dict) else {}
+    limits = [number(fields.get(field)) for field in ("evaluate.num_prompts", "task.num_held_out")]
+    count, z2, found = min((limit for limit in limits if limit), default=0.0), 1.96**2, []
+    for step, share in points if count >= 1 else ():
+        scale, variance = 1 + z2 / count, share * (1 - share) / count + z2 / 4 / count**2
+        middle, spread = (share + z2 / 2 / count) / scale, 1.96 * math.sqrt(max(0.0, variance)) / scale
+        found.append((step, max(0.0, middle - spread), min(1.0, middle + spread)))
+    return found
 
 
 def _card(title: str, about: str, svg: str, attributes: str = "") -> str:
@@ -166,12 +248,14 @@ def phases(runs: Sequence[RecordedRun]) -> tuple[str, list[Any]]:
     for i, (run, (steps, rows)) in enumerate(zip(runs, shares, strict=True)):
         if any(sum(parts) for parts in rows):
             layers = [list(layer) for layer in zip(*rows, strict=True)]
-            svg = stacked_svg(f"Seconds per step: {run.name}", steps, layers, high)
+            title = f"Seconds per step: {run.name}"
+            svg = stacked_svg(title, steps, layers, high, num_steps(runs))
             about = f"seconds by phase, {run.name}"
             cards.append(_card("Time per step", about, svg + _phase_key(layers), f' data-run="{i}"'))
             named = [pair for pair in zip((*PHASES, "other"), layers, strict=True) if any(pair[1])]
             points = [(name, list(zip(steps, layer, strict=True))) for name, layer in named]
-            data.append(hover_data([Series(label=n, run_index=i, points=own) for n, own in points]))
+            layered = [Series(label=n, run_index=i, points=own, mark="exact") for n, own in points]
+            data.append(chart_data(layered))
     return "".join(cards), data
 
 
@@ -186,7 +270,8 @@ def _phase_key(layers: Sequence[Sequence[float]]) -> str:
 
 
 def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
-    """Return the steps, and the seconds of every phase and of the rest in each; long runs are averaged."""
+    """Return steps, and the seconds of every phase and of the rest in each. Long runs are averaged: each step
+    is then the last of those averaged."""
     rows = []
     for record in run.records:
         step_s, *parts = (number(record.get(f"{name}_s")) or 0.0 for name in ("step", *PHASES))
@@ -194,14 +279,16 @@ def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
     num_rows = min(len(rows), _MAX_STACKED)
     edges = [i * len(rows) // num_rows for i in range(num_rows + 1)] if rows else []
     means = [[fmean(c) for c in zip(*rows[a:b], strict=True)] for a, b in itertools.pairwise(edges)]
-    return [row[0] for row in means], [row[1:] for row in means]
+    return [rows[end - 1][0] for end in edges[1:]], [row[1:] for row in means]
 
 
 def table(runs: Sequence[RecordedRun], trees: Sequence[dict[str, Any]]) -> str:
     """Return a table with a row per name and a column per run; rows that differ are marked."""
     columns = [flatten(tree) for tree in trees]
     names = dict.fromkeys(name for column in columns for name in column)
-    head = "".join(f'<th class="s{i % 8}"><i></i>{escape(run.name)}</th>' for i, run in enumerate(runs))
+    head = "".join(
+        f'<th class="s{i % 8}">{swatch(i, len(runs))}{escape(run.name)}</th>' for i, run in enumerate(runs)
+    )
     rows = []
     for name in names:
         cells = [_cell(column[name]) if name in column else "" for column in columns]

@@ -1,0 +1,184 @@
+"""The report in a real browser: its controls redraw what curve.py drew, without an error."""
+
+import itertools
+import json
+
+import pytest
+
+from qerl.tracking.report import write_report
+from tracking.dashboard import browser
+
+pytestmark = pytest.mark.skipif(browser.PATH is None, reason="no Chromium (apt-get install chromium)")
+NUM_STEPS = 120
+FIRST = "document.querySelector('[data-part=charts] svg')"
+CURVE = f"{FIRST}.querySelector('.curve:not(.raw)').getAttribute('d')"
+PROMPT = (
+    "<|im_start|>system\nBe <b>brief</b>.<|im_end|>\n<|im_start|>user\nHow many?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+AXIS = "document.querySelector('[name=axis][value=\"{}\"]').click()"
+DRAWN = """[...document.querySelectorAll('[data-part] svg')].map((svg) => [...svg.querySelectorAll(
+  'path, circle, polygon, .break, .x text')].map((s) => ['d', 'cx', 'points', 'transform', 'x'].map((a) =>
+  (s.getAttribute(a) ?? '').replace(/\\d+\\.\\d+/g, (n) => Math.round(n))).join(' ') + s.textContent))"""
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    with browser.browser(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
+
+
+@pytest.fixture
+def report(tab, tmp_path):
+    """A tab with the report of a run whose noise starts after step 40, and whose later steps take longer."""
+    steps = [
+        {
+            "step": i,
+            "reward": float(i >= 40),
+            "accuracy": float(i >= 40),
+            "sigma": 0.01 * (i >= 40),
+            "step_s": 60.0 if i < 60 else 180.0,
+            "learn_s": 30.0,
+            "sampled_tokens": 1000.0,
+        }
+        for i in range(NUM_STEPS)
+    ]
+    steps[59] |= {"eval_accuracy": 0.5}
+    evaluations = {"before": {"accuracy": 0.0, "greedy": 0.25}, "after": {"accuracy": 1.0, "greedy": 1.0}}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (folder / "evaluations.json").write_text(json.dumps(evaluations))
+    (folder / "run.json").write_text(json.dumps({"config": {"evaluate": {"num_prompts": 64}}}))
+    sample = {"step": 3, "prompt_index": 0, "prompt": PROMPT, "text": "3", "reward": 1.0, "answer": "3"}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    write_report([folder], tmp_path / "page.html")
+    tab.errors.clear()
+    tab.open((tmp_path / "page.html").as_uri())
+    yield tab
+    assert not tab.errors
+
+
+def choose(tab, selector, value):
+    tab.value(
+        f"(() => {{ const input = document.querySelector('{selector}'); input.value = '{value}';"
+        " input.dispatchEvent(new Event('input')); })()"
+    )
+
+
+def points(tab):
+    """[(x, y)] of each line of the first chart's curve."""
+    lines = [line.split() for line in tab.value(CURVE).split("M")[1:]]
+    return [[tuple(map(float, pair.split(","))) for pair in line] for line in lines]
+
+
+def test_the_script_redraws_what_the_page_came_with(report):
+    before = report.value(DRAWN)
+    assert sum(map(len, before)) > 50
+    choose(report, "#smoothing", 0)
+    report.value(AXIS.format(1))
+    assert report.value(DRAWN) != before
+    choose(report, "#smoothing", 2)
+    report.value(AXIS.format(0))
+    assert report.value(DRAWN) == before
+
+
+def test_the_axis_is_steps_minutes_or_tokens(report):
+    def place():
+        return points(report)[1][19][0]  # step 60
+
+    assert place() == pytest.approx(50 + 420 * 60 / 120, abs=0.1)
+    report.value(AXIS.format(1))
+    assert place() == pytest.approx(50 + 420 * 60 / 240, abs=0.1)
+    texts = report.value(f"[...{FIRST}.querySelectorAll('.x text')].map((text) => text.textContent)")
+    assert texts == ["0", "50", "100", "150", "200", "min"]
+    assert report.value(f"{FIRST}.querySelectorAll('circle')[1].getAttribute('cx')") == str(place())
+    report.value(AXIS.format(2))
+    assert place() == pytest.approx(50 + 420 * 60 / 120, abs=0.1)
+    texts = report.value(f"[...{FIRST}.querySelectorAll('.x text')].map((text) => text.textContent)")
+    assert texts[1] == "20K" and texts[-1] == "tokens"
+
+
+@pytest.mark.parametrize("strength", range(1, 5))
+def test_no_smoothing_reaches_across_the_start_of_noise(report, strength):
+    choose(report, "#smoothing", strength)
+    assert [{y for _, y in line} for line in points(report)] == [{206.0}, {points(report)[1][0][1]}]
+
+
+def test_smoothing_can_be_off(report):
+    choose(report, "#smoothing", 0)
+    assert len(points(report)) == 1 and report.value(f"{FIRST}.querySelector('.raw')") is None
+    assert report.value("document.querySelector('#strength').textContent") == "off"
+
+
+def test_the_pointer_on_one_chart_shows_its_step_in_all(report):
+    box = report.value(f"{FIRST}.getBoundingClientRect().toJSON()")
+    x, y = box["left"] + box["width"] / 2, box["top"] + 90
+    report.point_at(x, y)
+    step = int(
+        report.until("document.querySelector('.values')?.textContent").split(",")[0].removeprefix("step ")
+    )
+    assert 50 < step < 70
+    lines = "[...document.querySelectorAll('[data-part=charts] .pointer')]"
+    (place,) = {float(px) for px in report.value(f"{lines}.map((line) => line.getAttribute('x1'))")}
+    assert place == pytest.approx(50 + 420 * step / 120)
+    texts = report.value("[...document.querySelectorAll('.values')].map((box) => box.textContent)")
+    assert len(texts) == 3 and "0.01" in texts[1] and "learn 30" in texts[2]
+
+
+def test_the_keyboard_moves_the_step_and_escape_hides_it(report):
+    report.value("document.querySelector('#at').focus()")
+    for key, code in (("ArrowLeft", 37), ("ArrowLeft", 37)):
+        for kind in ("keyDown", "keyUp"):
+            report.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+    where = "document.querySelector('#where').textContent"
+    assert report.until(f"{where}.startsWith('step 118') && {where}") == "step 118, 234 min, 118K tokens"
+    assert report.value("document.querySelector('#at').ariaValueText").startswith("step 118")
+    for kind in ("keyDown", "keyUp"):
+        report.send(
+            "Input.dispatchKeyEvent", type=kind, key="Escape", code="Escape", windowsVirtualKeyCode=27
+        )
+    assert report.until(f"{where} === 'none'") and report.value("document.querySelector('.values')") is None
+
+
+def test_prompts_are_shown_without_template_tokens_and_raw_on_demand(report):
+    shown = report.value("[...document.querySelectorAll('.prompt > *')].map((part) => part.textContent)")
+    assert shown == ["system", "Be <b>brief</b>.", "user", "How many?", "as the model reads it" + PROMPT]
+    assert report.value("document.querySelector('details.raw').open") is False
+    assert report.value("document.querySelector('#groups .line').textContent") == "How many?"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>"
+            "assistant<|end_header_id|>\n\n",
+            [["user", "Hi"]],
+        ),
+        ("<bos><start_of_turn>user\nHi\nthere<end_of_turn>\n<start_of_turn>model\n", [["user", "Hi\nthere"]]),
+        ("<s>[INST] Hi [/INST] Hello</s>[INST] Again [/INST]", [["", "Hi"], ["", "Hello"], ["", "Again"]]),
+        (
+            "<|system|>\nBrief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n",
+            [["system", "Brief."], ["user", "Hi"]],
+        ),
+        ("<\uff5cUser\uff5c>Hi<\uff5cAssistant\uff5c>", [["user", "Hi"]]),
+        (
+            "user friendly <b>text</b> with 1 < 2 | 3 > 2",
+            [["", "user friendly <b>text</b> with 1 < 2 | 3 > 2"]],
+        ),
+        ("", []),
+    ],
+)
+def test_the_messages_of_a_prompt_are_found_in_every_family(report, prompt, expected):
+    assert report.value(f"messages({json.dumps(prompt)})") == expected
+
+
+def test_the_page_fits_narrow_and_wide_in_light_and_dark(report):
+    for width, is_dark in itertools.product((420, 1280), (False, True)):
+        report.resize(width, 900)
+        report.dark(is_dark)
+        choose(report, "#at", 118)
+        assert report.value("document.documentElement.scrollWidth") <= width
+    report.resize(1280, 900)
+    report.dark(False)
