@@ -266,15 +266,14 @@ def test_own_rewards_have_a_held_out_mean_and_no_accuracy(files, tmp_path):
     given += ["--evaluate.success-threshold", "None", "--noise.num-stages", "2"]
     stdout = finish(files, tmp_path / "run", *given)
     figures = json.loads((tmp_path / "run" / "evaluations.json").read_text())
-    assert {moment: set(values) for moment, values in figures.items()} == {
-        "before": {"reward", "greedy_reward"},
-        "after": {"reward", "greedy_reward"},
-    }
+    names = {"reward", "greedy_reward", "reward_error", "greedy_reward_error"}
+    assert {moment: set(values) for moment, values in figures.items()} == {"before": names, "after": names}
     assert -5 <= figures["before"]["reward"] < 0
     result = json.loads(stdout.splitlines()[-1])
     assert result["reward_after"] == figures["after"]["reward"]
     steps = metrics(tmp_path / "run")
     assert steps[-1]["eval_reward"] == figures["after"]["reward"] and "accuracy" not in stdout
+    assert steps[-1]["eval_reward_error"] == figures["after"]["reward_error"]
     assert not [key for step in steps for key in step if "accuracy" in key or key.startswith("pass_at")]
     assert "Held-out reward" in (tmp_path / "run" / "report.html").read_text()
 

@@ -261,7 +261,14 @@ class _Session:
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
                 figures = self.held_out_figures()
-            for name in ("accuracy", "greedy", "reward", "greedy_reward"):
+            for name in (
+                "accuracy",
+                "greedy",
+                "reward",
+                "greedy_reward",
+                "reward_error",
+                "greedy_reward_error",
+            ):
                 log.add(**{f"eval_{name}": figures[name]} if name in figures else {})
         self.metrics = dict(log.metrics)
 
@@ -288,6 +295,7 @@ class _Session:
         self.report_failures()
         figures = {"accuracy": sampled.accuracy, "greedy": best.accuracy}
         figures |= {"reward": sampled.reward, "greedy_reward": best.reward}
+        figures |= {"reward_error": sampled.reward_error, "greedy_reward_error": best.reward_error}
         return {name: value for name, value in figures.items() if value is not None}
 
     def report_failures(self) -> None:
