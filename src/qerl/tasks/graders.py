@@ -129,6 +129,4 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 NEED_ANSWER = ("exact", "numeric", "math", "code")
 """Rewards that read task.answer_column."""
 
-BUILT_IN: dict[str, Callable[[TaskConfig], Reward]] = {
-    reward.__name__: reward for reward in (exact, numeric, math, tags, gym, code)
-}
+BUILT_IN = {reward.__name__: reward for reward in (exact, numeric, math, tags, gym, code)}

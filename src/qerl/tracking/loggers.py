@@ -70,6 +70,8 @@ class WandbLogger:
     def __init__(self, folder: Path, config: dict[str, Any], *, run_id: str | None, first_step: int):
         wandb = _package("wandb")
         self.run_id = run_id or secrets.token_hex(4)
+        # Do not upload the console output, source code, or the repository's address and diff.
+        private = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             id=self.run_id,
@@ -78,14 +80,7 @@ class WandbLogger:
             config=config,
             resume="allow",
             reinit="create_new",
-            # Do not upload the console output, source code, or the repository's address and diff.
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                login_timeout=_LOGIN_TIMEOUT_S,
-            ),
+            settings=wandb.Settings(**private, login_timeout=_LOGIN_TIMEOUT_S),
         )
 
         is_known = run_id is not None and not self._run.offline
@@ -134,15 +129,9 @@ class TrackioLogger:
         name = config.get("run_name") or folder.name
         # trackio identifies a run by its name.
         self.run_id, self.first_step = run_id or f"{name}-{secrets.token_hex(4)}", first_step
-        self._run = _package("trackio").init(
-            project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
-            name=self.run_id,
-            config=config,
-            resume="allow",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
+        project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
+        quiet = {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        self._run = _package("trackio").init(project=project, name=self.run_id, config=config, **quiet)
 
     def log(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
         self._run.log(dict(metrics), step=step)

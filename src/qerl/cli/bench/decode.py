@@ -64,8 +64,10 @@ def bench(options: BenchDecodeOptions) -> None:
     for provider in options.providers:
         for rank in options.lora_ranks:
             start_s = time.perf_counter()
-            kinds = {"format": FORMATS[provider], "head": options.head}
-            decoder = random_decoder(architecture, rank=rank or None, device=device, seed=0, **kinds)
+            format, head = FORMATS[provider], options.head
+            decoder = random_decoder(
+                architecture, format=format, rank=rank or None, device=device, seed=0, head=head
+            )
             torch.cuda.synchronize()
             made_s = time.perf_counter() - start_s
             for case in _cases(options, provider, rank):

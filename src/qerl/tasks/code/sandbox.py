@@ -56,8 +56,6 @@ _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _FCNTL = {"x86_64": 72, "aarch64": 25}
 _IOCTL = {"x86_64": 16, "aarch64": 29}
 _CLONE_THREAD, _PR_SET_PDEATHSIG = 0x10000, 1
-_OWNERS = {"fcntl": (8, 15), "ioctl": (0x8901, 0x8902)}
-"""Commands that set the process that receives a file's signals, which would replace kill."""
 
 
 def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int) -> bool:
@@ -167,7 +165,8 @@ def _program(machine: str) -> list[bytes]:
     steps += on_argument(_CLONE[machine], has_bits, _CLONE_THREAD, allow, refuse)
     steps += on_argument(_PRLIMIT[machine], equal, 0, allow, refuse)
     steps += on_argument(_PRCTL[machine], equal, _PR_SET_PDEATHSIG, refuse, allow)
-    for call, commands in ((_FCNTL[machine], _OWNERS["fcntl"]), (_IOCTL[machine], _OWNERS["ioctl"])):
+    # Commands that set the process that receives a file's signals, which would replace kill.
+    for call, commands in ((_FCNTL[machine], (8, 15)), (_IOCTL[machine], (0x8901, 0x8902))):
         steps += [step(equal, call, 0, 5), command]
         steps += [step(equal, commands[0], 1, 0), step(equal, commands[1], 0, 1), refuse, allow]
     return [*steps, allow]

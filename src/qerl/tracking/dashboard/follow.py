@@ -103,9 +103,7 @@ class RunFollower:
     def run(self) -> read.RecordedRun:
         return read.RecordedRun(
             name=self.name,
-            facts=self._objects["run"],
-            result=self._objects["result"],
-            evaluations=self._objects["evaluations"],
+            **self._objects,
             records=self._records,
             groups=[],
             notices=[*self._damage, *self._notices[-_NUM_NOTICES:]],
@@ -124,7 +122,7 @@ class RunFollower:
         """{"state": "running", "text": "step 13 of 60, 4:31 left, last step 0:06 ago", "done": 0.22}"""
         is_complete = (self._folder / "result.json").exists()
         state = "complete" if is_complete else "running" if _is_alive(self._folder / ".lock") else "stopped"
-        config = self._objects["run"].get("config")
+        config = self._objects["facts"].get("config")
         planned = read.number(config.get("num_steps")) if isinstance(config, dict) else None
         num_steps = self._records[-1]["step"] + 1 if self._records else 0
         words = [f"step {num_steps} of {planned:.0f}" if planned else f"step {num_steps}"]

@@ -58,16 +58,14 @@ def number(value: Any) -> float | None:
 def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     check_folder(folder)
     notices: list[str] = []
-    parts = read_objects(folder, notices)
+    objects = read_objects(folder, notices)
     records = [record for _, record in _lines(folder / "metrics.jsonl", notices)]
     if not records:
         notices.append("metrics.jsonl: no step has finished yet")
     groups, coverage = _groups(folder / "samples.jsonl", notices, max_samples)
     return RecordedRun(
         name=name,
-        facts=parts["run"],
-        result=parts["result"],
-        evaluations=parts["evaluations"],
+        **objects,
         records=records,
         groups=groups,
         notices=notices,
@@ -95,10 +93,10 @@ def select_steps(steps: list[int], num_selected: int) -> list[int]:
 
 
 def read_objects(folder: Path, notices: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the run's JSON objects; {} for a file that is missing, or is damaged, which adds a notice."""
+    """Return the parts of a RecordedRun that are one file; {} if it is missing, or damaged (adds a notice)."""
     objects = {}
-    for name in ("run", "result", "evaluations"):
-        path, objects[name] = folder / f"{name}.json", {}
+    for name, file in (("facts", "run"), ("result", "result"), ("evaluations", "evaluations")):
+        path, objects[name] = folder / f"{file}.json", {}
         try:
             objects[name] = read_object(path) if path.exists() else {}
         except UserError:
