@@ -5,7 +5,6 @@ The four products of every layer run in one CUDA graph.
 
 import dataclasses
 import importlib.util
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from benchmarks.provider import PROVIDERS, LayerLinears, Provider
 from benchmarks.timing import Times, graph_times
 from qerl.cli.bench.measure import cuda_device
-from qerl.cli.bench.options import check_ranks
+from qerl.cli.bench.options import BenchOptions, check_ranks
 from qerl.cli.bench.record import Origin, row_writer
 from qerl.cli.bench.roofline import ADAPTER_BYTES, LIMITS, Limit, layer_weights
 from qerl.config.check import check_positive
@@ -28,10 +27,7 @@ _MAX_ERROR = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LinearOptions:
-    shape: str = "qwen2.5-7b"
-    """Model whose linears are measured."""
-
+class LinearOptions(BenchOptions):
     batches: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
     """Tokens per decode step, one case per value."""
 
@@ -46,12 +42,6 @@ class LinearOptions:
 
     runs: int = 21
     """Replays of the CUDA graph; the row holds their median."""
-
-    out: Path | None = None
-    """File to append rows to; default: benchmarks/results/GPU.jsonl."""
-
-    allow_dirty: bool = False
-    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
 
     def __post_init__(self):
         check_positive(self, "batches", "runs")

@@ -20,7 +20,6 @@ import math
 import time
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from qerl.cli.bench.case import SAMPLERS, make_case, try_random_decoder
 from qerl.cli.bench.decode import NullTokenizer, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
-from qerl.cli.bench.options import check_adapter
+from qerl.cli.bench.options import BenchOptions, check_adapter
 from qerl.cli.bench.record import RowWriter, row_writer
 from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
 from qerl.config.check import check_positive
@@ -65,10 +64,7 @@ class ParityCase:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ParityOptions:
-    shape: str = "qwen2.5-7b"
-    """Shape of the model; its weights are random."""
-
+class ParityOptions(BenchOptions):
     providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow", "flash-fp8", "flash-int8"], ...] = (
         "qerl-nvfp4",
         "qerl-bf16",
@@ -98,12 +94,6 @@ class ParityOptions:
 
     lora_rank: int = 32
     """LoRA rank."""
-
-    out: Path | None = None
-    """File to append rows to; default: benchmarks/results/GPU.jsonl."""
-
-    allow_dirty: bool = False
-    """Measure a checkout with uncommitted changes; the rows are marked dirty."""
 
     def __post_init__(self):
         check_positive(self, "batch", "prompt_tokens", "max_tokens")

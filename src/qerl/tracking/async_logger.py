@@ -116,11 +116,8 @@ class AsyncLogger:
         step = record.get("step")
         if not isinstance(step, int) or step < self._next_step:
             return
-        values = {
-            f"{'timing' if is_timing(key) else 'metric'}/{key}": value
-            for key, value in record.items()
-            if key != "step" and isinstance(value, int | float)
-        }
+        numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+        values = {f"{'timing' if is_timing(k) else 'metric'}/{k}": v for k, v in numbers.items()}
         logger.log(step, values, record.get("wall_time", time.time()))
         self._next_step = step + 1
 

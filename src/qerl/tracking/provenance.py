@@ -20,13 +20,9 @@ from qerl.errors import UserError, redact
 
 # Fields that may change when a run is resumed. None of them changes a number of the run: its folder and
 # loggers, how often it is saved, the number of processes, when it aborts and what it accepts.
-EXEMPT = frozenset(
-    {
-        *("out", "run_name", "loggers", "checkpoint.every", "checkpoint.keep", "task.reward_workers"),
-        *("task.reward_memory_gb", "max_mismatch", "learn.max_nonfinite_updates"),
-        *("ray.address", "ray.num_samplers", "accept_changes", "strict"),
-    }
-)
+EXEMPT = {"out", "run_name", "loggers", "max_mismatch", "learn.max_nonfinite_updates", "accept_changes"}
+EXEMPT |= {"checkpoint.every", "checkpoint.keep", "task.reward_workers", "task.reward_memory_gb"}
+EXEMPT |= {"ray.address", "ray.num_samplers", "strict"}
 _MAX_NAMED_FIELDS = 3
 _PACKAGES = ("qerl", "torch", "transformers", "triton")
 

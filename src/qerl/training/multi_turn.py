@@ -72,15 +72,11 @@ class MultiTurnEngine:
             for p, prompt in enumerate(prompts_P)
         ]
         all_episodes = [episode for episodes_G in episodes_P_G for episode in episodes_G]
-        resets = [
-            Reset(
-                episode.key,
-                prompt.columns | {"prompt": prompt.messages or prompt.text},
-                mix(seed, _ENVIRONMENT, step, prompt.index),
-            )
-            for prompt, episodes_G in zip(prompts_P, episodes_P_G, strict=True)
-            for episode in episodes_G
-        ]
+        resets: list[Reset] = []
+        for prompt, episodes_G in zip(prompts_P, episodes_P_G, strict=True):
+            row = prompt.columns | {"prompt": prompt.messages or prompt.text}
+            own_seed = mix(seed, _ENVIRONMENT, step, prompt.index)
+            resets += [Reset(episode.key, row, own_seed) for episode in episodes_G]
 
         def answer(turns: list[Turn]) -> list[list[int] | None]:
             return self._answers([(episodes_P_G[turn.index][turn.sample_index], turn) for turn in turns])

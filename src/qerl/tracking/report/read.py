@@ -93,7 +93,7 @@ def select_steps(steps: list[int], num_selected: int) -> list[int]:
 
 
 def read_objects(folder: Path, notices: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the parts of a RecordedRun that are one file; {} if it is missing, or damaged (adds a notice)."""
+    """Return the parts of a RecordedRun that are one file; {} if it is missing or damaged, with a notice."""
     objects = {}
     for name, file in (("facts", "run"), ("result", "result"), ("evaluations", "evaluations")):
         path, objects[name] = folder / f"{file}.json", {}
