@@ -32,7 +32,7 @@ from qerl.trl.lora import adapter_config
 from qerl.trl.model import model_config, model_path
 from qerl.trl.refused import check_refused
 from qerl.trl.tools import make_environment, of_conversations, takes_environments
-from qerl.trl.translate import Batch, batch_of, length, run_config
+from qerl.trl.translate import Batch, batch_of, length, plain, run_config
 
 _logger = logging.getLogger("qerl.trl")
 Rows = Iterable[dict[str, Any]]
@@ -107,7 +107,7 @@ class GRPOTrainer:
 
     def _run_config(self, base: RunConfig, folder: Path) -> RunConfig:
         args, rows = self.args, self.train_dataset
-        eval_rows = _all_rows(self.eval_dataset)
+        eval_rows = None if plain(args.eval_strategy) == "no" else _all_rows(self.eval_dataset)
         held_out = None if eval_rows is None else write_rows("eval_dataset", eval_rows, folder)
         num_held_out = 0 if held_out is None else _num_rows(held_out)
         if rows is None and self._schemas:  # the environment gives the prompts

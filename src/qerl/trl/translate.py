@@ -134,7 +134,7 @@ def _batch_sizes(args: GRPOConfig) -> tuple[int, int]:
 def run_config(args: GRPOConfig, base: RunConfig, batch: Batch, *, num_held_out: int) -> RunConfig:
     given = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     loggers = [logger for name in given for logger in one_of("report_to", name, _LOGGERS)]
-    evaluates = args.eval_strategy != "no" and num_held_out > 0
+    evaluates = num_held_out > 0
     return dataclasses.replace(
         base,
         out=str(args.output_dir),
