@@ -108,7 +108,7 @@ def _panel(
         y = y_px - height * tick / high
         lines.append(f'<path class="axis" d="M{x_px} {y:.1f} H{x_px + width}"/>')
         lines.append(_text(x_px - 6, y + 4, f"{tick:g}", "small", "end"))
-    raw = list(enumerate(values))
+    raw = [(float(index), value) for index, value in enumerate(values)]
     for name, parts in (("raw", [raw]), ("curve", smoothed(raw, breaks))):
         d = "".join("M" + " L".join(place(i + 0.5, y) for i, y in part) for part in parts)
         lines.append(f'<path class="{name}" d="{d}"/>')

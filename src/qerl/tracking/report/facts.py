@@ -34,7 +34,7 @@ def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return {label: text} of what this content of run.json has, under former names of fields too."""
     config = facts.get("config")
     fields = flatten(with_present_names(config)) if isinstance(config, dict) else {}
-    known = {name: value for name, value in (facts | fields).items() if value not in (None, "", [])}
+    known = {name: value for name, value in {**facts, **fields}.items() if value not in (None, "", [])}
     sampler, adapter = known.get("model.sampler_format"), known.get("adapter.kind")
     noise = known.get("noise.schedule")
     commit, changed = str(known.get("commit", ""))[:7], " with changes" if facts.get("is_dirty") else ""
