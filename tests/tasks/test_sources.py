@@ -90,5 +90,17 @@ def test_partials_and_lambdas_differ_by_what_they_are_given():
     assert three != four
 
 
+def test_an_installed_package_of_another_environment_is_not_ones_own(tmp_path, monkeypatch):
+    """It is on the path by a .pth file, say."""
+    package = tmp_path / "other" / "site-packages"
+    package.mkdir(parents=True)
+    (package / "afar.py").write_text("LIMIT = 2\n")
+    monkeypatch.syspath_prepend(package)
+    text = EVEN.replace("LIMIT = 2", "from afar import LIMIT")
+    before = of_file(tmp_path, text)
+    (package / "afar.py").write_text("LIMIT = 2  # edited\n")
+    assert of_file(tmp_path, text) == before
+
+
 def test_built_in_rewards_have_no_source_of_their_own():
     assert function_sources([resolve("numeric", TaskConfig())]) == {}

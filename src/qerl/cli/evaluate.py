@@ -47,6 +47,11 @@ def run(arguments: list[str]) -> None:
     if benchmarks:
         default = paper_sampling(default)
     options = parse_options(EvalOptions, arguments, f"eval {source}", default, DESCRIPTION)
+    reads_own_task = bool(files) or not benchmarks
+    if config is not None and reads_own_task and not options.trust and "--task.rewards" not in given:
+        from qerl.tracking.trust import check_started
+
+        check_started(Path(source), config.task.rewards)
     sets = " ".join(names[1:]) or options.task.name
     own = own_tasks(files, options)
     announce(f"eval {source}: {sets}", sys.stderr)

@@ -45,6 +45,9 @@ class EvalOptions:
     """A sample is correct if its reward is at least this. None: 1 for built-in rewards; own ones then have
     no accuracy, only their mean."""
 
+    trust: bool = False
+    """Import the rewards that the run.json of a folder names, though you did not start that run here."""
+
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
 

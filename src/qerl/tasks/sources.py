@@ -22,6 +22,7 @@ from typing import Any
 from qerl.tasks.scoring import name_of
 
 _INSTALLED = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
+_PACKAGE_FOLDERS = {"site-packages", "dist-packages"}  # also of another environment, by a .pth file
 _OWN = Path(__file__).parents[1]
 _CONSTANTS = (str, bytes, int, float, bool, type(None))
 
@@ -120,7 +121,7 @@ class _SourceReader:
 
 def _is_installed(scope: Mapping[str, Any]) -> bool:
     path = Path(scope.get("__file__") or "").resolve()
-    return any(map(path.is_relative_to, _INSTALLED))
+    return not _PACKAGE_FOLDERS.isdisjoint(path.parts) or any(map(path.is_relative_to, _INSTALLED))
 
 
 def _source_or_code(function: FunctionType) -> str:

@@ -30,6 +30,7 @@ from qerl.tasks.rows import file_sources
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
+from qerl.tracking.trust import remember_started
 from qerl.training import evaluation
 from qerl.training.branching import BranchingRollouts
 from qerl.training.calibrated import with_calibrated_base
@@ -69,6 +70,8 @@ def _train(
         with stop.handling(), RewardPool(config.task, functions=rewards) as pool:
             config = with_calibrated_base(config, ranks, journal.notice)
             journal.start(config, {**pool.sources, **file_sources(config.task)} if ranks.is_first else {})
+            if ranks.is_first:
+                remember_started(folder, config.task.rewards)
             finished = ranks.from_first(lambda: journal.result)
             if finished is not None:
                 journal.notice(f"{folder}: this run is already complete; start another with --out")
