@@ -46,7 +46,7 @@ def test_the_stored_config_has_every_former_name_and_is_read_under_the_present_o
 
 
 def test_eval_reads_it(run, capsys):
-    command(["eval", "run", "--num-prompts", "2", "--num-samples", "2"])
+    command(["eval", "run", "--num-prompts", "2", "--num-samples", "2", "--trust"])
     result = json.loads(capsys.readouterr().out)
     assert (result["model"], result["num_prompts"], result["num_samples"]) == ("run", 2, 2)
 
