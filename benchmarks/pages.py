@@ -4,7 +4,7 @@
 ...
 <!-- end -->
 
-Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), and gpus.
+Names: speed and exact (summary.py), those of TABLES in table.py, all (every one of these), gpus and cards.
 `tests/house/test_tables.py` holds the pages to the committed rows.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import table
+from benchmarks.cards import card_tables
 from benchmarks.rows import Row, coverage, read_rows
 from benchmarks.summary import exact_table, speed_table
 from qerl.cli.bench.record import RESULTS, ROOT
@@ -24,6 +25,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "speed": speed_table,
     "exact": exact_table,
     "gpus": coverage,
+    "cards": card_tables,
     **table.TABLES,
     "all": table.all_tables,
 }

@@ -66,6 +66,10 @@ def test_without_the_hopper_kernels_it_is_near_what_an_h100_made(monkeypatch, pr
     [
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 4060 Ti", "rtx-4060-ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx-4070-ti-super"),
+        ("NVIDIA GeForce RTX 3080 Ti", "rtx-3080-ti"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA L40", "l40"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA A100-PCIE-40GB", "a100-40"),
         ("NVIDIA H100 80GB HBM3", "h100"),
@@ -79,7 +83,7 @@ def test_the_names_that_cuda_gives_are_known(cuda_name, name):
 
 
 @pytest.mark.parametrize(
-    "cuda_name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3080 Ti", "Tesla T4"]
+    "cuda_name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3050 Ti", "Tesla T4"]
 )
 def test_a_card_with_other_rates_is_not_taken_for_one_of_the_table(cuda_name):
     assert gpu_of_cuda_name(cuda_name) is None
