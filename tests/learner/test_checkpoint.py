@@ -363,3 +363,23 @@ def test_nothing_in_a_checkpoint_is_a_pickle(folder):
     assert {path.suffix for path in (folder / "step-000005").iterdir()} == {".safetensors", ".json"}
     assert sorted(names(folder / "step-000005")) == sorted(FILES)
     assert checkpoint.find_damage(folder / "step-000005") is None
+
+
+@pytest.mark.parametrize("write", ["saved", "copied"])
+def test_a_checkpoint_and_every_name_above_it_are_on_the_disk(tmp_path, monkeypatch, write):
+    synced, fsync = set(), os.fsync
+
+    def recorded(number):
+        synced.add(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    saved(tmp_path / "from", 3)
+    monkeypatch.setattr(os, "fsync", recorded)
+    if write == "saved":
+        saved(tmp_path / "run" / "checkpoints", 3)
+    else:
+        checkpoint.copy(tmp_path / "from" / "step-000003", tmp_path / "run" / "checkpoints")
+    folder = tmp_path / "run" / "checkpoints"
+    assert {str(path) for path in (tmp_path, tmp_path / "run", folder)} <= synced
+    unfinished = folder / ".unfinished-step-000003"
+    assert {str(path) for path in (unfinished, *(unfinished / name for name in FILES))} <= synced

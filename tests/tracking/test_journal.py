@@ -124,6 +124,40 @@ def test_a_step_is_on_the_disk_before_the_next_begins(tmp_path, monkeypatch):
         assert synced == [str(tmp_path / "samples.jsonl"), str(tmp_path / "metrics.jsonl")]
 
 
+def test_every_name_is_on_the_disk_before_the_first_step_is(tmp_path, monkeypatch):
+    """A file that was flushed is lost with a name that was not, and with the name of a folder above it."""
+    synced, fsync = [], os.fsync
+
+    def recorded(number):
+        synced.append((os.readlink(f"/proc/self/fd/{number}"), set(os.listdir(folder))))
+        fsync(number)
+
+    folder = tmp_path / "runs" / "today" / "run"
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(os, "listdir", lambda path, real=os.listdir: real(path) if path.exists() else [])
+    with open_journal(folder):
+        names = dict(synced)
+        assert {str(tmp_path), str(tmp_path / "runs"), str(folder.parent)} <= set(names)
+        assert {"metrics.jsonl", "samples.jsonl", "events.jsonl"} <= names[str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("noted", "checkpoint_s", "expected"), [([], {}, 0), ([2, 4], {}, 4), ([4, 0], {}, 0), ([], {3: 0.1}, 3)]
+)
+def test_the_newest_checkpoint_is_known_from_what_is_recorded(tmp_path, noted, checkpoint_s, expected):
+    """Runs of former versions have no event for it, only the duration in the step that follows."""
+    with open_journal(tmp_path) as journal:
+        for step in range(5):
+            with journal.step(step) as log:
+                log.add(**({"checkpoint_s": checkpoint_s[step]} if step in checkpoint_s else {}))
+        for next_step in noted:
+            journal.saved(next_step)
+    with open_journal(tmp_path) as journal:
+        assert journal.last_saved == expected
+        journal.resume(1)
+        assert journal.last_saved == min(expected, 1)
+
+
 def test_a_step_that_raises_leaves_nothing(tmp_path):
     with open_journal(tmp_path) as journal:
         with pytest.raises(KeyboardInterrupt), journal.step(0) as log:

@@ -1,6 +1,7 @@
 """A run from its command: what it writes, and that being stopped or killed anywhere changes nothing of it."""
 
 import json
+import shutil
 import signal
 import time
 
@@ -114,6 +115,61 @@ def test_killed_and_started_again_a_run_is_the_unbroken_one(files, unbroken, tmp
     process.communicate()
     finish(files, tmp_path / "run")
     assert_same_run(tmp_path / "run", unbroken[0])
+
+
+@pytest.fixture
+def half(files, tmp_path):
+    """The folder of a run that was killed after two checkpoints, and their numbers of steps."""
+    out = tmp_path / "run"
+    process = start(files, out)
+    wait_for_steps(process, out, 5)
+    process.kill()
+    process.communicate()
+    (out / "result.json").unlink(missing_ok=True)  # a slow machine may have noticed the step late
+    older, newest = (int(path.name[5:]) for path in sorted((out / "checkpoints").glob("step-*")))
+    return out, older, newest
+
+
+def test_checkpoints_that_are_gone_are_refused_unless_the_user_accepts(files, unbroken, half):
+    out, _, newest = half
+    shutil.rmtree(out / "checkpoints")
+    before = (out / "metrics.jsonl").read_bytes()
+    _, stderr = (process := start(files, out)).communicate(timeout=60)
+    assert process.returncode == 2 and stderr.count("\n") == 1
+    said = f"metrics.jsonl has {len(metrics(out))} steps, but the checkpoint after step {newest} is gone"
+    assert said in stderr and "--accept-changes" in stderr and "--out" in stderr
+    assert (out / "metrics.jsonl").read_bytes() == before
+    assert f"after step {newest} is gone; starting again" in finish(files, out, "--accept-changes")
+    assert_same_run(out, unbroken[0])
+
+
+def test_a_newest_checkpoint_that_is_gone_is_told(files, unbroken, half):
+    out, older, newest = half
+    shutil.rmtree(out / "checkpoints" / f"step-{newest:06d}")
+    said = f"the checkpoint after step {newest} is gone; the one after step {older} is used"
+    assert said in finish(files, out)
+    assert_same_run(out, unbroken[0])
+
+
+def test_a_finished_run_without_checkpoints_is_not_given_more_steps_from_the_first_on(
+    files, unbroken, tmp_path
+):
+    """No step follows its last checkpoint, so that only the event tells of it."""
+    shutil.copytree(unbroken[0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    _, stderr = (process := start(files, tmp_path / "run", "--num-steps", "8")).communicate(timeout=60)
+    assert process.returncode == 2 and "the checkpoint after step 6 is gone" in stderr
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_unasked(files, unbroken, tmp_path):
+    out = tmp_path / "run"
+    process = start(files, out, "--checkpoint.every", "5")
+    wait_for_steps(process, out, 2)
+    process.kill()
+    process.communicate()
+    assert not list(out.glob("checkpoints/step-*"))
+    assert "is gone" not in finish(files, out)
+    assert_same_run(out, unbroken[0])
 
 
 def goes_on(files, tmp_path, *given, recipe):

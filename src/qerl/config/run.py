@@ -87,7 +87,7 @@ class RunConfig:
 
     accept_changes: bool = False
     """Resume although a reward's source or the rows differ from those that the run began with; run.json says
-    from which step on."""
+    from which step on. Start again although the run's checkpoints are gone."""
 
     strict: bool = False
     """Raise an error, not a notice, where rows or a part of the checkpoint are not used as they are given."""

@@ -30,7 +30,7 @@ from qerl.errors import RunError, UserError, require
 from qerl.learner.learner import Learner
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.source import base_name
-from qerl.tracking.atomic_file import sync_folder, write_synced
+from qerl.tracking.atomic_file import make_folder, sync_path, write_synced
 
 OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _CONTENTS = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE)
@@ -59,7 +59,8 @@ def save(
     unfinished, path = folder / (_UNFINISHED + name), folder / name
     try:
         _remove_unfinished(folder)
-        unfinished.mkdir(parents=True)
+        make_folder(folder)
+        unfinished.mkdir()
         _write_all(unfinished, _contents(learner, next_step, extra or {}))
         _put_in_place(unfinished, path)
         _prune(folder, next_step, keep)
@@ -74,7 +75,10 @@ def copy(path: Path, folder: Path) -> None:
     """Copy a checkpoint of another run into a folder of checkpoints."""
     require(_NAME.fullmatch(path.name) is not None, f"{path}: a checkpoint's name is step- and its step")
     unfinished = folder / (_UNFINISHED + path.name)
+    make_folder(folder)
     shutil.copytree(path, unfinished)
+    for file in [*unfinished.iterdir(), unfinished]:
+        sync_path(file)
     _put_in_place(unfinished, folder / path.name)
 
 
@@ -121,6 +125,11 @@ def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
             f"{'; '.join(notices)}; no checkpoint is intact: remove {folder} to start from the beginning"
         )
     return None, []
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the numbers of steps of the checkpoints in the folder, newest first, damaged ones included."""
+    return [_order(path)[0] for path in _newest_first(folder)]
 
 
 def find_damage(path: Path) -> str | None:
@@ -211,7 +220,7 @@ def _write_all(folder: Path, contents: dict[str, bytes]) -> None:
         write_synced(folder / name, data)
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
     write_synced(folder / MANIFEST, _json({"sha256": sums}))
-    sync_folder(folder)
+    sync_path(folder)
 
 
 def _put_in_place(unfinished: Path, path: Path) -> None:
@@ -220,7 +229,7 @@ def _put_in_place(unfinished: Path, path: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     unfinished.rename(path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
     if replaced.exists():
         _remove(replaced)
 
@@ -231,7 +240,7 @@ def _prune(folder: Path, next_step: int, keep: int) -> None:
     for path in _newest_first(folder):
         if path not in wanted:
             _remove(path)
-    sync_folder(folder)
+    sync_path(folder)
 
 
 def _remove(path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     try:
         write_synced(part, content)
         os.replace(part, path)
-        sync_folder(path.parent)
+        sync_path(path.parent)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise RunError(f"{path}: cannot be written ({error.strerror})") from error
@@ -62,13 +63,22 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, which fsync of a file does not do."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Flush a file's content, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents, and flush the names of those that were made to the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        with suppress(PermissionError):  # a folder may be writable and not readable
+            sync_path(path.parent)
 
 
 def read_object(path: Path) -> dict[str, Any]:

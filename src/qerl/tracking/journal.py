@@ -28,7 +28,16 @@ from qerl.config import RunConfig
 from qerl.errors import UserError, redact
 from qerl.kernels.gpu_memory import peak_bytes
 from qerl.tracking.async_logger import AsyncLogger, num_sent
-from qerl.tracking.atomic_file import JsonLines, Lock, encode, finite, read_object, write_atomic
+from qerl.tracking.atomic_file import (
+    JsonLines,
+    Lock,
+    encode,
+    finite,
+    make_folder,
+    read_object,
+    sync_path,
+    write_atomic,
+)
 from qerl.tracking.console import PanelDisplay, PlainDisplay
 from qerl.tracking.loggers import LOGGERS, check_loggers
 from qerl.tracking.provenance import changes, check_same_run, check_sources, run_facts, shown
@@ -121,11 +130,12 @@ class Journal:
 
     def __init__(self, folder: Path, *, num_steps: int, console: Console | None = None):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._lock = Lock(folder)
             self._metrics, self._samples, self._events = (
                 JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")
             )
+            sync_path(folder)
         except OSError as error:
             raise UserError(f"cannot write a run to {folder}: {error.strerror}") from None
         self._folder, self._num_steps = folder, num_steps
@@ -184,6 +194,7 @@ class Journal:
 
     def resume(self, next_step: int) -> None:
         """Remove steps from next_step on, so that the files become those of an uninterrupted run."""
+        was_further = self.last_saved > next_step
         kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
         # dynamic sampling may have kept no group
@@ -195,6 +206,8 @@ class Journal:
             if len(steps) < next_step:
                 missing = next_step - len(steps)
                 self.notice(f"{name}.jsonl is missing {missing} of {next_step} completed steps")
+        if was_further:
+            self._note(f"{next_step} steps are left", checkpoint=next_step)
         if next_step:
             self.notice(f"resuming after step {next_step}/{self._num_steps}")
 
@@ -245,8 +258,27 @@ class Journal:
     def notice(self, text: str) -> None:
         """Show a message and append it to events.jsonl."""
         text = redact(text)
-        self._events.append([{"wall_time": time.time(), "step": self._open_step, "text": text}])
+        self._note(text)
         self._display.notice(text)
+
+    def saved(self, next_step: int) -> None:
+        """Record that a checkpoint of the state before this step is on the disk."""
+        self._note(f"saved a checkpoint after step {next_step}", checkpoint=next_step)
+
+    @property
+    def last_saved(self) -> int:
+        """Number of steps of the newest checkpoint that is recorded; 0 without one.
+
+        events.jsonl has each, and in metrics.jsonl the step that follows one has its duration.
+        """
+        events = [event.get("checkpoint") for event in self._events.read() if event is not None]
+        noted = [next_step for next_step in events if isinstance(next_step, int)]
+        timed = [record["step"] for record in self.steps() if record.get("checkpoint_s")]
+        return max([*noted[-1:], *timed], default=0)
+
+    def _note(self, text: str, **more: int) -> None:
+        event = {"wall_time": time.time(), "step": self._open_step, "text": text, **more}
+        self._events.append([event])
 
     def finish(self, result: dict[str, Any]) -> None:
         write_atomic(self._folder / "result.json", encode(result, indent=2))
@@ -311,13 +343,14 @@ class NullJournal:
     """The journal of every rank but the first: it records nothing and prints nothing."""
 
     result: dict[str, Any] | None = None
+    last_saved = 0
 
     def __init__(self):
         self._stopwatch = Stopwatch(lambda phase: None)
 
     def _ignore(self, *_: object) -> None: ...
 
-    start = check_sources = resume = notice = finish = catch_up = __exit__ = _ignore
+    start = check_sources = resume = notice = saved = finish = catch_up = __exit__ = _ignore
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:

@@ -80,6 +80,7 @@ def _train(
                 if ranks.is_first and not (folder / "report.html").exists():
                     write_report([folder], folder / "report.html")
                 return finished
+            _check_vanished(config, folder, journal)
             threshold = pool.success_threshold(config.evaluate.success_threshold)
             evaluate = dataclasses.replace(config.evaluate, success_threshold=threshold)
             config = dataclasses.replace(config, evaluate=evaluate)
@@ -243,6 +244,7 @@ class _Session:
                     keep=self.config.checkpoint.keep,
                     extra=self.extra_state(),
                 )
+                self.journal.saved(next_step)
         self.observer.finished(step, is_saved=saves)
         if is_stopping:
             self.ranks.gather(None)
@@ -322,6 +324,21 @@ class _Session:
         }
         train_s = self.ranks.from_first(lambda: sum(step["step_s"] for step in self.journal.steps()))
         return {**figures, "train_s": round(train_s, 1), "run": str(self.folder)}
+
+
+def _check_vanished(config: RunConfig, folder: Path, journal: Journal | NullJournal) -> None:
+    """Report that the newest recorded checkpoint is gone; without any, raise UserError unless accepted."""
+    saved = journal.last_saved
+    newest = max(checkpoint.saved_steps(folder / "checkpoints"), default=0)
+    if saved <= newest:
+        return
+    gone = f"the checkpoint after step {saved} is gone"
+    require(
+        newest > 0 or config.accept_changes,
+        f"{folder}: metrics.jsonl has {len(list(journal.steps()))} steps, but {gone} and there is no other:"
+        " put checkpoints/ back, or start again with --accept-changes, or in another folder with --out",
+    )
+    journal.notice(f"{gone}; " + (f"the one after step {newest} is used" if newest else "starting again"))
 
 
 def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster: Cluster | None) -> None:

@@ -94,7 +94,7 @@ class RunFollower:
             if isinstance(record.get("step"), int):
                 self._offsets.setdefault(record["step"], []).append(offset)
         is_void, lines = self._events.read_new()
-        texts = [_event_text(record) for _, record in lines]
+        texts = [_event_text(record) for _, record in lines if "checkpoint" not in record]
         self._notices = ([] if is_void else self._notices)[-_NUM_NOTICES:] + texts[-_NUM_NOTICES:]
         damaged = [file for file in (self._metrics, self._samples) if file.num_damaged]
         self._damage = [read.damage_notice(file.path, file.num_damaged) for file in damaged]
