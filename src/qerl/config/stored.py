@@ -1,13 +1,13 @@
 """Read the config that a run stored."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from qerl.config import RunConfig
 from qerl.config.renamed import with_present_names
 from qerl.errors import UserError
+from qerl.regular_file import parse_json, read_regular
 
 
 def parse_run_config(data: dict[str, Any]) -> RunConfig:
@@ -24,8 +24,10 @@ def read_run_config(source: str) -> RunConfig | None:
 def read_config_file(path: Path) -> RunConfig:
     """Return the config in this run.json."""
     try:
-        return parse_run_config(json.loads(path.read_bytes())["config"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return parse_run_config(parse_json(read_regular(path))["config"])
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: is damaged ({error})") from None
 
 

@@ -15,6 +15,7 @@ halves (0, 1, ..., H/2, H/2 + 1, ...). qwen2 and qwen3 are stored as Hugging Fac
 import dataclasses
 import io
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
+from qerl.regular_file import open_regular
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOP_LEVEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -72,7 +74,7 @@ class GgufFile:
         entry = self._entries[name]
         weight = torch.empty(math.prod(entry.shape[:-1]), entry.shape[-1])
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(entry.begin)
                 _decode_rows(file, entry, weight)
         except (OSError, ValueError, NotImplementedError) as error:
@@ -181,8 +183,8 @@ def _token_ids(metadata: dict[str, Any]) -> dict[str, int]:
 
 def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
     try:
-        file_bytes = file.stat().st_size
-        with file.open("rb", buffering=1 << 20) as stream:
+        with open_regular(file) as stream:
+            file_bytes = os.fstat(stream.fileno()).st_size
             return _parse_stream(file, GgufCursor(stream, file_bytes), file_bytes)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error

@@ -9,8 +9,8 @@ against the length of its file before the first tensor is read.
 """
 
 import dataclasses
-import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
+from qerl.regular_file import MAX_JSON_BYTES, open_regular, parse_json, read_regular
 
 _DTYPES = {
     "F64": torch.float64,
@@ -68,7 +69,7 @@ class SafetensorsFolder:
         """Return the tensor as stored, on the CPU, in its own memory."""
         entry = self._entries[name]
         try:
-            with entry.file.open("rb") as file:
+            with open_regular(entry.file) as file:
                 file.seek(entry.begin)
                 data = np.fromfile(file, dtype=np.uint8, count=entry.num_bytes)
         except OSError as error:
@@ -80,13 +81,13 @@ class SafetensorsFolder:
         return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read the JSON object in a file; raise UserError if there is none."""
     try:
-        value = json.loads(file.read_bytes())
+        value = parse_json(read_regular(file, max_bytes))
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{file}: must hold a JSON object, holds a {type(value).__name__}")
@@ -107,7 +108,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, _MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: has no weight_map")
     for name in weight_map.values():
@@ -125,17 +126,18 @@ def _entries(file: Path) -> dict[str, _SafetensorsEntry]:
 def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     """Return (header, offset of the data, bytes in the file)."""
     try:
-        file_bytes = file.stat().st_size
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
+            file_bytes = os.fstat(stream.fileno()).st_size
             header_bytes = int.from_bytes(stream.read(8), "little")
-            text = stream.read(min(header_bytes, _MAX_HEADER_BYTES))
+            is_whole = 8 + header_bytes <= file_bytes and header_bytes <= _MAX_HEADER_BYTES
+            text = stream.read(header_bytes) if is_whole else b""
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    if file_bytes < 8 or len(text) < header_bytes:
+    if not is_whole or len(text) < header_bytes:
         raise UserError(f"{file}: truncated, or not a safetensors file: its header is incomplete")
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except ValueError as error:
         raise UserError(f"{file}: damaged, or not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
         raise UserError(f"{file}: damaged, or not a safetensors file: its header is not a JSON object")

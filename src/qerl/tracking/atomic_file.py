@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import RunError, UserError
+from qerl.regular_file import parse_json, read_regular
 
 
 def finite(value: Any) -> Any:
@@ -37,8 +38,8 @@ def encode(value: Any, *, indent: int | None = None) -> bytes:
 def decode(line: bytes) -> dict[str, Any] | None:
     """Return the line's JSON object; None if the line is damaged."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
@@ -84,8 +85,10 @@ def make_folder(folder: Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the file's JSON object; raise UserError if the file is damaged."""
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        value = parse_json(read_regular(path))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; restore it or remove it") from None
+    except ValueError as error:
         raise UserError(f"{path}: is damaged ({error}); restore it or remove it") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: is damaged (not a JSON object); restore it or remove it")

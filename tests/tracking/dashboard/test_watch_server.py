@@ -77,7 +77,7 @@ def test_a_run_that_can_no_longer_be_read_is_an_error(run):
         (run / "samples.jsonl").unlink()
         (run / "samples.jsonl").mkdir()
         answer = httpx.get(f"{address}/now")
-    assert answer.status_code == 503 and answer.text == "the run cannot be read: Is a directory\n"
+    assert answer.status_code == 503 and answer.text == "the run cannot be read: not a regular file\n"
 
 
 def test_a_port_in_use_is_one_line(run):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qerl.regular_file import open_regular, read_regular
 from qerl.tracking.atomic_file import decode
 from qerl.tracking.metric_text import clock, seconds_left
 from qerl.tracking.report import read
@@ -33,7 +34,7 @@ class LineReader:
     def read_new(self) -> tuple[bool, list[tuple[int, dict[str, Any]]]]:
         """Return whether earlier lines are void, and (offset, JSON object) of each new line."""
         try:
-            file = open(self.path, "rb")  # noqa: SIM115
+            file = open_regular(self.path)
         except FileNotFoundError:
             return self._restart(), []
         with file:
@@ -74,7 +75,8 @@ class RunFollower:
         self._notices: list[str] = []
         self._objects: dict[str, dict[str, Any]] = {}
         self._damage: list[str] = []
-        self.refresh()
+        with read.refusing_unreadable():
+            self.refresh()
 
     @property
     def tag(self) -> str:
@@ -86,12 +88,12 @@ class RunFollower:
     def refresh(self) -> None:
         is_void, lines = self._metrics.read_new()
         known = [] if is_void else self._records
-        self._records = known + [record for _, record in lines if isinstance(record.get("step"), int)]
+        self._records = known + [record for _, record in lines if read.has_step(record)]
         is_void, lines = self._samples.read_new()
         if is_void:
             self._offsets = {}
         for offset, record in lines:
-            if isinstance(record.get("step"), int):
+            if read.has_step(record):
                 self._offsets.setdefault(record["step"], []).append(offset)
         is_void, lines = self._events.read_new()
         texts = [_event_text(record) for _, record in lines if "checkpoint" not in record]
@@ -139,15 +141,20 @@ class RunFollower:
 
 
 def _event_text(event: dict[str, Any]) -> str:
-    at = read.number(event.get("wall_time"))
-    when = "" if at is None else time.strftime("%H:%M  ", time.localtime(at))
-    return f"{when}{event.get('text', '')}"
+    return f"{_time_of_day(read.number(event.get('wall_time')))}{event.get('text', '')}"
+
+
+def _time_of_day(at: float | None) -> str:
+    try:
+        return "" if at is None else time.strftime("%H:%M  ", time.localtime(at))
+    except (OverflowError, ValueError, OSError):  # beyond the years that a clock knows
+        return ""
 
 
 def _is_alive(lock: Path) -> bool:
     """True if the process whose id is in the lock file is running on this machine."""
     try:
-        process = int(lock.read_text())
+        process = int(read_regular(lock, 100))
         os.kill(max(process, 1), 0)
     except PermissionError:
         return True

@@ -4,17 +4,21 @@ Damaged lines are skipped with a notice; a folder without a run raises UserError
 than a page can show, those of the newest steps and of evenly spaced earlier steps are selected.
 """
 
+import contextlib
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qerl.errors import UserError
+from qerl.regular_file import open_regular
 from qerl.tracking.atomic_file import decode, read_object
 
 _MAX_CHARACTERS = 20_000
 """Longest prompt or sample on the page."""
+_MAX_STEP = 10**15
+_MAX_NUMBER, _MIN_NUMBER = 1e100, 1e-100
+"""What a chart can draw: sums, squares and logarithms of such numbers are finite."""
 
 Points = list[tuple[float, float]]
 
@@ -50,11 +54,29 @@ class RecordedRun:
 
 
 def number(value: Any) -> float | None:
-    """Return the value if it is a finite number, else None."""
+    """Return the value if it is a number of at most 1e100, else None; 0 if it is nearer to 0 than 1e-100."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    if not is_number or not abs(value) <= _MAX_NUMBER:
+        return None
+    return float(value) if abs(value) >= _MIN_NUMBER else 0.0
 
 
+def has_step(record: Mapping[str, Any]) -> bool:
+    """True if the record says which step of a run it is from."""
+    step = record.get("step")
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MAX_STEP
+
+
+@contextlib.contextmanager
+def refusing_unreadable() -> Iterator[None]:
+    """Raise UserError for a file of a run that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+
+@refusing_unreadable()
 def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     check_folder(folder)
     notices: list[str] = []
@@ -107,10 +129,10 @@ def read_objects(folder: Path, notices: list[str]) -> dict[str, dict[str, Any]]:
 def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (offset, JSON object) of each line that has a step."""
     offset, num_damaged = 0, 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for line in file:
             record = decode(line)
-            if record is not None and isinstance(record.get("step"), int):
+            if record is not None and has_step(record):
                 yield offset, record
             else:
                 num_damaged += 1
@@ -144,11 +166,11 @@ def _groups(path: Path, notices: list[str], max_samples: int) -> tuple[list[dict
 def read_groups(path: Path, offsets: Sequence[int]) -> list[dict[str, Any]]:
     """Return the groups of the samples whose lines start at these offsets."""
     groups: dict[tuple[int, Any], dict[str, Any]] = {}
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for offset in offsets:
             file.seek(offset)
             record = decode(file.readline())
-            if record is not None and "step" in record:  # a resumed run may have truncated the file
+            if record is not None and has_step(record):  # a resumed run may have truncated the file
                 _add_sample(groups, record)
     return list(groups.values())
 

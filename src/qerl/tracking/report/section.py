@@ -113,7 +113,7 @@ def evaluated(run: RecordedRun, name: str) -> Points:
     """Return (completed steps, held-out figure): before training, during it, and after."""
     points = run.points(f"eval_{name}")
     last = run.records[-1]["step"] + 1 if run.records else 0
-    ends = {m: int(n[1]) for m in run.evaluations if (n := re.fullmatch(r"after_(\d+)_steps", m))}
+    ends = {m: int(n[1]) for m in run.evaluations if (n := re.fullmatch(r"after_([0-9]{1,15})_steps", m))}
     for moment, steps in {"before": 0, **ends, "after": last}.items():
         scores = run.evaluations.get(moment)
         value = number(scores.get(name)) if isinstance(scores, dict) else None
@@ -128,8 +128,8 @@ def _keys(runs: Sequence[RecordedRun]) -> set[str]:
 
 def pass_at_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     """Return a pass@k chart for each measured k except 1, which is the accuracy."""
-    numbers = {key.removeprefix("pass_at_") for key in _keys(runs) if key.startswith("pass_at_")}
-    powers = sorted(int(number) for number in numbers if number.isdigit() and number != "1")
+    found = (re.fullmatch(r"pass_at_([1-9][0-9]{0,8})", key) for key in _keys(runs))
+    powers = sorted(k for match in found if match and (k := int(match[1])) > 1)
     about = "probability that at least one of {} samples is correct"
     return [(f"pass_at_{k}", f"Pass@{k}", about.format(k)) for k in powers]
 
