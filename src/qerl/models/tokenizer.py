@@ -21,6 +21,7 @@ from qerl.models.source import ModelSource, locate
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types: special tokens; text that is always one token
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_MAX_TOKEN_ID = (1 << 31) - 1
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -60,11 +61,17 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> frozenset[int]:
     """Return the tokens that end a sample: the tokenizer's eos and those of generation_config.json."""
     found: list[Any] = [tokenizer.eos_token_id]
+    file, key, listed = source.path, "tokenizer.ggml.eot_token_id", None
     if source.is_gguf:
-        found.append(GgufFile(source.path).metadata.get("tokenizer.ggml.eot_token_id"))
+        listed = GgufFile(file).metadata.get(key)
     elif (source.path / "generation_config.json").is_file():
-        listed = read_json(source.path / "generation_config.json").get("eos_token_id")
-        found += listed if isinstance(listed, list) else [listed]
+        file, key = source.path / "generation_config.json", "eos_token_id"
+        listed = read_json(file).get(key)
+    found += listed if isinstance(listed, list) else [listed]
+    for token in found:
+        is_id = isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= _MAX_TOKEN_ID
+        if token is not None and not is_id:
+            raise UserError(f"{file}: {key} must be a token id or a list of them, got {repr(token)[:80]}")
     return frozenset(token for token in found if token is not None)
 
 
@@ -75,7 +82,7 @@ def _from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
         raise UserError(
             f"{file.path}: tokenizer {kind!r} is not supported in GGUF; supported: gpt2 (byte-level BPE)"
         )
-    if split not in _PRE_TOKENIZERS:
+    if not isinstance(split, str) or split not in _PRE_TOKENIZERS:
         raise UserError(
             f"{file.path}: pre-tokenizer {split!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}"
         )
@@ -132,7 +139,7 @@ def _array(file: GgufFile, key: str, item_type: type) -> list[Any]:
 
 def _token_id(file: GgufFile, key: str, num_tokens: int) -> int | None:
     index = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if index is not None and not 0 <= index < num_tokens:
+    if index is not None and not (isinstance(index, int) and 0 <= index < num_tokens):
         raise UserError(
             f"{file.path}: tokenizer.ggml.{key}_token_id is {index}, the vocabulary has {num_tokens}"
         )
