@@ -154,7 +154,7 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
             ["quantize", "m", "out", "--data", "t"],
             ["--calibrate awq or gptq and --data FILE must be given together"],
         ),
-        (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be positive, got nan"]),
+        (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be finite, got nan"]),
         (["study", "growth"], ["python -m studies run", "checkout"]),
     ],
 )

@@ -1,7 +1,6 @@
 """Plan the GPU memory of a training step, part by part, without loading the model."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -41,11 +40,7 @@ class PlanOptions:
     """The run, with the fields of `qerl train`."""
 
     def __post_init__(self):
-        if self.gpu_gb is not None and not 0 < self.gpu_gb < math.inf:
-            raise UserError(f"gpu_gb must be positive, got {self.gpu_gb}")
-        check_positive(self, "prompt_tokens")
-        if self.mean_tokens is not None:
-            check_positive(self, "mean_tokens")
+        check_positive(self, "gpu_gb", "prompt_tokens", "mean_tokens")
 
 
 def run(arguments: list[str]) -> None:

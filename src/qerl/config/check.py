@@ -3,27 +3,46 @@
 `prefix` comes before a field's name in the message, such as `algo.`; None is not checked, nor an empty tuple.
 """
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from qerl.errors import require
 
 
+def check_finite(settings: Any, prefix: str = "") -> None:
+    """Raise UserError for NaN or infinity in any field, of nested settings and in tuples too."""
+    for field in dataclasses.fields(settings):
+        _check_finite(getattr(settings, field.name), f"{prefix}{field.name}")
+
+
+def _check_finite(value: Any, name: str) -> None:
+    if isinstance(value, tuple):
+        for item in value:
+            _check_finite(item, name)
+    elif dataclasses.is_dataclass(value):
+        check_finite(value, f"{name}.")
+    require(not isinstance(value, float) or math.isfinite(value), f"{name} must be finite, got {value}")
+
+
 def check_positive(settings: Any, *names: str, prefix: str = "") -> None:
     """Raise UserError unless these fields are above 0."""
-    for name, value in _numbers(settings, names):
+    for name, value in _numbers(settings, names, prefix):
         require(value > 0, f"{prefix}{name} must be positive, got {value}")
 
 
 def check_not_negative(settings: Any, *names: str, prefix: str = "") -> None:
     """Raise UserError unless these fields are at least 0."""
-    for name, value in _numbers(settings, names):
+    for name, value in _numbers(settings, names, prefix):
         require(value >= 0, f"{prefix}{name} must not be negative, got {value}")
 
 
-def _numbers(settings: Any, names: tuple[str, ...]) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of each field, and of each item of a tuple."""
+def _numbers(settings: Any, names: tuple[str, ...], prefix: str) -> Iterator[tuple[str, float]]:
+    """Yield (name, value) of each field, and of each item of a tuple; raise UserError for one that is not
+    finite."""
     for name in names:
         value = getattr(settings, name)
+        _check_finite(value, f"{prefix}{name}")
         items = value if isinstance(value, tuple) else (value,)
         yield from ((name, item) for item in items if item is not None)

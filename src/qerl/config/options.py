@@ -1,14 +1,13 @@
 """Options of the commands whose work is done in other packages: eval, quantize, export, generate, serve."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from qerl.config import ModelConfig, TaskConfig
-from qerl.config.check import check_positive
+from qerl.config.check import check_finite, check_positive
 from qerl.errors import UserError, require
 
 
@@ -52,6 +51,7 @@ class EvalOptions:
     task: TaskConfig = TaskConfig()
 
     def __post_init__(self):
+        check_finite(self)
         check_positive(self, "num_prompts", "num_samples")
 
 
@@ -139,8 +139,9 @@ class GenerateOptions:
     model: ModelConfig = ModelConfig()
 
     def __post_init__(self):
+        check_finite(self)
         check_positive(self, "max_tokens")
-        require(0 <= self.temperature < math.inf, f"temperature must not be negative, got {self.temperature}")
+        require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
         top_p = 1 if self.top_p is None else self.top_p
         require(0 < top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}")
 

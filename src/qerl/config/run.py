@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.config.algo import AlgoConfig
-from qerl.config.check import check_not_negative, check_positive
+from qerl.config.check import check_finite, check_not_negative, check_positive
 from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
@@ -108,6 +108,7 @@ class RunConfig:
     ray: RayConfig = RayConfig()
 
     def __post_init__(self):
+        check_finite(self)
         check_positive(self, "num_steps", "num_prompts")
         size, why = self.num_generations, "samples are compared within a group"
         require(size >= 2, f"num_generations must be at least 2 ({why}), got {size}")

@@ -129,7 +129,10 @@ class TaskConfig:
 
 
 def _parsed(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        return json.loads(text)
-    except ValueError:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
         return None
