@@ -27,6 +27,7 @@ from qerl.config import RunConfig, TaskConfig
 from qerl.engine import Engine
 from qerl.formats import FORMATS, NVFP4
 from qerl.formats.block_scale import least_squares
+from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.packing import PackedBatch, pack
@@ -181,8 +182,8 @@ def entropies(decoder: Decoder, groups: list[Group], config: RunConfig) -> tuple
 
 
 def _entropy_of(decoder: Decoder, batch: PackedBatch, config: RunConfig) -> Tensor:
-    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout)
+    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions) -> Tensor:
+        return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout, options)
 
     head = decoder.lm_head
     return chunked_logprob(

@@ -12,7 +12,7 @@ from qerl.learner.lr_schedule import learning_rate
 from qerl.models.adapter import adapter_off, adapter_tensors, publish
 
 
-def causal(layer, q_TNH, k_TKH, v_TKH):
+def causal(layer, q_TNH, k_TKH, v_TKH, options):
     group = q_TNH.shape[1] // k_TKH.shape[1]
     k_NTH, v_NTH = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k_TKH, v_TKH))
     o_NTH = F.scaled_dot_product_attention(

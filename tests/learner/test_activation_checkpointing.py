@@ -26,7 +26,7 @@ def state(learner):
     return learner.adapter_state() | learner.optimizer_state()
 
 
-def attend(layer, q_TNH, k_TKH, v_TKH):
+def attend(layer, q_TNH, k_TKH, v_TKH, options):
     return q_TNH + (k_TKH + v_TKH).repeat_interleave(q_TNH.shape[1] // k_TKH.shape[1], 1)
 
 

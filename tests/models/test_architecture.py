@@ -1,11 +1,10 @@
-import dataclasses
-
 import pytest
 
 from models.published import CONFIGS
 from models.tiny import FAMILIES, oracle
 from qerl.errors import UserError
-from qerl.models.architecture import Rope, from_hf_config
+from qerl.models.architecture import Architecture, Rope
+from qerl.models.families import from_hf_config
 from qerl.models.random_weights import SHAPES
 
 SMOLLM2 = {
@@ -25,26 +24,24 @@ SMOLLM2 = {
 
 
 def test_a_published_config_gives_its_numbers():
-    got = dataclasses.asdict(from_hf_config(SMOLLM2))
-    rope = got.pop("rope")
-    assert (rope["kind"], rope["theta"]) == ("default", 100000.0)
-    assert got == {
-        "family": "LlamaForCausalLM",
-        "num_layers": 30,
-        "width": 576,
-        "num_heads": 9,
-        "num_kv_heads": 3,
-        "head_size": 64,
-        "ff_width": 1536,
-        "vocab_size": 49152,
-        "norm_eps": 1e-5,
-        "max_positions": 8192,
-        "qkv_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "tied_head": True,
-    }
+    assert from_hf_config(SMOLLM2) == Architecture(
+        family="LlamaForCausalLM",
+        num_layers=30,
+        width=576,
+        num_heads=9,
+        num_kv_heads=3,
+        head_size=64,
+        ff_width=1536,
+        vocab_size=49152,
+        norm_eps=1e-5,
+        rope=Rope(kind="default", theta=100000.0, original_positions=8192),
+        max_positions=8192,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tied_head=True,
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)

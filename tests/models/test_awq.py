@@ -10,7 +10,6 @@ from qerl.config.options import QuantizeOptions
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.formats.block_scale import least_squares
-from qerl.models.architecture import from_hf_config
 from qerl.models.awq import (
     ScaledCheckpoint,
     awq,
@@ -26,6 +25,7 @@ from qerl.models.compressed_tensors import (
     read_packed,
     write_quantized,
 )
+from qerl.models.families import from_hf_config
 from qerl.models.loader import build_decoder
 from qerl.models.quantize import quantize
 from qerl.models.safetensors_file import SafetensorsFolder

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl.errors import RunError, UserError
 from qerl.formats import FORMATS, NVFP4
-from qerl.models.architecture import from_hf_config
 from qerl.models.compressed_tensors import (
     LAYOUTS,
     checkpoint_notices,
@@ -20,6 +19,7 @@ from qerl.models.compressed_tensors import (
     read_packed,
     write_quantized,
 )
+from qerl.models.families import from_hf_config
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.state_dict import linear_groups
 from qerl.models.tokenizer import load_tokenizer

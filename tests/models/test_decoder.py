@@ -77,7 +77,7 @@ def test_in_bf16_the_residual_stream_is_fp32_and_is_not_rounded():
         return streams[-1].clone()
 
     with torch.no_grad():
-        hidden_TD = decoder(TOKENS_T, torch.arange(len(TOKENS_T)), lambda layer, q, k, v: q, watched)
+        hidden_TD = decoder(TOKENS_T, torch.arange(len(TOKENS_T)), lambda layer, q, k, v, options: q, watched)
     assert hidden_TD.dtype == torch.bfloat16
     for h_TD in streams:
         assert h_TD.dtype == torch.float32
@@ -115,7 +115,7 @@ class _Cache:
     def prefill(self, spans):
         layout = PagedLayout.of(spans, self.page_tokens, "cpu")
 
-        def attend(layer_index, q_TNH, k_TKH, v_TKH):
+        def attend(layer_index, q_TNH, k_TKH, v_TKH, options):
             for s in spans:
                 own = slice(s.start_row, s.start_row + s.num_rows)
                 positions = torch.arange(s.first_position, s.first_position + s.num_rows)
@@ -123,15 +123,16 @@ class _Cache:
             if not layout.is_fresh:
                 pages = self.k[layer_index], self.v[layer_index]
                 k_TKH, v_TKH = (each.flatten(0, 1)[layout.key_slots] for each in pages)
-            return span_attention(q_TNH, k_TKH, v_TKH, layout)
+            return span_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
         return attend
 
     def decode(self, tables_BX, lengths_B):
-        def attend(layer_index, q_BNH, k_BKH, v_BKH):
+        def attend(layer_index, q_BNH, k_BKH, v_BKH, options):
             rows_B = torch.stack([self.rows(t, n - 1) for t, n in zip(tables_BX, lengths_B, strict=True)])
             self.write(layer_index, rows_B, k_BKH, v_BKH)
-            return paged_decode(q_BNH, self.k[layer_index], self.v[layer_index], tables_BX, lengths_B)
+            pages = self.k[layer_index], self.v[layer_index]
+            return paged_decode(q_BNH, *pages, tables_BX, lengths_B, options)
 
         return attend
 

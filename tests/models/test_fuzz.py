@@ -19,7 +19,8 @@ from checkpoints import tiny, write_gguf
 from published import CONFIGS
 
 from qerl.errors import UserError
-from qerl.models.architecture import Architecture, from_hf_config
+from qerl.models.architecture import Architecture
+from qerl.models.families import from_hf_config
 from qerl.models.gguf_file import GgufFile
 from qerl.models.safetensors_file import SafetensorsFolder
 

@@ -5,7 +5,7 @@ import torch
 from checkpoints import byte_tokens, halves_to_pairs, tiny, write_gguf
 
 from qerl.errors import UserError
-from qerl.models.architecture import from_hf_config
+from qerl.models.families import from_hf_config
 from qerl.models.gguf_file import GgufFile
 from qerl.models.state_dict import tensor_shapes
 

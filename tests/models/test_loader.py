@@ -32,7 +32,7 @@ def load(path, *, format="bf16", compute=torch.float32, resident=False):
     )
 
 
-def attend(layer_index, q_TNH, k_TKH, v_TKH):
+def attend(layer_index, q_TNH, k_TKH, v_TKH, options):
     group = q_TNH.shape[1] // k_TKH.shape[1]
     k_TNH, v_TNH = k_TKH.repeat_interleave(group, 1), v_TKH.repeat_interleave(group, 1)
     q, k, v = (x.transpose(0, 1) for x in (q_TNH, k_TNH, v_TNH))

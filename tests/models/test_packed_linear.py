@@ -34,7 +34,7 @@ def outputs(decoder):
     tokens_T = torch.arange(200, device=decoder.device) % 61
     layout = PackedLayout.of(trees, decoder.device)
 
-    def attend(layer_index, q_TNH, k_TKH, v_TKH):
+    def attend(layer_index, q_TNH, k_TKH, v_TKH, options):
         return packed_attention(q_TNH, k_TKH, v_TKH, layout)
 
     hidden_TD = decoder(tokens_T, positions_T, attend)

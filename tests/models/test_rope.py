@@ -5,7 +5,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conftest import rms_error
 from qerl.kernels.rotary import rotate
-from qerl.models.architecture import from_hf_config
+from qerl.models.families import from_hf_config
 from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -8,9 +8,10 @@ import transformers
 from torch import Tensor
 
 from qerl.formats import BF16
-from qerl.kernels.attention import PackedLayout, packed_attention
-from qerl.models.architecture import from_hf_config
+from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.decoder import Decoder
+from qerl.models.families import from_hf_config
 from qerl.types import Tree
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -74,15 +75,17 @@ def forest(*shapes: tuple[int, tuple[int, ...]]) -> list[Tree]:
 
 def packed(trees: list[Tree], device: torch.device | str = "cpu"):
     """An attend within the trees, and each row's position in its own sequence."""
-    layout = PackedLayout.of(trees, device)
+    layout = TreeLayout.of(trees, device)
     positions: list[int] = []
     for tree in trees:
         positions += range(tree.prompt_tokens)
         for length in tree.branch_tokens:
             positions += range(tree.prompt_tokens, tree.prompt_tokens + length)
 
-    def attend(layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        return packed_attention(q_TNH, k_TKH, v_TKH, layout)
+    def attend(
+        layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        return tree_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
     return torch.tensor(positions, device=device), attend
 

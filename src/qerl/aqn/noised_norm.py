@@ -10,7 +10,7 @@ below 2e-3 would be rounded away where the weight is near 1. Weights are frozen:
 import torch
 from torch import Tensor, nn
 
-from qerl.kernels.rms_norm import fork
+from qerl.kernels.rms_norm import fork, rms_norm
 
 
 class NoisedRMSNorm(nn.Module):
@@ -29,6 +29,11 @@ class NoisedRMSNorm(nn.Module):
         added to in place."""
         noise, rows_T = self.noise_of(noise_rows_T)
         return fork(h_TD, self.weight, noise, self.eps, dtype=self.compute, room=room, rows_T=rows_T)
+
+    def normed(self, y_TD: Tensor, noise_rows_T: Tensor | None = None) -> Tensor:
+        """Return the norm alone, of what is not used again."""
+        noise, rows_T = self.noise_of(noise_rows_T)
+        return rms_norm(y_TD, self.weight, noise, self.eps, dtype=self.compute, rows_T=rows_T)
 
     def noise_of(self, noise_rows_T: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return (noise, its rows) as the kernels take them; a table without rows is no noise."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qerl.engine.kv_cache import KVCache, slots_of
 from qerl.kernels.attention import paged_decode
+from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.decode_state import DecodeState
 from qerl.models.decoder import Decoder
 
@@ -38,7 +39,7 @@ class TorchForward:
         cache: KVCache,
         max_rows: int,
         max_pages: int,
-        decode: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = paged_decode,
+        decode: Callable[..., Tensor] = paged_decode,
     ):
         """decode: paged_decode, or a function with its signature."""
         self._decoder, self._cache, self._decode = decoder, cache, decode
@@ -56,10 +57,12 @@ class TorchForward:
         slots_B = slots_of(pages_B, positions_B, cache.page_tokens).where(is_live_B, cache.unused_slot)
         lengths_B = positions_B + 1
 
-        def attend(layer_index: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor) -> Tensor:
+        def attend(
+            layer_index: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, options: AttentionOptions
+        ) -> Tensor:
             cache.write(layer_index, slots_B, k_BKH, v_BKH)
             k, v, tables = cache.readable(layer_index, tables_BX, q_BNH.dtype)
-            return self._decode(q_BNH, k, v, tables, lengths_B)
+            return self._decode(q_BNH, k, v, tables, lengths_B, options)
 
         tokens_B = state.tokens_B[:num_rows].long()
         return self._decoder(tokens_B, positions_B, attend, noise_rows_T=state.noise_rows_B[:num_rows])

@@ -73,6 +73,8 @@ class HopperForward:
             return "they are for Hopper GPUs"
         if decoder.compute != torch.bfloat16:
             return "they compute in bf16"
+        if a.special_part is not None:
+            return f"they do not compute {a.special_part}"
         if a.mlp_bias:
             return "they take no biases in the MLP"
         if not supports_attention(a.num_heads, a.num_kv_heads, a.head_size, page_tokens):
@@ -175,6 +177,6 @@ def _angles(decoder: Decoder, positions_T: Tensor) -> Tensor:
     a = decoder.architecture
     half = a.head_size // 2
     cosine_T1H, sine_T1H = cosine_sine(
-        positions_T, inverse_frequencies(a.rope, a.head_size).to(decoder.device), magnitude(a.rope)
+        positions_T, inverse_frequencies(a.rope, a.rotated).to(decoder.device), magnitude(a.rope)
     )
     return torch.cat((cosine_T1H[:, 0, :half], sine_T1H[:, 0, half:]), dim=-1).contiguous()

@@ -14,6 +14,7 @@ from torch import Tensor
 from qerl.engine.kv_cache import KVCache, slots_of
 from qerl.engine.scheduler import num_pages
 from qerl.kernels.attention import PagedLayout, Span, span_attention
+from qerl.kernels.attention_options import AttentionOptions
 from qerl.models.decoder import Decoder
 
 
@@ -80,11 +81,13 @@ class Prefill:
         layout = PagedLayout.of(spans, cache.page_tokens, device)
         slots_T = torch.cat(slots).to(device)
 
-        def attend(layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        def attend(
+            layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions
+        ) -> Tensor:
             k_TKH, v_TKH = cache.write(layer_index, slots_T, k_TKH, v_TKH)
             if not layout.is_fresh:
                 k_TKH, v_TKH = cache.rows(layer_index, layout.key_slots, q_TNH.dtype)
-            return span_attention(q_TNH, k_TKH, v_TKH, layout)
+            return span_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
         self.num_forwards += 1
         self.num_tokens += row

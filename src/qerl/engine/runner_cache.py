@@ -147,7 +147,7 @@ def _kernel_head(decoder: Decoder) -> Head | None:
     """Return the decoder's own head in the form of a sampling kernel; None if no kernel supports it."""
     head, (vocab_size, width) = decoder.lm_head, decoder.lm_head.shape
     fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
-    if decoder.device.type != "cuda" or not fits:
+    if decoder.device.type != "cuda" or not fits or not head.is_plain:
         return None
     if isinstance(head.packed, FP8):
         return head.packed

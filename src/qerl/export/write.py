@@ -32,8 +32,8 @@ from qerl.models.gptq import requantize
 from qerl.models.merge_note import write_note
 from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
-from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.source import locate
+from qerl.models.stored_names import language_config, stored_tensors
 from qerl.models.tokenizer import load_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -73,11 +73,11 @@ def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:
 def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
     decoder, source = load_fp32_policy(run, config, torch.device("cpu")), locate(config.model.path)
     with hf_writer.atomic_folder(out) as folder:
-        hf_writer.write_shards(folder, _merged_tensors(decoder, dtype))
-        hf_config = without_quantization(source.open().config)
+        hf_writer.write_shards(folder, stored_tensors(decoder.architecture, _merged_tensors(decoder, dtype)))
+        hf_config = without_quantization(language_config(source.open().config))
         hf_writer.write_json(folder / "config.json", with_dtype(hf_config, dtype))
         hf_writer.write_tokenizer(folder, source)
-        if (note := make_note(run, config, decoder, SafetensorsFolder(folder))) is not None:
+        if (note := make_note(run, config, decoder, locate(str(folder)).open())) is not None:
             write_note(folder, note)
 
 

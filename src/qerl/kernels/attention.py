@@ -2,7 +2,8 @@
 
     o_n = softmax(q_n @ k^T / sqrt(H)) @ v      over the keys a query may see; k, v of head n * K // N
 
-Every call works on spans. A span is a run of neighboring query rows and the rows of its keys: the last query
+`AttentionOptions` change the scale, cap the scores, or let a query see its last keys only (a window). Every
+call works on spans. A span is a run of neighboring query rows and the rows of its keys: the last query
 sees all keys, the one before it all but the last, and so on.
 
     a packed tree     one span for the prompt; one per branch, whose keys are the prompt's rows and its own
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.matmul_fp32 import product
 from qerl.types import Tree
 
@@ -47,16 +49,24 @@ MAX_BLOCK_SCORES = 1 << 20  # [B, Q, S] elements of one head; 4 bytes each, time
 MAX_PADDING = 1.5  # padded scores / true scores within a block
 
 
-def reference(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, trees: list[Tree]) -> Tensor:
+def reference(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, trees: list[Tree], options: AttentionOptions = PLAIN
+) -> Tensor:
     """The definition in float64, one query at a time; differentiable."""
     group, rows = q_TNH.shape[1] // k_TKH.shape[1], []
     k_TNH, v_TNH = (x.double().repeat_interleave(group, 1) for x in (k_TKH, v_TKH))
     for tree in trees:
         for start, length, prefix in _runs(tree):
             for i in range(start, start + length):
-                seen = [*prefix, *range(start, i + 1)]
-                scores_SN = torch.einsum("nh,snh->sn", q_TNH[i].double(), k_TNH[seen]) / q_TNH.shape[2] ** 0.5
-                rows.append(torch.einsum("sn,snh->nh", scores_SN.softmax(0), v_TNH[seen]))
+                seen = [*prefix, *range(start, i + 1)][-(options.window or 0) :]
+                scores_SN = torch.einsum("nh,snh->sn", q_TNH[i].double(), k_TNH[seen])
+                scores_SN = scores_SN * options.scale_of(q_TNH.shape[2])
+                if options.softcap is not None:
+                    scores_SN = options.softcap * (scores_SN / options.softcap).tanh()
+                if options.sinks_N is not None:
+                    scores_SN = torch.cat((scores_SN, options.sinks_N.double()[None]))
+                p_SN = scores_SN.softmax(0)[: len(seen)]
+                rows.append(torch.einsum("sn,snh->nh", p_SN, v_TNH[seen]))
     return torch.stack(rows)
 
 
@@ -97,15 +107,21 @@ class PackedLayout:
     num_slots: int
 
     @classmethod
-    def of(cls, trees: list[Tree], device: torch.device | str = "cpu") -> "PackedLayout":
+    def of(
+        cls, trees: list[Tree], device: torch.device | str = "cpu", window: int | None = None
+    ) -> "PackedLayout":
         """Return the layout of trees that together cover the rows 0..T-1."""
         runs = [run for tree in trees for run in _runs(tree)]
-        return _layout([(s, n, torch.tensor([*prefix, *range(s, s + n)])) for s, n, prefix in runs], device)
+        spans = [(s, n, torch.tensor([*prefix, *range(s, s + n)])) for s, n, prefix in runs]
+        return _layout(spans, device, window)
 
 
-def _layout(spans: list[tuple[int, int, Tensor]], device: torch.device | str) -> PackedLayout:
-    """Return the layout of spans (first query row, queries, key rows) that together cover the query rows."""
-    spans = sorted(_split(spans), key=lambda span: (span[1], len(span[2])))
+def _layout(
+    spans: list[tuple[int, int, Tensor]], device: torch.device | str, window: int | None = None
+) -> PackedLayout:
+    """Return the layout of spans (first query row, queries, key rows) that together cover the query rows.
+    The rows of a span's keys are those of neighboring positions."""
+    spans = sorted(_split(spans, window), key=lambda span: (span[1], len(span[2])))
     slots_T = torch.full((max(start + n for start, n, _ in spans),), -1)
     blocks, num_slots = [], 0
     for block in _similar(spans):
@@ -113,9 +129,11 @@ def _layout(spans: list[tuple[int, int, Tensor]], device: torch.device | str) ->
         num_keys = torch.tensor([len(keys) for _, _, keys in block])
         hidden = torch.tensor([n - 1 for _, n, _ in block])[:, None] - torch.arange(Q)
         seen_BQ = num_keys[:, None] - hidden  # it grows past the span, so every padding query sees a key
-        mask_BQS = torch.zeros(len(block), Q, S).masked_fill_(
-            torch.arange(S) >= seen_BQ[..., None], float("-inf")
-        )
+        is_hidden_BQS = torch.arange(S) >= seen_BQ[..., None]
+        if window is not None:
+            last_BQ = torch.minimum(seen_BQ, num_keys[:, None])  # padding queries see keys too
+            is_hidden_BQS |= torch.arange(S) < last_BQ[..., None] - window
+        mask_BQS = torch.zeros(len(block), Q, S).masked_fill_(is_hidden_BQS, float("-inf"))
         key_rows_BS = pad_sequence([keys for _, _, keys in block], batch_first=True)
         for b, (start, n, _) in enumerate(block):
             slots_T[start : start + n] = torch.arange(num_slots + b * Q, num_slots + b * Q + n)
@@ -126,13 +144,15 @@ def _layout(spans: list[tuple[int, int, Tensor]], device: torch.device | str) ->
     return PackedLayout(tuple(blocks), slots_T.to(device), num_slots)
 
 
-def _split(spans: list[tuple[int, int, Tensor]]) -> list[tuple[int, int, Tensor]]:
-    """Split spans longer than MAX_SPAN_QUERIES and drop empty ones."""
+def _split(spans: list[tuple[int, int, Tensor]], window: int | None) -> list[tuple[int, int, Tensor]]:
+    """Split spans longer than MAX_SPAN_QUERIES; drop empty ones, and keys before every query's window."""
     pieces = []
     for start, num_queries, keys in spans:
         for first in range(0, num_queries, MAX_SPAN_QUERIES):
             n = min(MAX_SPAN_QUERIES, num_queries - first)
-            pieces.append((start + first, n, keys[: len(keys) - num_queries + first + n]))
+            stop = len(keys) - num_queries + first + n
+            first_key = 0 if window is None else max(stop - n + 1 - window, 0)
+            pieces.append((start + first, n, keys[first_key:stop]))
     return pieces
 
 
@@ -203,25 +223,48 @@ class PagedLayout:
 
     @functools.cached_property
     def packed(self) -> PackedLayout:
+        return self._packed(None)
+
+    def windowed(self, window: int | None) -> PackedLayout:
+        if window is None:
+            return self.packed
+        if window not in self._windowed:
+            self._windowed[window] = self._packed(window)
+        return self._windowed[window]
+
+    @functools.cached_property
+    def _windowed(self) -> dict[int, PackedLayout]:
+        return {}
+
+    def _packed(self, window: int | None) -> PackedLayout:
         queries, keys = self.ends.queries.tolist(), self.ends.keys.tolist()
         spans = [
             (queries[i], queries[i + 1] - queries[i], torch.arange(keys[i], keys[i + 1]))
             for i in range(len(queries) - 1)
         ]
-        return _layout(spans, self.key_slots.device)
+        return _layout(spans, self.key_slots.device, window)
 
 
-def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: PackedLayout) -> Tensor:
-    """Return o_TNH, differentiable in q, k and v. The backward pass recomputes the scores."""
+def packed_attention(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    layout: PackedLayout,
+    options: AttentionOptions = PLAIN,
+) -> Tensor:
+    """Return o_TNH, differentiable in q, k and v. The backward pass recomputes the scores. The layout is that
+    of the options' window."""
     assert len(q_TNH) == len(k_TKH) == len(layout.slots_T) and k_TKH.shape == v_TKH.shape
-    return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, layout)
+    return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, layout, options)
 
 
-def span_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PagedLayout) -> Tensor:
+def span_attention(
+    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PagedLayout, options: AttentionOptions = PLAIN
+) -> Tensor:
     """Return o_TNH over key rows that were read from the cache; has no gradient."""
     assert len(k_RKH) == len(v_RKH) == len(layout.key_slots) and k_RKH.dtype == q_TNH.dtype
-    if not q_TNH.is_cuda or q_TNH.dtype == torch.float32:
-        return _attend(q_TNH, k_RKH, v_RKH, layout.packed)
+    if not q_TNH.is_cuda or q_TNH.dtype == torch.float32 or not options.is_plain:
+        return _attend(q_TNH, k_RKH, v_RKH, layout.windowed(options.window), options)
     return flash_attention(q_TNH, k_RKH, v_RKH, layout.ends)
 
 
@@ -237,7 +280,12 @@ def flash_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, ends: SequenceE
 
 
 def paged_decode(
-    q_BNH: Tensor, pages_k: Tensor, pages_v: Tensor, tables_BX: Tensor, lengths_B: Tensor
+    q_BNH: Tensor,
+    pages_k: Tensor,
+    pages_v: Tensor,
+    tables_BX: Tensor,
+    lengths_B: Tensor,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Return o_BNH of one token per sequence over lengths_B >= 1 positions; tables_BX is padded with 0."""
     (B, N, H), K = q_BNH.shape, pages_k.shape[2]
@@ -246,37 +294,47 @@ def paged_decode(
     )
     S = k_bSH.shape[1]
     beyond_BS = torch.arange(S, device=q_BNH.device) >= lengths_B[:, None]
+    if options.window is not None:
+        beyond_BS |= torch.arange(S, device=q_BNH.device) < lengths_B[:, None] - options.window
     mask_BS = torch.zeros_like(beyond_BS, dtype=torch.float32).masked_fill_(beyond_BS, float("-inf"))
-    p_bLS = _weights(q_BNH.reshape(B * K, N // K, H), k_bSH, mask_BS[:, None, None, None])
+    mask_B111S = mask_BS[:, None, None, None]
+    p_bLS, _ = _weights(q_BNH.reshape(B * K, N // K, H), k_bSH, mask_B111S, options)
     return torch.bmm(p_bLS.to(q_BNH.dtype), v_bSH).view(B, N, H)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_TNH, k_TKH, v_TKH, layout):
+    def forward(ctx, q_TNH, k_TKH, v_TKH, layout, options):
         ctx.save_for_backward(q_TNH, k_TKH, v_TKH)
-        ctx.layout = layout
-        return _attend(q_TNH, k_TKH, v_TKH, layout)
+        ctx.layout, ctx.options = layout, options
+        return _attend(q_TNH, k_TKH, v_TKH, layout, options)
 
     @staticmethod
     def backward(ctx, do_TNH):  # type: ignore[override]
         q_TNH, k_TKH, v_TKH = ctx.saved_tensors
-        return *_attend_backward(do_TNH, q_TNH, k_TKH, v_TKH, ctx.layout), None
+        return *_attend_backward(do_TNH, q_TNH, k_TKH, v_TKH, ctx.layout, ctx.options), None, None
 
 
-def _attend(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PackedLayout) -> Tensor:
+def _attend(
+    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: PackedLayout, options: AttentionOptions
+) -> Tensor:
     q_slots = _to_slots(q_TNH, layout)
     o_slots = torch.empty_like(q_slots)
     for block in layout.blocks:
         B, K = len(block.key_rows_BS), k_RKH.shape[1]
         k_bSH, v_bSH = (_heads_first(_rows(x, block), B, K) for x in (k_RKH, v_RKH))
-        p_bLS = _weights(_heads_first(q_slots[block.slots], B, K), k_bSH, block.mask_B11QS)
+        p_bLS, _ = _weights(_heads_first(q_slots[block.slots], B, K), k_bSH, block.mask_B11QS, options)
         o_slots[block.slots] = _heads_last(torch.bmm(p_bLS.to(q_TNH.dtype), v_bSH), B, q_TNH.shape[1])
     return o_slots.index_select(0, layout.slots_T)
 
 
 def _attend_backward(
-    do_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: PackedLayout
+    do_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    layout: PackedLayout,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With dp = do @ v^T:  ds = p * (dp - sum(p * dp)),  dq = ds @ k,  dk = ds^T @ q,  dv = p^T @ do."""
     dtype, (_, K, H) = q_TNH.dtype, k_TKH.shape
@@ -287,10 +345,11 @@ def _attend_backward(
         B, rows = len(block.key_rows_BS), block.key_rows_BS.flatten()
         q_bLH, do_bLH = (_heads_first(x[block.slots], B, K) for x in (q_slots, do_slots))
         k_bSH, v_bSH = (_heads_first(_rows(x, block), B, K) for x in (k_TKH, v_TKH))
-        p_bLS = _weights(q_bLH, k_bSH, block.mask_B11QS)
+        p_bLS, slope_bLS = _weights(q_bLH, k_bSH, block.mask_B11QS, options)
         dv_bSH = torch.bmm(p_bLS.to(dtype).transpose(1, 2), do_bLH)
         pdp_bLS = product(do_bLH, v_bSH.transpose(1, 2)).mul_(p_bLS)
-        ds_bLS = pdp_bLS.sub_(p_bLS.mul_(pdp_bLS.sum(-1, keepdim=True))).mul_(H**-0.5).to(dtype)
+        ds_bLS = pdp_bLS.sub_(p_bLS.mul_(pdp_bLS.sum(-1, keepdim=True))).mul_(options.scale_of(H))
+        ds_bLS = (ds_bLS if slope_bLS is None else ds_bLS.mul_(slope_bLS)).to(dtype)
         dq_slots[block.slots] = _heads_last(torch.bmm(ds_bLS, k_bSH), B, q_TNH.shape[1])
         dk_bSH = torch.bmm(ds_bLS.transpose(1, 2), q_bLH)
         _add_rows(dk_TKH, rows, _heads_last(dk_bSH, B, K).float())
@@ -298,12 +357,15 @@ def _attend_backward(
     return dq_slots.index_select(0, layout.slots_T), dk_TKH.to(dtype), dv_TKH.to(dtype)
 
 
-def _weights(q_bLH: Tensor, k_bSH: Tensor, mask_B11QS: Tensor) -> Tensor:
-    """Return p_bLS in fp32."""
+def _weights(
+    q_bLH: Tensor, k_bSH: Tensor, mask_B11QS: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Return p_bLS in fp32, and the slope of the soft cap if there is one."""
     b, L, H = q_bLH.shape
     (B, _, _, Q, S), K = mask_B11QS.shape, b // len(mask_B11QS)
-    scores = product(q_bLH, k_bSH.transpose(1, 2)).view(B, K, L // Q, Q, S)
-    return scores.mul_(H**-0.5).add_(mask_B11QS).softmax(-1).view(b, L, S)
+    scores, slope = options.scaled(product(q_bLH, k_bSH.transpose(1, 2)).view(B, K, L // Q, Q, S), H)
+    p_bLS = options.softmax(scores.add_(mask_B11QS)).reshape(b, L, S)
+    return p_bLS, None if slope is None else slope.view(b, L, S)
 
 
 def _to_slots(x_TNH: Tensor, layout: PackedLayout) -> Tensor:

@@ -12,28 +12,40 @@ test_chunked_attention.py). fp32 inside; p is rounded to the operands' dtype for
 import torch
 from torch import Tensor
 
+from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.matmul_fp32 import product
 
 CASES = ((6, 2, 16, 5, 40), (9, 3, 64, 16, 24), (4, 4, 32, 64, 3))  # N, K, H, page_tokens, pages of a table
 CHUNK = 128
+_LEAST = -1e30  # finite, so that a chunk of which a row sees no position changes nothing
 
 
 def chunked_decode(
-    q_BNH: Tensor, pages_k: Tensor, pages_v: Tensor, tables_BX: Tensor, lengths_B: Tensor
+    q_BNH: Tensor,
+    pages_k: Tensor,
+    pages_v: Tensor,
+    tables_BX: Tensor,
+    lengths_B: Tensor,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Return o_BNH over lengths_B >= 1 positions per row; tables_BX is padded with initialized pages."""
     (B, N, H), (page_tokens, K), X = q_BNH.shape, pages_k.shape[1:3], tables_BX.shape[1]
     q_bLH = q_BNH.reshape(B * K, N // K, H)
-    largest_bL1 = torch.full((B * K, N // K, 1), -torch.inf, device=q_BNH.device)
+    largest_bL1 = torch.full((B * K, N // K, 1), _LEAST, device=q_BNH.device)
     sum_bL1, o_bLH = torch.zeros_like(largest_bL1), torch.zeros(q_bLH.shape, device=q_BNH.device)
+    if options.sinks_N is not None:
+        largest_bL1 = options.sinks_N.view(1, K, N // K, 1).expand(B, -1, -1, -1).flatten(0, 1).clone()
+        sum_bL1.fill_(1)
     for start in range(0, X * page_tokens, CHUNK):
         positions_C = torch.arange(start, start + CHUNK, device=q_BNH.device)
         pages_BC = tables_BX[:, (positions_C // page_tokens).clamp(max=X - 1)]
         rows_BC = pages_BC * page_tokens + positions_C % page_tokens
         k_bCH, v_bCH = (_heads_first(pages, rows_BC) for pages in (pages_k, pages_v))
-        is_past_b1C = (positions_C >= lengths_B[:, None]).repeat_interleave(K, 0)[:, None]
-        scores_bLC = product(q_bLH, k_bCH.transpose(1, 2)).mul_(H**-0.5)
-        scores_bLC.masked_fill_(is_past_b1C, -torch.inf)
+        is_hidden_BC = positions_C >= lengths_B[:, None]
+        if options.window is not None:
+            is_hidden_BC |= positions_C < lengths_B[:, None] - options.window
+        scores_bLC, _ = options.scaled(product(q_bLH, k_bCH.transpose(1, 2)), H)
+        scores_bLC.masked_fill_(is_hidden_BC.repeat_interleave(K, 0)[:, None], -torch.inf)
         before_bL1 = largest_bL1
         largest_bL1 = torch.maximum(before_bL1, scores_bLC.amax(-1, keepdim=True))
         p_bLC, rescale_bL1 = scores_bLC.sub_(largest_bL1).exp_(), (before_bL1 - largest_bL1).exp_()

@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens and entropies of their distributions, one chunk of logits at a time.
 
     l_CV = hidden_TD[rows_C] @ head_VD.T / temperature        p_CV = softmax(l_CV)
+    with a soft cap: l_CV = cap * tanh(scale * hidden_TD[rows_C] @ head_VD.T / cap) / temperature
     logprob_C = l_C[target] - logsumexp(l_CV)         entropy_C = logsumexp(l_CV) - sum_v p_CV * l_CV
     d logprob_C / d hidden_TD[rows_C] = (onehot(target) - p_CV) @ head_VD / temperature
 
@@ -17,7 +18,7 @@ including the product's. torch's operations move about 75, which takes as long a
 """
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,10 +38,9 @@ def reference(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, temperat
 
 
 def _chunk(
-    hidden_CD: Tensor, head_VD: Tensor, targets_C1: Tensor, temperature: float, has_slope: bool
+    logits_CV: Tensor, head_VD: Tensor, targets_C1: Tensor, temperature: float, has_slope: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (logprob_C, entropy_C, onehot - p in the head's dtype) of one chunk."""
-    logits_CV = product(hidden_CD, head_VD.T)
     if row_kernel.are_vectors(head_VD) and logits_CV.shape[1] % 8 == 0:
         return _launch(logits_CV, targets_C1, temperature, has_slope)
     logits_CV.div_(temperature).sub_(logits_CV.amax(1, keepdim=True))
@@ -80,6 +80,23 @@ def _launch(
     return logprob_C, entropy_C, slope_CV
 
 
+def cap_(logits_TV: Tensor, cap: float) -> Tensor:
+    """Cap the logits in place."""
+    return logits_TV.div_(cap).tanh_().mul_(cap)
+
+
+class Softcap(NamedTuple):
+    """Softcap(cap=30.0, scale=1.0)"""
+
+    cap: float
+    scale: float
+    """Factor of the products before the cap."""
+
+    def slope(self, capped_CV: Tensor) -> Tensor:
+        """Return d capped / d product."""
+        return (capped_CV / self.cap).square_().neg_().add_(1).mul_(self.scale)
+
+
 def _walk(
     hidden_TD: Tensor,
     rows_C: Tensor,
@@ -87,6 +104,7 @@ def _walk(
     targets_C: Tensor,
     temperature: float,
     chunk_tokens: int,
+    softcap: Softcap | None,
     slope_CD: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprob_C, entropy_C), by chunks; fill slope_CD (fp32), if given, with d logprob / d hidden."""
@@ -95,10 +113,16 @@ def _walk(
     for start in range(0, len(rows_C), chunk_tokens):
         some = slice(start, start + chunk_tokens)
         hidden_CD = hidden_TD.index_select(0, rows_C[some]).to(head_VD.dtype)
+        logits_CV, bend_CV = product(hidden_CD, head_VD.T), None
+        if softcap is not None:
+            cap_(logits_CV.mul_(softcap.scale), softcap.cap)
+            bend_CV = softcap.slope(logits_CV)
         logprob_C[some], entropy_C[some], slope_CV = _chunk(
-            hidden_CD, head_VD, targets_C[some, None], temperature, slope_CD is not None
+            logits_CV, head_VD, targets_C[some, None], temperature, slope_CD is not None
         )
+        del logits_CV
         if slope_CD is not None and slope_CV is not None:
+            slope_CV = slope_CV if bend_CV is None else slope_CV.mul_(bend_CV)
             slope_CD[some] = product(slope_CV, head_VD).div_(temperature)
         del slope_CV  # otherwise it would coexist with the next chunk's logits
     return logprob_C, entropy_C
@@ -106,10 +130,10 @@ def _walk(
 
 class _Logprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens):
+    def forward(ctx: Any, hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap):
         slope_CD = torch.empty(len(rows_C), hidden_TD.shape[1], dtype=torch.float32, device=hidden_TD.device)
         logprob_C, entropy_C = _walk(
-            hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, slope_CD
+            hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap, slope_CD
         )
         ctx.save_for_backward(slope_CD, rows_C)
         ctx.shape, ctx.dtype, ctx.chunk_tokens = hidden_TD.shape, hidden_TD.dtype, chunk_tokens
@@ -124,7 +148,7 @@ class _Logprob(torch.autograd.Function):
         for start in range(0, len(rows_C), ctx.chunk_tokens):
             some = slice(start, start + ctx.chunk_tokens)
             d_TD.index_put_((rows_C[some],), slope_CD[some] * grads[0][some, None], accumulate=True)
-        return d_TD.to(ctx.dtype), None, None, None, None, None
+        return d_TD.to(ctx.dtype), None, None, None, None, None, None
 
 
 def chunked_logprob(
@@ -135,6 +159,7 @@ def chunked_logprob(
     temperature: float,
     chunk_tokens: int,
     rows_C: Tensor | None = None,
+    softcap: Softcap | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 (logprob_C, entropy_C). logprob is differentiable in hidden_TD; entropy has no gradient.
 
@@ -146,5 +171,5 @@ def chunked_logprob(
     assert head_VD.ndim == 2 and head_VD.shape[1] == hidden_TD.shape[1] and head_VD.is_contiguous()
     assert temperature > 0 and chunk_tokens > 0
     if hidden_TD.requires_grad and torch.is_grad_enabled():
-        return _Logprob.apply(hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens)
-    return _walk(hidden_TD.detach(), rows_C, head_VD, targets_C, temperature, chunk_tokens, None)
+        return _Logprob.apply(hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap)
+    return _walk(hidden_TD.detach(), rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap, None)

@@ -13,7 +13,7 @@ R counts the gathered keys: a prompt's row appears once for the prompt and once 
 is the sum over all of these in fp32, branch by branch in the order of the rows. The backward kernel adds the
 parts of dq with atomics unless torch's deterministic mode is on, so it is turned on for that one call. For 4
 x 2,048 rows (N 28, K 4, H 128, H200) the forward pass takes 0.56 ms and the backward pass 1.6 ms. In all
-other cases (CPU, fp32, other head sizes) `attention.packed_attention` computes it.
+other cases (CPU, fp32, other head sizes, windows, soft caps) `attention.packed_attention` computes it.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from qerl.kernels.attention import PackedLayout, SequenceEnds, flash_attention, packed_attention, reference
+from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.types import Tree
 
 __all__ = ["CASES", "TreeLayout", "over_runs", "reference", "tree_attention"]
@@ -93,21 +94,34 @@ class TreeLayout:
     def packed(self) -> PackedLayout:
         return PackedLayout.of(list(self.trees), self.own_T.device)
 
+    def windowed(self, window: int | None) -> PackedLayout:
+        if window is None:
+            return self.packed
+        if window not in self._windowed:
+            self._windowed[window] = PackedLayout.of(list(self.trees), self.own_T.device, window)
+        return self._windowed[window]
+
+    @functools.cached_property
+    def _windowed(self) -> dict[int, PackedLayout]:
+        return {}
+
 
 def _indices(ranges: list[range], device: torch.device | str) -> Tensor:
     return torch.cat([torch.arange(r.start, r.stop) for r in ranges]).to(device)
 
 
-def tree_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: TreeLayout) -> Tensor:
+def tree_attention(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: TreeLayout, options: AttentionOptions = PLAIN
+) -> Tensor:
     """Return o_TNH, differentiable in q, k and v; deterministic."""
     assert len(q_TNH) == len(k_TKH) == len(layout.own_T) and k_TKH.shape == v_TKH.shape
     head_size = q_TNH.shape[2]
-    is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
+    is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32 and options.is_plain
     if is_flash and head_size % 8 == 0 and head_size <= _MAX_FLASH_HEAD:
         return over_runs(
             q_TNH, k_TKH, v_TKH, layout, lambda q, k, v, runs: flash_attention(q, k, v, runs.ends)
         )
-    return packed_attention(q_TNH, k_TKH, v_TKH, layout.packed)
+    return packed_attention(q_TNH, k_TKH, v_TKH, layout.windowed(options.window), options)
 
 
 def over_runs(

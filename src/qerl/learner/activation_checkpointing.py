@@ -138,7 +138,7 @@ class _CheckpointedLayer(torch.autograd.Function):
         call, wanted = ctx.call, ctx.needs_input_grad[1:]
         inputs = [call.kept.take(call.layer_index).requires_grad_(wanted[0]), *call.layer.parameters()]
         linears = [module for module in call.layer.modules() if isinstance(module, QuantLinear)]
-        with torch.enable_grad(), repeating(linears, unread=call.layer.mlp.down_proj):
+        with torch.enable_grad(), repeating(linears, unread=call.layer.unread_linear):
             y_TD = call(inputs[0])
             asked = [x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
             found = iter(torch.autograd.grad(y_TD, asked, dy_TD, allow_unused=True))

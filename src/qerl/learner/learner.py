@@ -28,7 +28,8 @@ from qerl.algo.kl import KL_RATIOS, k3
 from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError
-from qerl.kernels.logprob import chunked_logprob
+from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.logprob import Softcap, chunked_logprob
 from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.distributed import ALONE, Ranks
@@ -237,18 +238,22 @@ class Learner:
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (logprob_C, entropy_C) of the sampled tokens under the current model."""
 
-        def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-            return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout)
+        def attend(
+            layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions
+        ) -> Tensor:
+            return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout, options)
 
         noise_rows_T = _noise_rows(self.decoder, batch)
         hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend, self._run_layer(), noise_rows_T)
-        head = self.decoder.lm_head  # the head's alpha is folded into the temperature
+        head = self.decoder.lm_head  # without a cap the head's alpha is folded into the temperature
+        softcap = None if head.softcap is None else Softcap(head.softcap, head.alpha)
         return chunked_logprob(
             hidden_TD,
             head.operand(),
             batch.targets_C,
             rows_C=batch.source_rows_C,
-            temperature=self.config.sample.temperature / head.alpha,
+            temperature=self.config.sample.temperature / (1.0 if softcap else head.alpha),
+            softcap=softcap,
             chunk_tokens=self.config.learn.logprob_chunk_tokens,
         )
 

@@ -10,7 +10,9 @@ m_k is the mean |x_k| over a text. diag(1 / s) is folded into the module that ma
     down         into up's rows
 
 The norm's weight is stored in bfloat16: s is recomputed from the rounded weight, so that the two still
-cancel. alpha is the value among 0, 1/20, ... 1 that minimizes the sum over the linears of
+cancel. Where the residual stream is read without a norm, nothing is folded.
+
+alpha is the value among 0, 1/20, ... 1 that minimizes the sum over the linears of
 |W x - Q(W diag(s)) diag(1 / s) x|^2 over rows x of the text. alpha 0 gives s = 1, plain rounding, so the
 search never increases a group's error. Each group is searched alone, with the original model's inputs;
 folding the factors of o and down rescales rows of v and up, and the block scales follow. AWQ's clipping is
@@ -32,6 +34,7 @@ from torch import Tensor
 from qerl.algo.batches import batches
 from qerl.errors import UserError
 from qerl.formats import PackedWeight
+from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, RunLayer, run_layer
@@ -108,8 +111,8 @@ def run_sequences(
     ]
     layout = TreeLayout.of(trees, device)
 
-    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        return tree_attention(q_TNH, k_TKH, v_TKH, layout)
+    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions) -> Tensor:
+        return tree_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
     tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
     positions_T = torch.cat([torch.arange(len(tokens), device=device) for tokens in sequences])
@@ -125,6 +128,8 @@ def awq(
     for layer_index in range(architecture.num_layers):
         at = f"model.layers.{layer_index}"
         for spec in layer.groups:
+            if spec.input_from is None:
+                continue
             group, before, is_o = (
                 [f"{at}.{x.name}" for x in spec.linears],
                 f"{at}.{spec.input_from}",

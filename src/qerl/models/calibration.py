@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import UserError
-from qerl.kernels.attention import PackedLayout, packed_attention
+from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.decoder import Attend
 from qerl.tracking.atomic_file import decode
 from qerl.types import Tree
@@ -59,10 +60,10 @@ def pack_groups(
         trees.append(Tree(start=start, prompt_tokens=len(prompt), branch_tokens=tuple(map(len, samples))))
         if len(tokens) >= max_tokens:
             break
-    layout = PackedLayout.of(trees, device)
+    layout = TreeLayout.of(trees, device)
 
-    def attend(layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        return packed_attention(q_TNH, k_TKH, v_TKH, layout)
+    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions) -> Tensor:
+        return tree_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
     return Calibration(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend)
 

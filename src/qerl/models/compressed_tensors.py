@@ -38,6 +38,7 @@ from qerl.models.state_dict import (
     read_float,
     tensor_shapes,
 )
+from qerl.models.stored_names import NamedCheckpoint, language_config, stored_tensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,12 +99,15 @@ def detect_layout(checkpoint: Checkpoint) -> CheckpointLayout | None:
 
 
 def checkpoint_notices(checkpoint: Checkpoint) -> list[str]:
-    """Return a line if the checkpoint quantizes the inputs of its linears too (W4A4), which is dropped."""
+    """Return a line about tensors of other modalities, and one if the checkpoint quantizes the inputs of its
+    linears too (W4A4): both are dropped."""
     config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
     groups = config.get("config_groups") if isinstance(config, dict) else None
     found = [g.get("input_activations") for g in groups.values() if isinstance(g, dict)] if groups else []
     bits = sorted({str(each.get("num_bits")) for each in found if isinstance(each, dict)})
-    return [
+    skipped = checkpoint.num_skipped if isinstance(checkpoint, NamedCheckpoint) else 0
+    notices = [f"{checkpoint.path}: {skipped} tensors of other modalities are not loaded"] * bool(skipped)
+    return notices + [
         f"{checkpoint.path}: quantization of activations to {' and '.join(bits)} bits is dropped; inputs"
         " of the 4-bit weights are in model.dtype"
     ] * bool(bits)
@@ -174,8 +178,9 @@ def write_quantized(
     check_tensors(checkpoint, tensor_shapes(architecture))
     folded = checkpoint if fold is None else fold(checkpoint)
     with atomic_folder(out) as folder:
-        write_shards(folder, _quantized_tensors(folded, architecture, LAYOUTS[format], scales), shard_bytes)
-        write_quantized_config(folder, checkpoint.config, LAYOUTS[format])
+        tensors = _quantized_tensors(folded, architecture, LAYOUTS[format], scales)
+        write_shards(folder, stored_tensors(architecture, tensors), shard_bytes)
+        write_quantized_config(folder, language_config(checkpoint.config), LAYOUTS[format])
         write_tokenizer(folder, source)
 
 

@@ -5,14 +5,17 @@
     h = h + down_proj(silu(gate) * up)                   gate, up of post_attention_layernorm(h)
     hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32 (lm_head.py)
 
+A family may place norms after attention and MLP too, scale and cap, or rotate in another way: Architecture.
+
 The residual stream h is fp32, everything else is in the compute dtype. Rounding h to bf16 at each of a 7B
 model's 56 sums would cause most of the difference between the engine and the learner.
 
-The passes differ only in the function attend(layer_index, q_TNH, k_TKH, v_TKH) -> o_TNH. The learner's
-attends within packed rows; the engine's writes k and v to the KV cache and attends to that. Submodules have
-Hugging Face's names without the leading "model.".
+The passes differ only in the function attend(layer_index, q_TNH, k_TKH, v_TKH, options) -> o_TNH. The
+learner's attends within packed rows; the engine's writes k and v to the KV cache and attends to that.
+Submodules have Hugging Face's names without the leading "model.".
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -22,24 +25,28 @@ from torch import Tensor, nn
 
 from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
+from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.nvfp4_unpack import UnpackRows
-from qerl.kernels.rotary import rotate
-from qerl.models.architecture import Architecture
+from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
-from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
+from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 class RowContext(NamedTuple):
     """Inputs of the layers that belong to rows."""
 
-    angles: tuple[Tensor, Tensor]
-    """Cosines and sines of each row's position."""
+    angles: dict[str, Angles]
+    """Of each row's position, by LayerKind.rope."""
     noise_rows_T: Tensor | None
     """Index of each row's noise in the noise table, int32; None uses no table."""
 
@@ -62,28 +69,52 @@ def _linears(group: LinearGroupSpec, compute: torch.dtype, device: torch.device)
 
 
 class Attention(nn.Module):
-    def __init__(self, arch: Architecture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        arch: Architecture,
+        spec: LayerSpec,
+        kind: LayerKind,
+        compute: torch.dtype,
+        device: torch.device,
+    ):
         super().__init__()
-        self.head_size = arch.head_size
+        self.head_size, self.rope, self._is_interleaved = arch.head_size, kind.rope, arch.rope_is_interleaved
+        self.options = AttentionOptions(
+            scale=arch.attention_scale, softcap=arch.attention_softcap, window=kind.window
+        )
         self.q_proj, self.k_proj, self.v_proj = _linears(spec.qkv, compute, device)
         (self.o_proj,) = _linears(spec.o, compute, device)
+        self._norms_heads = arch.qk_norm_over == "head"
         if arch.qk_norm:
-            self.q_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, compute=compute, device=device)
-            self.k_norm: nn.Module = RMSNorm(arch.head_size, arch.norm_eps, compute=compute, device=device)
+            widths = (spec.norm_widths[f"self_attn.{name}"] for name in ("q_norm", "k_norm"))
+            q_norm, k_norm = (RMSNorm(n, arch.norm_eps, compute=compute, device=device) for n in widths)
+            self.q_norm: nn.Module = q_norm
+            self.k_norm: nn.Module = k_norm
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(
-        self, h_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], layer_index: int, attend: Attend
-    ) -> Tensor:
-        """Return h plus attention over x; h is overwritten."""
-        q_TNH, k_TKH, v_TKH = (
-            y_TN.unflatten(1, (-1, self.head_size))
-            for y_TN in project(x_TD, self.qkv_projs, gaps_are_free=True)
-        )
-        q_TNH, k_TKH = rotate(self.q_norm(q_TNH), *angles), rotate(self.k_norm(k_TKH), *angles)
-        o_TNH = attend(layer_index, q_TNH, k_TKH, v_TKH)
-        return project_onto(h_TD, o_TNH.flatten(1), self.o_proj)
+    def forward(self, x_TD: Tensor, angles: dict[str, Angles], layer_index: int, attend: Attend) -> Tensor:
+        """Return the heads' outputs side by side, which o_proj multiplies."""
+        q_TN, k_TK, v_TK = project(x_TD, self.qkv_projs, gaps_are_free=True)
+        q_TNH, k_TKH = self._rotated(self._normed(q_TN, self.q_norm), self._normed(k_TK, self.k_norm), angles)
+        o_TNH = attend(layer_index, q_TNH, k_TKH, v_TK.unflatten(1, (-1, self.head_size)), self.options)
+        return o_TNH.flatten(1)
+
+    def _normed(self, y_TN: Tensor, norm: nn.Module) -> Tensor:
+        """Return heads [T, N, H]."""
+        if self._norms_heads:
+            return norm(y_TN.unflatten(1, (-1, self.head_size)))
+        return norm(y_TN).unflatten(1, (-1, self.head_size))
+
+    def _rotated(
+        self, q_TNH: Tensor, k_TKH: Tensor, angles_by_rope: dict[str, Angles]
+    ) -> tuple[Tensor, Tensor]:
+        if self.rope == "none":
+            return q_TNH, k_TKH
+        angles = angles_by_rope[self.rope]
+        q_TNH, k_TKH = (rotate_heads(x, angles, is_interleaved=self._is_interleaved) for x in (q_TNH, k_TKH))
+        scale_T11 = angles.query_scale_T11
+        return q_TNH if scale_T11 is None else q_TNH * scale_T11.to(q_TNH.dtype), k_TKH
 
     @property
     def qkv_projs(self) -> tuple[QuantLinear, QuantLinear, QuantLinear]:
@@ -91,15 +122,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, spec: LayerSpec, compute: torch.dtype, device: torch.device):
+    def __init__(self, arch: Architecture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
+        self._activation = arch.activation
         self.gate_proj, self.up_proj = _linears(spec.gate_up, compute, device)
         (self.down_proj,) = _linears(spec.down, compute, device)
 
-    def forward(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """Return h plus the MLP of x; h is overwritten."""
-        act_TF = project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
-        return project_onto(h_TD, act_TF, self.down_proj, gaps_are_free=True)
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return silu(gate) * up, which down_proj multiplies; with room behind its rows, or with none."""
+        if self._activation == "silu":
+            return project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
+        gate_TF, up_TF = project(x_TD, self.gate_up_projs, gaps_are_free=True)
+        return _GATES[self._activation](gate_TF) * up_TF
 
     @property
     def gate_up_projs(self) -> tuple[QuantLinear, QuantLinear]:
@@ -107,22 +141,56 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, arch: Architecture, compute: torch.dtype, device: torch.device):
+    def __init__(self, arch: Architecture, layer_index: int, compute: torch.dtype, device: torch.device):
         super().__init__()
-        self.spec = layer_spec(arch)
-        self.self_attn = Attention(arch, self.spec, compute, device)
-        self.mlp = MLP(self.spec, compute, device)
-        self.input_layernorm = NoisedRMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
-        self.post_attention_layernorm = NoisedRMSNorm(
-            arch.width, arch.norm_eps, compute=compute, device=device
-        )
+        self.spec, self.norms, self._residual_scale = layer_spec(arch), arch.norms, arch.residual_scale
+        self.self_attn = Attention(arch, self.spec, arch.kind(layer_index), compute, device)
+        self.mlp = MLP(arch, self.spec, compute, device)
+        for name in arch.norms.names:
+            kind = NoisedRMSNorm if name in arch.norms.noised else RMSNorm
+            self.add_module(name, kind(arch.width, arch.norm_eps, compute=compute, device=device))
 
     def forward(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
         angles, noise_rows_T = context
-        x_TD, h_TD = self.input_layernorm(h_TD, noise_rows_T, room=room(self.self_attn.qkv_projs))
-        h_TD = self.self_attn(h_TD, x_TD, angles, layer_index, attend)
-        x_TD, h_TD = self.post_attention_layernorm(h_TD, noise_rows_T, room=room(self.mlp.gate_up_projs))
-        return self.mlp(h_TD, x_TD)
+        norms, attention, mlp = self.norms, self.self_attn, self.mlp
+        x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, attention.qkv_projs)
+        o_TC = attention(x_TD, angles, layer_index, attend)
+        h_TD = self._add(h_TD, o_TC, attention.o_proj, norms.after_attention, noise_rows_T)
+        x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
+        y_TF = mlp(x_TD)
+        return self._add(h_TD, y_TF, mlp.down_proj, norms.after_mlp, noise_rows_T, gaps_are_free=True)
+
+    def _before(
+        self, norm: str | None, h_TD: Tensor, noise_rows_T: Tensor | None, readers: tuple[QuantLinear, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the linears read, and an h that may be modified in place."""
+        if norm is None:
+            x_TD = h_TD.to(readers[0].compute, copy=True)
+            return x_TD, h_TD.clone() if torch.is_grad_enabled() else h_TD
+        return getattr(self, norm)(h_TD, noise_rows_T, room=room(readers))
+
+    def _add(
+        self,
+        h_TD: Tensor,
+        x_TK: Tensor,
+        linear: QuantLinear,
+        norm: str | None,
+        noise_rows_T: Tensor | None,
+        *,
+        gaps_are_free: bool = False,
+    ) -> Tensor:
+        """Return h plus the product, normed and scaled as the family does; h is overwritten."""
+        if norm is None and self._residual_scale == 1:
+            return project_onto(h_TD, x_TK, linear, gaps_are_free=gaps_are_free)
+        (y_TD,) = project(x_TK, (linear,), gaps_are_free=gaps_are_free)
+        if norm is not None:
+            y_TD = getattr(self, norm).normed(y_TD, noise_rows_T)
+        return h_TD.add_(y_TD, alpha=self._residual_scale)
+
+    @property
+    def unread_linear(self) -> QuantLinear | None:
+        """The last linear, whose result no backward pass reads; None if a norm follows, which reads it."""
+        return self.mlp.down_proj if self.norms.after_mlp is None else None
 
     @property
     def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
@@ -149,16 +217,20 @@ class Decoder(nn.Module):
         arch = self.architecture = architecture
         self.compute, self.device = compute, device
         self.embed_tokens = EmbeddingTable(arch.vocab_size, arch.width, compute, device)
-        self.layers = nn.ModuleList(Layer(arch, compute, device) for _ in range(arch.num_layers))
+        self.layers = nn.ModuleList(Layer(arch, i, compute, device) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.width, arch.norm_eps, compute=compute, device=device)
         table = (
             self.embed_tokens
             if arch.tied_head
             else EmbeddingTable(arch.vocab_size, arch.width, compute, device)
         )
-        self.lm_head = LMHead(table.weight)
-        self._frequencies = inverse_frequencies(arch.rope, arch.head_size).to(device)
-        self._magnitude = magnitude(arch.rope)
+        self.lm_head = LMHead(table.weight, scale=arch.logit_scale, softcap=arch.logit_softcap)
+        # rounded, as the models that scale it were trained
+        self._embedding_scale = torch.tensor(arch.embedding_scale, dtype=compute).item()
+        ropes = {"main": arch.rope} | ({} if arch.local_rope is None else {"local": arch.local_rope})
+        self._ropes = {
+            name: (rope, inverse_frequencies(rope, arch.rotated).to(device)) for name, rope in ropes.items()
+        }
         self.noise_table = NoiseTable([m for m in self.modules() if isinstance(m, NoisedRMSNorm)])
 
     def forward(
@@ -171,8 +243,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
         noise_rows_T are rows of noise_table, int32, or None."""
-        context = RowContext(cosine_sine(positions_T, self._frequencies, self._magnitude), noise_rows_T)
+        angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
+        context = RowContext(angles, noise_rows_T)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
+        if self._embedding_scale != 1:
+            h_TD.mul_(self._embedding_scale)
         for layer_index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             h_TD = run_layer(layer, h_TD, context, layer_index, attend)

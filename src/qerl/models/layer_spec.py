@@ -6,8 +6,9 @@
     gate_up   gate_proj | up_proj        post_attention_layernorm(h)      D          F | F
     down      down_proj                  silu(gate) * up                  F          D
 
-Names are Hugging Face's, relative to the layer ("self_attn.q_proj"). The model, its loaders and writers, the
-memory plan, the engine and the benchmarks take a layer's geometry from here.
+Norms before and after are those of Architecture.norms. Names are Hugging Face's, relative to the layer
+("self_attn.q_proj"). The model, its loaders and writers, the memory plan, the engine and the benchmarks take
+a layer's geometry from here.
 """
 
 import dataclasses
@@ -40,8 +41,9 @@ class LinearGroupSpec:
 
     name: str
     linears: tuple[LinearSpec, ...]
-    input_from: str
-    """Module that makes the input: multiplying its output rows by s multiplies the input's channels by s."""
+    input_from: str | None
+    """Module that makes the input: multiplying its output rows by s multiplies the input's channels by s.
+    None: the residual stream itself is read."""
 
     @property
     def in_width(self) -> int:
@@ -73,7 +75,7 @@ class LayerSpec:
     gate_up: LinearGroupSpec
     down: LinearGroupSpec
     norm_widths: dict[str, int]
-    """Width of each norm by its name; q_norm and k_norm act on one head."""
+    """Width of each norm by its name; q_norm and k_norm act on one head or on all."""
 
     @property
     def groups(self) -> tuple[LinearGroupSpec, LinearGroupSpec, LinearGroupSpec, LinearGroupSpec]:
@@ -90,7 +92,7 @@ def layer_spec(a: Architecture) -> LayerSpec:
     q_width, kv_width = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
 
     def group(
-        name: str, input_from: str, in_width: int, has_bias: bool, **out_widths: int
+        name: str, input_from: str | None, in_width: int, has_bias: bool, **out_widths: int
     ) -> LinearGroupSpec:
         block = "self_attn" if name in ("qkv", "o") else "mlp"
         linears = tuple(
@@ -101,11 +103,15 @@ def layer_spec(a: Architecture) -> LayerSpec:
 
     qkv = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
     gate_up = {"gate_proj": a.ff_width, "up_proj": a.ff_width}
-    head_norms = {"self_attn.q_norm": a.head_size, "self_attn.k_norm": a.head_size} if a.qk_norm else {}
+    head_norms = {}
+    if a.qk_norm:
+        is_over_head = a.qk_norm_over == "head"
+        widths = (a.head_size, a.head_size) if is_over_head else (q_width, kv_width)
+        head_norms = dict(zip(("self_attn.q_norm", "self_attn.k_norm"), widths, strict=True))
     return LayerSpec(
-        qkv=group("qkv", "input_layernorm", a.width, a.qkv_bias, **qkv),
+        qkv=group("qkv", a.norms.before_attention, a.width, a.qkv_bias, **qkv),
         o=group("o", "self_attn.v_proj", q_width, a.output_bias, o_proj=a.width),
-        gate_up=group("gate_up", "post_attention_layernorm", a.width, a.mlp_bias, **gate_up),
+        gate_up=group("gate_up", a.norms.before_mlp, a.width, a.mlp_bias, **gate_up),
         down=group("down", "mlp.up_proj", a.ff_width, a.mlp_bias, down_proj=a.width),
-        norm_widths={"input_layernorm": a.width, "post_attention_layernorm": a.width} | head_norms,
+        norm_widths=dict.fromkeys(a.norms.names, a.width) | head_norms,
     )

@@ -180,15 +180,17 @@ class QuantLinear(nn.Module):
 
 
 @contextlib.contextmanager
-def repeating(linears: Iterable[QuantLinear], unread: QuantLinear) -> Iterator[None]:
+def repeating(linears: Iterable[QuantLinear], unread: QuantLinear | None) -> Iterator[None]:
     """Keep each unpacked operand for one more product: a forward pass is repeated, then its backward pass
-    follows. The result of `unread`, the last linear, is skipped."""
+    follows. The result of `unread`, the last linear, is skipped, if nothing reads it."""
     try:
-        unread.is_read = False
+        if unread is not None:
+            unread.is_read = False
         with _leaving_operands(linears, OperandCache(is_held=False)):
             yield
     finally:
-        unread.is_read = True
+        if unread is not None:
+            unread.is_read = True
 
 
 @contextlib.contextmanager

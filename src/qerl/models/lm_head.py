@@ -1,6 +1,6 @@
 """The LM head: logits of hidden states, from one weight that sampler and learner share.
 
-    logits_TV = alpha * (hidden_TD @ operand_VD^T)        fp32
+    logits_TV = alpha * (hidden_TD @ operand_VD^T)        fp32; with a soft cap, cap * tanh(logits / cap)
 
     bf16    the weight in the compute dtype               the embedding's own, if they are tied
     fp8     codes, a scale for 128 x 128 of them          formats/fp8.py, scales of four significant bits
@@ -19,6 +19,7 @@ from qerl.errors import UserError
 from qerl.formats import FP8, NVFP4, PackedWeight
 from qerl.formats.fp8 import BLOCK as FP8_BLOCK
 from qerl.kernels import nvfp4_unpack
+from qerl.kernels.logprob import cap_
 from qerl.kernels.matmul_fp32 import product
 from qerl.kernels.nvfp4_decode import TILE_ROWS
 from qerl.kernels.nvfp4_unpack import UnpackRows
@@ -44,15 +45,16 @@ def check_head(format: str, vocab_size: int, width: int) -> None:
 
 
 class LMHead(nn.Module):
-    def __init__(self, weight_VD: Tensor):
+    def __init__(self, weight_VD: Tensor, *, scale: float = 1.0, softcap: float | None = None):
         super().__init__()
+        self.scale, self.softcap = scale, softcap
         self.compute, self.shape = weight_VD.dtype, (weight_VD.shape[0], weight_VD.shape[1])
         self.weight: Tensor | None
         self.register_buffer("weight", weight_VD)
         self.packed: PackedWeight | None = None
         """Weight in FP8 or NVFP4, which replaces `weight`."""
-        self.alpha = 1.0
-        """Factor that the operand leaves out."""
+        self.alpha = scale
+        """Factor that the operand leaves out; `scale` is in it."""
         self._operand: Tensor | None = None
 
     def pack(self, format: str) -> None:
@@ -67,7 +69,7 @@ class LMHead(nn.Module):
         is_tiled = self.compute == torch.bfloat16 and has_tile_kernels(packed.alpha.device)
         if isinstance(packed, NVFP4) and is_tiled:
             packed = PackedNVFP4(tile_group([packed], UnpackRows.ALL), 0)
-        self.packed, self.alpha = packed, packed.alpha.item()
+        self.packed, self.alpha = packed, self.scale * packed.alpha.item()
         self.weight = self._operand = None
 
     def make_resident(self) -> None:
@@ -82,10 +84,20 @@ class LMHead(nn.Module):
             return self.weight
         return self.packed.operand(self.compute) if self._operand is None else self._operand
 
+    @property
+    def is_plain(self) -> bool:
+        """True if alpha is the packed weight's own and logits are not capped."""
+        return self.scale == 1 and self.softcap is None
+
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits, fp32 [T, V], without a gradient."""
+        logits_TV = self._uncapped(hidden_TD)
+        return logits_TV if self.softcap is None else cap_(logits_TV, self.softcap)
+
+    def _uncapped(self, hidden_TD: Tensor) -> Tensor:
         if self.packed is None:
-            return product(hidden_TD, self.operand().T)
+            logits_TV = product(hidden_TD, self.operand().T)
+            return logits_TV if self.alpha == 1 else logits_TV.mul_(self.alpha)
         if self._operand is not None:
             return product(hidden_TD, self._operand.T).mul_(self.alpha)
         v, d = self.shape

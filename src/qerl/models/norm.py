@@ -16,5 +16,9 @@ class RMSNorm(nn.Module):
         self.weight: Tensor
         self.register_buffer("weight", torch.empty(width, dtype=torch.float32, device=device))
 
+    def normed(self, y_TD: Tensor, noise_rows_T: Tensor | None = None) -> Tensor:
+        """Return the norm as a NoisedRMSNorm does; there is no noise."""
+        return self(y_TD)
+
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, None, self.eps, dtype=self.compute)

@@ -12,13 +12,15 @@ from qerl.models.decoder import Decoder
 from qerl.models.hf_writer import atomic_folder, write_shards, write_tokenizer
 from qerl.models.source import ModelSource
 from qerl.models.state_dict import HEAD, tensor_shapes
+from qerl.models.stored_names import language_config, stored_tensors
 
 
 def write_packed(decoder: Decoder, source: ModelSource, out: Path) -> None:
     """Write the folder, with config and tokenizer of the source."""
     with atomic_folder(out) as folder:
-        write_shards(folder, _packed_tensors(decoder))
-        write_quantized_config(folder, with_dtype(source.open().config, torch.bfloat16), LAYOUTS["nvfp4"])
+        write_shards(folder, stored_tensors(decoder.architecture, _packed_tensors(decoder)))
+        config = language_config(source.open().config)
+        write_quantized_config(folder, with_dtype(config, torch.bfloat16), LAYOUTS["nvfp4"])
         write_tokenizer(folder, source)
 
 
@@ -33,7 +35,7 @@ def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def other_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the checkpoint that is not a linear's weight, by Hugging Face's name."""
+    """Yield every tensor of the checkpoint that is not a linear's weight, by the decoder's name."""
     weights = {f"model.{name}.weight" for name, _ in decoder.linears()}
     for name in tensor_shapes(decoder.architecture):
         if name not in weights:

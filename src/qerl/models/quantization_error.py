@@ -76,7 +76,8 @@ def _squares(exact: QuantLinear, quantized: QuantLinear) -> Tensor:
 
 def _float_layer(decoder: Decoder, checkpoint: Checkpoint, index: int) -> Layer:
     """Return a layer with the checkpoint's tensors, linears in bf16, without adapter."""
-    layer, prefix = Layer(decoder.architecture, decoder.compute, decoder.device), f"model.layers.{index}."
+    prefix = f"model.layers.{index}."
+    layer = Layer(decoder.architecture, index, decoder.compute, decoder.device)
     for name, buffer in layer.named_buffers():
         if prefix + name in checkpoint.shapes:  # a norm's noise is not
             buffer.copy_(read_float(checkpoint, prefix + name))

@@ -7,16 +7,20 @@
     linear    f_j / factor, m = 1
     llama3    f_j / factor for long wavelengths, f_j for short ones, a weighted mean between; m = 1
     yarn      as llama3, with limits in turns within the original length; m = 0.1 ln(factor) + 1
+    longrope  f_j / divisor_j, m = sqrt(1 + ln(factor) / ln(original length))
 
-Angles and cosines are fp32; kernels/rotary.py rotates. Sources: Su et al. 2021 (default), Chen et al. 2023
-(linear), the Llama 3.1 release (llama3), Peng et al. 2023 (yarn).
+`rotate_heads` also rotates the first elements of a head only, or neighbors as pairs. Angles and cosines are
+fp32; kernels/rotary.py rotates. Sources: Su et al. 2021 (default), Chen et al. 2023 (linear), the Llama 3.1
+release (llama3), Peng et al. 2023 (yarn), Ding et al. 2024 (longrope).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qerl.kernels.rotary import rotate
 from qerl.models.architecture import Rope
 
 
@@ -36,6 +40,8 @@ def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
         first, last = max(first, 0), min(last, head_size - 1)
         ramp = (torch.arange(head_size // 2) - first) / max(last - first, 0.001)
         return _interpolate(f, rope.factor, 1 - ramp.clamp(0, 1))
+    if rope.kind == "longrope":
+        return f / torch.tensor(rope.divisors)
     assert rope.kind == "default"
     return f
 
@@ -52,10 +58,12 @@ def _dimension(rope: Rope, head_size: int, turns: float) -> float:
 
 def magnitude(rope: Rope) -> float:
     """Return m, the factor of cosine and sine."""
-    if rope.kind != "yarn":
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.magnitude is not None:
         return rope.magnitude
+    if rope.kind == "longrope":
+        return math.sqrt(1 + max(math.log(rope.factor), 0) / math.log(rope.original_positions))
 
     def yarn_magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
@@ -70,3 +78,35 @@ def cosine_sine(positions_T: Tensor, frequencies: Tensor, size: float) -> tuple[
     angle = positions_T[:, None].float() * frequencies
     cosine, sine = angle.cos() * size, angle.sin() * size
     return torch.cat((cosine, cosine), -1)[:, None], torch.cat((-sine, sine), -1)[:, None]
+
+
+class Angles(NamedTuple):
+    """What `rotate_heads` rotates the rows of queries and keys by."""
+
+    cosine_T1H: Tensor
+    sine_T1H: Tensor
+    query_scale_T11: Tensor | None
+    """Factor of queries that grow with the position."""
+
+
+def angles_of(rope: Rope, positions_T: Tensor, frequencies: Tensor) -> Angles:
+    cosine, sine = cosine_sine(positions_T, frequencies, magnitude(rope))
+    if rope.query_growth == 0:
+        return Angles(cosine, sine, None)
+    num_turns_T = (positions_T // rope.original_positions).float()
+    return Angles(cosine, sine, (1 + rope.query_growth * num_turns_T.log1p())[:, None, None])
+
+
+def rotate_heads(x_TNH: Tensor, angles: Angles, *, is_interleaved: bool) -> Tensor:
+    """Return x with its first elements rotated, as many as there are angles; differentiable in x."""
+    cosine, sine = angles.cosine_T1H, angles.sine_T1H
+    size = cosine.shape[-1]
+    if size == x_TNH.shape[-1] and not is_interleaved:
+        return rotate(x_TNH, cosine, sine)
+    turned, kept = x_TNH[..., :size], x_TNH[..., size:]
+    if is_interleaved:
+        halves = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned = rotate(halves, cosine, sine).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    else:
+        turned = rotate(turned, cosine, sine)
+    return torch.cat((turned, kept), -1)

@@ -67,7 +67,22 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         """Return the tensor as stored, on the CPU, in its own memory."""
+        return self._read(name, self._entries[name])
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Return some rows of a tensor, as `read` does; only they are read."""
         entry = self._entries[name]
+        row_bytes, num_rows = entry.num_bytes // max(entry.shape[0], 1), rows.stop - rows.start
+        some = dataclasses.replace(
+            entry,
+            shape=(num_rows, *entry.shape[1:]),
+            begin=entry.begin + rows.start * row_bytes,
+            num_bytes=num_rows * row_bytes,
+        )
+        return self._read(name, some)
+
+    @staticmethod
+    def _read(name: str, entry: _SafetensorsEntry) -> Tensor:
         try:
             with open_regular(entry.file) as file:
                 file.seek(entry.begin)

@@ -27,6 +27,7 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.models.gguf_file import GgufFile
 from qerl.models.safetensors_file import SafetensorsFolder
+from qerl.models.stored_names import named
 
 BUILT_IN = "smollm2-135m-instruct"
 _HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -46,7 +47,7 @@ class Checkpoint(Protocol):
     config: dict[str, Any]
     """Content of Hugging Face's config.json."""
     shapes: dict[str, tuple[int, ...]]
-    """Shape of every tensor, by Hugging Face's name."""
+    """Shape of every tensor, by the decoder's name (stored_names.py): Hugging Face's, in most families."""
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU, in its own memory."""
@@ -65,7 +66,7 @@ class ModelSource:
         return self.path.suffix == ".gguf"
 
     def open(self) -> Checkpoint:
-        return GgufFile(self.path) if self.is_gguf else SafetensorsFolder(self.path)
+        return GgufFile(self.path) if self.is_gguf else named(SafetensorsFolder(self.path))
 
 
 def locate(path: str) -> ModelSource:

@@ -6,11 +6,14 @@ model.layers.{i}.input_layernorm.weight [D]    .post_attention_layernorm.weight 
 model.layers.{i}.self_attn.{q,k}_norm.weight [H], if the family has q/k norms
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from qerl.errors import UserError
-from qerl.models.architecture import Architecture, from_hf_config
+from qerl.models.architecture import Architecture
+from qerl.models.families import from_hf_config
 from qerl.models.layer_spec import LayerSpec, layer_spec
 from qerl.models.source import Checkpoint
 
@@ -24,9 +27,14 @@ _IGNORED = (
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """Parse the checkpoint's config; errors name its path."""
     try:
-        return from_hf_config(checkpoint.config)
+        architecture = from_hf_config(checkpoint.config)
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {error}") from error
+    if architecture.part_of is None:
+        return architecture
+    # a multimodal config's tie_word_embeddings is not reliable
+    is_untied = any(name.startswith(HEAD) for name in checkpoint.shapes)
+    return dataclasses.replace(architecture, tied_head=not is_untied)
 
 
 def linear_groups(architecture: Architecture) -> list[tuple[str, ...]]:

@@ -1,0 +1,49 @@
+"""Families of decoders: each file describes those whose config.json and tensors are alike.
+
+`from_hf_config` finds the family by transformers' class name, which config.json has under `architectures`. A
+multimodal class is loaded as its language part.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.models.architecture import Architecture
+from qerl.models.families.llama import llama
+from qerl.models.families.mistral import mistral
+from qerl.models.families.qwen import qwen2, qwen3
+from qerl.models.families.reader import ConfigReader, short_text
+
+FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+MULTIMODAL: dict[str, dict[str, str]] = {}
+"""For each multimodal class, the class of its language part by the model_type of its text_config."""
+
+
+def from_hf_config(config: dict[str, Any]) -> Architecture:
+    """Parse the contents of config.json; raise UserError if anything in it is wrong or unsupported."""
+    family, language, part_of = language_part(config)
+    architecture = FAMILIES[family](ConfigReader(language))
+    return dataclasses.replace(architecture, part_of=part_of)
+
+
+def language_part(config: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
+    """Return the language model's class and config, and the multimodal class that it is part of."""
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"architectures must be a list of names, got {short_text(names)}")
+    if len(names) == 1 and names[0] in FAMILIES:
+        return names[0], config, None
+    if len(names) == 1 and names[0] in MULTIMODAL:
+        text = ConfigReader(config).section("text_config")
+        family = text.choice("model_type", MULTIMODAL[names[0]], next(iter(MULTIMODAL[names[0]])))
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
+        return family, tied | text.entries | {"architectures": [family]}, names[0]
+    name = short_text(", ".join(names), str) or "(none named)"
+    supported = ", ".join([*FAMILIES, *MULTIMODAL])
+    raise UserError(f"architecture {name} is not supported; supported: {supported}")

@@ -1,0 +1,25 @@
+"""Qwen 2 and 2.5, with biases of q, k and v; Qwen 3, with norms of queries and keys.
+
+A sliding window caps the positions instead, so that it never takes effect: no published model uses one.
+"""
+
+from qerl.models.architecture import Architecture
+from qerl.models.families.dense import dense
+from qerl.models.families.reader import ConfigReader
+
+
+def qwen2(config: ConfigReader) -> Architecture:
+    return dense(config, "Qwen2ForCausalLM", qkv_bias=True, max_positions=_max_positions(config))
+
+
+def qwen3(config: ConfigReader) -> Architecture:
+    is_biased, positions = config.flag("attention_bias"), _max_positions(config)
+    biases = {"qkv_bias": is_biased, "output_bias": is_biased}
+    return dense(config, "Qwen3ForCausalLM", qk_norm=True, max_positions=positions, **biases)
+
+
+def _max_positions(config: ConfigReader) -> int:
+    positions = config.count("max_position_embeddings")
+    if not config.flag("use_sliding_window"):
+        return positions
+    return min(positions, config.count("sliding_window", positions))

@@ -1,0 +1,84 @@
+"""Read the rotary settings of a config: `rope_parameters` (transformers 5), of each type of layer or of all,
+or `rope_theta` with `rope_scaling` (transformers 4)."""
+
+from qerl.errors import UserError
+from qerl.models.architecture import Rope
+from qerl.models.families.reader import ConfigReader, positive, short_text
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+def rope_section(config: ConfigReader, layer_type: str | None = None) -> ConfigReader:
+    """Return the entries of the rotary settings; layer_type: those of these layers, where they differ."""
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    found = config.section(name)
+    if layer_type is not None and isinstance(found.get(layer_type), dict):
+        return found.section(layer_type)
+    return found
+
+
+def read_rope(
+    config: ConfigReader,
+    settings: ConfigReader | None = None,
+    *,
+    kinds: tuple[str, ...] = ROPE_KINDS[:-1],
+    theta: float = 10_000.0,
+    rotary_size: int = 0,
+) -> Rope:
+    """Return the settings. theta: the family's, if the config gives none; rotary_size: of longrope."""
+    settings = rope_section(config) if settings is None else settings
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in kinds:
+        raise UserError(f"rope type {short_text(kind)} is not supported; supported: {', '.join(kinds)}")
+    if kind not in ("default", "longrope") and settings.get("factor") is None:
+        raise UserError(f"rope type {kind!r} needs a factor in the model's config")
+    _check_order(settings, kind)
+    positions = original = config.count("max_position_embeddings")
+    for place in (settings, config):
+        original = place.count("original_max_position_embeddings", original)
+    factor = positions / original if kind == "longrope" else 1.0
+    return Rope(
+        kind=kind,
+        theta=settings.number("rope_theta", config.number("rope_theta", theta)),
+        factor=settings.number("factor", factor),
+        original_positions=original,
+        low_frequency=settings.number("low_freq_factor", 1.0),
+        high_frequency=settings.number("high_freq_factor", 4.0),
+        beta_fast=settings.number("beta_fast", 32.0),
+        beta_slow=settings.number("beta_slow", 1.0),
+        is_truncated=settings.flag("truncate", True),
+        magnitude=settings.optional_number("attention_factor"),
+        mscale=settings.optional_number("mscale"),
+        mscale_all_dim=settings.optional_number("mscale_all_dim"),
+        divisors=_divisors(settings, rotary_size) if kind == "longrope" else (),
+    )
+
+
+def read_rotary_size(config: ConfigReader, head_size: int, default: float = 1.0) -> int:
+    """Return how many elements of a head are rotated."""
+    settings, partial = rope_section(config), default
+    for place in (config, settings):
+        partial = place.number("partial_rotary_factor", partial)
+    size = int(head_size * partial)
+    if not 0 < size <= head_size or size % 2:
+        raise UserError(
+            f"partial_rotary_factor {partial:g} must give an even part of the {head_size} of head_dim"
+        )
+    return size
+
+
+def _divisors(settings: ConfigReader, rotary_size: int) -> tuple[float, ...]:
+    """Return those of sequences within the original length."""
+    settings.listed("long_factor", rotary_size // 2)
+    values = settings.listed("short_factor", rotary_size // 2)
+    return tuple(positive("short_factor", value) for value in values)
+
+
+def _check_order(settings: ConfigReader, kind: str) -> None:
+    """Raise UserError for equal limits: the ramp between them would divide by zero."""
+    limits = {"llama3": ("low_freq_factor", 1.0, "high_freq_factor", 4.0)}
+    limits["yarn"] = ("beta_slow", 1.0, "beta_fast", 32.0)
+    if kind in limits:
+        low, low_default, high, high_default = limits[kind]
+        if settings.number(low, low_default) >= settings.number(high, high_default):
+            raise UserError(f"{low} must be less than {high} in the model's config")
