@@ -10,18 +10,42 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
+from qerl.models.families.gemma import gemma2, gemma3
+from qerl.models.families.glm4 import glm4
+from qerl.models.families.granite import granite, granite4
 from qerl.models.families.llama import llama
-from qerl.models.families.mistral import mistral
+from qerl.models.families.mistral import ministral, ministral3, mistral
+from qerl.models.families.olmo import olmo2, olmo3
+from qerl.models.families.phi3 import phi3
 from qerl.models.families.qwen import qwen2, qwen3
 from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.smollm3 import smollm3
 
 FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Glm4ForCausalLM": glm4,
+    "GraniteForCausalLM": granite,
+    "GraniteMoeHybridForCausalLM": granite4,
+    "MinistralForCausalLM": ministral,
+    "Ministral3ForCausalLM": ministral3,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
+    "Phi3ForCausalLM": phi3,
+    "SmolLM3ForCausalLM": smollm3,
 }
-MULTIMODAL: dict[str, dict[str, str]] = {}
+MULTIMODAL: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral": "MinistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
+}
 """For each multimodal class, the class of its language part by the model_type of its text_config."""
 
 

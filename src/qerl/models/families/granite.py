@@ -1,0 +1,60 @@
+"""Granite 3 (GraniteForCausalLM) and the dense models of Granite 4 (GraniteMoeHybridForCausalLM without
+experts and state-space layers): Llama with factors of embedding, attention, residuals and logits."""
+
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.models.architecture import Architecture, LayerKind, StoredLinear
+from qerl.models.families.dense import dense, read_num_layers
+from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.rope_settings import read_rope
+
+_STORED = (
+    StoredLinear(name="shared_mlp.input_linear", holds=("mlp.gate_proj", "mlp.up_proj")),
+    StoredLinear(name="shared_mlp.output_linear", holds=("mlp.down_proj",)),
+)
+
+
+def granite(config: ConfigReader) -> Architecture:
+    config = config.filled(max_position_embeddings=2048)
+    return _granite(config, "GraniteForCausalLM", mlp_bias=config.flag("mlp_bias"))
+
+
+def granite4(config: ConfigReader) -> Architecture:
+    config = config.filled(max_position_embeddings=2048, shared_intermediate_size=1024)
+    if config.get("num_local_experts") != 0:
+        raise UserError(
+            f"num_local_experts must be 0, got {short_text(config.get('num_local_experts'))}:"
+            " of Granite 4 the dense models are supported"
+        )
+    num_layers = read_num_layers(config)
+    name = "layers_block_type" if config.get("layer_types") is None else "layer_types"
+    for each in config.listed(name, num_layers):
+        if each not in ("attention", "full_attention"):
+            raise UserError(
+                f"{name} must be attention, got {short_text(each)}: of Granite 4 the dense models"
+            )
+    has_rope = config.get("position_embedding_type") == "rope"
+    return _granite(
+        config,
+        "GraniteMoeHybridForCausalLM",
+        ff_width=config.count("shared_intermediate_size"),
+        layer_kinds=() if has_rope else (LayerKind(rope="none"),) * num_layers,
+        stored_linears=_STORED,
+    )
+
+
+def _granite(config: ConfigReader, family: str, **parts: Any) -> Architecture:
+    is_biased = config.flag("attention_bias")
+    return dense(
+        config,
+        family,
+        rope=read_rope(config),
+        qkv_bias=is_biased,
+        output_bias=is_biased,
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        attention_scale=config.number("attention_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=1 / config.number("logits_scaling", 1.0),
+        **parts,
+    )

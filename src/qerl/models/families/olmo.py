@@ -1,0 +1,50 @@
+"""OLMo 2 and 3: norms after attention and MLP, none before, and norms over all queries and all keys; OLMo 3
+has windows, with an unscaled rope of their own."""
+
+from typing import Any
+
+from qerl.models.architecture import Architecture, NormNames
+from qerl.models.families.dense import dense, read_layer_kinds
+from qerl.models.families.reader import ConfigReader
+from qerl.models.families.rope_settings import read_rope, rope_section
+
+_NORMS = NormNames(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+def olmo2(config: ConfigReader) -> Architecture:
+    config = config.filled(max_position_embeddings=2048)
+    return _olmo(config, "Olmo2ForCausalLM", rope=read_rope(config))
+
+
+def olmo3(config: ConfigReader) -> Architecture:
+    config = config.filled(max_position_embeddings=2048, sliding_window=4096)
+    local = rope_section(config, "sliding_attention")
+    if "sliding_attention" not in rope_section(config).entries:
+        local = ConfigReader({})
+    return _olmo(
+        config,
+        "Olmo3ForCausalLM",
+        layer_kinds=read_layer_kinds(config, lambda index: (index + 1) % 4 != 0, has_local_rope=True),
+        rope=read_rope(config, rope_section(config, "full_attention"), theta=5e5),
+        local_rope=read_rope(config, local, theta=5e5),
+    )
+
+
+def _olmo(config: ConfigReader, family: str, **parts: Any) -> Architecture:
+    is_biased = config.flag("attention_bias")
+    return dense(
+        config,
+        family,
+        eps=1e-5,
+        qkv_bias=is_biased,
+        output_bias=is_biased,
+        qk_norm=True,
+        qk_norm_over="projection",
+        norms=_NORMS,
+        **parts,
+    )

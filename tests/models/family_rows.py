@@ -1,0 +1,123 @@
+"""A row for each family: a tiny random model of it, in transformers and in ours, with the same weights.
+
+Matrices hold numbers that bf16 has exactly, so the BF16 format loses nothing and float32 results must agree.
+"""
+
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+
+from qerl.models.decoder import Decoder
+from qerl.models.loader import build_decoder
+from qerl.models.source import locate
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WIDE = {"head_dim": 16}  # heads wider than the model, so that no shape passes for another
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+ROPES = {"full_attention": {**LOCAL, "rope_type": "linear", "factor": 4.0}, "sliding_attention": LOCAL}
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0}
+ROWS = {
+    "Llama": WIDE,
+    "Mistral": WIDE,
+    "Qwen2": WIDE,
+    "Qwen3": WIDE,
+    "Gemma2": {**WIDE, **WINDOWS, **CAPS, "query_pre_attn_scalar": 24},
+    "Gemma3": {**WIDE, **WINDOWS, "query_pre_attn_scalar": 24, "rope_parameters": ROPES},
+    "Glm4": WIDE,
+    "Granite": FACTORS,
+    "GraniteMoeHybrid": {
+        **FACTORS,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 80,
+        "layer_types": ["full_attention"] * 4,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 2,
+    },
+    "Ministral": {**WIDE, **WINDOWS},
+    "Ministral3": {
+        **WIDE,
+        "sliding_window": 9,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+    "Olmo2": {},
+    "Olmo3": {**WINDOWS, "rope_parameters": ROPES},
+    "Phi3": {"sliding_window": 9, "rope_parameters": LONGROPE},
+    "SmolLM3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
+}
+
+
+def oracle(family: str, *, seed: int = 0, **changes):
+    """transformers' model, eager attention, float32, with biases and norm weights that are not trivial."""
+    text = "Text" if family == "Gemma3" else ""
+    settings = SHAPE | ROWS[family] | changes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = getattr(transformers, f"{family}{text}Config")(**settings, attn_implementation="eager")
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    return randomize(model, seed)
+
+
+def randomize(model, seed: int = 0):
+    rng = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        spread = 0.6 * p.shape[-1] ** -0.5 if p.dim() == 2 else 0.3
+        p.copy_(torch.randn(p.shape, generator=rng) * spread)
+        if p.dim() == 1 and "norm" in name and "Gemma" not in type(model).__name__:
+            p.add_(1.0)
+        if "embed_tokens" in name or "lm_head" in name:
+            p.mul_(4)
+        p.copy_(p.bfloat16())
+    return model
+
+
+def save(model, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, *, format: str = "bf16") -> Decoder:
+    cpu = torch.device("cpu")
+    checkpoint = locate(str(folder)).open()
+    return build_decoder(checkpoint, format=format, compute=torch.float32, device=cpu, resident=True)
+
+
+class Pairs:
+    """Each family's oracle, its folder and our decoder, made once."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.of = functools.cache(self._made)
+
+    def _made(self, family: str):
+        model = oracle(family)
+        folder = save(model, self._folder / family)
+        return model, folder, load(folder)
