@@ -9,10 +9,17 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 
+from models.tiny import packed
+from qerl.config import AdapterConfig
+from qerl.kernels.logprob import Softcap, chunked_logprob
+from qerl.models.adapter import adapter_tensors, add_adapter, publish
+from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.loader import build_decoder
 from qerl.models.source import locate
+from qerl.types import Tree
 
 SHAPE = {
     "vocab_size": 61,
@@ -121,3 +128,67 @@ class Pairs:
         model = oracle(family)
         folder = save(model, self._folder / family)
         return model, folder, load(folder)
+
+
+def adapted(decoder: Decoder) -> Decoder:
+    """Add an adapter whose A and B are random."""
+    add_adapter(decoder, AdapterConfig(rank=4, alpha=8.0), seed=3)
+    rng = torch.Generator().manual_seed(4)
+    for master in adapter_tensors(decoder).values():
+        master.data.copy_(torch.randn(master.shape, generator=rng) * 0.1)
+    publish(decoder)
+    return decoder
+
+
+def sampled_logprobs(decoder: Decoder, tokens_T: Tensor, trees: list[Tree]) -> Tensor:
+    """Return the logprobs of a tree's branches, sample after sample, as the learner computes them."""
+    (tree,), head = trees, decoder.lm_head
+    positions_T, attend = packed(trees)
+    rows, targets, row = [], [], tree.prompt_tokens
+    for length in tree.branch_tokens:
+        rows += [tree.prompt_tokens - 1, *range(row, row + length - 1)][:length]
+        targets += range(row, row + length)
+        row += length
+    softcap = None if head.softcap is None else Softcap(head.softcap, head.alpha)
+    logprob_C, _ = chunked_logprob(
+        decoder(tokens_T, positions_T, attend),
+        head.operand(),
+        tokens_T[targets],
+        rows_C=torch.tensor(rows),
+        temperature=1.0 / (1.0 if softcap else head.alpha),
+        chunk_tokens=10,
+        softcap=softcap,
+    )
+    return logprob_C
+
+
+def oracle_logprobs(model, decoder: Decoder, tokens_T: Tensor, prompt_tokens: int) -> Tensor:
+    """Return those of one sample by transformers' model, with W + scaling * B @ A of our masters."""
+    architecture, linears = decoder.architecture, dict(decoder.linears())
+    changes = {
+        f"model.{name}.weight": linear.scaling * linear.lora_B @ linear.lora_A
+        for name, linear in linears.items()
+    }
+    weights = dict(model.named_parameters())
+    stored = {name: weights[name] + change for name, change in joined(architecture, changes)}
+    logits_TV = torch.func.functional_call(model, stored, (tokens_T[None],)).logits[0]
+    logprobs_TV = logits_TV.log_softmax(-1)[prompt_tokens - 1 : -1]
+    return logprobs_TV.gather(1, tokens_T[prompt_tokens:, None])[:, 0]
+
+
+def joined(architecture: Architecture, tensors: dict[str, Tensor]):
+    """Put side by side what the checkpoint stores as one, written apart from stored_names.py."""
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    wholes = {"Phi3ForCausalLM": ("qkv_proj", "gate_up_proj"), "Glm4ForCausalLM": ("gate_up_proj",)}
+    hybrid = {"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"}
+    found = dict(tensors)
+    is_hybrid = architecture.family == "GraniteMoeHybridForCausalLM"
+    for whole in ("gate_up_proj",) if is_hybrid else wholes.get(architecture.family, ()):
+        for name in [name for name in found if f".{fused[whole][0]}." in name]:
+            parts = [found.pop(name.replace(fused[whole][0], part)) for part in fused[whole]]
+            found[name.replace(fused[whole][0], whole)] = torch.cat(parts)
+    for name, tensor in found.items():
+        short = name.split(".")[-2]
+        if is_hybrid and short in hybrid:
+            name = name.replace(f"mlp.{short}", hybrid[short])
+        yield name, tensor

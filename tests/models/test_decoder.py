@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from conftest import rms_error
+from models.paged_cache import PagedCache
 from models.tiny import FAMILIES, forest, logits_of, oracle, packed, ported, tiny
 from qerl.config import AdapterConfig
-from qerl.kernels.attention import PagedLayout, Span, paged_decode, span_attention
+from qerl.kernels.attention import Span
 from qerl.models.adapter import adapter_tensors, add_adapter, publish
 
 ROPES = {
@@ -91,58 +92,12 @@ def test_bf16_logits_are_not_rounded_to_bf16():
     assert rms_error(decoder.logits(hidden_TD), truth_TV) < 2**-16
 
 
-class _Cache:
-    """Pages of all layers in an order that is not that of the positions; attends to them."""
-
-    def __init__(self, decoder, *, max_tokens, page_tokens=4):
-        arch, num_pages = decoder.architecture, max_tokens // page_tokens + 5
-        shape = (2, arch.num_layers, num_pages, page_tokens, arch.num_kv_heads, arch.head_size)
-        self.k, self.v = torch.full(shape, 9.0, dtype=decoder.compute)  # wrong, finite, where unwritten
-        self.page_tokens = page_tokens
-        self.order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1))
-
-    def table(self, sequence, num_tokens, *, pages_each):
-        num_pages = -(-num_tokens // self.page_tokens)
-        return self.order[sequence * pages_each : sequence * pages_each + num_pages]
-
-    def write(self, layer_index, rows_T, k_TKH, v_TKH):
-        self.k[layer_index].flatten(0, 1)[rows_T] = k_TKH
-        self.v[layer_index].flatten(0, 1)[rows_T] = v_TKH
-
-    def rows(self, table, positions):
-        return table[positions // self.page_tokens] * self.page_tokens + positions % self.page_tokens
-
-    def prefill(self, spans):
-        layout = PagedLayout.of(spans, self.page_tokens, "cpu")
-
-        def attend(layer_index, q_TNH, k_TKH, v_TKH, options):
-            for s in spans:
-                own = slice(s.start_row, s.start_row + s.num_rows)
-                positions = torch.arange(s.first_position, s.first_position + s.num_rows)
-                self.write(layer_index, self.rows(s.table, positions), k_TKH[own], v_TKH[own])
-            if not layout.is_fresh:
-                pages = self.k[layer_index], self.v[layer_index]
-                k_TKH, v_TKH = (each.flatten(0, 1)[layout.key_slots] for each in pages)
-            return span_attention(q_TNH, k_TKH, v_TKH, layout, options)
-
-        return attend
-
-    def decode(self, tables_BX, lengths_B):
-        def attend(layer_index, q_BNH, k_BKH, v_BKH, options):
-            rows_B = torch.stack([self.rows(t, n - 1) for t, n in zip(tables_BX, lengths_B, strict=True)])
-            self.write(layer_index, rows_B, k_BKH, v_BKH)
-            pages = self.k[layer_index], self.v[layer_index]
-            return paged_decode(q_BNH, *pages, tables_BX, lengths_B, options)
-
-        return attend
-
-
 @pytest.mark.parametrize("family", ("Llama", "Qwen3"))
 def test_decode_over_pages_is_the_packed_forward_at_every_position(family):
     decoder = tiny(family)
     sequences = [TOKENS_T[:21], TOKENS_T[5:26]]
     truth = [logits_of(decoder, tokens_T) for tokens_T in sequences]
-    cache = _Cache(decoder, max_tokens=48)
+    cache = PagedCache(decoder, max_tokens=48)
     tables_BX = torch.stack([cache.table(b, 21, pages_each=6) for b in range(2)])
     tables_BX = torch.nn.functional.pad(tables_BX, (0, 2))
     for position in range(19):
@@ -157,7 +112,7 @@ def test_decode_over_pages_is_the_packed_forward_at_every_position(family):
 def test_prefill_in_chunks_is_prefill_in_one_piece():
     decoder = tiny("Qwen2")
     truth = [logits_of(decoder, TOKENS_T[:23]), logits_of(decoder, TOKENS_T[9:20])]
-    cache = _Cache(decoder, max_tokens=48)
+    cache = PagedCache(decoder, max_tokens=48)
     tables = [cache.table(0, 23, pages_each=6), cache.table(1, 11, pages_each=6)]
 
     def chunk(*parts):
