@@ -231,7 +231,7 @@ def test_why_rewards_failed_is_told_once(monkeypatch, capsys, model, tmp_path):
         (["aime24=empty.jsonl"], ["empty.jsonl", "has no rows"]),
         (["aime24=text.jsonl"], ["'problem'", "there are: text, answer"]),
         (["math-500=unanswered.jsonl"], ["task.answer_column", "'answer'", "there are: level"]),
-        (["gsm8k=ragged.csv"], ["ragged.csv", "row 2"]),
+        (["gsm8k=ragged.csv"], ["ragged.csv", "line 3"]),
         (["gsm8k=gsm8k.jsonl", "--num-samples", "0"], ["num_samples must be positive, got 0"]),
         (["gsm8k=gsm8k.jsonl", "--max-tokens", "1000"], ["row 1", "tokens", "max_tokens"]),
         (["gsm8k=gsm8k.jsonl", "--max-tokens", "4096"], ["max_tokens is 4096", "1024 positions"]),

@@ -50,9 +50,11 @@ def test_a_row_of_exactly_the_limit_is_not_long(tmp_path):
 
 def test_only_rows_that_may_be_long_are_rendered(tmp_path, monkeypatch):
     rendered = []
-    original = Renderer.prompt
+    original = Renderer.usable_prompt
     monkeypatch.setattr(
-        Renderer, "prompt", lambda self, i, *, index: rendered.append(i) or original(self, i, index=index)
+        Renderer,
+        "usable_prompt",
+        lambda self, i, *, index: rendered.append(i) or original(self, i, index=index),
     )
     notices(tmp_path, [row(i, prompt="z" * (200 if i == 7 else 5)) for i in range(50)])
     assert set(rendered) == {49, 0, 7}  # held out, the first, the long one

@@ -111,7 +111,6 @@ def test_a_folder_of_data_files_is_a_data_set_with_splits(tmp_path, monkeypatch)
     rows, apart = open_rows(TaskConfig(name=str(folder), held_out_split="test"))
     assert (rows.num_rows, rows.columns, rows.prompt_column) == (2, ("prompt", "answer"), "prompt")
     assert rows.get(1) == {"prompt": "1 + 2", "answer": None}
-    assert (rows.first_empty("prompt"), rows.first_empty("answer")) == (None, 1)
     assert apart is not None and apart.get(0) == {"prompt": "2 + 2", "answer": 4}
     assert "Unknown split" in refused(name=str(folder), split="validation")
 
@@ -133,32 +132,45 @@ def test_jsonl_rows_have_the_columns_of_all_lines(tmp_path):
     rows = opened(name=str(path))
     assert (rows.num_rows, rows.columns) == (2, ("prompt", "answer", "level"))
     assert rows.get(1) == {"prompt": "b", "answer": None, "level": [2]}
-    assert (rows.first_empty("answer"), rows.first_empty("level"), rows.first_empty("prompt")) == (1, 0, None)
+    assert (rows.values("answer"), rows.values("level")) == ([1, None], [None, [2]])
+    assert (rows.place(0), rows.place(1)) == ("line 1", "line 3")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "place", "said"),
     [
-        (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2: invalid JSON"),
-        (b'{"prompt": "a"}\n\n\xff\xfe{}\n', "line 3: invalid JSON"),
-        (b'{"prompt": "a"}\n[1]\n', "line 2: not a JSON object but [1]"),
-        (b"\n \n", "has no rows"),
+        (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2", "invalid JSON: "),
+        (b'{"prompt": "a"}\n\n\xff\xfe{}\n', "line 3", "invalid JSON: "),
+        (b'{"prompt": "a"}\n[1]\n', "line 2", "not a JSON object but [1]"),
+        (b'{"prompt": "a"}\n' + b"[" * 100_000, "line 2", "invalid JSON: "),
+        (b'{"prompt": "a"}\n{"prompt": "b", "answer": 1, "prompt": "c"}', "line 2", "'prompt' twice"),
+        (b'{"prompt": "a"}\n{"prompt": "b", "more": {"x": 1, "x": 2}}', "line 2", "'x' twice"),
+        (b'{"prompt": "a"}\n{"prompt": ' + b"1" * 5000 + b"}", "line 2", "invalid JSON: "),
     ],
 )
-def test_a_jsonl_file_is_refused_by_file_and_line(tmp_path, content, said):
+def test_a_line_that_is_no_object_is_a_fault_and_its_row_holds_nothing(tmp_path, content, place, said):
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
-    message = refused(name=str(path))
-    assert message.startswith(str(path)) and said in message
+    rows = opened(name=str(path))
+    ((index, fault),) = rows.faults.items()
+    assert rows.place(index) == place and said in fault
+    assert rows.columns == ("prompt",) and rows.get(index) == {"prompt": None}
+
+
+def test_a_file_of_empty_lines_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"\n \n")
+    assert "x.jsonl: has no rows" in refused(name=str(tmp_path / "x.jsonl"))
 
 
 def test_a_json_file_holds_a_list_of_objects(tmp_path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps([{"prompt": "a"}, {"prompt": "b"}]))
     assert opened(name=str(path)).get(1) == {"prompt": "b"}
+    path.write_text('[{"prompt": "a"}, 1, {"prompt": "b"}]')
+    assert opened(name=str(path)).faults == {1: "not an object"}
     for content, said in (
         ("{}", "a list of objects"),
-        ("[1]", "a list of objects"),
+        ('[{"a": 1, "a": 2}]', "'a' twice"),
         ("[", "invalid JSON"),
         ("[]", "no rows"),
     ):
@@ -172,7 +184,7 @@ def test_a_parquet_file_is_read(tmp_path):
     table.to_parquet(str(path))
     rows = opened(name=str(path))
     assert rows.get(0) == {"prompt": "a", "n": [1, 2]}
-    assert rows.first_empty("prompt") == 1
+    assert rows.values("prompt") == ["a", None] and rows.place(1) == "row 2"
     path.write_text("not parquet")
     assert "not a readable parquet file" in refused(name=str(path))
 
@@ -197,7 +209,7 @@ def test_a_csv_has_its_columns_from_the_first_line_and_strings_for_values(tmp_pa
     [
         (b"", ["has no rows"]),
         (b"prompt,answer\n", ["has no rows"]),
-        (b"a,b\n1,2,3\n", ["row 1", "more values than the 2 columns"]),
+        (b"a,b,a\n1,2,3\n", ["has the column a twice"]),
         (b'a,b\n"1,2\n', ["not a readable CSV"]),
         (b"a,b\n\xff,2\n", ["not a readable CSV"]),
     ],
@@ -207,3 +219,10 @@ def test_a_damaged_csv_is_named(tmp_path, text, parts):
     path.write_bytes(text)
     message = refused(name=str(path))
     assert "sums.csv" in message and all(part in message for part in parts)
+
+
+def test_a_csv_row_with_more_values_than_columns_is_a_fault_with_its_line(tmp_path):
+    (tmp_path / "x.csv").write_text('prompt,answer\n"a\nb",1\nc,d,2\ne,3\n')
+    rows = opened(name=str(tmp_path / "x.csv"))
+    assert rows.faults == {1: "has more values than the 2 columns"}
+    assert [rows.place(i) for i in range(3)] == ["line 2", "line 4", "line 5"]

@@ -6,10 +6,14 @@ Braces in the template name columns. `{question}` also stands for the prompt col
 template is that string unchanged. A prompt column with messages is the conversation itself, without template.
 Without a chat template, or with task.chat messages, a text stays plain, with the special tokens that the
 tokenizer adds to any text; the prompt then has messages only if the data set has.
+
+Most rows decide whether the prompt column holds texts, numbers or messages. A row that no prompt can be made
+of is a BadRow, which the task leaves out.
 """
 
 import json
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,10 +21,19 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
+from qerl.tasks.row_values import is_json, is_unicode, value_fault
 from qerl.tasks.rows import RowTable
 from qerl.types import Prompt
 
 _MARK = "QERL"  # placeholder for the messages of user and assistant
+_TEXT, _NUMBER, _MESSAGES, _MISSING = "a text", "a number", "a list", "missing"
+_USABLE = _TEXT, _NUMBER, _MESSAGES
+_KINDS = {str: _TEXT, list: _MESSAGES, int: _NUMBER, float: _NUMBER, type(None): _MISSING}
+_KINDS |= {bool: "true or false", dict: "an object"}
+
+
+class BadRow(Exception):
+    """A row that no prompt can be made of: `BadRow("'prompt' is missing")`."""
 
 
 class Renderer:
@@ -28,16 +41,18 @@ class Renderer:
 
     def __init__(self, config: TaskConfig, rows: RowTable, tokenizer: PreTrainedTokenizerBase):
         self.rows, self._tokenizer = rows, tokenizer
+        self.faults = dict(rows.faults)
+        """The rows found to be bad so far, and why."""
+        self._num_taken = 0
         self._template, self._system = config.template, config.system_prompt
-        column = rows.prompt_column
-        self.has_messages = column is not None and isinstance(rows.get(0)[column], list)
+        kinds = Counter(map(_kind, rows.values(rows.prompt_column) if rows.prompt_column else []))
+        self._kind = next((kind for kind, _ in kinds.most_common() if kind in _USABLE), _TEXT)
+        self.has_messages = self._kind == _MESSAGES
         is_chat = config.chat == "all" or self.has_messages
         self._has_template = is_chat and bool(tokenizer.chat_template)
         self.columns = [str(rows.prompt_column)] if self.has_messages else self._template_columns(config)
         """The columns that a prompt is made of."""
-        for column in [] if self.has_messages else self.columns:
-            if (index := rows.first_empty(column)) is not None:
-                raise UserError(f"{rows.name}: row {index + 1} has no {column}")
+        self._accepted_roles: set[tuple[str, ...]] = set()
 
     def _template_columns(self, config: TaskConfig) -> list[str]:
         """Return the columns that the template uses."""
@@ -67,33 +82,90 @@ class Renderer:
         return columns
 
     def prompt(self, row_index: int, *, index: int) -> Prompt:
-        """Return the prompt of a row; index is its index in the task."""
-        rows, row = self.rows, self.rows.get(row_index)
-        content = row[rows.prompt_column] if rows.prompt_column else None
-        if self.has_messages:
-            messages = self._with_system(_check_messages(content, f"{rows.name}: row {row_index + 1}"))
-        else:
-            if isinstance(content, list | dict):
-                what = f"{rows.prompt_column} is a {type(content).__name__}, not a string"
-                raise UserError(f"{rows.name}: row {row_index + 1}: {what}")
-            messages = self._with_system([{"role": "user", "content": self._fill_template(row, content)}])
-        render = render_chat if self._has_template else join_messages
-        text, tokens_T = render(self._tokenizer, messages)
-        others = {name: value for name, value in row.items() if name != rows.prompt_column}
+        """Return the prompt of a row, or raise UserError; index is its index in the task."""
+        try:
+            return self._render(row_index, index)
+        except BadRow as fault:
+            place = self.rows.place(row_index)
+            raise UserError(f"{self.rows.name}: {place}: {fault}") from fault
+
+    def usable_prompt(self, row_index: int, *, index: int) -> Prompt | None:
+        """Return the prompt of a row; None for a bad row, whose fault is kept."""
+        try:
+            return self._render(row_index, index)
+        except BadRow as fault:
+            self.faults[row_index] = str(fault)
+            return None
+
+    def check(self, row_index: int, row: dict[str, Any]) -> None:
+        """Keep the fault of a bad row; a row is rendered only where the chat template may reject it."""
+        if row_index not in self.faults:
+            try:
+                self._check_roles(self._messages(row))
+            except BadRow as fault:
+                self.faults[row_index] = str(fault)
+
+    def take_faults(self) -> list[str]:
+        """Return "line 7: <fault>" for each row that was found to be bad since the last call."""
+        fresh = list(self.faults.items())[self._num_taken :]
+        self._num_taken = len(self.faults)
+        return [f"{self.rows.place(index)}: {fault}" for index, fault in fresh]
+
+    def _render(self, row_index: int, index: int) -> Prompt:
+        if row_index in self.faults:
+            raise BadRow(self.faults[row_index])
+        row = self.rows.get(row_index)
+        messages = self._messages(row)
+        text, tokens_T = self._tokens(messages)
+        others = {name: value for name, value in row.items() if name != self.rows.prompt_column}
         return Prompt(
             index=index,
             text=text,
             tokens_T=tokens_T,
             messages=messages if self._has_template or self.has_messages else None,
-            columns={name: value for name, value in others.items() if _is_json(value)},
+            columns={name: value for name, value in others.items() if is_json(value)},
         )
+
+    def _messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        """Return the conversation that the row begins with."""
+        if (fault := value_fault(row)) is not None:
+            raise BadRow(fault)
+        for column in self.columns:
+            if _kind(row.get(column)) == _MISSING:
+                raise BadRow(f"has no {column}")
+        content = row[self.rows.prompt_column] if self.rows.prompt_column in self.columns else None
+        if self.has_messages:
+            return self._with_system(_check_messages(content, str(self.rows.prompt_column)))
+        if content is not None and _kind(content) != self._kind:
+            raise BadRow(f"{self.rows.prompt_column} is {_kind(content)}, not {self._kind}")
+        return self._with_system([{"role": "user", "content": self._fill_template(row, content)}])
+
+    def _tokens(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
+        render = render_chat if self._has_template else join_messages
+        try:
+            text, tokens_T = render(self._tokenizer, messages)
+        except UserError as error:
+            raise BadRow(str(error)) from error
+        if not tokens_T:
+            raise BadRow("its prompt has no token")
+        return text, tokens_T
+
+    def _check_roles(self, messages: list[dict[str, str]]) -> None:
+        """Raise BadRow if the chat template rejects the messages, which it does mostly by their roles."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._accepted_roles or not any(message["content"] for message in messages):
+            self._tokens(messages)
+            self._accepted_roles.add(roles)
 
     def _fill_template(self, row: dict[str, Any], content: Any) -> str:
         fields = row if content is None else {"question": content, **row}
         try:
-            return self._template.format_map(fields)
-        except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-            raise UserError(f"task.template {self._template!r}: {type(error).__name__}: {error}") from error
+            text = self._template.format_map(fields)
+        except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
+            raise BadRow(f"task.template {self._template!r}: {type(error).__name__}: {error}") from error
+        if not is_unicode(text):
+            raise BadRow("its prompt is not valid Unicode")
+        return text
 
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         """Replace the data set's system message by the config's."""
@@ -177,21 +249,25 @@ def join_messages(
     return text, list(tokenizer(text)["input_ids"])
 
 
-def _check_messages(messages: Any, where: str) -> list[dict[str, str]]:
+def _check_messages(messages: Any, column: str) -> list[dict[str, str]]:
     """Return the role and content of each message and drop other keys."""
-    try:
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{where}: a message must have a role and a content") from error
-    if not plain or not all(isinstance(text, str) for message in plain for text in message.values()):
-        raise UserError(f"{where}: messages must not be empty, and role and content must be strings")
-    return plain
+    if not isinstance(messages, list):
+        raise BadRow(f"{column} is {_kind(messages)}, not a list of messages")
+    if not messages:
+        raise BadRow(f"{column} has no message")
+    for number, message in enumerate(messages, start=1):
+        where = f"message {number} of {column}"
+        if not isinstance(message, dict):
+            raise BadRow(f"{where} is {_kind(message)}, not an object with role and content")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                found = _kind(message[key]) if message.get(key) is not None else "missing"
+                raise BadRow(f"{where}: {key} is {found}, not {_TEXT}")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _is_json(value: Any) -> bool:
-    """True if the value is JSON serializable; images, bytes and dates are not passed to rewards."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+def _kind(value: Any) -> str:
+    """Return the word for a value's type, which also decides what a column holds."""
+    if isinstance(value, float) and value != value:
+        return _MISSING
+    return _KINDS.get(type(value), "a value of another type")

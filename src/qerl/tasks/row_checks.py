@@ -3,17 +3,21 @@
     too long          the prompt does not fit beside sample.max_tokens: the row is skipped
     no answer         the answer is null or blank, and a reward reads it
     assistant last    the chat ends with an assistant's turn: the answer may be in the prompt
+    unusable          no prompt can be made of the row (prompt.py): the row is left out
 
 All rows of a table are looked at; of those generated on demand, the first ones. A prompt has at most as many
 tokens as bytes, so most rows need not be rendered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from qerl.config import TaskConfig
+from qerl.errors import UserError
 from qerl.tasks.prompt import Renderer
 
 _NUM_GENERATED = 128
+_NUM_EXAMPLES = 2
 
 
 def row_notice(
@@ -21,18 +25,51 @@ def row_notice(
 ) -> str | None:
     """Return one line about a table of rows; None if every row is used as it stands."""
     rows = renderer.rows
-    answers = rows.values(config.answer_column) if config.answer_column in rows.columns else []
-    no_answer = reads_answer * sum(answer is None or not str(answer).strip() for answer in answers)
-    chats = rows.values(str(rows.prompt_column)) if renderer.has_messages else []
-    last = sum(isinstance(c, list) and bool(c) and _role(c[-1]) == "assistant" for c in chats)
     num_long, num_checked = _count_long(renderer, max_prompt_tokens)
+    answers = rows.values(config.answer_column) if config.answer_column in rows.columns else []
+    no_answer = sum(answer is None or not str(answer).strip() for answer in _good(renderer, answers))
+    chats = rows.values(str(rows.prompt_column)) if renderer.has_messages else []
+    last = sum(
+        isinstance(c, list) and bool(c) and _role(c[-1]) == "assistant" for c in _good(renderer, chats)
+    )
     counts = {
+        f"unusable and left out ({examples(renderer)})": len(renderer.faults),
         f"longer than {max_prompt_tokens} tokens, which sample.max_tokens leaves, and skipped": num_long,
-        f"without {config.answer_column}, so that a sample gets no reward": no_answer,
+        f"without {config.answer_column}, so that a sample gets no reward": reads_answer * no_answer,
         "a chat that ends with an assistant's turn, which the model goes on with": last,
     }
     told = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     return f"{rows.name}: of {num_checked:,} rows {told}" if told else None
+
+
+def examples(renderer: Renderer) -> str:
+    """Return the first bad rows: "line 3: has no prompt; line 8: has no prompt; ..."."""
+    found = sorted(renderer.faults.items())
+    shown = [f"{renderer.rows.place(index)}: {fault[:200]}" for index, fault in found[:_NUM_EXAMPLES]]
+    return "; ".join([*shown, *["..."] * (len(found) > _NUM_EXAMPLES)])
+
+
+def check_rows(renderer: Renderer, *, strict: bool) -> None:
+    """Find the bad rows; raise UserError if no row can be used, or with strict if any cannot."""
+    rows = renderer.rows
+    if rows.scan is None:
+        num_checked = min(_NUM_GENERATED, rows.num_rows)
+        for index in range(num_checked):
+            renderer.usable_prompt(index, index=index)
+    else:
+        num_checked = rows.num_rows
+        for index, row in enumerate(rows.scan(renderer.columns)):
+            renderer.check(index, row)
+    num_bad = len(renderer.faults)
+    if num_bad == num_checked or (strict and num_bad):
+        raise UserError(
+            f"{rows.name}: {num_bad:,} of {num_checked:,} rows cannot be used: {examples(renderer)}"
+        )
+
+
+def _good(renderer: Renderer, values: list[Any]) -> Iterator[Any]:
+    """Yield a column's values without those of the rows found to be bad."""
+    return (value for index, value in enumerate(values) if index not in renderer.faults)
 
 
 def _role(message: object) -> object:
@@ -47,12 +84,16 @@ def _count_long(renderer: Renderer, max_tokens: int) -> tuple[int, int]:
         indices: Sequence[int] = range(min(_NUM_GENERATED, rows.num_rows))
         num_checked = len(indices)
     else:
+        columns_by_row = enumerate(zip(*columns, strict=True))
         sizes = [
-            sum(len(str(value).encode(errors="replace")) for value in row)
-            for row in zip(*columns, strict=True)
+            0 if i in renderer.faults else sum(len(str(value).encode(errors="replace")) for value in row)
+            for i, row in columns_by_row
         ]
-        added = max(0, len(renderer.prompt(0, index=0).text.encode(errors="replace")) - sizes[0])
+        drawn = ((index, renderer.usable_prompt(index, index=index)) for index in range(rows.num_rows))
+        first = next(((i, prompt.text) for i, prompt in drawn if prompt is not None), None)
+        added = 0 if first is None else max(0, len(first[1].encode()) - sizes[first[0]])
         indices = [i for i, size in enumerate(sizes) if size + added >= max_tokens]
         num_checked = rows.num_rows
-    num_tokens = (len(renderer.prompt(index, index=index).tokens_T) for index in indices)
-    return sum(count > max_tokens for count in num_tokens), num_checked
+    prompts = (renderer.usable_prompt(index, index=index) for index in indices)
+    num_long = sum(len(prompt.tokens_T) > max_tokens for prompt in prompts if prompt is not None)
+    return num_long, num_checked

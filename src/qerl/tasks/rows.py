@@ -8,6 +8,9 @@
 
 reasoning-gym's rows do not depend on the run's seed, which only orders them: runs with different seeds are
 evaluated on the same problems. ("seed", 1) in task.gym_options selects other problems.
+
+A line or row that cannot be read keeps its index and is among the table's `faults`. A file that cannot be
+divided into rows is refused.
 """
 
 import csv
@@ -15,7 +18,8 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.config.recipes.paper import GSM8K_REQUEST
 from qerl.errors import UserError, did_you_mean
+from qerl.tasks.row_values import is_unicode
 from qerl.tasks.sources import file_digest
 
 
@@ -42,10 +47,17 @@ class RowTable:
     """The column with the prompt; None if the template alone makes the prompt."""
     fingerprint: str | None = None
     """The fingerprint of a hub data set, which depends on its revision."""
+    scan: Callable[[Collection[str]], Iterable[dict[str, Any]]] | None = None
+    """Iterate over all rows, each with these columns if it has them, and with all that may have a fault; None
+    if rows are checked when drawn, since they are generated on demand or come from the hub."""
+    faults: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """{2: "invalid JSON: ..."}: the rows that could not be read, and why; they hold nothing."""
+    lines: Sequence[int] | None = None
+    """The line of the file in which each row begins; None for a file without lines."""
 
-    def first_empty(self, column: str) -> int | None:
-        """Return the first row in which this column is empty."""
-        return next((i for i, value in enumerate(self.values(column)) if value is None), None)
+    def place(self, index: int) -> str:
+        """Return "line 7", or "row 7" where rows are not lines of a file; both count from 1."""
+        return f"row {index + 1}" if self.lines is None else f"line {self.lines[index]}"
 
 
 def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
@@ -172,16 +184,24 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def _read_csv(path: Path, prompt_column: str) -> RowTable:
+    rows, lines, faults = [], [], {}
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            columns, rows = reader.fieldnames or [], [dict(row) for row in reader]
+            columns = list(reader.fieldnames or [])
+            name, count = Counter(columns).most_common(1)[0] if columns else ("", 1)
+            if count > 1:
+                raise UserError(f"{path}: has the column {name} twice")
+            line = reader.line_num + 1
+            for row in reader:
+                if None in row:
+                    faults[len(rows)] = f"has more values than the {len(columns)} columns"
+                rows.append({} if None in row else dict(row))
+                lines.append(line)
+                line = reader.line_num + 1
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable CSV file: {error}") from error
-    for number, row in enumerate(rows, 1):
-        if None in row:
-            raise UserError(f"{path}: row {number} has more values than the {len(columns)} columns")
-    return _object_rows(path, rows, prompt_column)
+    return _object_rows(path, rows, prompt_column, faults=faults, lines=lines)
 
 
 def _read_parquet(path: Path, prompt_column: str) -> RowTable:
@@ -192,46 +212,99 @@ def _read_parquet(path: Path, prompt_column: str) -> RowTable:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file: {str(error).partition(chr(10))[0]}") from error
-    return _arrow_rows(str(path), table, prompt_column)
+    rows = _arrow_rows(str(path), table, prompt_column)
+
+    def scan(columns: Collection[str]) -> Iterator[dict[str, Any]]:
+        names = [name for name in rows.columns if name in columns or not _is_valid(table.column(name))]
+        values = zip(*map(rows.values, names), strict=True)
+        return (dict(zip(names, row, strict=True)) for row in values)
+
+    return dataclasses.replace(rows, scan=scan)
+
+
+def _is_valid(column: Any) -> bool:
+    """True if every text in an Arrow column is UTF-8; its type bounds how deep its values nest."""
+    import pyarrow
+
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        return False
+    return True
 
 
 def _arrow_rows(name: str, table: Any, prompt_column: str | None) -> RowTable:
     if table.num_rows == 0:
         raise UserError(f"{name}: has no rows")
-
     return RowTable(
         name=name,
         num_rows=table.num_rows,
         columns=tuple(table.column_names),
-        get=lambda index: {column: table.column(column)[index].as_py() for column in table.column_names},
-        values=lambda column: table.column(column).to_pylist(),
+        get=lambda index: {column: _cell(table.column(column)[index]) for column in table.column_names},
+        values=lambda column: _cells(table.column(column)),
         prompt_column=prompt_column if prompt_column in table.column_names else None,
     )
 
 
+def _cells(column: Any) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError):
+        return [_cell(scalar) for scalar in column]
+
+
+def _cell(scalar: Any) -> Any:
+    """Return the value; for one that Python cannot hold (bytes that are not UTF-8) a text that is not valid
+    Unicode, by which its row is found to be bad."""
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):
+        return "\udcff"
+
+
 def _read_jsonl(path: Path, prompt_column: str) -> RowTable:
-    rows = []
+    rows, lines, faults = [], [], {}
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                rows.append(_parse_json(line, f"{path}, line {number}"))
-                if not isinstance(rows[-1], dict):
-                    raise UserError(f"{path}, line {number}: not a JSON object but {_shorten(line)}")
-    return _object_rows(path, rows, prompt_column)
+            if not line.strip():
+                continue
+            try:
+                row = _parse_json(line)
+                fault = None if isinstance(row, dict) else f"not a JSON object but {_shorten(line)}"
+            except (ValueError, RecursionError) as error:
+                row, fault = None, f"invalid JSON: {error}"
+            if fault is not None:
+                faults[len(rows)] = fault
+            rows.append(row if isinstance(row, dict) else {})
+            lines.append(number)
+    return _object_rows(path, rows, prompt_column, faults=faults, lines=lines)
 
 
 def _read_json(path: Path, prompt_column: str) -> RowTable:
-    rows = _parse_json(path.read_bytes(), str(path))
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path}: a list of objects was expected")
-    return _object_rows(path, rows, prompt_column)
-
-
-def _parse_json(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text)
+        rows = _parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: invalid JSON: {error}") from error
+        raise UserError(f"{path}: invalid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: a list of objects was expected")
+    faults = {i: "not an object" for i, row in enumerate(rows) if not isinstance(row, dict)}
+    rows = [row if isinstance(row, dict) else {} for row in rows]
+    return _object_rows(path, rows, prompt_column, faults=faults)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"an object has {names.most_common(1)[0][0]!r} twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)  # json.loads would make one for each line
+
+
+def _parse_json(text: bytes) -> Any:
+    return _DECODER.decode(text.decode(json.detect_encoding(text), "surrogatepass"))
 
 
 def _shorten(line: bytes) -> str:
@@ -239,17 +312,27 @@ def _shorten(line: bytes) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def _object_rows(path: Path, rows: list[dict[str, Any]], prompt_column: str) -> RowTable:
+def _object_rows(
+    path: Path,
+    rows: list[dict[str, Any]],
+    prompt_column: str,
+    *,
+    faults: dict[int, str],
+    lines: list[int] | None = None,
+) -> RowTable:
     if not rows:
         raise UserError(f"{path}: has no rows")
-    columns = tuple(dict.fromkeys(column for row in rows for column in row))
+    columns = tuple(filter(is_unicode, dict.fromkeys(column for row in rows for column in row)))
     return RowTable(
         name=str(path),
         num_rows=len(rows),
         columns=columns,
-        get=lambda index: {column: rows[index].get(column) for column in columns},
+        get=lambda index: dict.fromkeys(columns) | rows[index],
         values=lambda column: [row.get(column) for row in rows],
         prompt_column=prompt_column if prompt_column in columns else None,
+        scan=lambda columns: rows,
+        faults=faults,
+        lines=lines,
     )
 
 

@@ -8,10 +8,13 @@ a step does not affect later steps.
 The held-out rows are the last task.num_held_out rows that fit, or the first ones of task.held_out_split. A
 training row with the same prompt as a held-out row is skipped (procedural tasks repeat: two one-digit numbers
 make 121 sums), so that held-out accuracy does not measure memorization.
+
+A row that no prompt can be made of is left out and counted: those of a file before the first step, those
+generated on demand or of the hub when they are drawn.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +23,7 @@ from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.prompt import Renderer
-from qerl.tasks.row_checks import row_notice
+from qerl.tasks.row_checks import check_rows, examples, row_notice
 from qerl.tasks.rows import open_rows
 from qerl.types import Prompt
 
@@ -40,8 +43,10 @@ class Task:
         num_dropped: int,
         seed: int,
         max_prompt_tokens: int,
+        draw: Callable[..., Prompt | None],
     ):
-        """renderers: of the training rows and, if they have a table of their own, of the held-out rows."""
+        """renderers: of the training rows and, if they have a table of their own, of the held-out rows.
+        draw: renders a training row, None for a bad one."""
         self.name, self.renderers = name, renderers
         tables = [each.rows for each in renderers]
         self.sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
@@ -50,7 +55,8 @@ class Task:
         """Rows seen so far, held-out rows included, whose prompt is too long."""
         self.num_repeated = 0
         """Training rows seen so far with the same prompt as a held-out row."""
-        self._renderer, self._num_rows, self._held_out = renderers[0], num_rows, held_out
+        self._renderer, self._draw = renderers[0], draw
+        self._num_rows, self._held_out = num_rows, held_out
         self._held_out_texts = {prompt.text for prompt in held_out}
         self._seed, self._max_tokens = seed, max_prompt_tokens
         self._is_usable: dict[int, bool] = {}
@@ -59,8 +65,20 @@ class Task:
     def notices(self, config: TaskConfig, *, reads_answer: bool) -> list[str]:
         """Return a line for each table of which rows are skipped or misread; see row_checks.py."""
         settings = {"reads_answer": reads_answer, "max_prompt_tokens": self._max_tokens}
-        lines = (row_notice(each, config, **settings) for each in self.renderers)
+        lines = [row_notice(each, config, **settings) for each in self.renderers]
+        self.take_faults()  # their number is in the lines
         return [line for line in lines if line is not None]
+
+    @property
+    def num_bad(self) -> int:
+        """Number of rows found to be bad so far, held-out rows included."""
+        return sum(len(each.faults) for each in self.renderers)
+
+    def take_faults(self) -> list[str]:
+        """Return a line for each row that was found to be bad since the last call."""
+        return [
+            f"{each.rows.name}: left out {line}" for each in self.renderers for line in each.take_faults()
+        ]
 
     def held_out(self, num: int | None) -> list[Prompt]:
         """Return the first num held-out prompts, or all for None, in the data set's order."""
@@ -90,10 +108,11 @@ class Task:
             usable = filter(self._check, order)
             batch = list(itertools.islice(usable, num_prompts))
             if len(batch) < num_prompts:
+                bad = f"{self.num_bad} unusable" + (f": {examples(self._renderer)}" if self.num_bad else "")
                 raise UserError(
                     f"num_prompts is {num_prompts}, but {self.name} has only {len(batch)} training rows"
                     f" ({len(self._held_out)} held out, {self.num_repeated} repeat a held-out prompt,"
-                    f" {self.num_dropped} longer than {self._max_tokens} tokens)"
+                    f" {self.num_dropped} longer than {self._max_tokens} tokens, {bad})"
                 )
             while len(batch) == num_prompts:
                 yield batch
@@ -105,36 +124,45 @@ class Task:
     def _check(self, row: int) -> bool:
         """True if a training row is usable; count each other row once."""
         if row not in self._is_usable:
-            prompt = self._renderer.prompt(row, index=row)
-            is_short = len(prompt.tokens_T) <= self._max_tokens
-            is_repeated = prompt.text in self._held_out_texts
-            self.num_dropped += not is_short
+            prompt = self._draw(row, index=row)
+            is_short = prompt is not None and len(prompt.tokens_T) <= self._max_tokens
+            is_repeated = prompt is not None and prompt.text in self._held_out_texts
+            self.num_dropped += prompt is not None and not is_short
             self.num_repeated += is_short and is_repeated
             self._is_usable[row] = is_short and not is_repeated
         return self._is_usable[row]
 
 
 def build_task(
-    config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, max_prompt_tokens: int
+    config: TaskConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    max_prompt_tokens: int,
+    strict: bool = False,
 ) -> Task:
-    """Open the data set. Rows whose prompt exceeds max_prompt_tokens are skipped."""
+    """Open the data set. Rows whose prompt exceeds max_prompt_tokens are skipped, and so are bad rows unless
+    strict makes them an error."""
     rows, held_out_rows = open_rows(config)
     renderers = [Renderer(config, each, tokenizer) for each in (rows, held_out_rows) if each is not None]
-    renderer = renderers[0]
+    for each in renderers:
+        check_rows(each, strict=strict)
+    draws = [each.prompt if strict else each.usable_prompt for each in renderers]
     if held_out_rows is None:
         order = reversed(range(rows.num_rows))
-        prompts, num_dropped = _fitting(renderer, order, 0, config.num_held_out, max_prompt_tokens)
+        prompts, num_dropped = _fitting(draws[0], order, 0, config.num_held_out, max_prompt_tokens)
         held_out = prompts[::-1]
         num_rows = held_out[0].index if held_out else rows.num_rows
     else:
         order, offset = range(held_out_rows.num_rows), rows.num_rows
         limits = config.num_held_out, max_prompt_tokens
-        held_out, num_dropped = _fitting(renderers[1], order, offset, *limits)
+        held_out, num_dropped = _fitting(draws[1], order, offset, *limits)
         num_rows = rows.num_rows
     if num_rows == 0 or (held_out_rows is None and len(held_out) < config.num_held_out):
         raise UserError(
             f"task.num_held_out is {config.num_held_out}: {rows.name} has {rows.num_rows} rows"
-            f" ({num_dropped} longer than {max_prompt_tokens} tokens), which leaves none to train on"
+            f" ({num_dropped} longer than {max_prompt_tokens} tokens, {len(renderers[0].faults)} unusable),"
+            " which leaves none to train on"
         )
     return Task(
         renderers,
@@ -144,6 +172,7 @@ def build_task(
         num_dropped=num_dropped,
         seed=seed,
         max_prompt_tokens=max_prompt_tokens,
+        draw=draws[0],
     )
 
 
@@ -168,16 +197,16 @@ def all_prompts(
 
 
 def _fitting(
-    renderer: Renderer, order: Iterable[int], offset: int, num: int, max_tokens: int
+    draw: Callable[..., Prompt | None], order: Iterable[int], offset: int, num: int, max_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """Return the first num prompts in this order that are short enough, and the number skipped."""
+    """Return the first num prompts in this order that are short enough, and the number that are too long."""
     prompts, num_dropped = [], 0
     for row in order if num else ():
-        prompt = renderer.prompt(row, index=offset + row)
-        if len(prompt.tokens_T) <= max_tokens:
+        prompt = draw(row, index=offset + row)
+        if prompt is not None and len(prompt.tokens_T) <= max_tokens:
             prompts.append(prompt)
         else:
-            num_dropped += 1
+            num_dropped += prompt is not None
         if len(prompts) == num:
             break
     return prompts, num_dropped

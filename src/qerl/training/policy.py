@@ -34,8 +34,8 @@ def load_policy(config: RunConfig) -> tuple[Decoder, Engine, Task]:
 def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     check_prompt_fits(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
-    task = build_task(config.task, tokenizer, seed=config.seed, max_prompt_tokens=max_prompt_tokens)
-    return tokenizer, task
+    settings = {"seed": config.seed, "max_prompt_tokens": max_prompt_tokens, "strict": config.strict}
+    return tokenizer, build_task(config.task, tokenizer, **settings)
 
 
 def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:

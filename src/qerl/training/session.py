@@ -304,7 +304,7 @@ class _Session:
         return {name: value for name, value in figures.items() if value is not None}
 
     def report_failures(self) -> None:
-        for text in format_failures(self.rewards.take_failures()):
+        for text in [*self.task.take_faults(), *format_failures(self.rewards.take_failures())]:
             self.journal.notice(text)
 
     def measure(self, sampling: Sampling) -> evaluation.Evaluation:
