@@ -1,13 +1,14 @@
 """A tiny loaded model, an app around it, and a real server on a free port."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
 from pathlib import Path
 
+import httpx
 import torch
-import uvicorn
 
 import tiny_run
 from models import tiny
@@ -17,6 +18,7 @@ from qerl.serve.app import make_app
 from qerl.serve.batcher import Batcher
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.request import RequestParser
+from qerl.serve.server import make_server
 from qerl.types import Prompt
 
 NAME = "tiny"
@@ -52,10 +54,13 @@ def app_of(model: LoadedModel, *, key: str | None = None, **options):
 
 
 @contextlib.contextmanager
-def serving(app):
+def serving(app, **options):
     """The address of a real server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+        )  # what a client does not take shows soon
+        server = make_server(app, ServeOptions(**(LIMITS | options)))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         wait_for(lambda: server.started)
@@ -65,6 +70,42 @@ def serving(app):
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def connected(address: str, sent: bytes = b"", *, receive_bytes: int | None = None):
+    """A bare connection to the server, which has sent these bytes."""
+    url = httpx.URL(address)
+    with socket.socket() as connection:
+        if receive_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.settimeout(60)
+        connection.connect((url.host, url.port))
+        connection.sendall(sent)
+        yield connection
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that the server sends until it ends the connection."""
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            found += piece
+    return found
+
+
+def post(body: object, *, path: str = "/v1/chat/completions") -> bytes:
+    """The bytes of a request."""
+    content = json.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n{content}".encode()
+
+
+def metric(address: str, name: str) -> float:
+    """The value of one line of /metrics; 0 if it is not there."""
+    text = httpx.get(f"{address.removesuffix('/v1')}/metrics", timeout=60).text
+    found = [line.rpartition(" ")[2] for line in text.splitlines() if line.rpartition(" ")[0] == name]
+    return float(found[0]) if found else 0.0
 
 
 def wait_for(holds, *, most_s: float = 20) -> None:

@@ -20,8 +20,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(model):
-    app, _ = parts.app_of(model)
+    app, batcher = parts.app_of(model)
     with TestClient(app, base_url="http://localhost") as client:
+        client.batcher = batcher
         yield client
 
 
@@ -166,12 +167,45 @@ def test_fields_that_change_nothing_are_accepted(client):
         b'{"model": "tiny", "messages": [{"role": "user", "content": "\\udfff"}], "prompt": "\\udfff"}',
         b'{"model": "tiny", "temperature": 1' + b"0" * 400 + b"}",
         b'{"model": "tiny", "seed": ' + b"9" * 1800 + b"}",
+        *(
+            b"",
+            b" ",
+            b"null",
+            b"1",
+            b"NaN",
+            b'{"model": "tiny", "model": "tiny"}',
+            b'{"\\udfff": 1, "\\udfff": 1}',
+        ),
+        *(
+            b'{"model": "tiny", "x": ' + b"[" * 101 + b"]" * 101 + b"}",
+            b'{"x": "\x00"}',
+            b'{"x": "\xed\xa0\x80"}',
+        ),
+        *(b"\xef\xbb\xbf{}", '{"model": "tiny"}'.encode("utf-16")),
     ],
 )
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS, "/v1/responses"])
 def test_a_body_that_is_no_request_is_refused(client, route, body):
     reply = client.post(route, content=body, headers={"content-type": "application/json"})
     assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "tiny", "n": 1, "n": 1}', "the key 'n' appears twice"),
+        (b'{"model": "tiny", "tools": [' + b'{"a":' * 98 + b"[]" + b"}" * 98 + b"]}", "more than 100 deep"),
+    ],
+)
+def test_a_body_that_means_two_things_or_is_deep_is_named(client, body, said):
+    reply = client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400 and said in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("length", ["999999999", "9" * 400])
+def test_a_body_that_says_it_is_long_is_not_read(client, length):
+    headers = {"content-type": "application/json", "content-length": length}
+    assert client.post(CHAT, content=b"{}", headers=headers).status_code == 413
 
 
 def test_a_long_body_is_refused_before_it_is_read_to_its_end(client):
@@ -215,6 +249,63 @@ def test_with_a_key_nothing_is_answered_without_it(model):
                 assert "s3cret" not in reply.text
         headers = {"authorization": "Bearer s3cret"}
         assert client.post(CHAT, json=HELLO, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_has_left_before_the_first_token_costs_nothing(client, is_stream):
+    """Its connection is gone when its body has been read: no token is sampled."""
+    app, batcher = client.app, client.batcher
+    body = json.dumps(HELLO | {"max_tokens": 900, "stream": is_stream}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b""}
+    scope |= {"asgi": {"spec_version": "2.3"}, "raw_path": CHAT.encode(), "root_path": "", "scheme": "http"}
+    before = batcher.num_generated_tokens
+
+    async def receive():
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    client.portal.call(app, scope | {"server": ("localhost", 80)}, receive, send)
+    parts.wait_for(lambda: batcher.num_running + batcher.num_waiting == 0)
+    assert batcher.num_generated_tokens - before < 100
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_health_needs_no_key_and_tells_of_an_engine_that_has_died(model, monkeypatch):
+    app, batcher = parts.app_of(model, key="s3cret")
+
+    def die(self):
+        raise SystemExit
+
+    with TestClient(app, base_url="http://anywhere.example") as client:
+        reply = client.get("/health")
+        assert reply.status_code == 200 and reply.json() == {"status": "ok"}
+        assert client.get("/metrics").status_code == 401
+        headers = {"authorization": "Bearer s3cret"}
+        assert "\nqerl_engine_up 1\n" in client.get("/metrics", headers=headers).text
+        monkeypatch.setattr("qerl.engine.generation.Generation.step", die)
+        assert client.post(CHAT, json=HELLO, headers=headers).status_code == 503
+        parts.wait_for(lambda: batcher.has_died)
+        assert client.get("/health").status_code == 503
+        assert client.post(CHAT, json=HELLO, headers=headers).status_code == 503
+        assert "\nqerl_engine_up 0\n" in client.get("/metrics", headers=headers).text
+
+
+def test_a_failure_inside_is_an_answer_in_the_same_format(model, monkeypatch):
+    app, _ = parts.app_of(model)
+
+    def fail(*_):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("qerl.serve.request.RequestParser.chat", fail)
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        reply = client.post(CHAT, json=HELLO)
+        assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
+        assert "secret" not in reply.text
+        assert 'path="/v1/chat/completions",status="500"} 1' in client.get("/metrics").text
 
 
 def test_the_system_message_is_the_servers_where_a_chat_brings_none(model):

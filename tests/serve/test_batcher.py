@@ -102,7 +102,8 @@ def test_a_cancelled_request_leaves_the_batch_at_the_next_burst(model, batcher):
     """Its row and its pages are free again, and the request beside it goes on."""
 
     def watch(choice, token, ended):
-        gone.is_cancelled = len(gone.tokens.get(0, ())) == 3
+        if len(gone.tokens.get(0, ())) == 3:
+            batcher.cancel(gone)
 
     gone = request_of(model, "a", num_samples=2, sampling=Sampling(max_tokens=300), on_token=watch)
     stays = request_of(model, "b", seed=1, sampling=Sampling(max_tokens=40))
@@ -123,7 +124,8 @@ def test_a_request_that_waits_for_room_is_cancelled_too(model):
     def watch(choice, token, ended):
         if len(long.tokens[0]) == 2 and choice == 0:
             few.submit(waits)
-        waits.is_cancelled = len(long.tokens[0]) > 4
+        if len(long.tokens[0]) > 4:
+            few.cancel(waits)
 
     long.on_token = watch
     answered(few, long)
@@ -172,6 +174,78 @@ def test_a_full_queue_rejects_requests_and_closing_rejects_those_that_wait(model
             job.future.result(timeout=30)
     with pytest.raises(BusyError):
         batcher.submit(request_of(model, "d"))
+
+
+def test_a_client_that_leaves_the_queue_makes_room_at_once(model):
+    """Also while the engine is busy: here it has not even been started."""
+    batcher = parts.batcher_of(model, max_waiting=2)
+    gone, stays, next_one = (request_of(model, text) for text in "abc")
+    batcher.submit(gone)
+    batcher.submit(stays)
+    batcher.cancel(gone)
+    assert batcher.num_waiting == 1
+    with pytest.raises(CancelledRequestError):
+        gone.future.result(timeout=0)
+    batcher.submit(next_one)
+    batcher.start()
+    assert all(len(each.future.result(timeout=30)) == 1 for each in (stays, next_one))
+    batcher.close()
+
+
+def test_a_client_that_leaves_before_its_first_token_makes_room_at_once(model):
+    """Its request waits in the batch, whose step has not ended."""
+    few = parts.batcher_of(model, max_waiting=1)
+    long = request_of(model, "a", num_samples=200, sampling=Sampling(max_tokens=60))
+    waits, next_one, num_waiting = request_of(model, "b"), request_of(model, "c"), []
+
+    def watch(choice, token, ended):
+        num = len(long.tokens[0]) if choice == 0 else 0
+        if num == 2:
+            few.submit(waits)
+        elif num == 4:
+            few.cancel(waits)
+            num_waiting.append(few.num_waiting)
+            few.submit(next_one)
+
+    long.on_token = watch
+    answered(few, long)
+    assert num_waiting == [0] and len(next_one.future.result(timeout=30)) == 1
+    few.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_no_request_waits_for_a_thread_that_has_died(model, monkeypatch):
+    batcher = parts.batcher_of(model)
+
+    def die(self):
+        raise SystemExit
+
+    monkeypatch.setattr("qerl.engine.generation.Generation.step", die)
+    batcher.submit(lost := request_of(model, "a"))
+    batcher.start()
+    with pytest.raises(CancelledRequestError, match="thread has ended"):
+        lost.future.result(timeout=30)
+    parts.wait_for(lambda: batcher.has_died)
+    with pytest.raises(BusyError, match="must be started again"):
+        batcher.submit(request_of(model, "b"))
+
+
+def test_counts_go_on_over_a_failed_batch(model, batcher, monkeypatch):
+    def fail(self):
+        raise UserError("no")
+
+    (first,) = answered(batcher, request_of(model, "abc"))
+    num_tokens, num_prompt = batcher.num_generated_tokens, batcher.num_prompt_tokens
+    assert num_tokens >= len(first[0].tokens_T) and num_prompt == 3
+    parts.wait_for(lambda: batcher.kv_pages[0] == 0)
+    assert batcher.kv_pages[1] > 0
+    with monkeypatch.context() as broken:
+        broken.setattr("qerl.engine.generation.Generation.step", fail)
+        batcher.submit(lost := request_of(model, "ab"))
+        with pytest.raises(UserError):
+            lost.future.result(timeout=30)
+    parts.wait_for(lambda: batcher.batch is None)
+    assert batcher.num_generated_tokens == num_tokens and batcher.num_prompt_tokens == num_prompt + 2
 
 
 def test_closing_stops_the_running_call(model):

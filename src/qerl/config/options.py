@@ -178,6 +178,24 @@ class ServeOptions:
     max_waiting: int = 256
     """Maximum waiting requests; more are rejected."""
 
+    max_connections: int = 1024
+    """Maximum open connections; a new one then replaces the one that has waited longest for its request."""
+
+    max_header_bytes: int = 16_384
+    """Maximum size of a request's line and headers, in bytes."""
+
+    header_timeout_s: float = 10.0
+    """Seconds from the first byte of a request, or from a new connection, to its last header."""
+
+    body_timeout_s: float = 60.0
+    """Seconds from a request's last header to the end of its body."""
+
+    keep_alive_timeout_s: float = 30.0
+    """Seconds between an answer and the next request of the same connection."""
+
+    send_timeout_s: float = 60.0
+    """Seconds in which a client must take all of the answer that is ready for it."""
+
     with_adapter: bool = True
     """Serve the newest checkpoint of a run, or its base model alone."""
 
@@ -186,4 +204,5 @@ class ServeOptions:
     def __post_init__(self):
         require(0 <= self.port < 65536, f"port must lie in 0 to 65535, got {self.port}")
         check_positive(self, "max_body_bytes", "max_prompt_tokens", "max_tokens")
-        check_positive(self, "max_samples", "max_waiting")
+        check_positive(self, "max_samples", "max_waiting", "max_connections", "max_header_bytes")
+        check_positive(self, "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "send_timeout_s")

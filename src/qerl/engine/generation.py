@@ -96,12 +96,12 @@ class Generation:
         return self._scheduler.is_done
 
     @property
-    def num_not_admitted(self) -> int:
-        return self._scheduler.num_not_admitted
-
-    @property
     def num_used_pages(self) -> int:
         return self._scheduler.pages.num_used
+
+    @property
+    def num_pages(self) -> int:
+        return self._scheduler.pages.num_pages
 
     def add(self, groups: list[LiveGroup]) -> None:
         """Add groups that start at the next burst, if there is room; they are younger than all before."""

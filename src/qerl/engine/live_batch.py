@@ -76,9 +76,8 @@ class LiveBatch:
         return self._generation.num_used_pages
 
     @property
-    def num_not_admitted(self) -> int:
-        """Number of requests that wait for pages or rows."""
-        return self._generation.num_not_admitted
+    def num_pages(self) -> int:
+        return self._generation.num_pages
 
     def add(self, request: LiveRequest) -> None:
         """Raise UserError if the prompt leaves no room for a token."""

@@ -180,10 +180,6 @@ class Scheduler:
         return not (self.running or self.parked or self.has_waiting)
 
     @property
-    def num_not_admitted(self) -> int:
-        return len(self._not_admitted)
-
-    @property
     def has_waiting(self) -> bool:
         """True if a sample that is neither running nor parked remains."""
         return bool(self._waiting or self._not_admitted)

@@ -6,5 +6,7 @@ fields.py         bodies of requests, errors               request.py    bodies 
 grammar.py        JSON schemas                             tools.py      tool calls in an answer
 response.py       samples -> OpenAI's responses            responses.py  the same for /v1/responses
 logprobs.py       logprobs in OpenAI's forms               app.py        routes and access check
-server.py         address, API key, start and shutdown
+server.py         address, API key, start and shutdown     connections.py  accepting, deadlines, the cap
+gate.py           what all requests pass                   metrics.py    Prometheus' text
+log_limit.py      one log line of a kind per period
 """

@@ -1,9 +1,10 @@
-"""The routes /v1/models, /v1/completions, /v1/chat/completions and /v1/responses.
+"""The routes /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /health and /metrics.
 
-Access is checked before the body is read: by the API key, or without one by the Host header. A page in a
-browser can send requests to a loopback address, but only under its own host name (tracking/loopback.py) or as
-plain text, and both are refused. Starlette's TrustedHostMiddleware knows neither 127.0.0.0/8 nor OpenAI's
-error format.
+Bodies are parsed in a thread of their own, one after the other: a long one must not hold up other streams.
+Access is checked before the body is read, except for /health: by the API key, or without one by the Host
+header. A page in a browser can send requests to a loopback address, but only under its own host name
+(tracking/loopback.py) or as plain text, and both are refused. Starlette's TrustedHostMiddleware knows neither
+127.0.0.0/8 nor OpenAI's error format.
 """
 
 import asyncio
@@ -11,18 +12,22 @@ import contextlib
 import hashlib
 import hmac
 import time
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from qerl.errors import UserError
 from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, PendingRequest
 from qerl.serve.fields import ApiError
+from qerl.serve.gate import Gate, error_body
+from qerl.serve.metrics import CONTENT_TYPE, ServerMetrics
 from qerl.serve.request import CompletionRequest, RequestParser
 from qerl.serve.response import ApiResponse, ChatResponse, CompletionResponse, event
 from qerl.serve.responses import ResponsesBody, ResponsesResponse
@@ -35,27 +40,61 @@ StreamQueue = asyncio.Queue[StreamItem]
 """(choice, token, the sample if that token ended it), or the failure of the request."""
 
 
+Parsed = TypeVar("Parsed")
+
+
 def make_app(parser: RequestParser, batcher: Batcher, *, api_key: str | None) -> FastAPI:
+    """Return the app; its state has the server's metrics."""
+    metrics, routes = ServerMetrics(), Routes(parser, batcher)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         batcher.start()
         yield
         batcher.close()
+        routes.close()
 
-    routes = Routes(parser, batcher)
     app = FastAPI(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         dependencies=[Depends(AccessCheck(api_key, parser.options.host).check)],
-        exception_handlers={HTTPException: _error_response, ClientDisconnect: _no_response},
+        exception_handlers={
+            HTTPException: _error_response,
+            ClientDisconnect: _no_response,
+            Exception: _failure_response,
+        },
     )
+    app.state.metrics = routes.metrics = metrics
+    _show_engine(metrics, batcher)
     app.add_api_route("/v1/models", routes.models, response_model=None)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/responses", routes.responses, methods=["POST"], response_model=None)
+    app.add_api_route("/metrics", routes.show_metrics, response_model=None)
+    app.router.routes.append(Route("/health", routes.health))
+    paths = [getattr(route, "path", "") for route in app.router.routes]
+    app.add_middleware(Gate, metrics=metrics, paths=paths, max_header_bytes=parser.options.max_header_bytes)
     return app
+
+
+def _show_engine(metrics: ServerMetrics, batcher: Batcher) -> None:
+    """Show what the batcher counts."""
+    for name, help_text, read in (
+        ("qerl_engine_up", "1 while the engine's thread lives.", lambda: int(not batcher.has_died)),
+        (
+            "qerl_requests_running",
+            "Requests that have a token, not the last.",
+            lambda: batcher.num_running,
+        ),
+        ("qerl_requests_waiting", "Requests without a token.", lambda: batcher.num_waiting),
+        ("qerl_prompt_tokens_total", "Prompt tokens of requests.", lambda: batcher.num_prompt_tokens),
+        ("qerl_generated_tokens_total", "Tokens sampled.", lambda: batcher.num_generated_tokens),
+        ("qerl_kv_pages_used", "Pages of KV cache in use.", lambda: batcher.kv_pages[0]),
+        ("qerl_kv_pages", "Pages of KV cache.", lambda: batcher.kv_pages[1]),
+    ):
+        metrics.add_read(name, help_text, read)
 
 
 class AccessCheck:
@@ -78,25 +117,44 @@ class AccessCheck:
 
 class Routes:
     def __init__(self, parser: RequestParser, batcher: Batcher):
+        self.metrics = ServerMetrics()
         self._parser, self._batcher, self._created = parser, batcher, int(time.time())
         self._names = parser.name, parser.model.tokenizer
+        self._parse_thread = ThreadPoolExecutor(1, "parser")
+
+    def close(self) -> None:
+        self._parse_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def health(self, request: Request) -> Response:
+        if self._batcher.has_died:
+            return JSONResponse({"status": "the engine has died; see the server's log"}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
         model = {"id": self._parser.name, "object": "model", "created": self._created, "owned_by": "qerl"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        asked = self._parser.completion(await self._body(request))
+        asked = await self._parsed(self._parser.completion, await self._body(request))
         return await self._answer(request, asked, CompletionResponse(asked, *self._names))
 
     async def chat_completions(self, request: Request) -> Response:
-        asked = self._parser.chat(await self._body(request))
+        asked = await self._parsed(self._parser.chat, await self._body(request))
         return await self._answer(request, asked, ChatResponse(asked, *self._names))
 
     async def responses(self, request: Request) -> Response:
-        body = ResponsesBody.parse(await self._body(request), self._parser.name, self._parser.options)
-        asked = self._parser.chat_of(body.to_chat())
+        body, asked = await self._parsed(self._parse_response, await self._body(request))
         return await self._answer(request, asked, ResponsesResponse(body, asked, *self._names))
+
+    def _parse_response(self, content: bytes) -> tuple[ResponsesBody, CompletionRequest]:
+        body = ResponsesBody.parse(content, self._parser.name, self._parser.options)
+        return body, self._parser.chat_of(body.to_chat())
+
+    async def _parsed(self, parse: Callable[[bytes], Parsed], content: bytes) -> Parsed:
+        return await asyncio.get_running_loop().run_in_executor(self._parse_thread, parse, content)
 
     async def _answer(self, http: Request, asked: CompletionRequest, response: ApiResponse) -> Response:
         pending = asked.pending
@@ -105,15 +163,27 @@ class Routes:
             self._batcher.submit(pending)
         except BusyError as error:
             raise _api_error(error) from None
-        if items is None:
+        if items is not None:
+            return EventStream(self._events(asked, items, response), lambda: self._end(pending))
+        try:
             return JSONResponse(response.whole(await _samples(http, pending)))
-        events = self._events(asked, items, response)
-        return StreamingResponse(events, media_type="text/event-stream")
+        finally:
+            self._end(pending)
+
+    def _end(self, pending: PendingRequest) -> None:
+        """Free the request's place if it is not complete, and count it."""
+        self._batcher.cancel(pending)
+        if pending.first_token_s is not None:
+            self.metrics.first_token.observe(pending.first_token_s - pending.entered_s)
+        self.metrics.duration.observe(time.monotonic() - pending.entered_s)
 
     async def _body(self, http: Request) -> bytes:
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the content type must be application/json")
         max_bytes, body = self._parser.options.max_body_bytes, bytearray()
+        length = http.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > max_bytes:
+            raise ApiError(413, f"the body has more than {max_bytes} bytes")
         async for chunk in http.stream():
             body += chunk
             if len(body) > max_bytes:
@@ -126,27 +196,38 @@ class Routes:
         pending, is_each_sent = asked.pending, asked.body.with_logprobs or asked.body.return_token_ids
         streams = [TextStream(self._parser.model, pending.sampling.stop) for _ in range(pending.num_choices)]
         num_running, num_tokens = pending.num_choices, 0
+        for each in response.start():
+            yield each
+        while num_running:
+            item = await items.get()
+            if isinstance(item, Exception):
+                yield event(error_body(_api_error(item)))
+                return
+            choice, token, ended = item
+            num_tokens += 1
+            if (text := streams[choice].add(token.token, ended)) or is_each_sent:
+                for each in response.piece(choice, text, [token]):
+                    yield each
+            if ended is not None:
+                num_running -= 1
+                for each in response.end_choice(choice, ended):
+                    yield each
+        for each in response.end(num_tokens):
+            yield each
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; on_end is called at their end, even if the client had left before the first."""
+
+    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream")
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            for each in response.start():
-                yield each
-            while num_running:
-                item = await items.get()
-                if isinstance(item, Exception):
-                    yield event(_error_body(_api_error(item)))
-                    return
-                choice, token, ended = item
-                num_tokens += 1
-                if (text := streams[choice].add(token.token, ended)) or is_each_sent:
-                    for each in response.piece(choice, text, [token]):
-                        yield each
-                if ended is not None:
-                    num_running -= 1
-                    for each in response.end_choice(choice, ended):
-                        yield each
-            for each in response.end(num_tokens):
-                yield each
+            await super().__call__(scope, receive, send)
         finally:
-            pending.is_cancelled = True
+            self._on_end()
 
 
 def _token_queue(pending: PendingRequest) -> StreamQueue:
@@ -178,7 +259,6 @@ async def _samples(http: Request, pending: PendingRequest) -> list[Sample]:
     except (BusyError, CancelledRequestError, UserError) as error:
         raise _api_error(error) from None
     finally:
-        pending.is_cancelled = True
         finished.cancel()
         disconnected.cancel()
 
@@ -198,14 +278,13 @@ def _api_error(error: Exception) -> ApiError:
     return ApiError(500, "the request failed; see the server's log")
 
 
-def _error_body(error: HTTPException) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    param, code = getattr(error, "param", None), getattr(error, "code", None)
-    return {"error": {"message": error.detail, "type": kind, "param": param, "code": code}}
-
-
 async def _error_response(http: Request, error: HTTPException) -> Response:
-    return JSONResponse(_error_body(error), status_code=error.status_code)
+    return JSONResponse(error_body(error), status_code=error.status_code)
+
+
+async def _failure_response(http: Request, error: Exception) -> Response:
+    """Answer where a handler failed; uvicorn logs the traceback."""
+    return JSONResponse(error_body(_api_error(error)), status_code=500)
 
 
 async def _no_response(http: Request, error: ClientDisconnect) -> Response:

@@ -4,9 +4,11 @@ The random numbers of a request depend on its own seed, which its prompts carry 
 what runs beside it. If the engine fails, the requests of the batch fail, and the next ones get a new batch.
 """
 
+import contextlib
 import dataclasses
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -42,7 +44,10 @@ class PendingRequest:
     """Called by the batcher's thread with (choice, newest token, the sample if that token ended it). Choices
     are numbered prompt by prompt, sample by sample."""
     is_cancelled: bool = False
-    """Set when the client is gone; the request leaves the batch at the next burst."""
+    """Set when the client is gone (`Batcher.cancel`)."""
+    entered_s: float = 0.0
+    """When the request entered the queue, by the monotonic clock."""
+    first_token_s: float | None = None
     future: Future[list[Sample]] = dataclasses.field(default_factory=Future)
     """All choices, set when the last of them has ended."""
     samples: dict[int, Sample] = dataclasses.field(default_factory=dict)
@@ -52,6 +57,11 @@ class PendingRequest:
     @property
     def num_choices(self) -> int:
         return len(self.prompts_P) * self.num_samples
+
+    @property
+    def has_begun(self) -> bool:
+        """True once a token is sampled, or nobody waits for one."""
+        return bool(self.tokens) or self.is_cancelled or self.future.done()
 
     def live_requests(self) -> list[LiveRequest]:
         return [self._live_request(i, prompt) for i, prompt in enumerate(self.prompts_P)]
@@ -70,6 +80,8 @@ class PendingRequest:
     def _add_token(self, choice: int, token: TokenLogprob, ended: Sample | None) -> None:
         if self.is_cancelled:
             return
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
         self.tokens.setdefault(choice, []).append(token)
         if self.on_token is not None:
             self.on_token(choice, token, ended)
@@ -88,7 +100,8 @@ class Batcher:
         self._queue: list[PendingRequest] = []
         self._running: list[tuple[PendingRequest, list[LiveRequest]]] = []
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
+        self._num_prompt_tokens = self._num_earlier_tokens = 0
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self) -> None:
@@ -101,32 +114,91 @@ class Batcher:
             self._changed.notify()
         self._thread.join(_SHUTDOWN_TIMEOUT_S)
 
-    def submit(self, request: PendingRequest) -> None:
+    @property
+    def has_died(self) -> bool:
+        """True if the thread has ended though nobody closed the batcher."""
+        return self._has_ended and not self._is_closed
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a token whose clients still wait."""
         with self._changed:
-            num_waiting = len(self._queue) + (0 if self.batch is None else self.batch.num_not_admitted)
+            requests = [*self._queue, *(request for request, _ in self._running)]
+        return sum(not request.has_begun for request in requests)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests in the batch that have a token and are not complete."""
+        with self._changed:
+            requests = [request for request, _ in self._running]
+        return sum(bool(request.tokens) and not request.future.done() for request in requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens of all requests that have entered a batch."""
+        return self._num_prompt_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Number of tokens sampled by all batches."""
+        with self._changed:
+            return self._num_earlier_tokens + (0 if self.batch is None else self.batch.num_tokens)
+
+    @property
+    def kv_pages(self) -> tuple[int, int]:
+        """(used, all) pages of the running batch's KV cache; zeros without one."""
+        batch = self.batch
+        return (0, 0) if batch is None else (batch.num_used_pages, batch.num_pages)
+
+    def submit(self, request: PendingRequest) -> None:
+        num_waiting = self.num_waiting
+        with self._changed:
+            if self.has_died:
+                raise BusyError("the engine has died; the server must be started again")
             if self._is_closed or num_waiting >= self._max_waiting:
                 raise BusyError(f"the server is busy: {num_waiting} requests are waiting; retry later")
+            request.entered_s = time.monotonic()
             self._queue.append(request)
             self._changed.notify()
 
+    def cancel(self, request: PendingRequest) -> None:
+        """Free the request's place: at once in the queue, at the next burst in the batch."""
+        with self._changed:
+            request.is_cancelled = True
+            is_queued = request in self._queue
+            if is_queued:
+                self._queue.remove(request)
+        if is_queued and request.future.set_running_or_notify_cancel():
+            request.future.set_exception(CancelledRequestError("the request was cancelled"))
+
     def _run(self) -> None:
-        error: Exception = CancelledRequestError("the server is shutting down")
+        """Run batches until the batcher is closed; whatever ends the thread, no request waits for ever."""
+        error = CancelledRequestError("the engine's thread has ended")
+        try:
+            self._run_batches()
+            error = CancelledRequestError("the server is shutting down")
+        finally:
+            with self._changed:
+                self._has_ended, queue, self._queue = True, self._queue, []
+            self._fail_running(error)
+            for request in filter(_is_wanted, queue):
+                request.future.set_exception(BusyError(str(error)))
+
+    def _run_batches(self) -> None:
         while self._wait():
             try:
                 with self._engine.live_batch(self._max_positions) as self.batch:
                     while self._wait():
                         self._step(self.batch)
             except Exception as failure:  # a failed batch must not end the server
-                if not isinstance(failure, UserError):
-                    traceback.print_exception(failure, file=sys.stderr)
                 if self.batch is None:  # it could not be made
                     self._take()
                 self._fail_running(failure)
-            self.batch = None
-        self._fail_running(error)
-        with self._changed:
-            for request in filter(_is_wanted, self._queue):
-                request.future.set_exception(BusyError("the server is shutting down"))
+                if not isinstance(failure, UserError):
+                    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                        traceback.print_exception(failure, file=sys.stderr)
+            with self._changed:
+                self._num_earlier_tokens, self.batch = self.num_generated_tokens, None
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False once closed."""
@@ -148,21 +220,24 @@ class Batcher:
             if not request.future.done():
                 request.future.set_exception(CancelledRequestError("the request was cancelled"))
         batch.step()
-        self._running = [each for each in self._running if not each[0].future.done()]
+        with self._changed:
+            self._running = [each for each in self._running if not each[0].future.done()]
 
     def _take(self) -> list[tuple[PendingRequest, list[LiveRequest]]]:
         """Move the queue to the running requests, without cancelled ones; return those moved."""
         with self._changed:
             queue, self._queue = self._queue, []
-        new = [(request, request.live_requests()) for request in queue if _is_wanted(request)]
-        self._running += new
+            new = [(request, request.live_requests()) for request in queue if _is_wanted(request)]
+            self._running += new
+        self._num_prompt_tokens += sum(len(p.tokens_T) for request, _ in new for p in request.prompts_P)
         return new
 
     def _fail_running(self, error: Exception) -> None:
         for request, _ in self._running:
             if not request.future.done():
                 request.future.set_exception(error)
-        self._running = []
+        with self._changed:
+            self._running = []
 
 
 def _is_wanted(request: PendingRequest) -> bool:

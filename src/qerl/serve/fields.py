@@ -39,6 +39,7 @@ _NEUTRAL = {
 }
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _MAX_TOP_LOGPROBS = 20
+_MAX_DEPTH = 100  # what parses JSON schemas and templates recurses
 
 
 class ApiError(HTTPException):
@@ -303,13 +304,41 @@ class CompletionBody(RequestBody):
 
 
 def _check_json(content: bytes) -> None:
-    """Raise ApiError unless it can be written as UTF-8 JSON again: no lone surrogates, no NaN."""
+    """Raise ApiError unless it can be written as UTF-8 JSON again: no lone surrogates, no NaN; and unless it
+    means one thing: no key twice in an object."""
     try:
-        json.dumps(json.loads(content), ensure_ascii=False, allow_nan=False).encode()
+        value = json.loads(content, object_pairs_hook=_object)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeError:
         raise ApiError(400, "body: must be UTF-8 text without lone surrogates") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"body: invalid JSON: {error}") from None
+    if _is_deeper(value, _MAX_DEPTH):
+        raise ApiError(400, f"body: lists and objects are nested more than {_MAX_DEPTH} deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {ascii(key)[:50]} appears twice")
+        found[key] = value
+    return found
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """True if lists and objects are nested deeper than this; without recursion."""
+    level = [[value]]
+    for _ in range(depth + 1):
+        items = [item for each in level for item in each]
+        level = [
+            each.values() if isinstance(each, dict) else each
+            for each in items
+            if isinstance(each, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def api_error(error: ValidationError) -> ApiError:

@@ -85,6 +85,7 @@ class ResponsesBody(RequestBody):
     tools: list[ResponseTool] = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool = "auto"
     parallel_tool_calls: bool = True
+    logprobs: Literal[False] | None = None
     top_logprobs: int = Field(0, ge=0, le=0)
     n: int = Field(1, ge=1, le=1)
 

@@ -9,18 +9,19 @@ import os
 import socket
 from pathlib import Path
 
-import uvicorn
+from fastapi import FastAPI
 
 from qerl.config import RunConfig
 from qerl.config.options import ServeOptions
 from qerl.errors import UserError, require
 from qerl.serve.app import make_app
 from qerl.serve.batcher import Batcher
+from qerl.serve.connections import ApiServer
+from qerl.serve.gate import BusyApp
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.serve.request import RequestParser
 
 KEY_VARIABLE = "QERL_API_KEY"
-_SHUTDOWN_TIMEOUT_S = 5  # for streams that are open when the server ends
 
 
 def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
@@ -30,13 +31,14 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
         model = load_model(source, run, options.model, with_adapter=options.with_adapter)
         batcher = make_batcher(model, options)
         parser = RequestParser(model=model, options=options, name=options.name or Path(source).name)
-        app = make_app(parser, batcher, api_key=key)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S
-        )
+        server = make_server(make_app(parser, batcher, api_key=key), options)
         host, port = listener.getsockname()[:2]
         print(f"{parser.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
+
+
+def make_server(app: FastAPI, options: ServeOptions) -> ApiServer:
+    return ApiServer(app, BusyApp(app, app.state.metrics), options, app.state.metrics)
 
 
 def read_api_key(path: Path | None) -> str | None:

@@ -1,0 +1,74 @@
+"""What every request passes before its route: the size of its headers, and a count of its response."""
+
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qerl.serve.fields import ApiError
+from qerl.serve.metrics import ServerMetrics
+
+_OTHER_PATH = "other"
+_FOR_OPERATORS = ("/health", "/metrics")
+
+
+class Gate:
+    """ASGI middleware. h11 limits only headers that arrive in several pieces."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: list[str], max_header_bytes: int):
+        self._app, self._metrics = app, metrics
+        self._paths, self._max_header_bytes = frozenset(paths), max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, status = scope["path"] if scope["path"] in self._paths else _OTHER_PATH, 500
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, note_and_send)
+        finally:
+            self._metrics.responses.add(path, str(status))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+        num_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
+        if num_bytes > self._max_header_bytes:
+            error = ApiError(431, f"the headers have more than {self._max_header_bytes} bytes")
+            await _response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class BusyApp:
+    """What answers while all connections are taken: only /health and /metrics are passed on."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics):
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _FOR_OPERATORS:
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(503, "the server is busy: it has no more connections; retry later", code="busy")
+        self._metrics.responses.add(_OTHER_PATH, "503")
+        await _response(error)(scope, receive, send)
+
+
+def error_body(error: HTTPException) -> dict[str, Any]:
+    """Return OpenAI's error object."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    return {"error": {"message": error.detail, "type": kind, "param": param, "code": code}}
+
+
+def _response(error: ApiError) -> JSONResponse:
+    """Return a response after which the connection ends."""
+    return JSONResponse(error_body(error), error.status_code, {"connection": "close"})

@@ -1,0 +1,206 @@
+"""Clients that hold connections, send slowly, or send no HTTP, against a real server with small limits."""
+
+import contextlib
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import time
+
+import httpx
+import pytest
+
+import tiny_run
+from qerl.cli import main
+from serve import parts
+
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "seed": 3}
+HALF = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-half: "
+SHORT_S = 0.5  # deadlines of these tests
+BOUND_S = 20 * SHORT_S
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return parts.load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@contextlib.contextmanager
+def serving(model, **options):
+    app, batcher = parts.app_of(model, **options)
+    with parts.serving(app, **options) as address:
+        yield address, batcher
+
+
+def chat(address, **changes):
+    return httpx.post(f"{address}/chat/completions", json=HELLO | changes, timeout=60)
+
+
+def test_hundreds_of_half_sent_headers_keep_nobody_out(model):
+    """Beyond the cap, a new connection replaces the one that has waited longest."""
+    with serving(model, max_connections=60) as (address, _), contextlib.ExitStack() as attack:
+        for _ in range(300):
+            attack.enter_context(parts.connected(address, HALF))
+        assert chat(address).status_code == 200
+        assert parts.metric(address, "qerl_http_connections") <= 60
+        assert parts.metric(address, 'qerl_http_connections_closed_total{reason="replaced"}') >= 240
+
+
+@pytest.mark.parametrize(
+    ("phase", "sent", "status"),
+    [
+        ("header", b"", b"408"),
+        ("header", HALF, b"408"),
+        ("body", HALF + b"1\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{", b"408"),
+    ],
+)
+def test_a_byte_now_and_then_does_not_keep_a_connection(model, phase, sent, status):
+    with serving(model, **{f"{phase}_timeout_s": SHORT_S}) as (address, _):
+        began_s = time.monotonic()
+        with parts.connected(address, sent) as connection, contextlib.suppress(ConnectionError):
+            while not select.select([connection], [], [], SHORT_S / 5)[0]:
+                assert time.monotonic() - began_s < BOUND_S
+                if sent:
+                    connection.sendall(b"x")
+            assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
+        assert time.monotonic() - began_s > SHORT_S
+        parts.wait_for(lambda: parts.metric(address, "qerl_http_connections") == 1)
+
+
+def test_an_idle_connection_ends_after_its_answer(model):
+    request = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with (
+        serving(model, keep_alive_timeout_s=SHORT_S) as (address, _),
+        parts.connected(address, request) as connection,
+    ):
+        assert parts.received(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_a_slow_request_on_a_kept_connection_ends_too(model):
+    request = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with (
+        serving(model, header_timeout_s=SHORT_S) as (address, _),
+        parts.connected(address, request) as connection,
+    ):
+        assert connection.recv(9) == b"HTTP/1.1 "
+        connection.sendall(HALF)
+        assert b"HTTP/1.1 408" in parts.received(connection)
+
+
+def test_a_client_that_takes_nothing_loses_its_request(model):
+    """A stream of more than fits into the buffers between, to a client that does not read."""
+    ask = HELLO | {"max_tokens": 900, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 4}
+    with serving(model, send_timeout_s=SHORT_S) as (address, batcher):
+        with parts.connected(address, parts.post(ask), receive_bytes=4096):
+            closed = 'qerl_http_connections_closed_total{reason="send_timeout"}'
+            parts.wait_for(lambda: parts.metric(address, closed) == 1, most_s=60)
+            parts.wait_for(lambda: batcher.batch.num_used_pages == 0, most_s=60)
+        assert chat(address).status_code == 200
+
+
+def test_health_is_told_while_all_connections_have_requests(model):
+    long = HELLO | {"max_tokens": 900, "stream": True}
+    with serving(model, max_connections=2) as (address, batcher):
+        with (
+            parts.connected(address, parts.post(long)) as one,
+            parts.connected(address, parts.post(long)) as two,
+        ):
+            for each in (one, two):
+                assert each.recv(9) == b"HTTP/1.1 "
+            refused = httpx.get(f"{address}/models", timeout=60)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "busy"
+            assert httpx.get(f"{address.removesuffix('/v1')}/health", timeout=60).status_code == 200
+        parts.wait_for(lambda: batcher.num_running == 0)
+        assert chat(address).status_code == 200
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_long_headers_are_refused(model, num_pieces):
+    with serving(model, max_header_bytes=3000) as (address, _), parts.connected(address, HALF) as connection:
+        with contextlib.suppress(ConnectionError):
+            for _ in range(num_pieces - 1):
+                connection.sendall(b"x" * 2000)
+                time.sleep(0.05)
+            if num_pieces == 1:  # otherwise they never end
+                connection.sendall(b"x" * 4000 + b"\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 431")
+
+
+NO_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # a TLS handshake
+    b"GET\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nx",
+    HALF + b"1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
+]
+
+
+def test_what_is_no_http_is_refused_without_filling_the_log(model, capfd):
+    upgrade = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+    upgrade += b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n"
+    with serving(model) as (address, _):
+        for _ in range(20):
+            for sent in NO_HTTP:
+                with parts.connected(address, sent) as connection:
+                    assert parts.received(connection).startswith(b"HTTP/1.1 400"), sent
+            with parts.connected(address, upgrade) as connection:
+                assert parts.received(connection).startswith(b"HTTP/1.1 200")
+        assert chat(address).status_code == 200
+    logged = capfd.readouterr().err
+    assert "Invalid HTTP request received." in logged and "Traceback" not in logged
+    assert logged.count("\n") < 20
+
+
+def test_garbage_after_an_answer_ends_the_connection(model, capfd):
+    """A body whose chunks go wrong when the answer has been sent, and bytes behind a request that runs."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/plain\r\n"
+    with serving(model) as (address, batcher):
+        with parts.connected(address, head + b"transfer-encoding: chunked\r\n\r\n") as connection:
+            assert connection.recv(12) == b"HTTP/1.1 415"
+            connection.sendall(b"xyz\r\n")
+            assert b"HTTP/1.1" not in parts.received(connection)
+        sent = parts.post(HELLO | {"max_tokens": 200}) + b"\x00garbage\r\n\r\n"
+        with parts.connected(address, sent) as connection:
+            answers = parts.received(connection)
+        assert answers.startswith(b"HTTP/1.1 200") and answers.count(b"HTTP/1.1 400") == 1
+        parts.wait_for(lambda: batcher.num_running == 0)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux' prlimit")
+def test_without_descriptors_the_server_logs_little_and_goes_on(tmp_path):
+    """The command's own process, whose limit is lowered to a few more files than it has."""
+    folder = tmp_path / "tiny"
+    tiny_run.write_model(folder, max_positions=1024)
+    options = ["--port", "0", "--model.dtype", "fp32", "--max-prompt-tokens", "60", "--max-tokens", "60"]
+
+    def work():
+        os.environ.pop("QERL_API_KEY", None)
+        sys.argv = ["qerl", "serve", str(folder), *options]
+        main.main()
+
+    server = tiny_run.Forked(work)
+    try:
+        parts.wait_for(lambda: " at " in server.written, most_s=120)
+        address = server.written.split(" at ")[1].strip()
+        assert chat(address).status_code == 200
+        soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
+        used = set(map(int, os.listdir(f"/proc/{server.pid}/fd")))
+        limit = [number for number in range(len(used) + 5) if number not in used][4]
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        with contextlib.ExitStack() as attack:
+            for _ in range(60):
+                attack.enter_context(parts.connected(address, HALF))
+            answer = chat(address)
+            assert answer.status_code == 200 and answer.json()["choices"]
+            assert parts.metric(address, "qerl_http_accept_errors_total") >= 1
+        server.send_signal(signal.SIGINT)
+        _, err = server.communicate(timeout=60)
+    finally:
+        server.kill()
+    assert re.search("cannot accept connections: Too many open files", err)
+    assert "Traceback" not in err and err.count("\n") < 30
