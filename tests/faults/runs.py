@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_run
 from qerl.cli import main
 from qerl.tracking import is_timing
+from qerl.tracking.json_lines import read_lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def small_disk(num_bytes: int) -> Iterator[Path]:
 
 
 def _metrics(out: Path) -> list[dict[str, object]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = list(read_lines(out / "metrics.jsonl"))
     return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
 
 

@@ -55,6 +55,8 @@ def eight(files, tmp_path_factory):
         ("evaluations.json", "empty", "refused: qerl: /run/evaluations.json: is damaged"),
         ("loggers/tensorboard.json", "empty", "same run"),
         ("metrics.jsonl", "truncate", "told"),
+        ("metrics.jsonl", "flip", "told"),
+        ("samples.jsonl", "flip", "told"),
     ],
 )
 def test_a_damaged_file_is_made_good_or_named(files, eight, tmp_path, name, harm, expected):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qerl.config.stored import read_run_config
 from qerl.errors import UserError
-from qerl.tracking.atomic_file import decode
+from qerl.tracking.json_lines import decode
 from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.dashboard.live import LivePage
 from qerl.tracking.dashboard.server import listening

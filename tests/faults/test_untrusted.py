@@ -27,7 +27,8 @@ from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer
 from qerl.tasks import build_task
 from qerl.tasks.prompt import render_chat
-from qerl.tracking.atomic_file import JsonLines, decode, read_object
+from qerl.tracking.atomic_file import read_object
+from qerl.tracking.json_lines import JsonLines, decode
 from qerl.tracking.report.read import read_run
 from tasks.material import tokenizer
 

@@ -57,7 +57,9 @@ def take_steps(journal, first, last):
 
 
 def records(folder, name="metrics"):
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_bytes().splitlines()]
+    """Without their checksums."""
+    lines = (folder / f"{name}.jsonl").read_bytes().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "crc32"} for line in lines]
 
 
 def timeless(folder):
@@ -225,16 +227,34 @@ def test_pages_the_disk_never_got_are_dropped(unbroken, tmp_path):
     assert timeless(folder) == timeless(unbroken)
 
 
-def test_damage_before_good_lines_is_refused_by_line(unbroken, tmp_path):
+@pytest.mark.parametrize("name", ["metrics", "samples"])
+def test_a_damaged_line_is_told_with_its_number_and_left_out(unbroken, tmp_path, name):
+    folder = tmp_path / "damaged"
+    shutil.copytree(unbroken, folder)
+    path = folder / f"{name}.jsonl"
+    before = path.read_bytes()
+    number = 2 if name == "metrics" else 3
+    path.write_bytes(before.replace(b'{"step": 1', b'{"step": 0', 1))  # JSON as good as any other
+    with open_journal(folder) as journal:
+        journal.resume(4)
+        take_steps(journal, 4, NUM_STEPS)
+        assert [r["step"] for r in journal.steps()] == [0, *([1] if name == "samples" else []), 2, 3, 4, 5]
+    texts = [event["text"] for event in records(folder, "events")]
+    assert f"{name}.jsonl: skipped 1 damaged line: {number}" in texts
+    missing = "metrics.jsonl is missing 1 of 4 completed steps"
+    assert (missing in texts) == (name == "metrics")  # the other sample of the step is there
+    assert path.read_bytes().startswith(before.replace(b'{"step": 1', b'{"step": 0', 1)[:500])
+
+
+def test_lines_out_of_order_are_refused(unbroken, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(unbroken, folder)
     path = folder / "metrics.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'{"step": 1', b'{"st', 1))
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*others, first]))
     before = path.read_bytes()
-    with (
-        open_journal(folder) as journal,
-        pytest.raises(UserError, match=r"metrics.jsonl: .* line 3 is damaged"),
-    ):
+    message = r"metrics.jsonl: line 4 is of a later step than line 6; restore the file or remove it"
+    with open_journal(folder) as journal, pytest.raises(UserError, match=message):
         journal.resume(4)
     assert path.read_bytes() == before
 

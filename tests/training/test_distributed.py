@@ -20,6 +20,7 @@ from qerl.errors import UserError
 from qerl.learner.distributed import ALONE, Ranks, join_ranks
 from qerl.learner.minibatch import split
 from qerl.tracking import is_timing
+from qerl.tracking.json_lines import read_lines
 from training.ranks import StartedRanks
 
 QERL = "from qerl.cli.main import main\n\nif __name__ == '__main__':\n    main()\n"
@@ -101,7 +102,7 @@ def workers(process):
 
 
 def metrics(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = list(read_lines(out / "metrics.jsonl"))
     return [{k: v for k, v in line.items() if not is_timing(k) and k not in TRAFFIC} for line in lines]
 
 

@@ -1,6 +1,5 @@
 """Workers of a local Ray cluster make the run of one process; killed, what they owed is sampled again."""
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from qerl.config import AlgoConfig, RayConfig, RunConfig
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
 from qerl.tracking import is_timing
+from qerl.tracking.json_lines import read_lines
 from qerl.training.ray_engine import check_reachable, start_workers
 
 pytest.importorskip("ray")
@@ -48,7 +48,7 @@ def finish(files, out, *more):
 
 
 def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return list(read_lines(out / "metrics.jsonl"))
 
 
 def untimed(out, *without):

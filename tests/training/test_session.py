@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import tiny_run
 from qerl.tracking import is_timing
+from qerl.tracking.json_lines import read_lines
 
 FAILS = """def fails(prompts, completions, completion_ids, **columns):
     return [1 / (ids[0] % 3) for ids in completion_ids]
@@ -41,7 +42,7 @@ def wait_for_steps(process, out, num_steps):
 
 
 def metrics(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = list(read_lines(out / "metrics.jsonl"))
     return [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
 
 

@@ -20,7 +20,8 @@ from statistics import fmean
 from typing import Any
 
 from qerl.algo.estimate import majority_vote
-from qerl.tracking.atomic_file import decode, encode, write_atomic
+from qerl.tracking.atomic_file import encode, write_atomic
+from qerl.tracking.json_lines import decode
 from qerl.training import evaluation
 from qerl.training.evaluation import Evaluation
 from qerl.types import Prompt, RolloutEngine, Sampling

@@ -15,7 +15,7 @@ from qerl.errors import UserError
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.decoder import Attend
-from qerl.tracking.atomic_file import decode
+from qerl.tracking.json_lines import decode
 from qerl.types import Tree
 
 CALIBRATION_TOKENS = 8192

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import redact
-from qerl.tracking.atomic_file import decode, encode, write_atomic
+from qerl.tracking.atomic_file import encode, write_atomic
+from qerl.tracking.json_lines import decode
 from qerl.tracking.loggers import Logger
 from qerl.tracking.metric_text import is_timing
 

@@ -1,15 +1,12 @@
-"""Crash-safe files: JSON lines that are appended to, files that are replaced atomically, and a folder lock.
+"""Files that are replaced atomically, folders whose names are flushed, and the lock of a folder.
 
-line      one JSON object and a newline; strict JSON: a number that is not finite becomes null
-append    all lines in one write, then fsync: a kill leaves at most an incomplete last line
-cut       truncate the file at the first line of a step that is taken again
+A folder that is open is still known after it was moved: its descriptor names it, its path may not.
 """
 
 import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,15 +30,6 @@ def encode(value: Any, *, indent: int | None = None) -> bytes:
     """Return UTF-8 JSON; half a surrogate pair, which UTF-8 cannot hold, becomes its \\u escape."""
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return text.encode("utf-8", errors="backslashreplace")
-
-
-def decode(line: bytes) -> dict[str, Any] | None:
-    """Return the line's JSON object; None if the line is damaged."""
-    try:
-        value = parse_json(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -95,62 +83,33 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-class JsonLines:
-    """A file of JSON lines that is appended to. Opening it removes an incomplete last line."""
+class OpenFolder:
+    """A folder that other programs may move while it is open."""
 
     def __init__(self, path: Path):
-        self._path = path
-        # Unbuffered: a signal handler may append during an append, which a buffered file does not allow.
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._drop_incomplete_line()
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
 
-    def append(self, records: list[dict[str, Any]]) -> None:
-        content = b"".join(encode(record) + b"\n" for record in records)
-        try:
-            while content:
-                content = content[self._file.write(content) :]
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise RunError(f"{self._path}: {error.strerror}") from error
-
-    def read(self) -> Iterator[dict[str, Any] | None]:
-        """Yield each line's object; None for a damaged line."""
-        with open(self._path, "rb") as file:
-            yield from map(decode, file)
-
-    def cut(self, next_step: int) -> set[int]:
-        """Remove the lines of steps from next_step on, and damaged lines among them; return the steps that
-        are left."""
-        size, cut_at, steps = 0, None, set()
-        with open(self._path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                step = (decode(line) or {}).get("step")
-                is_kept = isinstance(step, int) and step < next_step
-                if is_kept and cut_at is not None:
-                    raise UserError(f"{self._path}: a line before line {number} is damaged or out of order")
-                if not is_kept and cut_at is None:
-                    cut_at = size
-                steps |= {step} if is_kept else set()
-                size += len(line)
-        if cut_at is not None:
-            self._truncate(cut_at)
-        return steps
+    def place(self) -> Path | None:
+        """Return the folder's path at present; None if it was removed."""
+        return next(filter(self._is_here, (self._path, self._named())), None)
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._descriptor)
 
-    def _drop_incomplete_line(self) -> None:
-        whole_bytes, is_incomplete = 0, False
-        with open(self._path, "rb") as file:
-            for line in file:
-                is_incomplete = not line.endswith(b"\n")
-                whole_bytes += 0 if is_incomplete else len(line)
-        if is_incomplete:
-            self._truncate(whole_bytes)
+    def _named(self) -> Path:
+        """Return the path that the kernel knows; the first one where it tells none."""
+        get_path = getattr(fcntl, "F_GETPATH", None)
+        if get_path is not None:  # macOS
+            name: bytes = fcntl.fcntl(self._descriptor, get_path, bytes(1024))
+            return Path(os.fsdecode(name.rstrip(b"\0")))
+        link = Path(f"/proc/self/fd/{self._descriptor}")
+        return link.readlink() if link.is_symlink() else self._path
 
-    def _truncate(self, size: int) -> None:
-        self._file.truncate(size)
-        os.fsync(self._file.fileno())
+    def _is_here(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+        except OSError:
+            return False
 
 
 class Lock:

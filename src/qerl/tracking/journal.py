@@ -15,7 +15,7 @@ import functools
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -29,8 +29,8 @@ from qerl.errors import UserError, redact
 from qerl.kernels.gpu_memory import peak_bytes
 from qerl.tracking.async_logger import AsyncLogger, num_sent
 from qerl.tracking.atomic_file import (
-    JsonLines,
     Lock,
+    OpenFolder,
     encode,
     finite,
     make_folder,
@@ -39,83 +39,13 @@ from qerl.tracking.atomic_file import (
     write_atomic,
 )
 from qerl.tracking.console import PanelDisplay, PlainDisplay
+from qerl.tracking.json_lines import JsonLines, damage_notice
 from qerl.tracking.loggers import LOGGERS, check_loggers
 from qerl.tracking.provenance import changes, check_same_run, check_sources, run_facts, shown
-from qerl.types import Group
+from qerl.tracking.step_log import StepLog, Stopwatch
 
 _NUM_STEPS = "config.num_steps"
 _LOGGER_TIMEOUT_S = 30.0  # for sending the last steps when the run ends
-MAX_ANSWER_CHARACTERS = 1000
-"""Answers are cut to this length: the tests of a programming problem may be megabytes."""
-
-
-class Stopwatch:
-    """Measures the seconds of each phase. Phases do not nest, so their sum is at most the step's time."""
-
-    def __init__(self, on_phase: Callable[[str | None], None]):
-        self._on_phase = on_phase
-        self._running: str | None = None
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        assert self._running is None, f"span {name} inside span {self._running}"
-        self._running, begin = name, time.perf_counter()
-        self._on_phase(name)
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
-            self._running = None
-            self._on_phase(None)
-
-    def take(self) -> dict[str, float]:
-        """Return `<name>_s` for each phase since the last call, and reset."""
-        seconds_by_name, self._seconds = self._seconds, {}
-        return {f"{name}_s": seconds for name, seconds in seconds_by_name.items()}
-
-
-class StepLog:
-    """Collects the metrics and samples of one step."""
-
-    def __init__(self, step: int, stopwatch: Stopwatch, answer_column: str):
-        self.step, self._stopwatch, self._answer_column = step, stopwatch, answer_column
-        self.metrics: dict[str, float] = {}
-        self.sample_records: list[dict[str, Any]] = []
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase; spans of the same name in one step are added."""
-        return self._stopwatch.span(name)
-
-    def add(self, **metrics: float) -> None:
-        """Set metrics; a later value of the same key replaces the earlier one."""
-        self.metrics |= {key: float(value) for key, value in metrics.items()}
-
-    def samples(self, groups: list[Group]) -> None:
-        """Record every sample of the groups."""
-        self.sample_records += [
-            {
-                "step": self.step,
-                "prompt_index": group.prompt.index,
-                "sample_index": sample_index,
-                "prompt": group.prompt.text,
-                "text": sample.text,
-                "reward": sample.reward,
-                "advantage": sample.advantage,
-                "finish": sample.finish,
-                "num_tokens": len(sample.tokens_T),
-                **({"prefix_tokens": group.prefix_tokens} if group.prefix_tokens else {}),
-                "version": sample.version,
-                "answer": self._answer(group.prompt.columns),
-                **({} if sample.messages is None else {"turns": sample.messages}),
-            }
-            for group in groups
-            for sample_index, sample in enumerate(group.samples_G)
-        ]
-
-    def _answer(self, columns: dict[str, Any]) -> str | None:
-        value = columns.get(self._answer_column, columns.get("answer"))
-        return None if value is None else str(value)[:MAX_ANSWER_CHARACTERS]
 
 
 class Journal:
@@ -136,6 +66,7 @@ class Journal:
                 JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")
             )
             sync_path(folder)
+            self._place = OpenFolder(folder)
         except OSError as error:
             raise UserError(f"cannot write a run to {folder}: {error.strerror}") from None
         self._folder, self._num_steps = folder, num_steps
@@ -198,11 +129,13 @@ class Journal:
         kept = {"metrics": self._metrics.cut(next_step), "samples": self._samples.cut(next_step)}
         records = list(self.steps())
         # dynamic sampling may have kept no group
-        kept["samples"] |= {record["step"] for record in records if record.get("trained_samples") == 0}
+        kept["samples"].steps.update(r["step"] for r in records if r.get("trained_samples") == 0)
         self._display.restore(records)
         self._next_step = next_step
         self._record_changes(next_step)
-        for name, steps in kept.items():
+        for name, (steps, damaged) in kept.items():
+            if damaged:
+                self.notice(damage_notice(f"{name}.jsonl", damaged))
             if len(steps) < next_step:
                 missing = next_step - len(steps)
                 self.notice(f"{name}.jsonl is missing {missing} of {next_step} completed steps")
@@ -253,13 +186,17 @@ class Journal:
 
     def steps(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl."""
-        return (record for record in self._metrics.read() if record is not None and "step" in record)
+        return (record for record in self._metrics.read() if "step" in record)
 
     def notice(self, text: str) -> None:
         """Show a message and append it to events.jsonl."""
         text = redact(text)
         self._note(text)
         self._display.notice(text)
+
+    def place(self) -> Path | None:
+        """Return where the run's folder is, which another program may move; None if it was removed."""
+        return self._place.place()
 
     def saved(self, next_step: int) -> None:
         """Record that a checkpoint of the state before this step is on the disk."""
@@ -271,7 +208,7 @@ class Journal:
 
         events.jsonl has each, and in metrics.jsonl the step that follows one has its duration.
         """
-        events = [event.get("checkpoint") for event in self._events.read() if event is not None]
+        events = [event.get("checkpoint") for event in self._events.read()]
         noted = [next_step for next_step in events if isinstance(next_step, int)]
         timed = [record["step"] for record in self.steps() if record.get("checkpoint_s")]
         return max([*noted[-1:], *timed], default=0)
@@ -293,7 +230,8 @@ class Journal:
 
     def close(self) -> None:
         with ExitStack() as stack:  # all are closed even if one fails, the lock last
-            for part in (self._lock, self._metrics, self._samples, self._events, self._display):
+            parts = self._place, self._metrics, self._samples, self._events, self._display
+            for part in (self._lock, *parts):
                 stack.callback(part.close)
             stack.callback(self._close_loggers)
 
@@ -308,12 +246,20 @@ class Journal:
         metrics |= {"step_s": step_s, "wall_time": time.time()}
         if "sampled_tokens" in metrics and metrics.get("rollout_s"):
             metrics.setdefault("tokens_per_s", metrics["sampled_tokens"] / metrics["rollout_s"])
+        if self.place() == self._folder:
+            self._mend()
         if log.sample_records:
             self._samples.append(log.sample_records)
         self._metrics.append([{"step": log.step, **metrics}])
         self._wake_loggers(log.step)
         newest = log.sample_records[-1]["text"] if log.sample_records else None
         self._display.finished(log.step, metrics, newest)
+
+    def _mend(self) -> None:
+        """Put right and report what another program did to the files since the last step."""
+        for text in [file.mend() for file in (self._events, self._samples, self._metrics)]:
+            if text is not None:
+                self.notice(text)
 
     def _wake_loggers(self, step: int) -> None:
         if not self._loggers:
@@ -350,7 +296,7 @@ class NullJournal:
 
     def _ignore(self, *_: object) -> None: ...
 
-    start = check_sources = resume = notice = saved = finish = catch_up = __exit__ = _ignore
+    start = check_sources = resume = notice = place = saved = finish = catch_up = __exit__ = _ignore
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:

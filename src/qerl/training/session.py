@@ -16,7 +16,7 @@ from typing import Any
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
-from qerl.errors import require
+from qerl.errors import RunError, require
 from qerl.learner import Learner, checkpoint
 from qerl.learner.distributed import Ranks, join_ranks
 from qerl.learner.plan import memory as plan
@@ -234,17 +234,21 @@ class _Session:
         requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
         next_step, is_stopping = step + 1, requested > 0
         is_due = next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps
-        saves = bool(is_stopping or is_due or asks_save or asks_stop)
+        place = self.journal.place()
+        is_away = self.ranks.is_first and place != self.folder
+        saves = bool(is_stopping or is_due or asks_save or asks_stop or is_away)
         if self.ranks.is_first and saves:
             with self.journal.span("checkpoint"):
                 checkpoint.save(
-                    self.folder / "checkpoints",
+                    (place or self.folder) / "checkpoints",
                     self.learner,
                     next_step=next_step,
                     keep=self.config.checkpoint.keep,
                     extra=self.extra_state(),
                 )
                 self.journal.saved(next_step)
+        if is_away:
+            raise RunError(_away_text(self.folder, place, next_step))
         self.observer.finished(step, is_saved=saves)
         if is_stopping:
             self.ranks.gather(None)
@@ -339,6 +343,18 @@ def _check_vanished(config: RunConfig, folder: Path, journal: Journal | NullJour
         " put checkpoints/ back, or start again with --accept-changes, or in another folder with --out",
     )
     journal.notice(f"{gone}; " + (f"the one after step {newest} is used" if newest else "starting again"))
+
+
+def _away_text(folder: Path, place: Path | None, next_step: int) -> str:
+    if place is None:
+        return (
+            f"{folder}: was removed while the run wrote to it; step {next_step} is saved"
+            " there again, and the same command goes on from it, without the record of these steps"
+        )
+    return (
+        f"{folder}: was moved to {place} while the run wrote to it; step {next_step} is saved there,"
+        f" and the same command with --out {place} goes on"
+    )
 
 
 def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster: Cluster | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from qerl.tracking.atomic_file import decode
+from qerl.tracking.json_lines import read_lines
 from qerl.training.observer import Asked
 from qerl.trl.config import GRPOConfig
 from qerl.trl.translate import Batch, plain
@@ -60,8 +60,8 @@ class CallbackObserver:
         """Set the state to that after the recorded steps, or those before first_step."""
         self._clear()
         path = self._folder / "metrics.jsonl"
-        for record in map(decode, path.read_bytes().splitlines()) if path.exists() else ():
-            if record is not None and (first_step is None or record["step"] < first_step):
+        for record in read_lines(path) if path.exists() else ():
+            if first_step is None or record["step"] < first_step:
                 self._advance(record.pop("step"), record)
 
     def _advance(self, step: int, metrics: dict[str, Any]) -> list[dict[str, float]]:

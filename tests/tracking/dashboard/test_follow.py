@@ -6,8 +6,9 @@ import subprocess
 import pytest
 
 from qerl.errors import UserError
-from qerl.tracking.atomic_file import decode
 from qerl.tracking.dashboard.follow import LineReader, RunFollower, step_of
+from qerl.tracking.json_lines import decode
+from qerl.tracking.report.read import read_run
 from tracking.dashboard.parts import run_of, take_step
 
 
@@ -26,7 +27,7 @@ def test_a_line_comes_once_and_a_half_one_when_it_is_whole(tmp_path):
         assert reader.read_new() == (False, [])
     path.write_bytes(line(0) + whole)
     assert reader.read_new() == (False, [(len(line(0)), {"step": 1, "reward": 0.5})])
-    assert reader.read_new() == (False, []) and reader.num_damaged == 0
+    assert reader.read_new() == (False, []) and reader.damaged == []
 
 
 @pytest.mark.parametrize("num_after", [1, 2, 5])
@@ -44,7 +45,24 @@ def test_a_damaged_line_is_skipped_with_a_notice(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(line(0) + b'{"step": 1, "rew\n[3]\n{"no": 1}\n' + line(2))
     run = RunFollower(tmp_path, "run").run()
     assert [record["step"] for record in run.records] == [0, 2]
-    assert run.notices == ["metrics.jsonl: skipped 2 damaged lines"]
+    assert run.notices == ["metrics.jsonl: skipped 2 damaged lines: 2, 3"]
+
+
+@pytest.mark.parametrize("name", ["metrics", "samples"])
+def test_a_digit_that_changed_is_told_by_watch_and_report(tmp_path, name):
+    with run_of(tmp_path) as journal:
+        for step in range(3):
+            take_step(journal, step)
+    path = tmp_path / f"{name}.jsonl"
+    path.write_bytes(
+        path.read_bytes().replace(b'"reward": 0.25', b'"reward": 0.75').replace(b"is 1?", b"is 7?")
+    )
+    expected = [f"{name}.jsonl: skipped 1 damaged line: 2"]
+    follower = RunFollower(tmp_path, "run")
+    assert follower.run().notices[:1] == expected
+    assert follower.steps() == ([0, 2] if name == "samples" else [0, 1, 2])
+    run = read_run(tmp_path, "run", max_samples=9)
+    assert run.notices == expected and len(run.groups) + len(run.records) == 5
 
 
 def test_what_a_journal_writes_is_known_after_the_next_refresh(tmp_path):

@@ -323,8 +323,8 @@ def test_damaged_lines_are_skipped_with_a_notice(tmp_path):
     (folder / "result.json").write_text('{"half": ')
     page = page_of([folder], tmp_path)
     for text in (
-        "metrics.jsonl: skipped 1 damaged line",
-        "samples.jsonl: skipped 2 damaged lines",
+        "metrics.jsonl: skipped 1 damaged line: 4",
+        "samples.jsonl: skipped 2 damaged lines: 2, 3",
         "result.json: skipped, the file is damaged",
     ):
         assert text in page.text

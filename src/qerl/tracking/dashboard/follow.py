@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from qerl.regular_file import open_regular, read_regular
-from qerl.tracking.atomic_file import decode
+from qerl.tracking.json_lines import damage_notice, decode, is_intact
 from qerl.tracking.metric_text import clock, seconds_left
 from qerl.tracking.report import read
 
@@ -20,7 +20,8 @@ _STEP = re.compile(rb'\{"step": (\d{1,15}), .*\}\n', re.DOTALL)
 
 def step_of(line: bytes) -> dict[str, Any] | None:
     """Return a sample's record, or only its step if the line has the journal's form, which is much faster."""
-    return {"step": int(match[1])} if (match := _STEP.fullmatch(line)) else decode(line)
+    match = _STEP.fullmatch(line)
+    return {"step": int(match[1])} if match and is_intact(line) else decode(line)
 
 
 class LineReader:
@@ -28,7 +29,8 @@ class LineReader:
 
     def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any] | None] = decode):
         self.path, self._parse = path, parse
-        self.num_damaged = self.num_restarts = self.end = 0
+        self.num_restarts = self.end = self._num_lines = 0
+        self.damaged: list[int] = []
         self._last_line = b""
 
     def read_new(self) -> tuple[bool, list[tuple[int, dict[str, Any]]]]:
@@ -49,15 +51,17 @@ class LineReader:
             if not line.endswith(b"\n"):
                 break
             offset, self.end, self._last_line = self.end, self.end + len(line), line
+            self._num_lines += 1
             if (record := self._parse(line)) is None:
-                self.num_damaged += 1
+                self.damaged.append(self._num_lines)
             else:
                 yield offset, record
 
     def _restart(self) -> bool:
         had_lines = self.end > 0
         self.num_restarts += had_lines
-        self.num_damaged = self.end = 0
+        self.end = self._num_lines = 0
+        self.damaged = []
         self._last_line = b""
         return had_lines
 
@@ -98,8 +102,8 @@ class RunFollower:
         is_void, lines = self._events.read_new()
         texts = [_event_text(record) for _, record in lines if "checkpoint" not in record]
         self._notices = ([] if is_void else self._notices)[-_NUM_NOTICES:] + texts[-_NUM_NOTICES:]
-        damaged = [file for file in (self._metrics, self._samples) if file.num_damaged]
-        self._damage = [read.damage_notice(file.path, file.num_damaged) for file in damaged]
+        damaged = [file for file in (self._metrics, self._samples) if file.damaged]
+        self._damage = [damage_notice(file.path.name, file.damaged) for file in damaged]
         self._objects = read.read_objects(self._folder, self._damage)
 
     def run(self) -> read.RecordedRun:

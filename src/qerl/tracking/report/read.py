@@ -12,7 +12,8 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.regular_file import open_regular
-from qerl.tracking.atomic_file import decode, read_object
+from qerl.tracking.atomic_file import read_object
+from qerl.tracking.json_lines import damage_notice, decode
 
 _MAX_CHARACTERS = 20_000
 """Longest prompt or sample on the page."""
@@ -128,21 +129,17 @@ def read_objects(folder: Path, notices: list[str]) -> dict[str, dict[str, Any]]:
 
 def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (offset, JSON object) of each line that has a step."""
-    offset, num_damaged = 0, 0
+    offset, damaged = 0, []
     with open_regular(path) as file:
-        for line in file:
+        for line_number, line in enumerate(file, start=1):
             record = decode(line)
             if record is not None and has_step(record):
                 yield offset, record
             else:
-                num_damaged += 1
+                damaged.append(line_number)
             offset += len(line)
-    if num_damaged:
-        notices.append(damage_notice(path, num_damaged))
-
-
-def damage_notice(path: Path, num_lines: int) -> str:
-    return f"{path.name}: skipped {num_lines} damaged line{'s' * (num_lines > 1)}"
+    if damaged:
+        notices.append(damage_notice(path.name, damaged))
 
 
 def _groups(path: Path, notices: list[str], max_samples: int) -> tuple[list[dict[str, Any]], list[str]]:
