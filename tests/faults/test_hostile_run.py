@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from qerl.config.stored import read_run_config
 from qerl.errors import UserError
-from qerl.tracking.json_lines import decode
 from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.dashboard.live import LivePage
 from qerl.tracking.dashboard.server import listening
+from qerl.tracking.json_lines import decode
 from qerl.tracking.report import page
 from qerl.tracking.report.page import write_report
 
