@@ -163,7 +163,9 @@ def plain_sample(name, logprobs_T, held_T, olds_T, advantage, algo):
         elif name == "gspo_token":
             s = math.exp(sum(x - o for x, o in zip(held_T, olds_T, strict=True)) / n)
             ratio = s * ratio / still
-        if name == "cispo":
+        if name == "nll":
+            total -= advantage * logprob
+        elif name == "cispo":
             total -= min(max(still, 1 - LOW), 1 + HIGH) * advantage * logprob
         elif name == "sapo":
             tau = algo.sapo.temperature_positive if advantage > 0 else algo.sapo.temperature_negative
@@ -242,7 +244,7 @@ def total(name: str, losses_P_G_T: list[list[list[float]]]) -> float:
     ("name", "expected"),
     [
         *((name, ((1 + 3) / 2 + 5 + 7) / 3) for name in ("grpo", "gspo", "gspo_token", "sapo")),
-        *((name, (1 + 3 + 5 + 7) / 4) for name in ("dapo", "cispo", "maspo")),
+        *((name, (1 + 3 + 5 + 7) / 4) for name in ("dapo", "cispo", "maspo", "nll")),
         ("dr_grpo", (1 + 3 + 5 + 7) / (3 * 10)),
         ("bnpo", ((1 + 3 + 5) / 3 + 7) / 2),
     ],

@@ -20,6 +20,7 @@ from qerl.cli.bench import options as bench_options
 from qerl.cli.main import COMMANDS
 from qerl.cli.plan import PlanOptions
 from qerl.cli.report import ReportOptions
+from qerl.cli.sft import SftOptions
 from qerl.cli.watch import WatchOptions
 from qerl.config import AlgoConfig, RunConfig, options
 from qerl.config.recipes import RECIPES
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TAKEN = {
     "train": RunConfig,
+    "sft": SftOptions,
     "plan": PlanOptions,
     "eval": options.EvalOptions,
     "generate": options.GenerateOptions,
@@ -49,7 +51,7 @@ def names(kind, prefix=""):
     for name, field in typing.get_type_hints(kind).items():
         yield prefix + name
         if dataclasses.is_dataclass(field):
-            yield from names(field, "" if name == "run" else f"{prefix}{name}.")
+            yield from names(field, "" if name in ("run", "sft") else f"{prefix}{name}.")
 
 
 def commands(text):
@@ -134,6 +136,7 @@ def logged_metrics() -> set[str]:
         *keys_of("training/multi_turn.py", "take_metrics"),
         *keys_of("training/loop.py", "run"),
         *keys_of("training/session.py", "after_update"),
+        *keys_of("training/sft.py", "step"),
         *keys_of("tracking/journal.py", "_record"),
         *ray_metrics(),
         *(f"{phase}_s" for phase in phases()),

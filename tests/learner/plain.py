@@ -49,6 +49,8 @@ def policy_loss(algo, logprob_T, old_T, a):
     if algo.loss_type == "gspo_token":
         ratio_T = (logprob_T - old_T).mean().exp().detach() * logprob_T.exp() / logprob_T.exp().detach()
     bounded_T = ratio_T.clamp(1 - algo.epsilon, 1 + algo.epsilon_high)
+    if algo.loss_type == "nll":
+        return -a * logprob_T
     if algo.loss_type == "cispo":
         return -bounded_T.detach() * a * logprob_T
     if algo.loss_type == "sapo":
@@ -108,7 +110,7 @@ def whole_loss(config, decoder, groups, before, reference):
         loss_T = token_loss(config, logprob_T, before[id(s)], reference.get(id(s)), s)
         if config.algo.loss_type in ("grpo", "gspo", "gspo_token", "sapo"):
             total = total + loss_T.mean() / samples
-        elif config.algo.loss_type in ("dapo", "cispo", "maspo"):
+        elif config.algo.loss_type in ("dapo", "cispo", "maspo", "nll"):
             total = total + loss_T.sum() / tokens
         elif config.algo.loss_type == "dr_grpo":
             total = total + loss_T.sum() / (samples * config.sample.max_tokens)

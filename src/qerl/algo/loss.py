@@ -7,6 +7,7 @@
     sequence    the same with s_i for ratio_t                                     GSPO, arXiv 2507.18071
     sequence_   the same with sg(s_i) ratio_t / sg(ratio_t), for advantages
     token       that differ within a sample                                       GSPO-token, the same
+    likelihood  -A logprob_t                                                the negative log-likelihood
     weighted    -sg(clip(ratio_t, 1 - eps, 1 + eps_high)) A logprob_t       CISPO, arXiv 2506.13585
     gated       -4 / tau sigmoid(tau (ratio_t - 1)) A, tau by the sign of A       SAPO, arXiv 2511.20347
     soft        -sg(exp(-(ratio_t - 1)^2 / (2 w_t^2))) ratio_t A where A pushes
@@ -19,7 +20,9 @@
     dr_grpo     1 / (S max_tokens)        clipped      a constant: no bias by length   arXiv 2503.20783, 3.2
     bnpo        1 / (P sum_group |o_j|)   clipped      each group counts the same: TRL's bnpo where a group is
                                                        a micro-batch, as QeRL ran it
-    gspo, gspo_token, sapo                as grpo      cispo, maspo                    as dapo
+    gspo, gspo_token, sapo                as grpo      cispo, maspo, nll               as dapo
+
+With A = 1 nll is the cross entropy of supervised fine-tuning; with other advantages it is REINFORCE.
 
 |o_i| is the number of tokens of sample i, S the number of samples, P of groups, sg stops the gradient. The
 weights are those of the WHOLE update, so the loss does not depend on its split into micro-batches. Gradients
@@ -85,6 +88,12 @@ def weighted(
     ratio_T = _log_ratio(logprob_T, old_T).exp().detach()
     weight_T = ratio_T.clamp(1.0 - algo.epsilon, 1.0 + algo.epsilon_high)
     return -weight_T * advantage_T * logprob_T, (1.0 - weight_T / ratio_T).clamp(min=0.0)
+
+
+def likelihood(
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, spans: Segments, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    return -advantage_T * logprob_T, torch.zeros_like(logprob_T)
 
 
 def gated(
@@ -159,4 +168,5 @@ LOSSES: dict[str, Loss] = {
     "cispo": Loss(objective=weighted, weights=token_mean),
     "sapo": Loss(objective=gated, weights=sample_mean),
     "maspo": Loss(objective=soft, weights=token_mean),
+    "nll": Loss(objective=likelihood, weights=token_mean),
 }

@@ -75,10 +75,12 @@ def check_options(kind: type, arguments: Iterable[str]) -> None:
 
 
 def option_names(kind: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of a dataclass's fields as tyro has them: learn.learning-rate."""
+    """Yield the dotted names of a dataclass's options as tyro has them: learn.learning-rate."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if get_origin(hint) is Annotated:
             hint, *extras = get_args(hint)
+            if tyro.conf.Suppress in extras:
+                continue
             name = next((n for each in extras if (n := getattr(each, "name", None)) is not None), name)
         name = prefix + name.replace("_", "-")
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):

@@ -9,7 +9,7 @@ import os
 import sys
 from types import ModuleType
 
-from qerl.cli import bench, evaluate, export, generate, plan, quantize, report, serve, train, watch
+from qerl.cli import bench, evaluate, export, generate, plan, quantize, report, serve, sft, train, watch
 from qerl.cli.arguments import check_known
 from qerl.config.renamed import COMMANDS as FORMER_COMMANDS
 from qerl.errors import RunError, UserError, check_platform, redact
@@ -32,6 +32,7 @@ Run 'qerl COMMAND --help' for a command's arguments and options.
 Add --debug to any command to show the traceback of an error; qerl --version prints the version."""
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
+    "sft": sft,
     "eval": evaluate,
     "generate": generate,
     "serve": serve,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from qerl.cli.arguments import announce, check_known, expand, parse_options, split_names, wants_help
-from qerl.config import RunConfig
+from qerl.config import AdapterConfig, RunConfig
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
 from qerl.config.renamed import refuse_former_names
@@ -46,15 +46,13 @@ def run(arguments: list[str]) -> None:
     if wants_help(arguments):
         print(USAGE.format(paper=_list(PAPER), methods=_list(METHODS)))
         return
-    adapter, arguments = _take_option(arguments, "--init-adapter")
+    adapter, arguments = take_init_adapter(arguments)
     arguments = [expand(argument, SHORT) for argument in arguments]
     refuse_former_names(arguments)
     name, recipe, options = _recipe(arguments)
     default = recipe()
     if adapter is not None:
-        from qerl.models.peft_reader import adapter_config
-
-        default = dataclasses.replace(default, adapter=adapter_config(adapter))
+        default = dataclasses.replace(default, adapter=adapter)
     config = parse_options(RunConfig, options, f"train {name}", default)
     is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
     if is_first:
@@ -65,6 +63,16 @@ def run(arguments: list[str]) -> None:
     result = train(config)
     if is_first:
         print(json.dumps(result))
+
+
+def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[str]]:
+    """Return the config of --init-adapter's adapter, None without the option, and the other arguments."""
+    folder, arguments = _take_option(arguments, "--init-adapter")
+    if folder is None:
+        return None, arguments
+    from qerl.models.peft_reader import adapter_config
+
+    return adapter_config(folder), arguments
 
 
 def _recipe(arguments: list[str]) -> tuple[str, Callable[[], RunConfig], list[str]]:

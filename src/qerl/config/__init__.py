@@ -10,6 +10,7 @@ from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
 from qerl.config.run import CheckpointConfig, EvalConfig, RayConfig, RunConfig
+from qerl.config.sft import SftConfig
 from qerl.config.task import CodeConfig, EnvironmentConfig, TaskConfig
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "RunConfig",
     "SampleConfig",
     "SapoConfig",
+    "SftConfig",
     "TaskConfig",
 ]

@@ -74,13 +74,13 @@ class AlgoConfig:
     leave_one_out: r - mean of the other samples. beta: r - mean, over a Beta density fitted to all groups'
     means (BNPO), for rewards in [0, 1]."""
 
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo"] = (
-        "dapo"
-    )
+    loss_type: Literal[
+        "grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "maspo", "nll"
+    ] = "dapo"
     """grpo averages within each sample first, dapo over all tokens, bnpo over each group's tokens; dr_grpo
     divides by the constant max_tokens * samples. gspo and gspo_token use sequence-level ratios. cispo clips
-    the weight instead of the gradient; sapo and maspo weight smoothly instead of clipping.
-    docs/methods.md."""
+    the weight instead of the gradient; sapo and maspo weight smoothly instead of clipping. nll
+    has no ratio at all: REINFORCE, and the loss of `qerl sft`. docs/methods.md."""
 
     epsilon: float = 0.2
     """Lower clip range: the ratio is clipped at 1 - epsilon. About 3e-4 for gspo."""

@@ -1,7 +1,9 @@
 """The config of a run."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from qerl.config.algo import AlgoConfig
 from qerl.config.check import check_finite, check_not_negative, check_positive
@@ -9,6 +11,7 @@ from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
 from qerl.config.noise import NoiseConfig
+from qerl.config.sft import SftConfig
 from qerl.config.task import TaskConfig
 from qerl.errors import require
 
@@ -106,6 +109,8 @@ class RunConfig:
     evaluate: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ray: RayConfig = RayConfig()
+    sft: Annotated[SftConfig, tyro.conf.Suppress] = SftConfig()
+    """Set by `qerl sft`, whose options its fields are; empty in a run with rewards."""
 
     def __post_init__(self):
         check_finite(self)

@@ -119,6 +119,11 @@ class Learner:
             **update_metrics(updates, tallies),
         }
 
+    def read(self, groups: list[Group]) -> list[BatchMetrics]:
+        """Return the learner's values for the tokens of this rank's share of groups. Nothing is updated."""
+        (share,) = split(groups, self.config, device=self.decoder.device, ranks=self._ranks)
+        return self._read(share.teaching)
+
     @property
     def micro_tokens(self) -> int:
         """config.learn.max_tokens_per_microbatch, or the smaller size that fitted."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 TIMING_KEYS = frozenset({"step_s", "tokens_per_s", "memory_gb", "wall_time"})
 _HEADLINES = (
+    ("nll", "loss", "{:.4f}"),
+    ("eval_nll", "held-out loss", "{:.4f}"),
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "accuracy", "{:.2f}"),
     ("eval_accuracy", "held-out", "{:.2f}"),

@@ -17,9 +17,8 @@ from typing import Any
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.errors import RunError, require
-from qerl.learner import Learner, checkpoint
+from qerl.learner import checkpoint
 from qerl.learner.distributed import Ranks, join_ranks
-from qerl.learner.plan import memory as plan
 from qerl.models.adapter import load_adapter
 from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
@@ -38,6 +37,7 @@ from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
 from qerl.training.observer import NullObserver, Observer
+from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import check_task, load_sampler, load_task
 from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
@@ -115,7 +115,14 @@ class _Session:
         self.decoder, self.engine = load_sampler(config, tokenizer)
         self.rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)
         first_P = self.task.train_prompts(0, config.num_prompts)
-        self.learner = self._make_learner(max(len(prompt.tokens_T) for prompt in first_P))
+        self.learner = planned_learner(
+            self.decoder,
+            config,
+            max(len(prompt.tokens_T) for prompt in first_P),
+            notice=journal.notice,
+            score=partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None,
+            ranks=ranks,
+        )
         self.aqn = AQN(self.decoder.noise_table, config, ranks.gather)
         self.sampler = self._make_sampler(pool, cluster)
         if config.algo.branching == "deep":
@@ -140,30 +147,6 @@ class _Session:
         max_prompt_tokens = self.decoder.architecture.max_positions - self.config.sample.max_tokens
         engine = with_environment(self.engine, pool, self.config.task.environment, max_prompt_tokens)
         return engine if self.ranks.count == 1 else DataParallelEngine(engine, self.ranks)
-
-    def _make_learner(self, prompt_tokens: int) -> Learner:
-        """Resolve gradient_checkpointing auto by the memory plan, and report the plan in the journal."""
-        config, keeps_operands = self.config, False
-        device, arch = self.decoder.device, self.decoder.architecture
-        if device.type != "cpu":
-            gpu_bytes = plan.usable_bytes(device)
-            config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
-            needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens))
-            keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes)
-            held_gb = plan.operand_cache_bytes(arch, config) / 1e9
-            self.journal.notice(
-                f"learn.gradient_checkpointing is {config.learn.gradient_checkpointing}: learning needs"
-                f" {needed_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
-                + (f", and {held_gb:.1f} GB for operands that stay unpacked" if keeps_operands else "")
-            )
-        return Learner(
-            self.decoder,
-            config,
-            notice=self.journal.notice,
-            score=partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None,
-            ranks=self.ranks,
-            holds_operands=keeps_operands,
-        )
 
     def run(self) -> dict[str, Any]:
         first_step = self.resume()

@@ -36,7 +36,6 @@ def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
     fields = flatten(with_present_names(config)) if isinstance(config, dict) else {}
     known = {name: value for name, value in {**facts, **fields}.items() if value not in (None, "", [])}
     sampler, adapter = known.get("model.sampler_format"), known.get("adapter.kind")
-    noise = known.get("noise.schedule")
     commit, changed = str(known.get("commit", ""))[:7], " with changes" if facts.get("is_dirty") else ""
     summary = {
         "Model": _joined(
@@ -45,6 +44,20 @@ def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
             sampler and f"sampler {sampler}",
             f"LoRA rank {known.get('adapter.rank')}" if adapter == "lora" else adapter and "full fine-tuning",
         ),
+        **(_imitation(known) if known.get("sft.data") else _reinforcement(known)),
+        "Device": _joined(known.get("device")),
+        "Versions": _joined(
+            *(_named(known, name + " {}", name) for name in ("qerl", "torch")),
+            commit and f"commit {commit}{changed}",
+        ),
+        "Started": _joined(str(known.get("start_time", ""))[:16].replace("T", " ")),
+    }
+    return {label: text for label, text in summary.items() if text}
+
+
+def _reinforcement(known: Mapping[str, Any]) -> dict[str, str]:
+    noise = known.get("noise.schedule")
+    return {
         "Task": _joined(
             " ".join(str(known[name]) for name in _task_names(known)),
             _named(known, "rewards {}", "task.rewards"),
@@ -62,14 +75,19 @@ def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
             _named(known, "{} prompts x {} samples", "num_prompts", "num_generations"),
             _named(known, "learning rate {}", "learn.learning_rate"),
         ),
-        "Device": _joined(known.get("device")),
-        "Versions": _joined(
-            *(_named(known, name + " {}", name) for name in ("qerl", "torch")),
-            commit and f"commit {commit}{changed}",
-        ),
-        "Started": _joined(str(known.get("start_time", ""))[:16].replace("T", " ")),
     }
-    return {label: text for label, text in summary.items() if text}
+
+
+def _imitation(known: Mapping[str, Any]) -> dict[str, str]:
+    learns = "what the assistant says" if known.get("sft.assistant_only_loss") else "every token"
+    return {
+        "Task": _joined(known["sft.data"]),
+        "Method": _joined("supervised fine-tuning", f"loss on {learns}"),
+        "Step": _joined(
+            _named(known, "{} rows", "num_prompts"),
+            _named(known, "learning rate {}", "learn.learning_rate"),
+        ),
+    }
 
 
 def _task_names(known: Mapping[str, Any]) -> list[str]:

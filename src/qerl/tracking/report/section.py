@@ -27,6 +27,7 @@ from qerl.tracking.report.read import Points, RecordedRun, number
 PHASES = ("rollout", "reward", "learn", "publish", "evaluate", "checkpoint")
 """Phases of a step; the rest of its time is shown as other."""
 CHARTS = (
+    ("nll", "Loss", "negative log-likelihood of the learned tokens, nats per token"),
     ("reward", "Reward", "mean over the step's samples"),
     ("accuracy", "Accuracy", "share of correct samples"),
     ("entropy", "Entropy", "of the learner's policy, nats per token"),
@@ -88,6 +89,8 @@ def _headlines(run: RecordedRun) -> dict[str, str]:
         if held_out and held_out != accuracies:
             first, last = held_out[0][1], held_out[-1][1]
             tiles[f"{label} reward"] = _change(first, last, len(held_out) > 1, "{:.2f}")
+    if losses := evaluated(run, "nll"):
+        tiles["Held-out loss"] = _change(losses[0][1], losses[-1][1], len(losses) > 1, "{:.3f}")
     if rewards:
         share = max(1, len(rewards) // 10)
         tiles["Reward"] = _change(fmean(rewards[:share]), fmean(rewards[-share:]), len(rewards) > 1, "{:.2f}")
@@ -155,9 +158,8 @@ def charts(runs: Sequence[RecordedRun], kinds: Sequence[tuple[str, str, str]]) -
         if is_same and key == "reward":
             about += "; accuracy, not drawn, equals it at every step"
         if any(one.mark in ("dot", "ring") for one in series):
-            about += "; held-out: dots sampled, rings greedy" + ", bars 95 % intervals" * any(
-                one.band for one in series
-            )
+            kinds_drawn = "dots" if key == "nll" else "dots sampled, rings greedy"
+            about += f"; held-out: {kinds_drawn}" + ", bars 95 % intervals" * any(one.band for one in series)
         cards.append(_card(title, about, curves_svg(title, series, x_range=x_range)))
         data.append(chart_data(series))
     return "".join(cards), data
@@ -202,7 +204,7 @@ def _series(run: RecordedRun, run_index: int, key: str, is_same: bool) -> list[S
     ]
 
 
-_HELD_OUT = {"reward": ("reward", "greedy_reward"), "accuracy": ("accuracy", "greedy")}
+_HELD_OUT = {"nll": ("nll",), "reward": ("reward", "greedy_reward"), "accuracy": ("accuracy", "greedy")}
 """The sampled and the greedy figure of an evaluation that a chart shows."""
 _DRAWN = (("held-out", "dot"), ("held-out greedy", "ring"))
 
@@ -224,6 +226,8 @@ def intervals(run: RecordedRun, name: str, points: Points) -> list[tuple[float, 
     if name in _HELD_OUT["reward"]:
         errors = dict(evaluated(run, f"{name}_error"))
         return [(x, y - 1.96 * errors[x], y + 1.96 * errors[x]) for x, y in points if x in errors]
+    if name not in _HELD_OUT["accuracy"]:
+        return []
     config = run.facts.get("config")
     fields = flatten(config) if isinstance(config, dict) else {}
     limits = [number(fields.get(field)) for field in ("evaluate.num_prompts", "task.num_held_out")]

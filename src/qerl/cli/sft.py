@@ -1,0 +1,126 @@
+"""Fine-tune a model on chats, completions or texts, before reinforcement learning or without it."""
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Annotated, Literal
+
+import tyro
+
+from qerl.cli.arguments import announce, expand, parse_options, wants_help
+from qerl.cli.train import take_init_adapter
+from qerl.config import (
+    AdapterConfig,
+    AlgoConfig,
+    CheckpointConfig,
+    EvalConfig,
+    LearnConfig,
+    ModelConfig,
+    NoiseConfig,
+    RunConfig,
+    SampleConfig,
+    SftConfig,
+)
+from qerl.config.check import check_positive
+from qerl.errors import UserError, require
+
+DESCRIPTION = f"""{__doc__}
+
+  qerl sft --data chats.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --out runs/sft
+  qerl train --init-adapter runs/sft/checkpoints/step-000100 --task ... goes on with rewards
+
+short options:
+  --model MODEL           same as --model.path
+  --init-adapter FOLDER   continue from a PEFT adapter, with its rank, alpha and target modules"""
+_SHORT = {"--model": "--model.path"}
+_LEARN = LearnConfig(learning_rate=2e-4, warmup_ratio=0.03)
+_CHECKPOINT = CheckpointConfig(every=50)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SftOptions:
+    sft: Annotated[SftConfig, tyro.conf.arg(name="")] = SftConfig()
+
+    out: str = "runs/sft"
+    """The run's folder; the same command resumes what it finds there."""
+
+    run_name: str | None = None
+    """Name of the run in wandb, mlflow and trackio; None: the folder's name."""
+
+    seed: int = 0
+    """Seed of the adapter and of the rows' order."""
+
+    batch_size: int = 16
+    """Rows per step, which is one update of the adapter."""
+
+    max_steps: int | None = None
+    """Number of steps; None: as many as the epochs take."""
+
+    look_tokens: int = 128
+    """Maximum tokens of an answer that is sampled to look at."""
+
+    accept_changes: bool = False
+    """Resume although the rows differ from those that the run began with."""
+
+    strict: bool = False
+    """Raise an error, not a notice, where rows are not learned as they are given."""
+
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Where metrics are logged besides the run's own files."""
+
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    learn: LearnConfig = _LEARN
+    evaluate: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = _CHECKPOINT
+
+    def __post_init__(self):
+        check_positive(self, "batch_size", "max_steps", "look_tokens")
+        learn = self.learn
+        require(
+            learn.updates_per_step == learn.num_iterations == 1,
+            "sft makes one update a step: leave learn.updates_per_step and learn.num_iterations at 1",
+        )
+
+
+def run(arguments: list[str]) -> None:
+    if wants_help(arguments):
+        parse_options(SftOptions, arguments, "sft", description=DESCRIPTION)
+    adapter, arguments = take_init_adapter(arguments)
+    arguments = [expand(argument, _SHORT) for argument in arguments]
+    default = SftOptions() if adapter is None else SftOptions(adapter=adapter)
+    options = parse_options(SftOptions, arguments, "sft", default, DESCRIPTION)
+    if not options.sft.data:
+        raise UserError("sft needs --data: a .jsonl, .json, .parquet or .csv file, or a hub id")
+    is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
+    if is_first:
+        model = f"{options.model.path} in {options.model.format}"
+        announce(f"sft {options.sft.data}: {model}, {options.out}", sys.stdout)
+    from qerl.training.sft import fine_tune  # imports torch and transformers, which takes seconds
+
+    result = fine_tune(run_config(options), max_steps=options.max_steps)
+    if is_first:
+        print(json.dumps(result))
+
+
+def run_config(options: SftOptions) -> RunConfig:
+    """Return the run of these options; num_steps follows from the rows."""
+    return RunConfig(
+        out=options.out,
+        run_name=options.run_name,
+        seed=options.seed,
+        num_prompts=options.batch_size,
+        accept_changes=options.accept_changes,
+        strict=options.strict,
+        loggers=options.loggers,
+        model=options.model,
+        adapter=options.adapter,
+        sample=SampleConfig(max_tokens=options.look_tokens),
+        noise=NoiseConfig(schedule="none"),
+        algo=AlgoConfig(loss_type="nll", importance="none"),
+        learn=options.learn,
+        evaluate=options.evaluate,
+        checkpoint=options.checkpoint,
+        sft=options.sft,
+    )

@@ -1,0 +1,46 @@
+"""Supervised fine-tuning: the rows to imitate, and which of their tokens are learned."""
+
+import dataclasses
+
+from qerl.config.check import check_not_negative, check_positive
+from qerl.errors import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SftConfig:
+    """`qerl sft` sets it; a run with an empty `data` is not one of supervised fine-tuning."""
+
+    data: str = ""
+    """Rows to imitate: a .jsonl, .json, .parquet or .csv file, or a hub id. A row is a chat (messages), a
+    prompt with its completion, or a text; see docs/sft.md."""
+
+    split: str = "train"
+    """Split of a hub data set."""
+
+    eval_data: str | None = None
+    """Rows whose loss is measured but not learned; None: a share of `data`."""
+
+    eval_fraction: float = 0.05
+    """Share of the rows, from the last, that is kept for evaluation if there is no eval_data."""
+
+    num_train_epochs: int = 1
+    """Number of passes over the rows."""
+
+    max_length: int = 2048
+    """Tokens of a row; what is beyond is cut off."""
+
+    assistant_only_loss: bool = True
+    """Learn only what the assistant says, or the completion; else every token after the first. A text without
+    roles is learned whole."""
+
+    text_column: str = "text"
+    """Column of rows that are plain texts."""
+
+    num_looks: int = 4
+    """Number of evaluation rows whose first answer is sampled, greedily, at each evaluation."""
+
+    def __post_init__(self):
+        check_positive(self, "num_train_epochs", "max_length", prefix="sft.")
+        check_not_negative(self, "num_looks", prefix="sft.")
+        share = self.eval_fraction
+        require(0 <= share < 1, f"sft.eval_fraction must be in [0, 1), got {share}")

@@ -1,0 +1,125 @@
+"""Read the rows of supervised fine-tuning: demonstrations to learn, and others whose loss is measured.
+
+Bad rows are left out and counted. A training row whose tokens are those of an evaluation row is left out too.
+The order of each epoch is a function of (seed, epoch), so a step's batch depends on its number alone.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Self
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qerl.algo.seeds import mix
+from qerl.config.sft import SftConfig
+from qerl.config.task import TaskConfig
+from qerl.errors import UserError
+from qerl.tasks.demonstrations import Demonstration, Demonstrator, check_columns
+from qerl.tasks.prompt import BadRow
+from qerl.tasks.rows import RowTable, open_rows
+from qerl.types import Group
+
+_SFT_EPOCH = 3  # keeps these seeds apart from those of other draws
+
+
+class SftRows:
+    """Demonstrations in the order of their rows."""
+
+    def __init__(
+        self,
+        learned: list[Demonstration],
+        evaluated: list[Demonstration],
+        *,
+        notices: list[str],
+        sources: dict[str, str],
+        seed: int,
+    ):
+        """notices: a line for each table of which rows are changed or left out. sources: fingerprints of hub
+        data sets."""
+        self.learned, self.evaluated, self.notices, self.sources = learned, evaluated, notices, sources
+        self._order = functools.lru_cache(maxsize=1)(self._shuffled)
+        self._seed = seed
+
+    @classmethod
+    def read(
+        cls,
+        config: SftConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: frozenset[int],
+        *,
+        max_evaluated: int,
+        seed: int,
+    ) -> Self:
+        rows, own_rows = open_rows(tables_of(config))
+        tables = [rows] if own_rows is None else [rows, own_rows]
+        for table in tables:
+            check_columns(table.name, table.columns, config.text_column)
+        made, notices = [], []
+        for table in tables:
+            found, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
+            made.append(found)
+            notices += [] if notice is None else [notice]
+        if own_rows is None:
+            count = min(int(len(made[0]) * config.eval_fraction), max_evaluated)
+            made = [made[0][: len(made[0]) - count], made[0][len(made[0]) - count :]]
+        learned, evaluated = made[0], made[1][:max_evaluated]
+        known = {each.tokens_T.tobytes() for each in evaluated}
+        fresh = [each for each in learned if each.tokens_T.tobytes() not in known]
+        if len(fresh) < len(learned):
+            notices.append(
+                f"{rows.name}: {len(learned) - len(fresh):,} rows are evaluation rows and left out"
+            )
+        if not fresh:
+            raise UserError(f"{rows.name}: no row is left to learn from")
+        sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
+        return cls(fresh, evaluated, notices=notices, sources=sources, seed=seed)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Return the number of batches in which each demonstration comes once; the last may be smaller."""
+        return math.ceil(len(self.learned) / batch_size)
+
+    def batch(self, step: int, batch_size: int) -> list[Group]:
+        epoch, place = divmod(step, self.steps_per_epoch(batch_size))
+        indices = self._order(epoch)[place * batch_size : (place + 1) * batch_size]
+        return [self.learned[index].group(index) for index in indices]
+
+    def evaluation(self) -> list[Group]:
+        """Return the evaluation rows; their indices follow those of the training rows."""
+        return [each.group(len(self.learned) + i) for i, each in enumerate(self.evaluated)]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(mix(self._seed, _SFT_EPOCH, epoch))
+        return torch.randperm(len(self.learned), generator=generator).tolist()
+
+
+def tables_of(config: SftConfig) -> TaskConfig:
+    """Return where the rows are, in the form that `open_rows` takes."""
+    return TaskConfig(name=config.data, split=config.split, held_out_split=config.eval_data)
+
+
+def _demonstrations(
+    table: RowTable, demonstrator: Demonstrator, config: SftConfig
+) -> tuple[list[Demonstration], str | None]:
+    """Return the table's demonstrations, and a line if a row is not learned as it stands."""
+    made: list[Demonstration] = []
+    reasons: list[str] = []
+    for index in range(table.num_rows):
+        try:
+            if index in table.faults:
+                raise BadRow(table.faults[index])
+            made += demonstrator.demonstrations(table.get(index))
+        except BadRow as reason:
+            reasons.append(f"{table.place(index)} {reason}")
+    counts = {
+        f"cut to {config.max_length:,} tokens": demonstrator.num_cut,
+        "learned turn by turn, because the chat template rewrites earlier turns": demonstrator.num_split,
+        f"left out (first: {next(iter(reasons), '')})": len(reasons),
+    }
+    told = _counted(counts.items())
+    return made, f"{table.name}: of {table.num_rows:,} rows {told}" if told else None
+
+
+def _counted(counts: Iterable[tuple[str, int]]) -> str:
+    return "; ".join(f"{count:,} {what}" for what, count in counts if count)

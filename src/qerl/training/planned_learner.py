@@ -1,0 +1,39 @@
+"""Make the learner as the memory plan says."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from qerl.config import RunConfig
+from qerl.learner import Learner
+from qerl.learner.distributed import Ranks
+from qerl.learner.plan import memory as plan
+from qerl.models.decoder import Decoder
+from qerl.types import Group
+
+
+def planned_learner(
+    decoder: Decoder,
+    config: RunConfig,
+    prompt_tokens: int,
+    *,
+    notice: Callable[[str], None],
+    score: Callable[[list[Group]], Tensor] | None = None,
+    ranks: Ranks,
+) -> Learner:
+    """Resolve gradient_checkpointing auto by the memory plan, and report the plan. prompt_tokens: of the
+    longest prompt; score: the learner's, in exact mode."""
+    keeps_operands = False
+    device, arch = decoder.device, decoder.architecture
+    if device.type != "cpu":
+        gpu_bytes = plan.usable_bytes(device)
+        config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
+        needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens))
+        keeps_operands = plan.can_cache_operands(arch, config, prompt_tokens, gpu_bytes)
+        held_gb = plan.operand_cache_bytes(arch, config) / 1e9
+        notice(
+            f"learn.gradient_checkpointing is {config.learn.gradient_checkpointing}: learning needs"
+            f" {needed_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
+            + (f", and {held_gb:.1f} GB for operands that stay unpacked" if keeps_operands else "")
+        )
+    return Learner(decoder, config, notice=notice, score=score, ranks=ranks, holds_operands=keeps_operands)

@@ -1,0 +1,228 @@
+"""Supervised fine-tuning: the learner of `qerl train` on demonstrations instead of samples.
+
+A demonstration is a group of one sample with advantage 1, and the loss `nll` then is the cross entropy of its
+learned tokens, averaged over the tokens of the step. Adapter, packing, optimizer, checkpoints, ranks and the
+run's folder are those of reinforcement learning; `qerl train --init-adapter` goes on from a checkpoint.
+
+    nll          mean negative log-likelihood of the step's learned tokens, before its update
+    eval_nll     the same of the evaluation rows, before, during and after training
+    looks        greedy answers to the first evaluation rows, in samples.jsonl
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import RunConfig
+from qerl.errors import require
+from qerl.learner import checkpoint
+from qerl.learner.distributed import Ranks, join_ranks
+from qerl.learner.metrics import Tally
+from qerl.models.adapter import load_adapter
+from qerl.models.device import resolve_device
+from qerl.models.peft_reader import read_adapter
+from qerl.models.source import locate
+from qerl.models.state_dict import architecture_of
+from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.tasks.rows import file_sources
+from qerl.tasks.sft_rows import SftRows, tables_of
+from qerl.tracking import Journal, NullJournal, StepLog
+from qerl.tracking.atomic_file import encode, read_object, write_atomic
+from qerl.tracking.report import write_report
+from qerl.training.evaluation import EVALUATION_STEP
+from qerl.training.planned_learner import planned_learner
+from qerl.training.policy import load_sampler
+from qerl.training.signals import StopSignal
+from qerl.types import Sampling
+
+_ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
+_KEPT = "entropy", "grad_norm", "learning_rate", "learn_tokens", "trained_samples", "micro_tokens"
+_KEPT += "lora_dropout", "skipped_updates", "nonfinite_updates"
+
+
+def fine_tune(config: RunConfig, *, max_steps: int | None = None) -> dict[str, Any]:
+    """Imitate config.sft.data; config.num_prompts rows are a step, and num_steps follows from the epochs, or
+    is max_steps. Return the losses before and after, and the run's folder."""
+    config = dataclasses.replace(config, model=resolve_device(config.model))
+    with join_ranks(config.model.device) as ranks:
+        tokenizer = load_tokenizer(config.model.path)
+        rows = _read_rows(config, tokenizer)
+        epochs = config.sft.num_train_epochs * rows.steps_per_epoch(config.num_prompts)
+        config = dataclasses.replace(config, num_steps=max_steps or epochs)
+        folder = Path(config.out)
+        with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
+            stop = StopSignal(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
+            with stop.handling():
+                return _finished(config, folder, journal, stop, ranks, tokenizer, rows)
+
+
+def _read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
+    source = locate(config.model.path)
+    max_length = min(config.sft.max_length, architecture_of(source.open()).max_positions)
+    return SftRows.read(
+        dataclasses.replace(config.sft, max_length=max_length),
+        tokenizer,
+        stop_token_ids(tokenizer, source),
+        max_evaluated=config.evaluate.num_prompts,
+        seed=config.seed,
+    )
+
+
+def _finished(
+    config: RunConfig,
+    folder: Path,
+    journal: Journal | NullJournal,
+    stop: StopSignal,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: SftRows,
+) -> dict[str, Any]:
+    require(not (config.strict and rows.notices), f"strict: {'; '.join(rows.notices)}")
+    journal.start(config, file_sources(tables_of(config.sft)) if ranks.is_first else {})
+    journal.check_sources(rows.sources, ("data set ",))
+    result = ranks.from_first(lambda: journal.result)
+    if result is not None:
+        journal.notice(f"{folder}: this run is already complete; start another with --out")
+        journal.catch_up()
+    else:
+        result = _SftSession(config, folder, journal, stop, ranks, tokenizer, rows).run()
+        journal.finish(result)
+    if ranks.is_first and not (folder / "report.html").exists():
+        write_report([folder], folder / "report.html")
+    return result
+
+
+class _SftSession:
+    """One process's part of a run, from loading the model to the last evaluation."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        journal: Journal | NullJournal,
+        stop: StopSignal,
+        ranks: Ranks,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: SftRows,
+    ):
+        self.config, self.folder, self.journal, self.stop = config, folder, journal, stop
+        self.ranks, self.rows = ranks, rows
+        for text in rows.notices:
+            journal.notice(text)
+        self.decoder, self.engine = load_sampler(config, tokenizer)
+        self.learner = planned_learner(
+            self.decoder, config, config.sft.max_length, notice=journal.notice, ranks=ranks
+        )
+        path = folder / "evaluations.json"
+        self.losses = ranks.from_first(lambda: read_object(path) if path.exists() else {})
+
+    def run(self) -> dict[str, Any]:
+        first_step = self.resume()
+        if first_step == 0:
+            self.losses = {}
+            self.evaluate("before")
+        with self.stop.deferred():
+            for step in range(first_step, self.config.num_steps):
+                self.step(step)
+                if self.save(step):
+                    break
+        if self.stop.requested is not None:
+            raise SystemExit(self.stop.exit_code)
+        self.evaluate("after")
+        train_s = self.ranks.from_first(lambda: sum(step["step_s"] for step in self.journal.steps()))
+        return {**self.result(), "train_s": round(train_s, 1), "run": str(self.folder)}
+
+    def step(self, step: int) -> None:
+        config, size = self.config, self.config.num_prompts
+        with self.journal.step(step) as log:
+            with log.span("learn"):
+                metrics = self.learner.step(self.rows.batch(step, size))
+            log.add(**{name: metrics[name] for name in _KEPT if name in metrics})
+            if "loss" in metrics:  # a gradient that is not finite leaves none
+                log.add(nll=metrics["loss"])
+            log.add(epoch=(step + 1) / self.rows.steps_per_epoch(size))
+            every = config.evaluate.every
+            if every is not None and (step + 1) % every == 0 and self.rows.evaluated:
+                with log.span("evaluate"):
+                    log.add(eval_nll=self.mean_loss())
+                self.look(log)
+            elif step + 1 == config.num_steps:
+                self.look(log)
+            log.add(**self.ranks.take_traffic())
+
+    def look(self, log: StepLog) -> None:
+        """Record greedy answers to the first evaluation rows."""
+        shown = self.rows.evaluated[: self.config.sft.num_looks]
+        prompts = [each.prompt(len(self.rows.learned) + i) for i, each in enumerate(shown)]
+        limit = self.decoder.architecture.max_positions - self.config.sample.max_tokens
+        prompts = [prompt for prompt in prompts if len(prompt.tokens_T) <= limit]
+        if not prompts or not self.ranks.is_first:
+            return
+        self.engine.publish(self.learner.version)
+        sampling = Sampling(max_tokens=self.config.sample.max_tokens, temperature=0.0)
+        with log.span("rollout"):
+            groups = self.engine.generate(
+                prompts, num_samples=1, sampling=sampling, seed=self.config.seed, step=EVALUATION_STEP
+            )
+        log.samples(groups)
+
+    def mean_loss(self) -> float:
+        """Return the mean negative log-likelihood of the evaluation rows' learned tokens."""
+        readings = self.learner.read(self.rows.evaluation())
+        own = Tally.of([-reading.logprob_C for reading in readings]) if readings else None
+        tallies = [tally for tally in self.ranks.gather(own) if tally is not None]
+        return sum(tally.total for tally in tallies) / sum(tally.count for tally in tallies)
+
+    def evaluate(self, moment: str) -> None:
+        """Measure the loss before or after training, once even if the run is resumed."""
+        if moment in self.losses or not self.rows.evaluated:
+            return
+        with self.journal.span("evaluate"):
+            loss = self.mean_loss()
+        self.losses[moment] = {"nll": loss, "perplexity": math.exp(min(loss, 700.0))}
+        if self.ranks.is_first:
+            write_atomic(self.folder / "evaluations.json", encode(self.losses, indent=2))
+        self.journal.notice(
+            f"evaluation loss {moment} training: {loss:.4f} nats per token"
+            f" ({len(self.rows.evaluated):,} rows)"
+        )
+
+    def resume(self) -> int:
+        """Load the newest intact checkpoint and return the step to continue with."""
+        folder = self.folder / "checkpoints"
+        found = self.ranks.from_first(lambda: checkpoint.load_latest(folder, self.learner))
+        if found is None:
+            if self.config.adapter.init_from is not None:
+                load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
+        elif self.ranks.count > 1:
+            state = self.ranks.from_first(self.learner.state)
+            if not self.ranks.is_first:
+                self.learner.load(*state)
+        first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
+        if first_step < self.config.num_steps and "after" in self.losses:  # it is given more steps
+            self.losses[f"after_{first_step}_steps"] = self.losses.pop("after")
+        for notice in [*notices, *self.engine.notices]:
+            self.journal.notice(notice)
+        self.journal.resume(first_step)
+        self.engine.publish(self.learner.version)
+        return first_step
+
+    def save(self, step: int) -> bool:
+        """Save if due. A signal to any rank stops all of them, after the first one has saved."""
+        requested, next_step = max(self.ranks.gather(self.stop.requested or 0)), step + 1
+        is_due = next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps
+        if self.ranks.is_first and (requested or is_due):
+            with self.journal.span("checkpoint"):
+                keep = self.config.checkpoint.keep
+                folder = self.folder / "checkpoints"
+                checkpoint.save(folder, self.learner, next_step=next_step, keep=keep)
+        if requested:
+            self.ranks.gather(None)
+            self.stop.request(requested)  # when one rank ends, torchrun signals the others
+        return requested > 0
+
+    def result(self) -> dict[str, float]:
+        return {f"eval_nll_{moment}": figures["nll"] for moment, figures in self.losses.items()}

@@ -1,0 +1,192 @@
+"""`qerl sft`: its loss is the cross entropy, its run is like any other, reinforcement learning follows."""
+
+import json
+import math
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_session import metrics, wait_for_steps
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny_run
+from qerl.cli.main import command
+from qerl.errors import UserError
+from training.ranks import StartedRanks
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i} ?"},
+                {"role": "assistant", "content": "yes"},
+                {"role": "user", "content": "sure?"},
+                {"role": "assistant", "content": "yes"},
+            ]
+        }
+        for i in range(40)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def options(files, out, *more):
+    given = {
+        "data": files / "chats.jsonl",
+        "model.path": files,
+        "model.dtype": "fp32",
+        "adapter.rank": 4,
+        "out": out,
+        "batch-size": 8,
+        "max-steps": STEPS,
+        "eval-fraction": 0.2,
+        "look-tokens": 5,
+        "num-looks": 2,
+        "checkpoint.every": 2,
+        "evaluate.every": 3,
+        "learn.learning-rate": 0.02,
+    }
+    return [*(part for name, value in given.items() for part in (f"--{name}", str(value))), *more]
+
+
+def adapter(out, step=STEPS):
+    return load_file(out / "checkpoints" / f"step-{step:06d}" / "adapter_model.safetensors")
+
+
+def assert_same_run(a, b):
+    assert metrics(a) == metrics(b)
+    assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
+    assert (a / "evaluations.json").read_text() == (b / "evaluations.json").read_text()
+    ours, theirs = adapter(a), adapter(b)
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def unbroken(files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "unbroken"
+    command(["sft", *options(files, out)])
+    return out
+
+
+def cross_entropy(files, rows):
+    """The mean loss of the assistant's tokens by transformers, without an adapter."""
+    tokenizer, model = AutoTokenizer.from_pretrained(files), AutoModelForCausalLM.from_pretrained(files)
+    total, count = 0.0, 0
+    for row in rows:
+        ids = tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True)["input_ids"]
+        text = tokenizer.convert_ids_to_tokens(ids)
+        turn, labels = -1, []
+        for token, index in zip(text, ids, strict=True):
+            turn += token == "<|im_start|>"
+            labels.append(index if turn % 2 and token != "<|im_start|>" else -100)
+        with torch.no_grad():
+            loss = model(torch.tensor([ids]), labels=torch.tensor([labels])).loss
+        count += (known := sum(label != -100 for label in labels))
+        total += loss.item() * known
+    return total / count
+
+
+def test_the_loss_before_training_is_that_of_transformers(files, tmp_path, capsys):
+    command(["sft", *options(files, tmp_path / "run", "--model.format", "bf16", "--max-steps", "1")])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = [json.loads(line) for line in (files / "chats.jsonl").read_text().splitlines()]
+    assert result["eval_nll_before"] == pytest.approx(cross_entropy(files, rows[-8:]), rel=1e-4)
+
+
+def test_it_learns_what_it_is_shown(unbroken):
+    evaluations = json.loads((unbroken / "evaluations.json").read_text())
+    before, after = evaluations["before"], evaluations["after"]
+    assert after["nll"] < before["nll"] - 0.3 and after["perplexity"] == math.exp(after["nll"])
+    losses = [step["nll"] for step in metrics(unbroken)]
+    assert losses[-1] < losses[0] - 0.3
+    looks = [json.loads(line) for line in (unbroken / "samples.jsonl").read_text().splitlines()]
+    assert {look["step"] for look in looks} == {2, 5} and {look["answer"] for look in looks} == {"yes"}
+    report = (unbroken / "report.html").read_text()
+    assert "supervised fine-tuning" in report and "Held-out loss" in report and "nats per token" in report
+
+
+def test_the_split_into_micro_batches_changes_nothing_but_rounding(files, unbroken, tmp_path):
+    command(["sft", *options(files, tmp_path, "--learn.max-tokens-per-microbatch", "40")])
+    ours, theirs = adapter(tmp_path), adapter(unbroken)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_stopped_run_ends_as_if_it_had_not_been(files, unbroken, tmp_path):
+    out = tmp_path / "stopped"
+    arguments = options(files, out)
+    process = tiny_run.started(*tiny_run.QERL, "sft", *arguments)
+    wait_for_steps(process, out, 1)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode in (130, 0)
+    command(["sft", *arguments])
+    assert_same_run(out, unbroken)
+
+
+def test_a_complete_run_goes_on_with_more_steps(files, unbroken, tmp_path, capsys):
+    constant = "--learn.lr-scheduler-type", "constant"
+    command(["sft", *options(files, tmp_path / "long", *constant)])
+    command(["sft", *options(files, tmp_path / "short", *constant, "--max-steps", "4")])
+    command(["sft", *options(files, tmp_path / "short", *constant, "--accept-changes")])
+    assert "num_steps was 4 and is 6" in capsys.readouterr().out
+    evaluations = json.loads((tmp_path / "short" / "evaluations.json").read_text())
+    assert {"before", "after_4_steps", "after"} == set(evaluations)
+    ours, theirs = adapter(tmp_path / "short"), adapter(tmp_path / "long")
+    assert all(
+        torch.isfinite(value).all() and value.shape == theirs[name].shape for name, value in ours.items()
+    )
+
+
+def test_two_ranks_learn_what_one_does(files, unbroken, tmp_path):
+    out = tmp_path / "two"
+    ranks = StartedRanks(2, *tiny_run.QERL, "sft", *options(files, out))
+    _, errors = ranks.communicate()
+    assert ranks.returncode == 0, errors
+    for name, value in adapter(out).items():
+        torch.testing.assert_close(value, adapter(unbroken)[name], rtol=1e-3, atol=1e-5)
+    ours, theirs = ([step["nll"] for step in metrics(each)] for each in (out, unbroken))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_reinforcement_learning_goes_on_from_it(files, unbroken, tmp_path, capsys):
+    start = unbroken / "checkpoints" / f"step-{STEPS:06d}"
+    more = "--init-adapter", str(start), "--num-steps", "1", "--evaluate.num-prompts", "0"
+    command(["train", "demo", *tiny_run.options(files, tmp_path), *more, "--noise.schedule", "none"])
+    config = json.loads((tmp_path / "run.json").read_text())["config"]
+    assert config["adapter"]["init_from"] == str(start) and config["sft"]["data"] == ""
+
+
+def test_edited_rows_are_refused(files, unbroken, tmp_path):
+    data = tmp_path / "chats.jsonl"
+    data.write_text((files / "chats.jsonl").read_text())
+    arguments = [
+        str(data) if part == str(files / "chats.jsonl") else part for part in options(files, tmp_path)
+    ]
+    command(["sft", *arguments])
+    data.write_text(data.read_text().replace("yes", "no"))
+    with pytest.raises(UserError, match=r"another rows of chats.jsonl"):
+        command(["sft", *arguments])
+
+
+def test_without_data_the_line_says_what_is_missing():
+    with pytest.raises(UserError, match="sft needs --data"):
+        command(["sft"])
+
+
+def test_strict_makes_an_error_of_a_bad_row(files, tmp_path):
+    data = tmp_path / "chats.jsonl"
+    data.write_text(
+        (files / "chats.jsonl").read_text() + '{"messages": [{"role": "user", "content": "a"}]}\n'
+    )
+    arguments = [
+        str(data) if part == str(files / "chats.jsonl") else part for part in options(files, tmp_path)
+    ]
+    with pytest.raises(UserError, match=r"strict: .*1 left out \(first: line 41 has no assistant's turn"):
+        command(["sft", *arguments, "--strict"])
