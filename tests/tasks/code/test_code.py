@@ -13,14 +13,15 @@ from qerl.errors import UserError
 from qerl.tasks import RewardPool
 from qerl.tasks.code import runner
 from qerl.tasks.code.grade import code, program_of
+from qerl.tasks.code.script import read_script
 from qerl.tasks.code.test_cases import (
-    AssertCase,
     CallCase,
     InputCase,
     is_correct_output,
     is_correct_value,
     parse_tests,
 )
+from qerl.tasks.code.values import encode
 from qerl.types import Group, Prompt, Sample
 
 TASK = TaskConfig(rewards=("code",), answer_column="tests", code=CodeConfig(test_timeout_s=20.0))
@@ -87,7 +88,7 @@ for descriptor in range(3, 64):
     ],
 )
 def test_success_cannot_be_forged(forged, tests):
-    assert graded(forged, tests) == 0.0
+    assert graded(forged, tests, credit="all") == 0.0
 
 
 def test_what_is_expected_is_not_in_the_programs_process():
@@ -148,7 +149,7 @@ def test_the_forms_of_data_sets():
     assert parse_tests({"inputs": [["2", "3"]], "outputs": [["4"]], "fn_name": None}) == [
         InputCase("2\n3", "4")
     ]
-    assert parse_tests(["assert f(2) == 4"]) == [AssertCase("assert f(2) == 4")]
+    assert parse_tests(["assert f(2) == 4"]) == [read_script("assert f(2) == 4")]
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     assert graded("def f(x): return x * x", check, entry_point="f") == 1.0
     assert graded("def f(x): return x", check, entry_point="f") == 0.0
@@ -156,9 +157,12 @@ def test_the_forms_of_data_sets():
 
 def test_what_output_and_value_is_right():
     assert is_correct_output("1 2 \n3\n\n", "1 2\n3") and not is_correct_output("1 2 3", "1 2\n3")
-    assert is_correct_value((1, [2.0000001]), [1, [2]]) and is_correct_value({1: "a"}, {"1": "a"})
-    assert is_correct_value(5, [5]) and not is_correct_value([5, 5], [5])
-    assert not is_correct_value(True, 1) and not is_correct_value("4", 4) and not is_correct_value(None, 0)
+    right = [((1, [2.0000001]), [1, [2]]), ({1: "a"}, {"1": "a"}), (5, [5]), ({(1, 2): 3}, {"(1, 2)": 3})]
+    wrong = [([5, 5], [5]), (True, 1), ("4", 4), (None, 0), ({1: {2}}, {"1": [2]}), (1.0, True), ({}, [])]
+    assert [is_correct_value(encode(value), expected) for value, expected in right + wrong] == [
+        *[True] * len(right),
+        *[False] * len(wrong),
+    ]
 
 
 def test_the_program_is_the_last_python_block_or_all():
@@ -168,7 +172,7 @@ def test_the_program_is_the_last_python_block_or_all():
 
 
 def replaced(tmp_path, monkeypatch, confine):
-    shutil.copy(runner._CHILD, tmp_path / "child.py")
+    shutil.copytree(runner._CHILD.parent, tmp_path, dirs_exist_ok=True)
     (tmp_path / "sandbox.py").write_text(confine)
     monkeypatch.setattr(runner, "_CHILD", tmp_path / "child.py")
 

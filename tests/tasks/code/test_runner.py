@@ -12,6 +12,8 @@ import pytest
 
 from qerl.tasks.code.runner import _CHILD, Limits, probe, run_call, run_test, run_with_input
 from qerl.tasks.code.sandbox import MORE_TASKS
+from qerl.tasks.code.script import read_script
+from qerl.tasks.code.values import decode
 
 LIMITS = Limits(deadline_s=1.0, memory_bytes=512 << 20, output_bytes=1 << 20)
 LONG = Limits(deadline_s=20.0, memory_bytes=512 << 20, output_bytes=1 << 20)
@@ -218,11 +220,15 @@ def test_usual_programs_run():
     assert printed("def f(): return f()\nf()") is None
 
 
+def value(program, arguments):
+    """The value of the program's f."""
+    (data,) = run_call(program, "f", arguments, LONG)
+    return decode(data)
+
+
 def test_a_call_gives_its_value_as_plain_data():
-    assert run_call("def f(x): return (x, {1: {2}}, None)", "f", [[3, 4.5]], LONG) == (
-        ([3, 4.5], {1: {2}}, None),
-    )
-    assert run_call("class Solution:\n    def f(self, x): return -x", "f", [10**30], LONG) == (-(10**30),)
+    assert value("def f(x): return (x, {1: {2}}, None)", [[3, 4.5]]) == ([3, 4.5], {1: {2}}, None)
+    assert value("class Solution:\n    def f(self, x): return -x", [10**30]) == -(10**30)
     assert run_call("def f(x): return object()", "f", [1], LONG) is None
     assert run_call("def g(x): return x", "f", [1], LONG) is None
 
@@ -242,8 +248,12 @@ def test_a_call_gives_its_value_as_plain_data():
          "s = S()\ns.push(3)\nassert s.pop() == 3 and s.a == []"),
         ("def f(g, x): return g", "assert set(f((1, 2), 3)) == {1, 2}"),
         ("def f(x): return x + 1", "from solution import f\ndef test_one():\n    assert f(1) == 2"),
+        ("class S:\n    def __init__(s, v): s.v, s.next = v, None\ndef f(s): return s.next.v + len(s.d)",
+         "a = S(1)\na.next = S(2)\na.d = {}\nassert f(a) == 2 and a.next is a.next"),
+        ("import numpy as np\ndef f(x):\n    x += 1\n    return x.sum(), x * 2",
+         "import numpy as np\nx = np.ones(3)\nassert f(x)[0] == 6\nassert (f(x)[1] == [6] * 3).all() and x[0] == 3"),
     ],
 )  # fmt: skip
 def test_a_test_asks_the_program(program, test):
-    assert run_test(program, test, LONG)
-    assert not run_test("def f(*a): return None\nsum = S = f", test, LONG)
+    assert run_test(program, read_script(test), LONG)
+    assert not run_test("def f(*a): return None\nsum = S = f", read_script(test), LONG)

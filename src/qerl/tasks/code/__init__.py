@@ -2,9 +2,18 @@
 
 grade.py        the reward
 test_cases.py   the tests of a row in the forms that data sets use; checks of outputs and values
+script.py       a test in Python: which names are the program's, and why it could not run
 runner.py       start sandboxed processes, read their output up to a limit, kill them at the deadline
 child.py        what runs in such a process: the program, or the test that calls it
 sandbox.py      what the process may ask of the kernel
+values.py       values as data that two processes exchange
+
+In the process of a test:
+
+test_process.py run a test and say if it passed
+assertions.py   count the assertions that ran
+remote_value.py reach the program in its own process
+pytest_stub.py  the parts of pytest that tests use
 """
 
 from qerl.tasks.code.grade import code

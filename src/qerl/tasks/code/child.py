@@ -3,20 +3,19 @@
     stdin     the program reads standard input; its standard output is graded
     call      one function of the program is called once; its value is sent as plain data
     serve     the program stays loaded and answers requests about its names: values, calls, attributes
-    test      a test runs here and reaches the program, in a process of mode serve, through a socket
+    test      a test runs here (test_process.py) and reaches the program, in a process of mode serve, through
+              a socket (remote_value.py)
 
-The test and the expected values are never in the program's process. Values travel as JSON and arrive as plain
-data: a subclass of int, list or dict with its own __eq__ is an int, list or dict on the other side. Any other
-object stays in its process and is a RemoteValue on the other side, which equals no plain value.
+The test and the expected values are never in the program's process. Values travel as plain data (values.py);
+any other object stays in its process and is a RemoteValue on the other side, which equals no plain value.
 
-This file and sandbox.py import the standard library only: qerl need not be importable in the child.
+This file and those that it imports import the standard library only: qerl need not be importable here.
 """
 
-import ast
-import builtins
+import contextlib
 import importlib
+import io
 import json
-import math
 import operator
 import os
 import socket
@@ -26,57 +25,6 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_LINE_BYTES = 16 << 20
-_BY_NAME = {"tuple": tuple, "set": set, "frozenset": frozenset}
-
-
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"a {type(value).__name__} is not plain data")
-
-
-def encode(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
-    """Return the value as JSON data; other(object) returns that of an object which is not plain data."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return {"int": hex(int(value))}
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, list):
-        return [encode(item, other) for item in list(value)]
-    for name, kind in _BY_NAME.items():
-        if isinstance(value, kind):
-            return {name: [encode(item, other) for item in list(value)]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(key, other), encode(item, other)] for key, item in dict(value).items()]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    return other(value)
-
-
-def decode(value: Any, remote: Any = None) -> Any:
-    """Invert `encode`; remote(index) makes the value that stands for an object in the other process."""
-    if isinstance(value, list):
-        return [decode(item, remote) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((name, content),) = value.items()
-    if name in _BY_NAME:
-        return _BY_NAME[name](decode(item, remote) for item in content)
-    if name == "dict":
-        return {decode(key, remote): decode(item, remote) for key, item in content}
-    if name == "int":
-        return int(content, 16)
-    if name == "bytes":
-        return bytes.fromhex(content)
-    if name == "complex":
-        return complex(*content)
-    if name == "remote" and remote is not None:
-        return remote(content)
-    raise ValueError(f"unknown kind of value: {name!r}")
 
 
 def _load(source: str, name: str) -> dict[str, Any]:
@@ -97,155 +45,77 @@ def _function(names: dict[str, Any], name: str) -> Any:
 # The program's side of a test (mode serve).
 
 
-def _serve(names: dict[str, Any], stream: Any) -> None:
-    remote: list[Any] = [names]
-    listed = [name for name in names if not name.startswith("__")]
-    _send(stream, {"names": [name for name in listed if isinstance(name, str)]})
-    while line := stream.readline(MAX_LINE_BYTES):
-        request = json.loads(line)
-        try:
-            answer = _answer(request, remote)
-        except Exception as error:
-            answer = {"error": type(error).__name__}
-        _send(stream, answer)
+class _Server:
+    """Answers requests about the program's names, and about the objects that earlier answers referred to."""
+
+    def __init__(self, names: dict[str, Any], encode: Callable[..., Any], decode: Callable[..., Any]):
+        self._objects: list[Any] = [names]
+        self._indices: dict[int, int] = {}
+        self._encode, self._decode = encode, decode
+        self._loop: Any = None
+
+    def run(self, stream: Any) -> None:
+        _send(stream, _listed(self._objects[0]))
+        while line := stream.readline(MAX_LINE_BYTES):
+            printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="replace", write_through=True)
+            try:
+                with contextlib.redirect_stdout(printed):
+                    answer = self._answer(**json.loads(line))
+            except Exception as error:
+                answer = {"error": [[kind.__name__ for kind in type(error).__mro__], str(error)]}
+            text = printed.buffer.getvalue().decode()
+            _send(stream, answer | {"printed": text})
+
+    def _answer(self, target: int, action: str, arguments: Any) -> dict[str, Any]:
+        subject, given = self._objects[target], self._decode(arguments, self._known)
+        if action == "call":
+            value = subject(*given[0], **given[1])
+            if isinstance(value, types.GeneratorType | map | filter | zip | range):
+                value = list(value)
+            return {"value": self._encode(value, self._kept), "arguments": self._arguments(given[0])}
+        actions = {"attribute": getattr, "item": operator.getitem, "equal": lambda a, b: bool(a == b)}
+        actions |= {"set_attribute": setattr, "set_item": operator.setitem, "await": self._awaited}
+        actions |= {"len": len, "list": list, "str": str, "repr": repr, "bool": bool}
+        return {"value": self._encode(actions[action](subject, *given), self._kept)}
+
+    def _arguments(self, given: tuple[Any, ...]) -> Any:
+        return self._encode(list(given), self._kept)
+
+    def _known(self, name: str, index: int) -> Any:
+        return self._objects[index]
+
+    def _kept(self, value: Any) -> dict[str, int]:
+        index = self._indices.setdefault(id(value), len(self._objects))
+        if index == len(self._objects):
+            self._objects.append(value)
+        return {"coroutine" if isinstance(value, types.CoroutineType) else "remote": index}
+
+    def _awaited(self, value: Any) -> Any:
+        import asyncio
+
+        self._loop = self._loop or asyncio.Runner()
+        return self._loop.run(value)
 
 
-def _answer(request: dict[str, Any], remote: list[Any]) -> dict[str, Any]:
-    def keep(value: Any) -> dict[str, int]:
-        remote.append(value)
-        return {"remote": len(remote) - 1}
-
-    target, action = remote[request["target"]], request["action"]
-    arguments = decode(request["arguments"], lambda index: remote[index])
-    if action == "call":
-        value = target(*arguments[0], **arguments[1])
-        if isinstance(value, types.GeneratorType | map | filter | zip | range):
-            value = list(value)
-        return {"value": encode(value, keep), "arguments": encode(list(arguments[0]), keep)}
-    actions = {"attribute": getattr, "item": operator.getitem, "equal": lambda a, b: bool(a == b)}
-    actions |= {"len": len, "list": list, "str": str, "repr": repr, "bool": bool}
-    return {"value": encode(actions[action](target, *arguments), keep)}
+def _listed(names: dict[str, Any]) -> dict[str, Any]:
+    """Return what the test may ask for: names, functions that the program defines, and its exceptions."""
+    public = {str(name): value for name, value in names.items() if not str(name).startswith("__")}
+    functions = [
+        name
+        for name, value in public.items()
+        if isinstance(value, types.FunctionType) and value.__globals__ is names
+    ]
+    exceptions = {
+        name: [kind.__name__ for kind in value.__mro__[1:]]
+        for name, value in public.items()
+        if isinstance(value, type) and issubclass(value, Exception) and value.__module__ != "builtins"
+    }
+    return {"names": list(public), "functions": functions, "exceptions": exceptions}
 
 
 def _send(stream: Any, message: dict[str, Any]) -> None:
     stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()
-
-
-# The test's side (mode test).
-
-
-class _ProgramEnded(BaseException):
-    """The program's process has ended. Not an Exception, because a test may expect and catch one."""
-
-
-class _Connection:
-    """Connection to the process that runs the program."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-        self.names: list[str] = self._receive()["names"]
-
-    def request(self, index: int, action: str, *arguments: Any) -> Any:
-        arguments_data = encode(list(arguments), _index_of)
-        _send(self._stream, {"target": index, "action": action, "arguments": arguments_data})
-        answer = self._receive()
-        if "error" in answer:
-            kind = getattr(builtins, str(answer["error"]), None)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                kind = RuntimeError
-            raise kind(f"the program raised {answer['error']}")
-        remote = lambda index: RemoteValue(self, index)  # noqa: E731
-        if action == "call":
-            _write_back(arguments[0], decode(answer["arguments"], remote))
-        return decode(answer["value"], remote)
-
-    def _receive(self) -> dict[str, Any]:
-        line = self._stream.readline(MAX_LINE_BYTES)
-        if not line.endswith(b"\n"):
-            raise _ProgramEnded
-        return json.loads(line)
-
-
-def _index_of(value: Any) -> Any:
-    return {"remote": value._index} if isinstance(value, RemoteValue) else _refuse(value)
-
-
-def _write_back(arguments: tuple[Any, ...], after: list[Any]) -> None:
-    """Copy in-place changes of the program's copies to the test's arguments."""
-    for mine, theirs in zip(arguments, after, strict=True):
-        if isinstance(mine, list) and isinstance(theirs, list):
-            mine[:] = theirs
-        elif type(mine) is type(theirs) and isinstance(mine, dict | set):
-            mine.clear()
-            mine.update(theirs)
-
-
-class RemoteValue:
-    """An object in the program's process. It equals no plain value and supports no arithmetic, because the
-    program would decide the result."""
-
-    def __init__(self, connection: _Connection, index: int):
-        self._connection, self._index = connection, index
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._connection.request(self._index, "call", args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._connection.request(self._index, "attribute", name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._connection.request(self._index, "item", key)
-
-    def __eq__(self, other: object) -> bool:
-        is_remote = isinstance(other, RemoteValue)
-        return is_remote and self._connection.request(self._index, "equal", other) is True
-
-    def __hash__(self) -> int:
-        return hash(self._index)
-
-    def __len__(self) -> int:
-        return self._connection.request(self._index, "len")
-
-    def __iter__(self) -> Any:
-        return iter(self._connection.request(self._index, "list"))
-
-    def __str__(self) -> str:
-        return self._connection.request(self._index, "str")
-
-    def __repr__(self) -> str:
-        return self._connection.request(self._index, "repr")
-
-    def __bool__(self) -> bool:
-        return self._connection.request(self._index, "bool") is True
-
-
-def _run_test(test: str, stream: Any) -> None:
-    """Run the test; raise if it fails."""
-    connection = _Connection(stream)
-    tree = ast.parse(test)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names: dict[str, Any] = {"__name__": "test", "math": math}
-    known = {*dir(builtins), *sys.stdlib_module_names}
-    # abs in `assert abs(f(2) - 1.4) < 1e-6` is Python's; sum in `assert sum(1, 2) == 3` is the program's.
-    theirs = [name for name in connection.names if name in used and name not in known]
-    for name in theirs or [name for name in connection.names if name in used]:
-        names[name] = connection.request(0, "item", name)
-    for name in (used & sys.stdlib_module_names) - names.keys():
-        names[name] = importlib.import_module(name)
-    solution = types.ModuleType("solution")
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    imported = {alias.name for node in imports if node.module == "solution" for alias in node.names}
-    for name in connection.names:
-        if name in imported:
-            setattr(solution, name, connection.request(0, "item", name))
-    sys.modules["solution"] = solution
-    exec(compile(tree, "test.py", "exec"), names)
-    for name, function in list(names.items()):
-        if name.startswith("test_") and isinstance(function, types.FunctionType):
-            function()
 
 
 def main() -> None:
@@ -255,7 +125,9 @@ def main() -> None:
     try:
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
         from sandbox import confine
+        from values import decode, encode
 
+        run_test = importlib.import_module("test_process").run_test if mode == "test" else None
         del sys.path[0]
         with os.fdopen(order, encoding="utf-8") as file:
             settings = json.load(file)
@@ -265,18 +137,18 @@ def main() -> None:
         os.write(result, f"E{type(error).__name__}: {error}".encode())
         sys.exit(1)
     os.write(result, b"L" if has_landlock else b"S")
-    source = settings["source"]
     if mode == "stdin":
         os.close(result)
-        _load(source, "__main__")
+        _load(settings["source"], "__main__")
     elif mode == "call":
-        value = _function(_load(source, "sample"), settings["function"])(*decode(settings["arguments"]))
+        value = _function(_load(settings["source"], "sample"), settings["function"])(
+            *decode(settings["arguments"])
+        )
         os.write(result, json.dumps(encode(value)).encode())
     elif mode == "serve":
         os.close(result)
-        _serve(_load(source, "sample"), stream)
-    else:
-        _run_test(source, stream)
+        _Server(_load(settings["source"], "sample"), encode, decode).run(stream)
+    elif run_test is not None and run_test(settings["test"], stream):
         os.write(result, b"passed")
 
 

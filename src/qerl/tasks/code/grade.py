@@ -27,6 +27,7 @@ from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.code import test_cases
 from qerl.tasks.code.runner import Limits, SandboxUnavailable, probe, run_call, run_test, run_with_input
+from qerl.tasks.code.script import Script
 
 _logger = logging.getLogger(__name__)
 
@@ -82,8 +83,17 @@ def passes(program: str, case: test_cases.TestCase, limits: Limits, end: float) 
         return False
     if isinstance(case, test_cases.InputCase):
         printed = run_with_input(program, case.stdin, limits)
-        return printed is not None and test_cases.is_correct_output(printed, case.expected)
-    if isinstance(case, test_cases.AssertCase):
-        return run_test(program, case.text, limits)
+        return printed is not None and _is_right(test_cases.is_correct_output, printed, case.expected)
+    if isinstance(case, Script):
+        return run_test(program, case, limits)
     value = run_call(program, case.function, case.arguments, limits)
-    return value is not None and test_cases.is_correct_value(value[0], case.expected)
+    return value is not None and _is_right(test_cases.is_correct_value, value[0], case.expected)
+
+
+def _is_right(compare: Callable[[Any, Any], bool], given: Any, expected: Any) -> bool:
+    """Compare; whatever fails on what the program gave fails the program, or it could leave the sample
+    without a reward."""
+    try:
+        return compare(given, expected)
+    except Exception:
+        return False

@@ -24,9 +24,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from qerl.tasks.code import child, sandbox
+from qerl.tasks.code import sandbox, values
+from qerl.tasks.code.script import Script
 
-_CHILD = Path(child.__file__)
+_CHILD = Path(sandbox.__file__).with_name("child.py")
 _FILE_BYTES = 1 << 20
 _RESULT_BYTES = 1000
 
@@ -75,23 +76,24 @@ def run_with_input(program: str, stdin: str, limits: Limits) -> str | None:
 
 
 def run_call(program: str, function: str, arguments: list[Any], limits: Limits) -> tuple[Any] | None:
-    """Return (value,), so that the value may be None."""
-    order = {"source": program, "function": function, "arguments": child.encode(arguments)}
+    """Return (value,), so that the value may be None, as `values.encode` makes it."""
+    order = {"source": program, "function": function, "arguments": values.encode(arguments)}
     end = time.monotonic() + limits.deadline_s
     with _start_child("call", order, limits) as process:
-        output = _read({process.result: limits.output_bytes}, end)[process.result]
+        output = _check(_read({process.result: limits.output_bytes}, end)[process.result])
     try:
-        return (child.decode(json.loads(_check(output)[1:])),)
-    except (ValueError, TypeError, AttributeError, RecursionError):  # the program may write anything
+        return (json.loads(output[1:]),)
+    except (ValueError, RecursionError, MemoryError):  # the program may write anything
         return None
 
 
-def run_test(program: str, test: str, limits: Limits) -> bool:
+def run_test(program: str, test: Script, limits: Limits) -> bool:
     sockets = socket.socketpair()
     deadline = time.monotonic() + limits.deadline_s
     with sockets[0], sockets[1], ExitStack() as stack:
         server = stack.enter_context(_start_child("serve", {"source": program}, limits, link=sockets[0]))
-        tester = stack.enter_context(_start_child("test", {"source": test}, limits, link=sockets[1]))
+        order = {"test": dataclasses.asdict(test)}
+        tester = stack.enter_context(_start_child("test", order, limits, link=sockets[1]))
         for end in sockets:
             end.close()
         output = _read({tester.result: _RESULT_BYTES, server.result: _RESULT_BYTES}, deadline)

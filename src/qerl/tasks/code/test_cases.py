@@ -1,7 +1,7 @@
 """Parse a row's tests from the forms that data sets use, and check outputs and values.
 
-    asserts      ["assert f(2) == 4", ...], or one text: asserts, test_ functions, or a check(candidate) for
-                 the function that the column entry_point names           MBPP, HumanEval, KodCode
+    Python       ["assert f(2) == 4", ...], or one text: asserts, tests for unittest or pytest, or a
+                 check(candidate) (script.py)          MBPP, HumanEval, KodCode, BigCodeBench
     input        {"inputs": ["2\\n"], "outputs": ["4\\n"]}                  APPS, TACO, CodeContests
     function     {"fn_name": "f", "inputs": [[2]], "outputs": [4]}        the same
     cases        {"language": "python", "test_cases": [{"type": "stdin_stdout", "fn_name": None,
@@ -16,6 +16,9 @@ import dataclasses
 import json
 import math
 from typing import Any
+
+from qerl.tasks.code.script import Script, read_script
+from qerl.tasks.code.values import decode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,19 +38,15 @@ class CallCase:
     expected: Any
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AssertCase:
-    """AssertCase(text="assert f(2) == 4")"""
-
-    text: str
-
-
-TestCase = InputCase | CallCase | AssertCase
+TestCase = InputCase | CallCase | Script
 
 
 def parse_tests(tests: Any, entry_point: str | None = None) -> list[TestCase]:
-    """Return the row's tests; raise ValueError if there is none, since no sample could be correct."""
-    cases = _parse(tests, entry_point)
+    """Return the row's tests; raise ValueError if there is none that could be run, and could fail."""
+    try:
+        cases = _parse(tests, entry_point)
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the row's tests have no known form: {str(tests)[:80]}") from error
     if not cases:
         raise ValueError(f"the row has no tests: {str(tests)[:80]}")
     return cases
@@ -56,8 +55,8 @@ def parse_tests(tests: Any, entry_point: str | None = None) -> list[TestCase]:
 def _parse(tests: Any, entry_point: str | None) -> list[TestCase]:
     if isinstance(tests, str):
         if tests.lstrip()[:1] in ("[", "{"):
-            return _parse(json.loads(tests), entry_point)
-        return [AssertCase(_with_check(tests, entry_point))] if tests.strip() else []
+            return _parse(_loaded(tests), entry_point)
+        return [read_script(tests, entry_point)] if tests.strip() else []
     if isinstance(tests, dict):
         if str(tests.get("language") or "python").lower() not in ("python", "python3"):
             raise ValueError(f"the row's tests are for {tests['language']}")
@@ -67,12 +66,15 @@ def _parse(tests: Any, entry_point: str | None) -> list[TestCase]:
         pairs = zip(inputs, expected, strict=True)
         return [_case({"fn_name": tests.get("fn_name"), "input": i, "output": o}) for i, o in pairs]
     if isinstance(tests, list):
-        return [AssertCase(test) if isinstance(test, str) else _case(test) for test in tests]
+        return [read_script(test, entry_point) if isinstance(test, str) else _case(test) for test in tests]
     return []
 
 
-def _with_check(test: str, entry_point: str | None) -> str:
-    return f"{test}\n\ncheck({entry_point})\n" if entry_point and "def check(" in test else test
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the row's tests are neither JSON nor Python: {text[:80]}") from error
 
 
 def _case(case: dict[str, Any]) -> TestCase:
@@ -109,18 +111,34 @@ def _words(text: str) -> list[list[str]]:
 
 
 def is_correct_value(value: Any, expected: Any) -> bool:
+    """True if a value, as `values.encode` makes it of the program's, is the expected one. No set or dict is
+    built from the program's items, which could make that take hours; an error is for the caller to count."""
     items = expected if isinstance(expected, list) else []
     return _is_equal(value, expected) or (len(items) == 1 and _is_equal(value, items[0]))
 
 
 def _is_equal(value: Any, expected: Any) -> bool:
-    if isinstance(value, list | tuple) and isinstance(expected, list):
-        pairs = zip(value, expected, strict=False)
-        return len(value) == len(expected) and all(_is_equal(one, other) for one, other in pairs)
-    if isinstance(value, dict) and isinstance(expected, dict):  # JSON's keys are strings
-        value = {str(key): item for key, item in value.items()}
-        expected = {str(key): item for key, item in expected.items()}
-        return value.keys() == expected.keys() and all(_is_equal(value[k], expected[k]) for k in value)
-    if isinstance(value, float) and isinstance(expected, int | float):
+    ((kind, content),) = value.items() if isinstance(value, dict) else [(None, value)]
+    if isinstance(expected, list):
+        items = content if kind == "tuple" else value
+        if not isinstance(items, list) or len(items) != len(expected):
+            return False
+        return all(_is_equal(one, other) for one, other in zip(items, expected, strict=True))
+    if isinstance(expected, dict):
+        if kind != "dict":
+            return False
+        by_key, expected = {_json_key(k): v for k, v in content}, {str(k): v for k, v in expected.items()}
+        return by_key.keys() == expected.keys() and all(_is_equal(by_key[k], expected[k]) for k in expected)
+    if isinstance(value, float) and type(expected) in (int, float):
         return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-6)
+    if kind == "int":
+        return type(expected) is int and int(content, 16) == expected
     return type(value) is type(expected) and value == expected
+
+
+def _json_key(key: Any) -> str:
+    """Return a key as text, because JSON's keys are."""
+    parts = key["tuple"] if isinstance(key, dict) and "tuple" in key else [key]
+    if any(isinstance(part, list | dict) and "int" not in part for part in parts):
+        raise ValueError("the key is neither a scalar nor a tuple of scalars")
+    return str(decode(key))

@@ -1,0 +1,86 @@
+"""Turn values into JSON data and back, for processes that do not trust each other.
+
+A subclass of int, list or dict with its own __eq__ arrives as an int, list or dict. NumPy's arrays and
+scalars of numbers are plain data too. Any other object is what `other` makes of it; by default it is refused.
+
+This file imports the standard library only: qerl need not be importable in the child (child.py).
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_BY_NAME = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_NUMBERS = re.compile(r"[<>|=][biufc]\d{1,2}")
+
+
+def refuse(value: Any) -> Any:
+    raise TypeError(f"a {type(value).__name__} is not plain data")
+
+
+def encode(value: Any, other: Callable[[Any], Any] = refuse) -> Any:
+    """Return the value as JSON data; other(object) returns that of an object which is not plain data."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return {"int": hex(int(value))}
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, list):
+        return [encode(item, other) for item in list(value)]
+    for name, kind in _BY_NAME.items():
+        if isinstance(value, kind):
+            return {name: [encode(item, other) for item in list(value)]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, other), encode(item, other)] for key, item in dict(value).items()]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    return _encode_numpy(value, other)
+
+
+def _encode_numpy(value: Any, other: Callable[[Any], Any]) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
+        return other(value)
+    if not _NUMBERS.fullmatch(value.dtype.str):
+        return other(value)
+    if isinstance(value, numpy.generic):
+        return encode(value.item(), other)
+    return {"array": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
+
+
+def decode(value: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
+    """Invert `encode`; special(name, content) makes the value of a kind that is none of encode's own."""
+    if isinstance(value, list):
+        return [decode(item, special) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((name, content),) = value.items()
+    if name in _BY_NAME:
+        return _BY_NAME[name](decode(item, special) for item in content)
+    if name == "dict":
+        return {decode(key, special): decode(item, special) for key, item in content}
+    if name == "int":
+        return int(content, 16)
+    if name == "bytes":
+        return bytes.fromhex(content)
+    if name == "complex":
+        return complex(*content)
+    if name == "array":
+        return _array(*content)
+    if special is not None:
+        return special(name, content)
+    raise ValueError(f"unknown kind of value: {name!r}")
+
+
+def _array(kind: str, shape: list[int], content: str) -> Any:
+    import numpy
+
+    if not _NUMBERS.fullmatch(kind):
+        raise ValueError(f"unknown kind of array: {kind!r}")
+    return numpy.frombuffer(bytearray.fromhex(content), dtype=kind).reshape(shape)
