@@ -69,6 +69,25 @@ def test_rows_without_an_answer_are_counted_if_a_reward_reads_it(tmp_path, empty
     assert notices(tmp_path, rows, reads_answer=False) == []
 
 
+def test_rows_whose_tests_cannot_run_are_counted_if_the_reward_is_code(tmp_path):
+    tests = [
+        "assert f(2) == 4",
+        "# a comment",
+        "def check(candidate): assert candidate(2) == 4",
+        "[",
+        "f(2)",
+        "",
+    ]
+    rows = [row(i, tests=text, entry_point="f") for i, text in enumerate(tests * 2)]
+    (line,) = notices(tmp_path, rows, answer_column="tests", rewards=("code",))
+    assert "2 without tests, so that a sample gets no reward; " in line
+    assert (
+        "6 whose tests cannot be run, so that a sample gets no reward (line 2: the test names nothing of the"
+        " program)" in line
+    )
+    assert "cannot be run" not in "".join(notices(tmp_path, rows, answer_column="tests", rewards=("exact",)))
+
+
 def test_chats_that_end_with_an_assistants_turn_are_counted(tmp_path):
     rows = [row(i, prompt=chat("user", "assistant") if i % 2 else chat("user")) for i in range(8)]
     (line,) = notices(tmp_path, rows)

@@ -4,6 +4,7 @@
     no answer         the answer is null or blank, and a reward reads it
     assistant last    the chat ends with an assistant's turn: the answer may be in the prompt
     unusable          no prompt can be made of the row (prompt.py): the row is left out
+    no test           the reward `code` cannot run the row's tests, or they could not fail
 
 All rows of a table are looked at; of those generated on demand, the first ones. A prompt has at most as many
 tokens as bytes, so most rows need not be rendered.
@@ -13,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, printable
+from qerl.tasks.code.test_cases import parse_tests
 from qerl.tasks.prompt import Renderer
+from qerl.tasks.rows import RowTable
 
 _NUM_GENERATED = 128
 _NUM_EXAMPLES = 2
@@ -38,6 +41,11 @@ def row_notice(
         f"without {config.answer_column}, so that a sample gets no reward": reads_answer * no_answer,
         "a chat that ends with an assistant's turn, which the model goes on with": last,
     }
+    if reads_answer and "code" in config.rewards:
+        num_without, example = _count_untestable(rows, config.answer_column)
+        counts[f"whose {config.answer_column} cannot be run, so that a sample gets no reward{example}"] = (
+            num_without
+        )
     told = "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     return f"{rows.name}: of {num_checked:,} rows {told}" if told else None
 
@@ -70,6 +78,21 @@ def check_rows(renderer: Renderer, *, strict: bool) -> None:
 def _good(renderer: Renderer, values: list[Any]) -> Iterator[Any]:
     """Yield a column's values without those of the rows found to be bad."""
     return (value for index, value in enumerate(values) if index not in renderer.faults)
+
+
+def _count_untestable(rows: RowTable, column: str) -> tuple[int, str]:
+    """Return how many rows have tests that the reward `code` refuses, and " (line 3: why)" of the first."""
+    tests = rows.values(column) if column in rows.columns else []
+    points = rows.values("entry_point") if "entry_point" in rows.columns else [None] * len(tests)
+    count, example = 0, ""
+    for index, row in enumerate(zip(tests, points, strict=True)):
+        if row[0] is None or not str(row[0]).strip():
+            continue  # counted as a row without an answer
+        try:
+            parse_tests(*row)
+        except ValueError as error:
+            count, example = count + 1, example or f" ({rows.place(index)}: {printable(str(error))[:200]})"
+    return count, example
 
 
 def _role(message: object) -> object:

@@ -251,7 +251,7 @@ def test_a_call_gives_its_value_as_plain_data():
         ("class S:\n    def __init__(s, v): s.v, s.next = v, None\ndef f(s): return s.next.v + len(s.d)",
          "a = S(1)\na.next = S(2)\na.d = {}\nassert f(a) == 2 and a.next is a.next"),
         ("import numpy as np\ndef f(x):\n    x += 1\n    return x.sum(), x * 2",
-         "import numpy as np\nx = np.ones(3)\nassert f(x)[0] == 6\nassert (f(x)[1] == [6] * 3).all() and x[0] == 3"),
+         "import numpy as np\nx = np.ones(3)\nf(x)\nassert (f(x)[1] == [6] * 3).all() and x[0] == 3"),
     ],
 )  # fmt: skip
 def test_a_test_asks_the_program(program, test):
