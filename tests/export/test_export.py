@@ -48,10 +48,14 @@ def decoder_of(config):
     )
 
 
-def run_of(folder, family="llama", *, format="nvfp4", adapter=ADAPTER):
+def save_model(folder, family):
+    save_tiny(folder, family, intermediate_size=128, dtype=torch.bfloat16)
+
+
+def run_of(folder, family="llama", *, format="nvfp4", adapter=ADAPTER, save=save_model):
     """(the folder of a run that has learned something, its config, its policy)."""
     tiny_run.write_model(folder / "model")
-    save_tiny(folder / "model", family, intermediate_size=128, dtype=torch.bfloat16)
+    save(folder / "model", family)
     model = ModelConfig(path=str(folder / "model"), format=format, device="cpu", dtype="fp32")
     config = RunConfig(
         out=str(folder / "run"), model=model, adapter=adapter, noise=NoiseConfig(schedule="none")

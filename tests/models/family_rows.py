@@ -93,6 +93,27 @@ def oracle(family: str, *, seed: int = 0, **changes):
     return randomize(model, seed)
 
 
+def multimodal(family: str, **changes):
+    """A class with a vision tower whose language part is of this family."""
+    whole, text = {"Gemma3": ("Gemma3", "Gemma3Text"), "Ministral3": ("Mistral3", "Ministral3")}[family]
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 8} if family == "Ministral3" else {}
+    vision |= {"image_size": 28, "patch_size": 14, "vision_use_head": False} if family == "Gemma3" else {}
+    kind = {"Gemma3": "SiglipVision", "Ministral3": "PixtralVision"}[family]
+    settings = SHAPE | ROWS[family] | changes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = getattr(transformers, f"{whole}Config")(
+            text_config=getattr(transformers, f"{text}Config")(**settings).to_dict(),
+            vision_config=getattr(transformers, f"{kind}Config")(**vision).to_dict(),
+            image_token_index=3,
+            tie_word_embeddings=settings.get("tie_word_embeddings", family == "Gemma3"),
+            attn_implementation="eager",
+        )
+        model = getattr(transformers, f"{whole}ForConditionalGeneration")(config).eval()
+    return randomize(model.requires_grad_(False))
+
+
 def randomize(model, seed: int = 0):
     rng = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():

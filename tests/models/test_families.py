@@ -1,17 +1,33 @@
 """Every family computes what transformers computes: a row each (family_rows.py)."""
 
 import copy
+import dataclasses
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from conftest import rms_error
-from models.family_rows import ROWS, Pairs, adapted, oracle_logprobs, sampled_logprobs
+from models.family_rows import (
+    ROWS,
+    Pairs,
+    adapted,
+    load,
+    multimodal,
+    oracle_logprobs,
+    sampled_logprobs,
+    save,
+)
 from models.paged_cache import PagedCache
 from models.tiny import forest, logits_of
+from qerl.errors import UserError
 from qerl.kernels.attention import Span
 from qerl.models.adapter import adapter_tensors
-from qerl.models.families import FAMILIES
+from qerl.models.architecture import LayerKind, NormNames
+from qerl.models.compressed_tensors import checkpoint_notices
+from qerl.models.families import FAMILIES, MULTIMODAL, from_hf_config
+from qerl.models.source import locate
 
 TOKENS_T = torch.arange(40) * 7 % 61
 
@@ -73,3 +89,126 @@ def test_gradients_of_adapters_are_those_of_transformers(pairs, family):
     for name, got, want in zip(masters, ours, theirs, strict=True):
         assert rms_error(got, want) < 1e-4, name
         assert want.abs().max() > 1e-3, name
+
+
+@pytest.mark.parametrize("is_new", (False, True))
+@pytest.mark.parametrize("family", ("Gemma3", "Ministral3"))
+def test_the_language_part_of_a_multimodal_class_is_loaded_and_the_rest_is_said(tmp_path, family, is_new):
+    model = multimodal(family)
+    folder = save(model, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {as_transformers_5(name) if is_new else name: t for name, t in tensors.items()}
+    others = [name for name in tensors if "vision" in name or "projector" in name]
+    assert len(others) > 10
+    save_file(tensors, folder / "model.safetensors")
+    theirs_TV = model(TOKENS_T[None]).logits[0]
+    torch.testing.assert_close(logits_of(load(folder), TOKENS_T), theirs_TV, atol=1e-4, rtol=0)
+    (notice,) = checkpoint_notices(locate(str(folder)).open())
+    assert notice == f"{folder}: {len(others)} tensors of other modalities are not loaded"
+
+
+def as_transformers_5(name):
+    """As its models name tensors; it writes them as transformers 4 did."""
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    inner = name.replace("language_model.model.", "language_model.", 1)
+    assert not name.startswith("model."), name
+    return f"model.{inner}"
+
+
+def test_a_multimodal_checkpoint_without_a_language_part_is_refused(tmp_path):
+    folder = save(multimodal("Gemma3"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "vision" in n}, folder / "model.safetensors")
+    assert "has no tensor of a language model" in refusal(lambda: load(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "says"),
+    (
+        (
+            "Gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention must be False, got True",
+        ),
+        (
+            "Gemma3",
+            {"hidden_activation": "relu"},
+            "hidden_activation must be gelu_pytorch_tanh or gelu or silu",
+        ),
+        ("Gemma3", {"layer_types": ["full_attention"] * 3}, "layer_types must be a list of 4"),
+        (
+            "Olmo3",
+            {"layer_types": ["chunked_attention"] * 4},
+            "layer_types must be full_attention or sliding",
+        ),
+        ("Olmo3", {"sliding_window": None}, "sliding_window must be a positive integer"),
+        (
+            "Phi3",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope type 'dynamic' is not supported",
+        ),
+        ("Phi3", {"rope_scaling": {"type": "longrope"}}, "long_factor must be a list of 4"),
+        (
+            "Glm4",
+            {"rope_parameters": {"partial_rotary_factor": 0.2}},
+            "partial_rotary_factor 0.2 must give an even part of the 16",
+        ),
+        ("Granite", {"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ("GraniteMoeHybrid", {"num_local_experts": 8}, "num_local_experts must be 0, got 8"),
+        ("GraniteMoeHybrid", {"layer_types": ["mamba"] * 4}, "layer_types must be attention, got 'mamba'"),
+        ("SmolLM3", {"no_rope_layers": [2] * 4}, "no_rope_layers must be 0 or 1, got 2"),
+        ("Ministral", {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 65,536"),
+    ),
+)
+def test_what_is_not_computed_is_refused_by_name(pairs, family, settings, says):
+    _, folder, _ = pairs.of(family)
+    config = json.loads((folder / "config.json").read_text()) | settings
+    if "rope_scaling" in settings:
+        del config["rope_parameters"]
+    assert says in refusal(lambda: from_hf_config(config))
+
+
+def test_a_family_that_is_not_there_is_refused_with_the_list():
+    said = refusal(lambda: from_hf_config({"architectures": ["Gemma4ForConditionalGeneration"]}))
+    assert said.startswith("architecture Gemma4ForConditionalGeneration is not supported; supported: Llama")
+    assert all(name in said for name in (*FAMILIES, *MULTIMODAL))
+
+
+def test_the_kernels_run_plain_layers_only(pairs):
+    """Llama's parts alone are computed by the fused kernels; each other part is named."""
+    parts = {family: pairs.of(family)[2].architecture.special_part for family in ROWS}
+    plain = {family for family, part in parts.items() if part is None}
+    assert plain == {"Llama", "Mistral", "Qwen2", "Qwen3"}
+    assert parts["Gemma2"] == parts["Phi3"] == "sliding windows"
+    assert parts["Olmo2"] == "norms in other places"
+    assert parts["Granite"] == "a scale of its own for attention"
+    assert parts["Glm4"] == "norms in other places"
+
+
+def test_each_special_part_alone_keeps_the_kernels_away(pairs):
+    plain = pairs.of("Llama")[2].architecture
+    assert plain.special_part is None
+    for change in (
+        {"layer_kinds": (LayerKind(window=5),) * 4},
+        {"layer_kinds": (LayerKind(), LayerKind(rope="none"), LayerKind(), LayerKind())},
+        {"norms": NormNames(after_mlp="post_mlp_layernorm")},
+        {"activation": "gelu"},
+        {"qk_norm": True, "qk_norm_over": "projection"},
+        {"rotary_size": 8},
+        {"rope_is_interleaved": True},
+        {"attention_scale": 0.2},
+        {"attention_softcap": 5.0},
+        {"logit_softcap": 5.0},
+        {"embedding_scale": 2.0},
+        {"residual_scale": 0.5},
+        {"rope": dataclasses.replace(plain.rope, query_growth=0.1)},
+    ):
+        assert dataclasses.replace(plain, **change).special_part is not None, change
+
+
+def refusal(call):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -22,7 +22,7 @@ from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 from qerl.export.merge_note import make_note
 from qerl.export.policy import load_fp32_policy
-from qerl.learner.checkpoint import latest_adapter, peft_config
+from qerl.learner.checkpoint import latest_described_adapter
 from qerl.models import hf_writer
 from qerl.models.adapter import merged_weight
 from qerl.models.calibration import load_calibration
@@ -32,7 +32,7 @@ from qerl.models.gptq import requantize
 from qerl.models.merge_note import write_note
 from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
-from qerl.models.source import locate
+from qerl.models.source import base_name, locate
 from qerl.models.stored_names import language_config, stored_tensors
 from qerl.models.tokenizer import load_tokenizer
 
@@ -55,11 +55,12 @@ def export(config: RunConfig, options: ExportOptions) -> None:
 def write_peft(run: Path, config: RunConfig, out: Path) -> None:
     if config.adapter.kind != "lora":
         raise UserError(f"{run}: has no adapter, as adapter.kind is full; use --as merged or --as nvfp4")
-    adapter = latest_adapter(run / "checkpoints")
+    adapter, description = latest_described_adapter(run / "checkpoints")
+    description |= {"base_model_name_or_path": base_name(config.model.path)}
     with hf_writer.atomic_folder(out) as folder:
         save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
         (folder / ADAPTER).chmod(0o644)  # safetensors lets only the owner read
-        hf_writer.write_json(folder / ADAPTER_CONFIG, peft_config(config))
+        hf_writer.write_json(folder / ADAPTER_CONFIG, description)
         try:
             hf_writer.write_tokenizer(folder, locate(config.model.path))
         except UserError as error:  # the base is gone; the adapter is the user's work

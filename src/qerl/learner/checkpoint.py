@@ -28,6 +28,8 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.learner import Learner
+from qerl.models.architecture import Architecture
+from qerl.models.peft_names import peft_targets, peft_tensors
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.source import base_name
 from qerl.tracking.atomic_file import make_folder, sync_path, write_synced
@@ -96,15 +98,20 @@ def load_latest(folder: Path, learner: Learner) -> Resumed | None:
 
 def latest_adapter(folder: Path) -> dict[str, Tensor]:
     """Return the masters of the newest intact checkpoint by PEFT's names; the folder is only read."""
+    return latest_described_adapter(folder)[0]
+
+
+def latest_described_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the same and the description of the tensors."""
     path, _ = find_latest(folder)
     if path is None:
         raise UserError(f"{folder} holds no checkpoint")
     try:
-        return _unpacked(path / ADAPTER)
+        return _unpacked(path / ADAPTER), json.loads((path / ADAPTER_CONFIG).read_bytes())
     except FileNotFoundError:
         if path in _newest_first(folder):
             raise
-    return latest_adapter(folder)  # the run has written a newer one
+    return latest_described_adapter(folder)  # the run has written a newer one
 
 
 def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -156,15 +163,14 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def peft_config(config: RunConfig) -> dict[str, Any]:
+def peft_config(config: RunConfig, architecture: Architecture) -> dict[str, Any]:
     """Return PEFT's adapter_config.json, with which PEFT loads the folder as it is."""
+    adapter = config.adapter
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name(config.model.path),
-        "r": config.adapter.rank,
-        "lora_alpha": config.adapter.alpha,
-        "target_modules": list(config.adapter.target_modules),
+        **peft_targets(architecture, adapter.target_modules, adapter.rank, adapter.alpha),
         "lora_dropout": config.adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -176,10 +182,10 @@ def peft_config(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def adapter_description(config: RunConfig) -> dict[str, Any]:
+def adapter_description(config: RunConfig, architecture: Architecture) -> dict[str, Any]:
     """Return the description of the tensors in the folder."""
     if config.adapter.kind == "lora":
-        return peft_config(config)
+        return peft_config(config, architecture)
     return {
         "kind": "full",
         "base_model_name_or_path": base_name(config.model.path),
@@ -194,9 +200,10 @@ def _contents(learner: Learner, next_step: int, extra: dict[str, Any]) -> dict[s
         "micro_tokens": learner.micro_tokens,
         "extra": extra,
     }
+    architecture = learner.decoder.architecture
     return {
-        ADAPTER: _packed(learner.adapter_state()),
-        ADAPTER_CONFIG: _json(adapter_description(learner.config)),
+        ADAPTER: _packed(peft_tensors(architecture, learner.adapter_state())),
+        ADAPTER_CONFIG: _json(adapter_description(learner.config, architecture)),
         OPTIMIZER: _packed(learner.optimizer_state()),
         STATE: _json(state),
     }

@@ -19,8 +19,7 @@ from qerl.errors import UserError
 from qerl.formats import BF16
 from qerl.models.decoder import Decoder
 from qerl.models.linear import QuantLinear
-
-PREFIX = "base_model.model.model."
+from qerl.models.peft_names import PREFIX, decoder_tensors
 
 
 def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
@@ -78,7 +77,8 @@ def dropping_inputs(decoder: Decoder, rate: float, *coordinates: int) -> Iterato
 
 
 def adapter_tensors(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """Return the masters, not copies, by their names in a PEFT checkpoint."""
+    """Return the masters, not copies, by their names in a PEFT checkpoint of linears that are stored one by
+    one (peft_names.py)."""
     return {
         master_name: master
         for name, linear in decoder.linears()
@@ -97,8 +97,9 @@ def _masters(name: str, linear: QuantLinear) -> list[tuple[str, nn.Parameter | N
 
 @torch.no_grad()
 def load_adapter(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
-    """Set the masters from tensors with PEFT's names, then publish."""
+    """Set the masters from tensors with PEFT's names or the decoder's own, then publish."""
     masters = adapter_tensors(decoder)
+    tensors = decoder_tensors(decoder.architecture, tensors, masters)
     if differing := sorted(masters.keys() ^ tensors.keys()):
         problem = "lacks" if differing[0] in masters else "has an unknown"
         raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")

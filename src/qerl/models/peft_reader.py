@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
+from qerl.models.peft_names import check_patterns, decoder_targets
 from qerl.models.safetensors_file import read_json
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -20,8 +21,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": ([], None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "target_parameters": ([], None),
     "trainable_token_indices": ([], None),
     # others, such as pissa, change the model's weights
@@ -40,10 +39,8 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
     for key, option, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
         if settings.get(key) != value:
             raise UserError(f"{folder}: {key} is {settings.get(key)!r}, adapter.{option} is {value!r}")
-    named = settings.get("target_modules")
-    if isinstance(named, list) and (targets := sorted(set(map(_short_name, named)))) != sorted(
-        set(config.target_modules)
-    ):
+    targets = decoder_targets(settings)
+    if targets is not None and targets != sorted(set(config.target_modules)):
         raise UserError(
             f"{folder}: targets {targets}, adapter.target_modules are {sorted(set(config.target_modules))}"
         )
@@ -57,17 +54,18 @@ def adapter_config(path: str) -> AdapterConfig:
     """Return an AdapterConfig that continues from this folder: its rank, alpha and target modules."""
     folder = Path(path).expanduser()
     settings = _read_settings(folder)
-    rank, alpha, named = settings.get("r"), settings.get("lora_alpha"), settings.get("target_modules")
+    rank, alpha, targets = settings.get("r"), settings.get("lora_alpha"), decoder_targets(settings)
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
         raise UserError(f"{folder}: r and lora_alpha must be numbers, got {rank!r} and {alpha!r}")
-    if not isinstance(named, list) or not named:
+    if targets is None:
+        named = settings.get("target_modules")
         raise UserError(
             f"{folder}: target_modules must be a list of names, got {named!r}; see adapter.target_modules"
         )
     return AdapterConfig(
         rank=rank,
         alpha=float(alpha),
-        target_modules=tuple(sorted(set(map(_short_name, named)))),
+        target_modules=tuple(targets),
         init_from=path,
     )
 
@@ -84,9 +82,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
             raise UserError(
                 f"{folder}: {key} is {settings[key]!r}; only plain LoRA is supported, {allowed[0]!r}"
             )
+    try:
+        check_patterns(settings)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
     return settings
-
-
-def _short_name(name: Any) -> str:
-    """model.layers.0.self_attn.q_proj -> q_proj: PEFT accepts full names too."""
-    return str(name).rpartition(".")[2]
