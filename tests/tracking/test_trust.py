@@ -50,6 +50,7 @@ def test_eval_imports_no_code_that_a_strangers_run_names(tmp_path, capsys):
             "2",
             "--evaluate.num-prompts",
             "0",
+            "--task.code.unsafe",
         ]
     )
     stranger, trace = tmp_path / "stranger", tmp_path / "imported"
@@ -69,3 +70,6 @@ def test_eval_imports_no_code_that_a_strangers_run_names(tmp_path, capsys):
         main.command(["eval", str(stranger), *evaluate, *more])
     main.command(["eval", str(run), *evaluate])
     assert len(capsys.readouterr().out.splitlines()) == 3 and trace.exists()
+    kept = [path.read_text() for path in (run / "eval").rglob("*.json*")]
+    assert '"unsafe": true' in (run / "run.json").read_text()
+    assert kept and not any('"unsafe": true' in text for text in kept)

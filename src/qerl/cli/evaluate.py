@@ -43,6 +43,9 @@ def run(arguments: list[str]) -> None:
         f"eval: {' and '.join(given)} is for a file of your own; a named benchmark has its own",
     )
     config = read_run_config(source)
+    if config is not None:  # a folder from elsewhere must not lower this machine's guard
+        code = dataclasses.replace(config.task.code, unsafe=False)
+        config = dataclasses.replace(config, task=dataclasses.replace(config.task, code=code))
     default = EvalOptions(model=ModelConfig(path=source)) if config is None else run_sampling(config)
     if benchmarks:
         default = paper_sampling(default)

@@ -25,6 +25,10 @@ class CodeConfig:
     max_tests: int = 16
     """Number of tests to run per row, the first ones."""
 
+    unsafe: bool = False
+    """Run programs also on a machine that cannot confine them, with the parts of the sandbox that it has.
+    They may then read and write what the user may."""
+
     def __post_init__(self):
         check_positive(self, "test_timeout_s", "memory_mb", "max_tests", prefix="task.code.")
 

@@ -70,6 +70,8 @@ def run_benchmarks(
             pools[_grading(task)].check(prompts[0])
             benchmarks[name] = _benchmark(name, task, prompts, pools[_grading(task)], votes, config, options)
         notice = partial(console.print, markup=False, highlight=False)
+        for text in sorted({text for pool in pools.values() for text in pool.notices}):
+            notice(text)
         load_engine = cache(partial(load_trained_sampler, config, tokenizer, adapters, notice))
         model_settings = {"model": source, **_model_settings(config, adapters)}
         for name, benchmark in benchmarks.items():

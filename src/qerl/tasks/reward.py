@@ -86,6 +86,12 @@ class RewardPool:
             num_workers = config.reward_workers
             self._function_pool = WorkerPool(work, num_workers=num_workers, memory_bytes=memory_bytes)
 
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the log: which sandbox the reward code uses."""
+        found = (getattr(function, "notice", None) for function in self._functions)
+        return [text for text in found if isinstance(text, str)]
+
     def reads_answer(self, column: str) -> bool:
         """True if a built-in reward compares with this column, or a function of the user's names it."""
         named = any(column in missing_arguments(function, ()) for function in self._functions)

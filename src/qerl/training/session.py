@@ -110,7 +110,7 @@ class _Session:
         _check_supported(config, pool, ranks, cluster)
         tokenizer, self.task = load_task(config)
         journal.check_sources(self.task.sources, ("data set ",))
-        for text in check_task(config, self.task, pool):
+        for text in [*pool.notices, *check_task(config, self.task, pool)]:
             journal.notice(text)
         self.decoder, self.engine = load_sampler(config, tokenizer)
         self.rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)

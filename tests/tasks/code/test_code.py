@@ -2,16 +2,12 @@
 
 import dataclasses
 import json
-import logging
-import shutil
 import time
 
 import pytest
 
 from qerl.config import CodeConfig, TaskConfig
-from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.code import runner
 from qerl.tasks.code.grade import code, program_of
 from qerl.tasks.code.script import read_script
 from qerl.tasks.code.test_cases import (
@@ -24,7 +20,8 @@ from qerl.tasks.code.test_cases import (
 from qerl.tasks.code.values import encode
 from qerl.types import Group, Prompt, Sample
 
-TASK = TaskConfig(rewards=("code",), answer_column="tests", code=CodeConfig(test_timeout_s=20.0))
+CODE = CodeConfig(test_timeout_s=20.0, unsafe=True)  # the tests of what is graded need no sandbox
+TASK = TaskConfig(rewards=("code",), answer_column="tests", code=CODE)
 SQUARES = {"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]}
 SQUARE_CALLS = {"fn_name": "f", "inputs": [[2], [3]], "outputs": [4, 9]}
 SQUARE_ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]
@@ -109,7 +106,8 @@ def f(x=None):
 
 
 def test_the_deadline_of_all_tests_is_kept_and_the_sample_has_a_reward():
-    config = dataclasses.replace(TASK, reward_timeout_s=10.0, code=CodeConfig(test_timeout_s=2.0))
+    quick = dataclasses.replace(CODE, test_timeout_s=2.0)
+    config = dataclasses.replace(TASK, reward_timeout_s=10.0, code=quick)
     tests = {"inputs": [""] * 10, "outputs": ["1"] * 10}
     prompt = Prompt(index=0, text="", tokens_T=[1], messages=None, columns={"tests": tests})
     texts = ["while True: pass", "print(1)", "import os\nfor _ in range(5): os.fork()"]
@@ -169,26 +167,3 @@ def test_the_program_is_the_last_python_block_or_all():
     assert program_of("a\n```python\n1\n```\nb\n```py\n2\n```\n```\n3\n```") == "2\n"
     assert program_of("a\n```\n3\n```") == "3\n"
     assert program_of("print(4)") == "print(4)"
-
-
-def replaced(tmp_path, monkeypatch, confine):
-    shutil.copytree(runner._CHILD.parent, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "sandbox.py").write_text(confine)
-    monkeypatch.setattr(runner, "_CHILD", tmp_path / "child.py")
-
-
-def test_where_a_program_cannot_be_confined_it_is_not_run(tmp_path, monkeypatch):
-    replaced(tmp_path, monkeypatch, "def confine(*a, **k): raise OSError('no seccomp')")
-    with pytest.raises(
-        UserError, match="code needs a sandbox, which is unavailable here: OSError: no seccomp"
-    ):
-        code(TASK)
-    with pytest.raises(runner.SandboxUnavailable):
-        runner.run_with_input("print(1)", "", runner.Limits(5.0, 1 << 29, 1000))
-
-
-def test_a_kernel_without_landlock_is_warned_of(tmp_path, monkeypatch, caplog):
-    replaced(tmp_path, monkeypatch, "def confine(*a, **k): return False")
-    with caplog.at_level(logging.WARNING):
-        code(TASK)
-    assert "no Landlock" in caplog.text

@@ -5,8 +5,11 @@ test_cases.py   the tests of a row in the forms that data sets use; checks of ou
 script.py       a test in Python: which names are the program's, and why it could not run
 runner.py       start sandboxed processes, read their output up to a limit, kill them at the deadline
 child.py        what runs in such a process: the program, or the test that calls it
-sandbox.py      what the process may ask of the kernel
 values.py       values as data that two processes exchange
+sandbox.py      choose the backend that confines it on this machine
+backends.py     the backends: Bubblewrap, or Landlock and seccomp
+confine.py      what the process gives up before it loads the program
+syscalls.py     the system calls that it keeps
 
 In the process of a test:
 

@@ -124,7 +124,7 @@ def main() -> None:
     mode, (result, order, link) = sys.argv[1], map(int, sys.argv[2:5])
     try:
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-        from sandbox import confine
+        from confine import confine
         from values import decode, encode
 
         run_test = importlib.import_module("test_process").run_test if mode == "test" else None
@@ -132,11 +132,12 @@ def main() -> None:
         with os.fdopen(order, encoding="utf-8") as file:
             settings = json.load(file)
         stream = socket.socket(fileno=link).makefile("rwb") if link else None
-        has_landlock = confine(**settings["limits"])
+        active = confine(**settings["confine"])
     except Exception as error:
         os.write(result, f"E{type(error).__name__}: {error}".encode())
         sys.exit(1)
-    os.write(result, b"L" if has_landlock else b"S")
+    # If the worker has ended, before its end would have killed this process, this raises BrokenPipeError.
+    os.write(result, b"%d" % (("landlock" in active) + 2 * ("seccomp" in active)))
     if mode == "stdin":
         os.close(result)
         _load(settings["source"], "__main__")

@@ -1,7 +1,7 @@
 """Reward a sample's Python by the fraction of the row's tests that it passes, or by 1 for all and else 0.
 
 The program is the last ```python block of the sample, else its last block of any kind, else the whole text.
-Each test runs in its own sandboxed process (sandbox.py) with a deadline; tests that do not start before the
+Each test runs in its own sandboxed process (backends.py) with a deadline; tests that do not start before the
 reward's own deadline fail.
 
 The reward does not trust what the program prints about itself. A program gets inputs, never expected values:
@@ -16,8 +16,6 @@ Programs that need child processes, sockets or other files fail.
 """
 
 import dataclasses
-import logging
-import os
 import re
 import time
 from collections.abc import Callable
@@ -25,11 +23,9 @@ from typing import Any
 
 from qerl.config import TaskConfig
 from qerl.errors import UserError
-from qerl.tasks.code import test_cases
-from qerl.tasks.code.runner import Limits, SandboxUnavailable, probe, run_call, run_test, run_with_input
+from qerl.tasks.code import sandbox, test_cases
+from qerl.tasks.code.runner import Limits, SandboxUnavailable, run_call, run_test, run_with_input
 from qerl.tasks.code.script import Script
-
-_logger = logging.getLogger(__name__)
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _OUTPUT_BYTES = 4 << 20
@@ -41,14 +37,13 @@ def code(config: TaskConfig) -> Callable[..., Any]:
     settings = config.code
     limits = Limits(settings.test_timeout_s, settings.memory_mb << 20, _OUTPUT_BYTES)
     try:
-        if not probe(limits):
-            _logger.warning(
-                "this kernel has no Landlock: programs have no network and no child processes, but can"
-                " read and write the files that %s can",
-                "nobody" if os.geteuid() == 0 else "this user",
-            )
+        chosen = sandbox.choose(limits, unsafe=settings.unsafe)
     except SandboxUnavailable as error:
-        raise UserError(f"task.rewards: code needs a sandbox, which is unavailable here: {error}") from error
+        raise UserError(
+            f"task.rewards: code needs a sandbox, and none works here ({error}). Install bubblewrap, or use a"
+            " kernel with Landlock and seccomp; task.code.unsafe runs programs with less"
+        ) from error
+    limits = dataclasses.replace(limits, backend=chosen.backend)
 
     def grade(completion: Any, tests: Any, entry_point: str | None) -> float:
         end = time.monotonic() + _SHARE_FOR_TESTS * config.reward_timeout_s
@@ -67,6 +62,7 @@ def code(config: TaskConfig) -> Callable[..., Any]:
         rows = zip(completions, columns[config.answer_column], points, strict=True)
         return [grade(*row) for row in rows]
 
+    vars(code)["notice"] = str(chosen)
     return code
 
 

@@ -5,8 +5,8 @@
     run_test          program | test, one process each   -> True if the test passed
 
 None stands for a program that failed: it raised, was killed, took too long or printed too much. A process has
-an empty folder as its working directory and HOME, an environment of six names, and no descriptors but its
-own; it stays in the process group of the worker, and dies with it.
+an empty folder as its working directory and HOME, an environment of six names, no descriptors but its own and
+no controlling terminal. It has a session of its own, and dies with the worker.
 """
 
 import dataclasses
@@ -17,18 +17,16 @@ import selectors
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from qerl.tasks.code import sandbox, values
+from qerl.tasks.code import backends, values
 from qerl.tasks.code.script import Script
 
-_CHILD = Path(sandbox.__file__).with_name("child.py")
-_FILE_BYTES = 1 << 20
+_CHILD = Path(backends.__file__).with_name("child.py")
 _RESULT_BYTES = 1000
 
 
@@ -43,6 +41,8 @@ class Limits:
     deadline_s: float
     memory_bytes: int
     output_bytes: int
+    backend: str = "landlock"
+    """A key of backends.BACKENDS; sandbox.choose returns one that works here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,15 +52,22 @@ class _ChildProcess:
     """Descriptor from which the parent reads the result."""
 
 
-def probe(limits: Limits) -> bool:
-    """Return True if Landlock is available; raise SandboxUnavailable if no program can be run."""
+def probe(limits: Limits) -> set[str]:
+    """Run a program of one line and return which of landlock and seccomp are active. Raise SandboxUnavailable
+    with the reason if the backend does not work."""
     if not hasattr(os, "memfd_create"):
         raise SandboxUnavailable(f"the sandbox needs Linux, this is {sys.platform}")
-    with _start_child("call", {"source": "f = int", "function": "f", "arguments": []}, limits) as process:
-        output = _read({process.result: _RESULT_BYTES}, time.monotonic() + 60)
-        if not (result := _check(output[process.result])):
-            raise SandboxUnavailable(f"{sys.executable} exited before the sandbox was set up")
-        return result[:1] == b"L"
+    order = {"source": "f = int", "function": "f", "arguments": []}
+    try:
+        with _start_child("call", order, limits, stderr=subprocess.PIPE) as process:
+            output = _read({process.result: _RESULT_BYTES}, time.monotonic() + 60)
+            process.popen.kill()
+            errors = process.popen.communicate()[1].decode(errors="replace").strip()
+    except OSError as error:  # no such command; root without the capabilities of root
+        raise SandboxUnavailable(str(error)) from error
+    if not (result := _check(output[process.result])):
+        raise SandboxUnavailable(errors[-300:] or f"{sys.executable} exited before the sandbox was set up")
+    return {name for bit, name in ((1, "landlock"), (2, "seccomp")) if int(result[:1]) & bit}
 
 
 def run_with_input(program: str, stdin: str, limits: Limits) -> str | None:
@@ -102,30 +109,35 @@ def run_test(program: str, test: Script, limits: Limits) -> bool:
 
 @contextmanager
 def _start_child(
-    mode: str, order: dict[str, Any], limits: Limits, *, stdin: str = "", link: socket.socket | None = None
+    mode: str,
+    order: dict[str, Any],
+    limits: Limits,
+    *,
+    stdin: str = "",
+    link: socket.socket | None = None,
+    stderr: int = subprocess.DEVNULL,
 ) -> Iterator[_ChildProcess]:
     with ExitStack() as stack:
-        folder = stack.enter_context(_temporary_folder())
-        sandbox_limits = {
-            "folder": folder,
-            "cpu_s": math.ceil(limits.deadline_s) + 1,
-            "memory_bytes": limits.memory_bytes,
-            "file_bytes": _FILE_BYTES,
-        }
-        order_file = stack.enter_context(_memory_file(json.dumps(order | {"limits": sandbox_limits})))
+        backend = backends.BACKENDS[limits.backend]
+        box = stack.enter_context(backend.open_box(_CHILD))
+        seconds = math.ceil(limits.deadline_s) + 1
+        settings = backends.confine_settings(backend, box, cpu_s=seconds, memory_bytes=limits.memory_bytes)
+        order_file = stack.enter_context(_memory_file(json.dumps(order | {"confine": settings})))
         stdin_file = stack.enter_context(_memory_file(stdin))
         result, child_end = os.pipe()
         stack.callback(os.close, result)
         passed = [child_end, order_file, *([link.fileno()] if link else [])]
+        python = [sys.executable, "-I", "-B", str(_CHILD), mode, *map(str, [*passed, 0][:3])]
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(_CHILD), mode, *map(str, [*passed, 0][:3])],
+                [*box.command, *python],
                 stdin=stdin_file,
                 stdout=subprocess.PIPE if mode == "stdin" else subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=stderr,
                 pass_fds=passed,
-                cwd=folder,
-                env=_environment(folder),
+                cwd=box.cwd,
+                env=_environment(box.folder),
+                start_new_session=True,
             )
         finally:
             os.close(child_end)
@@ -140,21 +152,6 @@ def _environment(folder: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="qerl-code-")
-    try:
-        if os.geteuid() == 0:
-            os.chown(folder, sandbox.NOBODY, sandbox.NOBODY)
-        yield folder
-    finally:
-        try:
-            os.rmdir(folder)
-        except OSError:  # not empty; rm removes any depth, unlike shutil, once it may read the folders
-            subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
-            subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 @contextmanager
