@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 
 import pytest
@@ -161,6 +162,14 @@ def test_reinforcement_learning_goes_on_from_it(files, unbroken, tmp_path, capsy
     command(["train", "demo", *tiny_run.options(files, tmp_path), *more, "--noise.schedule", "none"])
     config = json.loads((tmp_path / "run.json").read_text())["config"]
     assert config["adapter"]["init_from"] == str(start) and config["sft"]["data"] == ""
+
+
+def test_checkpoints_that_vanish_are_noticed(files, tmp_path):
+    command(["sft", *options(files, tmp_path, "--max-steps", "2")])
+    (tmp_path / "result.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="the checkpoint after step 2 is gone"):
+        command(["sft", *options(files, tmp_path, "--max-steps", "2")])
 
 
 def test_edited_rows_are_refused(files, unbroken, tmp_path):

@@ -16,8 +16,7 @@ from typing import Any
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
-from qerl.errors import RunError, require
-from qerl.learner import checkpoint
+from qerl.errors import require
 from qerl.learner.distributed import Ranks, join_ranks
 from qerl.models.adapter import load_adapter
 from qerl.models.device import resolve_device
@@ -41,6 +40,7 @@ from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import check_task, load_sampler, load_task
 from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
+from qerl.training.run_checkpoints import RunCheckpoints, check_vanished
 from qerl.training.signals import StopSignal
 from qerl.types import RolloutEngine, Sampling
 
@@ -80,7 +80,7 @@ def _train(
                 if ranks.is_first and not (folder / "report.html").exists():
                     write_report([folder], folder / "report.html")
                 return finished
-            _check_vanished(config, folder, journal)
+            check_vanished(config, folder, journal)
             threshold = pool.success_threshold(config.evaluate.success_threshold)
             evaluate = dataclasses.replace(config.evaluate, success_threshold=threshold)
             config = dataclasses.replace(config, evaluate=evaluate)
@@ -123,6 +123,7 @@ class _Session:
             score=partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None,
             ranks=ranks,
         )
+        self.checkpoints = RunCheckpoints(folder, config.checkpoint, self.learner, journal, ranks)
         self.aqn = AQN(self.decoder.noise_table, config, ranks.gather)
         self.sampler = self._make_sampler(pool, cluster)
         if config.algo.branching == "deep":
@@ -171,10 +172,7 @@ class _Session:
 
     def resume(self) -> int:
         """Load the newest intact checkpoint and return the step to continue with."""
-        folder = self.folder / "checkpoints"
-        found = self.ranks.from_first(lambda: checkpoint.load_latest(folder, self.learner))
-        if found is not None:
-            self._copy_first()
+        found = self.checkpoints.load_latest()
         if found is None and self.ranks.is_first:
             self.check_quantization()
         if found is None and self.config.adapter.init_from is not None:
@@ -204,34 +202,16 @@ class _Session:
         if line is not None:
             self.journal.notice(line)
 
-    def _copy_first(self) -> None:
-        """Copy the first rank's learner to the others, which may not see its folder."""
-        state = self.ranks.from_first(self.learner.state) if self.ranks.count > 1 else None
-        if state is not None and not self.ranks.is_first:
-            self.learner.load(*state)
-
     def save(self, step: int) -> bool:
         """Save if due. A signal to any rank stops all of them, after the first one has saved."""
         asked = self.observer.after_step(step, self.metrics)
         all_asked = self.ranks.gather((self.stop.requested or 0, asked.save, asked.stop))
         requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
         next_step, is_stopping = step + 1, requested > 0
-        is_due = next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps
-        place = self.journal.place()
-        is_away = self.ranks.is_first and place != self.folder
-        saves = bool(is_stopping or is_due or asks_save or asks_stop or is_away)
-        if self.ranks.is_first and saves:
-            with self.journal.span("checkpoint"):
-                checkpoint.save(
-                    (place or self.folder) / "checkpoints",
-                    self.learner,
-                    next_step=next_step,
-                    keep=self.config.checkpoint.keep,
-                    extra=self.extra_state(),
-                )
-                self.journal.saved(next_step)
-        if is_away:
-            raise RunError(_away_text(self.folder, place, next_step))
+        is_due = self.checkpoints.is_due(next_step, self.config.num_steps)
+        saves = bool(is_stopping or is_due or asks_save or asks_stop)
+        if saves:
+            self.checkpoints.save(next_step, self.extra_state())
         self.observer.finished(step, is_saved=saves)
         if is_stopping:
             self.ranks.gather(None)
@@ -311,33 +291,6 @@ class _Session:
         }
         train_s = self.ranks.from_first(lambda: sum(step["step_s"] for step in self.journal.steps()))
         return {**figures, "train_s": round(train_s, 1), "run": str(self.folder)}
-
-
-def _check_vanished(config: RunConfig, folder: Path, journal: Journal | NullJournal) -> None:
-    """Report that the newest recorded checkpoint is gone; without any, raise UserError unless accepted."""
-    saved = journal.last_saved
-    newest = max(checkpoint.saved_steps(folder / "checkpoints"), default=0)
-    if saved <= newest:
-        return
-    gone = f"the checkpoint after step {saved} is gone"
-    require(
-        newest > 0 or config.accept_changes,
-        f"{folder}: metrics.jsonl has {len(list(journal.steps()))} steps, but {gone} and there is no other:"
-        " put checkpoints/ back, or start again with --accept-changes, or in another folder with --out",
-    )
-    journal.notice(f"{gone}; " + (f"the one after step {newest} is used" if newest else "starting again"))
-
-
-def _away_text(folder: Path, place: Path | None, next_step: int) -> str:
-    if place is None:
-        return (
-            f"{folder}: was removed while the run wrote to it; step {next_step} is saved"
-            " there again, and the same command goes on from it, without the record of these steps"
-        )
-    return (
-        f"{folder}: was moved to {place} while the run wrote to it; step {next_step} is saved there,"
-        f" and the same command with --out {place} goes on"
-    )
 
 
 def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster: Cluster | None) -> None:

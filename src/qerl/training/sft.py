@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
 from qerl.errors import require
-from qerl.learner import checkpoint
 from qerl.learner.distributed import Ranks, join_ranks
 from qerl.learner.metrics import Tally
 from qerl.models.adapter import load_adapter
@@ -35,6 +34,7 @@ from qerl.tracking.report import write_report
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import load_sampler
+from qerl.training.run_checkpoints import RunCheckpoints, check_vanished
 from qerl.training.signals import StopSignal
 from qerl.types import Sampling
 
@@ -88,6 +88,7 @@ def _finished(
         journal.notice(f"{folder}: this run is already complete; start another with --out")
         journal.catch_up()
     else:
+        check_vanished(config, folder, journal)
         result = _SftSession(config, folder, journal, stop, ranks, tokenizer, rows).run()
         journal.finish(result)
     if ranks.is_first and not (folder / "report.html").exists():
@@ -116,6 +117,7 @@ class _SftSession:
         self.learner = planned_learner(
             self.decoder, config, config.sft.max_length, notice=journal.notice, ranks=ranks
         )
+        self.checkpoints = RunCheckpoints(folder, config.checkpoint, self.learner, journal, ranks)
         path = folder / "evaluations.json"
         self.losses = ranks.from_first(lambda: read_object(path) if path.exists() else {})
 
@@ -192,15 +194,9 @@ class _SftSession:
 
     def resume(self) -> int:
         """Load the newest intact checkpoint and return the step to continue with."""
-        folder = self.folder / "checkpoints"
-        found = self.ranks.from_first(lambda: checkpoint.load_latest(folder, self.learner))
-        if found is None:
-            if self.config.adapter.init_from is not None:
-                load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
-        elif self.ranks.count > 1:
-            state = self.ranks.from_first(self.learner.state)
-            if not self.ranks.is_first:
-                self.learner.load(*state)
+        found = self.checkpoints.load_latest()
+        if found is None and self.config.adapter.init_from is not None:
+            load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
         if first_step < self.config.num_steps and "after" in self.losses:  # it is given more steps
             self.losses[f"after_{first_step}_steps"] = self.losses.pop("after")
@@ -213,12 +209,8 @@ class _SftSession:
     def save(self, step: int) -> bool:
         """Save if due. A signal to any rank stops all of them, after the first one has saved."""
         requested, next_step = max(self.ranks.gather(self.stop.requested or 0)), step + 1
-        is_due = next_step % self.config.checkpoint.every == 0 or next_step == self.config.num_steps
-        if self.ranks.is_first and (requested or is_due):
-            with self.journal.span("checkpoint"):
-                keep = self.config.checkpoint.keep
-                folder = self.folder / "checkpoints"
-                checkpoint.save(folder, self.learner, next_step=next_step, keep=keep)
+        if requested or self.checkpoints.is_due(next_step, self.config.num_steps):
+            self.checkpoints.save(next_step)
         if requested:
             self.ranks.gather(None)
             self.stop.request(requested)  # when one rank ends, torchrun signals the others

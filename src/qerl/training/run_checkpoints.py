@@ -1,0 +1,81 @@
+"""The checkpoints of a run: the first rank reads and writes them, all ranks have the same learner."""
+
+from pathlib import Path
+from typing import Any
+
+from qerl.config import CheckpointConfig, RunConfig
+from qerl.errors import RunError, require
+from qerl.learner import Learner, checkpoint
+from qerl.learner.distributed import Ranks
+from qerl.tracking import Journal, NullJournal
+
+
+class RunCheckpoints:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        learner: Learner,
+        journal: Journal | NullJournal,
+        ranks: Ranks,
+    ):
+        self._folder, self._config, self._learner = folder, config, learner
+        self._journal, self._ranks = journal, ranks
+
+    def load_latest(self) -> checkpoint.Resumed | None:
+        """Load the newest intact checkpoint on the first rank, and copy the learner to the others, which may
+        not see the folder; None if there is no checkpoint."""
+        folder = self._folder / "checkpoints"
+        found = self._ranks.from_first(lambda: checkpoint.load_latest(folder, self._learner))
+        if found is not None and self._ranks.count > 1:
+            state = self._ranks.from_first(self._learner.state)
+            if not self._ranks.is_first:
+                self._learner.load(*state)
+        return found
+
+    def is_due(self, next_step: int, num_steps: int) -> bool:
+        """True if a checkpoint is due before this step, or the run's folder has been moved."""
+        return next_step % self._config.every == 0 or next_step == num_steps or self._is_away()
+
+    def save(self, next_step: int, extra: dict[str, Any] | None = None) -> None:
+        """Save where the folder is now; raise RunError if that is not where the run began. extra: JSON values
+        besides the learner."""
+        if not self._ranks.is_first:
+            return
+        place = self._journal.place()
+        with self._journal.span("checkpoint"):
+            folder = (place or self._folder) / "checkpoints"
+            checkpoint.save(folder, self._learner, next_step=next_step, keep=self._config.keep, extra=extra)
+            self._journal.saved(next_step)
+        if place != self._folder:
+            raise RunError(_away_text(self._folder, place, next_step))
+
+    def _is_away(self) -> bool:
+        return self._ranks.is_first and self._journal.place() != self._folder
+
+
+def check_vanished(config: RunConfig, folder: Path, journal: Journal | NullJournal) -> None:
+    """Report that the newest recorded checkpoint is gone; without any, raise UserError unless accepted."""
+    saved = journal.last_saved
+    newest = max(checkpoint.saved_steps(folder / "checkpoints"), default=0)
+    if saved <= newest:
+        return
+    gone = f"the checkpoint after step {saved} is gone"
+    require(
+        newest > 0 or config.accept_changes,
+        f"{folder}: metrics.jsonl has {len(list(journal.steps()))} steps, but {gone} and there is no other:"
+        " put checkpoints/ back, or start again with --accept-changes, or in another folder with --out",
+    )
+    journal.notice(f"{gone}; " + (f"the one after step {newest} is used" if newest else "starting again"))
+
+
+def _away_text(folder: Path, place: Path | None, next_step: int) -> str:
+    if place is None:
+        return (
+            f"{folder}: was removed while the run wrote to it; step {next_step} is saved"
+            " there again, and the same command goes on from it, without the record of these steps"
+        )
+    return (
+        f"{folder}: was moved to {place} while the run wrote to it; step {next_step} is saved there,"
+        f" and the same command with --out {place} goes on"
+    )
