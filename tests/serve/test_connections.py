@@ -179,6 +179,8 @@ def test_without_descriptors_the_server_logs_little_and_goes_on(tmp_path):
 
     def work():
         os.environ.pop("QERL_API_KEY", None)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
         sys.argv = ["qerl", "serve", str(folder), *options]
         main.main()
 

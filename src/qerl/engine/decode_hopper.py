@@ -27,6 +27,7 @@ from qerl.kernels.decode_attention import DecodeAttention, Norms
 from qerl.kernels.decode_attention import supports as supports_attention
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.lora_shrink import LoraShrink
+from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
 from qerl.models.norm import RMSNorm
@@ -68,27 +69,10 @@ class HopperForward:
     @staticmethod
     def obstacle(decoder: Decoder, page_tokens: int) -> str | None:
         """Return why the kernels cannot run this decoder; None if they can."""
-        a = decoder.architecture
-        if not has_tile_kernels(decoder.device):
-            return "they are for Hopper GPUs"
-        if decoder.compute != torch.bfloat16:
-            return "they compute in bf16"
-        if a.special_part is not None:
-            return f"they do not compute {a.special_part}"
-        if a.mlp_bias:
-            return "they take no biases in the MLP"
-        if not supports_attention(a.num_heads, a.num_kv_heads, a.head_size, page_tokens):
-            return (
-                "attention takes heads of 64 or 128, up to 16 to a key, and pages of a multiple of 16 tokens;"
-                f" here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, pages of {page_tokens}"
-            )
-        widths = (a.width, a.ff_width, a.num_heads * a.head_size, a.num_kv_heads * a.head_size)
-        if odd := [width for width in widths if width % 64]:
-            return f"they take widths that are multiples of 64, here {odd[0]}"
         ranks = {linear.rank for _, linear in decoder.linears()}
-        if odd := [rank for rank in ranks if rank % 16 or rank > 128]:
-            return f"they take ranks of 16, 32, ... 128, here {odd[0]}"
-        return None
+        return kernel_obstacle(
+            decoder.architecture, decoder.device, decoder.compute, ranks=ranks, page_tokens=page_tokens
+        )
 
     def publish(self) -> None:
         for layer in self._layers:
@@ -155,6 +139,31 @@ class HopperForward:
         copy_BK, u_BR = group.empty_input(len(x_BK), x_BK)
         self._shrink.shrink(x_BK, group.a, group.scaling, out=u_BR, copy=copy_BK)
         return copy_BK, group, u_BR
+
+
+def kernel_obstacle(
+    a: Architecture, device: torch.device, compute: torch.dtype, *, ranks: set[int], page_tokens: int
+) -> str | None:
+    """Return why the kernels cannot run such a decoder; None if they can. ranks: of the adapters."""
+    if not has_tile_kernels(device):
+        return "they are for Hopper GPUs"
+    if compute != torch.bfloat16:
+        return "they compute in bf16"
+    if a.special_part is not None:
+        return f"they do not compute {a.special_part}"
+    if a.mlp_bias:
+        return "they take no biases in the MLP"
+    if not supports_attention(a.num_heads, a.num_kv_heads, a.head_size, page_tokens):
+        return (
+            "attention takes heads of 64 or 128, up to 16 to a key, and pages of a multiple of 16 tokens;"
+            f" here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, pages of {page_tokens}"
+        )
+    widths = (a.width, a.ff_width, a.num_heads * a.head_size, a.num_kv_heads * a.head_size)
+    if odd := [width for width in widths if width % 64]:
+        return f"they take widths that are multiples of 64, here {odd[0]}"
+    if odd := [rank for rank in ranks if rank % 16 or rank > 128]:
+        return f"they take ranks of 16, 32, ... 128, here {odd[0]}"
+    return None
 
 
 class _LayerGroups:
