@@ -17,6 +17,7 @@ from qerl.algo import loss
 from qerl.algo.segment import Segments
 from qerl.cli.bench import BENCHMARKS
 from qerl.cli.bench import options as bench_options
+from qerl.cli.check import CheckOptions
 from qerl.cli.main import COMMANDS
 from qerl.cli.plan import PlanOptions
 from qerl.cli.report import ReportOptions
@@ -31,6 +32,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TAKEN = {
     "train": RunConfig,
     "sft": SftOptions,
+    "check": CheckOptions,
     "plan": PlanOptions,
     "eval": options.EvalOptions,
     "generate": options.GenerateOptions,

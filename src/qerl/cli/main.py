@@ -9,7 +9,20 @@ import os
 import sys
 from types import ModuleType
 
-from qerl.cli import bench, evaluate, export, generate, plan, quantize, report, serve, sft, train, watch
+from qerl.cli import (
+    bench,
+    check,
+    evaluate,
+    export,
+    generate,
+    plan,
+    quantize,
+    report,
+    serve,
+    sft,
+    train,
+    watch,
+)
 from qerl.cli.arguments import check_known
 from qerl.config.renamed import COMMANDS as FORMER_COMMANDS
 from qerl.errors import RunError, UserError, check_platform, redact
@@ -23,6 +36,7 @@ commands:
 {commands}
 
 examples:
+  qerl check demo
   qerl train demo
   qerl train --task rows.jsonl --reward reward.py:score --model Qwen/Qwen2.5-1.5B-Instruct
   qerl eval runs/demo
@@ -33,6 +47,7 @@ Add --debug to any command to show the traceback of an error; qerl --version pri
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "sft": sft,
+    "check": check,
     "eval": evaluate,
     "generate": generate,
     "serve": serve,

@@ -46,13 +46,7 @@ def run(arguments: list[str]) -> None:
     if wants_help(arguments):
         print(USAGE.format(paper=_list(PAPER), methods=_list(METHODS)))
         return
-    adapter, arguments = take_init_adapter(arguments)
-    arguments = [expand(argument, SHORT) for argument in arguments]
-    refuse_former_names(arguments)
-    name, recipe, options = _recipe(arguments)
-    default = recipe()
-    if adapter is not None:
-        default = dataclasses.replace(default, adapter=adapter)
+    name, default, options = read_recipe(arguments, "train")
     config = parse_options(RunConfig, options, f"train {name}", default)
     is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
     if is_first:
@@ -75,7 +69,19 @@ def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[
     return adapter_config(folder), arguments
 
 
-def _recipe(arguments: list[str]) -> tuple[str, Callable[[], RunConfig], list[str]]:
+def read_recipe(arguments: list[str], command: str) -> tuple[str, RunConfig, list[str]]:
+    """Return the recipe's name, its config, and the options that change it, of a command that takes a run."""
+    adapter, arguments = take_init_adapter(arguments)
+    arguments = [expand(argument, SHORT) for argument in arguments]
+    refuse_former_names(arguments)
+    name, recipe, options = _recipe(arguments, command)
+    default = recipe()
+    if adapter is not None:
+        default = dataclasses.replace(default, adapter=adapter)
+    return name, default, options
+
+
+def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunConfig], list[str]]:
     """Return the recipe's name, the recipe and the options."""
     names, options = split_names(arguments)
     has_task = any(argument.partition("=")[0] == "--task.name" for argument in options)
@@ -83,7 +89,7 @@ def _recipe(arguments: list[str]) -> tuple[str, Callable[[], RunConfig], list[st
         return "--task FILE", own, options
     if len(names) != 1:
         raise UserError(
-            "train needs a recipe or your own data: qerl train RECIPE, or qerl train --task FILE"
+            f"{command} needs a recipe or your own data: qerl {command} RECIPE, or qerl {command} --task FILE"
             f" --reward FILE.py:FUNCTION; recipes: {', '.join(RECIPES)}"
         )
     if names[0] in FORMER_RECIPES:

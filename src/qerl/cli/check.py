@@ -1,0 +1,78 @@
+"""Check the machine, and what a run needs, before it starts."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import Annotated
+
+import tyro
+
+from qerl.cli.arguments import announce, expand, parse_options, split_names, wants_help
+from qerl.cli.train import SHORT, read_recipe
+from qerl.config import RunConfig
+from qerl.config.renamed import refuse_former_names
+from qerl.errors import RunError, UserError
+
+DESCRIPTION = f"""{__doc__}
+
+qerl check                         the machine: Python, devices, kernels, the sandbox of programs
+qerl check RECIPE [--FIELD VALUE]  the same, and the model, rows and reward of that run
+qerl check --task FILE --reward FILE.py:FUNCTION --model MODEL
+
+The recipe and the fields after --json are those of `qerl train`. Nothing is written. Exit code 1: something
+that the run needs is broken, and the last line says what to do."""
+_MACHINE = ["python", "device", "kernels", "sandbox"]
+_MODEL = ["model", "tokenizer"]
+_RUN = ["out", "loggers", "functions", *_MODEL, "rows", "reward"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckOptions:
+    speed: bool = False
+    """Also load the model and sample for about ten seconds."""
+
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=RunConfig)
+    """The run, with the fields of `qerl train`."""
+
+
+def run(arguments: list[str]) -> None:
+    if wants_help(arguments):
+        parse_options(CheckOptions, arguments, "check [RECIPE]", description=DESCRIPTION)
+    names, fields = split_names(arguments)
+    options = [expand(argument, SHORT) for argument in fields]
+    given = {option.partition("=")[0] for option in options}
+    parts, name, default = list(_MACHINE), "this machine", RunConfig()
+    if names or "--task.name" in given:
+        name, default, options = read_recipe(arguments, "check")
+        parts += _RUN
+    elif "--model.path" in given:
+        refuse_former_names(options)
+        name = "this machine and a model"
+        parts += _MODEL
+    asked = parse_options(CheckOptions, options, f"check {name}", CheckOptions(run=default), DESCRIPTION)
+    if asked.speed and "model" not in parts:
+        raise UserError("check --speed needs a recipe or --model MODEL")
+    announce(f"check {name}", sys.stderr if asked.json else sys.stdout)
+    _check(asked, [*parts, *["speed"] * asked.speed])
+
+
+def _check(asked: CheckOptions, parts: list[str]) -> None:
+    """Print the findings; raise RunError with the first one that is broken."""
+    from qerl.training.preflight import Preflight  # imports torch and transformers, which takes seconds
+
+    findings = []
+    with contextlib.ExitStack() as pool:
+        for each in Preflight(asked.run, pool).findings(parts):
+            findings.append(each)
+            if not asked.json:
+                print(f"{each.status:8}{each.part:10}{each.text}", flush=True)
+    broken = [each for each in findings if each.status == "broken"]
+    if asked.json:
+        print(json.dumps({"ok": not broken, "findings": list(map(dataclasses.asdict, findings))}))
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise RunError(f"check: {broken[0].part} is broken: {broken[0].text}{more}")
