@@ -34,6 +34,7 @@ def test_check_takes_a_method_that_entry_point_names():
 NOT_RUN = {
     "assertion that would run": [
         "f(2)",
+        "assert_right(f(2))",
         "def helper():\n    assert f(2) == 4",
         "def test_a():\n    assert True\n    f(2)",
         "assert (f(2) == 4, 'a tuple is true')",

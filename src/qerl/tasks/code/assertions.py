@@ -12,6 +12,7 @@ catches it, too. This file imports the standard library only: it runs in the chi
 """
 
 import ast
+from collections.abc import Iterable
 from typing import Any
 
 RAN, FAILED, CHECKED, CONTEXT = "__ran__", "__failed__", "__checked__", "__context__"
@@ -23,9 +24,10 @@ _ALWAYS_TRUE = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Lambda, ast.JoinedSt
 class Instrument(ast.NodeTransformer):
     """Rewrites the nodes that it visits; num_places is how many assertions they have."""
 
-    def __init__(self, tree: ast.Module):
+    def __init__(self, tree: ast.Module, names: Iterable[str]):
+        """names: the program's, of which a function is no assertion, whatever its name."""
         self.num_places = 0
-        self._own = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)}
+        self._own = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)} | {*names}
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)

@@ -70,7 +70,6 @@ def read_script(text: str, entry_point: str | None = None) -> Script:
         tree = _parsed(text)
     run = _what_runs(tree)
     _refuse_unsupported(tree)
-    instrument = assertions.Instrument(tree)
     free = _free_names(text)
     called = {assertions.name_of(node.func) for node in _calls(tree)} & free
     has_candidate = "candidate" in free or "candidate" in _fixture_names(tree)
@@ -79,6 +78,7 @@ def read_script(text: str, entry_point: str | None = None) -> Script:
     _refuse_missing(tree, imports)
     if not names and not has_candidate and not _imports_solution(tree):
         names = _tested_builtin(free & called)
+    instrument = assertions.Instrument(tree, names)
     for node in run:
         instrument.visit(node)
     if instrument.num_places == 0:

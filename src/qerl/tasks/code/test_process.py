@@ -87,7 +87,7 @@ def run_test(test: dict[str, Any], stream: Any) -> bool:
     if test["candidate"] is not None:
         names["candidate"] = _candidate(test["candidate"], connection)
     tree = ast.parse(test["text"])
-    _run_module(compile(Instrument(tree).visit(tree), "test.py", "exec"), names)
+    _run_module(compile(Instrument(tree, test["names"]).visit(tree), "test.py", "exec"), names)
     _run_tests(module)
     return assertions.num_passed > 0 and assertions.num_failed == 0 and not connection.has_ended
 
