@@ -109,6 +109,19 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     return value
 
 
+def check_size(file: Path) -> None:
+    """Raise UserError for a fifo, a device or a file too large to be parsed whole; the file may be missing."""
+    try:
+        with open_regular(file) as stream:
+            num_bytes = os.fstat(stream.fileno()).st_size
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise UserError(f"{file}: it has {num_bytes:,} bytes, the limit is {_MAX_HEADER_BYTES:,}")
+
+
 def _shards(folder: Path) -> list[Path]:
     """Return the index's files if there is an index, else model.safetensors, else every safetensors file."""
     if (folder / INDEX_NAME).exists():

@@ -30,6 +30,11 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
         architecture = from_hf_config(checkpoint.config)
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {error}") from error
+    # Before anything is listed layer by layer: a config may say 2^31.
+    num_layers, num_tensors = architecture.num_layers, len(checkpoint.shapes)
+    if num_layers > num_tensors:
+        has = f"num_hidden_layers is {num_layers:,}, but it has only {num_tensors} tensors"
+        raise UserError(f"{checkpoint.path}: {has}")
     if architecture.part_of is None:
         return architecture
     # a multimodal config's tie_word_embeddings is not reliable

@@ -12,17 +12,28 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from qerl.errors import UserError
 from qerl.models.gguf_file import GgufFile
-from qerl.models.safetensors_file import read_json
+from qerl.models.safetensors_file import check_size, read_json
 from qerl.models.source import ModelSource, locate
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types: special tokens; text that is always one token
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _MAX_TOKEN_ID = (1 << 31) - 1
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -51,11 +62,26 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return _from_gguf(GgufFile(source.path))
     if not any((source.path / name).is_file() for name in _VOCABULARIES):
         raise UserError(f"{source.path}: has no tokenizer: none of {', '.join(_VOCABULARIES)} is there")
+    for name in (*_VOCABULARIES, *_TOKENIZER_FILES):
+        check_size(source.path / name)
+    config = _tokenizer_config(read_json(source.path / "config.json"), str(source.path))
     try:
-        return AutoTokenizer.from_pretrained(str(source.path), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(source.path), config=config, trust_remote_code=False)
     except Exception as error:  # damaged files raise many unrelated types
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{source.path}: its tokenizer cannot be loaded: {reason}") from error
+
+
+def _tokenizer_config(config: dict[str, Any], path: str) -> PretrainedConfig:
+    """Return what transformers selects a tokenizer's class by. The whole config is not passed: it makes a table
+    of num_labels entries and one of num_hidden_layers."""
+    texts = {
+        key: text for key in ("model_type", "tokenizer_class") if isinstance(text := config.get(key), str)
+    }
+    model_type, named = texts.pop("model_type", ""), texts | {"name_or_path": path}
+    if model_type in CONFIG_MAPPING:
+        return AutoConfig.for_model(model_type, **named)
+    return PretrainedConfig(**named)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> frozenset[int]:
