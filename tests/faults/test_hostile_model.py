@@ -57,11 +57,12 @@ def test_a_token_id_of_a_gguf_that_is_a_text_is_one_line(tmp_path, key):
 
 
 def refusal(work: Callable[[], object]) -> str:
-    """The UserError of a work that has 60 seconds, 20 of them on a processor, and 1 GB; "" if it ends well."""
+    """The UserError of work that has 60 seconds, 20 of them on a processor, and 1 GB; "" if it ends well."""
 
     def boxed() -> None:
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (1 << 30),) * 2)
+        limit = used_bytes + (1 << 30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
         try:
             work()

@@ -110,7 +110,7 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def check_size(file: Path) -> None:
-    """Raise UserError for a fifo, a device or a file too large to be parsed whole; the file may be missing."""
+    """Raise UserError for a fifo, a device or a file too large to be parsed whole; it may be missing."""
     try:
         with open_regular(file) as stream:
             num_bytes = os.fstat(stream.fileno()).st_size

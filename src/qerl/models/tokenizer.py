@@ -73,8 +73,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_config(config: dict[str, Any], path: str) -> PretrainedConfig:
-    """Return what transformers selects a tokenizer's class by. The whole config is not passed: it makes a table
-    of num_labels entries and one of num_hidden_layers."""
+    """Return what transformers selects a tokenizer's class by. Of the whole config it would make a table with
+    num_labels entries and one with num_hidden_layers."""
     texts = {
         key: text for key in ("model_type", "tokenizer_class") if isinstance(text := config.get(key), str)
     }

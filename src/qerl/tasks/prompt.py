@@ -23,6 +23,7 @@ from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks.row_values import is_json, is_unicode, value_fault
 from qerl.tasks.rows import RowTable
+from qerl.tasks.template_process import render_template
 from qerl.types import Prompt
 
 _MARK = "QERL"  # placeholder for the messages of user and assistant
@@ -206,17 +207,10 @@ def render_chat(
         return join_messages(tokenizer, messages)
     goes_on = messages[-1]["role"] == "assistant"
     try:
-        text = tokenizer.apply_chat_template(
-            messages,  # type: ignore[arg-type]
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **variables or {},
-        )
-    except Exception as error:  # a template is a program and may raise anything
-        roles, reason = ", ".join(message["role"] for message in messages), " ".join(str(error).split())
-        raise UserError(f"the tokenizer's chat template rejects messages of {roles}: {reason}") from error
-    assert isinstance(text, str)
+        text = render_template(tokenizer, messages, continues_last=goes_on, variables=variables or {})
+    except UserError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"the tokenizer's chat template rejects messages of {roles}: {error}") from None
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -57,7 +57,9 @@ class WorkerLost(Exception):
 
 
 @dataclasses.dataclass(slots=True)
-class _Process:
+class ForkedProcess:
+    """A child process, collected once."""
+
     pid: int
     code: int | None = None
     """Exit code as in subprocess: negative for a signal."""
@@ -85,7 +87,7 @@ class _Process:
 
 @dataclasses.dataclass(slots=True)
 class _Worker:
-    process: _Process
+    process: ForkedProcess
     pipe: Connection
     item: int | None = None
     end: float = 0.0
@@ -157,7 +159,7 @@ class WorkerPool:
         try:
             output, self._output = os.pipe()
             try:
-                self._supervisor = _fork(_supervise, os.getpid(), output)
+                self._supervisor = fork_process(_supervise, os.getpid(), output)
             finally:
                 os.close(output)
             with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -173,7 +175,7 @@ class WorkerPool:
         ours, theirs = Pipe()
         with theirs:
             arguments = (theirs, self._supervisor.pid, self._output, self._memory_bytes, self._work)
-            return _Worker(_fork(_serve, *arguments), ours)
+            return _Worker(fork_process(_serve, *arguments), ours)
 
     def stop(self) -> None:
         """Kill the processes and all that they have started, without waiting for jobs."""
@@ -209,7 +211,7 @@ def _lost(code: int) -> WorkerLost:
     return WorkerLost("ended its process", f"exit code {code}")
 
 
-def _fork(main: Callable[..., None], *arguments: Any) -> _Process:
+def fork_process(main: Callable[..., None], *arguments: Any) -> ForkedProcess:
     """Start a process that runs main(*arguments) and exits."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -225,7 +227,7 @@ def _fork(main: Callable[..., None], *arguments: Any) -> _Process:
             traceback.print_exc()
         finally:
             os._exit(1)
-    return _Process(pid)
+    return ForkedProcess(pid)
 
 
 def _supervise(parent: int, output: int) -> None:
