@@ -3,6 +3,7 @@
 Matrices hold numbers that bf16 has exactly, so the BF16 format loses nothing and float32 results must agree.
 """
 
+import copy
 import functools
 import warnings
 from pathlib import Path
@@ -82,13 +83,16 @@ ROWS = {
 }
 
 
+def config_class(family: str):
+    return getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+
+
 def oracle(family: str, *, seed: int = 0, **changes):
     """transformers' model, eager attention, float32, with biases and norm weights that are not trivial."""
-    text = "Text" if family == "Gemma3" else ""
-    settings = SHAPE | ROWS[family] | changes
+    settings = copy.deepcopy(SHAPE | ROWS[family] | changes)  # transformers changes what it is given
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = getattr(transformers, f"{family}{text}Config")(**settings, attn_implementation="eager")
+        config = config_class(family)(**settings, attn_implementation="eager")
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     return randomize(model, seed)
 
@@ -100,7 +104,7 @@ def multimodal(family: str, **changes):
     vision |= {"image_size": 28, "patch_size": 14, "head_dim": 8} if family == "Ministral3" else {}
     vision |= {"image_size": 28, "patch_size": 14, "vision_use_head": False} if family == "Gemma3" else {}
     kind = {"Gemma3": "SiglipVision", "Ministral3": "PixtralVision"}[family]
-    settings = SHAPE | ROWS[family] | changes
+    settings = copy.deepcopy(SHAPE | ROWS[family] | changes)  # transformers changes what it is given
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{whole}Config")(

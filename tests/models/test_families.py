@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -20,13 +21,20 @@ from models.family_rows import (
     save,
 )
 from models.paged_cache import PagedCache
-from models.tiny import forest, logits_of
+from models.test_awq import Exact
+from models.tiny import forest, logits_of, packed
+from qerl.aqn.norm_noise import noised
 from qerl.errors import UserError
+from qerl.formats import FORMATS
 from qerl.kernels.attention import Span
+from qerl.learner.activation_checkpointing import RECOMPUTE
+from qerl.learner.plan.memory import embedding_bytes, weight_bytes
 from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import LayerKind, NormNames
-from qerl.models.compressed_tensors import checkpoint_notices
+from qerl.models.awq import awq, collect_inputs
+from qerl.models.compressed_tensors import checkpoint_notices, encode_weights
 from qerl.models.families import FAMILIES, MULTIMODAL, from_hf_config
+from qerl.models.loader import build_decoder
 from qerl.models.source import locate
 
 TOKENS_T = torch.arange(40) * 7 % 61
@@ -205,6 +213,68 @@ def test_each_special_part_alone_keeps_the_kernels_away(pairs):
         {"rope": dataclasses.replace(plain.rope, query_growth=0.1)},
     ):
         assert dataclasses.replace(plain, **change).special_part is not None, change
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_noise_acts_on_two_norms_of_each_layer(pairs, family):
+    decoder = pairs.of(family)[2]
+    before_TV = logits_of(decoder, TOKENS_T)
+    with noised(decoder.noise_table, sigma=0.1, unit="relative", seed=1, step=2) as num_norms:
+        assert num_norms == 2 * decoder.architecture.num_layers
+        assert rms_error(logits_of(decoder, TOKENS_T), before_TV) > 1e-2
+        for layer in decoder.layers:
+            noises = [getattr(layer, name).noise for name in layer.norms.noised]
+            assert all(noise.std() > 0 for noise in noises) and not torch.equal(*noises)
+    assert torch.equal(logits_of(decoder, TOKENS_T), before_TV)
+
+
+@pytest.mark.parametrize("family", ("Olmo2", "Gemma3", "Phi3", "Granite"))
+@pytest.mark.parametrize("mode", ("layer", "offload"))
+def test_checkpointed_layers_have_the_same_gradients_bit_for_bit(pairs, family, mode):
+    decoder = adapted(copy.deepcopy(pairs.of(family)[2]))
+    masters, trees = list(adapter_tensors(decoder).values()), forest((30, (10,)))
+    positions_T, attend = packed(trees)
+
+    def gradients(run_layer):
+        hidden_TD = decoder(TOKENS_T, positions_T, attend, run_layer)
+        return torch.autograd.grad(hidden_TD.tanh().sum(), masters)
+
+    want = gradients(RECOMPUTE["none"](decoder.device)())
+    got = gradients(RECOMPUTE[mode](decoder.device)())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_the_plan_counts_the_tensors_that_there_are(pairs, family):
+    decoder = pairs.of(family)[2]
+    linears = [linear for _, linear in decoder.linears()]
+    biases = {id(linear.bias) for linear in linears}
+    others = {id(b): b.nbytes for b in decoder.buffers() if id(b) not in biases}
+    assert embedding_bytes(decoder.architecture, element_bytes=4) == sum(others.values())
+    weights = sum(2 * x.in_width * x.out_width + 2 * x.out_width * (x.bias is not None) for x in linears)
+    assert weight_bytes(decoder.architecture, "bf16") == weights
+
+
+@pytest.mark.parametrize("family", ("Gemma2", "Olmo2", "Phi3", "Glm4"))
+def test_folding_for_awq_changes_no_function(pairs, family):
+    """Scales are folded into norms that multiply by 1 + weight, and nowhere where no norm comes before."""
+    _, folder, decoder = pairs.of(family)
+    checkpoint = locate(str(folder)).open()
+    inputs = collect_inputs(decoder, [TOKENS_T.tolist()])
+    encode = functools.partial(encode_weights, kind=FORMATS["nvfp4"])
+    folded = awq(checkpoint, decoder.architecture, inputs, encode)
+    changed = {
+        name.split(".")[-2] for name in checkpoint.shapes if folded.read(name).ne(checkpoint.read(name)).any()
+    }
+    assert {"v_proj", "o_proj", "up_proj", "down_proj"} <= changed
+    assert ("input_layernorm" in changed) == (family != "Olmo2")
+    other = build_decoder(
+        folded, format="fp8", compute=torch.float32, device=torch.device("cpu"), resident=False
+    )
+    for name, linear in other.linears():
+        linear.load_weight(Exact(folded.read(f"model.{name}.weight")))
+    want = logits_of(decoder, TOKENS_T)
+    torch.testing.assert_close(logits_of(other, TOKENS_T), want, atol=1e-4, rtol=1e-4)
 
 
 def refusal(call):

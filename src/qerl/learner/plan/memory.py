@@ -94,10 +94,8 @@ def embedding_bytes(
     a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, element_bytes: int = 2
 ) -> float:
     """Return the bytes of the embedding, the head, the norms and their noise."""
-    norms = (
-        4 * a.width * ((2 + 2 * num_noise_rows) * a.num_layers + 1)
-        + a.qk_norm * 8 * a.head_size * a.num_layers
-    )
+    norm_widths = sum(layer_spec(a).norm_widths.values())
+    norms = 4 * ((norm_widths + 2 * num_noise_rows * a.width) * a.num_layers + a.width)
     plain_head = 0 if a.tied_head else element_bytes
     head = plain_head if head_format == "bf16" else FORMATS[head_format].bytes_per_weight
     return a.vocab_size * a.width * (element_bytes + head) + norms
@@ -173,10 +171,12 @@ def _saves_up(config: RunConfig) -> bool:
 def saved_bytes_per_row(a: Architecture, config: RunConfig) -> float:
     """Return the bytes that a layer's forward pass saves for its backward pass, for each row.
 
-    Saved in the compute dtype: inputs of products and swiglu, q, the branches' k and v, the attention output.
+    Saved in the compute dtype: inputs of products and swiglu, q, the branches' k and v, the attention output,
+    inputs of norms after attention and MLP. Without the fused swiglu, gate, its activation and up are saved.
     Saved in fp32: inputs of the norms, and the softmax's sums.
     """
-    gate_up = (1 + _saves_up(config)) * a.ff_width
+    gate_up = (1 + _saves_up(config) if a.activation == "silu" else 3) * a.ff_width
+    gate_up += a.width * sum(norm is not None for norm in (a.norms.after_attention, a.norms.after_mlp))
     spec = layer_spec(a)
     inputs = sum(_row_width(group.in_width, group, config) for group in spec.groups)
     q, k, v = spec.qkv.out_widths

@@ -1,4 +1,5 @@
-"""Gemma 2, with soft caps; Gemma 3, with norms of queries and keys and a rope of its own for windows.
+"""Gemma 2, with soft caps; Gemma 3, with norms of queries and keys and a rope of its own for windows. Gemma 3
+does not cap scores of attention, whatever its config says.
 
 Norms before and after attention and MLP multiply by 1 + weight; the embedding is scaled by the root of its
 width.
@@ -32,7 +33,10 @@ def gemma2(config: ConfigReader) -> Architecture:
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     config = config.filled(**_DEFAULTS, **caps, max_position_embeddings=8192, vocab_size=256_000)
     kinds = read_layer_kinds(config, lambda index: index % 2 == 0)
-    return _gemma(config, "Gemma2ForCausalLM", layer_kinds=kinds, rope=read_rope(config))
+    cap = config.optional_number("attn_logit_softcapping")
+    return _gemma(
+        config, "Gemma2ForCausalLM", layer_kinds=kinds, rope=read_rope(config), attention_softcap=cap
+    )
 
 
 def gemma3(config: ConfigReader) -> Architecture:
@@ -62,7 +66,6 @@ def _gemma(config: ConfigReader, family: str, **parts: Any) -> Architecture:
         norm_offset=1.0,
         embedding_scale=math.sqrt(config.count("hidden_size")),
         attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_softcap=config.optional_number("attn_logit_softcapping"),
         logit_softcap=config.optional_number("final_logit_softcapping"),
         qkv_bias=is_biased,
         output_bias=is_biased,
