@@ -139,7 +139,9 @@ def test_a_right_answer_in_the_asked_for_form_earns_all_and_another_little(name,
 def test_a_program_that_passes_earns_all(model):
     from qerl.models.tokenizer import load_tokenizer
 
-    task = dataclasses.replace(RECIPES["code"]().task, num_held_out=2, reward_workers=1)
+    task = RECIPES["code"]().task
+    code = dataclasses.replace(task.code, unsafe=True)  # what is graded needs no sandbox
+    task = dataclasses.replace(task, num_held_out=2, reward_workers=1, code=code)
     built = build_task(task, load_tokenizer(str(model)), seed=0, max_prompt_tokens=1000)
     prompt = built.train_prompts(0, 1)[0]
     assert "```python" in prompt.text and "print" in prompt.text

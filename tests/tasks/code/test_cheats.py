@@ -13,7 +13,7 @@ from qerl.tasks.code.grade import code
 TASK = TaskConfig(
     rewards=("code",),
     answer_column="tests",
-    code=CodeConfig(test_timeout_s=20.0, memory_mb=512, credit="all"),
+    code=CodeConfig(test_timeout_s=20.0, memory_mb=512, credit="all", unsafe=True),
 )
 GRADE = []
 

@@ -258,8 +258,8 @@ def test_the_tmpfs_of_bwrap_has_a_size(monkeypatch):
 
 
 def test_root_makes_each_program_another_user():
-    if os.geteuid() != 0 or backends._new_user() == backends.NOBODY:
-        pytest.skip("needs root with more than 65536 users")
+    if os.geteuid() != 0 or "4294967295" not in Path("/proc/self/uid_map").read_text():
+        pytest.skip("needs root outside of user namespaces")
     users = {
         printed("import os; print(os.getresuid(), os.getresgid())", limits_of("landlock")) for _ in range(3)
     }
