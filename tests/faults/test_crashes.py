@@ -1,0 +1,41 @@
+"""A power cut at every write; `python tests/faults/crashes.py` tries more disks, and runs more to the end."""
+
+import shutil
+
+import pytest
+
+import tiny_run
+from faults import crashes, runs
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def recordings(files, tmp_path_factory):
+    return crashes.recordings(files, tmp_path_factory.mktemp("recorded"))
+
+
+def test_after_a_power_cut_at_any_write_a_run_goes_on_from_what_it_had_saved(recordings, tmp_path):
+    num_operations = sum(recording.num_cuts for recording in recordings)
+    num_each, num_tried, found = max(1.0, 1005 / num_operations), 0, []
+    with crashes.quick():
+        for recording in recordings:
+            for name, out, declared in crashes.cut_points(recording, tmp_path, num_each, seed=0):
+                num_tried += 1
+                if what := crashes.wrong(recording, out, declared):
+                    found.append(f"{name}: {what}")
+    assert num_tried >= 1000 and not found, (len(found), found[:5])
+
+
+def test_a_run_that_goes_on_after_a_power_cut_is_the_uninterrupted_one(files, recordings, tmp_path):
+    for recording, share in zip(recordings, (0.5, 0.7), strict=True):
+        chosen = int(share * recording.num_cuts)
+        points = crashes.cut_points(recording, tmp_path, 1, seed=1)
+        _, out, _ = next(point for i, point in enumerate(points) if i == chosen)
+        shutil.move(out, tmp_path / "cut")
+        runs.finish(files, tmp_path / "cut")
+        assert runs.difference(tmp_path / "cut", recording.whole) is None
+        shutil.rmtree(tmp_path / "cut")
