@@ -200,6 +200,19 @@ def test_a_call_gives_its_value_as_plain_data():
          "s = S()\ns.push(3)\nassert s.pop() == 3 and s.a == []"),
         ("def f(g, x): return g", "assert set(f((1, 2), 3)) == {1, 2}"),
         ("def f(x): return x + 1", "from solution import f\ndef test_one():\n    assert f(1) == 2"),
+        ("def f(g, xs): return [g(x) for x in xs]",
+         "assert f(lambda x: x + 1, [1, 2]) == [2, 3] == f(int, '23')"),
+        ("def f(g): return lambda x: g(g(x))", "def double(x): return 2 * x\nassert f(double)(3) == 12"),
+        ("def f(g):\n    try: g()\n    except KeyError: return 'caught'",
+         "def fails(): raise KeyError\nassert f(fails) == 'caught'"),
+        ("class S:\n    def __call__(s): return 3\ndef f(g): return g(S())",
+         "assert f(lambda s: s() + 1) == 4 and isinstance(S(), S) and not isinstance(3, S)"),
+        ("import datetime, decimal, fractions\nfrom collections import deque\n"
+         "def f(x): return x.replace(day=2), decimal.Decimal('0.1'), fractions.Fraction(1, 3), deque([1])",
+         "from datetime import date\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+         "from collections import deque\nassert f(date(2020, 1, 1)) == "
+         "(date(2020, 1, 2), Decimal('0.1'), Fraction(1, 3), deque([1]))"),
+        ("def f(x): return [*x], x[2]", "assert f(range(3)) == ([0, 1, 2], 2)"),
         ("class S:\n    def __init__(s, v): s.v, s.next = v, None\ndef f(s): return s.next.v + len(s.d)",
          "a = S(1)\na.next = S(2)\na.d = {}\nassert f(a) == 2 and a.next is a.next"),
         ("import numpy as np\ndef f(x):\n    x += 1\n    return x.sum(), x * 2",
@@ -209,3 +222,9 @@ def test_a_call_gives_its_value_as_plain_data():
 def test_a_test_asks_the_program(program, test):
     assert run_test(program, read_script(test), LONG)
     assert not run_test("def f(*a): return None\nsum = S = f", read_script(test), LONG)
+
+
+def test_an_object_of_the_test_that_the_program_cannot_have_is_an_error_of_the_row():
+    test = "class Node: pass\ntry: f(Node())\nexcept Exception: pass\nassert f(1) == 1"
+    with pytest.raises(ValueError, match="gives the program a Node of its own"):
+        run_test("def f(x): return x", read_script(test), LONG)

@@ -12,7 +12,9 @@ any other object stays in its process and is a RemoteValue on the other side, wh
 This file and those that it imports import the standard library only: qerl need not be importable here.
 """
 
+import builtins
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -46,25 +48,43 @@ def _function(names: dict[str, Any], name: str) -> Any:
 
 
 class _Server:
-    """Answers requests about the program's names, and about the objects that earlier answers referred to."""
+    """Answers requests about the program's names, and about the objects that earlier answers referred to.
 
-    def __init__(self, names: dict[str, Any], encode: Callable[..., Any], decode: Callable[..., Any]):
+    A function of the test that the program calls is a request of its own to the test's process, which may
+    make requests before it answers.
+    """
+
+    def __init__(
+        self, stream: Any, names: dict[str, Any], encode: Callable[..., Any], decode: Callable[..., Any]
+    ):
+        self._stream = stream
         self._objects: list[Any] = [names]
         self._indices: dict[int, int] = {}
         self._encode, self._decode = encode, decode
         self._loop: Any = None
 
-    def run(self, stream: Any) -> None:
-        _send(stream, _listed(self._objects[0]))
-        while line := stream.readline(MAX_LINE_BYTES):
+    def run(self) -> None:
+        self._send(_listed(self._objects[0]))
+        self._serve()
+
+    def _serve(self) -> dict[str, Any]:
+        """Answer requests until there is a message that is none."""
+        while line := self._stream.readline(MAX_LINE_BYTES):
+            message = json.loads(line)
+            if "target" not in message:
+                return message
             printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="replace", write_through=True)
             try:
                 with contextlib.redirect_stdout(printed):
-                    answer = self._answer(**json.loads(line))
+                    answer = self._answer(**message)
             except Exception as error:
                 answer = {"error": [[kind.__name__ for kind in type(error).__mro__], str(error)]}
-            text = printed.buffer.getvalue().decode()
-            _send(stream, answer | {"printed": text})
+            self._send(answer | {"printed": printed.buffer.getvalue().decode()})
+        raise SystemExit
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(message).encode() + b"\n")
+        self._stream.flush()
 
     def _answer(self, target: int, action: str, arguments: Any) -> dict[str, Any]:
         subject, given = self._objects[target], self._decode(arguments, self._known)
@@ -72,17 +92,31 @@ class _Server:
             value = subject(*given[0], **given[1])
             if isinstance(value, types.GeneratorType | map | filter | zip | range):
                 value = list(value)
-            return {"value": self._encode(value, self._kept), "arguments": self._arguments(given[0])}
+            after = self._encode(list(given[0]), self._kept)
+            return {"value": self._encode(value, self._kept), "arguments": after}
         actions = {"attribute": getattr, "item": operator.getitem, "equal": lambda a, b: bool(a == b)}
         actions |= {"set_attribute": setattr, "set_item": operator.setitem, "await": self._awaited}
-        actions |= {"len": len, "list": list, "str": str, "repr": repr, "bool": bool}
+        actions |= {
+            "is_instance": lambda kind, value: isinstance(value, kind),
+            "len": len,
+            "list": list,
+            "str": str,
+            "repr": repr,
+            "bool": bool,
+        }
         return {"value": self._encode(actions[action](subject, *given), self._kept)}
 
-    def _arguments(self, given: tuple[Any, ...]) -> Any:
-        return self._encode(list(given), self._kept)
-
     def _known(self, name: str, index: int) -> Any:
-        return self._objects[index]
+        return self._objects[index] if name == "remote" else functools.partial(self._call_back, index)
+
+    def _call_back(self, index: int, *arguments: Any, **keywords: Any) -> Any:
+        """Call a function of the test."""
+        self._send({"callback": index, "arguments": self._encode([list(arguments), keywords], self._kept)})
+        message = self._serve()
+        if "raised" in message:
+            kind = getattr(builtins, message["raised"], RuntimeError)
+            raise kind("a function of the test has raised it")
+        return self._decode(message["result"], self._known)
 
     def _kept(self, value: Any) -> dict[str, int]:
         index = self._indices.setdefault(id(value), len(self._objects))
@@ -111,11 +145,6 @@ def _listed(names: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, type) and issubclass(value, Exception) and value.__module__ != "builtins"
     }
     return {"names": list(public), "functions": functions, "exceptions": exceptions}
-
-
-def _send(stream: Any, message: dict[str, Any]) -> None:
-    stream.write(json.dumps(message).encode() + b"\n")
-    stream.flush()
 
 
 def main() -> None:
@@ -148,9 +177,9 @@ def main() -> None:
         os.write(result, json.dumps(encode(value)).encode())
     elif mode == "serve":
         os.close(result)
-        _Server(_load(settings["source"], "sample"), encode, decode).run(stream)
-    elif run_test is not None and run_test(settings["test"], stream):
-        os.write(result, b"passed")
+        _Server(stream, _load(settings["source"], "sample"), encode, decode).run()
+    elif run_test is not None:
+        os.write(result, run_test(settings["test"], stream).encode())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ class the test's process has made; everything else ends the test, and the test h
 import builtins
 import json
 import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 from values import decode, encode, refuse
@@ -33,6 +35,9 @@ class Connection:
         self._classes: dict[str, type[Exception]] = {}
         self.has_ended = False
         """True once an answer was missing or malformed, also if the test went on after it."""
+        self.refused: str | None = None
+        """Type of an object of the test that cannot be passed to the program."""
+        self._callbacks: list[Callable[..., Any]] = []
         message = self._receive()
         self.names: list[str] = message["names"]
         self.functions: list[str] = message["functions"]
@@ -43,8 +48,12 @@ class Connection:
         return self._exception(name) if name in self._exceptions else self.request(0, "item", name)
 
     def request(self, index: int, action: str, *arguments: Any) -> Any:
-        send(self._stream, {"target": index, "action": action, "arguments": encode([*arguments], _index_of)})
+        given = encode([*arguments], self._argument)
+        send(self._stream, {"target": index, "action": action, "arguments": given})
         answer = self._receive()
+        while "callback" in answer:
+            send(self._stream, self._called(answer))
+            answer = self._receive()
         try:
             sys.stdout.write(str(answer.get("printed") or ""))
             error = self._error(answer["error"]) if "error" in answer else None
@@ -57,6 +66,27 @@ class Connection:
         if action == "call":
             _write_back(arguments[0], after)
         return value
+
+    def _called(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call a function of the test that was an argument, and return the message with its value."""
+        try:
+            arguments, keywords = decode(request["arguments"], self._special)
+            value = self._callbacks[request["callback"]](*arguments, **keywords)
+            return {"result": encode(value, _reference)}
+        except Exception as error:
+            return {
+                "raised": type(error).__name__ if type(error).__module__ == "builtins" else "RuntimeError"
+            }
+
+    def _argument(self, value: Any) -> Any:
+        """Return what stands for an argument that is not plain data."""
+        if isinstance(value, RemoteValue | types.CoroutineType):
+            return _reference(value)
+        if callable(value):
+            self._callbacks.append(value)
+            return {"callback": len(self._callbacks) - 1}
+        self.refused = type(value).__name__
+        return refuse(value)
 
     def _special(self, name: str, content: Any) -> Any:
         if name not in ("remote", "coroutine") or not isinstance(content, int):
@@ -101,7 +131,7 @@ class Connection:
         return ProgramEnded("the program's process has ended, or has sent no answer")
 
 
-def _index_of(value: Any) -> Any:
+def _reference(value: Any) -> Any:
     return {"remote": value._qerl_index} if isinstance(value, RemoteValue) else refuse(value)
 
 
@@ -148,6 +178,9 @@ class RemoteValue:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteValue) and self._qerl_ask("equal", other) is True
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, RemoteValue) and self._qerl_ask("is_instance", value) is True
 
     def __hash__(self) -> int:
         return hash(self._qerl_index)

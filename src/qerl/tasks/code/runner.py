@@ -95,6 +95,8 @@ def run_call(program: str, function: str, arguments: list[Any], limits: Limits) 
 
 
 def run_test(program: str, test: Script, limits: Limits) -> bool:
+    """Return True if the test passes; raise ValueError if it gives the program an object that cannot leave
+    its own process."""
     sockets = socket.socketpair()
     deadline = time.monotonic() + limits.deadline_s
     with sockets[0], sockets[1], ExitStack() as stack:
@@ -104,7 +106,10 @@ def run_test(program: str, test: Script, limits: Limits) -> bool:
         for end in sockets:
             end.close()
         output = _read({tester.result: _RESULT_BYTES, server.result: _RESULT_BYTES}, deadline)
-        return _check(output[tester.result])[1:] == b"passed" and bool(_check(output[server.result]))
+        outcome = _check(output[tester.result])[1:].decode(errors="replace")
+        if outcome.startswith("refused "):
+            raise ValueError(f"the test gives the program a {outcome.removeprefix('refused ')} of its own")
+        return outcome == "passed" and bool(_check(output[server.result]))
 
 
 @contextmanager

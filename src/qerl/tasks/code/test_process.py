@@ -72,9 +72,21 @@ class _Context:
         return is_done
 
 
-def run_test(test: dict[str, Any], stream: Any) -> bool:
-    """Run {"text", "names", "imports", "candidate"} (test_script.py); return True if it passed."""
+def run_test(test: dict[str, Any], stream: Any) -> str:
+    """Run {"text", "names", "imports", "candidate"} (script.py); return "passed", "failed", or "refused " and
+    the type of an object that the test cannot pass to the program."""
     connection, assertions = Connection(stream), _Assertions()
+    try:
+        _run(test, connection, assertions)
+    except BaseException:
+        assertions.failed()
+    if connection.refused is not None:
+        return f"refused {connection.refused}"
+    is_passed = assertions.num_passed > 0 and assertions.num_failed == 0 and not connection.has_ended
+    return "passed" if is_passed else "failed"
+
+
+def _run(test: dict[str, Any], connection: Connection, assertions: _Assertions) -> None:
     module = types.ModuleType("__main__")
     names = vars(module)
     names |= {"math": math, **assertions.names}
@@ -89,7 +101,6 @@ def run_test(test: dict[str, Any], stream: Any) -> bool:
     tree = ast.parse(test["text"])
     _run_module(compile(Instrument(tree, test["names"]).visit(tree), "test.py", "exec"), names)
     _run_tests(module)
-    return assertions.num_passed > 0 and assertions.num_failed == 0 and not connection.has_ended
 
 
 class _Solution(types.ModuleType):

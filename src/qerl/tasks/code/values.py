@@ -1,17 +1,22 @@
 """Turn values into JSON data and back, for processes that do not trust each other.
 
-A subclass of int, list or dict with its own __eq__ arrives as an int, list or dict. NumPy's arrays and
-scalars of numbers are plain data too. Any other object is what `other` makes of it; by default it is refused.
+A subclass of int, list or dict with its own __eq__ arrives as an int, list or dict. Dates, decimals,
+fractions, builtin types, and NumPy's arrays and scalars of numbers are plain data too. Any other object is
+what `other` makes of it; by default it is refused.
 
 This file imports the standard library only: qerl need not be importable in the child (child.py).
 """
 
+import builtins
+import importlib
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_BY_NAME = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_BY_NAME = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_AS_TEXT = ("decimal.Decimal", "fractions.Fraction", "datetime.date", "datetime.datetime", "datetime.time")
 _NUMBERS = re.compile(r"[<>|=][biufc]\d{1,2}")
 
 
@@ -38,20 +43,33 @@ def encode(value: Any, other: Callable[[Any], Any] = refuse) -> Any:
         return {"dict": [[encode(key, other), encode(item, other)] for key, item in dict(value).items()]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
+    return _encode_rare(value, other)
+
+
+def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    return _encode_numpy(value, other)
+    if isinstance(value, range):
+        return {"range": [encode(part) for part in (value.start, value.stop, value.step)]}
+    if isinstance(value, type) and _builtin_type(value.__name__) is value:
+        return {"type": value.__name__}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind in _AS_TEXT:
+        return {kind: value.isoformat() if hasattr(value, "isoformat") else str(value)}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        if _NUMBERS.fullmatch(value.dtype.str) and isinstance(value, numpy.generic):
+            return encode(value.item(), other)
+        if _NUMBERS.fullmatch(value.dtype.str):
+            return {"array": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
+    return other(value)
 
 
-def _encode_numpy(value: Any, other: Callable[[Any], Any]) -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
-        return other(value)
-    if not _NUMBERS.fullmatch(value.dtype.str):
-        return other(value)
-    if isinstance(value, numpy.generic):
-        return encode(value.item(), other)
-    return {"array": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
+def _builtin_type(name: str) -> type | None:
+    """Return a type of Python's, but no exception that is not an error."""
+    kind = getattr(builtins, name, None)
+    is_type = isinstance(kind, type) and (issubclass(kind, Exception) or not issubclass(kind, BaseException))
+    return kind if is_type else None
 
 
 def decode(value: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
@@ -69,8 +87,20 @@ def decode(value: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
         return int(content, 16)
     if name == "bytes":
         return bytes.fromhex(content)
+    return _decode_rare(name, content, special)
+
+
+def _decode_rare(name: str, content: Any, special: Callable[[str, Any], Any] | None) -> Any:
     if name == "complex":
         return complex(*content)
+    if name == "range":
+        return range(*map(decode, content))
+    if name == "type" and (kind := _builtin_type(content)) is not None:
+        return kind
+    if name in _AS_TEXT:
+        module, _, name = name.partition(".")
+        kind = getattr(importlib.import_module(module), name)
+        return getattr(kind, "fromisoformat", kind)(content)
     if name == "array":
         return _array(*content)
     if special is not None:
