@@ -192,6 +192,9 @@ def test_the_kernels_run_plain_layers_only(pairs):
     assert parts["Olmo2"] == "norms in other places"
     assert parts["Granite"] == "a scale of its own for attention"
     assert parts["Glm4"] == "norms in other places"
+    config = pairs.of("Phi3")[0].config.to_dict() | {"architectures": ["Phi3ForCausalLM"]}
+    phi4 = from_hf_config(config | {"sliding_window": None, "rope_parameters": None})
+    assert phi4.special_part is None and phi4.stored_linears
 
 
 def test_each_special_part_alone_keeps_the_kernels_away(pairs):

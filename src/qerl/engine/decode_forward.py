@@ -3,6 +3,8 @@
     TorchForward    the decoder's own modules with paged attention in PyTorch: any device, format and dtype
     HopperForward   decode_hopper.py: this project's kernels, on a Hopper GPU
 
+Layers with a window read only the pages that it reaches.
+
 Unused rows (position -1) write to the cache's unused slot; their results are ignored.
 """
 
@@ -56,13 +58,17 @@ class TorchForward:
         pages_B = tables_BX.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
         slots_B = slots_of(pages_B, positions_B, cache.page_tokens).where(is_live_B, cache.unused_slot)
         lengths_B = positions_B + 1
+        seen: dict[int | None, tuple[Tensor, Tensor]] = {}  # tables and lengths by window
 
         def attend(
             layer_index: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, options: AttentionOptions
         ) -> Tensor:
             cache.write(layer_index, slots_B, k_BKH, v_BKH)
-            k, v, tables = cache.readable(layer_index, tables_BX, q_BNH.dtype)
-            return self._decode(q_BNH, k, v, tables, lengths_B, options)
+            if options.window not in seen:
+                seen[options.window] = options.seen_tables(tables_BX, lengths_B, cache.page_tokens)
+            tables, lengths = seen[options.window]
+            k, v, tables = cache.readable(layer_index, tables, q_BNH.dtype)
+            return self._decode(q_BNH, k, v, tables, lengths, options)
 
         tokens_B = state.tokens_B[:num_rows].long()
         return self._decoder(tokens_B, positions_B, attend, noise_rows_T=state.noise_rows_B[:num_rows])

@@ -131,8 +131,8 @@ def _layout(
         seen_BQ = num_keys[:, None] - hidden  # it grows past the span, so every padding query sees a key
         is_hidden_BQS = torch.arange(S) >= seen_BQ[..., None]
         if window is not None:
-            last_BQ = torch.minimum(seen_BQ, num_keys[:, None])  # padding queries see keys too
-            is_hidden_BQS |= torch.arange(S) < last_BQ[..., None] - window
+            # A span has at most n + window - 1 keys: no padding query's window begins past key Q - 1.
+            is_hidden_BQS |= torch.arange(S) < seen_BQ[..., None] - window
         mask_BQS = torch.zeros(len(block), Q, S).masked_fill_(is_hidden_BQS, float("-inf"))
         key_rows_BS = pad_sequence([keys for _, _, keys in block], batch_first=True)
         for b, (start, n, _) in enumerate(block):

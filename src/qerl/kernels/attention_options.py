@@ -40,6 +40,19 @@ class AttentionOptions:
         bent = scores.div_(self.softcap).tanh_()
         return bent * self.softcap, 1 - bent.square()
 
+    def seen_tables(self, tables_BX: Tensor, lengths_B: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the tables of the pages that the window reaches, and the lengths counted from the first."""
+        if self.window is None:
+            return tables_BX, lengths_B
+        X = tables_BX.shape[1]
+        num_seen = min((self.window - 2) // page_tokens + 2, X)
+        first_B = (lengths_B - self.window).clamp(min=0) // page_tokens
+        pages_BY = first_B[:, None] + torch.arange(num_seen, device=tables_BX.device)
+        seen_BY = tables_BX.gather(
+            1, pages_BY.clamp(max=X - 1)
+        )  # what is beyond the table is beyond the length
+        return seen_BY, lengths_B - first_B * page_tokens
+
     def softmax(self, scores_BKGQS: Tensor) -> Tensor:
         """Return p over the last dimension of masked scores; G query heads share one of K key heads."""
         if self.sinks_N is None:
