@@ -1,6 +1,7 @@
 """`qerl check`: what it looks at, what it finds broken, and that it writes nothing."""
 
 import json
+import os
 
 import pytest
 
@@ -122,10 +123,18 @@ def test_an_own_answer_without_reward_is_a_note(check, tmp_path, reward, answers
     )
 
 
-def test_a_folder_that_cannot_be_written_is_broken(check, tmp_path):
+def test_a_folder_that_cannot_be_made_is_broken(check, tmp_path):
     (tmp_path / "file").write_text("")
+    (tmp_path / "file").chmod(0o755)
     code, _, last = check("--out", tmp_path / "file" / "run")
     assert code == 1 and "out is broken" in last and "choose another folder with --out" in last
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to any folder")
+def test_a_folder_without_the_right_to_write_is_broken(check, tmp_path):
+    (tmp_path / "folder").mkdir(mode=0o555)
+    code, _, last = check("--out", tmp_path / "folder" / "run")
+    assert code == 1 and "out is broken" in last
 
 
 def test_a_model_without_tokenizer_or_template_is_told(check, files, tmp_path):
@@ -157,6 +166,14 @@ def test_an_environment_begins_an_episode(check):
     environment = ["--reward", "higher_lower", "--task.environment.max-turns", "2"]
     code, findings, _ = check(*environment)
     assert code == 0 and "the environment begins an episode" in texts(findings, "reward")[-1]
+
+
+def test_an_environment_that_cannot_begin_is_broken(check, tmp_path):
+    lines = ["class Maze:", "    def reset(self, row, seed):", "        raise ValueError('no way in')"]
+    lines += ["    def step(self, completion):", "        return None"]
+    (tmp_path / "maze.py").write_text("\n".join(lines))
+    code, _, last = check("--reward", f"{tmp_path}/maze.py:Maze")
+    assert code == 1 and "reward is broken" in last and "no way in" in last
 
 
 @pytest.mark.parametrize(("installed", "status"), [(True, "ok"), (False, "broken")])

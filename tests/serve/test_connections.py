@@ -14,6 +14,7 @@ import pytest
 
 import tiny_run
 from qerl.cli import main
+from qerl.engine.generation import Generation
 from serve import parts
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "seed": 3}
@@ -167,6 +168,25 @@ def test_garbage_after_an_answer_ends_the_connection(model, capfd):
             answers = parts.received(connection)
         assert answers.startswith(b"HTTP/1.1 200") and answers.count(b"HTTP/1.1 400") == 1
         parts.wait_for(lambda: batcher.num_running == 0)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_stream_is_told_that_the_server_ends(model, monkeypatch, capfd):
+    """Its answer takes longer than the server waits for it."""
+    monkeypatch.setattr("qerl.serve.connections._SHUTDOWN_TIMEOUT_S", SHORT_S)
+    step = Generation.step
+
+    def slow(self):
+        time.sleep(0.1)
+        step(self)
+
+    monkeypatch.setattr(Generation, "step", slow)
+    with contextlib.ExitStack() as stack:
+        with serving(model) as (address, _):
+            sent = parts.post(HELLO | {"max_tokens": 900, "stream": True, "seed": 8, "temperature": 2.0})
+            connection = stack.enter_context(parts.connected(address, sent))
+            assert connection.recv(9) == b"HTTP/1.1 "
+        assert b"the server is shutting down" in parts.received(connection)
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -44,7 +44,7 @@ Parsed = TypeVar("Parsed")
 
 
 def make_app(parser: RequestParser, batcher: Batcher, *, api_key: str | None) -> FastAPI:
-    """Return the app; its state has the server's metrics."""
+    """Return the app; its state has the server's metrics, and what ends the requests that are running."""
     metrics, routes = ServerMetrics(), Routes(parser, batcher)
 
     @contextlib.asynccontextmanager
@@ -67,6 +67,7 @@ def make_app(parser: RequestParser, batcher: Batcher, *, api_key: str | None) ->
         },
     )
     app.state.metrics = routes.metrics = metrics
+    app.state.stop_requests = batcher.stop
     _show_engine(metrics, batcher)
     app.add_api_route("/v1/models", routes.models, response_model=None)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)

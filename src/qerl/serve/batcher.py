@@ -107,11 +107,15 @@ class Batcher:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop at the next burst and reject all requests that are not complete."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Stop, and wait for it."""
+        self.stop()
         self._thread.join(_SHUTDOWN_TIMEOUT_S)
 
     @property

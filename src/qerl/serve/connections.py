@@ -21,6 +21,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import h11
@@ -35,7 +36,8 @@ _ACCEPT_RETRY_S = 0.5
 _BACKLOG = 2048
 _NUM_RESERVED = 16  # connections beyond the maximum, for health and metrics
 _NUM_OTHER_FILES = 128  # descriptors that are no connections
-_SHUTDOWN_TIMEOUT_S = 5  # for streams that are open when the server ends
+_SHUTDOWN_TIMEOUT_S = 5  # for requests that are running when the server ends
+_LAST_WORDS_S = 2  # beyond that, for the error that the others are told
 _MAX_CHECK_PERIOD_S = 1.0
 _REFUSALS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
@@ -110,7 +112,16 @@ class ServingProtocol(H11Protocol):
 class ApiServer(uvicorn.Server):
     """uvicorn's server with an accept loop and deadlines of its own."""
 
-    def __init__(self, app: Any, busy_app: Any, options: ServeOptions, metrics: ServerMetrics):
+    def __init__(
+        self,
+        app: Any,
+        busy_app: Any,
+        options: ServeOptions,
+        metrics: ServerMetrics,
+        *,
+        stop_requests: Callable[[], None],
+    ):
+        """stop_requests: reject the requests that are not complete; called when the server ends."""
         config = uvicorn.Config(
             app,
             http="h11",
@@ -121,10 +132,11 @@ class ApiServer(uvicorn.Server):
             access_log=False,
             h11_max_incomplete_event_size=options.max_header_bytes,
             timeout_keep_alive=cast(int, options.keep_alive_timeout_s),  # call_later takes any number
-            timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+            timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S + _LAST_WORDS_S,
         )
         super().__init__(config)
         self.options, self.metrics, self._busy_app = options, metrics, busy_app
+        self._stop_requests = stop_requests
         num_files = max(raise_open_file_limit() - _NUM_OTHER_FILES, _NUM_RESERVED)
         self._max_connections = min(options.max_connections, num_files)
         self._tasks = list[asyncio.Task[None]]()
@@ -157,6 +169,7 @@ class ApiServer(uvicorn.Server):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        asyncio.get_running_loop().call_later(_SHUTDOWN_TIMEOUT_S, self._stop_requests)
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:

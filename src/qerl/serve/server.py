@@ -38,7 +38,8 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
 
 
 def make_server(app: FastAPI, options: ServeOptions) -> ApiServer:
-    return ApiServer(app, BusyApp(app, app.state.metrics), options, app.state.metrics)
+    metrics = app.state.metrics
+    return ApiServer(app, BusyApp(app, metrics), options, metrics, stop_requests=app.state.stop_requests)
 
 
 def read_api_key(path: Path | None) -> str | None:
