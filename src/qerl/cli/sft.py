@@ -1,4 +1,4 @@
-"""Fine-tune a model on chats, completions or texts, before reinforcement learning or without it."""
+"""Fine-tune a model on chats, completions or texts, before or without reinforcement learning."""
 
 import dataclasses
 import json
