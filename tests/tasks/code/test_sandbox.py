@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import pty
 import select
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import tiny_run
+from qerl.cli import main
 from qerl.config import CodeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
@@ -112,6 +115,21 @@ def test_the_log_names_the_backend():
     with RewardPool(UNSAFE) as pool:
         (notice,) = pool.notices
     assert notice.startswith(f"programs are confined by {sandbox.choose(unsafe=True).backend}")
+
+
+def test_a_run_and_its_evaluation_name_the_backend(tmp_path, capsys):
+    files, run = tiny_run.write_files(tmp_path / "files"), tmp_path / "run"
+    rows = [{"prompt": f"{i}?", "tests": {"inputs": [""], "outputs": [str(i)]}} for i in range(40)]
+    (files / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["--num-steps", "1", "--noise.num-stages", "2", "--evaluate.num-prompts", "0", "--task.code.unsafe"]
+    own += ["--num-prompts", "1", "--task.rewards", "code", "--task.answer-column", "tests"]
+    main.command(["train", "demo", *tiny_run.options(files, run), *own])
+    backend = f"confined by {sandbox.choose(unsafe=True).backend}"
+    assert backend in (run / "events.jsonl").read_text()
+    capsys.readouterr()
+    evaluate = ["--num-prompts", "1", "--num-samples", "1", "--task.code.unsafe"]
+    main.command(["eval", str(run), *evaluate])
+    assert backend in " ".join(capsys.readouterr().err.split())
 
 
 class Terminal:
