@@ -16,6 +16,7 @@ from qerl.tasks.code.runner import Limits, SandboxUnavailable, probe, run_with_i
 
 LIMITS = Limits(deadline_s=120.0, memory_bytes=1 << 30, output_bytes=1 << 20)
 EPERM, ENOENT, ENXIO, EACCES, EROFS, ENOSYS = 1, 2, 6, 13, 30, 38
+NEW = f"qerl-attack-{os.getpid()}"
 ARM = platform.machine() == "aarch64"
 PREPARED = """
 import asyncio, ctypes, fcntl, json, multiprocessing, os, resource, signal, socket, subprocess, time
@@ -163,9 +164,9 @@ OPENS = (
     *(f"os.listdir({path!r})" for path in ("/sys", "/run", "/boot", "/proc")),
     f"open({__file__!r})",
     f"os.listdir({os.path.dirname(__file__)!r})",
-    *(f"open('{folder}/qerl-attack', 'w')" for folder in ("/tmp", "/var/tmp", "/dev/shm", "/usr/lib")),
+    *(f"open('{folder}/{NEW}', 'w')" for folder in ("/tmp", "/var/tmp", "/dev/shm", "/usr/lib")),
     "open(json.__file__, 'a')",
-    "os.mkdir('/tmp/qerl-attack')",
+    f"os.mkdir('/tmp/{NEW}')",
     "os.rename(json.__file__, json.__file__)",
 )
 

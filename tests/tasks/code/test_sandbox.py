@@ -22,7 +22,7 @@ from qerl.cli import main
 from qerl.config import CodeConfig, TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import RewardPool
-from qerl.tasks.code import backends, runner, sandbox
+from qerl.tasks.code import backends, confine, runner, sandbox
 from qerl.tasks.code.grade import code
 from qerl.tasks.code.runner import Limits, SandboxUnavailable, probe, run_with_input
 
@@ -79,7 +79,11 @@ def test_a_backend_that_does_not_work_is_skipped_with_its_reason(machine, tmp_pa
     assert chosen.skipped["bwrap"] == "bwrap: No permissions to create new namespace"
     assert chosen.backend in str(chosen) and "No permissions" in str(chosen)
     command(tmp_path, "exit 0")
-    assert "exited before the sandbox was set up" in sandbox.choose(unsafe=True).skipped["bwrap"]
+    assert sandbox.choose(unsafe=True).skipped["bwrap"] == "the process ended before it was confined"
+    with pytest.raises(
+        SandboxUnavailable, match="ended before it was confined"
+    ):  # it fails later: no wrong answer
+        printed("print(1)", dataclasses.replace(LIMITS, backend="bwrap"))
 
 
 def test_where_nothing_confines_a_program_the_reward_is_refused(machine):
@@ -273,6 +277,22 @@ def test_the_tmpfs_of_bwrap_has_a_size(monkeypatch):
         except OSError as error: print(error.errno, count)
     """
     assert printed(fill, limits) == "28 64\n"
+
+
+def test_root_without_capabilities_is_like_any_user():
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    limits = limits_of("landlock")
+    reads, writes = os.pipe()
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            confine._keep_capabilities(0)
+            os.write(writes, (printed("print(1)", limits) or "failed").encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as file:
+        assert file.read() == b"1\n"
 
 
 def test_root_makes_each_program_another_user():

@@ -33,6 +33,8 @@ _FILE_BYTES = 1 << 20
 _FOLDER_BYTES = 64 << 20
 _FIRST_USER, _NUM_USERS = 0x7FFE0000, 1 << 16
 """Users that no system gives to anyone: root makes each program one of them, which has no other tasks."""
+_TO_CHANGE_USER = 1 << 0 | 1 << 6 | 1 << 7
+"""CAP_CHOWN, CAP_SETGID and CAP_SETUID, which root may lack in a container."""
 _BOX = "/sandbox"
 
 
@@ -97,8 +99,9 @@ def _num_tasks() -> int:
 
 
 def _new_user() -> int | None:
-    """Return a user for one program of root, None for another user's, who cannot change."""
-    if os.geteuid() != 0:
+    """Return a user for one program of root; None where this process cannot change its user."""
+    capabilities = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+    if os.geteuid() != 0 or capabilities & _TO_CHANGE_USER != _TO_CHANGE_USER:
         return None
     user = _FIRST_USER + secrets.randbelow(_NUM_USERS)
     lines = Path("/proc/self/uid_map").read_text().splitlines()

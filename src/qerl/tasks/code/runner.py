@@ -63,11 +63,13 @@ def probe(limits: Limits) -> set[str]:
             output = _read({process.result: _RESULT_BYTES}, time.monotonic() + 60)
             process.popen.kill()
             errors = process.popen.communicate()[1].decode(errors="replace").strip()
-    except OSError as error:  # no such command; root without the capabilities of root
+    except OSError as error:  # no such command
         raise SandboxUnavailable(str(error)) from error
-    if not (result := _check(output[process.result])):
-        raise SandboxUnavailable(errors[-300:] or f"{sys.executable} exited before the sandbox was set up")
-    return {name for bit, name in ((1, "landlock"), (2, "seccomp")) if int(result[:1]) & bit}
+    try:
+        result = int(_check(output[process.result], math.inf)[:1])
+    except SandboxUnavailable as error:
+        raise SandboxUnavailable(errors[-300:] or str(error)) from error
+    return {name for bit, name in ((1, "landlock"), (2, "seccomp")) if result & bit}
 
 
 def run_with_input(program: str, stdin: str, limits: Limits) -> str | None:
@@ -76,7 +78,7 @@ def run_with_input(program: str, stdin: str, limits: Limits) -> str | None:
         assert process.popen.stdout is not None
         stdout = process.popen.stdout.fileno()
         output = _read({stdout: limits.output_bytes, process.result: _RESULT_BYTES}, end)
-        _check(output[process.result])
+        _check(output[process.result], end)
         if len(output[stdout]) > limits.output_bytes or _exit_code(process, end) != 0:
             return None
         return output[stdout].decode(errors="replace")
@@ -87,7 +89,7 @@ def run_call(program: str, function: str, arguments: list[Any], limits: Limits) 
     order = {"source": program, "function": function, "arguments": values.encode(arguments)}
     end = time.monotonic() + limits.deadline_s
     with _start_child("call", order, limits) as process:
-        output = _check(_read({process.result: limits.output_bytes}, end)[process.result])
+        output = _check(_read({process.result: limits.output_bytes}, end)[process.result], end)
     try:
         return (json.loads(output[1:]),)
     except (ValueError, RecursionError, MemoryError):  # the program may write anything
@@ -106,10 +108,10 @@ def run_test(program: str, test: Script, limits: Limits) -> bool:
         for end in sockets:
             end.close()
         output = _read({tester.result: _RESULT_BYTES, server.result: _RESULT_BYTES}, deadline)
-        outcome = _check(output[tester.result])[1:].decode(errors="replace")
+        outcome = _check(output[tester.result], deadline)[1:].decode(errors="replace")
         if outcome.startswith("refused "):
             raise ValueError(f"the test gives the program a {outcome.removeprefix('refused ')} of its own")
-        return outcome == "passed" and bool(_check(output[server.result]))
+        return bool(_check(output[server.result], deadline)) and outcome == "passed"
 
 
 @contextmanager
@@ -199,8 +201,11 @@ def _exit_code(process: _ChildProcess, end: float) -> int | None:
         return None
 
 
-def _check(result: bytes) -> bytes:
-    """Raise SandboxUnavailable if the first letter, written before the program was loaded, is E."""
+def _check(result: bytes, end: float) -> bytes:
+    """Raise SandboxUnavailable if the first letter, written before the program was loaded, is E, or if none
+    came although time was left."""
     if result[:1] == b"E":
         raise SandboxUnavailable(result[1:].decode(errors="replace"))
+    if not result and time.monotonic() < end:
+        raise SandboxUnavailable("the process ended before it was confined")
     return result
