@@ -34,6 +34,7 @@ from qerl.learner.packing import PackedBatch, pack
 from qerl.models.awq import BATCH_TOKENS, ScaledCheckpoint, awq, collect_inputs, run_sequences
 from qerl.models.compressed_tensors import SelectScales, default_scales, encode_weights
 from qerl.models.decoder import Decoder
+from qerl.models.delta_net import recur_over
 from qerl.models.device import COMPUTE, resolve_device
 from qerl.models.loader import build_decoder
 from qerl.models.source import Checkpoint, locate
@@ -187,7 +188,7 @@ def _entropy_of(decoder: Decoder, batch: PackedBatch, config: RunConfig) -> Tens
 
     head = decoder.lm_head
     return chunked_logprob(
-        decoder(batch.tokens_T, batch.positions_T, attend),
+        decoder(batch.tokens_T, batch.positions_T, attend, recur=recur_over(batch.trees, decoder.device)),
         head.operand(),
         batch.targets_C,
         rows_C=batch.source_rows_C,

@@ -18,6 +18,7 @@ from qerl.kernels.logprob import Softcap, chunked_logprob
 from qerl.models.adapter import adapter_tensors, add_adapter, publish
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
+from qerl.models.delta_net import recur_over
 from qerl.models.loader import build_decoder
 from qerl.models.source import locate
 from qerl.types import Tree
@@ -53,6 +54,18 @@ LONGROPE = {
 LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 ROPES = {"full_attention": {**LOCAL, "rope_type": "linear", "factor": 4.0}, "sliding_attention": LOCAL}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+QUARTER = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+}
 ROWS = {
     "Llama": WIDE,
     "Mistral": WIDE,
@@ -79,12 +92,14 @@ ROWS = {
     "Olmo2": {},
     "Olmo3": {**WINDOWS, "rope_parameters": ROPES},
     "Phi3": {"sliding_window": 9, "rope_parameters": LONGROPE},
+    "Qwen3_5": {**WIDE, **DELTA, **QUARTER},
+    "Qwen3Next": {**WIDE, **DELTA, **QUARTER, "num_experts": 0, "decoder_sparse_step": 1},
     "SmolLM3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
 }
 
 
 def config_class(family: str):
-    return getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+    return getattr(transformers, f"{family}{'Text' if family in ('Gemma3', 'Qwen3_5') else ''}Config")
 
 
 def oracle(family: str, *, seed: int = 0, **changes):
@@ -156,8 +171,9 @@ class Pairs:
 
 
 def adapted(decoder: Decoder) -> Decoder:
-    """Add an adapter whose A and B are random."""
-    add_adapter(decoder, AdapterConfig(rank=4, alpha=8.0), seed=3)
+    """Add an adapter to every linear, whose A and B are random."""
+    targets = tuple(dict.fromkeys(name.rpartition(".")[2] for name, _ in decoder.linears()))
+    add_adapter(decoder, AdapterConfig(rank=4, alpha=8.0, target_modules=targets), seed=3)
     rng = torch.Generator().manual_seed(4)
     for master in adapter_tensors(decoder).values():
         master.data.copy_(torch.randn(master.shape, generator=rng) * 0.1)
@@ -176,7 +192,7 @@ def sampled_logprobs(decoder: Decoder, tokens_T: Tensor, trees: list[Tree]) -> T
         row += length
     softcap = None if head.softcap is None else Softcap(head.softcap, head.alpha)
     logprob_C, _ = chunked_logprob(
-        decoder(tokens_T, positions_T, attend),
+        decoder(tokens_T, positions_T, attend, recur=recur_over(trees, decoder.device)),
         head.operand(),
         tokens_T[targets],
         rows_C=torch.tensor(rows),

@@ -3,6 +3,8 @@
 import torch
 
 from qerl.kernels.attention import PagedLayout, paged_decode, span_attention
+from qerl.kernels.gated_delta import SequenceLayout
+from qerl.kernels.gated_delta_net import DeltaState, mix, mix_step
 
 
 class PagedCache:
@@ -12,8 +14,18 @@ class PagedCache:
         arch, num_pages = decoder.architecture, max_tokens // page_tokens + 5
         shape = (2, arch.num_layers, num_pages, page_tokens, arch.num_kv_heads, arch.head_size)
         self.k, self.v = torch.full(shape, 9.0, dtype=decoder.compute)  # wrong, finite, where unwritten
-        self.page_tokens = page_tokens
+        self.page_tokens, self.states = page_tokens, {}
         self.order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1))
+
+    def recur(self, layer_index, inputs):
+        """The states of one sequence go on with its next rows."""
+        state = self.states.get(layer_index, DeltaState.zeros(inputs.shape, 1, inputs.qkv_TC))
+        if len(inputs.qkv_TC) == 1:
+            o_TNV, self.states[layer_index] = mix_step(inputs, state)
+        else:
+            layout = SequenceLayout.of([len(inputs.qkv_TC)])
+            o_TNV, self.states[layer_index] = mix(inputs, layout, state)
+        return o_TNV
 
     def table(self, sequence, num_tokens, *, pages_each):
         num_pages = -(-num_tokens // self.page_tokens)

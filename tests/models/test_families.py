@@ -68,10 +68,11 @@ def test_paged_decoding_in_pieces_is_what_transformers_computes(pairs, family):
     for first, n in ((0, 9), (9, 8)):
         span = Span(start_row=0, num_rows=n, first_position=first, table=table_X)
         positions_T = torch.arange(first, first + n)
-        got.append(decoder(TOKENS_T[positions_T], positions_T, cache.prefill([span])))
+        got.append(decoder(TOKENS_T[positions_T], positions_T, cache.prefill([span]), recur=cache.recur))
     for position in range(17, 40):
         at = torch.tensor([position])
-        got.append(decoder(TOKENS_T[at], at, cache.decode(table_X[None], at + 1)))
+        attend = cache.decode(table_X[None], at + 1)
+        got.append(decoder(TOKENS_T[at], at, attend, recur=cache.recur))
     torch.testing.assert_close(decoder.logits(torch.cat(got)), theirs_TV, atol=1e-4, rtol=0)
 
 

@@ -11,6 +11,7 @@ from qerl.formats import BF16
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.decoder import Decoder
+from qerl.models.delta_net import recur_over
 from qerl.models.families import from_hf_config
 from qerl.types import Tree
 
@@ -92,5 +93,7 @@ def packed(trees: list[Tree], device: torch.device | str = "cpu"):
 
 def logits_of(decoder: Decoder, tokens_T: Tensor) -> Tensor:
     """Of one sequence."""
-    positions_T, attend = packed(forest((len(tokens_T), ())), decoder.device)
-    return decoder.logits(decoder(tokens_T.to(decoder.device), positions_T, attend))
+    trees = forest((len(tokens_T), ()))
+    positions_T, attend = packed(trees, decoder.device)
+    recur = recur_over(trees, decoder.device)
+    return decoder.logits(decoder(tokens_T.to(decoder.device), positions_T, attend, recur=recur))

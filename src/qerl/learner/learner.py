@@ -52,6 +52,7 @@ from qerl.learner.optimizer import load_state, new_optimizer, state_of
 from qerl.learner.packing import PackedBatch
 from qerl.models.adapter import adapter_off, adapter_tensors, dropping_inputs, load_adapter, publish
 from qerl.models.decoder import Decoder
+from qerl.models.delta_net import recur_over
 from qerl.models.linear import holding
 from qerl.types import Group
 
@@ -249,7 +250,10 @@ class Learner:
             return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout, options)
 
         noise_rows_T = _noise_rows(self.decoder, batch)
-        hidden_TD = self.decoder(batch.tokens_T, batch.positions_T, attend, self._run_layer(), noise_rows_T)
+        recur = recur_over(batch.trees, self.decoder.device)
+        hidden_TD = self.decoder(
+            batch.tokens_T, batch.positions_T, attend, self._run_layer(), noise_rows_T, recur
+        )
         head = self.decoder.lm_head  # without a cap the head's alpha is folded into the temperature
         softcap = None if head.softcap is None else Softcap(head.softcap, head.alpha)
         return chunked_logprob(

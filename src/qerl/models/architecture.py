@@ -7,6 +7,8 @@ and the engine read nothing else of a family.
 import dataclasses
 from typing import Literal
 
+from qerl.kernels.gated_delta_net import DeltaShape
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
@@ -41,6 +43,9 @@ class Rope:
 class LayerKind:
     """LayerKind(window=1024, rope="local"): attention to the last 1,024 positions, with its own rope."""
 
+    mixer: Literal["attention", "delta"] = "attention"
+    """What mixes tokens: attention, or Gated DeltaNet, which has recurrent states instead of keys and
+    values (delta_net.py)."""
     window: int | None = None
     """Positions that a query sees, its own included; None: all before it."""
     rope: Literal["main", "local", "none"] = "main"
@@ -127,6 +132,12 @@ class Architecture:
     """Factor of what attention and MLP add to the residual stream."""
     norm_offset: float = 0.0
     """What is added to the stored weights of norms."""
+    attention_gate: bool = False
+    """q_proj has a gate behind each head's query; its sigmoid multiplies the head's output."""
+    delta: DeltaShape | None = None
+    """Shape of the layers with Gated DeltaNet."""
+    delta_projections: Literal["by_part", "by_head"] = "by_part"
+    """Linears of q | k | v, z, b and a; or two, whose rows are those of one key head after the other."""
     stored_linears: tuple[StoredLinear, ...] = ()
     """The layer's linears that the checkpoint stores in another way."""
     part_of: str | None = None
@@ -140,6 +151,10 @@ class Architecture:
         """The kind of each layer."""
         return tuple(self.kind(index) for index in range(self.num_layers))
 
+    def layers_with(self, mixer: str) -> tuple[int, ...]:
+        """Return the indices of the layers with this mixer."""
+        return tuple(index for index, kind in enumerate(self.kinds) if kind.mixer == mixer)
+
     @property
     def rotated(self) -> int:
         """Elements of a head that are rotated."""
@@ -149,6 +164,8 @@ class Architecture:
     def special_part(self) -> str | None:
         """A part that the fused kernels do not compute, in words; None if there is none."""
         parts = {
+            "Gated DeltaNet": self.delta is not None,
+            "gated attention": self.attention_gate,
             "sliding windows": any(kind.window is not None for kind in self.kinds),
             "layers with different ropes": any(kind.rope != "main" for kind in self.kinds),
             "norms in other places": self.norms != PRE_NORMS,

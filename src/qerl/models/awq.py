@@ -10,7 +10,8 @@ m_k is the mean |x_k| over a text. diag(1 / s) is folded into the module that ma
     down         into up's rows
 
 The norm's weight is stored in bfloat16: s is recomputed from the rounded weight, so that the two still
-cancel. Where the residual stream is read without a norm, nothing is folded.
+cancel. Where the residual stream is read without a norm, and into the gated norm
+of Gated DeltaNet, nothing is folded.
 
 alpha is the value among 0, 1/20, ... 1 that minimizes the sum over the linears of
 |W x - Q(W diag(s)) diag(1 / s) x|^2 over rows x of the text. alpha 0 gives s = 1, plain rounding, so the
@@ -38,7 +39,8 @@ from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, RunLayer, run_layer
-from qerl.models.layer_spec import layer_spec
+from qerl.models.delta_net import recur_over
+from qerl.models.layer_spec import layer_specs
 from qerl.models.source import Checkpoint
 from qerl.models.state_dict import linear_groups, read_float
 from qerl.types import Tree
@@ -116,7 +118,7 @@ def run_sequences(
 
     tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
     positions_T = torch.cat([torch.arange(len(tokens), device=device) for tokens in sequences])
-    return decoder(tokens_T, positions_T, attend, run_layer)
+    return decoder(tokens_T, positions_T, attend, run_layer, recur=recur_over(trees, device))
 
 
 def awq(
@@ -124,8 +126,7 @@ def awq(
 ) -> "ScaledCheckpoint":
     """Return the checkpoint with the factors folded in that minimize this encoding's error."""
     factors: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-    layer = layer_spec(architecture)
-    for layer_index in range(architecture.num_layers):
+    for layer_index, layer in enumerate(layer_specs(architecture)):
         at = f"model.layers.{layer_index}"
         for spec in layer.groups:
             if spec.input_from is None:

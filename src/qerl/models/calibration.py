@@ -15,6 +15,7 @@ from qerl.errors import UserError
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.decoder import Attend
+from qerl.models.delta_net import Recur, recur_over
 from qerl.tracking.json_lines import decode
 from qerl.types import Tree
 
@@ -26,6 +27,7 @@ class Calibration:
     tokens_T: Tensor
     positions_T: Tensor
     attend: Attend
+    recur: Recur
 
 
 def load_calibration(
@@ -65,7 +67,8 @@ def pack_groups(
     def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions) -> Tensor:
         return tree_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
-    return Calibration(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend)
+    tokens_T, positions_T = (torch.tensor(values, device=device) for values in (tokens, positions))
+    return Calibration(tokens_T, positions_T, attend, recur_over(trees, device))
 
 
 def tokenize_groups(

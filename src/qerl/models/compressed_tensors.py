@@ -106,7 +106,10 @@ def checkpoint_notices(checkpoint: Checkpoint) -> list[str]:
     found = [g.get("input_activations") for g in groups.values() if isinstance(g, dict)] if groups else []
     bits = sorted({str(each.get("num_bits")) for each in found if isinstance(each, dict)})
     skipped = checkpoint.num_skipped if isinstance(checkpoint, NamedCheckpoint) else 0
-    notices = [f"{checkpoint.path}: {skipped} tensors of other modalities are not loaded"] * bool(skipped)
+    notices = [
+        f"{checkpoint.path}: {skipped} tensors of other modalities and of multi-token prediction"
+        " are not loaded"
+    ] * bool(skipped)
     return notices + [
         f"{checkpoint.path}: quantization of activations to {' and '.join(bits)} bits is dropped; inputs"
         " of the 4-bit weights are in model.dtype"

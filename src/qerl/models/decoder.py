@@ -5,13 +5,15 @@
     h = h + down_proj(silu(gate) * up)                   gate, up of post_attention_layernorm(h)
     hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32 (lm_head.py)
 
-A family may place norms after attention and MLP too, scale and cap, or rotate in another way: Architecture.
+A family may place norms after attention and MLP too, scale and cap, rotate in another way, or have Gated
+DeltaNet (delta_net.py) in the place of attention in some layers: Architecture.
 
 The residual stream h is fp32, everything else is in the compute dtype. Rounding h to bf16 at each of a 7B
 model's 56 sums would cause most of the difference between the engine and the learner.
 
 The passes differ only in the function attend(layer_index, q_TNH, k_TKH, v_TKH, options) -> o_TNH. The
-learner's attends within packed rows; the engine's writes k and v to the KV cache and attends to that.
+learner's attends within packed rows; the engine's writes k and v to the KV cache and attends to that. With
+Gated DeltaNet they differ in a second function, recur.
 Submodules have Hugging Face's names without the leading "model.".
 """
 
@@ -28,6 +30,7 @@ from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.architecture import Architecture, LayerKind
+from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead
@@ -49,6 +52,8 @@ class RowContext(NamedTuple):
     """Of each row's position, by LayerKind.rope."""
     noise_rows_T: Tensor | None
     """Index of each row's noise in the noise table, int32; None uses no table."""
+    recur: Recur | None
+    """Of layers with Gated DeltaNet; None: there are none."""
 
 
 RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
@@ -79,6 +84,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.head_size, self.rope, self._is_interleaved = arch.head_size, kind.rope, arch.rope_is_interleaved
+        self._is_gated = arch.attention_gate
         self.options = AttentionOptions(
             scale=arch.attention_scale, softcap=arch.attention_softcap, window=kind.window
         )
@@ -96,9 +102,14 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, angles: dict[str, Angles], layer_index: int, attend: Attend) -> Tensor:
         """Return the heads' outputs side by side, which o_proj multiplies."""
         q_TN, k_TK, v_TK = project(x_TD, self.qkv_projs, gaps_are_free=True)
+        gate_TN = None
+        if self._is_gated:
+            q_TN, gate_TN = (
+                part.flatten(1) for part in q_TN.unflatten(1, (-1, 2 * self.head_size)).chunk(2, 2)
+            )
         q_TNH, k_TKH = self._rotated(self._normed(q_TN, self.q_norm), self._normed(k_TK, self.k_norm), angles)
         o_TNH = attend(layer_index, q_TNH, k_TKH, v_TK.unflatten(1, (-1, self.head_size)), self.options)
-        return o_TNH.flatten(1)
+        return o_TNH.flatten(1) if gate_TN is None else o_TNH.flatten(1) * gate_TN.sigmoid()
 
     def _normed(self, y_TN: Tensor, norm: nn.Module) -> Tensor:
         """Return heads [T, N, H]."""
@@ -143,19 +154,27 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, arch: Architecture, layer_index: int, compute: torch.dtype, device: torch.device):
         super().__init__()
-        self.spec, self.norms, self._residual_scale = layer_spec(arch), arch.norms, arch.residual_scale
-        self.self_attn = Attention(arch, self.spec, arch.kind(layer_index), compute, device)
+        kind = arch.kind(layer_index)
+        self.spec, self.norms, self._residual_scale = layer_spec(arch, kind), arch.norms, arch.residual_scale
+        if kind.mixer == "attention":
+            self.self_attn = Attention(arch, self.spec, kind, compute, device)
+        else:
+            self.linear_attn = GatedDeltaNet(arch, self.spec, compute, device)
         self.mlp = MLP(arch, self.spec, compute, device)
         for name in arch.norms.names:
             kind = NoisedRMSNorm if name in arch.norms.noised else RMSNorm
             self.add_module(name, kind(arch.width, arch.norm_eps, compute=compute, device=device))
 
     def forward(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-        angles, noise_rows_T = context
-        norms, attention, mlp = self.norms, self.self_attn, self.mlp
-        x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, attention.qkv_projs)
-        o_TC = attention(x_TD, angles, layer_index, attend)
-        h_TD = self._add(h_TD, o_TC, attention.o_proj, norms.after_attention, noise_rows_T)
+        angles, noise_rows_T, recur = context
+        norms, mixer, mlp = self.norms, self.mixer, self.mlp
+        x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, mixer.qkv_projs)
+        if isinstance(mixer, Attention):
+            o_TC = mixer(x_TD, angles, layer_index, attend)
+        else:
+            assert recur is not None, "this pass has no function for recurrent states"
+            o_TC = mixer(x_TD, layer_index, recur)
+        h_TD = self._add(h_TD, o_TC, mixer.o_proj, norms.after_attention, noise_rows_T)
         x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
         y_TF = mlp(x_TD)
         return self._add(h_TD, y_TF, mlp.down_proj, norms.after_mlp, noise_rows_T, gaps_are_free=True)
@@ -188,6 +207,10 @@ class Layer(nn.Module):
         return h_TD.add_(y_TD, alpha=self._residual_scale)
 
     @property
+    def mixer(self) -> Attention | GatedDeltaNet:
+        return self.self_attn if self.spec.kind.mixer == "attention" else self.linear_attn
+
+    @property
     def unread_linear(self) -> QuantLinear | None:
         """The last linear, whose result no backward pass reads; None if a norm follows, which reads it."""
         return self.mlp.down_proj if self.norms.after_mlp is None else None
@@ -195,8 +218,8 @@ class Layer(nn.Module):
     @property
     def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
         """Linears that read the same input are together: q|k|v, o, gate|up, down, as `spec.groups`."""
-        attention, mlp = self.self_attn, self.mlp
-        return attention.qkv_projs, (attention.o_proj,), mlp.gate_up_projs, (mlp.down_proj,)
+        mixer, mlp = self.mixer, self.mlp
+        return mixer.qkv_projs, (mixer.o_proj,), mlp.gate_up_projs, (mlp.down_proj,)
 
     def tile(self) -> None:
         """Put weights that fit into the decode kernel's tiles (packed_linear.py); free their plain form."""
@@ -240,11 +263,12 @@ class Decoder(nn.Module):
         attend: Attend,
         run_layer: RunLayer = run_layer,
         noise_rows_T: Tensor | None = None,
+        recur: Recur | None = None,
     ) -> Tensor:
         """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
-        noise_rows_T are rows of noise_table, int32, or None."""
+        noise_rows_T are rows of noise_table, int32, or None; recur is needed if layers have states."""
         angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
-        context = RowContext(angles, noise_rows_T)
+        context = RowContext(angles, noise_rows_T, recur)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         if self._embedding_scale != 1:
             h_TD.mul_(self._embedding_scale)

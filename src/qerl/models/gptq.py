@@ -43,7 +43,7 @@ def requantize(decoder: Decoder, rows: Calibration, *, notice: Callable[[str], N
         return run()
 
     with torch.no_grad():
-        decoder(rows.tokens_T, rows.positions_T, rows.attend, run_layer)
+        decoder(rows.tokens_T, rows.positions_T, rows.attend, run_layer, recur=rows.recur)
 
 
 def _inputs(linear: QuantLinear, run: Callable[[], Tensor]) -> Tensor:

@@ -6,14 +6,16 @@
     gate_up   gate_proj | up_proj        post_attention_layernorm(h)      D          F | F
     down      down_proj                  silu(gate) * up                  F          D
 
-Norms before and after are those of Architecture.norms. Names are Hugging Face's, relative to the layer
-("self_attn.q_proj"). The model, its loaders and writers, the memory plan, the engine and the benchmarks take
-a layer's geometry from here.
+A layer with Gated DeltaNet has in the place of q | k | v the linears of `delta_net.py`, and out_proj in that
+of o; gated attention has a q_proj of width 2 N H. Norms before and after are those of Architecture.norms.
+Names are Hugging Face's, relative to the layer ("self_attn.q_proj"). The model, its loaders and writers, the
+memory plan, the engine and the benchmarks take a layer's geometry from here.
 """
 
 import dataclasses
+from collections.abc import Callable
 
-from qerl.models.architecture import Architecture
+from qerl.models.architecture import Architecture, LayerKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,7 @@ class LinearGroupSpec:
     linears: tuple[LinearSpec, ...]
     input_from: str | None
     """Module that makes the input: multiplying its output rows by s multiplies the input's channels by s.
-    None: the residual stream itself is read."""
+    None: there is no such module, or the residual stream itself is read."""
 
     @property
     def in_width(self) -> int:
@@ -74,8 +76,11 @@ class LayerSpec:
     o: LinearGroupSpec
     gate_up: LinearGroupSpec
     down: LinearGroupSpec
+    kind: LayerKind
     norm_widths: dict[str, int]
     """Width of each norm by its name; q_norm and k_norm act on one head or on all."""
+    other_shapes: dict[str, tuple[int, ...]]
+    """Shapes of the layer's other tensors by their names."""
 
     @property
     def groups(self) -> tuple[LinearGroupSpec, LinearGroupSpec, LinearGroupSpec, LinearGroupSpec]:
@@ -87,31 +92,84 @@ class LayerSpec:
         return tuple(linear for group in self.groups for linear in group.linears)
 
 
-def layer_spec(a: Architecture) -> LayerSpec:
-    """Return the geometry that all layers of this architecture have."""
-    q_width, kv_width = a.num_heads * a.head_size, a.num_kv_heads * a.head_size
+def layer_specs(a: Architecture) -> list[LayerSpec]:
+    """Return the geometry of each layer."""
+    specs = {kind: layer_spec(a, kind) for kind in dict.fromkeys(a.kinds)}
+    return [specs[kind] for kind in a.kinds]
 
-    def group(
-        name: str, input_from: str | None, in_width: int, has_bias: bool, **out_widths: int
-    ) -> LinearGroupSpec:
-        block = "self_attn" if name in ("qkv", "o") else "mlp"
-        linears = tuple(
-            LinearSpec(name=f"{block}.{short}", in_width=in_width, out_width=out_width, has_bias=has_bias)
-            for short, out_width in out_widths.items()
-        )
-        return LinearGroupSpec(name=name, linears=linears, input_from=input_from)
 
-    qkv = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+def layer_spec(a: Architecture, kind: LayerKind | None = None) -> LayerSpec:
+    """Return the geometry of the layers of this kind; None: of the first layer."""
+    kind = a.kind(0) if kind is None else kind
+    qkv, o, norm_widths, other_shapes = _MIXERS[kind.mixer](a)
     gate_up = {"gate_proj": a.ff_width, "up_proj": a.ff_width}
-    head_norms = {}
+    return LayerSpec(
+        kind=kind,
+        qkv=qkv,
+        o=o,
+        gate_up=_group("gate_up", "mlp", a.norms.before_mlp, a.width, a.mlp_bias, gate_up),
+        down=_group("down", "mlp", "mlp.up_proj", a.ff_width, a.mlp_bias, {"down_proj": a.width}),
+        norm_widths=dict.fromkeys(a.norms.names, a.width) | norm_widths,
+        other_shapes=other_shapes,
+    )
+
+
+def _group(
+    name: str, block: str, input_from: str | None, in_width: int, has_bias: bool, out_widths: dict[str, int]
+) -> LinearGroupSpec:
+    linears = tuple(
+        LinearSpec(name=f"{block}.{short}", in_width=in_width, out_width=out_width, has_bias=has_bias)
+        for short, out_width in out_widths.items()
+    )
+    return LinearGroupSpec(name=name, linears=linears, input_from=input_from)
+
+
+_Mixer = tuple[LinearGroupSpec, LinearGroupSpec, dict[str, int], dict[str, tuple[int, ...]]]
+
+
+def _attention(a: Architecture) -> _Mixer:
+    """Return q | k | v, o, and the widths and shapes of the other tensors."""
+    block, q_width, kv_width = "self_attn", a.num_heads * a.head_size, a.num_kv_heads * a.head_size
+    qkv = {"q_proj": q_width * (1 + a.attention_gate), "k_proj": kv_width, "v_proj": kv_width}
+    head_norms: dict[str, int] = {}
     if a.qk_norm:
         is_over_head = a.qk_norm_over == "head"
-        widths = (a.head_size, a.head_size) if is_over_head else (q_width, kv_width)
-        head_norms = dict(zip(("self_attn.q_norm", "self_attn.k_norm"), widths, strict=True))
-    return LayerSpec(
-        qkv=group("qkv", a.norms.before_attention, a.width, a.qkv_bias, **qkv),
-        o=group("o", "self_attn.v_proj", q_width, a.output_bias, o_proj=a.width),
-        gate_up=group("gate_up", a.norms.before_mlp, a.width, a.mlp_bias, **gate_up),
-        down=group("down", "mlp.up_proj", a.ff_width, a.mlp_bias, down_proj=a.width),
-        norm_widths=dict.fromkeys(a.norms.names, a.width) | head_norms,
+        q_size, k_size = (a.head_size, a.head_size) if is_over_head else (q_width, kv_width)
+        head_norms = {f"{block}.q_norm": q_size, f"{block}.k_norm": k_size}
+    return (
+        _group("qkv", block, a.norms.before_attention, a.width, a.qkv_bias, qkv),
+        _group("o", block, f"{block}.v_proj", q_width, a.output_bias, {"o_proj": a.width}),
+        head_norms,
+        {},
     )
+
+
+def _delta_net(a: Architecture) -> _Mixer:
+    """Return the same of Gated DeltaNet."""
+    shape, block = a.delta, "linear_attn"
+    assert shape is not None
+    parts = {
+        "in_proj_qkv": shape.channels,
+        "in_proj_z": shape.value_width,
+        "in_proj_b": shape.num_value_heads,
+        "in_proj_a": shape.num_value_heads,
+    }
+    if a.delta_projections == "by_head":
+        parts = {
+            "in_proj_qkvz": shape.channels + shape.value_width,
+            "in_proj_ba": 2 * shape.num_value_heads,
+        }
+    other_shapes = {
+        f"{block}.conv1d.weight": (shape.channels, 1, shape.num_taps),
+        f"{block}.A_log": (shape.num_value_heads,),
+        f"{block}.dt_bias": (shape.num_value_heads,),
+    }
+    return (
+        _group("qkv", block, a.norms.before_attention, a.width, False, parts),
+        _group("o", block, None, shape.value_width, False, {"out_proj": a.width}),
+        {f"{block}.norm": shape.value_size},
+        other_shapes,
+    )
+
+
+_MIXERS: dict[str, Callable[[Architecture], _Mixer]] = {"attention": _attention, "delta": _delta_net}

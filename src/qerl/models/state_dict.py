@@ -4,6 +4,8 @@ model.embed_tokens.weight [V, D]      model.norm.weight [D]      lm_head.weight 
 model.layers.{i}.self_attn.{q,k,v,o}_proj      .mlp.{gate,up,down}_proj      .weight [N, K], .bias [N]
 model.layers.{i}.input_layernorm.weight [D]    .post_attention_layernorm.weight [D]
 model.layers.{i}.self_attn.{q,k}_norm.weight [H], if the family has q/k norms
+model.layers.{i}.linear_attn.in_proj_{qkv,z,b,a}, .out_proj, .conv1d.weight [C, 1, W], .A_log, .dt_bias [N],
+.norm.weight [V] in the place of self_attn, in layers with Gated DeltaNet
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 from qerl.models.families import from_hf_config
-from qerl.models.layer_spec import LayerSpec, layer_spec
+from qerl.models.layer_spec import LayerSpec, layer_specs
 from qerl.models.source import Checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -44,11 +46,10 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
 
 def linear_groups(architecture: Architecture) -> list[tuple[str, ...]]:
     """Return the names of all linears, without ".weight", grouped by the input that they read."""
-    groups = layer_spec(architecture).groups
     return [
         tuple(f"model.layers.{layer}.{linear.name}" for linear in group.linears)
-        for layer in range(architecture.num_layers)
-        for group in groups
+        for layer, spec in enumerate(layer_specs(architecture))
+        for group in spec.groups
     ]
 
 
@@ -56,9 +57,8 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor that a checkpoint of this architecture has, by name."""
     width, vocab_size = architecture.width, architecture.vocab_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size, width)}
-    layer_shapes = _layer_shapes(layer_spec(architecture))
-    for layer in range(architecture.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    for layer, spec in enumerate(layer_specs(architecture)):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec).items()}
     shapes["model.norm.weight"] = (width,)
     return shapes if architecture.tied_head else shapes | {HEAD: (vocab_size, width)}
 
@@ -66,6 +66,7 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(spec: LayerSpec) -> dict[str, tuple[int, ...]]:
     return (
         {f"{name}.weight": (width,) for name, width in spec.norm_widths.items()}
+        | spec.other_shapes
         | {f"{linear.name}.weight": (linear.out_width, linear.in_width) for linear in spec.linears}
         | {f"{linear.name}.bias": (linear.out_width,) for linear in spec.linears if linear.has_bias}
     )

@@ -7,7 +7,8 @@
     model.*, lm_head.weight                        of a multimodal class: model.language_model.* and
                                                    lm_head.weight, or language_model.{model.*,lm_head.weight}
 
-`NamedCheckpoint` shows a checkpoint under the decoder's names, without the tensors of other modalities.
+`NamedCheckpoint` shows a checkpoint under the decoder's names, without the tensors of other modalities and of
+multi-token prediction (mtp.*).
 `stored_tensors` gives tensors the checkpoint's names again. What is written of a multimodal checkpoint is its
 language model alone, with the names and the config of that class.
 """
@@ -30,6 +31,7 @@ _LANGUAGE_PREFIXES = (  # of the decoder and of the head, as transformers 5 and 
     (("model.language_model.", "model."), ("lm_head.", "lm_head.")),
     (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
 )
+_MULTI_TOKEN = "mtp."  # layers that predict several tokens at once
 _BY_ROW = "weight", "bias", "weight_packed", "weight_scale"
 """Parts of a stored linear that have a row, or an element, for each output; its linears share the others."""
 
@@ -51,7 +53,7 @@ class NamedCheckpoint:
         self.config: dict[str, Any] = folder.config
         self._folder = folder
         self.num_skipped = 0
-        """Number of tensors of other modalities."""
+        """Number of tensors of other modalities, and of layers that predict several tokens at once."""
         self._places: dict[str, _Place] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         prefixes = _language_prefixes(folder, architecture)
@@ -101,6 +103,8 @@ def _language_prefixes(
 
 def _renamed(name: str, prefixes: tuple[tuple[str, str], ...] | None) -> str | None:
     """Return the name in the language model; None if the tensor is not part of it."""
+    if name.startswith(_MULTI_TOKEN):
+        return None
     if prefixes is None:
         return name
     found = (ours + name.removeprefix(stored) for stored, ours in prefixes if name.startswith(stored))
@@ -108,7 +112,8 @@ def _renamed(name: str, prefixes: tuple[tuple[str, str], ...] | None) -> str | N
 
 
 def _is_norm(name: str) -> bool:
-    return name.endswith("norm.weight")
+    """True if Architecture.norm_offset is added to this norm; that of Gated DeltaNet stores its weight."""
+    return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
 
 
 def _parts(name: str, shape: tuple[int, ...], architecture: Architecture) -> list[tuple[str, slice | None]]:

@@ -18,6 +18,7 @@ from qerl.models.families.mistral import ministral, ministral3, mistral
 from qerl.models.families.olmo import olmo2, olmo3
 from qerl.models.families.phi3 import phi3
 from qerl.models.families.qwen import qwen2, qwen3
+from qerl.models.families.qwen_hybrid import qwen3_5, qwen3_next
 from qerl.models.families.reader import ConfigReader, short_text
 from qerl.models.families.smollm3 import smollm3
 
@@ -36,6 +37,8 @@ FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "Phi3ForCausalLM": phi3,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
     "SmolLM3ForCausalLM": smollm3,
 }
 MULTIMODAL: dict[str, dict[str, str]] = {
@@ -45,6 +48,7 @@ MULTIMODAL: dict[str, dict[str, str]] = {
         "ministral": "MinistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",
     },
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
 }
 """For each multimodal class, the class of its language part by the model_type of its text_config."""
 

@@ -1,4 +1,5 @@
-"""Qwen 2 and 2.5, with biases of q, k and v; Qwen 3, with norms of queries and keys.
+"""Qwen 2 and 2.5, with biases of q, k and v; Qwen 3, with norms of queries and keys. The hybrids are in
+qwen_hybrid.py.
 
 A sliding window caps the positions instead, so that it never takes effect: no published model uses one.
 """
