@@ -39,7 +39,7 @@ def test_a_cache_as_large_as_memory_allows_is_replaced_only_by_one_worth_its_gra
     sizes = []
     for affordable, room in ((40, 45), (39, 40), (44, 49), (45, 50), (36, 44), (36, 45)):
         for name, pages in (("new_cache_bytes", affordable), ("max_cache_bytes", room)):
-            limit = (pages + 0.5) * engine._page_bytes
+            limit = (pages + 0.5) * engine._size.page_bytes
             monkeypatch.setattr(f"qerl.engine.engine.{name}", lambda *_, limit=limit: limit)
         drawn(engine, prompts_P, max_tokens=9)
         sizes.append(engine._cache.num_pages)

@@ -2,8 +2,9 @@ import random
 
 import pytest
 
+from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
-from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler, min_group_pages, num_pages
+from qerl.engine.scheduler import Scheduler, min_group_pages, num_pages
 
 PAGE_TOKENS = 4
 
@@ -17,10 +18,13 @@ def live_group(index, prompt_tokens, max_tokens, num_samples):
 class FakeRunner:
     """Draws no tokens, only counts them: a sample is done after as many as `lengths` says."""
 
-    def __init__(self, groups, *, total_pages, max_num_seqs, lengths=None):
+    def __init__(self, groups, *, total_pages, max_num_seqs, lengths=None, num_states=None):
         self.groups, self.lengths = groups, lengths or {}
         self.pages = PagePool(total_pages)
-        self.scheduler = Scheduler(groups, self.pages, page_tokens=PAGE_TOKENS, max_num_seqs=max_num_seqs)
+        self.states = None if num_states is None else PagePool(num_states)
+        self.scheduler = Scheduler(
+            groups, self.pages, page_tokens=PAGE_TOKENS, max_num_seqs=max_num_seqs, states=self.states
+        )
         self.scheduled, self.admissions = [], []
         self.finished, self.batch_sizes = [], []
 
@@ -60,6 +64,10 @@ class FakeRunner:
         assert self.pages.num_used == len(own) + len(prompts)
         for s in running:
             assert len(s.pages) == num_pages(s.num_positions, PAGE_TOKENS)
+        if self.states is not None:
+            slots = [slot for holder in (*running, *self.groups) for slot in holder.state]
+            assert len(slots) == len(set(slots)) == self.states.num_used, "a slot has one holder"
+            assert all(len(s.state) == len(s.group.state) == 1 for s in running)
 
     def run(self):
         turns = 0
@@ -67,7 +75,7 @@ class FakeRunner:
             self.turn()
             turns += 1
             assert turns < 10_000, "the scheduler makes no progress"
-        assert self.pages.num_used == 0
+        assert self.pages.num_used == 0 and (self.states is None or self.states.num_used == 0)
         return self
 
 
@@ -78,8 +86,13 @@ def test_every_sample_finishes_with_as_few_pages_as_the_largest_needs(seed):
     least = max(min_group_pages(g.prompt_tokens, g.max_tokens, PAGE_TOKENS) for g in groups)
     lengths = {(g.index, s.sample_index): rng.randint(1, g.max_tokens) for g in groups for s in g.samples_G}
     total_pages = least + rng.choice((0, 1, 5, 20))
+    num_states = rng.choice((None, 2, 3, 8, 100))
     runner = FakeRunner(
-        groups, total_pages=total_pages, max_num_seqs=rng.randint(1, 12), lengths=lengths
+        groups,
+        total_pages=total_pages,
+        max_num_seqs=rng.randint(1, 12),
+        lengths=lengths,
+        num_states=num_states,
     ).run()
     assert len(runner.finished) == len(lengths)
     for group in groups:
@@ -182,3 +195,64 @@ def test_a_newcomer_leaves_every_running_sample_a_page_to_grow_into():
         runner.turn()
     assert old.finish is not None, "it came back while the older one could still need its pages"
     runner.run()
+
+
+def test_as_many_samples_run_as_have_a_slot_for_their_states():
+    group = live_group(0, 4, 8, 4)
+    runner = FakeRunner([group], total_pages=50, max_num_seqs=4, num_states=3)
+    runner.turn()
+    assert len(runner.scheduler.running) == 2 and runner.states.num_free == 0  # the third is the prompt's
+    runner.run()
+
+
+def test_a_group_is_admitted_only_if_a_slot_is_left_for_each_newcomer():
+    groups = [live_group(i, 4, 8, 2) for i in range(3)]
+    runner = FakeRunner(groups, total_pages=50, max_num_seqs=12, num_states=6)
+    runner.turn()
+    assert runner.admissions == groups[:2] and len(runner.scheduler.running) == 4
+    runner.run()
+
+
+def test_a_preempted_sample_gives_its_slot_back():
+    group = live_group(0, 4, 21, 2)
+    runner = FakeRunner([group], total_pages=8, max_num_seqs=2, num_states=3)
+    while runner.scheduler.num_preemptions == 0:
+        runner.turn()
+    old, young = group.samples_G
+    assert young.state == [] and len(old.state) == 1 and runner.states.num_free == 1
+    runner.run()
+
+
+def test_branches_start_from_their_prompts_slot():
+    group = live_group(0, 6, 9, 2)
+    group.keeps_pages = True
+    runner = FakeRunner([group], total_pages=50, max_num_seqs=4, num_states=3)
+    while not runner.scheduler.is_done:
+        runner.turn()
+    assert runner.states.num_used == 1 and runner.pages.num_used > 0
+    branch = LiveGroup(index=0, prompt_tokens=8, max_tokens=7, parent=group.samples_G[0])
+    branch.samples_G = [LiveSample(group=branch, sample_index=g, tokens_T=[0]) for g in range(2)]
+    runner.scheduler.branch([branch])
+    assert branch.state == group.state and runner.states.num_used == 1
+    scheduled = runner.scheduler.schedule()
+    assert len({s.state[0] for s in scheduled} | set(branch.state)) == 3
+    runner.scheduler.finish(scheduled)
+    assert runner.states.num_used == runner.pages.num_used == 0
+
+
+@pytest.mark.parametrize("has_overrun", (False, True))
+def test_a_parked_sample_keeps_its_states_unless_the_device_ran_past_its_end(has_overrun):
+    group = live_group(0, 4, 8, 1)
+    runner = FakeRunner([group], total_pages=50, max_num_seqs=4, num_states=2)
+    runner.turn()
+    (sample,) = group.samples_G
+    sample.has_overrun = has_overrun
+    runner.scheduler.park([sample])
+    if has_overrun:
+        assert not sample.state and not sample.pages and sample.num_cached == 0
+    else:
+        assert sample.state and sample.pages and sample.num_cached == sample.num_positions - 1
+    before = list(sample.state)
+    runner.scheduler.resume([sample])
+    assert runner.scheduler.schedule() == [sample] and len(sample.state) == 1
+    assert has_overrun or sample.state == before

@@ -5,7 +5,7 @@
 
 Layers with a window read only the pages that it reaches.
 
-Unused rows (position -1) write to the cache's unused slot; their results are ignored.
+Unused rows (position -1) write to the cache's unused slots; their results are ignored.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,13 @@ from typing import Protocol
 from torch import Tensor
 
 from qerl.engine.kv_cache import KVCache, slots_of
+from qerl.engine.state_cache import StateCache
 from qerl.kernels.attention import paged_decode
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.gated_delta_net import DeltaInputs, mix_step
 from qerl.models.decoder import Decoder
+from qerl.models.delta_net import Recur
 
 
 class DecodeForward(Protocol):
@@ -70,7 +73,26 @@ class TorchForward:
             k, v, tables = cache.readable(layer_index, tables, q_BNH.dtype)
             return self._decode(q_BNH, k, v, tables, lengths, options)
 
+        recur = None
+        if cache.states is not None:
+            states_B = state.states_B[:num_rows].long().where(is_live_B, cache.states.unused_slot)
+            recur = _recur_on(cache.states, states_B)
         tokens_B = state.tokens_B[:num_rows].long()
-        return self._decoder(tokens_B, positions_B, attend, noise_rows_T=state.noise_rows_B[:num_rows])
+        return self._decoder(
+            tokens_B, positions_B, attend, recur=recur, noise_rows_T=state.noise_rows_B[:num_rows]
+        )
 
-    together = __call__
+    def together(self, state: DecodeState, num_rows: int) -> Tensor:
+        assert self._cache.states is None, "rows of one sequence need its states one after the other"
+        return self(state, num_rows)
+
+
+def _recur_on(states: StateCache, slots_B: Tensor) -> Recur:
+    """Return a function that takes each row's states one token further, in its slot."""
+
+    def recur(layer_index: int, inputs: DeltaInputs) -> Tensor:
+        o_BNV, after = mix_step(inputs, states.read(layer_index, slots_B))
+        states.write(layer_index, slots_B, after)
+        return o_BNV
+
+    return recur

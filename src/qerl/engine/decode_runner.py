@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.engine.decode_forward import DecodeForward
+from qerl.engine.live_sample import LiveSample
 from qerl.engine.sampler import Sampler
-from qerl.engine.scheduler import LiveSample, num_pages
+from qerl.engine.scheduler import num_pages
 from qerl.kernels.cuda_graph import record_graph
 from qerl.kernels.decode_state import DecodeState
 
+_BATCH = "tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "states_B", "tables_BX"
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -121,9 +123,10 @@ class DecodeRunner:
         host.tokens_B[:B], host.positions_B[:B], host.ends_B[:B] = ints.unbind(1)
         host.keys_B[:B] = torch.tensor(keys_B, dtype=torch.int64)
         host.noise_rows_B[:B] = torch.tensor([s.noise_row for s in samples_B], dtype=torch.int32)
+        host.states_B[:B] = torch.tensor([s.state[0] if s.state else 0 for s in samples_B], dtype=torch.int32)
         host.tables_BX.fill_(0)
         self._write_tables(range(B))
-        for name in ("tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "tables_BX"):
+        for name in _BATCH:
             self._upload(name)
 
     def update_pages(self, samples: list[LiveSample]) -> None:

@@ -9,7 +9,9 @@
     fused_linear.py     linears of a decode step      branch_batch.py    samples, then branches of them
     sampler.py          hidden states -> tokens       token_sampling.py  logits -> token and logprob
     detokenizer.py      tokens -> text, stop strings  row_sampler.py     rows with their own parameters
-    live_batch.py       requests join and leave
+    live_batch.py       requests join and leave       live_sample.py     prompts and samples of a call
+    state_cache.py      recurrent states              cache_size.py      pages and slots that a call needs
+    cache_memory.py     tensors of a cache
     constraint.py       what a grammar allows         prompt_logprobs.py logprobs of a prompt's tokens
     score.py            exact logprobs of samples
 
@@ -18,7 +20,6 @@ The engine owns no weights. The noise is whatever the decoder's norms contain du
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -29,25 +30,24 @@ from transformers import PreTrainedTokenizerBase
 from qerl.algo.batches import batches
 from qerl.config import EngineConfig
 from qerl.engine.branch_batch import BranchBatch
+from qerl.engine.cache_size import CacheSize, rounded_up_gb
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation, Stats
 from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.kv_cache import FP8, KVCache, page_bytes
 from qerl.engine.live_batch import LiveBatch
+from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
 from qerl.engine.prefill import Prefill
 from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.scheduler import (
-    LiveGroup,
-    LiveSample,
     Scheduler,
     branching_pages,
-    min_group_pages,
     num_pages,
-    own_pages,
 )
 from qerl.engine.score import score
+from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.errors import UserError
 from qerl.models.adapter import publish
 from qerl.models.decoder import Decoder
@@ -76,11 +76,21 @@ class Engine:
         self.stats = Stats()
         """Stats of the latest call."""
         self._decoder, self.tokenizer, self._config = decoder, tokenizer, config
+        if config.exact and decoder.architecture.delta is not None:
+            raise UserError(
+                "engine.exact does not support recurrent states: a decode step and a prefill of"
+                f" {decoder.architecture.family} sum in different orders; unset it"
+            )
         self._stop_token_ids = stop_token_ids
         self._cache: KVCache | None = None
         self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute
-        self._page_bytes = page_bytes(decoder.architecture, config.block_size, self._kv_dtype)
         self._runners = RunnerCache(decoder, config, stop_token_ids)
+        self._size = CacheSize(
+            config=config,
+            page_bytes=page_bytes(decoder.architecture, config.block_size, self._kv_dtype),
+            slot_bytes=slot_bytes(decoder.architecture, decoder.compute),
+            max_rows=self._runners.max_rows,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -161,7 +171,11 @@ class Engine:
             group.keeps_pages = True
         self._assign_noise_rows(groups, prompts_P)
         with self._present_cache(groups, prompts_P) as cache:
-            for batch in batches(groups, lambda g: branching_pages(g, cache.page_tokens), cache.num_pages):
+            # a batch leaves a slot for a sample: its prompts keep theirs until they are branched
+            share = -(-cache.num_pages // (cache.num_state_slots - 1)) if cache.num_state_slots else 0
+            for batch in batches(
+                groups, lambda g: max(branching_pages(g, cache.page_tokens), share), cache.num_pages
+            ):
                 runner = self._runners.of(cache, sampling, self._max_pages(batch))
                 generation = self._generation(
                     cache, runner, batch, prompts_P, detokenizer, seed, step, None, None
@@ -260,6 +274,7 @@ class Engine:
                 page_tokens=config.block_size,
                 max_num_seqs=self._runners.max_rows,
                 max_admitted_tokens=max_admitted_tokens,
+                states=PagePool(cache.num_state_slots) if cache.states is not None else None,
             ),
             self._runners.teacher_forcing()
             if config.exact
@@ -283,12 +298,15 @@ class Engine:
     def _present_cache(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> Iterator[KVCache]:
         """Yield the cache of earlier calls if it is large enough and fits into memory, else a new one."""
         budget = self._config, self._decoder, 0 if self._cache is None else self._cache.resident_bytes
-        affordable = int(new_cache_bytes(*budget) / self._page_bytes)
-        most = int(max_cache_bytes(*budget) / self._page_bytes)
-        least, useful = self._needed_pages(groups, prompts_P, affordable)
+        size, prompts = self._size, [prompts_P[group.index].index for group in groups]
+        num_slots, affordable = size.affordable(groups, new_cache_bytes(*budget))
+        least, useful = size.needed_pages(groups, prompts, affordable)
         enough = useful if useful <= affordable else max(least, _WORTH_KEEPING * affordable)
-        if self._cache is not None and not enough <= self._cache.num_pages <= most:
-            self._drop_cache()  # freed before another is made
+        if self._cache is not None:
+            most = max_cache_bytes(*budget) - size.bytes_of(0, self._cache.num_state_slots)
+            is_large = enough <= self._cache.num_pages and num_slots <= self._cache.num_state_slots
+            if not is_large or self._cache.num_pages > int(most / size.page_bytes):
+                self._drop_cache()  # freed before another is made
         with contextlib.ExitStack() as stack:
             if self._cache is not None:
                 try:
@@ -296,47 +314,26 @@ class Engine:
                 except torch.OutOfMemoryError:  # kv_cache_gb is too large, or another process uses the GPU
                     self._drop_cache()
             if self._cache is None:
-                self._cache = self._new_cache(min(affordable, useful), stack)
+                self._cache = self._new_cache(min(affordable, useful), num_slots, stack)
             try:
                 yield self._cache
             except BaseException:
                 self._drop_cache()  # it may contain NaNs
                 raise
 
-    def _needed_pages(
-        self, groups: list[LiveGroup], prompts_P: list[Prompt], affordable: int
-    ) -> tuple[int, int]:
-        """Return (pages that the largest group needs to run at all, most pages that all can use at once)."""
-        page_tokens, max_rows = self._config.block_size, self._runners.max_rows
-        least = branching = 0
-        for group in groups:
-            needed = min_group_pages(group.prompt_tokens, group.max_tokens, page_tokens)
-            if group.keeps_pages:
-                needed = branching_pages(group, page_tokens)
-                branching += needed
-            if needed > affordable:
-                samples = f"{len(group.samples_G)} samples and a branch" if group.keeps_pages else "a sample"
-                raise UserError(
-                    f"prompt {prompts_P[group.index].index} needs {needed} pages of KV cache"
-                    f" ({_rounded_up_gb(needed * self._page_bytes)} GB)"
-                    f" for its {group.prompt_tokens} tokens and {samples} of {group.max_tokens};"
-                    + _more_memory_hint(self._config, affordable, needed * self._page_bytes)
-                )
-            least = max(least, needed)
-        prompts = sorted((num_pages(group.prompt_tokens, page_tokens) for group in groups), reverse=True)
-        most_running = min(max_rows, sum(len(group.samples_G) for group in groups))
-        largest = max(own_pages(group.prompt_tokens, group.max_tokens, page_tokens) for group in groups)
-        return least, branching + sum(prompts[:max_rows]) + most_running * largest
-
-    def _new_cache(self, num_pages: int, stack: contextlib.ExitStack) -> KVCache:
+    def _new_cache(self, num_pages: int, num_slots: int, stack: contextlib.ExitStack) -> KVCache:
         """Make a cache that is present until the stack is closed."""
-        decoder, page_tokens = self._decoder, self._config.block_size
+        decoder, states = self._decoder, None
         try:
-            cache = KVCache(decoder.architecture, num_pages, page_tokens, self._kv_dtype, decoder.device)
+            if num_slots:
+                states = StateCache(decoder.architecture, num_slots, decoder.compute, decoder.device)
+            place = self._config.block_size, self._kv_dtype, decoder.device
+            cache = KVCache(decoder.architecture, num_pages, *place, states)
             stack.enter_context(cache.present())
         except torch.OutOfMemoryError:
+            num_bytes = self._size.bytes_of(num_pages, num_slots)
             raise UserError(
-                f"the KV cache needs {_rounded_up_gb(num_pages * self._page_bytes)} GB, and the device has"
+                f"the KV cache needs {rounded_up_gb(num_bytes)} GB, and the device has"
                 f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_cache_gb or"
                 " engine.max_num_seqs, or set engine.kv_cache_dtype to fp8"
             ) from None
@@ -375,16 +372,3 @@ class Engine:
             environment_spans=tuple(s.environment_spans),
             sample_index=(s.group.parent or s).sample_index,
         )
-
-
-def _rounded_up_gb(num_bytes: float) -> float:
-    return math.ceil(num_bytes / 1e5) / 1e4
-
-
-def _more_memory_hint(config: EngineConfig, affordable: int, needed_bytes: float) -> str:
-    if config.kv_cache_gb is not None:
-        gb = _rounded_up_gb(needed_bytes)
-        return (
-            f" engine.kv_cache_gb = {config.kv_cache_gb} allows {affordable} pages: raise it to {gb} or more"
-        )
-    return f" memory allows {affordable} pages: set engine.kv_cache_dtype to fp8, or lower sample.max_tokens"

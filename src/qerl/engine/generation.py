@@ -22,8 +22,10 @@ from torch import Tensor
 from qerl.engine.decode_runner import Burst, DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.kv_cache import KVCache
+from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.prefill import Prefill, PrefillChunk
-from qerl.engine.scheduler import LiveGroup, LiveSample, Scheduler
+from qerl.engine.scheduler import Scheduler
+from qerl.engine.state_cache import StateCache
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.errors import UserError
 from qerl.types import Conversation, Prompt, Turn
@@ -89,7 +91,11 @@ class Generation:
     def branch(self, groups: list[LiveGroup]) -> None:
         """Add branches of samples that the previous run finished; the next run generates them."""
         self._scheduler.branch(groups)
-        self.stats.reused_tokens += sum(group.prompt_tokens for group in groups)
+        has_states = self._cache.states is not None  # a branch's own are computed again
+        skipped = (group.num_parent_tokens if has_states else 0 for group in groups)
+        self.stats.reused_tokens += sum(
+            group.prompt_tokens - n for group, n in zip(groups, skipped, strict=True)
+        )
 
     @property
     def is_done(self) -> bool:
@@ -214,7 +220,7 @@ class Generation:
         prompts = [self._prompts_P[g.index].tokens_T for g in groups]
         hidden_PD = self._prefill(
             [
-                PrefillChunk(tokens_T, 0, g.pages, g.noise_row, g.on_prompt_hidden)
+                PrefillChunk(tokens_T, 0, g.pages, g.noise_row, g.on_prompt_hidden, g.state)
                 for tokens_T, g in zip(prompts, groups, strict=True)
             ]
         )
@@ -238,18 +244,39 @@ class Generation:
         self._end_turns([s for s in samples if s.finish is not None])
 
     def _fill_pages(self, scheduled: list[LiveSample]) -> None:
-        """Copy the prompt's partial page for new samples; recompute what preempted ones had cached."""
+        """Copy the prompt's partial page and states for new samples; recompute what preempted ones had
+        cached."""
         new = [s for s in scheduled if not s.num_cached]
         self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group.pages, s.pages) for s in new])
+        if (states := self._cache.states) is not None:
+            states.copy([(s.group.state, s.state) for s in new])
+            self._go_to_pivots([s for s in new if s.group.num_parent_tokens], states)
         resumed = [s for s in scheduled if len(s.tokens_T) > 1]
         if resumed:
             self._prefill([self._uncached(s) for s in resumed])
+
+    def _go_to_pivots(self, branches: list[LiveSample], states: StateCache) -> None:
+        """Take the states of branches from the prompt's end to the pivot: once for each group."""
+        first_of = {s.group: s for s in reversed(branches)}
+        if not first_of:
+            return
+        chunks = []
+        for group, s in first_of.items():
+            assert group.parent is not None
+            tokens_T, start = (
+                group.parent.tokens_T[: group.num_parent_tokens],
+                group.parent.group.prompt_tokens,
+            )
+            chunks.append(PrefillChunk(tokens_T, start, s.pages, s.noise_row, state=s.state, is_cached=True))
+        self._prefill(chunks)
+        states.copy([(first_of[s.group].state, s.state) for s in branches if s is not first_of[s.group]])
 
     @staticmethod
     def _uncached(s: LiveSample) -> PrefillChunk:
         """Return the tokens that are not cached, except the newest."""
         first = s.num_cached or s.group.prompt_tokens
-        return PrefillChunk(s.tokens_T[first - s.group.prompt_tokens : -1], first, s.pages, s.noise_row)
+        tokens_T = s.tokens_T[first - s.group.prompt_tokens : -1]
+        return PrefillChunk(tokens_T, first, s.pages, s.noise_row, state=s.state)
 
     def _read(self) -> None:
         """Append the tokens of the oldest unread burst and end the turns that it completed."""
@@ -273,11 +300,14 @@ class Generation:
         for s, tokens_W, logprobs_W in columns:
             if s.finish is not None:
                 continue
-            for token, logprob in zip(tokens_W, logprobs_W, strict=True):
+            for step, (token, logprob) in enumerate(zip(tokens_W, logprobs_W, strict=True), 1):
                 self._append(s, token, logprob)
                 if s.finish is not None:
                     ended.append(s)
-                    is_host_stop |= s.finish == "stop" and token not in self._stop_token_ids
+                    is_stopped_here = s.finish == "stop" and token not in self._stop_token_ids
+                    num_later = len(tokens_W) - step + self._runner.num_unread_steps
+                    s.has_overrun = is_stopped_here and num_later > 0
+                    is_host_stop |= is_stopped_here
                     break
         return ended, is_host_stop
 

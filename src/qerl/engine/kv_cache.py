@@ -7,29 +7,31 @@ The dtype is the compute dtype or FP8 (E4M3 with these scales). Pages start as z
 unused slots with weight zero, which a NaN would survive. Rows that are not in use write to one extra page.
 Letters: L layers, K key/value heads, H head size, T tokens.
 
+Only layers with attention have pages; those with recurrent states have slots in `states` (state_cache.py).
+
 On a GPU the memory is allocated, and zeroed, inside `present` only; outside it the learner uses it
-(kernels/virtual_memory.py). All tensors lie in one address range.
+(kernels/virtual_memory.py). All tensors lie in one address range, and the states in another.
 """
 
-import math
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from qerl.engine.cache_memory import tensors_on
+from qerl.engine.state_cache import StateCache
 from qerl.kernels.decode_attention import LayerCache, from_fp8, to_fp8
-from qerl.kernels.virtual_memory import memory_on
 from qerl.models.architecture import Architecture
 
 FP8 = torch.float8_e4m3fn
-_ALIGNMENT = 256  # bytes, as for torch's own allocations
 
 
 def page_bytes(architecture: Architecture, page_tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one page in all layers: keys, values and their scales."""
+    """Return the bytes of one page in all layers with attention: keys, values and their scales."""
     a = architecture
     head_bytes = a.head_size * dtype.itemsize + (4 if dtype == FP8 else 0)
-    return 2 * a.num_layers * page_tokens * a.num_kv_heads * head_bytes
+    return 2 * len(a.layers_with("attention")) * page_tokens * a.num_kv_heads * head_bytes
 
 
 def slots_of(pages_T: Tensor, positions_T: Tensor, page_tokens: int) -> Tensor:
@@ -45,34 +47,37 @@ class KVCache:
         page_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateCache | None = None,
     ):
+        """states: of a decoder whose layers have recurrent states."""
         a = architecture
-        shape = (a.num_layers, num_pages + 1, page_tokens, a.num_kv_heads)
+        self.states = states
+        self._places = {layer: place for place, layer in enumerate(a.layers_with("attention"))}
+        shape = (len(self._places), num_pages + 1, page_tokens, a.num_kv_heads)
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self.unused_slot = num_pages * page_tokens
         specs = [((*shape, a.head_size), dtype)] * 2 + [(shape, torch.float32)] * (2 * (dtype == FP8))
-        starts, end = [], 0
-        for each, each_dtype in specs:
-            starts.append(end)
-            end += -(-math.prod(each) * each_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._memory = memory_on(device, end)
-        with self.present():
-            bytes_N = self._memory.tensor()
-            tensors = [
-                bytes_N[start : start + math.prod(each) * each_dtype.itemsize].view(each_dtype).view(each)
-                for start, (each, each_dtype) in zip(starts, specs, strict=True)
-            ]
+        self._memory, tensors = tensors_on(device, specs)
         self.k, self.v = tensors[:2]
         self.k_scales, self.v_scales = tensors[2:] or (None, None)
 
-    def present(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
         """Allocate the pages inside the context. Raise torch.OutOfMemoryError if memory is too short."""
-        return self._memory.present()
+        with self._memory.present(), contextlib.ExitStack() as stack:
+            if self.states is not None:
+                stack.enter_context(self.states.present())
+            yield
+
+    @property
+    def num_state_slots(self) -> int:
+        return 0 if self.states is None else self.states.num_slots
 
     @property
     def num_bytes(self) -> int:
         """Size of the cache while it is present."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        states = 0 if self.states is None else self.states.num_bytes
+        return states + sum(tensor.nbytes for tensor in self._tensors())
 
     @property
     def resident_bytes(self) -> int:
@@ -80,27 +85,26 @@ class KVCache:
         return self.num_bytes if self._memory.is_kept else 0
 
     def layer(self, layer_index: int) -> LayerCache:
+        place = self._places[layer_index]
         return LayerCache(
-            k=self.k[layer_index],
-            v=self.v[layer_index],
-            k_scales=None if self.k_scales is None else self.k_scales[layer_index],
-            v_scales=None if self.v_scales is None else self.v_scales[layer_index],
+            k=self.k[place],
+            v=self.v[place],
+            k_scales=None if self.k_scales is None else self.k_scales[place],
+            v_scales=None if self.v_scales is None else self.v_scales[place],
         )
 
     def write(self, layer_index: int, slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values; return (k_TKH, v_TKH) as the cache would return them, rounded if FP8."""
-        dtype, stored = k_TKH.dtype, []
+        dtype, stored, place = k_TKH.dtype, [], self._places[layer_index]
         for pages, scales, x_TKH in ((self.k, self.k_scales, k_TKH), (self.v, self.v_scales, v_TKH)):
             if scales is not None:
                 x_TKH, scales_TK = to_fp8(x_TKH)
-                scales[layer_index].flatten(0, 1).index_copy_(0, slots_T, scales_TK)
+                scales[place].flatten(0, 1).index_copy_(0, slots_T, scales_TK)
                 stored.append(from_fp8(x_TKH, scales_TK).to(dtype))
                 # as bytes, because index_copy_ does not take FP8
-                pages[layer_index].view(torch.uint8).flatten(0, 1).index_copy_(
-                    0, slots_T, x_TKH.view(torch.uint8)
-                )
+                pages[place].view(torch.uint8).flatten(0, 1).index_copy_(0, slots_T, x_TKH.view(torch.uint8))
             else:
-                pages[layer_index].flatten(0, 1).index_copy_(0, slots_T, x_TKH)
+                pages[place].flatten(0, 1).index_copy_(0, slots_T, x_TKH)
                 stored.append(x_TKH)
         return stored[0], stored[1]
 
@@ -108,7 +112,8 @@ class KVCache:
         self, layer_index: int, tables_BX: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (k, v, tables): pages in this dtype, and block tables that index them."""
-        k, v = self.k[layer_index], self.v[layer_index]
+        place = self._places[layer_index]
+        k, v = self.k[place], self.v[place]
         if self.k_scales is None or self.v_scales is None:
             return k, v, tables_BX
         pages = tables_BX.flatten()
@@ -119,14 +124,14 @@ class KVCache:
 
     def rows(self, layer_index: int, slots_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (k_SKH, v_SKH) of these slots in this dtype."""
-        rows = []
+        rows, place = [], self._places[layer_index]
         for pages, scales in ((self.k, self.k_scales), (self.v, self.v_scales)):
-            pages = pages[layer_index].flatten(0, 1)
+            pages = pages[place].flatten(0, 1)
             if scales is None:
                 rows.append(pages[slots_S])
             else:
                 codes = pages.view(torch.uint8)[slots_S].view(FP8)
-                rows.append(from_fp8(codes, scales[layer_index].flatten(0, 1)[slots_S]).to(dtype))
+                rows.append(from_fp8(codes, scales[place].flatten(0, 1)[slots_S]).to(dtype))
         return rows[0], rows[1]
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:

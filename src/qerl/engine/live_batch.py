@@ -17,8 +17,8 @@ from torch import Tensor
 from qerl.engine.constraint import TokenConstraint
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation
+from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.prompt_logprobs import PromptLogprobs
-from qerl.engine.scheduler import LiveGroup, LiveSample
 from qerl.errors import UserError
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
 

@@ -2,7 +2,8 @@
 
 A chunk is consecutive tokens of one sequence whose earlier positions are cached. Chunks are packed into
 forwards of at most max_tokens rows; one that does not fit is split. Each forward writes its keys and values
-to the cache, and its rows attend to their sequence's positions up to their own.
+to the cache, and its rows attend to their sequence's positions up to their own. Recurrent states go on from
+the chunk's slot, which then holds those after its last row.
 """
 
 import dataclasses
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from qerl.engine.kv_cache import KVCache, slots_of
 from qerl.engine.scheduler import num_pages
+from qerl.engine.state_cache import StateCache
 from qerl.kernels.attention import PagedLayout, Span, span_attention
 from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.gated_delta import SequenceLayout
+from qerl.kernels.gated_delta_net import DeltaInputs, mix
 from qerl.models.decoder import Decoder
+from qerl.models.delta_net import Recur
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +32,10 @@ class PrefillChunk:
     """Row in the noise table of the norms."""
     on_hidden: Callable[[Tensor], None] | None = None
     """Called with the hidden states of its next tokens, [rows, D], after each forward."""
+    state: list[int] = dataclasses.field(default_factory=list)
+    """Slot of the recurrent states before its next token, and after it; empty if no layer has any."""
+    is_cached: bool = False
+    """True if the keys and values are in the pages already, and only the states are not."""
 
     @property
     def positions(self) -> range:
@@ -72,7 +81,8 @@ class Prefill:
         for chunk in chunks:
             table = torch.tensor(chunk.pages[: num_pages(chunk.positions.stop, cache.page_tokens)])
             positions = torch.arange(chunk.first_position, chunk.positions.stop)
-            slots.append(slots_of(table[positions // cache.page_tokens], positions, cache.page_tokens))
+            own = slots_of(table[positions // cache.page_tokens], positions, cache.page_tokens)
+            slots.append(torch.full_like(own, cache.unused_slot) if chunk.is_cached else own)
             length = len(chunk.tokens_T)
             spans.append(
                 Span(start_row=row, num_rows=length, first_position=chunk.first_position, table=table)
@@ -89,13 +99,31 @@ class Prefill:
                 k_TKH, v_TKH = cache.rows(layer_index, layout.key_slots, q_TNH.dtype)
             return span_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
+        recur = None if cache.states is None else _recur_on(cache.states, chunks)
         self.num_forwards += 1
         self.num_tokens += row
-        hidden_TD = self._decoder(tokens_T.long(), positions_T.long(), attend, noise_rows_T=noise_rows_T)
+        hidden_TD = self._decoder(
+            tokens_T.long(), positions_T.long(), attend, recur=recur, noise_rows_T=noise_rows_T
+        )
         for chunk, span in zip(chunks, spans, strict=True):
             if chunk.on_hidden is not None:
                 chunk.on_hidden(hidden_TD[span.start_row : span.start_row + span.num_rows])
         return hidden_TD
+
+
+def _recur_on(states: StateCache, chunks: list[PrefillChunk]) -> Recur:
+    """Return a function that reads and writes the chunks' slots; a chunk at position 0 starts from zeros."""
+    device = states.state.device
+    layout = SequenceLayout.of([len(chunk.tokens_T) for chunk in chunks], device)
+    slots_S = torch.tensor([chunk.state[0] for chunk in chunks], device=device)
+    is_new_S = torch.tensor([chunk.first_position == 0 for chunk in chunks], device=device)
+
+    def recur(layer_index: int, inputs: DeltaInputs) -> Tensor:
+        o_TNV, after = mix(inputs, layout, states.read(layer_index, slots_S, is_new_S))
+        states.write(layer_index, slots_S, after)
+        return o_TNV
+
+    return recur
 
 
 def split_into_forwards(

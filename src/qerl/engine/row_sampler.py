@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qerl.algo.seeds import last_round, rounds
+from qerl.engine.live_sample import LiveSample
 from qerl.engine.prompt_logprobs import top_tokens
-from qerl.engine.scheduler import LiveSample
 from qerl.engine.token_sampling import inverse_transform, threshold
 from qerl.kernels.decode_state import DecodeState
 from qerl.models.decoder import Decoder

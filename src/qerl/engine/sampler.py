@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.seeds import last_round, mix, rounds
-from qerl.engine.scheduler import LiveSample
+from qerl.engine.live_sample import LiveSample
 from qerl.engine.token_sampling import sample_tokens, score_tokens
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.head_sample import HeadSampler

@@ -14,115 +14,20 @@ The pages of a sample, in the order of its positions:
 
     the prompt's full pages, shared by reference | a copy of its partial page | pages for sampled tokens
 
+If layers have recurrent states (kv_cache.py), a group also has a slot for the states after its prompt, and
+each running or parked sample one of its own. A preempted sample loses its slot: its states start from the
+group's again. A group is admitted only if it leaves a slot for a sample.
+
 A group may keep the pages of its finished samples so that they can be branched. The branches of a sample form
 a group of their own: the sample's tokens before the pivot, except the last, count as this group's prompt and
 are in pages already. The first decode step of a branch computes the last one.
 """
 
 import collections
-import dataclasses
 import math
-from collections.abc import Callable
-from typing import Literal
 
-from torch import Tensor
-
-from qerl.engine.constraint import TokenConstraint
+from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
-from qerl.types import Sampling
-
-
-@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
-class LiveGroup:
-    """A prompt and its samples during one call."""
-
-    index: int
-    """Index of the prompt in this call."""
-    prompt_tokens: int
-    max_tokens: int
-    """Maximum length of a sample."""
-    samples_G: list["LiveSample"] = dataclasses.field(default_factory=list)
-    num_unfinished: int = 0
-    noise_row: int = 0
-    """The prompt's row in the noise table of the norms."""
-    pages: list[int] = dataclasses.field(default_factory=list)
-    """The prompt's pages, from admission until the last sample finishes."""
-    keeps_pages: bool = False
-    """True if finished samples keep their pages, to be branched."""
-    parent: "LiveSample | None" = None
-    """The sample that this group branches; prompt_tokens then includes the shared tokens of that sample."""
-    sampling: Sampling | None = None
-    """Parameters of its own, in a LiveBatch."""
-    num_top_logprobs: int = 0
-    """Most likely tokens that are reported with each sampled one."""
-    on_prompt_hidden: Callable[[Tensor], None] | None = None
-    """Called with the hidden states of the prompt's next tokens."""
-
-    def __post_init__(self):
-        assert self.prompt_tokens > 0 and self.max_tokens > 0
-
-    @property
-    def seed_path(self) -> tuple[int, ...]:
-        """Seed coordinates between the prompt's index and the sample's."""
-        return () if self.parent is None else (self.parent.sample_index,)
-
-    @property
-    def num_parent_tokens(self) -> int:
-        """Number of the parent's first tokens that count as prompt."""
-        return 0 if self.parent is None else self.prompt_tokens - self.parent.group.prompt_tokens
-
-
-@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
-class LiveSample:
-    group: LiveGroup
-    sample_index: int
-    noise_row: int = 0
-    """Row in the noise table of the norms."""
-    tokens_T: list[int] = dataclasses.field(default_factory=list)
-    logprobs_T: list[float] = dataclasses.field(default_factory=list)
-    pages: list[int] = dataclasses.field(default_factory=list)
-    """Empty unless the sample is running, parked or resumed with its pages."""
-    is_running: bool = False
-    environment_spans: list[range] = dataclasses.field(default_factory=list)
-    """Index ranges in tokens_T written by an environment."""
-    num_cached: int = 0
-    """Number of positions in the pages of a parked sample."""
-    max_tokens: int = dataclasses.field(init=False)
-    """Length at which its turn ends at the latest."""
-    finish: Literal["stop", "length"] | None = None
-    constraint: TokenConstraint | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens in place of the newest."""
-
-    def __post_init__(self):
-        self.max_tokens = self.group.max_tokens
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Sort key; the oldest sample is the smallest."""
-        return self.group.index, self.sample_index
-
-    @property
-    def num_positions(self) -> int:
-        """Tokens of prompt and sample: cached positions after the newest token has been computed."""
-        return self.group.prompt_tokens + len(self.tokens_T)
-
-    @property
-    def turn_tokens_T(self) -> list[int]:
-        """Tokens sampled in the current turn."""
-        spans = self.environment_spans
-        return self.tokens_T[spans[-1].stop :] if spans else self.all_tokens_T
-
-    @property
-    def all_tokens_T(self) -> list[int]:
-        """Tokens of the sample, those shared with the parent of a branch included."""
-        parent, n = self.group.parent, self.group.num_parent_tokens
-        return self.tokens_T if parent is None else parent.tokens_T[:n] + self.tokens_T
-
-    @property
-    def all_logprobs_T(self) -> list[float]:
-        parent, n = self.group.parent, self.group.num_parent_tokens
-        return self.logprobs_T if parent is None else parent.logprobs_T[:n] + self.logprobs_T
 
 
 def num_pages(num_positions: int, page_tokens: int) -> int:
@@ -160,9 +65,13 @@ class Scheduler:
         page_tokens: int,
         max_num_seqs: int,
         max_admitted_tokens: int | None = None,
+        states: PagePool | None = None,
     ):
-        """max_admitted_tokens: prompt tokens after which `admit` takes no further group."""
+        """max_admitted_tokens: prompt tokens after which `admit` takes no further group. states: slots of
+        recurrent states, if layers have any."""
         self.pages = pages
+        self.states = PagePool(0) if states is None else states
+        self._num_states = 0 if states is None else 1  # of a prompt, of a sample
         self.running: list[LiveSample] = []  # oldest first
         self.parked: list[LiveSample] = []
         self.num_preemptions = 0
@@ -174,6 +83,7 @@ class Scheduler:
         self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
         self._admitted: list[LiveGroup] = []
         self._finished_pages: dict[LiveSample, list[int]] = {}
+        self._finished_states: list[int] = []
 
     @property
     def is_done(self) -> bool:
@@ -226,17 +136,19 @@ class Scheduler:
     def admit(self) -> list[LiveGroup]:
         """Return the groups whose prompts are to be prefilled now, with pages; their samples then wait."""
         admitted, num_tokens, self.has_postponed = [], 0, False
-        num_live, num_reserved = len(self.running), self._num_reserved()
+        num_live, num_reserved, num_new = len(self.running), self._num_reserved(), 0
         while not self._waiting and self._not_admitted and num_live < self._max_num_seqs:
             group = self._not_admitted[0]
             self.has_postponed = num_tokens >= self._max_admitted_tokens
-            if self.has_postponed or not self._fits(group, num_reserved):
+            if self.has_postponed or not self._fits(group, num_reserved, num_new):
                 break
             num_tokens += group.prompt_tokens
             self._not_admitted.popleft()
             group.pages = self.pages.allocate(self._pages_of(group.prompt_tokens))
+            group.state = self.states.allocate(self._num_states)
             group.num_unfinished = len(group.samples_G)
             num_live += len(group.samples_G)
+            num_new += len(group.samples_G)
             num_reserved += len(group.samples_G) * self._start_pages(group)
             self._admitted.append(group)
             admitted.append(group)
@@ -257,9 +169,11 @@ class Scheduler:
             num_needed = self._pages_of(sample.num_positions)
             num_new = max(num_needed - len(sample.pages or shared), 0)
             num_reserved += num_needed < self._max_pages(sample.group)
-            if not self._reclaim(num_new + num_reserved, keep=sample):
+            num_states = 0 if sample.state else self._num_states
+            if not self._reclaim(num_new + num_reserved, num_states, keep=sample):
                 break
             self._waiting.popleft()
+            sample.state += self.states.allocate(num_states)
             sample.pages = (sample.pages or self.pages.share(shared)) + self.pages.allocate(num_new)
             sample.is_running = True
             scheduled.append(sample)
@@ -278,15 +192,23 @@ class Scheduler:
             group.num_unfinished -= 1
             if group.num_unfinished == 0:
                 self.pages.release(group.pages)
+                if group.keeps_pages:
+                    self._finished_states += group.state
+                else:
+                    self.states.release(group.state)
+                    group.state = []
                 group.pages = []
                 self._admitted.remove(group)
         self.running = [s for s in self.running if s.is_running]
 
     def park(self, samples: list[LiveSample]) -> None:
         """Park running or waiting samples whose turns have ended; a running one has all tokens but the newest
-        cached."""
+        cached, unless its recurrent states hold later tokens too."""
         for sample in samples:
-            if sample.is_running:
+            if sample.is_running and sample.state and sample.has_overrun:
+                self._release(sample)
+                sample.has_overrun = False
+            elif sample.is_running:
                 sample.is_running, sample.num_cached = False, sample.num_positions - 1
             else:
                 self._waiting.remove(sample)
@@ -305,22 +227,28 @@ class Scheduler:
         for group in groups:
             assert group.parent is not None and group.num_parent_tokens < len(group.parent.tokens_T)
             pages = self._finished_pages[group.parent]
+            group.state = self.states.share(group.parent.group.state)
             group.pages = self.pages.share(pages[: self._pages_of(group.prompt_tokens)])
             group.num_unfinished = len(group.samples_G)
             self._admitted.append(group)
             self._waiting.extend(group.samples_G)
         for pages in self._finished_pages.values():
             self.pages.release(pages)
+        self.states.release(self._finished_states)
         self._finished_pages.clear()
+        self._finished_states.clear()
 
-    def _reclaim(self, num: int, keep: LiveSample | None = None) -> bool:
-        """Release pages of samples between turns, youngest first, until `num` pages are free; True if they
-        are. The sample `keep` keeps its pages."""
-        if self.pages.num_free < num:
+    def _reclaim(self, num: int, num_states: int = 0, keep: LiveSample | None = None) -> bool:
+        """Release what samples between turns hold, youngest first, until `num` pages and num_states slots are
+        free; True if they are. The sample `keep` keeps its pages."""
+        if not self._has_free(num, num_states):
             for sample in sorted(self._between_turns(), key=lambda s: s.age, reverse=True):
-                if sample is not keep and self.pages.num_free < num:
+                if sample is not keep and not self._has_free(num, num_states):
                     self._release(sample)
-        return self.pages.num_free >= num
+        return self._has_free(num, num_states)
+
+    def _has_free(self, num: int, num_states: int) -> bool:
+        return self.pages.num_free >= num and self.states.num_free >= num_states
 
     def _num_reclaimable(self) -> int:
         """Number of pages that `_reclaim` could release; a prompt's pages stay with its group."""
@@ -333,14 +261,16 @@ class Scheduler:
     def _between_turns(self) -> list[LiveSample]:
         return [*self._waiting, *self.parked]
 
-    def _fits(self, group: LiveGroup, num_reserved: int) -> bool:
-        """True if its prompt and a first sample fit next to the reserved pages, and any one admitted sample
-        can reach its maximum length."""
+    def _fits(self, group: LiveGroup, num_reserved: int, num_new_states: int) -> bool:
+        """True if its prompt and a first sample fit next to the reserved pages and slots, and any one
+        admitted sample can reach its maximum length."""
         groups = [*self._admitted, group]
         prompt_pages = sum(self._pages_of(g.prompt_tokens) for g in groups)
         largest = max(own_pages(g.prompt_tokens, g.max_tokens, self._page_tokens) for g in groups)
         now = self._pages_of(group.prompt_tokens) + self._start_pages(group)
-        return prompt_pages + largest <= self.pages.num_pages and now + num_reserved <= self.pages.num_free
+        if prompt_pages + largest > self.pages.num_pages or now + num_reserved > self.pages.num_free:
+            return False
+        return not self._num_states or self.states.num_free >= num_new_states + 2
 
     def _start_pages(self, group: LiveGroup) -> int:
         """Pages that a sample needs to be scheduled with one token and leave one in reserve."""
@@ -371,4 +301,5 @@ class Scheduler:
 
     def _release(self, sample: LiveSample) -> None:
         self.pages.release(sample.pages)
-        sample.pages, sample.is_running, sample.num_cached = [], False, 0
+        self.states.release(sample.state)
+        sample.pages, sample.state, sample.is_running, sample.num_cached = [], [], False, 0

@@ -6,6 +6,7 @@
     keys_B       the sample's random key; a sampled token is a function of (key, position, vocabulary index)
     tables_BX    the sequence's pages in order
     noise_rows_B the row's entry in the noise table of the norms, if there is one
+    states_B     slot of the sequence's recurrent states, if layers have any
 
     drawn_tokens_WB, drawn_logprobs_WB    results of the last W steps; place_1 is the index of the next
 
@@ -27,6 +28,7 @@ class DecodeState:
     keys_B: Tensor  # int64, not negative
     tables_BX: Tensor  # int32
     noise_rows_B: Tensor  # int32
+    states_B: Tensor  # int32
     drawn_tokens_WB: Tensor  # int32
     drawn_logprobs_WB: Tensor  # fp32
     place_1: Tensor  # int32 [1]
@@ -64,6 +66,7 @@ class DecodeState:
             keys_B=torch.zeros(rows, dtype=torch.int64, device=device),
             tables_BX=ints(rows, pages),
             noise_rows_B=ints(rows),
+            states_B=ints(rows),
             drawn_tokens_WB=ints(steps, rows),
             drawn_logprobs_WB=torch.zeros(steps, rows, device=device),
             place_1=ints(1),
