@@ -98,6 +98,11 @@ def layer_specs(a: Architecture) -> list[LayerSpec]:
     return [specs[kind] for kind in a.kinds]
 
 
+def kinds_of_linears(a: Architecture) -> tuple[LinearSpec, ...]:
+    """Return the linears of one layer of each kind; those of the same name are the same."""
+    return tuple({x.name: x for kind in a.kinds for x in layer_spec(a, kind).linears}.values())
+
+
 def layer_spec(a: Architecture, kind: LayerKind | None = None) -> LayerSpec:
     """Return the geometry of the layers of this kind; None: of the first layer."""
     kind = a.kind(0) if kind is None else kind

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, StoredLinear
-from qerl.models.layer_spec import layer_spec
+from qerl.models.layer_spec import kinds_of_linears
 
 PREFIX = "base_model.model.model."
 _LANGUAGE = "base_model.model.model.language_model."
@@ -66,7 +66,7 @@ def peft_targets(
     """Return the entries of adapter_config.json that say which linears have an adapter, and of which rank."""
     targets, names, patterns = list(targets), [], {}
     stored_as = {part: stored for stored in architecture.stored_linears for part in stored.holds}
-    by_short = {linear.short_name: linear.name for linear in layer_spec(architecture).linears}
+    by_short = {linear.short_name: linear.name for linear in kinds_of_linears(architecture)}
     for target in targets:
         stored = stored_as.get(by_short[target])
         name = target if stored is None else stored.name.rpartition(".")[2]
@@ -131,7 +131,7 @@ def _present(stored: StoredLinear, at: str, tensors: Mapping[str, Any]) -> list[
 
 
 def _widths(architecture: Architecture, stored: StoredLinear) -> list[int]:
-    by_name = {linear.name: linear.out_width for linear in layer_spec(architecture).linears}
+    by_name = {linear.name: linear.out_width for linear in kinds_of_linears(architecture)}
     return [by_name[part] for part in stored.holds]
 
 

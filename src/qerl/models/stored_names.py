@@ -24,7 +24,7 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 from qerl.models.families import from_hf_config, language_part
-from qerl.models.layer_spec import layer_spec
+from qerl.models.layer_spec import kinds_of_linears
 from qerl.models.safetensors_file import SafetensorsFolder
 
 _LANGUAGE_PREFIXES = (  # of the decoder and of the head, as transformers 5 and 4 name them
@@ -124,7 +124,7 @@ def _parts(name: str, shape: tuple[int, ...], architecture: Architecture) -> lis
             continue
         at = module.removesuffix(stored.name)
         names = [f"{at}{part}.{suffix}" for part in stored.holds]
-        widths = {x.name: x.out_width for x in layer_spec(architecture).linears}
+        widths = {x.name: x.out_width for x in kinds_of_linears(architecture)}
         ends = [sum(widths[part] for part in stored.holds[: i + 1]) for i in range(len(stored.holds))]
         if len(names) == 1 or suffix not in _BY_ROW or shape[:1] != (ends[-1],):
             return [(each, None) for each in names]  # loading checks their shapes

@@ -28,7 +28,7 @@ from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
-from qerl.models.layer_spec import layer_spec
+from qerl.models.layer_spec import layer_specs
 from qerl.models.random_weights import shape
 from qerl.types import Group, Sample
 
@@ -140,7 +140,8 @@ def make_row(
 
 def num_weights(a: Architecture) -> int:
     """Return the number of weights of the linears and the head."""
-    return a.num_layers * sum(gemm.num_weights for gemm in layer_spec(a).groups) + a.vocab_size * a.width
+    layers = sum(gemm.num_weights for spec in layer_specs(a) for gemm in spec.groups)
+    return layers + a.vocab_size * a.width
 
 
 def _cases(options: BenchLearnOptions, provider: str) -> Iterator[LearnCase]:

@@ -15,7 +15,7 @@ import dataclasses
 from qerl import formats
 from qerl.cli.bench.case import FORMATS, DecodeCase
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import layer_spec
+from qerl.models.layer_spec import layer_specs
 
 ADAPTER_BYTES = 2
 _KV_BYTES = {"bf16": 2, "fp8": 1}
@@ -41,7 +41,7 @@ def step_floor_ms(limit: Limit, a: Architecture, case: DecodeCase) -> float:
     weights, adapter = layer_weights(a, case.lora_rank)
     head_weights, format = a.vocab_size * a.width, FORMATS[case.provider]
     cached_tokens = case.batch * case.max_tokens / 2 + case.batch / case.group_size * case.prompt_tokens
-    token_bytes = 2 * a.num_layers * a.num_kv_heads * a.head_size * _KV_BYTES[case.kv]
+    token_bytes = 2 * len(a.layers_with("attention")) * a.num_kv_heads * a.head_size * _KV_BYTES[case.kv]
     num_bytes = weights * formats.FORMATS[format].bytes_per_weight + adapter * ADAPTER_BYTES
     num_bytes += head_weights * formats.FORMATS[format if case.head == "bf16" else case.head].bytes_per_weight
     num_flop = 2 * case.batch * (weights + head_weights + adapter)
@@ -50,7 +50,7 @@ def step_floor_ms(limit: Limit, a: Architecture, case: DecodeCase) -> float:
 
 def layer_weights(a: Architecture, rank: int) -> tuple[int, int]:
     """Return the number of frozen weights and of adapter weights of all layers."""
-    each = layer_spec(a).groups
+    each = [group for spec in layer_specs(a) for group in spec.groups]
     weights = sum(gemm.num_weights for gemm in each)
     adapter = sum(gemm.num_adapter_weights(rank) for gemm in each)
-    return a.num_layers * weights, a.num_layers * adapter
+    return weights, adapter

@@ -13,7 +13,7 @@ bytes instead of 2:
                      b behind their rows, with zeros between the linears of a group
     gradients        4 n                                            moments           8 n, or 2 n + n / 32
     KV cache         all samples at once, up to engine.max_num_seqs or engine.kv_cache_gb; with branches, the
-                     pages of all samples in addition
+                     pages of all samples in addition; recurrent states of samples and prompts
     activations      of the layers, by learn.gradient_checkpointing  unpacked         operands of one layer
     head             logits and their gradient for one chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
 
@@ -36,12 +36,13 @@ from qerl.config import RunConfig
 from qerl.engine.kv_budget import free_bytes
 from qerl.engine.kv_cache import FP8, page_bytes
 from qerl.engine.scheduler import num_pages, own_pages
+from qerl.engine.state_cache import slot_bytes
 from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
-from qerl.models.layer_spec import LinearGroupSpec, layer_spec
+from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_specs
 from qerl.models.random_weights import SHAPES, shape_of_hub_id
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
@@ -74,11 +75,11 @@ def read_architecture(model: str) -> Architecture:
 
 def weight_bytes(a: Architecture, format: str) -> float:
     """Return the bytes of the packed linears, their biases, and one factor for each output."""
-    linears = layer_spec(a).linears
+    linears = [linear for spec in layer_specs(a) for linear in spec.linears]
     packed = sum(linear.num_weights for linear in linears) * FORMATS[format].bytes_per_weight
     factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
     biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
-    return a.num_layers * (packed + factors + biases)
+    return packed + factors + biases
 
 
 def element_bytes(config: RunConfig) -> int:
@@ -93,9 +94,10 @@ def _compute_dtype(config: RunConfig) -> torch.dtype:
 def embedding_bytes(
     a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, element_bytes: int = 2
 ) -> float:
-    """Return the bytes of the embedding, the head, the norms and their noise."""
-    norm_widths = sum(layer_spec(a).norm_widths.values())
-    norms = 4 * ((norm_widths + 2 * num_noise_rows * a.width) * a.num_layers + a.width)
+    """Return the bytes of the embedding, the head, the norms and their noise, and what else is not packed."""
+    others = (math.prod(shape) for spec in layer_specs(a) for shape in spec.other_shapes.values())
+    norm_widths = sum(sum(spec.norm_widths.values()) for spec in layer_specs(a)) + sum(others)
+    norms = 4 * (norm_widths + (2 * num_noise_rows * a.num_layers + 1) * a.width)
     plain_head = 0 if a.tied_head else element_bytes
     head = plain_head if head_format == "bf16" else FORMATS[head_format].bytes_per_weight
     return a.vocab_size * a.width * (element_bytes + head) + norms
@@ -103,10 +105,11 @@ def embedding_bytes(
 
 def num_trained_weights(a: Architecture, config: RunConfig) -> int:
     """Return the number of weights that learn: the adapters', or the target linears' own."""
-    linears = [x for x in layer_spec(a).linears if x.short_name in config.adapter.target_modules]
+    linears = [x for spec in layer_specs(a) for x in spec.linears]
+    linears = [x for x in linears if x.short_name in config.adapter.target_modules]
     if config.adapter.kind == "full":
-        return a.num_layers * sum(x.num_weights for x in linears)
-    return a.num_layers * config.adapter.rank * sum(x.out_width + x.in_width for x in linears)
+        return sum(x.num_weights for x in linears)
+    return config.adapter.rank * sum(x.out_width + x.in_width for x in linears)
 
 
 def optimizer_bytes(num_weights: int, optimizer: str) -> float:
@@ -122,27 +125,32 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
     pages = prompts * num_pages(prompt_tokens, engine.block_size)
     kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
     pages += (kept + running) * own_pages(prompt_tokens, max_tokens, engine.block_size)
-    wanted = (pages + 1) * page_bytes(a, engine.block_size, dtype)
+    slots = prompts + running if config.algo.branching == "none" else config.num_prompts + running
+    states = (slots + 1) * slot_bytes(a, _compute_dtype(config))
+    wanted = (pages + 1) * page_bytes(a, engine.block_size, dtype) + states
     return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
 
 
 def prefill_bytes(a: Architecture, config: RunConfig) -> float:
     """Return the bytes of one layer's activations, gate and up (in fp32 for some rows, except in FP8's
     kernels), and the layer's largest operand."""
-    qkv_width, rows = layer_spec(a).qkv.out_width, config.engine.max_num_batched_tokens
+    qkv_width, rows = max(x.qkv.out_width for x in layer_specs(a)), config.engine.max_num_batched_tokens
     gate_up = 2 * element_bytes(config) * rows if _saves_up(config) else 8 * min(rows, WIDE_ROWS)
     row = element_bytes(config) * (4 * a.width + 2 * qkv_width + a.ff_width)
-    return rows * row + gate_up * a.ff_width + max(operand_bytes(a, config))
+    return rows * row + gate_up * a.ff_width + max(max(each) for each in operand_bytes(a, config))
 
 
-def operand_bytes(a: Architecture, config: RunConfig) -> list[float]:
-    """Return the bytes of a layer's four unpacked operands, whose rows end with the adapter's columns. BF16
-    weights computed in bf16 are their own operands."""
+def operand_bytes(a: Architecture, config: RunConfig) -> list[list[float]]:
+    """Return the bytes of each layer's four unpacked operands, whose rows end with the adapter's columns.
+    BF16 weights computed in bf16 are their own operands."""
     if config.model.format == "bf16" and element_bytes(config) == 2:
-        return [0.0]
+        return [[0.0]] * a.num_layers
     return [
-        element_bytes(config) * group.out_width * _row_width(group.in_width, group, config)
-        for group in layer_spec(a).groups
+        [
+            element_bytes(config) * group.out_width * _row_width(group.in_width, group, config)
+            for group in spec.groups
+        ]
+        for spec in layer_specs(a)
     ]
 
 
@@ -151,16 +159,16 @@ def adapter_column_bytes(a: Architecture, config: RunConfig) -> int:
     (models/fused_weights.py)."""
     if config.model.format != "bf16" or element_bytes(config) != 2:
         return 0
-    columns = sum(
+    return 2 * sum(
         group.out_width * (_row_width(group.in_width, group, config) - group.in_width)
-        for group in layer_spec(a).groups
+        for spec in layer_specs(a)
+        for group in spec.groups
     )
-    return 2 * a.num_layers * columns
 
 
 def operand_cache_bytes(a: Architecture, config: RunConfig) -> float:
     """Return the bytes of all layers' operands; FP8 multiplies its codes directly (kernels/fp8_linear.py)."""
-    return 0.0 if config.model.format == "fp8-flow" else a.num_layers * sum(operand_bytes(a, config))
+    return 0.0 if config.model.format == "fp8-flow" else sum(map(sum, operand_bytes(a, config)))
 
 
 def _saves_up(config: RunConfig) -> bool:
@@ -169,16 +177,26 @@ def _saves_up(config: RunConfig) -> bool:
 
 
 def saved_bytes_per_row(a: Architecture, config: RunConfig) -> float:
-    """Return the bytes that a layer's forward pass saves for its backward pass, for each row.
+    """Return the bytes that the largest layer's forward pass saves for its backward pass, for each row."""
+    return max(_saved_bytes(a, config, spec) for spec in layer_specs(a))
+
+
+def _saved_bytes(a: Architecture, config: RunConfig, spec: LayerSpec) -> float:
+    """Return those of one layer.
 
     Saved in the compute dtype: inputs of products and swiglu, q, the branches' k and v, the attention output,
     inputs of norms after attention and MLP. Without the fused swiglu, gate, its activation and up are saved.
-    Saved in fp32: inputs of the norms, and the softmax's sums.
+    Saved in fp32: inputs of the norms, and the softmax's sums. In a layer with Gated DeltaNet: what its
+    linears return, the convolution's result in both dtypes, and the output before and after its norm.
     """
     gate_up = (1 + _saves_up(config) if a.activation == "silu" else 3) * a.ff_width
     gate_up += a.width * sum(norm is not None for norm in (a.norms.after_attention, a.norms.after_mlp))
-    spec = layer_spec(a)
     inputs = sum(_row_width(group.in_width, group, config) for group in spec.groups)
+    if spec.kind.mixer == "delta":
+        assert a.delta is not None
+        mixed = spec.qkv.out_width + a.delta.channels + 2 * a.delta.value_width
+        fp32 = 2 * a.width + 2 * a.delta.channels + a.delta.value_width
+        return element_bytes(config) * (inputs + gate_up + mixed) + 4 * fp32
     q, k, v = spec.qkv.out_widths
     return element_bytes(config) * (inputs + gate_up + 2 * q + k + v) + 4 * (2 * a.width + a.num_heads)
 
@@ -197,9 +215,10 @@ def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
 
     none: all layers' saved rows. layer: each layer's input and one layer's saved rows. offload: four inputs.
     """
-    one, inputs = saved_bytes_per_row(a, config), 4 * a.width
+    each, inputs = [_saved_bytes(a, config, spec) for spec in layer_specs(a)], 4 * a.width
+    one = max(each)
     saved = {
-        "none": a.num_layers * one,
+        "none": sum(each),
         "layer": a.num_layers * inputs + one,
         "offload": min(4, a.num_layers) * inputs + one,
     }
@@ -208,8 +227,8 @@ def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
 
 def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
     """Return the bytes of operands unpacked at a time: one, or a layer's if the layer is recomputed."""
-    each = operand_bytes(a, config)
-    return max(each) if config.learn.gradient_checkpointing == "none" else sum(each)
+    is_one = config.learn.gradient_checkpointing == "none"
+    return max(max(each) if is_one else sum(each) for each in operand_bytes(a, config))
 
 
 def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
@@ -277,7 +296,7 @@ def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list
 def calibration_bytes(a: Architecture) -> float:
     """Return the bytes of model.calibrate gptq, before training: the BF16 model, and four float64 matrices of
     the widest input's products."""
-    widest = max(linear.in_width for linear in layer_spec(a).linears)
+    widest = max(linear.in_width for spec in layer_specs(a) for linear in spec.linears)
     return weight_bytes(a, "bf16") + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
 
 

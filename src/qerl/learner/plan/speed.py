@@ -12,11 +12,14 @@ other GPUs.
 
 import dataclasses
 
+import torch
+
 from qerl.config import RunConfig
+from qerl.engine.state_cache import slot_bytes
 from qerl.errors import UserError, did_you_mean
 from qerl.learner.plan.memory import kv_cache_bytes, num_trained_weights, weight_bytes
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import layer_spec
+from qerl.models.layer_spec import layer_specs
 
 _BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, measured on an H200
 _HOPPER_LAYER_S, _TORCH_LAYER_S = 30e-6, 300e-6
@@ -135,9 +138,8 @@ def estimate_speed(
 
 def _kv_bytes(a: Architecture, config: RunConfig) -> int:
     """Return the bytes of one token's keys and values."""
-    return (
-        2 * a.num_layers * a.num_kv_heads * a.head_size * (1 if config.engine.kv_cache_dtype == "fp8" else 2)
-    )
+    element = 1 if config.engine.kv_cache_dtype == "fp8" else 2
+    return 2 * len(a.layers_with("attention")) * a.num_kv_heads * a.head_size * element
 
 
 def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, cached_tokens: float) -> float:
@@ -148,7 +150,8 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
     if not gpu.is_hopper and format != "bf16":
         weights = _UNPACK_BYTES * _layer_weights(a)
     adapter = 2 * num_trained_weights(a, config) if config.adapter.kind == "lora" else 0
-    cache = cached_tokens * _kv_bytes(a, config)
+    states = 2 * running * slot_bytes(a, torch.bfloat16)  # read and written
+    cache = cached_tokens * _kv_bytes(a, config) + states
     num_bytes = weights + 2 * a.vocab_size * a.width + adapter + cache
     layer_s = _HOPPER_LAYER_S if gpu.is_hopper else _TORCH_LAYER_S
     return (
@@ -159,7 +162,7 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
 
 
 def _layer_weights(a: Architecture) -> int:
-    return a.num_layers * sum(linear.num_weights for linear in layer_spec(a).linears)
+    return sum(linear.num_weights for spec in layer_specs(a) for linear in spec.linears)
 
 
 def _num_weights(a: Architecture) -> int:
