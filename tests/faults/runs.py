@@ -93,6 +93,13 @@ def finish(files: Path, out: Path, *more: str) -> str:
     return run.said
 
 
+def wait_until(holds: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
 def num_steps(out: Path) -> int:
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0

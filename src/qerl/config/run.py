@@ -84,6 +84,10 @@ class RunConfig:
     num_generations: int = 8
     """Number of samples G per prompt."""
 
+    rank_timeout_s: float = 600.0
+    """With torchrun: a rank that is frozen for this long is lost; the others save the last step and end. A
+    rank that works is heard, however long its step takes."""
+
     max_mismatch: float | None = None
     """Stop if the mean absolute difference of the sampler's and the learner's logprobs exceeds this, in
     nats."""
@@ -114,7 +118,7 @@ class RunConfig:
 
     def __post_init__(self):
         check_finite(self)
-        check_positive(self, "num_steps", "num_prompts")
+        check_positive(self, "num_steps", "num_prompts", "rank_timeout_s")
         size, why = self.num_generations, "samples are compared within a group"
         require(size >= 2, f"num_generations must be at least 2 ({why}), got {size}")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]

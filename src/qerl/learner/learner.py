@@ -77,6 +77,8 @@ class Learner:
         tokens, computed by the sampler's forward pass; only in exact mode."""
         self.config = config
         self.version = 0
+        self.num_applied = 0
+        """Number of times that the adapter has changed."""
         """Number of planned updates so far, skipped ones included: schedules and resumption use it."""
         self.decoder = decoder
         self._num_nonfinite = 0
@@ -227,6 +229,7 @@ class Learner:
             torch.nn.utils.clip_grads_with_norm_(masters, self.config.learn.max_grad_norm, norm)
             for settings in self._optimizer.param_groups:
                 settings["lr"] = rate
+            self.num_applied += 1
             self._optimizer.step()
             publish(self.decoder)
         self._optimizer.zero_grad(set_to_none=True)

@@ -21,6 +21,8 @@ class RunCheckpoints:
     ):
         self._folder, self._config, self._learner = folder, config, learner
         self._journal, self._ranks = journal, ranks
+        self._finished: tuple[int, int, int, dict[str, Any] | None] | None = None
+        self._last_saved = 0
 
     def load_latest(self) -> checkpoint.Resumed | None:
         """Load the newest intact checkpoint on the first rank, and copy the learner to the others, which may
@@ -40,6 +42,7 @@ class RunCheckpoints:
     def save(self, next_step: int, extra: dict[str, Any] | None = None) -> None:
         """Save where the folder is now; raise RunError if that is not where the run began. extra: JSON values
         besides the learner."""
+        self._last_saved = next_step
         if not self._ranks.is_first:
             return
         place = self._journal.place()
@@ -49,6 +52,22 @@ class RunCheckpoints:
             self._journal.saved(next_step)
         if place != self._folder:
             raise RunError(_away_text(self._folder, place, next_step))
+
+    def finished(self, next_step: int, extra: dict[str, Any] | None = None) -> None:
+        """Remember that the steps before next_step are done; extra as in `save`."""
+        self._finished = next_step, self._learner.version, self._learner.num_applied, extra
+
+    def save_finished(self) -> None:
+        """Save the last finished step, in the middle of the next one: another rank is lost. Once the next
+        step has changed the adapter, the newest checkpoint has to do."""
+        if self._finished is None or not self._ranks.is_first:
+            return
+        next_step, version, num_applied, extra = self._finished
+        if next_step != self._last_saved and num_applied == self._learner.num_applied:
+            self._learner.version = version
+            self.save(next_step, extra)
+        if self._last_saved:
+            self._journal.notice(f"step {self._last_saved} is saved; the same command goes on from it")
 
     def _is_away(self) -> bool:
         return self._ranks.is_first and self._journal.place() != self._folder

@@ -17,7 +17,7 @@ from typing import Any
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.errors import require
-from qerl.learner.distributed import Ranks, join_ranks
+from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.models.adapter import load_adapter
 from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
@@ -52,7 +52,10 @@ def train(
 ) -> dict[str, Any]:
     """See `qerl.train`. The observer follows the steps of a run that is not complete yet."""
     config = dataclasses.replace(config, model=resolve_device(config.model))
-    with join_ranks(config.model.device) as ranks, start_workers(config, ranks) as cluster:
+    with (
+        join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks,
+        start_workers(config, ranks) as cluster,
+    ):
         return _train(config, ranks, cluster, rewards, observer or NullObserver())
 
 
@@ -163,8 +166,13 @@ class _Session:
             after_update=self.after_update,
             save=self.save,
         )
+        self.ranks.take_traffic()  # that of a step begins with it
         with self.stop.deferred():
-            run(self.config, parts, first_step=first_step)
+            try:
+                run(self.config, parts, first_step=first_step)
+            except RankLost:
+                self.checkpoints.save_finished()
+                raise
         if self.stop.requested is not None:
             raise SystemExit(self.stop.exit_code)
         self.evaluate("after")
@@ -204,6 +212,7 @@ class _Session:
 
     def save(self, step: int) -> bool:
         """Save if due. A signal to any rank stops all of them, after the first one has saved."""
+        self.checkpoints.finished(step + 1, self.extra_state())
         asked = self.observer.after_step(step, self.metrics)
         all_asked = self.ranks.gather((self.stop.requested or 0, asked.save, asked.stop))
         requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))  # a later signal: next step
@@ -213,6 +222,7 @@ class _Session:
         if saves:
             self.checkpoints.save(next_step, self.extra_state())
         self.observer.finished(step, is_saved=saves)
+        self.ranks.take_traffic()
         if is_stopping:
             self.ranks.gather(None)
             self.stop.request(requested)  # when one rank ends, torchrun signals the others

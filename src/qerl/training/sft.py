@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
 from qerl.errors import require
-from qerl.learner.distributed import Ranks, join_ranks
+from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
 from qerl.models.adapter import load_adapter
 from qerl.models.device import resolve_device
@@ -47,7 +47,7 @@ def fine_tune(config: RunConfig, *, max_steps: int | None = None) -> dict[str, A
     """Imitate config.sft.data; config.num_prompts rows are a step, and num_steps follows from the epochs, or
     is max_steps. Return the losses before and after, and the run's folder."""
     config = dataclasses.replace(config, model=resolve_device(config.model))
-    with join_ranks(config.model.device) as ranks:
+    with join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks:
         tokenizer = load_tokenizer(config.model.path)
         rows = _read_rows(config, tokenizer)
         epochs = config.sft.num_train_epochs * rows.steps_per_epoch(config.num_prompts)
@@ -126,11 +126,16 @@ class _SftSession:
         if first_step == 0:
             self.losses = {}
             self.evaluate("before")
+        self.ranks.take_traffic()  # that of a step begins with it
         with self.stop.deferred():
-            for step in range(first_step, self.config.num_steps):
-                self.step(step)
-                if self.save(step):
-                    break
+            try:
+                for step in range(first_step, self.config.num_steps):
+                    self.step(step)
+                    if self.save(step):
+                        break
+            except RankLost:
+                self.checkpoints.save_finished()
+                raise
         if self.stop.requested is not None:
             raise SystemExit(self.stop.exit_code)
         self.evaluate("after")
@@ -208,9 +213,11 @@ class _SftSession:
 
     def save(self, step: int) -> bool:
         """Save if due. A signal to any rank stops all of them, after the first one has saved."""
+        self.checkpoints.finished(step + 1)
         requested, next_step = max(self.ranks.gather(self.stop.requested or 0)), step + 1
         if requested or self.checkpoints.is_due(next_step, self.config.num_steps):
             self.checkpoints.save(next_step)
+        self.ranks.take_traffic()
         if requested:
             self.ranks.gather(None)
             self.stop.request(requested)  # when one rank ends, torchrun signals the others
