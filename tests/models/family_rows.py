@@ -151,10 +151,10 @@ def save(model, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, *, format: str = "bf16") -> Decoder:
+def load(folder: Path, *, compute: torch.dtype = torch.float32) -> Decoder:
     cpu = torch.device("cpu")
     checkpoint = locate(str(folder)).open()
-    return build_decoder(checkpoint, format=format, compute=torch.float32, device=cpu, resident=True)
+    return build_decoder(checkpoint, format="bf16", compute=compute, device=cpu, resident=True)
 
 
 class Pairs:

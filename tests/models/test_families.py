@@ -76,6 +76,16 @@ def test_paged_decoding_in_pieces_is_what_transformers_computes(pairs, family):
     torch.testing.assert_close(decoder.logits(torch.cat(got)), theirs_TV, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ROWS)
+def test_bf16_loses_no_more_than_transformers_in_bf16(pairs, family):
+    model, folder, _ = pairs.of(family)
+    truth_TV = copy.deepcopy(model).double()(TOKENS_T[None]).logits[0]
+    theirs_TV = copy.deepcopy(model).bfloat16()(TOKENS_T[None]).logits[0]
+    ours_TV = logits_of(load(folder, compute=torch.bfloat16), TOKENS_T)
+    assert ours_TV.dtype == torch.float32
+    assert rms_error(ours_TV, truth_TV) <= 1.1 * rms_error(theirs_TV, truth_TV)
+
+
 PROMPT, BRANCHES = 11, (9, 0, 14)
 
 
@@ -114,6 +124,19 @@ def test_the_language_part_of_a_multimodal_class_is_loaded_and_the_rest_is_said(
     torch.testing.assert_close(logits_of(load(folder), TOKENS_T), theirs_TV, atol=1e-4, rtol=0)
     (notice,) = checkpoint_notices(locate(str(folder)).open())
     assert notice == f"{folder}: {len(others)} tensors of other modalities are not loaded"
+
+
+def test_a_multimodal_checkpoint_with_a_head_is_untied_whatever_its_config_says(tmp_path):
+    """Published configs leave tie_word_embeddings out, and transformers' default for Mistral 3 is true."""
+    model = multimodal("Ministral3", tie_word_embeddings=False)
+    folder = save(model, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    decoder = load(folder)
+    assert decoder.lm_head.weight is not decoder.embed_tokens.weight
+    theirs_TV = model(TOKENS_T[None]).logits[0]
+    torch.testing.assert_close(logits_of(decoder, TOKENS_T), theirs_TV, atol=1e-4, rtol=0)
 
 
 def as_transformers_5(name):

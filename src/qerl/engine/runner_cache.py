@@ -126,7 +126,7 @@ class RunnerCache:
         torch's products the bits of a row depend on the number of rows and, on a CPU, on the row's place too
         unless 16 divides the number."""
         is_packed = all(isinstance(linear.weight, PackedNVFP4) for _, linear in self._decoder.linears())
-        if self._is_fast and is_packed and _kernel_head(self._decoder) is not None:
+        if self._is_fast and is_packed and kernel_head(self._decoder) is not None:
             return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
@@ -135,7 +135,7 @@ class RunnerCache:
         if sampling is None:
             return RowSampler(self._decoder, self._stop_tokens, self._rows)
         truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
-        head = None if truncates else _kernel_head(self._decoder)
+        head = None if truncates else kernel_head(self._decoder)
         if head is None:
             return TorchSampler(self._decoder, sampling, self._stop_tokens)
         if self._head is None:
@@ -143,7 +143,7 @@ class RunnerCache:
         return FusedSampler(self._head, sampling.temperature, self._stop_tokens)
 
 
-def _kernel_head(decoder: Decoder) -> Head | None:
+def kernel_head(decoder: Decoder) -> Head | None:
     """Return the decoder's own head in the form of a sampling kernel; None if no kernel supports it."""
     head, (vocab_size, width) = decoder.lm_head, decoder.lm_head.shape
     fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
