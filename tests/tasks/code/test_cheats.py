@@ -13,7 +13,7 @@ from qerl.tasks.code.grade import code
 TASK = TaskConfig(
     rewards=("code",),
     answer_column="tests",
-    code=CodeConfig(test_timeout_s=20.0, memory_mb=512, credit="all", unsafe=True),
+    code=CodeConfig(test_timeout_s=60.0, memory_mb=512, credit="all", unsafe=True),
 )
 GRADE = []
 
@@ -21,7 +21,7 @@ GRADE = []
 def graded(program, tests, entry_point=None):
     """The reward; the sandbox is probed once for all of them."""
     if not GRADE:
-        GRADE.append(code(dataclasses.replace(TASK, reward_timeout_s=120.0)))
+        GRADE.append(code(dataclasses.replace(TASK, reward_timeout_s=300.0)))
     text = f"```python\n{program}\n```"
     return GRADE[0](completions=[text], tests=[tests], entry_point=[entry_point])[0]
 

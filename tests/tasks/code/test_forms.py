@@ -6,9 +6,10 @@ from sections import sections
 from qerl.tasks.code import sandbox
 from qerl.tasks.code.runner import Limits, run_test
 from qerl.tasks.code.script import read_script
+from qerl.tasks.code.test_cases import parse_tests
 
 BACKEND = sandbox.choose(unsafe=True).backend  # these programs are harmless
-LIMITS = Limits(20.0, memory_bytes=512 << 20, output_bytes=1 << 20, backend=BACKEND)
+LIMITS = Limits(60.0, memory_bytes=512 << 20, output_bytes=1 << 20, backend=BACKEND)
 FORMS = {name: parts["program"] for name, parts in sections("forms.txt").items()}
 RIGHT = FORMS.pop("RIGHT")
 WRONG = RIGHT.replace("x * x", "x + x").replace("if x < 0", "if False").replace("squared", "doubled")
@@ -26,6 +27,13 @@ def test_check_without_entry_point_takes_the_only_function():
     script = read_script(FORMS["check"])
     assert run_test("def f(x): return x * x", script, LIMITS)
     assert not run_test("def f(x): return x * x\ndef g(x): return 9", script, LIMITS)
+
+
+def test_an_entry_point_that_is_none_is_an_error_of_the_row():
+    with pytest.raises(ValueError, match="is not Python"):
+        parse_tests(FORMS["check"], "f(")
+    assert parse_tests(FORMS["check"], " f ") == parse_tests(FORMS["check"], "f")
+    assert parse_tests(FORMS["check"], float("nan")) == parse_tests(FORMS["check"], "")  # of pandas
 
 
 def test_check_takes_a_method_that_entry_point_names():

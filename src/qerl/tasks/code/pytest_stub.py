@@ -162,6 +162,13 @@ def cases_of(test: Any) -> Iterator[dict[str, Any]]:
             yield {name: value for case in cases for name, value in case.items()}
 
 
+def required(function: Any) -> list[str]:
+    """Return the parameters of a function that have no default."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [p.name for p in named if p.default is p.empty and p.name != "self"]
+
+
 class Fixtures(contextlib.ExitStack):
     """The fixtures of one test, by name; leaving it runs what follows their yield."""
 
@@ -173,8 +180,7 @@ class Fixtures(contextlib.ExitStack):
                 self.value(name)
 
     def arguments(self, function: Any) -> dict[str, Any]:
-        parameters = inspect.signature(function).parameters.values()
-        return {p.name: self.value(p.name) for p in parameters if p.default is p.empty and p.name != "self"}
+        return {name: self.value(name) for name in required(function)}
 
     def value(self, name: str) -> Any:
         if name not in self._made:

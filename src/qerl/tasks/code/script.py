@@ -63,15 +63,15 @@ def read_script(text: str, entry_point: str | None = None) -> Script:
     tree = _parsed(text)
     definitions = {node.name: node for node in tree.body if isinstance(node, _Definition)}
     check = definitions.get("check")
-    if isinstance(check, _FUNCTIONS) and not any(
-        isinstance(node, ast.Call) and assertions.name_of(node.func) == "check" for node in ast.walk(tree)
-    ):
+    if isinstance(check, _FUNCTIONS) and "check" not in _called(tree):
         text += "\n\ncheck(candidate)\n" if check.args.args else "\n\ncheck()\n"
         tree = _parsed(text)
+    if entry_point is not None:
+        _parsed(entry_point)
     run = _what_runs(tree)
     _refuse_unsupported(tree)
     free = _free_names(text)
-    called = {assertions.name_of(node.func) for node in _calls(tree)} & free
+    called = _called(tree) & free
     has_candidate = "candidate" in free or "candidate" in _fixture_names(tree)
     candidate = (entry_point or "") if has_candidate else None
     names, imports = _sorted_out(free - {"candidate"}, called, entry_point)
@@ -93,6 +93,10 @@ def _parsed(text: str) -> ast.Module:
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the test is not Python: {error}") from error
+
+
+def _called(tree: ast.AST) -> set[str]:
+    return {assertions.name_of(node.func) for node in _calls(tree)}
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
@@ -215,14 +219,16 @@ def _is_installed(name: str) -> bool:
 
 
 def _fixture_names(tree: ast.Module) -> set[str]:
-    """Return the parameters of test functions that are fixtures."""
+    """Return the parameters of test functions that are fixtures. A function that the test itself calls needs
+    none."""
+    called = _called(tree)
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.startswith("Test")]
     plain = [node for node in classes if not _is_unittest(node)]
     wanted: set[str] = set()
     for function in (node for each in (tree, *plain) for node in each.body if isinstance(node, _FUNCTIONS)):
         marks = [node for decorator in function.decorator_list for node in _calls(decorator)]
         is_parametrized = any(assertions.name_of(mark.func) == "parametrize" for mark in marks)
-        if function.name.startswith("test") and not is_parametrized:
+        if function.name.startswith("test") and function.name not in called and not is_parametrized:
             required = len(function.args.args) - len(function.args.defaults)
             wanted |= {argument.arg for argument in function.args.args[:required]}
     return wanted - {"self", "cls"}

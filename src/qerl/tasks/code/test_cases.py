@@ -43,6 +43,7 @@ TestCase = InputCase | CallCase | Script
 
 def parse_tests(tests: Any, entry_point: str | None = None) -> list[TestCase]:
     """Return the row's tests; raise ValueError if there is none that could be run, and could fail."""
+    entry_point = entry_point.strip() or None if isinstance(entry_point, str) else None
     try:
         cases = _parse(tests, entry_point)
     except (TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -195,6 +195,8 @@ def _call(owner: Any, name: str, *arguments: Any) -> None:
 
 def _run_function(test: Any, known: dict[str, Any]) -> None:
     for case in pytest_stub.cases_of(test):
+        if not {*pytest_stub.required(test)} <= (known | case).keys():
+            return  # a function that the test's own code calls
         try:
             with pytest_stub.Fixtures(known | case) as fixtures:
                 _finish(test(**fixtures.arguments(test)))

@@ -66,10 +66,8 @@ def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def _builtin_type(name: str) -> type | None:
-    """Return a type of Python's, but no exception that is not an error."""
     kind = getattr(builtins, name, None)
-    is_type = isinstance(kind, type) and (issubclass(kind, Exception) or not issubclass(kind, BaseException))
-    return kind if is_type else None
+    return kind if isinstance(kind, type) else None
 
 
 def decode(value: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
