@@ -1,4 +1,4 @@
-"""Fine-tune a model on chats, completions or texts, before or without reinforcement learning."""
+"""Fine-tune a model on chats, completions or texts, with or without RL after it."""
 
 import dataclasses
 import json
