@@ -228,6 +228,7 @@ def test_no_request_waits_for_a_thread_that_has_died(model, monkeypatch):
     parts.wait_for(lambda: batcher.has_died)
     with pytest.raises(BusyError, match="must be started again"):
         batcher.submit(request_of(model, "b"))
+    batcher.close()  # pytest has then seen how the thread ended
 
 
 def test_counts_go_on_over_a_failed_batch(model, batcher, monkeypatch):
