@@ -92,7 +92,6 @@ def test_where_nothing_confines_a_program_the_reward_is_refused(machine):
         UserError, match=r"none works here .*not installed; landlock: .*no Landlock.*code.unsafe"
     ):
         code(TASK)
-    assert "cannot be confined" in sandbox.describe()
     machine(NO_SECCOMP)
     with pytest.raises(UserError, match="none works here"):
         code(TASK)

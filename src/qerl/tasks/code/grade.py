@@ -11,7 +11,7 @@ descriptor, or objects that equal everything gain nothing.
 
 Not guarded against: a program that contains the answers to these inputs; tests that rely on its own objects
 (`assert f(2).is_right()`) or pass on any error; kernel bugs. A program can read Python's installation, use
-one core and its memory until the deadline, and write 1 MiB files to its folder until the disk is full.
+one core and its memory until the deadline, and without Bubblewrap fill the disk with 1 MiB files.
 Programs that need child processes, sockets or other files fail.
 """
 

@@ -1,4 +1,4 @@
-"""Choose the backend that confines the programs of the reward `code` on this machine, and describe it."""
+"""Choose the backend that confines the programs of the reward `code` on this machine."""
 
 import dataclasses
 
@@ -10,7 +10,8 @@ _LIMITS = Limits(deadline_s=4.0, memory_bytes=1 << 30, output_bytes=1 << 20)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sandbox:
-    """The backend that works here. str(sandbox) is one line for the log."""
+    """The backend that works here. str(sandbox) is one line for the log: what it confines, and why a better
+    one is skipped."""
 
     backend: str
     """bwrap, landlock or unsafe."""
@@ -40,11 +41,3 @@ def choose(limits: Limits = _LIMITS, *, unsafe: bool = False) -> Sandbox:
         else:
             return Sandbox(name, frozenset(active), skipped)
     raise SandboxUnavailable("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
-
-
-def describe() -> str:
-    """Return one line: the backend, what it confines, and why a better one is skipped; or that none works."""
-    try:
-        return str(choose())
-    except SandboxUnavailable as error:
-        return f"programs cannot be confined, so the reward code is refused: {error}"
