@@ -13,7 +13,8 @@ import tiny_run
 from faults import runs
 from qerl.config import TaskConfig
 from qerl.tasks import RewardPool
-from qerl.tasks.worker_pool import MORE_TASKS, MOST_PRINTED, WorkerLost, WorkerPool
+from qerl.tasks.worker_pool import WorkerLost, WorkerPool
+from qerl.tasks.worker_process import MORE_TASKS, MOST_PRINTED
 from tasks.material import group
 
 BAD = """

@@ -18,6 +18,11 @@ from qerl.tasks.prompt import chat_reply_tokens, plain_reply_tokens
 from qerl.tasks.reward import resolve
 
 
+class Text(str):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
 class Echo:
     """Does what a row or a completion asks for."""
 
@@ -51,6 +56,11 @@ class Echo:
         elif way == "late":
             raise TimeoutError("of its own")
         given = {"nan": ("", float("nan"), False), "pair": ("", 1.0), "text": ("", "1", False)}
+        given |= {"half": ("\ud83d", 1.0, False), "huge": ("", 1e308, False), "digits": ("", 10**400, False)}
+        given |= {
+            "own": (Text("hi"), 1.0, False),
+            "critic": ([{"role": "x\ud83d", "content": ""}], 1.0, False),
+        }
         given |= {"ints": ([1], 1.0, False), "numpy": (None, np.float32(0.5), np.bool_(True))}
         return given.get(
             way, (f"{self.seed} {self.num_steps} {completion}", float(self.num_steps), way == "end")
@@ -117,6 +127,10 @@ def test_an_environment_lives_from_reset_to_close(pool):
         ("pair", "wrong length"),
         ("text", "not a number"),
         ("ints", "not messages"),
+        ("half", "not messages"),
+        ("critic", "not messages"),
+        ("huge", "too large"),
+        ("digits", "too large"),
     ],
 )
 def test_an_environment_that_fails_costs_its_own_sample_alone(pool, way, cause):
@@ -127,6 +141,14 @@ def test_an_environment_that_fails_costs_its_own_sample_alone(pool, way, cause):
     assert (first.reward, last.reward) == (1.0, 1.0)
     first, last = one.play([Step((0, 0), "a"), Step((0, 2), "b")])
     assert (first.reward, last.reward) == (2.0, 2.0)
+
+
+def test_messages_of_a_subclass_of_str_are_strings(pool):
+    one = pool(Echo)
+    reset(one, 2)
+    own, other = stepped(one, "own", "a")
+    assert own.messages == [{"role": "user", "content": "hi"}] and type(own.messages[0]["content"]) is str
+    assert other.reward == 1.0
 
 
 class Closing:

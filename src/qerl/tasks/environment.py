@@ -26,6 +26,7 @@ from types import coroutine
 from typing import Any
 
 from qerl.config import EnvironmentConfig
+from qerl.tasks.row_values import is_unicode
 from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, name_of
 
 Key = tuple[int, int]
@@ -179,8 +180,10 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 
 def _messages(content: Any) -> Messages:
-    if content is None or isinstance(content, str):
-        return [] if content is None else [{"role": "user", "content": content}]
+    if content is None:
+        return []
+    if isinstance(content, str):
+        content = [{"role": "user", "content": content}]
     try:
         messages = [{"role": message["role"], "content": message["content"]} for message in content]
     except (TypeError, KeyError) as error:
@@ -188,7 +191,10 @@ def _messages(content: Any) -> Messages:
         raise _InvalidReturn("not messages", message) from error
     if not all(isinstance(text, str) for message in messages for text in message.values()):
         raise _InvalidReturn("not messages", "returned a message whose role or content is not a string")
-    return messages
+    if not all(is_unicode(text) for message in messages for text in message.values()):
+        raise _InvalidReturn("not messages", "returned a message that is not valid Unicode")
+    # Plain strings: a subclass of str may be one that the parent process cannot unpickle.
+    return [{key: "".join(text) for key, text in message.items()} for message in messages]
 
 
 def _number(reward: Any) -> float | None:

@@ -24,11 +24,19 @@ from types import ModuleType
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.errors import UserError, did_you_mean
+from qerl.errors import UserError, did_you_mean, printable
 from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
-from qerl.tasks.scoring import RESERVED, Failure, missing_arguments, name_of, reward_arguments, score
+from qerl.tasks.scoring import (
+    RESERVED,
+    Failure,
+    finite_number,
+    missing_arguments,
+    name_of,
+    reward_arguments,
+    score,
+)
 from qerl.tasks.sources import function_sources
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
@@ -184,7 +192,7 @@ class RewardPool:
         outcome = next(outcomes) if self._function_pool else None
         if isinstance(outcome, Failure | WorkerLost) or not self.has_environment or sample.reward is None:
             return outcome
-        return (outcome or 0.0) + self._environment_weight * sample.reward
+        return finite_number("the weighted sum", (outcome or 0.0) + self._environment_weight * sample.reward)
 
     def _count(self, outcome: float | Failure | WorkerLost | None, failures: Counter[str]) -> float | None:
         """Return a reward as it is. Count a failure by cause, with its message as an example."""
@@ -204,7 +212,7 @@ class RewardPool:
 def format_failures(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
     """Yield a line for each cause of take_failures()."""
     for cause, (count, example) in failures.items():
-        yield f"no reward for {count} samples: {cause}: {example}"
+        yield printable(f"no reward for {count} samples: {cause}: {example}")
 
 
 def _call(prompt: Prompt, sample: Sample) -> dict[str, list[Any]]:

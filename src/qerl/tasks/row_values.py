@@ -5,6 +5,7 @@ nested too deeply    more lists and objects inside each other than Python's recu
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 100
@@ -13,7 +14,7 @@ _PLAIN = (bool, int, float, type(None))
 _ENCODER = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for each value
 
 
-def value_fault(row: dict[str, Any]) -> str | None:
+def value_fault(row: Mapping[str, Any]) -> str | None:
     """Return the first fault: "answer is not valid Unicode"; None if all values can be used."""
     for name, value in row.items():
         kind = type(value)

@@ -20,6 +20,8 @@ from qerl.errors import redact
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments available to every function; a column of the same name does not replace them."""
 
+MAX_REWARD = 1e30
+"""Largest absolute value of a reward. Sums of many stay finite, also in fp32, which ends at 3.4e38."""
 _INTERNAL = Path(__file__).parents[1], Path(asyncio.__file__).parent
 """Folders of the code between the worker and the user's function."""
 
@@ -131,10 +133,17 @@ def _checked(name: str, result: Any) -> float | Failure | None:
 
 
 def finite_number(name: str, value: Any) -> float | Failure:
+    """Return the value as a float, or the Failure of one that is no number that a run can add up."""
     try:
-        number = None if isinstance(value, str) else float(value)
+        number = None if isinstance(value, str | bytes | bytearray) else float(value)
+    except OverflowError:
+        return Failure("too large", f"{name} returned a number over {MAX_REWARD:g}")
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:
         return Failure("not a number", f"{name} returned a {type(value).__name__}")
-    return number if math.isfinite(number) else Failure("not finite", f"{name} returned {number}")
+    if not math.isfinite(number):
+        return Failure("not finite", f"{name} returned {number}")
+    if abs(number) > MAX_REWARD:
+        return Failure("too large", f"{name} returned {number:g}, the limit is {MAX_REWARD:g}")
+    return number

@@ -26,7 +26,7 @@ import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import RunError, UserError
-from qerl.tasks.worker_pool import ForkedProcess, fork_process
+from qerl.tasks.worker_process import ForkedProcess, fork_process, signal_name
 
 # Imported before a fork: after it, a module that another thread was importing cannot be imported.
 assert jinja2.ext and jinja2.sandbox
@@ -115,7 +115,7 @@ def _end(owner: int, process: ForkedProcess, pipe: Connection) -> None:
 def _reason(code: int) -> str:
     if code == -signal.SIGPROF:
         return f"it takes more than {MAX_CPU_S:g} s of processor time"
-    return f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+    return f"its process ended with {signal_name(-code) if code < 0 else f'exit code {code}'}"
 
 
 def _serve(pipe: Connection, parent: int, tokenizer: PreTrainedTokenizerBase) -> None:

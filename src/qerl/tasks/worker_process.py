@@ -1,0 +1,308 @@
+"""Start the processes of a worker pool, and carry messages between them.
+
+    message    length (8 bytes, big-endian), pickle; an item to the worker, its outcome back
+
+A keeper is the parent of one worker. It reports the worker's end in place of an outcome, and kills the
+worker's process group when the pool hangs up or has ended. It blocks every signal that can be blocked: code
+that signals its parent reaches the keeper, not the run.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+MOST_PRINTED = 1 << 16
+"""Bytes per second forwarded to stderr."""
+MORE_TASKS = 2048
+"""Processes and threads of the user beyond the number on the whole machine when the worker started."""
+_MAX_MESSAGE_BYTES = 1 << 30
+_HEADER_BYTES = 8
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_PR_SET_PDEATHSIG = 1
+_WATCH_S = 0.5
+_CHILD_POLL_S = 0.02  # where the end of a child cannot be waited for beside other events
+
+
+class WorkerLost(Exception):
+    """A job without outcome: `WorkerLost("died", "its process was killed by SIGSEGV")`."""
+
+    def __init__(self, cause: str, message: str):
+        super().__init__(cause, message)
+        self.cause, self.message = cause, message
+
+
+def lost(code: int) -> WorkerLost:
+    """code: as in subprocess, negative for a signal."""
+    if code < 0:
+        return WorkerLost("died", f"its process was killed by {signal_name(-code)}")
+    return WorkerLost("ended its process", f"exit code {code}")
+
+
+def signal_name(number: int) -> str:
+    """Return "SIGSEGV", or "signal 40": real-time signals between the first and the last have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclasses.dataclass(slots=True)
+class ForkedProcess:
+    """A child process, collected once."""
+
+    pid: int
+    code: int | None = None
+    """Exit code as in subprocess: negative for a signal."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self, timeout_s: float) -> int | None:
+        end_s = time.monotonic() + timeout_s
+        while self.poll() is None and time.monotonic() < end_s:
+            time.sleep(0.001)
+        return self.code
+
+    def kill(self) -> int:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        code = self._wait(0)
+        assert code is not None
+        return code
+
+    def kill_group(self) -> None:
+        """Kill the group that it leads, also where it has just ended itself."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()
+
+    def _wait(self, options: int) -> int | None:
+        if self.code is None:
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # another waitpid(-1) collected it
+                pid, status = self.pid, 0
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+
+def fork_process(main: Callable[..., None], *arguments: Any) -> ForkedProcess:
+    """Start a process that runs main(*arguments) and exits."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns about forks beside threads; the workers use no thread of the parent.
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        gc.freeze()  # collecting the parent's objects here would free its GPU memory
+        try:
+            main(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return ForkedProcess(pid)
+
+
+class Channel:
+    """The pool's end of a worker's socket. Neither sending nor receiving waits for the worker for ever: its
+    code may write to the socket itself, or stop the process."""
+
+    def __init__(self, own: socket.socket):
+        own.setblocking(False)
+        self.socket = own
+        self._received = bytearray()
+
+    def send(self, message: Any, *, end_s: float) -> None:
+        """Send it, or as much of it as the worker takes until end_s by time.monotonic()."""
+        data = memoryview(_packed(message))
+        # A worker that has ended, or takes nothing, is handled where its outcome is awaited.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while data and time.monotonic() < end_s:
+                try:
+                    data = data[self.socket.send(data) :]
+                except BlockingIOError:
+                    _poll({self.socket.fileno(): select.POLLOUT}, _WATCH_S)
+
+    def receive(self) -> tuple[Any] | None:
+        """Return (message,), or None while it is not whole; raise EOFError if the worker has ended, and
+        ValueError if what came is no message."""
+        while True:
+            header = self._received[:_HEADER_BYTES]
+            num_bytes = _HEADER_BYTES + int.from_bytes(header) if len(header) == _HEADER_BYTES else None
+            if num_bytes is not None and num_bytes > _MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {num_bytes} bytes")
+            if num_bytes is not None and len(self._received) >= num_bytes:
+                break
+            try:
+                chunk = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise EOFError from error
+            if not chunk:
+                raise EOFError
+            self._received += chunk
+        data, self._received = self._received, bytearray()
+        try:
+            return (pickle.loads(memoryview(data)[_HEADER_BYTES:num_bytes]),)
+        except Exception as error:  # bytes that are not a pickle may raise anything
+            raise ValueError(f"not a message: {error}") from error
+
+    def is_idle(self) -> bool:
+        """True if nothing has come and the worker is there."""
+        try:
+            return not self._received and self.receive() is None and not self._received
+        except (EOFError, ValueError):
+            return False
+
+    def close(self) -> None:
+        """Hang up, also where another process has inherited the socket."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+def _packed(message: Any) -> bytes:
+    data = pickle.dumps(message)
+    return len(data).to_bytes(_HEADER_BYTES) + data
+
+
+def _poll(events: dict[int, int], timeout_s: float) -> None:
+    """Wait until one of the events of these file descriptors, or a hang-up, has happened."""
+    poller = select.poll()
+    for descriptor, event in events.items():
+        poller.register(descriptor, event)
+    poller.poll(1000 * timeout_s)
+
+
+def forward_output(parent: int, output: int) -> None:
+    """Main function of the process that copies what workers print to stderr, at a limited rate. It polls,
+    which works on every Unix and from any forking thread."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.setpgid(0, 0)
+    window_end, left, num_dropped = 0.0, 0, 0
+    while os.getppid() == parent:
+        text = os.read(output, 4096) if select.select([output], [], [], _WATCH_S)[0] else b""
+        if time.monotonic() >= window_end:
+            if num_dropped:
+                _write_stderr(f"\n[omitted {num_dropped} more bytes printed by rewards]\n".encode())
+            window_end, left, num_dropped = time.monotonic() + 1.0, MOST_PRINTED, 0
+        if text:
+            shown = text[:left] if _write_stderr(text[:left]) else b""
+            left -= len(shown)
+            num_dropped += len(text) - len(shown)
+
+
+def _write_stderr(text: bytes) -> bool:
+    """Return True if the text could be written without blocking; a slow reader must not stop us."""
+    try:
+        return bool(select.select([], [2], [], 0)[1]) and bool(os.write(2, text))
+    except OSError:
+        return False
+
+
+def keep(
+    pool: int,
+    inherited: list[socket.socket],
+    end: socket.socket,
+    output: int,
+    memory_bytes: int,
+    work: Callable[[Any], Any],
+) -> None:
+    """Main function of a keeper, which leads the group of its worker. inherited: the pool's own sockets."""
+    os.setpgid(0, 0)
+    for each in inherited:
+        each.close()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    worker = fork_process(_serve, mask, end, output, memory_bytes, work)
+    events, watch_s = {end.fileno(): 0}, _CHILD_POLL_S
+    with contextlib.suppress(AttributeError, OSError):  # Linux from 5.3 on
+        events[os.pidfd_open(worker.pid)] = select.POLLIN
+        watch_s = _WATCH_S
+    while os.getppid() == pool and not _is_hung_up(end):
+        if worker.code is None and (code := worker.poll()) is not None:
+            events = {end.fileno(): 0}
+            with contextlib.suppress(OSError):
+                end.sendall(_packed(lost(code)))
+        _poll(events, watch_s)
+    worker.kill()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _is_hung_up(end: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(end.fileno(), 0)
+    return bool(poller.poll(0))
+
+
+def _serve(
+    mask: set[int], end: socket.socket, output: int, memory_bytes: int, work: Callable[[Any], Any]
+) -> None:
+    """Main function of a worker. mask: the signals that the pool's process blocks."""
+    _set_up_worker(output, memory_bytes)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    pid = os.getpid()
+    with end.makefile("rb") as incoming:
+        while header := incoming.read(_HEADER_BYTES):
+            outcome = work(pickle.loads(incoming.read(int.from_bytes(header))))
+            if os.getpid() != pid:
+                os._exit(0)  # a child forked by the job returned here: it must not continue as a worker
+            for timer in _TIMERS:
+                signal.setitimer(timer, 0)  # one that the job left behind would end another job
+            end.sendall(_packed(outcome))
+    os._exit(0)
+
+
+def _set_up_worker(output: int, memory_bytes: int) -> None:
+    pid = os.getpid()
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != pid:  # a child that a job forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ignore)  # not SIG_IGN, which programs that a job starts would inherit
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a job may have killed its keeper
+        _limit(memory_bytes)
+
+
+def _limit(memory_bytes: int) -> None:
+    """Set soft limits: a reward may raise them."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    num_tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    for kind, most in (
+        (resource.RLIMIT_AS, mapped_bytes + memory_bytes),
+        (resource.RLIMIT_NPROC, num_tasks + MORE_TASKS),
+    ):
+        soft, hard = resource.getrlimit(kind)
+        known = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+        resource.setrlimit(kind, (min([most, *known]), hard))
