@@ -6,7 +6,8 @@ import torch
 from engine.parts import EOS, branched, compared, drawn, engine_of, packed_logprobs, prompts_of
 from engine.test_conversation import Talk, talked
 from models.family_rows import load, oracle, save
-from qerl.config import AdapterConfig
+from qerl.config import AdapterConfig, EngineConfig
+from qerl.engine.kv_budget import working_bytes
 from qerl.engine.kv_cache import KVCache, page_bytes
 from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.errors import UserError
@@ -168,6 +169,12 @@ def test_states_are_counted_with_the_cache(decoder):
     assert slot_bytes(arch, torch.float32) == each and states.num_bytes == 4 * each
     assert page_bytes(arch, 4, torch.float32) == 2 * 1 * 4 * 2 * 16 * 4, "one layer of four has pages"
     assert cache.num_bytes == 4 * each + 6 * page_bytes(arch, 4, torch.float32)
+
+
+def test_a_prefill_needs_memory_for_its_chunks(decoder):
+    few, many = (working_bytes(EngineConfig(max_num_batched_tokens=n), decoder) for n in (10, 1010))
+    row = 2 * (4 * 80 + 10 * 48 + 2 * (6 + 2 * 2) * 16) + 4 * 4 * (8 * 8 + 6 * 12 + 4 * 64)
+    assert many - few == 1000 * row
 
 
 def test_exact_mode_is_refused_in_one_line(decoder):

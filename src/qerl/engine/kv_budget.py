@@ -50,10 +50,11 @@ def free_bytes(device: torch.device) -> float:
 
 
 def working_bytes(config: EngineConfig, decoder: Decoder) -> float:
-    """Estimate the memory of a prefill: a layer's activations, its largest unpacked weight, 64 rows of
-    logits, and the unused part of torch's latest block."""
+    """Estimate the memory of a prefill: a layer's activations, those of a recurrent layer, its largest
+    unpacked weight, 64 rows of logits, and the unused part of torch's latest block."""
     a = decoder.architecture
     row = 2 * (4 * a.ff_width + 10 * a.width + 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_size)
+    row += 0 if a.delta is None else a.delta.working_bytes
     return (
         config.max_num_batched_tokens * row + 4 * a.ff_width * a.width + 64 * 4 * a.vocab_size + _BLOCK_BYTES
     )

@@ -33,7 +33,7 @@ CASES = (  # K, N, H, V, lengths of the sequences
     (2, 2, 16, 8, (64, 65, 0, 63, 128)),
     (1, 3, 32, 32, (200, 3, 70)),
 )
-_CHUNK = 64
+CHUNK = 64
 _EPS = 1e-6  # under the root of a query's or key's length
 
 
@@ -81,7 +81,7 @@ class SequenceLayout:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], device: torch.device | str = "cpu", chunk_tokens: int = _CHUNK
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu", chunk_tokens: int = CHUNK
     ) -> "SequenceLayout":
         C, T = chunk_tokens, sum(lengths)
         ends = torch.tensor([0, *lengths]).cumsum(0)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.kernels.gated_delta import SequenceLayout, gated_delta, gated_delta_step
+from qerl.kernels.gated_delta import CHUNK, SequenceLayout, gated_delta, gated_delta_step
 from qerl.kernels.short_conv import short_conv, short_conv_step
 from qerl.types import Tree
 
@@ -53,6 +53,12 @@ class DeltaShape:
     def state_shape(self) -> tuple[int, int, int]:
         """Shape of a sequence's state of the delta rule, in fp32."""
         return self.num_value_heads, self.key_size, self.value_size
+
+    @property
+    def working_bytes(self) -> int:
+        """Estimate the bytes that the chunked form in PyTorch allocates for each row: fp32 queries, keys and
+        values of every head, what is solved for, and a chunk's products."""
+        return 4 * self.num_value_heads * (8 * self.key_size + 6 * self.value_size + 4 * CHUNK)
 
 
 class DeltaInputs(NamedTuple):

@@ -137,6 +137,7 @@ def prefill_bytes(a: Architecture, config: RunConfig) -> float:
     qkv_width, rows = max(x.qkv.out_width for x in layer_specs(a)), config.engine.max_num_batched_tokens
     gate_up = 2 * element_bytes(config) * rows if _saves_up(config) else 8 * min(rows, WIDE_ROWS)
     row = element_bytes(config) * (4 * a.width + 2 * qkv_width + a.ff_width)
+    row += 0 if a.delta is None else a.delta.working_bytes
     return rows * row + gate_up * a.ff_width + max(max(each) for each in operand_bytes(a, config))
 
 
