@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -12,6 +11,7 @@ import tiny_run
 from qerl import train
 from qerl.config import AlgoConfig, NoiseConfig, RunConfig, recipes
 from qerl.config.recipes import METHODS, RECIPES, big_math, dapo_math, demo, gsm8k
+from qerl.tracking.json_lines import read_lines
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
         given += ["--noise.control.warmup-steps", "2"]
     config = tyro.cli(RunConfig, default=METHODS[name](), args=[*given, "--evaluate.num-prompts", "0"])
     train(config)
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
     assert len(steps) == 6
     assert all(math.isfinite(value) for step in steps for value in step.values())
     assert sum(step.get("grad_norm", 0) > 0 for step in steps) >= 3

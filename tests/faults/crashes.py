@@ -30,8 +30,9 @@ from qerl.config import RunConfig
 from qerl.config.stored import parse_run_config
 from qerl.errors import RunError, UserError
 from qerl.learner import checkpoint
-from qerl.tracking import Journal, is_timing, provenance
+from qerl.tracking import Journal, is_timing, provenance, sample_files
 from qerl.tracking.json_lines import read_lines
+from qerl.tracking.sample_files import read_samples
 from qerl.training.run_checkpoints import check_vanished
 
 NAME = "run"
@@ -74,6 +75,7 @@ def record(files: Path, folder: Path, *more: str) -> Recording:
 
 
 def _install(out: Path, log: Path) -> None:
+    small_files()
     recorder = Recorder(out, log)
     recorder.install()
     for path in sorted(out.glob("checkpoints/step-*")):
@@ -100,6 +102,11 @@ def _install(out: Path, log: Path) -> None:
         recorder.mark("finished", True)
 
     checkpoint.save, Journal._record, Journal.resume, Journal.finish = saved, taken, resumed, finished
+
+
+def small_files() -> None:
+    """Compress the samples of every second step or so."""
+    sample_files.SEGMENT_BYTES = 5000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,19 +189,18 @@ def _different(out: Path, whole: Path, next_step: int) -> str | None:
     )
     if ours != [line for line in theirs if line["step"] < next_step]:
         return "metrics.jsonl differs"
-    ours, theirs = ((folder / "samples.jsonl").read_bytes() for folder in (out, whole))
-    rest = theirs.removeprefix(ours)
-    is_cut = not rest if next_step == len(_steps(whole)) else rest.startswith(b'{"step": %d, ' % next_step)
-    return None if theirs.startswith(ours) and is_cut else "samples.jsonl differs"
+    theirs = [sample for sample in _samples(whole) if sample["step"] < next_step]
+    return None if list(read_samples(out)) == theirs else "samples.jsonl differs"
 
 
-def _steps(folder: Path) -> set[int]:
-    return {line["step"] for line in read_lines(folder / "metrics.jsonl")}
+@functools.cache
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    return list(read_samples(folder))
 
 
 def half_done(files: Path, folder: Path, *more: str) -> Path:
     """The folder of a run that was killed after a checkpoint and a step."""
-    run = runs.start(files, folder / NAME, *more, log=folder / "first.log")
+    run = runs.start(files, folder / NAME, *more, first=small_files, log=folder / "first.log")
     run.wait_for(lambda: runs.num_steps(folder / NAME) >= 3)
     run.kill()
     run.wait()

@@ -18,6 +18,7 @@ import tiny_run
 from qerl.cli import main
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
+from qerl.tracking.sample_files import read_samples
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,9 +110,10 @@ def difference(a: Path, b: Path) -> str | None:
     """What two ended runs differ in beside times; None: the same adapter, moments, metrics and samples."""
     if _metrics(a) != _metrics(b):
         return "metrics.jsonl"
-    for name in ("samples.jsonl", "evaluations.json"):
-        if (a / name).read_bytes() != (b / name).read_bytes():
-            return name
+    if list(read_samples(a)) != list(read_samples(b)):
+        return "samples.jsonl"
+    if (a / "evaluations.json").read_bytes() != (b / "evaluations.json").read_bytes():
+        return "evaluations.json"
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         ours, theirs = (load_file(max((out / "checkpoints").glob("step-*")) / name) for out in (a, b))
         if ours.keys() != theirs.keys() or not all(ours[key].equal(theirs[key]) for key in ours):

@@ -9,7 +9,7 @@ from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
-from qerl.config.run import CheckpointConfig, EvalConfig, RayConfig, RunConfig
+from qerl.config.run import CheckpointConfig, EvalConfig, RayConfig, RunConfig, SamplesConfig
 from qerl.config.sft import SftConfig
 from qerl.config.task import CodeConfig, EnvironmentConfig, TaskConfig
 
@@ -30,6 +30,7 @@ __all__ = [
     "RayConfig",
     "RunConfig",
     "SampleConfig",
+    "SamplesConfig",
     "SapoConfig",
     "SftConfig",
     "TaskConfig",

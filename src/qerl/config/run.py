@@ -46,6 +46,20 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesConfig:
+    """The record of samples in the run's folder: samples.jsonl, and older steps compressed in samples/."""
+
+    keep_steps: int | None = None
+    """Keep the samples of at least this many of the newest steps and remove older files; None: keep all."""
+
+    keep_mb: int | None = None
+    """Keep about this many megabytes of compressed samples and remove older files; None: keep all."""
+
+    def __post_init__(self):
+        check_positive(self, "keep_steps", "keep_mb", prefix="samples.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RayConfig:
     """Sampling by Ray workers."""
 
@@ -112,6 +126,7 @@ class RunConfig:
     learn: LearnConfig = LearnConfig()
     evaluate: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    samples: SamplesConfig = SamplesConfig()
     ray: RayConfig = RayConfig()
     sft: Annotated[SftConfig, tyro.conf.Suppress] = SftConfig()
     """Set by `qerl sft`, whose options its fields are; empty in a run with rewards."""

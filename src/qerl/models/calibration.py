@@ -17,6 +17,7 @@ from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.decoder import Attend
 from qerl.models.delta_net import Recur, recur_over
 from qerl.tracking.json_lines import decode
+from qerl.tracking.sample_files import DAMAGE, sample_lines, segments
 from qerl.types import Tree
 
 CALIBRATION_TOKENS = 8192
@@ -88,10 +89,14 @@ def tokenize_groups(
 
 
 def _last_records(file: Path, max_lines: int) -> list[dict[str, Any]]:
-    """Return the last lines' records, newest first, without damaged lines."""
+    """Return the last lines' records, newest first, without damaged lines; of a run also compressed ones."""
+    older = segments(file.parent) if file.name == "samples.jsonl" else []
+    newest: list[bytes] = []
     try:
-        with file.open("rb") as lines:
-            last = collections.deque(lines, maxlen=max_lines)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    return [record for line in reversed(last) if (record := decode(line)) is not None]
+        for path in (file, *(segment.path for segment in reversed(older))):
+            if len(newest) < max_lines:
+                newest += reversed(collections.deque(sample_lines(path), maxlen=max_lines - len(newest)))
+    except (OSError, *DAMAGE) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{file}: cannot be read: {reason}") from error
+    return [record for line in newest if (record := decode(line)) is not None]

@@ -2,7 +2,7 @@
 
     run.json        the resolved config, command, commit, versions, device, hashes of sources; written first
     metrics.jsonl   a line per step: step, metrics, `<phase>_s`, step_s, tokens_per_s, memory_gb, wall_time
-    samples.jsonl   a line per sample: step, prompt, text, reward, advantage
+    samples.jsonl   a line per sample: step, prompt, text, reward, advantage; older ones in samples/
     events.jsonl    notices              loggers/, tensorboard/    the metrics again: async_logger.py
     result.json     written last         .lock           locked while a process writes here
 
@@ -42,6 +42,7 @@ from qerl.tracking.console import PanelDisplay, PlainDisplay
 from qerl.tracking.json_lines import JsonLines, damage_notice
 from qerl.tracking.loggers import LOGGERS, check_loggers
 from qerl.tracking.provenance import changes, check_same_run, check_sources, run_facts, shown
+from qerl.tracking.sample_files import SampleFiles
 from qerl.tracking.step_log import StepLog, Stopwatch
 
 _NUM_STEPS = "config.num_steps"
@@ -62,9 +63,8 @@ class Journal:
         try:
             make_folder(folder)
             self._lock = Lock(folder)
-            self._metrics, self._samples, self._events = (
-                JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")
-            )
+            self._metrics, self._events = (JsonLines(folder / f"{n}.jsonl") for n in ("metrics", "events"))
+            self._samples = SampleFiles(folder)
             sync_path(folder)
             self._place = OpenFolder(folder)
         except OSError as error:
@@ -95,6 +95,7 @@ class Journal:
         """Write run.json, with the hashes of rewards and files. Once a step is recorded, check that nothing
         but fields in `provenance.EXEMPT`, more steps and what the user accepts differs from it."""
         check_loggers(config.loggers)
+        self._samples.limit(config.samples)
         self._answer_column, self._logger_names = config.task.answer_column, config.loggers
         path, facts = self._folder / "run.json", finite(run_facts(config))
         self._config, self._facts = facts["config"], facts
@@ -133,8 +134,8 @@ class Journal:
         self._display.restore(records)
         self._next_step = next_step
         self._record_changes(next_step)
-        for name, (steps, damaged) in kept.items():
-            if damaged:
+        for name, (steps, damaged, torn) in kept.items():
+            if damaged := damaged + torn * (len(steps) < next_step):
                 self.notice(damage_notice(f"{name}.jsonl", damaged))
             if len(steps) < next_step:
                 missing = next_step - len(steps)

@@ -30,6 +30,9 @@ class Kept(NamedTuple):
     steps: set[int]
     damaged: list[int]
     """Numbers of the damaged lines that are left; the first line is 1."""
+    torn: list[int]
+    """Numbers of the damaged lines after the last that is left: damage only if a step is missing, else never
+    flushed, as after a power cut."""
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
@@ -124,8 +127,19 @@ class JsonLines:
                     steps.add(step)
         if kept_bytes < size:
             self._truncate(kept_bytes)
-        # Pages of lines that were never flushed, as after a power cut, are no damage.
-        return Kept(steps, damaged + pending if len(steps) < next_step else damaged)
+        return Kept(steps, damaged, pending)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._identity[2]
+
+    def replace(self, content: bytes) -> None:
+        """Replace all lines at once."""
+        write_atomic(self._path, content)
+        self._file.close()
+        self._open()
+        self._observe()
 
     def mend(self) -> str | None:
         """Put right what another program did to the file since the last write, and return what it was."""
@@ -157,10 +171,7 @@ class JsonLines:
             path = _unused(self._path.with_name(f"{self._path.name}.other"))
             write_synced(path, other)
             aside = f", and the other file is {path.name}"
-        write_atomic(self._path, own)
-        self._file.close()
-        self._open()
-        self._observe()
+        self.replace(own)
         done = "replaced" if is_replaced else "removed"
         name = self._path.name
         return f"another program {done} {name} while the run wrote it: it is in place again{aside}"

@@ -11,6 +11,7 @@ from qerl.regular_file import open_regular, read_regular
 from qerl.tracking.json_lines import damage_notice, decode, is_intact
 from qerl.tracking.metric_text import clock, seconds_left
 from qerl.tracking.report import read
+from qerl.tracking.sample_files import segments
 
 _NUM_NOTICES = 5
 """Only the newest are shown."""
@@ -76,6 +77,8 @@ class RunFollower:
         self._samples = LineReader(folder / "samples.jsonl", step_of)
         self._records: list[dict[str, Any]] = []
         self._offsets: dict[int, list[int]] = {}
+        self._older: dict[Path, dict[int, list[read.Place]]] = {}
+        self._older_damage: dict[Path, list[str]] = {}
         self._notices: list[str] = []
         self._objects: dict[str, dict[str, Any]] = {}
         self._damage: list[str] = []
@@ -87,6 +90,7 @@ class RunFollower:
         """Changes whenever anything known about the run changes."""
         files = (self._metrics, self._samples, self._events)
         known = [*((file.num_restarts, file.end) for file in files), self._objects, self._damage]
+        known.append(list(self._older))
         return str(hash(repr(known)) & (1 << 48) - 1)
 
     def refresh(self) -> None:
@@ -99,11 +103,13 @@ class RunFollower:
         for offset, record in lines:
             if read.has_step(record):
                 self._offsets.setdefault(record["step"], []).append(offset)
+        self._read_older()
         is_void, lines = self._events.read_new()
         texts = [_event_text(record) for _, record in lines if "checkpoint" not in record]
         self._notices = ([] if is_void else self._notices)[-_NUM_NOTICES:] + texts[-_NUM_NOTICES:]
         damaged = [file for file in (self._metrics, self._samples) if file.damaged]
         self._damage = [damage_notice(file.path.name, file.damaged) for file in damaged]
+        self._damage += [text for texts in self._older_damage.values() for text in texts]
         self._objects = read.read_objects(self._folder, self._damage)
 
     def run(self) -> read.RecordedRun:
@@ -119,10 +125,23 @@ class RunFollower:
     def steps(self) -> list[int]:
         """Return the steps whose samples are complete, since their metrics are there too."""
         last = self._records[-1]["step"] if self._records else -1
-        return sorted(step for step in self._offsets if step <= last)
+        known = {*self._offsets, *(step for places in self._older.values() for step in places)}
+        return sorted(step for step in known if step <= last)
 
     def groups(self, step: int) -> list[dict[str, Any]]:
-        return read.read_groups(self._samples.path, self._offsets.get(step, []))
+        older = [places[step] for places in self._older.values() if step in places]
+        newest = [(self._samples.path, offset) for offset in self._offsets.get(step, [])]
+        return read.read_groups(older[0] if older else newest)
+
+    def _read_older(self) -> None:
+        """Look for compressed files that are new, and forget those that are gone."""
+        paths = [segment.path for segment in segments(self._folder)]
+        for path in self._older.keys() - set(paths):
+            del self._older[path], self._older_damage[path]
+        for path in paths:
+            if path not in self._older:
+                self._older_damage[path] = []
+                self._older[path] = read.sample_places(path, self._older_damage[path])
 
     def state(self) -> dict[str, Any]:
         """{"state": "running", "text": "step 13 of 60, 4:31 left, last step 0:06 ago", "done": 0.22}"""

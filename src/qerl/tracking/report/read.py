@@ -6,14 +6,16 @@ than a page can show, those of the newest steps and of evenly spaced earlier ste
 
 import contextlib
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.regular_file import open_regular
 from qerl.tracking.atomic_file import read_object
 from qerl.tracking.json_lines import damage_notice, decode
+from qerl.tracking.sample_files import DAMAGE, MAX_LINE_BYTES, open_samples, sample_files, sample_lines
 
 _MAX_CHARACTERS = 20_000
 """Longest prompt or sample on the page."""
@@ -22,6 +24,8 @@ _MAX_NUMBER, _MIN_NUMBER = 1e100, 1e-100
 """What a chart can draw: sums, squares and logarithms of such numbers are finite."""
 
 Points = list[tuple[float, float]]
+Place = tuple[Path, int]
+"""A file of samples, and where a line of it starts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +89,7 @@ def read_run(folder: Path, name: str, *, max_samples: int) -> RecordedRun:
     records = [record for _, record in _lines(folder / "metrics.jsonl", notices)]
     if not records:
         notices.append("metrics.jsonl: no step has finished yet")
-    groups, coverage = _groups(folder / "samples.jsonl", notices, max_samples)
+    groups, coverage = _groups(folder, notices, max_samples)
     return RecordedRun(
         name=name,
         **objects,
@@ -127,48 +131,60 @@ def read_objects(folder: Path, notices: list[str]) -> dict[str, dict[str, Any]]:
     return objects
 
 
+def sample_places(path: Path, notices: list[str], *, after: int = -1) -> dict[int, list[Place]]:
+    """Return where each sample of a file is, by steps; only those of steps after one."""
+    places: dict[int, list[Place]] = {}
+    for offset, record in _lines(path, notices):
+        if record["step"] > after:
+            places.setdefault(record["step"], []).append((path, offset))
+    return places
+
+
 def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (offset, JSON object) of each line that has a step."""
-    offset, damaged = 0, []
-    with open_regular(path) as file:
-        for line_number, line in enumerate(file, start=1):
+    offset, line_number, damaged = 0, 0, []
+    try:
+        for line_number, line in enumerate(sample_lines(path), start=1):
             record = decode(line)
             if record is not None and has_step(record):
                 yield offset, record
             else:
                 damaged.append(line_number)
             offset += len(line)
+    except DAMAGE:
+        notices.append(f"{path.name}: is damaged after line {line_number}")
     if damaged:
         notices.append(damage_notice(path.name, damaged))
 
 
-def _groups(path: Path, notices: list[str], max_samples: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _groups(folder: Path, notices: list[str], max_samples: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the groups, and a remark if not all samples are among them."""
-    offsets: dict[int, list[int]] = {}
-    for offset, record in _lines(path, notices) if path.exists() else ():
-        offsets.setdefault(record["step"], []).append(offset)
-    if not offsets:
+    places: dict[int, list[Place]] = {}
+    for path, _, last in sample_files(folder):
+        places |= sample_places(path, notices, after=max(places, default=-1) if last < 0 else -1)
+    if not places:
         return [], []
-    max_per_step = max(map(len, offsets.values()))
-    steps = select_steps(sorted(offsets), max(1, max_samples // max_per_step))
-    kept = [offset for step in steps for offset in offsets[step][:max_samples]]
-    num_samples = sum(map(len, offsets.values()))
+    max_per_step = max(map(len, places.values()))
+    steps = select_steps(sorted(places), max(1, max_samples // max_per_step))
+    kept = [place for step in steps for place in places[step][:max_samples]]
+    num_samples = sum(map(len, places.values()))
     remark = (
         f"This page shows {len(kept)} samples from {len(steps)} steps: the newest and evenly spaced ones."
-        f" samples.jsonl has all {num_samples} samples from {len(offsets)} steps."
+        f" samples.jsonl has all {num_samples} samples from {len(places)} steps."
     )
-    return read_groups(path, kept), [remark] if len(kept) < num_samples else []
+    return read_groups(kept), [remark] if len(kept) < num_samples else []
 
 
-def read_groups(path: Path, offsets: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the groups of the samples whose lines start at these offsets."""
+def read_groups(places: Sequence[Place]) -> list[dict[str, Any]]:
+    """Return the groups of the samples whose lines start at these places."""
     groups: dict[tuple[int, Any], dict[str, Any]] = {}
-    with open_regular(path) as file:
-        for offset in offsets:
-            file.seek(offset)
-            record = decode(file.readline())
-            if record is not None and has_step(record):  # a resumed run may have truncated the file
-                _add_sample(groups, record)
+    for path, own in itertools.groupby(places, key=operator.itemgetter(0)):
+        with contextlib.suppress(*DAMAGE), open_samples(path) as file:
+            for _, offset in own:
+                file.seek(offset)
+                record = decode(file.readline(MAX_LINE_BYTES))
+                if record is not None and has_step(record):  # a resumed run may have truncated the file
+                    _add_sample(groups, record)
     return list(groups.values())
 
 
