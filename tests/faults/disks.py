@@ -1,5 +1,6 @@
 """A disk that becomes full at any moment of a run, and what is left when there is room again."""
 
+import builtins
 import errno
 import os
 import shutil
@@ -37,6 +38,39 @@ def refusing(allowed: int):
     os.fsync = refuse
 
 
+def turning_read_only(allowed: int):
+    """From the first fsync but so many on, whatever would change the disk fails, as where a kernel that has
+    read nonsense mounts a file system read-only beneath a run."""
+    sync, left = os.fsync, [allowed]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def refuse_from_now_on(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            return sync(descriptor)
+        os.write(2, b"[read-only]\n")
+        os.mkdir = os.replace = os.rename = os.unlink = refuse
+        open_file = builtins.open
+        builtins.open = lambda file, mode="r", *more, **how: (
+            open_file(file, mode, *more, **how) if set(mode) <= set("rbt") else refuse()
+        )
+        return refuse()
+
+    os.fsync = refuse_from_now_on
+
+
+def read_only_trial(files: Path, out: Path, whole: Path, allowed: int) -> str | None:
+    """What is wrong with a run whose disk turns read-only after so many syncs, and then is not; None:
+    nothing."""
+    run = runs.start(files, out, first=lambda: turning_read_only(allowed))
+    wrong = _clean_end(run, os.strerror(errno.EROFS))
+    if "[read-only]" not in run.said:
+        return f"the disk did not turn read-only: {run.said[-1500:]}"
+    return wrong or _goes_on(files, out, whole)
+
+
 def sync_trial(files: Path, out: Path, whole: Path, allowed: int) -> str | None:
     """What is wrong with a run whose disk is full after so many syncs, and then is not; None: nothing."""
     run = runs.start(files, out, first=lambda: refusing(allowed))
@@ -64,7 +98,7 @@ def needed_bytes(whole: Path) -> int:
     return sum(-(-path.stat().st_size // 4096) * 4096 for path in whole.rglob("*") if path.is_file()) // 2
 
 
-def _clean_end(run: runs.Run) -> str | None:
+def _clean_end(run: runs.Run, reason: str = "No space left on device") -> str | None:
     code = run.wait()
     lines = run.said.splitlines()
     errors = [line for line in lines if line.startswith("qerl: ")]
@@ -72,7 +106,7 @@ def _clean_end(run: runs.Run) -> str | None:
     has_traceback = run.said.count("Traceback (") > run.said.count("Exception in thread ")
     if code not in (1, 2) or has_traceback or len(errors) != 1:
         return f"exit code {code}: {run.said[-1500:]}"
-    return None if "No space left on device" in errors[0] else errors[0]
+    return None if reason in errors[0] else errors[0]
 
 
 def _goes_on(files: Path, out: Path, whole: Path) -> str | None:

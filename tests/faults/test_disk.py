@@ -25,6 +25,11 @@ def test_a_disk_full_from_some_write_on_is_one_line_and_nothing_is_lost(files, w
     assert disks.sync_trial(files, tmp_path / "run", whole, allowed) is None
 
 
+@pytest.mark.parametrize("allowed", [8, 25])
+def test_a_disk_that_turns_read_only_is_one_line_and_nothing_is_lost(files, whole, tmp_path, allowed):
+    assert disks.read_only_trial(files, tmp_path / "run", whole, allowed) is None
+
+
 def test_on_a_full_file_system_the_run_ends_in_one_line_and_goes_on_once_there_is_room(
     files, whole, tmp_path
 ):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny_run
 from faults import runs
@@ -104,6 +105,34 @@ def test_a_row_of_gradients_that_are_not_finite_ends_the_run_and_fewer_do_not(rn
     with pytest.raises(RunError, match=r"3 updates in a row .*learn\.max_nonfinite_updates"):
         learner.step(broken(groups))
     assert all(before[name].equal(master) for name, master in learner.adapter_state().items())
+
+
+def nan_in_the_third_gradient() -> None:
+    """The clock leaps too: one run shows both."""
+    leaping_clock()
+    backward, num_calls = torch.Tensor.backward, 0
+
+    def injected(loss, *arguments, **how):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return backward(loss, *arguments, **how)
+
+    torch.Tensor.backward = injected  # type: ignore[method-assign]
+
+
+def test_nan_in_one_gradient_skips_one_update_and_the_run_goes_on(files, tmp_path):
+    out = tmp_path / "run"
+    run = runs.start(files, out, "--noise.schedule", "none", first=nan_in_the_third_gradient)
+    assert run.wait() == 0, run.said
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    skipped = [line["nonfinite_updates"] for line in lines]
+    assert sum(skipped) == 1 and skipped[0] == skipped[-1] == 0 and len(skipped) == 6
+    assert all(0 <= line["step_s"] < 60 for line in lines)
+    adapter = load_file(out / "checkpoints" / "step-000006" / "adapter_model.safetensors")
+    assert adapter and all(tensor.isfinite().all() for tensor in adapter.values())
+    assert any(tensor.count_nonzero() for name, tensor in adapter.items() if "lora_B" in name)
 
 
 def nothing_finite() -> None:
