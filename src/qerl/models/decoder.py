@@ -152,6 +152,10 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    input_layernorm: NoisedRMSNorm
+    """This and the next one in plain layers; the norms of others are those of `norms`."""
+    post_attention_layernorm: NoisedRMSNorm
+
     def __init__(self, arch: Architecture, layer_index: int, compute: torch.dtype, device: torch.device):
         super().__init__()
         kind = arch.kind(layer_index)
