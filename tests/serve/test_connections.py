@@ -101,13 +101,23 @@ def test_a_client_that_takes_nothing_loses_its_request(model):
         assert chat(address).status_code == 200
 
 
-def test_health_is_told_while_all_connections_have_requests(model):
-    long = HELLO | {"max_tokens": 900, "stream": True}
+def slow_down(monkeypatch):
+    """Let each burst of decode steps take a while, so that an answer is long on any machine."""
+    step = Generation.step
+
+    def slow(self):
+        time.sleep(0.1)
+        step(self)
+
+    monkeypatch.setattr(Generation, "step", slow)
+
+
+def test_health_is_told_while_all_connections_have_requests(model, monkeypatch):
+    long = parts.post(HELLO | {"max_tokens": 900, "stream": True, "seed": 8, "temperature": 2.0})
     with serving(model, max_connections=2) as (address, batcher):
-        with (
-            parts.connected(address, parts.post(long)) as one,
-            parts.connected(address, parts.post(long)) as two,
-        ):
+        with monkeypatch.context() as slower, contextlib.ExitStack() as stack:
+            slow_down(slower)
+            one, two = (stack.enter_context(parts.connected(address, long)) for _ in range(2))
             for each in (one, two):
                 assert each.recv(9) == b"HTTP/1.1 "
             refused = httpx.get(f"{address}/models", timeout=60)
@@ -143,7 +153,7 @@ def test_what_is_no_http_is_refused_without_filling_the_log(model, capfd):
     upgrade = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
     upgrade += b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n"
     with serving(model) as (address, _):
-        for _ in range(20):
+        for _ in range(40):
             for sent in NO_HTTP:
                 with parts.connected(address, sent) as connection:
                     assert parts.received(connection).startswith(b"HTTP/1.1 400"), sent
@@ -152,7 +162,7 @@ def test_what_is_no_http_is_refused_without_filling_the_log(model, capfd):
         assert chat(address).status_code == 200
     logged = capfd.readouterr().err
     assert "Invalid HTTP request received." in logged and "Traceback" not in logged
-    assert logged.count("\n") < 20
+    assert logged.count("\n") < 160  # of 320; a few per 10 s
 
 
 def test_garbage_after_an_answer_ends_the_connection(model, capfd):
@@ -174,13 +184,7 @@ def test_garbage_after_an_answer_ends_the_connection(model, capfd):
 def test_a_stream_is_told_that_the_server_ends(model, monkeypatch, capfd):
     """Its answer takes longer than the server waits for it."""
     monkeypatch.setattr("qerl.serve.connections._SHUTDOWN_TIMEOUT_S", SHORT_S)
-    step = Generation.step
-
-    def slow(self):
-        time.sleep(0.1)
-        step(self)
-
-    monkeypatch.setattr(Generation, "step", slow)
+    slow_down(monkeypatch)
     with contextlib.ExitStack() as stack:
         with serving(model) as (address, _):
             sent = parts.post(HELLO | {"max_tokens": 900, "stream": True, "seed": 8, "temperature": 2.0})
@@ -225,4 +229,4 @@ def test_without_descriptors_the_server_logs_little_and_goes_on(tmp_path):
     finally:
         server.kill()
     assert re.search("cannot accept connections: Too many open files", err)
-    assert "Traceback" not in err and err.count("\n") < 30
+    assert "Traceback" not in err and err.count("\n") < 100
