@@ -12,6 +12,7 @@ continues from its checkpoint (training/session.py). Workers end when the proces
 import itertools
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -145,6 +146,8 @@ def _outcomes(pool: Executor, study: Study, workers: int, jobs: list[Job]) -> It
             yield from ((job, _line_of(job, future)) for job, future in ended)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        for pid in filter(None, (worker.pid for worker in active_children())):
+            os.kill(pid, signal.SIGINT)  # its run saves the step and ends
         raise
 
 
@@ -157,7 +160,9 @@ def _line_of(job: Job, future: Future[Line]) -> Line:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this worker when its parent is gone, so that no run of a killed study keeps its folder's lock."""
+    """End this worker when its parent is gone, so that no run of a killed study keeps its folder's lock. A
+    terminal's Ctrl-C reaches the parent alone, which passes it on."""
+    os.setpgid(0, 0)
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -131,12 +131,13 @@ def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, u
 
 
 @pytest.mark.slow
-def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, unbroken, tmp_path):
+@pytest.mark.parametrize("reaches", [os.killpg, os.kill], ids=["group", "parent alone"])  # killpg: a terminal
+def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, unbroken, tmp_path, reaches):
     folder = tmp_path / "stopped"
     process = launched(files, folder)
     wait_for(process, lambda: list(folder.rglob("checkpoints/step-*")))
     before = set(folder.rglob("metrics.jsonl"))
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    reaches(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode != 0 and set(folder.rglob("metrics.jsonl")) == before
     finish(forked(files, folder))
