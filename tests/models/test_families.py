@@ -16,6 +16,7 @@ from models.family_rows import (
     adapted,
     load,
     multimodal,
+    oracle,
     oracle_logprobs,
     sampled_logprobs,
     save,
@@ -38,7 +39,6 @@ from qerl.models.loader import build_decoder
 from qerl.models.source import locate
 
 TOKENS_T = torch.arange(40) * 7 % 61
-RECURRENT = ("Qwen3_5", "Qwen3Next")
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,21 @@ def test_paged_decoding_in_pieces_is_what_transformers_computes(pairs, family):
     torch.testing.assert_close(decoder.logits(torch.cat(got)), theirs_TV, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", [family for family in ROWS if family not in RECURRENT])
-def test_bf16_loses_no_more_than_transformers_in_bf16(pairs, family):
-    model, folder, _ = pairs.of(family)
-    truth_TV = copy.deepcopy(model).double()(TOKENS_T[None]).logits[0]
-    theirs_TV = copy.deepcopy(model).bfloat16()(TOKENS_T[None]).logits[0]
-    ours_TV = logits_of(load(folder, compute=torch.bfloat16), TOKENS_T)
-    assert ours_TV.dtype == torch.float32
+# Norms of the delta rule's small outputs enlarge a rounding: one model says little, in either direction.
+NUM_MODELS = {"Qwen3_5": 6, "Qwen3Next": 6}
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_bf16_loses_no_more_than_transformers_in_bf16(pairs, family, tmp_path):
+    models = [pairs.of(family)[0], *(oracle(family, seed=s) for s in range(1, NUM_MODELS.get(family, 1)))]
+    truth, theirs, ours = [], [], []
+    for index, model in enumerate(models):
+        truth.append(copy.deepcopy(model).double()(TOKENS_T[None]).logits[0])
+        theirs.append(copy.deepcopy(model).bfloat16()(TOKENS_T[None]).logits[0])
+        folder = save(model, tmp_path / str(index))
+        ours.append(logits_of(load(folder, compute=torch.bfloat16), TOKENS_T))
+    assert ours[0].dtype == torch.float32
+    truth_TV, theirs_TV, ours_TV = (torch.cat(each) for each in (truth, theirs, ours))
     assert rms_error(ours_TV, truth_TV) <= 1.1 * rms_error(theirs_TV, truth_TV)
 
 
