@@ -137,8 +137,10 @@ def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, 
     process = launched(files, folder)
     wait_for(process, lambda: list(folder.rglob("checkpoints/step-*")))
     before = set(folder.rglob("metrics.jsonl"))
+    complete = set(folder.rglob("result.json"))
     reaches(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
+    assert set(folder.rglob("result.json")) == complete  # the run under way has not gone on to its end
     assert process.returncode != 0 and set(folder.rglob("metrics.jsonl")) == before
     finish(forked(files, folder))
     assert untimed(lines(folder)) == untimed(lines(unbroken))
