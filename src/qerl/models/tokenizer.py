@@ -78,7 +78,8 @@ def _tokenizer_config(config: dict[str, Any], path: str) -> PretrainedConfig:
     texts = {
         key: text for key in ("model_type", "tokenizer_class") if isinstance(text := config.get(key), str)
     }
-    model_type, named = texts.pop("model_type", ""), texts | {"name_or_path": path}
+    model_type = texts.pop("model_type", "")
+    named: dict[str, Any] = {**texts, "name_or_path": path}
     if model_type in CONFIG_MAPPING:
         return AutoConfig.for_model(model_type, **named)
     return PretrainedConfig(**named)
