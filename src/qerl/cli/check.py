@@ -16,12 +16,13 @@ from qerl.errors import RunError, UserError
 
 DESCRIPTION = f"""{__doc__}
 
-qerl check                         the machine: Python, devices, kernels, the sandbox of programs
-qerl check RECIPE [--FIELD VALUE]  the same, and the model, rows and reward of that run
-qerl check --task FILE --reward FILE.py:FUNCTION --model MODEL
+  qerl check                         the machine: Python, devices, kernels, the sandbox of programs
+  qerl check --model MODEL           and a model
+  qerl check RECIPE [--FIELD VALUE]  and the model, rows and reward of that run
+  qerl check --task FILE --reward FILE.py:FUNCTION --model MODEL
 
-The recipe and the fields after --json are those of `qerl train`. Nothing is written. Exit code 1: something
-that the run needs is broken, and the last line says what to do."""
+RECIPE and all options but --speed and --json are those of `qerl train`. Nothing is written. If a part that
+the run needs is broken, the exit code is 1 and the last line says what to do."""
 _MACHINE = ["python", "device", "kernels", "sandbox"]
 _MODEL = ["model", "tokenizer"]
 _RUN = ["out", "loggers", "functions", *_MODEL, "rows", "reward"]
