@@ -43,7 +43,7 @@ def code(config: TaskConfig) -> Callable[..., Any]:
             f"task.rewards: code needs a sandbox, and none works here ({error}). Install bubblewrap, or use a"
             " kernel with Landlock and seccomp; task.code.unsafe runs programs with less"
         ) from error
-    limits = dataclasses.replace(limits, backend=chosen.backend)
+    limits = dataclasses.replace(limits, backend=chosen.backend, cgroup=chosen.cgroup)
 
     def grade(completion: Any, tests: Any, entry_point: str | None) -> float:
         end = time.monotonic() + _SHARE_FOR_TESTS * config.reward_timeout_s

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from qerl.tasks.code import backends, values
+from qerl.tasks.code import backends, cgroup, values
 from qerl.tasks.code.script import Script
 
 _CHILD = Path(backends.__file__).with_name("child.py")
@@ -43,6 +43,8 @@ class Limits:
     output_bytes: int
     backend: str = "landlock"
     """A key of backends.BACKENDS; sandbox.choose returns one that works here."""
+    cgroup: Path | None = None
+    """Group in which each process gets one of its own; None where that is not allowed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ def _start_child(
     with ExitStack() as stack:
         backend = backends.BACKENDS[limits.backend]
         box = stack.enter_context(backend.open_box(_CHILD))
+        bounds = {"memory_bytes": limits.memory_bytes, "max_tasks": backends.MAX_TASKS}
+        join = stack.enter_context(cgroup.own_group(limits.cgroup, **bounds))
         seconds = math.ceil(limits.deadline_s) + 1
         settings = backends.confine_settings(backend, box, cpu_s=seconds, memory_bytes=limits.memory_bytes)
         order_file = stack.enter_context(_memory_file(json.dumps(order | {"confine": settings})))
@@ -137,7 +141,7 @@ def _start_child(
         python = [sys.executable, "-I", "-B", str(_CHILD), mode, *map(str, [*passed, 0][:3])]
         try:
             popen = subprocess.Popen(
-                [*box.command, *python],
+                [*join, *box.command, *python],
                 stdin=stdin_file,
                 stdout=subprocess.PIPE if mode == "stdin" else subprocess.DEVNULL,
                 stderr=stderr,
