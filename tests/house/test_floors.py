@@ -87,3 +87,9 @@ def test_the_design_names_floors_as_they_are():
     rows = [[floor(name.strip()) for name in row.split(",")] for row in said.split("<")]
     assert all(len(set(row)) == 1 for row in rows)
     assert [row[0] for row in rows] == sorted({row[0] for row in rows})
+
+
+def test_files_of_tests_have_unique_names():
+    """pytest imports them by their names alone."""
+    names = collections.Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
