@@ -33,7 +33,7 @@ from qerl.learner.plan.memory import embedding_bytes, weight_bytes
 from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import LayerKind, NormNames
 from qerl.models.awq import awq, collect_inputs
-from qerl.models.compressed_tensors import checkpoint_notices, encode_weights
+from qerl.models.compressed_tensors import encode_weights, skipped_notices
 from qerl.models.families import FAMILIES, MULTIMODAL, from_hf_config
 from qerl.models.loader import build_decoder
 from qerl.models.source import locate
@@ -131,7 +131,7 @@ def test_the_language_part_of_a_multimodal_class_is_loaded_and_the_rest_is_said(
     save_file(tensors, folder / "model.safetensors")
     theirs_TV = model(TOKENS_T[None]).logits[0]
     torch.testing.assert_close(logits_of(load(folder), TOKENS_T), theirs_TV, atol=1e-4, rtol=0)
-    (notice,) = checkpoint_notices(locate(str(folder)).open())
+    (notice,) = skipped_notices(locate(str(folder)).open())
     assert notice.startswith(f"{folder}: {len(others)} tensors of other modalities ")
     assert notice.endswith("are not loaded")
 

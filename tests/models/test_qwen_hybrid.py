@@ -14,7 +14,7 @@ from qerl.errors import UserError
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.models import decoder as decoder_module
 from qerl.models.adapter import adapter_tensors
-from qerl.models.compressed_tensors import checkpoint_notices
+from qerl.models.compressed_tensors import skipped_notices
 from qerl.models.families import from_hf_config
 from qerl.models.source import locate
 
@@ -45,7 +45,7 @@ def test_of_a_multimodal_checkpoint_the_language_part_is_loaded(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     decoder = load(tmp_path)
     assert decoder.architecture.family == "Qwen3_5ForCausalLM" and num_vision > 0
-    (notice,) = checkpoint_notices(locate(str(tmp_path)).open())
+    (notice,) = skipped_notices(locate(str(tmp_path)).open())
     assert f"{num_vision + 1} tensors of other modalities and of multi-token prediction" in notice
     theirs_TV = model(input_ids=TOKENS_T[None]).logits[0]
     torch.testing.assert_close(logits_of(decoder, TOKENS_T), theirs_TV, atol=1e-4, rtol=0)

@@ -66,6 +66,9 @@ class SftOptions:
     strict: bool = False
     """Raise an error, not a notice, where rows are not learned as they are given."""
 
+    rank_timeout_s: float = 600.0
+    """With torchrun: a rank that is frozen for this long is lost; the others save the last step and end."""
+
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Where metrics are logged besides the run's own files."""
 
@@ -113,6 +116,7 @@ def run_config(options: SftOptions) -> RunConfig:
         num_prompts=options.batch_size,
         accept_changes=options.accept_changes,
         strict=options.strict,
+        rank_timeout_s=options.rank_timeout_s,
         loggers=options.loggers,
         model=options.model,
         adapter=options.adapter,

@@ -37,7 +37,8 @@ class SftConfig:
     """Column of rows that are plain texts."""
 
     num_looks: int = 4
-    """Number of evaluation rows whose first answer is sampled, greedily, at each evaluation."""
+    """Number of evaluation rows whose first answer is sampled, greedily, at each evaluation; the one before
+    training takes none."""
 
     def __post_init__(self):
         check_positive(self, "num_train_epochs", "max_length", prefix="sft.")

@@ -98,19 +98,22 @@ def detect_layout(checkpoint: Checkpoint) -> CheckpointLayout | None:
     )
 
 
+def skipped_notices(checkpoint: Checkpoint) -> list[str]:
+    """Return a line if the checkpoint has tensors that no language model has, such as a vision encoder's."""
+    skipped = checkpoint.num_skipped if isinstance(checkpoint, NamedCheckpoint) else 0
+    return [
+        f"{checkpoint.path}: {skipped} tensors of other modalities and of multi-token prediction"
+        " are not loaded"
+    ] * bool(skipped)
+
+
 def checkpoint_notices(checkpoint: Checkpoint) -> list[str]:
-    """Return a line about tensors of other modalities, and one if the checkpoint quantizes the inputs of its
-    linears too (W4A4): both are dropped."""
+    """Return a line if the checkpoint quantizes the inputs of its linears too (W4A4), which is dropped."""
     config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
     groups = config.get("config_groups") if isinstance(config, dict) else None
     found = [g.get("input_activations") for g in groups.values() if isinstance(g, dict)] if groups else []
     bits = sorted({str(each.get("num_bits")) for each in found if isinstance(each, dict)})
-    skipped = checkpoint.num_skipped if isinstance(checkpoint, NamedCheckpoint) else 0
-    notices = [
-        f"{checkpoint.path}: {skipped} tensors of other modalities and of multi-token prediction"
-        " are not loaded"
-    ] * bool(skipped)
-    return notices + [
+    return [
         f"{checkpoint.path}: quantization of activations to {' and '.join(bits)} bits is dropped; inputs"
         " of the 4-bit weights are in model.dtype"
     ] * bool(bits)

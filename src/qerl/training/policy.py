@@ -12,7 +12,7 @@ from qerl.engine.engine import Engine
 from qerl.errors import require
 from qerl.learner import checkpoint
 from qerl.models.adapter import add_adapter, load_adapter
-from qerl.models.compressed_tensors import checkpoint_notices
+from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
@@ -40,12 +40,14 @@ def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
 
 def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
     """Raise UserError if a reward lacks a column. Return a line for each table of rows, and one for the
-    checkpoint, of which a part is not used as it is given; with config.strict these are errors."""
+    checkpoint, of which a part is not used as it is given; with config.strict these are errors. A line about
+    tensors that no language model has is none."""
     pool.check(task.train_prompts(0, config.num_prompts)[0])
     notices = task.notices(config.task, reads_answer=pool.reads_answer(config.task.answer_column))
-    notices += checkpoint_notices(locate(config.model.path).open())
+    checkpoint = locate(config.model.path).open()
+    notices += checkpoint_notices(checkpoint)
     require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
-    return notices
+    return notices + skipped_notices(checkpoint)
 
 
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:

@@ -21,6 +21,7 @@ from qerl.errors import require
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
 from qerl.models.adapter import load_adapter
+from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
 from qerl.models.source import locate
@@ -111,7 +112,8 @@ class _SftSession:
     ):
         self.config, self.folder, self.journal, self.stop = config, folder, journal, stop
         self.ranks, self.rows = ranks, rows
-        for text in rows.notices:
+        checkpoint = locate(config.model.path).open()
+        for text in [*rows.notices, *checkpoint_notices(checkpoint), *skipped_notices(checkpoint)]:
             journal.notice(text)
         self.decoder, self.engine = load_sampler(config, tokenizer)
         self.learner = planned_learner(
