@@ -158,6 +158,9 @@ def test_a_timer_that_a_reward_left_behind_ends_no_other_sample(pool):
 
 
 class Raising:
+    def __repr__(self):
+        return "raising"
+
     def __float__(self):
         raise RuntimeError("no number today")
 
@@ -171,7 +174,7 @@ class Raising:
             (value, "not finite")
             for value in (math.nan, math.inf, -math.inf, Decimal("NaN"), Decimal("1e400"))
         ),
-        *((value, "not a number") for value in ("1", b"1", bytearray(b"1"), 1j, [1.0], Raising(), object())),
+        *((value, "not a number") for value in ("1", b"1", bytearray(b"1"), 1j, [1.0], Raising(), object)),
         *((value, "not a number") for value in (np.str_("1"), np.ones(2), torch.ones(2), Decimal("sNaN"))),
     ],
     ids=repr,

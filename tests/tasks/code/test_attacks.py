@@ -16,7 +16,7 @@ from qerl.tasks.code.runner import Limits, SandboxUnavailable, probe, run_with_i
 
 LIMITS = Limits(deadline_s=120.0, memory_bytes=1 << 30, output_bytes=1 << 20)
 EPERM, ENOENT, ENXIO, EACCES, EROFS, ENOSYS = 1, 2, 6, 13, 30, 38
-NEW = f"qerl-attack-{os.getpid()}"
+NEW = f"qerl-attack-{os.getpid()}"  # a name that no file has
 ARM = platform.machine() == "aarch64"
 PREPARED = """
 import asyncio, ctypes, fcntl, json, multiprocessing, os, resource, signal, socket, subprocess, time
@@ -177,7 +177,7 @@ def test_a_system_call_is_refused(statement, backend):
     assert outcome is not None and outcome[1] in (EPERM, ENOSYS), outcome
 
 
-@pytest.mark.parametrize("statement", OPENS)
+@pytest.mark.parametrize("statement", OPENS, ids=lambda statement: statement.replace(NEW, "NEW"))
 def test_a_file_is_out_of_reach(statement, backend):
     outcome = outcomes(backend, OPENS)[statement]
     assert outcome is not None and outcome[1] in (EPERM, EACCES, ENOENT, EROFS, ENXIO), outcome
