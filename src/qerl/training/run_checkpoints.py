@@ -8,6 +8,7 @@ from qerl.errors import RunError, require
 from qerl.learner import Learner, checkpoint
 from qerl.learner.distributed import Ranks
 from qerl.tracking import Journal, NullJournal
+from qerl.tracking.report import write_report
 
 
 class RunCheckpoints:
@@ -71,6 +72,19 @@ class RunCheckpoints:
 
     def _is_away(self) -> bool:
         return self._ranks.is_first and self._journal.place() != self._folder
+
+
+def complete_result(folder: Path, journal: Journal | NullJournal, ranks: Ranks) -> dict[str, Any] | None:
+    """Return the result of a run that is complete, with its report; None if it is not."""
+    finished = ranks.from_first(lambda: journal.result)
+    if finished is None:
+        return None
+    journal.notice(f"{folder}: this run is already complete; start another with --out")
+    journal.catch_up()
+    # The report may be missing: for instance, the disk was full.
+    if ranks.is_first and not (folder / "report.html").exists():
+        write_report([folder], folder / "report.html")
+    return finished
 
 
 def check_vanished(config: RunConfig, folder: Path, journal: Journal | NullJournal) -> None:

@@ -40,11 +40,9 @@ from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import check_task, load_sampler, load_task
 from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
-from qerl.training.run_checkpoints import RunCheckpoints, check_vanished
-from qerl.training.signals import StopSignal
+from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
+from qerl.training.signals import StopSignal, echo_s
 from qerl.types import RolloutEngine, Sampling
-
-_ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
 
 
 def train(
@@ -69,19 +67,14 @@ def _train(
     """Only the first rank has a journal and writes the folder."""
     folder = Path(config.out)
     with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
-        stop = StopSignal(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
+        stop = StopSignal(journal.notice, echo_s=echo_s(ranks.count))
         with stop.handling(), RewardPool(config.task, functions=rewards) as pool:
             config = with_calibrated_base(config, ranks, journal.notice)
             journal.start(config, {**pool.sources, **file_sources(config.task)} if ranks.is_first else {})
             if ranks.is_first:
                 remember_started(folder, config.task.rewards)
-            finished = ranks.from_first(lambda: journal.result)
+            finished = complete_result(folder, journal, ranks)
             if finished is not None:
-                journal.notice(f"{folder}: this run is already complete; start another with --out")
-                journal.catch_up()
-                # The report may be missing: for instance, the disk was full.
-                if ranks.is_first and not (folder / "report.html").exists():
-                    write_report([folder], folder / "report.html")
                 return finished
             check_vanished(config, folder, journal)
             threshold = pool.success_threshold(config.evaluate.success_threshold)

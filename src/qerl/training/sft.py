@@ -35,11 +35,10 @@ from qerl.tracking.report import write_report
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import load_sampler
-from qerl.training.run_checkpoints import RunCheckpoints, check_vanished
-from qerl.training.signals import StopSignal
+from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
+from qerl.training.signals import StopSignal, echo_s
 from qerl.types import Sampling
 
-_ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
 _KEPT = "entropy", "grad_norm", "learning_rate", "learn_tokens", "trained_samples", "micro_tokens"
 _KEPT += "lora_dropout", "skipped_updates", "nonfinite_updates"
 
@@ -55,7 +54,7 @@ def fine_tune(config: RunConfig, *, max_steps: int | None = None) -> dict[str, A
         config = dataclasses.replace(config, num_steps=max_steps or epochs)
         folder = Path(config.out)
         with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
-            stop = StopSignal(journal.notice, echo_s=0.0 if ranks.count == 1 else _ECHO_S)
+            stop = StopSignal(journal.notice, echo_s=echo_s(ranks.count))
             with stop.handling():
                 return _finished(config, folder, journal, stop, ranks, tokenizer, rows)
 
@@ -84,15 +83,13 @@ def _finished(
     require(not (config.strict and rows.notices), f"strict: {'; '.join(rows.notices)}")
     journal.start(config, file_sources(tables_of(config.sft)) if ranks.is_first else {})
     journal.check_sources(rows.sources, ("data set ",))
-    result = ranks.from_first(lambda: journal.result)
-    if result is not None:
-        journal.notice(f"{folder}: this run is already complete; start another with --out")
-        journal.catch_up()
-    else:
-        check_vanished(config, folder, journal)
-        result = _SftSession(config, folder, journal, stop, ranks, tokenizer, rows).run()
-        journal.finish(result)
-    if ranks.is_first and not (folder / "report.html").exists():
+    finished = complete_result(folder, journal, ranks)
+    if finished is not None:
+        return finished
+    check_vanished(config, folder, journal)
+    result = _SftSession(config, folder, journal, stop, ranks, tokenizer, rows).run()
+    journal.finish(result)
+    if ranks.is_first:
         write_report([folder], folder / "report.html")
     return result
 

@@ -8,6 +8,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ECHO_S = 2.0  # torchrun forwards to its workers a signal that the terminal has already sent them
+
+
+def echo_s(num_ranks: int) -> float:
+    """Return StopSignal's echo_s for a run of so many ranks."""
+    return 0.0 if num_ranks == 1 else _ECHO_S
 
 
 class StopSignal:
