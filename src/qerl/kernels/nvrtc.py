@@ -5,9 +5,9 @@ name. The cubin is cached on disk under a hash of the source, the headers, the o
 and the versions of NVRTC and the driver. No compiler is needed, only `cuda-bindings`, which is imported when
 the first module is made.
 
-A launch may begin before the previous kernel on the stream has ended (programmatic dependent launch), so a
-kernel calls `grid_dependency_wait` (launch.cuh) before it reads or writes what that kernel touches. Launches
-can be captured in a CUDA graph.
+From Hopper on a launch may begin before the previous kernel on the stream has ended (programmatic dependent
+launch), so a kernel calls `grid_dependency_wait` (launch.cuh) before it reads or writes what that kernel
+touches. Launches can be captured in a CUDA graph.
 """
 
 import ctypes
@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl.kernels.architectures import architecture_name
+
 Parameter = Tensor | bytes | int | None  # a device pointer, a struct, a 32-bit int, a null pointer
 
 
@@ -37,6 +39,8 @@ class CudaKernel:
     shared_bytes: int
     cluster: int
     device: torch.device
+    starts_early: bool
+    """True if a launch may begin before the previous kernel on the stream has ended: from Hopper on."""
 
     def launch(self, *, grid: int, block_threads: int, parameters: Sequence[Parameter]) -> None:
         driver = self.driver
@@ -53,16 +57,19 @@ class CudaKernel:
 
     def _attributes(self) -> list:
         driver, ids = self.driver, self.driver.CUlaunchAttributeID
-        dependent = driver.CUlaunchAttribute()
-        dependent.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        dependent.value.programmaticStreamSerializationAllowed = 1
-        if self.cluster == 1:
-            return [dependent]
-        cluster = driver.CUlaunchAttribute()
-        cluster.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x = self.cluster
-        cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
-        return [dependent, cluster]
+        attributes = []
+        if self.starts_early:
+            dependent = driver.CUlaunchAttribute()
+            dependent.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            dependent.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(dependent)
+        if self.cluster > 1:
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x = self.cluster
+            cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+            attributes.append(cluster)
+        return attributes
 
 
 def compiled(
@@ -81,8 +88,8 @@ def compiled(
     assert device.type == "cuda"
     driver = importlib.import_module("cuda.bindings.driver")
     torch.cuda.synchronize(device)  # the driver calls below need torch's context
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = _cached_cubin(file, defines, f"sm_{major}{minor}{'a' if major >= 9 else ''}", driver)
+    capability = torch.cuda.get_device_capability(device)
+    cubin = _cached_cubin(file, defines, architecture_name(capability), driver)
     with torch.cuda.device(device):
         module = checked(driver.cuModuleLoadData(cubin))
     function = checked(driver.cuModuleGetFunction(module, name.encode()))
@@ -92,7 +99,7 @@ def compiled(
         settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     for attribute, value in settings:
         checked(driver.cuFuncSetAttribute(function, attribute, value))
-    return CudaKernel(driver, function, shared_bytes, cluster, device)
+    return CudaKernel(driver, function, shared_bytes, cluster, device, starts_early=capability >= (9, 0))
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:
