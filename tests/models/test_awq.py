@@ -19,10 +19,8 @@ from qerl.models.awq import (
     search_scales,
 )
 from qerl.models.compressed_tensors import (
-    LAYOUTS,
     default_scales,
     encode_weights,
-    read_packed,
     write_quantized,
 )
 from qerl.models.families import from_hf_config
@@ -165,13 +163,14 @@ def test_what_is_written_is_what_a_folded_checkpoint_decodes_to(checkpoint, tmp_
         scales=least_squares,
         fold=lambda found: fold(found, format, least_squares),
     )
+    quantized = locate(str(tmp_path / "packed")).open()
     packed, folded = SafetensorsFolder(tmp_path / "packed"), fold(checkpoint, format, least_squares)
     for group in linear_groups(from_hf_config(packed.config)):
         together = encode_weights(
             [folded.read(f"{linear}.weight") for linear in group], FORMATS[format], least_squares
         )
         for linear, expected in zip(group, together, strict=True):
-            read = read_packed(packed, LAYOUTS[format], linear)
+            read = quantized.packed(linear)
             assert torch.equal(read.decode(), expected.decode())
     if format == "nvfp4":
         q, k = (packed.read(f"model.layers.0.self_attn.{n}_proj.weight_global_scale") for n in "qk")
@@ -189,11 +188,12 @@ def test_transformers_decompresses_calibrated_weights_to_the_same(tmp_path, form
         fold=lambda found: fold(found, format, least_squares),
     )
     packed = SafetensorsFolder(tmp_path / "packed")
+    quantized = locate(str(tmp_path / "packed")).open()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
     model(torch.tensor([[1, 2, 3]]))
     for group in linear_groups(from_hf_config(packed.config)):
         for linear in group:
-            ours = read_packed(packed, LAYOUTS[format], linear).decode()
+            ours = quantized.packed(linear).decode()
             theirs = model.get_submodule(linear).weight.float()
             torch.testing.assert_close(theirs, ours, rtol=2**-7, atol=0)
 

@@ -1,5 +1,4 @@
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +13,12 @@ from qerl.formats import FORMATS, NVFP4
 from qerl.models.compressed_tensors import (
     LAYOUTS,
     checkpoint_notices,
-    detect_layout,
-    packed_shapes,
-    read_packed,
     write_quantized,
 )
 from qerl.models.families import from_hf_config
 from qerl.models.safetensors_file import SafetensorsFolder
-from qerl.models.state_dict import linear_groups
+from qerl.models.source import locate
+from qerl.models.state_dict import linear_groups, tensor_shapes
 from qerl.models.tokenizer import load_tokenizer
 
 WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
@@ -44,13 +41,14 @@ def refusal(*args, **options):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_every_linear_is_written_as_its_encoding_and_the_rest_as_it_was(tmp_path, family, format):
     model, packed = quantized_tiny(tmp_path, family, format=format)
+    quantized = locate(str(tmp_path / "packed")).open()
     truth = model.state_dict()
     for group in linear_groups(from_hf_config(packed.config)):
         together = FORMATS[format].encode(torch.cat([truth.pop(f"{linear}.weight") for linear in group]))
-        read = [read_packed(packed, LAYOUTS[format], linear) for linear in group]
+        read = [quantized.packed(linear) for linear in group]
         assert torch.equal(torch.cat([weight.decode() for weight in read]), together.decode())
     assert all(torch.equal(packed.read(name), value) for name, value in truth.items())
-    assert set(packed.shapes) == set(packed_shapes(packed, from_hf_config(packed.config), LAYOUTS[format]))
+    assert quantized.shapes == tensor_shapes(from_hf_config(packed.config))
 
 
 def test_linears_that_are_fused_elsewhere_share_their_global_scale(tmp_path):
@@ -65,12 +63,13 @@ def test_linears_that_are_fused_elsewhere_share_their_global_scale(tmp_path):
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False)])
 def test_transformers_decompresses_it_to_the_same_weights(tmp_path, family, tied, format):
     _, packed = quantized_tiny(tmp_path, family, format=format, tie_word_embeddings=tied)
+    quantized = locate(str(tmp_path / "packed")).open()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
     model(torch.tensor([[1, 2, 3]]))  # the first forward decompresses
     for group in linear_groups(from_hf_config(packed.config)):
         for linear in group:
             theirs = model.get_submodule(linear).weight.float()
-            ours = read_packed(packed, LAYOUTS[format], linear).decode()
+            ours = quantized.packed(linear).decode()
             # compressed-tensors decompresses in bfloat16, with two roundings: of s / g and of q * s / g
             torch.testing.assert_close(theirs, ours, rtol=2**-7, atol=0)
 
@@ -190,28 +189,29 @@ def test_a_checkpoint_that_is_packed_is_not_packed_again(tmp_path):
     assert "is quantized already" in refusal(str(tmp_path / "packed"), tmp_path / "again")
 
 
+def with_quantization(folder, quantization):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return locate(str(folder))
+
+
 @pytest.mark.parametrize(
     ("quantization", "says"),
     [
-        ({"quant_method": "fp8"}, "is quantized with fp8; supported are"),
-        ({"quant_method": "awq", "bits": 4}, "is quantized with awq"),
-        ({"quant_method": "gptq", "bits": 4}, "is quantized with gptq"),
+        ({"quant_method": "aqlm"}, "is quantized with aqlm, which is not supported; supported are"),
         (
-            {"quant_method": "compressed-tensors", "format": "float-quantized"},
-            "compressed-tensors float-quantized",
+            {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"g": {}}},
+            "compressed-tensors marlin-24; supported are",
         ),
-        ({"quant_method": "compressed-tensors", "format": "mixed-precision"}, "mixed-precision"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "with modelopt"),
+        ({"quant_method": "compressed-tensors", "format": "mixed-precision"}, "has no config_groups"),
         ({}, "with None"),
         ("fp8", "quantization_config must be an object, is 'fp8'"),
     ],
 )
 def test_other_quantizations_are_refused_by_name(tmp_path, quantization, says):
     save_tiny(tmp_path)
-    checkpoint = SafetensorsFolder(tmp_path)
-    checkpoint.config["quantization_config"] = quantization
     with pytest.raises(UserError, match=says):
-        detect_layout(checkpoint)
+        with_quantization(tmp_path, quantization).open()
 
 
 @pytest.mark.parametrize(
@@ -219,36 +219,41 @@ def test_other_quantizations_are_refused_by_name(tmp_path, quantization, says):
 )
 def test_weights_in_other_blocks_than_the_format_s_are_refused(tmp_path, key, value):
     save_tiny(tmp_path)
-    checkpoint = SafetensorsFolder(tmp_path)
-    groups = {"group_0": {"weights": WEIGHTS | {key: value}}}
-    checkpoint.config["quantization_config"] = {
+    quantization = {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized",
-        "config_groups": groups,
+        "config_groups": {"group_0": {"weights": WEIGHTS | {key: value}}},
     }
     with pytest.raises(UserError, match=f"nvfp4-pack-quantized needs {key} .*, got {value}"):
-        detect_layout(checkpoint)
+        with_quantization(tmp_path, quantization).open()
 
 
 def test_the_codes_of_a_checkpoint_are_taken_as_they_are(tmp_path):
-    model, packed = quantized_tiny(tmp_path)
+    model, _ = quantized_tiny(tmp_path)
     name = "model.layers.0.mlp.down_proj"
     weight, truth = (
-        read_packed(packed, LAYOUTS["nvfp4"], name),
+        locate(str(tmp_path / "packed")).open().packed(name),
         NVFP4.encode(model.state_dict()[f"{name}.weight"]),
     )
     for field, tensor in truth.tensors().items():
         assert torch.equal(weight.tensors()[field].view(torch.uint8), tensor.view(torch.uint8)), field
 
 
-def test_dropped_quantization_of_activations_is_said():
+def test_dropped_quantization_of_activations_is_said(tmp_path):
+    quantized_tiny(tmp_path)
+    quantization = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+
     def notices(activations):
-        group = {"weights": {"num_bits": 4}, "input_activations": activations}
-        config = {"quantization_config": {"config_groups": {"group_0": group}}}
-        return checkpoint_notices(SimpleNamespace(path="m", config=config))
+        quantization["config_groups"]["group_0"]["input_activations"] = activations
+        return checkpoint_notices(with_quantization(tmp_path / "packed", quantization).open(), "nvfp4")
 
     assert notices(None) == []
-    for config in ({}, {"quantization_config": "fp8"}, {"quantization_config": {"quant_method": "fp8"}}):
-        assert checkpoint_notices(SimpleNamespace(path="m", config=config)) == []
     (line,) = notices({"num_bits": 4, "type": "float"})
-    assert line.startswith("m: quantization of activations to 4 bits is dropped")
+    assert line.startswith(f"{tmp_path / 'packed'}: quantization of activations to 4 bits is dropped")
+
+
+def test_codes_that_do_not_fit_the_format_are_quantized_again_and_this_is_said(tmp_path):
+    quantized_tiny(tmp_path)
+    (line,) = checkpoint_notices(locate(str(tmp_path / "packed")).open(), "int8")
+    says = "compressed-tensors weights in NVFP4 are decoded and quantized again to int8"
+    assert line == f"{tmp_path / 'packed'}: {says} (--model.format nvfp4 loads them as they are)"

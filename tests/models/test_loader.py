@@ -234,7 +234,7 @@ def test_another_architecture_is_refused_by_name(tmp_path):
     assert f"{tmp_path}: architecture GemmaForCausalLM is not supported" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq"])
+@pytest.mark.parametrize("method", ["aqlm", "quip", "hqq"])
 def test_a_checkpoint_in_another_quantization_is_refused_by_name(tmp_path, method):
     reconfigure(save_and_return(tmp_path), quantization_config={"quant_method": method})
     assert f"is quantized with {method}" in refusal(tmp_path)
@@ -291,9 +291,11 @@ def test_the_scales_of_activations_are_passed_over(tmp_path):
     load(folder, format="nvfp4")
 
 
-def test_a_packed_checkpoint_is_not_converted_silently(tmp_path):
-    said = refusal(packed(tmp_path), format="int8")
-    assert "is in nvfp4, but model.format is int8; set --model.format nvfp4" in said
+def test_a_packed_checkpoint_is_quantized_again_to_another_format(tmp_path):
+    folder = packed(tmp_path)
+    weights = [load(folder, format=format).layers[1].mlp.down_proj.weight for format in ("nvfp4", "int8")]
+    truth = FORMATS["int8"].encode(weights[0].decode())
+    assert torch.equal(weights[1].codes, truth.codes) and torch.equal(weights[1].scales, truth.scales)
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -304,10 +306,8 @@ UP = "model.layers.0.mlp.up_proj.weight"
     [
         ({f"{UP}_scale": None}, f"has no tensor {UP}_scale"),
         ({f"{UP}_packed": None}, f"has no tensor {UP}"),
-        (
-            {f"{UP}_packed": torch.zeros(96, 64, dtype=torch.uint8)},
-            f"{UP}_packed is [96, 64], must be [96, 32]",
-        ),
+        ({f"{UP}_packed": torch.zeros(96, 64, dtype=torch.uint8)}, f"{UP} is [96, 128], must be [96, 64]"),
+        ({f"{UP}_scale": torch.zeros(96, 5)}, f"{UP}_scale is [96, 5], must be [96, 4]"),
         ({f"{UP}_packed": torch.zeros(96, 32)}, f"{UP}_packed must be torch.uint8, is torch.float32"),
         ({f"{UP}_scale": torch.zeros(96, 4)}, f"{UP}_scale must be torch.float8_e4m3fn, is torch.float32"),
         ({f"{UP}_global_scale": torch.tensor([float("inf")])}, f"{UP}_global_scale holds NaN or infinity"),

@@ -1,4 +1,4 @@
-"""Read and write 4-bit checkpoints in the compressed-tensors layout, which transformers and vLLM load.
+"""Write 4-bit checkpoints in the compressed-tensors layout, which transformers and vLLM load.
 
     NVFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            nvfp4-pack-quantized
           scales         {linear}.weight_scale         float8_e4m3fn [N, K / 16]
@@ -6,9 +6,9 @@
     MXFP4 codes          {linear}.weight_packed        uint8 [N, K / 2]            mxfp4-pack-quantized
           scales         {linear}.weight_scale         uint8 [N, K / 32]
 
-Codes are read and written unchanged. NVFP4 linears that read the same input (q, k, v; gate, up) share one
-global scale: vLLM fuses them and keeps only the largest of their scales, which would distort the others.
-Quantizing at load time shares scales too, so it gives bit for bit the linears that are written here.
+layouts/compressed_tensors.py reads the same codes. NVFP4 linears that read the same input (q, k, v; gate,
+up) share one global scale: vLLM fuses them and keeps only the largest of their scales, which would distort
+the others. Quantizing at load time shares scales too, so it gives bit for bit the linears that are written.
 """
 
 import dataclasses
@@ -29,7 +29,9 @@ from qerl.models.hf_writer import (
     write_shards,
     write_tokenizer,
 )
-from qerl.models.source import Checkpoint, locate
+from qerl.models.layouts import QUANTIZATION_KEYS
+from qerl.models.layouts.notice import layout_notices
+from qerl.models.source import Checkpoint, layout_of, locate
 from qerl.models.state_dict import (
     HEAD,
     architecture_of,
@@ -54,15 +56,10 @@ class CheckpointLayout:
     suffixes: dict[str, str]
     """Suffix of each tensor's name, by the field of our format."""
 
-    def shapes(self, linear: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
-        by_field = {"codes": (n, k // 2), "scales": (n, k // self.block_weights), "global_scale": (1,)}
-        return {f"{linear}.{suffix}": by_field[field] for field, suffix in self.suffixes.items()}
-
 
 SelectScales = Callable[[PackedWeight, Tensor], PackedWeight]
 """Function (default encoding, weight) -> encoding with the chosen block scales."""
 
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _FIELDS = {"codes": "weight_packed", "scales": "weight_scale"}
 LAYOUTS = {
     "nvfp4": CheckpointLayout(
@@ -77,27 +74,6 @@ LAYOUTS = {
 }
 
 
-def detect_layout(checkpoint: Checkpoint) -> CheckpointLayout | None:
-    """Return the packed layout, None for float weights; raise UserError for other quantizations."""
-    config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
-    if config is None:
-        return None
-    if not isinstance(config, dict):
-        raise UserError(f"{checkpoint.path}: quantization_config must be an object, is {config!r}")
-    method, name = config.get("quant_method"), config.get("format")
-    layout = next((layout for layout in LAYOUTS.values() if layout.checkpoint_format == name), None)
-    groups = config.get("config_groups")
-    if method == "compressed-tensors" and layout is not None and isinstance(groups, dict):
-        for group in groups.values():
-            _check_group(checkpoint.path, layout, group)
-        return layout
-    kind = f"{method} {name}" if name else f"{method}"
-    raise UserError(
-        f"{checkpoint.path}: is quantized with {kind}; supported are float weights and compressed-tensors "
-        + " or ".join(layout.checkpoint_format for layout in LAYOUTS.values())
-    )
-
-
 def skipped_notices(checkpoint: Checkpoint) -> list[str]:
     """Return a line if the checkpoint has tensors that no language model has, such as a vision encoder's."""
     skipped = checkpoint.num_skipped if isinstance(checkpoint, NamedCheckpoint) else 0
@@ -107,51 +83,12 @@ def skipped_notices(checkpoint: Checkpoint) -> list[str]:
     ] * bool(skipped)
 
 
-def checkpoint_notices(checkpoint: Checkpoint) -> list[str]:
-    """Return a line if the checkpoint quantizes the inputs of its linears too (W4A4), which is dropped."""
-    config = next((checkpoint.config[key] for key in _QUANTIZATION_KEYS if key in checkpoint.config), None)
-    groups = config.get("config_groups") if isinstance(config, dict) else None
-    found = [g.get("input_activations") for g in groups.values() if isinstance(g, dict)] if groups else []
-    bits = sorted({str(each.get("num_bits")) for each in found if isinstance(each, dict)})
-    return [
-        f"{checkpoint.path}: quantization of activations to {' and '.join(bits)} bits is dropped; inputs"
-        " of the 4-bit weights are in model.dtype"
-    ] * bool(bits)
-
-
-def _check_group(path: Path, layout: CheckpointLayout, group: Any) -> None:
-    weights = group.get("weights") if isinstance(group, dict) else None
-    expected = {"num_bits": 4, "type": "float", "group_size": layout.block_weights, "symmetric": True}
-    for key, value in expected.items():
-        if not isinstance(weights, dict) or weights.get(key) != value:
-            found = weights.get(key) if isinstance(weights, dict) else weights
-            raise UserError(
-                f"{path}: quantization_config: {layout.checkpoint_format} needs {key} {value}, got {found}"
-            )
-
-
-def read_packed(checkpoint: Checkpoint, layout: CheckpointLayout, linear: str) -> PackedWeight:
-    """Read one linear's packed weight unchanged; its shapes were checked before."""
-    dtypes = {"codes": torch.uint8, "scales": layout.scale_dtype, "global_scale": torch.float32}
-    tensors: dict[str, Any] = {}
-    for field, suffix in layout.suffixes.items():
-        tensor, dtype = checkpoint.read(f"{linear}.{suffix}"), dtypes[field]
-        if tensor.dtype != dtype:
-            raise UserError(f"{checkpoint.path}: {linear}.{suffix} must be {dtype}, is {tensor.dtype}")
-        _check_values(checkpoint, f"{linear}.{suffix}", tensor, field)
-        tensors[field] = tensor
-    return FORMATS[layout.format](**tensors)
-
-
-def _check_values(checkpoint: Checkpoint, name: str, tensor: Tensor, field: str) -> None:
-    """Raise UserError unless scales are finite and global scales positive; every code is valid."""
-    if field == "codes":
-        return
-    scales = tensor.view(torch.float8_e8m0fnu) if tensor.dtype == torch.uint8 else tensor
-    if not scales.float().isfinite().all():
-        raise UserError(f"{checkpoint.path}: {name} holds NaN or infinity")
-    if field == "global_scale" and tensor.item() <= 0:
-        raise UserError(f"{checkpoint.path}: {name} must be positive, is {tensor.item()}")
+def checkpoint_notices(checkpoint: Checkpoint, format: str) -> list[str]:
+    """Return lines on what a quantized checkpoint asks for and is not done: activations are not quantized,
+    and codes that do not fit `format` are decoded and quantized again."""
+    layout = layout_of(checkpoint)
+    lines = [] if layout is None else layout_notices(layout, format)
+    return [f"{checkpoint.path}: {line}" for line in lines]
 
 
 def default_scales(packed: PackedWeight, weight_NK: Tensor) -> PackedWeight:
@@ -178,7 +115,7 @@ def write_quantized(
     check_output_folder(out)
     source = locate(path)
     checkpoint = source.open()
-    if detect_layout(checkpoint) is not None:
+    if layout_of(checkpoint) is not None:
         raise UserError(f"{path}: is quantized already")
     architecture = architecture_of(checkpoint)
     check_tensors(checkpoint, tensor_shapes(architecture))
@@ -188,23 +125,6 @@ def write_quantized(
         write_shards(folder, stored_tensors(architecture, tensors), shard_bytes)
         write_quantized_config(folder, language_config(checkpoint.config), LAYOUTS[format])
         write_tokenizer(folder, source)
-
-
-def packed_shapes(
-    checkpoint: Checkpoint, architecture: Architecture, layout: CheckpointLayout | None
-) -> dict[str, tuple[int, ...]]:
-    """Return the expected shape of each tensor of a checkpoint that may have packed linears."""
-    shapes = tensor_shapes(architecture)
-    linears = [name for group in linear_groups(architecture) for name in group]
-    for linear in [*linears, HEAD.removesuffix(".weight")]:
-        if (
-            layout is not None
-            and f"{linear}.weight_packed" in checkpoint.shapes
-            and f"{linear}.weight" in shapes
-        ):
-            n, k = shapes.pop(f"{linear}.weight")
-            shapes |= layout.shapes(linear, n, k)
-    return shapes
 
 
 def encode_group(
@@ -305,4 +225,4 @@ def write_quantized_config(folder: Path, config: dict[str, Any], layout: Checkpo
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config without its quantization entries."""
-    return {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
+    return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}

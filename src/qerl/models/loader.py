@@ -14,20 +14,20 @@ import torch
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
 from qerl.models.architecture import Architecture
-from qerl.models.compressed_tensors import (
-    CheckpointLayout,
-    SelectScales,
-    default_scales,
-    detect_layout,
-    encode_group,
-    packed_shapes,
-    read_packed,
-)
+from qerl.models.compressed_tensors import SelectScales, default_scales, encode_group
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
+from qerl.models.layouts.layout import fits, in_format
 from qerl.models.lm_head import LMHead, check_head
-from qerl.models.source import Checkpoint
-from qerl.models.state_dict import HEAD, architecture_of, check_tensors, linear_groups, read_float
+from qerl.models.source import Checkpoint, PackedCheckpoint, layout_of, stored_weight
+from qerl.models.state_dict import (
+    HEAD,
+    architecture_of,
+    check_tensors,
+    linear_groups,
+    read_float,
+    tensor_shapes,
+)
 
 
 def build_decoder(
@@ -43,32 +43,30 @@ def build_decoder(
     """Return a decoder: linears in `format`, the head in `head` (bf16 means `compute`), the rest in
     `compute`.
 
-    A packed checkpoint must be in `format` already. Its packed head is used unchanged
-    if its format is `head`, and unpacked first if not.
+    Of a checkpoint that is quantized, codes that fit `format` are taken as they are, others are decoded and
+    quantized again, and linears in full precision stay in BF16 (layouts/layout.py). A packed head is used
+    unchanged if it is NVFP4 and `head` is, else unpacked first.
     """
-    path, layout = str(checkpoint.path), detect_layout(checkpoint)
-    if layout is not None and layout.format != format:
-        raise UserError(
-            f"{path}: is in {layout.format}, but model.format is {format}; set --model.format {layout.format}"
-        )
     architecture = architecture_of(checkpoint)
-    shapes = packed_shapes(checkpoint, architecture, layout)
+    shapes = tensor_shapes(architecture)
     check_tensors(checkpoint, shapes)
-    _check_head(path, head, architecture)
+    _check_head(str(checkpoint.path), head, architecture)
     decoder = Decoder(architecture, compute=compute, device=device)
+    packed_head = _packed(checkpoint, HEAD.removesuffix(".weight"), head) if head == "nvfp4" else None
     for name, buffer in decoder.named_buffers():
         hf_name = name if name == HEAD else f"model.{name}"
-        if hf_name in shapes:
+        if hf_name in shapes and not (name == HEAD and packed_head):
             buffer.copy_(read_float(checkpoint, hf_name))
-    _load_head(decoder.lm_head, checkpoint, layout if f"{HEAD}_packed" in shapes else None, head)
+    _load_head(decoder.lm_head, packed_head, head)
     tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
     groups = iter(linear_groups(architecture))
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
         for linears in layer.linear_groups:
-            weights = _weights(checkpoint, layout, next(groups), format, device, scales)
-            for linear, (_, weight) in zip(linears, weights, strict=True):
-                linear.load_weight(weight)
+            names = next(groups)
+            by_name = dict(zip(names, linears, strict=True))
+            for name, weight in _weights(checkpoint, names, format, device, scales):
+                by_name[name].load_weight(weight)
         if tiled:
             layer.tile()
     if resident:
@@ -83,32 +81,42 @@ def _check_head(path: str, format: str, architecture: Architecture) -> None:
         raise UserError(f"{path}: {error}") from error
 
 
-def _load_head(head: LMHead, checkpoint: Checkpoint, layout: CheckpointLayout | None, format: str) -> None:
-    """Load the head before the linears, as its full weight needs memory; `layout` is that of a packed
-    head."""
-    if layout is not None:
+def _load_head(head: LMHead, packed: PackedWeight | None, format: str) -> None:
+    """Load the head before the linears, as its full weight needs memory; `packed` is that of a checkpoint."""
+    if packed is None:
+        head.pack(format)
+    else:
         assert head.weight is not None
-        packed = read_packed(checkpoint, layout, HEAD.removesuffix(".weight"))
-        if layout.format == format:
-            head.load_packed(packed.to(head.weight.device))
-            return
-        head.weight.copy_(packed.decode())
-    head.pack(format)
+        head.load_packed(packed.to(head.weight.device))
 
 
 def _weights(
     checkpoint: Checkpoint,
-    layout: CheckpointLayout | None,
     group: tuple[str, ...],
     format: str,
     device: torch.device,
     scales: SelectScales,
 ) -> Iterator[tuple[str, PackedWeight]]:
-    if layout is None:
+    """Yield the linears of a group with their weights, in no order."""
+    if layout_of(checkpoint) is None:
         yield from encode_group(checkpoint, group, FORMATS[format], device, scales)
         return
+    again: list[str] = []
     for linear in group:
-        if f"{linear}.weight_packed" in checkpoint.shapes:
-            yield linear, read_packed(checkpoint, layout, linear).to(device)
-        else:  # a packed checkpoint leaves linears unpacked on purpose
+        if stored_weight(checkpoint, linear) is None:
             yield from encode_group(checkpoint, (linear,), BF16, device)
+        elif (packed := _packed(checkpoint, linear, format)) is not None:
+            yield linear, packed.to(device)
+        else:
+            again.append(linear)
+    if again:
+        yield from encode_group(checkpoint, tuple(again), FORMATS[format], device, scales)
+
+
+def _packed(checkpoint: Checkpoint, linear: str, format: str) -> PackedWeight | None:
+    """Return the weight with the stored codes, if they fit the format."""
+    stored = stored_weight(checkpoint, linear)
+    if stored is None or not fits(stored.format, format) or not isinstance(checkpoint, PackedCheckpoint):
+        return None
+    packed = checkpoint.packed(linear)
+    return None if packed is None else in_format(packed, format)

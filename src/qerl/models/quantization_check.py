@@ -8,11 +8,10 @@ moves others by 9.5 %, the demo's merged model by 0.2 %, and takes back what was
 import itertools
 from collections.abc import Sequence
 
-from qerl.models.compressed_tensors import detect_layout
 from qerl.models.decoder import Decoder
 from qerl.models.merge_note import MAX_PROBE_TOKENS, MergeNote, read_note
 from qerl.models.quantization_error import Probe, QuantizationError, quantization_error
-from qerl.models.source import locate
+from qerl.models.source import layout_of, locate
 
 MIN_KEPT = 0.95
 """Models that kept more than this had at least 0.95 of the accuracy, others less than 0.8 (dev/LOG.md)."""
@@ -52,7 +51,7 @@ def check_quantization(
     """Return the line about a decoder loaded from `path`; None if it was not quantized at load. `of` says
     whose tokens the prompts are."""
     checkpoint = locate(path).open()
-    if format == "bf16" or detect_layout(checkpoint) is not None:
+    if format == "bf16" or layout_of(checkpoint) is not None:
         return None
     note = read_note(checkpoint.path, decoder.architecture.vocab_size)
     probes = prompt_probes(prompts) if note is None else note.probes

@@ -19,7 +19,6 @@ from qerl.models.calibration import CALIBRATION_TOKENS, pack_groups, read_calibr
 from qerl.models.compressed_tensors import (
     SelectScales,
     default_scales,
-    detect_layout,
     encode_weights,
     write_quantized,
 )
@@ -29,7 +28,7 @@ from qerl.models.hf_writer import check_output_folder
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_packed
 from qerl.models.quantization_check import TEXT, check_quantization
-from qerl.models.source import Checkpoint, locate
+from qerl.models.source import Checkpoint, layout_of, locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer
 
@@ -54,7 +53,7 @@ def _write_gptq(options: QuantizeOptions) -> None:
     check_output_folder(options.out)
     source, device = locate(options.model), torch.device(resolve_device(ModelConfig()).device)
     checkpoint = source.open()
-    if detect_layout(checkpoint) is not None:
+    if layout_of(checkpoint) is not None:
         raise UserError(f"{options.model}: is quantized already")
     assert options.data is not None
     if options.data.suffix == ".jsonl":

@@ -28,6 +28,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -64,6 +65,7 @@ class SafetensorsFolder:
                     raise UserError(f"{file}: {name} is also in {self._entries[name].file.name}")
                 self._entries[name] = entry
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
+        self.dtypes = {name: entry.dtype for name, entry in self._entries.items()}
 
     def read(self, name: str) -> Tensor:
         """Return the tensor as stored, on the CPU, in its own memory."""

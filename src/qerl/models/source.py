@@ -18,14 +18,17 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
 from qerl.errors import UserError
+from qerl.formats import PackedWeight
 from qerl.models.gguf_file import GgufFile
+from qerl.models.layouts import with_layout
+from qerl.models.layouts.layout import Layout, StoredWeight
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.stored_names import named
 
@@ -54,6 +57,31 @@ class Checkpoint(Protocol):
         ...
 
 
+@runtime_checkable
+class PackedCheckpoint(Checkpoint, Protocol):
+    """A Checkpoint that may have quantized weights; `read` decodes them (layouts/layout.py)."""
+
+    layout: Layout | None
+    """None: every weight is in full precision."""
+
+    def stored(self, module: str) -> StoredWeight | None:
+        """Return how a linear's weight is quantized; None: it is in full precision."""
+        ...
+
+    def packed(self, module: str) -> PackedWeight | None:
+        """Return a linear's weight with the stored codes; None if they fit none of our formats."""
+        ...
+
+
+def layout_of(checkpoint: Checkpoint) -> Layout | None:
+    return checkpoint.layout if isinstance(checkpoint, PackedCheckpoint) else None
+
+
+def stored_weight(checkpoint: Checkpoint, module: str) -> StoredWeight | None:
+    """Return how a linear's weight is quantized in the checkpoint; None: it is in full precision."""
+    return checkpoint.stored(module) if isinstance(checkpoint, PackedCheckpoint) else None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
     """ModelSource(path=Path("/home/me/.cache/qerl/SmolLM2-135M-Instruct.Q4_1.gguf"))"""
@@ -66,7 +94,7 @@ class ModelSource:
         return self.path.suffix == ".gguf"
 
     def open(self) -> Checkpoint:
-        return GgufFile(self.path) if self.is_gguf else named(SafetensorsFolder(self.path))
+        return GgufFile(self.path) if self.is_gguf else named(with_layout(SafetensorsFolder(self.path)))
 
 
 def locate(path: str) -> ModelSource:

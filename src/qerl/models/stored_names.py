@@ -22,9 +22,12 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
+from qerl.formats import PackedWeight
 from qerl.models.architecture import Architecture
 from qerl.models.families import from_hf_config, language_part
 from qerl.models.layer_spec import kinds_of_linears
+from qerl.models.layouts.folder import QuantizedFolder
+from qerl.models.layouts.layout import Layout, StoredWeight
 from qerl.models.safetensors_file import SafetensorsFolder
 
 _LANGUAGE_PREFIXES = (  # of the decoder and of the head, as transformers 5 and 4 name them
@@ -48,9 +51,10 @@ class _Place:
 class NamedCheckpoint:
     """A Checkpoint with the decoder's names."""
 
-    def __init__(self, folder: SafetensorsFolder, architecture: Architecture):
+    def __init__(self, folder: SafetensorsFolder | QuantizedFolder, architecture: Architecture):
         self.path: Path = folder.path
         self.config: dict[str, Any] = folder.config
+        self.layout: Layout | None = folder.layout if isinstance(folder, QuantizedFolder) else None
         self._folder = folder
         self.num_skipped = 0
         """Number of tensors of other modalities, and of layers that predict several tokens at once."""
@@ -77,8 +81,24 @@ class NamedCheckpoint:
         tensor = self._folder.read(place.name)
         return tensor.float() + place.offset if place.offset else tensor
 
+    def packed(self, module: str) -> PackedWeight | None:
+        """Return a linear's weight with the stored codes; None if they fit none of our formats."""
+        place = self._places.get(f"{module}.weight")
+        if place is None or not isinstance(self._folder, QuantizedFolder):
+            return None
+        return self._folder.packed(place.name.removesuffix(".weight"), place.rows)
 
-def named(folder: SafetensorsFolder) -> SafetensorsFolder | NamedCheckpoint:
+    def stored(self, module: str) -> StoredWeight | None:
+        """Return how a linear's weight is quantized in the checkpoint; None: it is not."""
+        place = self._places.get(f"{module}.weight")
+        if place is None or self.layout is None:
+            return None
+        return self.layout.weights.get(place.name.removesuffix(".weight"))
+
+
+def named(
+    folder: SafetensorsFolder | QuantizedFolder,
+) -> SafetensorsFolder | QuantizedFolder | NamedCheckpoint:
     """Return the folder under the decoder's names. An architecture that is not supported is left as it is:
     parsing its config will tell."""
     try:
@@ -90,7 +110,7 @@ def named(folder: SafetensorsFolder) -> SafetensorsFolder | NamedCheckpoint:
 
 
 def _language_prefixes(
-    folder: SafetensorsFolder, architecture: Architecture
+    folder: SafetensorsFolder | QuantizedFolder, architecture: Architecture
 ) -> tuple[tuple[str, str], ...] | None:
     """Return (stored prefix, the decoder's) of the language part; None: every tensor is of it."""
     if architecture.part_of is None:

@@ -17,14 +17,13 @@ from qerl.engine.engine import Engine
 from qerl.errors import UserError, require
 from qerl.learner.distributed import Ranks
 from qerl.models.calibration import CALIBRATION_TOKENS, pack_groups
-from qerl.models.compressed_tensors import detect_layout
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.gptq import requantize
 from qerl.models.loader import build_decoder
 from qerl.models.packed_writer import write_packed
 from qerl.models.quantization_check import check_quantization
-from qerl.models.source import Checkpoint, locate
+from qerl.models.source import Checkpoint, layout_of, locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import Task, build_task
@@ -58,7 +57,7 @@ def refuse_calibration(model: ModelConfig) -> None:
 def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) -> None:
     model, source = config.model, locate(config.model.path)
     checkpoint = source.open()
-    if detect_layout(checkpoint) is not None:
+    if layout_of(checkpoint) is not None:
         raise UserError(f"{model.path}: is quantized already; set --model.calibrate none")
     notice(f"model.calibrate {model.calibrate}: choosing the codes of {model.path}, which takes minutes")
     tokenizer = load_tokenizer(model.path)

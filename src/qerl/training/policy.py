@@ -45,7 +45,7 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
     pool.check(task.train_prompts(0, config.num_prompts)[0])
     notices = task.notices(config.task, reads_answer=pool.reads_answer(config.task.answer_column))
     checkpoint = locate(config.model.path).open()
-    notices += checkpoint_notices(checkpoint)
+    notices += checkpoint_notices(checkpoint, config.model.format)
     require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
     return notices + skipped_notices(checkpoint)
 

@@ -110,7 +110,8 @@ class _SftSession:
         self.config, self.folder, self.journal, self.stop = config, folder, journal, stop
         self.ranks, self.rows = ranks, rows
         checkpoint = locate(config.model.path).open()
-        for text in [*rows.notices, *checkpoint_notices(checkpoint), *skipped_notices(checkpoint)]:
+        layout = checkpoint_notices(checkpoint, config.model.format)
+        for text in [*rows.notices, *layout, *skipped_notices(checkpoint)]:
             journal.notice(text)
         self.decoder, self.engine = load_sampler(config, tokenizer)
         self.learner = planned_learner(

@@ -1,0 +1,43 @@
+"""How quantized checkpoints of other tools store their weights. layout.py says how to add one."""
+
+from collections.abc import Callable
+from typing import Any
+
+from qerl.errors import UserError
+from qerl.models.layouts import compressed_tensors
+from qerl.models.layouts.folder import QuantizedFolder
+from qerl.models.layouts.layout import Layout, TensorFolder
+from qerl.models.safetensors_file import SafetensorsFolder
+
+READERS: dict[str, Callable[[TensorFolder, dict[str, Any]], Layout]] = {
+    compressed_tensors.NAME: compressed_tensors.read_layout,
+}
+"""By quant_method."""
+QUANTIZATION_KEYS = "quantization_config", "compression_config"
+
+
+def quantization_config(folder: TensorFolder) -> dict[str, Any] | None:
+    """Return the checkpoint's quantization_config, of a multimodal class that of its language model."""
+    text = folder.config.get("text_config")
+    for config in (folder.config, text if isinstance(text, dict) else {}):
+        for key in QUANTIZATION_KEYS:
+            if (found := config.get(key)) is not None:
+                if not isinstance(found, dict):
+                    raise UserError(f"{folder.path}: {key} must be an object, is {found!r}")
+                return found
+    return None
+
+
+def with_layout(folder: SafetensorsFolder) -> SafetensorsFolder | QuantizedFolder:
+    """Return the folder with its quantized weights shown as float tensors; itself, if there are none.
+    Raise UserError for a quantization that is not supported."""
+    config = quantization_config(folder)
+    if config is None:
+        return folder
+    method = config.get("quant_method")
+    if method not in READERS:
+        raise UserError(
+            f"{folder.path}: is quantized with {method}, which is not supported; supported are float weights"
+            f" and {', '.join(READERS)}"
+        )
+    return QuantizedFolder(folder, READERS[method](folder, config))

@@ -1,0 +1,34 @@
+"""Say which layout a checkpoint has, what is loaded as it is, and what is not."""
+
+import collections
+
+from qerl.models.layouts.layout import Layout, fits
+
+
+def describe(layout: Layout, format: str) -> str:
+    """Return "ModelOpt: 196 weights in NVFP4, loaded as they are"."""
+    return f"{layout.name}: " + "; ".join(
+        f"{num} weights in {kind}, " + ("loaded as they are" if fit else f"quantized again to {format}")
+        for (kind, _, fit), num in _counts(layout, format).items()
+    )
+
+
+def layout_notices(layout: Layout, format: str) -> list[str]:
+    """Return a line on what is dropped and one on what is decoded and quantized again to `format`."""
+    again = [key for key in _counts(layout, format) if not key[2]]
+    kinds = " and ".join(kind for kind, _, _ in again)
+    exact = sorted({stored for _, stored, _ in again if stored})
+    advice = f" (--model.format {' or '.join(exact)} loads them as they are)" if exact else ""
+    return [
+        f"{' and '.join(layout.dropped)} {'is' if len(layout.dropped) == 1 else 'are'} dropped; inputs of the"
+        " quantized weights are in model.dtype"
+    ] * bool(layout.dropped) + [
+        f"{layout.name} weights in {kinds} are decoded and quantized again to {format}{advice}"
+    ] * bool(again)
+
+
+def _counts(layout: Layout, format: str) -> dict[tuple[str, str | None, bool], int]:
+    """Return the number of weights by kind, format and whether it fits."""
+    return collections.Counter(
+        (weight.kind, weight.format, fits(weight.format, format)) for weight in layout.weights.values()
+    )
