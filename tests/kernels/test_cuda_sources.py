@@ -24,6 +24,7 @@ CONFIGURATIONS = (
     ("logprob.cu", {"THREADS": 1024}),
     ("lora_shrink.cu", SHRINK | {"NORM": 0, "TABLE": 0}),
     ("lora_shrink.cu", SHRINK | {"NORM": 1, "TABLE": 1}),
+    ("lora_shrink_portable.cu", SHRINK | {"TABLE": 1}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0}),
     ("nvfp4_unpack.cu", {}),

@@ -1,10 +1,14 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from conftest import rms_error
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels import lora_shrink as op
+from qerl.kernels import lora_shrink_portable as portable
 from qerl.kernels import nvfp4_decode
+from qerl.kernels.architectures import architecture_of
 
 EPS, SCALING = 1e-6, 2.0
 ALL_K = (64, 896, 1152, 1536, 3584, 5120, 8192, 18944, 27648, 29568)
@@ -44,6 +48,28 @@ def test_the_warps_of_a_cluster_hold_all_of_k(K):
 
 
 @pytest.mark.parametrize("K", ALL_K)
+@pytest.mark.parametrize("sms", [20, 58, 82, 108, 132, 170])
+def test_sums_that_ctas_pass_on_fit_the_workspace(K, sms, monkeypatch):
+    """From a small card to an RTX 5090."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=sms)
+    )
+    kernels, split = portable.PortableLoraShrink(torch.device("cpu")), op.choose_split(K)
+    for M in (1, 8, 9, 33, 64, 100, 129, 200, 250, 256):
+        for R in (16, 48, 96, 368, 384):
+            tile = op.choose_tile(M, K, R, kernels._ctas_at_once)
+            tiles = tile.clusters(M, R)
+            assert tiles <= len(kernels._turns)
+            assert tiles * split.cluster * tile.tokens * tile.rows <= len(kernels._partials)
+
+
+@pytest.mark.parametrize("K", ALL_K)
+def test_the_threads_of_a_norm_hold_a_row(K):
+    split = op.choose_split(K)
+    assert portable.norm_threads(split) * split.units * 8 >= K and portable.norm_threads(split) <= 512
+
+
+@pytest.mark.parametrize("K", ALL_K)
 @pytest.mark.parametrize("R", [0, 16, 48, 96, 384])
 def test_every_size_has_a_tile(K, R):
     for M in range(1, op.MAX_TOKENS + 1):
@@ -55,11 +81,27 @@ def test_every_size_has_a_tile(K, R):
         assert shared <= 48 * 1024 - 64
 
 
-@pytest.fixture(scope="module")
-def kernels():
+def on_hopper():
+    return torch.cuda.is_available() and architecture_of(torch.device("cuda")).has_wgmma
+
+
+@pytest.fixture(scope="module", params=["clusters", "portable"])
+def kernels(request):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if request.param == "portable":
+        return portable.PortableLoraShrink(torch.device("cuda"))
+    if not on_hopper():
+        pytest.skip("needs a Hopper GPU")
     return op.LoraShrink(torch.device("cuda"))
+
+
+@pytest.fixture(scope="module")
+def both():
+    if not on_hopper():
+        pytest.skip("needs a Hopper GPU")
+    device = torch.device("cuda")
+    return op.LoraShrink(device), portable.PortableLoraShrink(device)
 
 
 def on_gpu(tensors):
@@ -80,6 +122,25 @@ def test_no_less_exact_than_torch(M, K, R, kernels, rng):
     true_u = SCALING * x.double() @ a.double().T
     alone = kernels.shrink(x, a, SCALING)
     assert rms_error(alone, true_u) <= 1.1 * rms_error(SCALING * (x @ a.T), true_u)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "K", "R"), (*op.CASES, (5, 5120, 112), (130, 3584, 32), (9, 29568, 32)))
+@pytest.mark.parametrize("with_table", [False, True])
+def test_without_clusters_the_bits_are_the_same(M, K, R, with_table, both, rng):
+    """Twice, so that the second launch finds what the first has left in the counters and the sums."""
+    h, weight, noise, a = on_gpu(case(M, K, R, rng))
+    rows_M = torch.randint(0, 3, (M,), generator=rng).int().cuda() if with_table else None
+    noise = torch.stack((noise, -noise, 2 * noise)) if with_table else noise
+    wide = torch.randn(M, K, generator=rng).bfloat16().cuda()
+    clusters, plain = both
+    for _ in range(2):
+        want = clusters.norm_shrink(h, weight, noise, EPS, a, SCALING, rows_M=rows_M)
+        got = plain.norm_shrink(h, weight, noise, EPS, a, SCALING, rows_M=rows_M)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        got = plain.shrink(wide, a, SCALING)
+        assert torch.equal(got, clusters.shrink(wide, a, SCALING))
+        assert not plain._turns.any()
 
 
 @pytest.mark.gpu
@@ -241,6 +302,8 @@ def test_runs_and_graph_replays_are_bitwise_equal(M, kernels, rng):
 @pytest.mark.parametrize("M", [8, 16, 128])
 def test_each_waits_for_the_gemm_that_let_it_start_early(M, kernels, rng):
     """Each replay has a new x, which makes what an earlier replay left in the buffers wrong."""
+    if not on_hopper():
+        pytest.skip("the product needs a Hopper GPU")
     D = 3584
     gemm = nvfp4_decode.NVFP4Decode(torch.device("cuda"))
     codes = torch.randint(0, 256, (D, D // 2), generator=rng, dtype=torch.uint8).cuda()

@@ -35,8 +35,9 @@ CASES = (
     (256, 2048, 384),
 )
 MAX_TOKENS, MAX_ROWS = 256, 384
-_UNIT, _WARPS = 32, 8
-_CTAS_AT_ONCE = 200  # more and narrower token tiles are faster up to here (H200)
+WARPS = 8
+_UNIT = 32
+CTAS_AT_ONCE = 200  # more and narrower token tiles are faster up to here (H200)
 
 
 def reference(
@@ -61,7 +62,7 @@ def choose_split(K: int) -> Split:
     """Use a cluster of 16, which is harder to schedule, only if a warp would have more than 4 units."""
     assert K % 64 == 0
     for cluster in (8, 16):
-        split = Split(cluster, _ceil(_ceil(K // _UNIT, cluster), _WARPS))
+        split = Split(cluster, _ceil(_ceil(K // _UNIT, cluster), WARPS))
         if split.units <= 4:
             break
     return split
@@ -78,13 +79,13 @@ class ShrinkTile:
         return _ceil(M, self.tokens) * (_ceil(R, self.rows) if self.rows else 1)
 
 
-def choose_tile(M: int, K: int, R: int) -> ShrinkTile:
+def choose_tile(M: int, K: int, R: int, ctas_at_once: int = CTAS_AT_ONCE) -> ShrinkTile:
     """Use the fewest tokens per tile whose clusters all run at once, as far as registers allow."""
     assert 1 <= M <= MAX_TOKENS and R % 16 == 0 and 0 <= R <= MAX_ROWS
     split = choose_split(K)
     rows = 0 if R == 0 else 16 if R == 16 or split.units > 3 else 32
     tiles = [ShrinkTile(tokens, rows) for tokens in (8, 16, 32) if tokens * split.units <= 160 or tokens == 8]
-    return next((tile for tile in tiles if tile.clusters(M, R) * split.cluster <= _CTAS_AT_ONCE), tiles[-1])
+    return next((tile for tile in tiles if tile.clusters(M, R) * split.cluster <= ctas_at_once), tiles[-1])
 
 
 class LoraShrink:
@@ -154,36 +155,44 @@ class LoraShrink:
         return u_MR
 
     def _launch(self, h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR) -> None:
-        m, k = h_MK.shape
-        _check(h_MK, (m, k), torch.bfloat16 if weight_K is None else torch.float32)
-        if weight_K is not None:
-            _check(weight_K, (k,), torch.float32)
-        check_noise(noise, rows_M, m, k)
-        rows = 0
-        if a_RK is not None:
-            rows = a_RK.shape[0]
-            _check(a_RK, (rows, k), torch.bfloat16)
-            assert a_RK.is_contiguous()
+        operands = pack_operands(h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR)
+        (m, k), rows = h_MK.shape, 0 if a_RK is None else len(a_RK)
         split, tile = choose_split(k), choose_tile(m, k, rows)
-        pointers = addresses(h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
-        strides = (0 if t is None else t.stride(0) for t in (h_MK, x_MK, u_MR))
-        operands = struct.pack("7Q6i2f", *pointers, m, k, rows, *strides, eps, scaling)
         kernel = self._kernel("shrink", weight_K is not None, rows_M is not None, tile, split)
         kernel.launch(
-            grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * _WARPS, parameters=(operands,)
+            grid=tile.clusters(m, rows) * split.cluster, block_threads=32 * WARPS, parameters=(operands,)
         )
 
     def _compile(self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split):
-        defines = {
-            "NORM": int(has_norm),
-            "TABLE": int(has_table),
-            "TOKEN_TILES": tile.tokens // 8,
-            "ROW_TILES": tile.rows // 16,
-            "UNITS": split.units,
-            "WARPS": _WARPS,
-            "CLUSTER": split.cluster,
-        }
+        defines = {"NORM": int(has_norm), "TABLE": int(has_table), **shrink_defines(tile, split)}
         return compiled("lora_shrink.cu", name, self._device, defines, cluster=split.cluster)
+
+
+def shrink_defines(tile: ShrinkTile, split: Split) -> dict[str, int]:
+    return {
+        "TOKEN_TILES": tile.tokens // 8,
+        "ROW_TILES": tile.rows // 16,
+        "UNITS": split.units,
+        "WARPS": WARPS,
+        "CLUSTER": split.cluster,
+    }
+
+
+def pack_operands(h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR) -> bytes:
+    """Return the kernels' `Operands` (lora_shrink.cuh) after checking the tensors."""
+    m, k = h_MK.shape
+    _check(h_MK, (m, k), torch.bfloat16 if weight_K is None else torch.float32)
+    if weight_K is not None:
+        _check(weight_K, (k,), torch.float32)
+    check_noise(noise, rows_M, m, k)
+    rows = 0
+    if a_RK is not None:
+        rows = a_RK.shape[0]
+        _check(a_RK, (rows, k), torch.bfloat16)
+        assert a_RK.is_contiguous()
+    pointers = addresses(h_MK, weight_K, noise, rows_M, a_RK, x_MK, u_MR)
+    strides = (0 if t is None else t.stride(0) for t in (h_MK, x_MK, u_MR))
+    return struct.pack("7Q6i2f", *pointers, m, k, rows, *strides, eps, scaling)
 
 
 def _ceil(a: int, b: int) -> int:

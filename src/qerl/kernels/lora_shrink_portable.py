@@ -1,0 +1,79 @@
+"""lora_shrink.py without thread-block clusters: runs from Ampere on, and gives the same bits.
+
+The norm is a launch of its own, one CTA for each token. `shrink` splits K among as many CTAs as a cluster
+has; they pass their sums through global memory, and the last to arrive adds them in the order of k. So a
+token's sums have the order that they have in lora_shrink.cu (tests/kernels/test_lora_shrink.py), whatever M
+is.
+"""
+
+import torch
+
+from qerl.kernels.architectures import architecture_of
+from qerl.kernels.lora_shrink import (
+    CTAS_AT_ONCE,
+    MAX_ROWS,
+    MAX_TOKENS,
+    WARPS,
+    LoraShrink,
+    ShrinkTile,
+    Split,
+    choose_split,
+    choose_tile,
+    pack_operands,
+    shrink_defines,
+)
+from qerl.kernels.nvrtc import compiled
+
+FILE = "lora_shrink_portable.cu"
+_LEAST_CLUSTER, _MOST_CLUSTER = 8, 16  # of choose_split
+_NORM_TILE = ShrinkTile(8, 16)  # any: norm_rows does not read it
+_H200_SMS = 132
+
+
+def lora_shrink(device: torch.device) -> LoraShrink:
+    """Return the kernels for this device: with clusters on Hopper, portable elsewhere."""
+    return LoraShrink(device) if architecture_of(device).has_wgmma else PortableLoraShrink(device)
+
+
+class PortableLoraShrink(LoraShrink):
+    """LoraShrink from Ampere on. 6.3 MB of memory are for the sums that CTAs pass on."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._ctas_at_once = CTAS_AT_ONCE * num_sms // _H200_SMS
+        words = _MOST_CLUSTER * MAX_TOKENS * MAX_ROWS
+        self._partials = torch.empty(words, dtype=torch.float32, device=device)
+        self._turns = torch.zeros(MAX_TOKENS // 8 * (MAX_ROWS // 16), dtype=torch.int32, device=device)
+
+    def _launch(self, h_MK, weight_K, noise, rows_M, eps, a_RK, scaling, x_MK, u_MR) -> None:
+        (m, k), split = h_MK.shape, choose_split(h_MK.shape[1])
+        copy_MK = x_MK
+        if weight_K is not None:
+            operands = pack_operands(h_MK, weight_K, noise, rows_M, eps, None, 0.0, x_MK, None)
+            norm = self._kernel("norm_rows", True, rows_M is not None, _NORM_TILE, split)
+            norm.launch(grid=m, block_threads=norm_threads(split), parameters=(operands,))
+            h_MK, copy_MK = x_MK, None
+        if a_RK is not None:
+            operands = pack_operands(h_MK, None, None, None, 0.0, a_RK, scaling, copy_MK, u_MR)
+            tile = choose_tile(m, k, len(a_RK), self._ctas_at_once)
+            shrink = self._kernel("shrink", False, False, tile, split)
+            shrink.launch(
+                grid=tile.clusters(m, len(a_RK)) * split.cluster,
+                block_threads=32 * WARPS,
+                parameters=(operands, self._partials, self._turns),
+            )
+
+    def _compile(self, name: str, has_norm: bool, has_table: bool, tile: ShrinkTile, split: Split):
+        if name == "embed":  # of the same source, whose other kernels must compile too
+            tile, split = _NORM_TILE, Split(_LEAST_CLUSTER, 1)
+        return compiled(FILE, name, self._device, portable_defines(tile, split, has_table))
+
+
+def norm_threads(split: Split) -> int:
+    """Return the threads of norm_rows: four for each warp of a cluster."""
+    return split.cluster * WARPS * 4
+
+
+def portable_defines(tile: ShrinkTile, split: Split, has_table: bool = False) -> dict[str, int]:
+    return {"TABLE": int(has_table), **shrink_defines(tile, split)}
