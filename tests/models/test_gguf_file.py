@@ -77,13 +77,15 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path, changes, says):
 
 
 def test_another_architecture_is_refused_by_name_whatever_tensors_it_has(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "g.gguf", "gemma3")
+    writer = gguf.GGUFWriter(tmp_path / "g.gguf", "gemma3n")
     writer.add_tensor("blk.0.post_attention_norm.weight", np.ones(32, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UserError, match="'gemma3' is not supported in GGUF; supported: llama, qwen2, qwen3"):
+    with pytest.raises(
+        UserError, match="'gemma3n' is not supported in GGUF; supported: llama, mistral3, qwen2"
+    ):
         GgufFile(tmp_path / "g.gguf")
 
 

@@ -1,4 +1,4 @@
-"""Read a GGUF file (llama, qwen2 or qwen3): its metadata, and its tensors under Hugging Face's names.
+"""Read a GGUF file: its metadata, and its tensors under the decoder's names (gguf_tensors.py).
 
     file = "GGUF" | version | counts | metadata (key, type, value) | tensor infos | padding | tensor data
 
@@ -7,16 +7,12 @@ metadata are parsed here, because the package's GGUFReader
     makes a numpy array of each token and merge: 1.8 s for SmolLM2's 98 MB file, where this takes 0.05 s;
     loops over an array's stored length without checking it: a damaged length of 2^40 does not return;
     maps the whole file, whose pages then count as the process's memory.
-
-llama.cpp stores the q and k rows of a llama head in rotary pairs (0, H/2, 1, H/2 + 1, ...); Hugging Face in
-halves (0, 1, ..., H/2, H/2 + 1, ...). qwen2 and qwen3 are stored as Hugging Face has them.
 """
 
 import dataclasses
 import io
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,25 +23,17 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
+from qerl.models.gguf_families import FAMILIES, ROPE_TENSORS, GgufKeys, hf_config
+from qerl.models.gguf_tensors import places
 from qerl.regular_file import open_regular
 
-_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_TOP_LEVEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _CHUNK_BYTES = 1 << 20
-_MAX_NUMBER = 1e12
+_TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4"),
+)
+"""ggml's types that `gguf.dequantize` decodes. NVFP4 needs scales that are tensors of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,120 +53,47 @@ class GgufFile:
     def __init__(self, file: Path):
         self.path = file
         self.metadata, entries = _parse(file)
-        self._entries = {_hf_name(file, entry.ggml_name): entry for entry in entries}
-        self.shapes = {name: entry.shape for name, entry in self._entries.items()}
-        self.config = _hf_config(file, self.metadata, self.shapes)
+        self._entries = {entry.ggml_name: entry for entry in entries}
+        keys = GgufKeys(
+            file=file,
+            metadata=self.metadata,
+            family=self.metadata["general.architecture"],
+            shapes={name: entry.shape for name, entry in self._entries.items()},
+            rope_tensors={name: self._decode(name) for name in ROPE_TENSORS if name in self._entries},
+        )
+        self.config = hf_config(keys)
+        self._places = places(keys, self.config)
+        self.shapes = {name: place.shape for name, place in self._places.items()}
 
     def read(self, name: str) -> Tensor:
         """Return the tensor in float32 on the CPU, with rows in Hugging Face's order."""
-        entry = self._entries[name]
-        weight = torch.empty(math.prod(entry.shape[:-1]), entry.shape[-1])
+        place = self._places[name]
+        weight = self._decode(place.ggml_name, place.rows)
+        return weight if place.change is None else place.change(weight)
+
+    def _decode(self, ggml_name: str, rows: slice | None = None) -> Tensor:
+        """Return these rows in float32; of a vector these elements."""
+        entry = self._entries[ggml_name]
+        num_rows, is_vector = math.prod(entry.shape[:-1]), len(entry.shape) == 1
+        first, last = (0, num_rows) if rows is None or is_vector else (rows.start, rows.stop)
+        weight = torch.empty(last - first, entry.shape[-1])
         try:
             with open_regular(self.path) as file:
-                file.seek(entry.begin)
+                file.seek(entry.begin + first * (entry.num_bytes // num_rows))
                 _decode_rows(file, entry, weight)
         except (OSError, ValueError, NotImplementedError) as error:
-            raise UserError(f"{self.path}: {entry.ggml_name} cannot be read: {error}") from error
-        weight = weight.view(entry.shape)
-        heads = self._rotary_heads(name)
-        return weight if heads is None else _pairs_to_halves(weight, heads)
-
-    def _rotary_heads(self, name: str) -> int | None:
-        """Return the number of heads in the tensor's rows if they are stored in rotary pairs, else None."""
-        if self.config["model_type"] != "llama":
-            return None
-        if ".q_proj." in name:
-            return self.config["num_attention_heads"]
-        return self.config["num_key_value_heads"] if ".k_proj." in name else None
+            raise UserError(f"{self.path}: {ggml_name} cannot be read: {error}") from error
+        if is_vector:
+            return weight[0] if rows is None else weight[0, rows].clone()
+        return weight.view(-1, *entry.shape[1:])
 
 
 def _decode_rows(file: BinaryIO, entry: _GgufEntry, out: Tensor) -> None:
     """Decode a few rows at a time: on a whole tensor, `dequantize` takes three times its memory."""
-    row_bytes = entry.num_bytes // len(out)
+    row_bytes = entry.num_bytes // math.prod(entry.shape[:-1])
     for rows in out.split(max(1, _CHUNK_BYTES // row_bytes)):
         raw = np.fromfile(file, dtype=np.uint8, count=len(rows) * row_bytes).reshape(len(rows), row_bytes)
         rows.copy_(torch.from_numpy(gguf.dequantize(raw, entry.ggml_type)))
-
-
-def _pairs_to_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """[heads, H / 2, 2, ...] -> [heads, 2, H / 2, ...] along the rows of a weight or a bias."""
-    paired = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
-    return paired.transpose(1, 2).reshape(weight.shape)
-
-
-def _hf_name(file: Path, ggml_name: str) -> str:
-    stem, _, kind = ggml_name.rpartition(".")
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if layer and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{kind}"
-    if stem in _TOP_LEVEL_NAMES:
-        return f"{_TOP_LEVEL_NAMES[stem]}.{kind}"
-    if stem == "rope_freqs":
-        raise UserError(
-            f"{file}: rope_freqs (Llama 3's rope scaling) is not supported in GGUF; use the safetensors"
-        )
-    raise UserError(f"{file}: unexpected tensor {' '.join(ggml_name.split())}")
-
-
-def _hf_config(file: Path, metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the entries of config.json that `architecture.from_hf_config` reads."""
-    family = metadata["general.architecture"]
-    if (num_parts := metadata.get("split.count", 0)) not in (0, 1):
-        raise UserError(f"{file}: is one of {num_parts} parts; merge them with gguf-split first")
-    if metadata.get(f"{family}.expert_count", 0) != 0:
-        raise UserError(f"{file}: a mixture of experts is not supported")
-
-    def positive(key: str, default: int | float | None = None) -> Any:
-        value = metadata.get(f"{family}.{key}", default)
-        if not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
-            raise UserError(f"{file}: {family}.{key} must be one positive number, got {value!r}")
-        return value
-
-    if "model.embed_tokens.weight" not in shapes:
-        raise UserError(f"{file}: has no tensor token_embd.weight")
-    num_heads = positive("attention.head_count")
-    head_size = positive("attention.key_length", positive("embedding_length") // num_heads)
-    if positive("rope.dimension_count", head_size) != head_size:
-        raise UserError(
-            f"{file}: {family}.rope.dimension_count must be the head size {head_size};"
-            " partial rotary embedding is not supported"
-        )
-    return {
-        "architectures": [_FAMILIES[family]],
-        "model_type": family,
-        "num_hidden_layers": positive("block_count"),
-        "hidden_size": positive("embedding_length"),
-        "intermediate_size": positive("feed_forward_length"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": positive("attention.head_count_kv", num_heads),
-        "head_dim": head_size,
-        "vocab_size": shapes["model.embed_tokens.weight"][0],
-        "max_position_embeddings": positive("context_length"),
-        # Stored in float32: 1e-5 would come back as 9.99999975e-06.
-        "rms_norm_eps": float(str(np.float32(positive("attention.layer_norm_rms_epsilon")))),
-        "hidden_act": "silu",
-        "rope_parameters": {"rope_theta": positive("rope.freq_base", 10000.0)}
-        | _rope_scaling(family, metadata),
-        "attention_bias": "model.layers.0.self_attn.o_proj.bias" in shapes,
-        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
-        "tie_word_embeddings": "lm_head.weight" not in shapes,
-        "dtype": "bfloat16",
-    } | _token_ids(metadata)
-
-
-def _rope_scaling(family: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    kind = metadata.get(f"{family}.rope.scaling.type", "none")
-    if kind == "none":
-        return {"rope_type": "default"}
-    scaling = {"rope_type": kind, "factor": metadata.get(f"{family}.rope.scaling.factor", 1.0)}
-    original = metadata.get(f"{family}.rope.scaling.original_context_length")
-    return scaling if original is None else scaling | {"original_max_position_embeddings": original}
-
-
-def _token_ids(metadata: dict[str, Any]) -> dict[str, int]:
-    ids = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in ids.items()}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
@@ -188,12 +103,18 @@ def _parse(file: Path) -> tuple[dict[str, Any], list[_GgufEntry]]:
             return _parse_stream(file, GgufCursor(stream, file_bytes), file_bytes)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except _TypeError as error:
+        raise UserError(f"{file}: {error}") from error
     except (_DamagedError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{file}: damaged, or not a GGUF file: {reason}") from error
 
 
 class _DamagedError(Exception):
+    pass
+
+
+class _TypeError(Exception):
     pass
 
 
@@ -263,17 +184,17 @@ def _parse_stream(file: Path, cursor: GgufCursor, file_bytes: int) -> tuple[dict
 
 def _check_family(file: Path, family: Any) -> None:
     """Raise UserError for an unsupported family, whose tensors have names and types of their own."""
-    if not isinstance(family, str) or family not in _FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
-            f"{file}: architecture {family!r} is not supported in GGUF; supported: {', '.join(_FAMILIES)}"
+            f"{file}: architecture {family!r:.80} is not supported in GGUF; supported: {', '.join(FAMILIES)}"
         )
 
 
 def _entry(
     name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int, file_bytes: int
 ) -> _GgufEntry:
-    if kind not in gguf.GGML_QUANT_SIZES:
-        raise _DamagedError(f"{name} is of a type that holds no weights: {kind.name}")
+    if kind.name not in _TYPES:
+        raise _TypeError(f"{name} is of ggml type {kind.name}; supported: {', '.join(_TYPES)}")
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_size:
         raise _DamagedError(f"{name} {list(shape)} does not divide into blocks of {block_size}")
