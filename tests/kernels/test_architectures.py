@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.kernels.architectures import ARCHITECTURES, TESTED, architecture_name, architecture_of
-from qerl.kernels.nvrtc import CudaKernel
+from qerl.kernels.nvrtc import launch_attributes
 
 
 def test_names_have_the_suffix_from_hopper_on():
@@ -53,8 +53,6 @@ def test_an_unknown_card_gets_the_tightest_limits(monkeypatch):
 @pytest.mark.parametrize(("starts_early", "cluster", "names"), [(False, 1, []), (True, 8, ["PROG", "CLUS"])])
 def test_a_launch_asks_for_an_early_start_only_where_the_device_has_one(starts_early, cluster, names):
     driver = pytest.importorskip("cuda.bindings.driver")
-    kernel = CudaKernel(driver, None, 0, cluster, torch.device("cpu"), starts_early)
-    found = [
-        str(attribute.id.name).removeprefix("CU_LAUNCH_ATTRIBUTE_") for attribute in kernel._attributes()
-    ]
+    attributes = launch_attributes(driver, starts_early, cluster)
+    found = [str(attribute.id.name).removeprefix("CU_LAUNCH_ATTRIBUTE_") for attribute in attributes]
     assert [name[:4] for name in found] == names

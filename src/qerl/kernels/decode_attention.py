@@ -197,24 +197,18 @@ class DecodeAttention:
         self._kernel = cached_method(self._compile)
 
     def _compile(self, shape: Shape):
-        """Return the kernel and the largest grid: CTAs wait for one another, so all must run at once."""
         is_fp8 = self._kv_dtype != torch.bfloat16
         stage_bytes = 2 * _TILE * (self._head_size * self._kv_dtype.itemsize + (4 if is_fp8 else 0))
         available = self._shared_bytes // shape.ctas_per_sm - _CTA_BYTES - 4 * self._max_rows
         stages = max(min(available // stage_bytes, CHUNK // _TILE), 2)
         defines = self._defines(shape.chunk) | {"STAGES": stages, "CTAS": shape.ctas_per_sm}
-        kernel = compiled(
+        return compiled(
             "decode_attention.cu",
             "decode_attention",
             self._device,
             defines,
             shared_bytes=stages * stage_bytes + 4 * self._max_rows,
         )
-        status, resident = kernel.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            kernel.function, _THREADS, kernel.shared_bytes
-        )
-        assert int(status) == 0 and resident > 0
-        return kernel, self._num_sms * resident
 
     @functools.cached_property
     def _write(self):
@@ -261,8 +255,11 @@ class DecodeAttention:
         parameters = self._parameters(qkv_BX, angles, cache, state, out_BNH, norms)
         positions, is_fp8 = state.tables_BX.shape[1] * self._page_tokens, self._kv_dtype != torch.bfloat16
         shape = choose_shape(B, K, positions, is_fp8, self._num_sms, self._chunk)
-        kernel, resident = self._kernel(shape)
-        grid = min(resident, B * K * -(-positions // shape.chunk))
+        kernel = self._kernel(shape)
+        resident = kernel.resident_ctas(_THREADS)
+        assert resident > 0
+        # CTAs wait for one another, so all must run at once
+        grid = min(self._num_sms * resident, B * K * -(-positions // shape.chunk))
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
         return out_BNH
 

@@ -1,22 +1,25 @@
 """Compile the CUDA C++ of kernels/cuda/ at run time with NVRTC, and launch it on torch's stream.
 
-A .cu file is compiled once per device and set of definitions; its headers (.cuh) are given to NVRTC by
-name. The cubin is cached on disk under a hash of the source, the headers, the options with the architecture,
-and the versions of NVRTC and the driver. No compiler is needed, only `cuda-bindings`, which is imported when
-the first module is made.
+A .cu file is compiled once per device and set of definitions, when a kernel of it is first launched; its
+headers (.cuh) are given to NVRTC by name. The cubin is cached on disk under a hash of the source, the
+headers, the options with the architecture, and NVRTC's version; compile_ahead.py fills the cache in parallel.
+No compiler is needed, only `cuda-bindings`, which is imported when the first kernel is compiled.
 
 From Hopper on a launch may begin before the previous kernel on the stream has ended (programmatic dependent
 launch), so a kernel calls `grid_dependency_wait` (launch.cuh) before it reads or writes what that kernel
 touches. Launches can be captured in a CUDA graph.
 """
 
+import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import functools
 import hashlib
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -30,46 +33,121 @@ from qerl.kernels.architectures import architecture_name
 Parameter = Tensor | bytes | int | None  # a device pointer, a struct, a 32-bit int, a null pointer
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelVariant:
+    """A launch's kernel: file, definitions, threads of a CTA, dynamic shared memory, CTAs of a cluster."""
+
+    file: str
+    name: str
+    defines: tuple[tuple[str, int], ...]
+    threads: int
+    shared_bytes: int
+    cluster: int = 1
+
+
+_DRY_RUN: contextvars.ContextVar[dict[KernelVariant, None] | None] = contextvars.ContextVar(
+    "qerl_dry_run", default=None
+)
+
+
+@contextlib.contextmanager
+def dry_run() -> Iterator[dict[KernelVariant, None]]:
+    """Inside, launches of this thread only add their variant to the yielded dict; what they would write stays
+    unset. Neither the driver nor NVRTC is called."""
+    variants: dict[KernelVariant, None] = {}
+    token = _DRY_RUN.set(variants)
+    try:
+        yield variants
+    finally:
+        _DRY_RUN.reset(token)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CudaKernel:
-    """kernel.launch(grid=132, block_threads=160, parameters=[x, None, 8])"""
+    """kernel.launch(grid=132, block_threads=160, parameters=[x, None, 8]); the first launch compiles."""
 
-    driver: Any
-    function: Any
+    file: str
+    name: str
+    device: torch.device
+    defines: Mapping[str, int]
     shared_bytes: int
     cluster: int
-    device: torch.device
-    starts_early: bool
-    """True if a launch may begin before the previous kernel on the stream has ended: from Hopper on."""
 
     def launch(self, *, grid: int, block_threads: int, parameters: Sequence[Parameter]) -> None:
-        driver = self.driver
+        variants = _DRY_RUN.get()
+        if variants is not None:
+            defines = tuple(sorted(self.defines.items()))
+            variants[
+                KernelVariant(self.file, self.name, defines, block_threads, self.shared_bytes, self.cluster)
+            ] = None
+            return
+        driver, function = self._loaded
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block_threads, 1, 1
         config.sharedMemBytes = self.shared_bytes
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        config.attrs = attributes = self._attributes()
+        config.attrs = attributes = launch_attributes(driver, self._starts_early, self.cluster)
         config.numAttrs = len(attributes)
         values = [_c_value(parameter) for parameter in parameters]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+        checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
-    def _attributes(self) -> list:
-        driver, ids = self.driver, self.driver.CUlaunchAttributeID
-        attributes = []
-        if self.starts_early:
-            dependent = driver.CUlaunchAttribute()
-            dependent.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            dependent.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(dependent)
-        if self.cluster > 1:
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster.value.clusterDim.x = self.cluster
-            cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
-            attributes.append(cluster)
-        return attributes
+    def resident_ctas(self, block_threads: int) -> int:
+        """Return how many CTAs run at once on a multiprocessor; 1 in a dry run."""
+        if _DRY_RUN.get() is not None:
+            return 1
+        if block_threads not in self._resident:
+            driver, function = self._loaded
+            self._resident[block_threads] = checked(
+                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block_threads, self.shared_bytes)
+            )
+        return self._resident[block_threads]
+
+    @functools.cached_property
+    def _resident(self) -> dict[int, int]:
+        return {}
+
+    @functools.cached_property
+    def _starts_early(self) -> bool:
+        return torch.cuda.get_device_capability(self.device) >= (9, 0)
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[Any, Any]:
+        """Return (driver, function)."""
+        assert self.device.type == "cuda"
+        driver = importlib.import_module("cuda.bindings.driver")
+        torch.cuda.synchronize(self.device)  # the driver calls below need torch's context
+        architecture = architecture_name(torch.cuda.get_device_capability(self.device))
+        cubin = cached_cubin(self.file, self.defines, architecture)
+        with torch.cuda.device(self.device):
+            module = checked(driver.cuModuleLoadData(cubin))
+        function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
+        attributes = driver.CUfunction_attribute
+        settings = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes)]
+        if self.cluster > 8:
+            settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        for attribute, value in settings:
+            checked(driver.cuFuncSetAttribute(function, attribute, value))
+        return driver, function
+
+
+def launch_attributes(driver: Any, starts_early: bool, cluster: int) -> list:
+    """Return a launch's attributes. starts_early: it may begin before the previous kernel on the stream has
+    ended, which devices before Hopper do not have."""
+    ids, attributes = driver.CUlaunchAttributeID, []
+    if starts_early:
+        early = driver.CUlaunchAttribute()
+        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(early)
+    if cluster > 1:
+        wide = driver.CUlaunchAttribute()
+        wide.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        wide.value.clusterDim.x = cluster
+        wide.value.clusterDim.y = wide.value.clusterDim.z = 1
+        attributes.append(wide)
+    return attributes
 
 
 def compiled(
@@ -81,25 +159,11 @@ def compiled(
     shared_bytes: int = 0,
     cluster: int = 1,
 ) -> CudaKernel:
-    """Return a kernel of a .cu file of kernels/cuda/, compiled with these definitions for one device.
+    """Return a kernel of a .cu file of kernels/cuda/ with these definitions, for one device.
 
     cluster: number of CTAs that access each other's shared memory; above 8 is not portable.
     """
-    assert device.type == "cuda"
-    driver = importlib.import_module("cuda.bindings.driver")
-    torch.cuda.synchronize(device)  # the driver calls below need torch's context
-    capability = torch.cuda.get_device_capability(device)
-    cubin = _cached_cubin(file, defines, architecture_name(capability), driver)
-    with torch.cuda.device(device):
-        module = checked(driver.cuModuleLoadData(cubin))
-    function = checked(driver.cuModuleGetFunction(module, name.encode()))
-    attributes = driver.CUfunction_attribute
-    settings = [(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)]
-    if cluster > 8:
-        settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
-    for attribute, value in settings:
-        checked(driver.cuFuncSetAttribute(function, attribute, value))
-    return CudaKernel(driver, function, shared_bytes, cluster, device, starts_early=capability >= (9, 0))
+    return CudaKernel(file, name, device, defines, shared_bytes, cluster)
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:
@@ -112,6 +176,8 @@ def tensor_map(x_MK: Tensor, rows: int, columns: int) -> bytes:
 
     In shared memory each row of 64 is in `wgmma`'s 128-byte swizzle; rows past M read as 0.
     """
+    if _DRY_RUN.get() is not None:
+        return bytes(128)
     driver = importlib.import_module("cuda.bindings.driver")
     (m, k), size = x_MK.shape, x_MK.element_size()
     encoded = driver.cuTensorMapEncodeTiled(
@@ -167,19 +233,24 @@ def cache_key(file: str, defines: Mapping[str, int], architecture: str, versions
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _cached_cubin(file: str, defines: Mapping[str, int], architecture: str, driver: Any) -> bytes:
-    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    versions = (*checked(nvrtc.nvrtcVersion()), checked(driver.cuDriverGetVersion()))
-    folder = Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser() / "cubin"
-    path = folder / f"{cache_key(file, defines, architecture, versions)}.cubin"
+def cached_cubin(file: str, defines: Mapping[str, int], architecture: str) -> bytes:
+    """Return the compiled file from the disk cache, after compiling it if it is not there."""
+    path = cubin_path(file, defines, architecture)
     if path.exists():
         return path.read_bytes()
     cubin = compile_cubin(file, defines, architecture)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     partial.write_bytes(cubin)
     partial.replace(path)  # atomic: other processes see the whole file or none
     return cubin
+
+
+def cubin_path(file: str, defines: Mapping[str, int], architecture: str) -> Path:
+    """Return where the disk cache has this cubin."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    folder = Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser() / "cubin"
+    return folder / f"{cache_key(file, defines, architecture, checked(nvrtc.nvrtcVersion()))}.cubin"
 
 
 def _options(defines: Mapping[str, int], architecture: str) -> tuple[str, ...]:

@@ -8,7 +8,11 @@
 
 __device__ __forceinline__ u32 times_2_19(u32 a) {
   u32 d;
+#if __CUDA_ARCH__ >= 900
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(0x49004900u));
+#else  // no product alone before Hopper; adding -0 changes no number
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x49004900u), "r"(0x80008000u));
+#endif
   return d;
 }
 
