@@ -66,6 +66,7 @@ QUARTER = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "tie_word_embeddings": False,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
 ROWS = {
     "Llama": WIDE,
     "Mistral": WIDE,
@@ -74,7 +75,15 @@ ROWS = {
     "Gemma2": {**WIDE, **WINDOWS, **CAPS, "query_pre_attn_scalar": 24},
     "Gemma3": {**WIDE, **WINDOWS, "query_pre_attn_scalar": 24, "rope_parameters": ROPES},
     "Glm4": WIDE,
+    "GptOss": {
+        **WIDE,
+        **WINDOWS,
+        **EXPERTS,
+        "rope_parameters": {**YARN, "truncate": False},
+        "swiglu_limit": 0.7,
+    },
     "Granite": FACTORS,
+    "GraniteMoe": {**FACTORS, "num_local_experts": 5, "num_experts_per_tok": 2},
     "GraniteMoeHybrid": {
         **FACTORS,
         "num_local_experts": 0,
@@ -90,9 +99,17 @@ ROWS = {
         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
     },
     "Olmo2": {},
+    "Olmoe": EXPERTS,
     "Olmo3": {**WINDOWS, "rope_parameters": ROPES},
     "Phi3": {"sliding_window": 9, "rope_parameters": LONGROPE},
     "Qwen3_5": {**WIDE, **DELTA, **QUARTER},
+    "Qwen3Moe": {
+        **WIDE,
+        **EXPERTS,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [2],
+    },
     "Qwen3Next": {**WIDE, **DELTA, **QUARTER, "num_experts": 0, "decoder_sparse_step": 1},
     "SmolLM3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
 }
@@ -107,7 +124,7 @@ def oracle(family: str, *, seed: int = 0, **changes):
     settings = copy.deepcopy(SHAPE | ROWS[family] | changes)  # transformers changes what it is given
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = config_class(family)(**settings, attn_implementation="eager")
+        config = config_class(family)(**settings, attn_implementation="eager", experts_implementation="eager")
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     return randomize(model, seed)
 
@@ -136,7 +153,7 @@ def multimodal(family: str, **changes):
 def randomize(model, seed: int = 0):
     rng = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
-        spread = 0.6 * p.shape[-1] ** -0.5 if p.dim() == 2 else 0.3
+        spread = 0.6 * p.shape[-1] ** -0.5 if p.dim() >= 2 else 0.3
         p.copy_(torch.randn(p.shape, generator=rng) * spread)
         if p.dim() == 1 and "norm" in name and "Gemma" not in type(model).__name__:
             p.add_(1.0)
@@ -228,7 +245,10 @@ def joined(architecture: Architecture, tensors: dict[str, Tensor]):
         for name in [name for name in found if f".{fused[whole][0]}." in name]:
             parts = [found.pop(name.replace(fused[whole][0], part)) for part in fused[whole]]
             found[name.replace(fused[whole][0], whole)] = torch.cat(parts)
+    routers = {"Qwen3Moe": "mlp.gate", "Olmoe": "mlp.gate", "GraniteMoe": "block_sparse_moe.router"}
+    router = routers.get(architecture.family.removesuffix("ForCausalLM"), "mlp.router")
     for name, tensor in found.items():
+        name = name.replace("mlp.router", router)
         short = name.split(".")[-2]
         if is_hybrid and short in hybrid:
             name = name.replace(f"mlp.{short}", hybrid[short])

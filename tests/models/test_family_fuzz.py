@@ -76,7 +76,7 @@ SOME = st.lists(st.sampled_from(sorted(CHANGES)), max_size=4, unique=True).flatm
 def model_of(family, entries):
     """transformers' model, or None where transformers itself refuses the config or crashes with it."""
     try:
-        config = config_class(family)(**entries, attn_implementation="eager")
+        config = config_class(family)(**entries, attn_implementation="eager", experts_implementation="eager")
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         with torch.no_grad():
             model(TOKENS_T[None])

@@ -75,11 +75,29 @@ class AdapterConfig:
     )
     """The linears with an adapter, by the last part of their name."""
 
+    router: bool = False
+    """Train the routers of a mixture of experts too, with adapters of this rank."""
+
+    experts: Literal["none", "per_expert", "shared_a", "shared_b"] = "none"
+    """Adapters of the experts of a mixture. per_expert: A and B of each. shared_a, shared_b: the experts of a
+    layer share this one of the two."""
+
+    expert_rank: int = 4
+    """LoRA rank of the experts' adapters, whose output is multiplied by alpha / rank as all others' is."""
+
     init_from: str | None = None
     """A PEFT adapter folder to start from. A KL penalty still uses the model without adapter as reference."""
 
     def __post_init__(self):
-        check_positive(self, "rank", "alpha", prefix="adapter.")
+        check_positive(self, "rank", "alpha", "expert_rank", prefix="adapter.")
         require(0 <= self.dropout < 1, f"adapter.dropout must be in [0, 1), got {self.dropout}")
+        require(
+            self.experts == "none" or self.dropout == 0,
+            f"adapter.experts {self.experts} needs adapter.dropout 0, got {self.dropout}",
+        )
+        require(
+            self.experts == "none" or self.kind == "lora",
+            f"adapter.experts {self.experts} needs adapter.kind lora, got {self.kind}",
+        )
         has_any = len(self.target_modules) > 0
         require(has_any, "adapter.target_modules must name at least one linear, got none")

@@ -24,6 +24,9 @@ from qerl.models.delta_net import Recur
 
 
 class DecodeForward(Protocol):
+    is_capturable: bool
+    """False if the host must see values in the middle, so that no CUDA graph can be recorded."""
+
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         """Return hidden_BD and write the rows' keys and values; each row is of another sequence."""
         ...
@@ -48,6 +51,7 @@ class TorchForward:
     ):
         """decode: paged_decode, or a function with its signature."""
         self._decoder, self._cache, self._decode = decoder, cache, decode
+        self.is_capturable = decoder.architecture.mixture is None  # counts of rows by expert
 
     def publish(self) -> None:
         """Do nothing: the decoder's modules read the working copies themselves."""

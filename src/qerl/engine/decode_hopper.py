@@ -37,6 +37,8 @@ MAX_ROWS = 256
 
 
 class HopperForward:
+    is_capturable = True
+
     def __init__(
         self,
         decoder: Decoder,

@@ -73,7 +73,8 @@ class DecodeRunner:
 
     @property
     def _uses_graphs(self) -> bool:
-        return self._device.type == "cuda" and self.sampler.is_capturable
+        is_capturable = self.sampler.is_capturable and self._forward.is_capturable
+        return self._device.type == "cuda" and is_capturable
 
     @property
     def max_steps(self) -> int:

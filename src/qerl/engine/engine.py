@@ -76,6 +76,11 @@ class Engine:
         self.stats = Stats()
         """Stats of the latest call."""
         self._decoder, self.tokenizer, self._config = decoder, tokenizer, config
+        if config.exact and decoder.architecture.mixture is not None:
+            raise UserError(
+                "engine.exact does not support a mixture of experts: an expert's number of rows, and with it"
+                " the order of sums, depends on the other samples; unset it"
+            )
         if config.exact and decoder.architecture.delta is not None:
             raise UserError(
                 "engine.exact does not support recurrent states: a decode step and a prefill of"

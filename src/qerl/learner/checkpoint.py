@@ -29,6 +29,7 @@ from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.learner import Learner
 from qerl.models.architecture import Architecture
+from qerl.models.layer_spec import adapter_targets
 from qerl.models.peft_names import peft_targets, peft_tensors
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.source import base_name
@@ -170,7 +171,7 @@ def peft_config(config: RunConfig, architecture: Architecture) -> dict[str, Any]
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name(config.model.path),
-        **peft_targets(architecture, adapter.target_modules, adapter.rank, adapter.alpha),
+        **peft_targets(architecture, adapter_targets(architecture, adapter), adapter.rank, adapter.alpha),
         "lora_dropout": config.adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -18,41 +18,74 @@ from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.formats import BF16
 from qerl.models.decoder import Decoder
+from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
+from qerl.models.mixture import ExpertLinear
 from qerl.models.peft_names import PREFIX, decoder_tensors
+
+_EXPERTS = 1  # keeps these seeds apart from the linears'
 
 
 def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
     """Add an adapter to every linear in config.target_modules; its A depends on the seed and the linear only.
     With config.kind full, make the linear's weight trainable instead."""
     names = {name.rpartition(".")[2] for name, _ in decoder.linears()}
-    if unknown := [target for target in config.target_modules if target not in names]:
+    targets = adapter_targets(decoder.architecture, config)
+    _check_mixture(decoder, config)
+    if unknown := [target for target in targets if target not in names]:
         raise UserError(
             f"adapter.target_modules: the model has no linear {unknown[0]!r}; it has {sorted(names)}"
         )
     for index, (name, linear) in enumerate(decoder.linears()):
-        if name.rpartition(".")[2] in config.target_modules and config.kind == "full":
+        if name.rpartition(".")[2] in targets and config.kind == "full":
             if not isinstance(linear.weight, BF16):
                 raise UserError("adapter.kind full needs unquantized weights: set --model.format bf16")
             linear.learn_weight()
-        elif name.rpartition(".")[2] in config.target_modules:
-            bound = 1 / math.sqrt(linear.in_width)
-            rng = torch.Generator().manual_seed(mix(seed, index))
-            a_RK = torch.rand(config.rank, linear.in_width, generator=rng).mul_(2 * bound).sub_(bound)
+        elif name.rpartition(".")[2] in targets:
+            a_RK = _new_a((config.rank, linear.in_width), mix(seed, index))
             b_NR = torch.zeros(linear.out_width, config.rank)
             linear.add_adapter(a_RK.to(decoder.device), b_NR.to(decoder.device), config.alpha / config.rank)
+    if config.experts != "none":
+        _add_expert_adapters(decoder, config, seed)
+
+
+def _check_mixture(decoder: Decoder, config: AdapterConfig) -> None:
+    if decoder.architecture.mixture is None and (config.router or config.experts != "none"):
+        name = "adapter.router" if config.router else "adapter.experts"
+        raise UserError(f"{name} needs a mixture of experts; {decoder.architecture.family} has none")
+
+
+def _add_expert_adapters(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
+    for index, (_, experts) in enumerate(decoder.expert_linears()):
+        num, rank = experts.spec.num_experts, config.expert_rank
+        num_a, num_b = (1 if config.experts == shared else num for shared in ("shared_a", "shared_b"))
+        a_ERK = _new_a((num_a, rank, experts.spec.in_width), mix(seed, _EXPERTS, index))
+        b_ENR = torch.zeros(num_b, experts.spec.out_width, rank)
+        experts.add_adapter(a_ERK.to(decoder.device), b_ENR.to(decoder.device), config.alpha / rank)
+
+
+def _new_a(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return A, uniform in +-1 / sqrt(K)."""
+    bound = 1 / math.sqrt(shape[-1])
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul_(2 * bound).sub_(bound)
 
 
 def publish(decoder: Decoder) -> None:
     """Copy the fp32 masters into the working copies that the forward pass multiplies by."""
-    for _, linear in decoder.linears():
+    for _, linear in _linears(decoder):
         linear.publish()
+
+
+def _linears(decoder: Decoder) -> Iterator[tuple[str, QuantLinear | ExpertLinear]]:
+    """Yield every linear and every stack of experts with its name."""
+    yield from decoder.linears()
+    yield from decoder.expert_linears()
 
 
 @contextlib.contextmanager
 def adapter_off(decoder: Decoder) -> Iterator[None]:
     """Disable the adapter within the context."""
-    before = [(linear, linear.adapter_enabled) for _, linear in decoder.linears()]
+    before = [(linear, linear.adapter_enabled) for _, linear in _linears(decoder)]
     try:
         for linear, _ in before:
             linear.adapter_enabled = False
@@ -81,17 +114,17 @@ def adapter_tensors(decoder: Decoder) -> dict[str, nn.Parameter]:
     one (peft_names.py)."""
     return {
         master_name: master
-        for name, linear in decoder.linears()
+        for name, linear in _linears(decoder)
         for master_name, master in _masters(name, linear)
         if master is not None
     }
 
 
-def _masters(name: str, linear: QuantLinear) -> list[tuple[str, nn.Parameter | None]]:
+def _masters(name: str, linear: QuantLinear | ExpertLinear) -> list[tuple[str, nn.Parameter | None]]:
     return [
         (f"{PREFIX}{name}.lora_A.weight", linear.lora_A),
         (f"{PREFIX}{name}.lora_B.weight", linear.lora_B),
-        (f"model.{name}.weight", linear.full),
+        (f"model.{name}.weight", linear.full if isinstance(linear, QuantLinear) else None),
     ]
 
 

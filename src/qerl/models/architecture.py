@@ -50,6 +50,8 @@ class LayerKind:
     """Positions that a query sees, its own included; None: all before it."""
     rope: Literal["main", "local", "none"] = "main"
     """Architecture.rope, Architecture.local_rope, or no rotation."""
+    mlp: Literal["dense", "experts"] = "dense"
+    """experts: a mixture of them, Architecture.mixture."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,28 @@ class StoredLinear:
 
     name: str
     holds: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """Mixture(num_experts=64, num_chosen=8, width=1024, softmax_over="all", stored="separate"): OLMoE's."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of each token: those with the largest router logits."""
+    width: int
+    """Feed-forward width of one expert."""
+    softmax_over: Literal["all", "chosen"]
+    """Experts whose weights sum to 1. chosen: also softmax over all, divided by the sum of the chosen."""
+    stored: Literal["separate", "stacked", "transposed"]
+    """The experts' tensors in a float checkpoint (stored_experts.py)."""
+    has_bias: bool = False
+    """Router and experts have biases."""
+    swiglu_alpha: float | None = None
+    """Of the clamped SwiGLU of gpt-oss (kernels/clamped_swiglu.py); None: plain SwiGLU."""
+    swiglu_limit: float = 7.0
+    is_interleaved: bool = False
+    """Rows of gate and up alternate: gate 0, up 0, gate 1, ..."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +158,10 @@ class Architecture:
     """What is added to the stored weights of norms."""
     attention_gate: bool = False
     """q_proj has a gate behind each head's query; its sigmoid multiplies the head's output."""
+    attention_sinks: bool = False
+    """Each head has a logit that takes part in the softmax and has no value."""
+    mixture: Mixture | None = None
+    """Of the layers whose kind has experts."""
     delta: DeltaShape | None = None
     """Shape of the layers with Gated DeltaNet."""
     delta_projections: Literal["by_part", "by_head"] = "by_part"
@@ -164,6 +192,8 @@ class Architecture:
     def special_part(self) -> str | None:
         """A part that the fused kernels do not compute, in words; None if there is none."""
         parts = {
+            "a mixture of experts": self.mixture is not None,
+            "attention sinks": self.attention_sinks,
             "Gated DeltaNet": self.delta is not None,
             "gated attention": self.attention_gate,
             "sliding windows": any(kind.window is not None for kind in self.kinds),

@@ -40,7 +40,7 @@ from qerl.kernels.tree_attention import TreeLayout, tree_attention
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.delta_net import recur_over
-from qerl.models.layer_spec import layer_specs
+from qerl.models.layer_spec import check_dense, layer_specs
 from qerl.models.source import Checkpoint
 from qerl.models.state_dict import linear_groups, read_float
 from qerl.types import Tree
@@ -125,6 +125,7 @@ def awq(
     checkpoint: Checkpoint, architecture: Architecture, inputs: dict[str, LinearInputs], encode: Encode
 ) -> "ScaledCheckpoint":
     """Return the checkpoint with the factors folded in that minimize this encoding's error."""
+    check_dense(architecture, "AWQ")
     factors: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     for layer_index, layer in enumerate(layer_specs(architecture)):
         at = f"model.layers.{layer_index}"
@@ -202,6 +203,9 @@ class ScaledCheckpoint:
         # float32: rounding to the file's 16 bits would change what the model computes
         rows_N, columns_K = self.rows(name), self.columns(name)
         return tensor.float() * (rows_N if tensor.dim() == 1 else rows_N[:, None] * columns_K)
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        return self.read(name)[rows]
 
     def rows(self, name: str) -> Tensor:
         """Return the factor of each row, or of each element of a vector."""

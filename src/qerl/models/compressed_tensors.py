@@ -29,6 +29,7 @@ from qerl.models.hf_writer import (
     write_shards,
     write_tokenizer,
 )
+from qerl.models.layer_spec import check_dense
 from qerl.models.layouts import QUANTIZATION_KEYS
 from qerl.models.layouts.notice import layout_notices
 from qerl.models.source import Checkpoint, layout_of, locate
@@ -118,6 +119,7 @@ def write_quantized(
     if layout_of(checkpoint) is not None:
         raise UserError(f"{path}: is quantized already")
     architecture = architecture_of(checkpoint)
+    check_dense(architecture, "qerl quantize")
     check_tensors(checkpoint, tensor_shapes(architecture))
     folded = checkpoint if fold is None else fold(checkpoint)
     with atomic_folder(out) as folder:

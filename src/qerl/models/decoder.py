@@ -5,8 +5,8 @@
     h = h + down_proj(silu(gate) * up)                   gate, up of post_attention_layernorm(h)
     hidden = norm(h),  logits = hidden @ lm_head^T       logits in fp32 (lm_head.py)
 
-A family may place norms after attention and MLP too, scale and cap, rotate in another way, or have Gated
-DeltaNet (delta_net.py) in the place of attention in some layers: Architecture.
+A family may place norms after attention and MLP too, scale and cap, rotate in another way, have Gated
+DeltaNet (delta_net.py) in the place of attention, or experts (mixture.py) in that of the MLP: Architecture.
 
 The residual stream h is fp32, everything else is in the compute dtype. Rounding h to bf16 at each of a 7B
 model's 56 sums would cause most of the difference between the engine and the learner.
@@ -34,6 +34,7 @@ from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead
+from qerl.models.mixture import ExpertLinear, MixtureMLP, Route
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
 from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
@@ -54,6 +55,8 @@ class RowContext(NamedTuple):
     """Index of each row's noise in the noise table, int32; None uses no table."""
     recur: Recur | None
     """Of layers with Gated DeltaNet; None: there are none."""
+    route: Route | None = None
+    """Sees and may replace the experts that routers choose; None: their own choice."""
 
 
 RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
@@ -85,8 +88,14 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.rope, self._is_interleaved = arch.head_size, kind.rope, arch.rope_is_interleaved
         self._is_gated = arch.attention_gate
+        self.sinks: Tensor | None
+        sinks = torch.empty(arch.num_heads, dtype=torch.float32, device=device)
+        self.register_buffer("sinks", sinks if arch.attention_sinks else None)
         self.options = AttentionOptions(
-            scale=arch.attention_scale, softcap=arch.attention_softcap, window=kind.window
+            scale=arch.attention_scale,
+            softcap=arch.attention_softcap,
+            window=kind.window,
+            sinks_N=self.sinks,
         )
         self.q_proj, self.k_proj, self.v_proj = _linears(spec.qkv, compute, device)
         (self.o_proj,) = _linears(spec.o, compute, device)
@@ -136,8 +145,9 @@ class MLP(nn.Module):
     def __init__(self, arch: Architecture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
         self._activation = arch.activation
-        self.gate_proj, self.up_proj = _linears(spec.gate_up, compute, device)
-        (self.down_proj,) = _linears(spec.down, compute, device)
+        gate_up, down = spec.mlp
+        self.gate_proj, self.up_proj = _linears(gate_up, compute, device)
+        (self.down_proj,) = _linears(down, compute, device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return silu(gate) * up, which down_proj multiplies; with room behind its rows, or with none."""
@@ -149,6 +159,10 @@ class MLP(nn.Module):
     @property
     def gate_up_projs(self) -> tuple[QuantLinear, QuantLinear]:
         return self.gate_proj, self.up_proj
+
+    @property
+    def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
+        return self.gate_up_projs, (self.down_proj,)
 
 
 class Layer(nn.Module):
@@ -164,13 +178,13 @@ class Layer(nn.Module):
             self.self_attn = Attention(arch, self.spec, kind, compute, device)
         else:
             self.linear_attn = GatedDeltaNet(arch, self.spec, compute, device)
-        self.mlp = MLP(arch, self.spec, compute, device)
+        self.mlp = (MLP if kind.mlp == "dense" else MixtureMLP)(arch, self.spec, compute, device)
         for name in arch.norms.names:
             kind = NoisedRMSNorm if name in arch.norms.noised else RMSNorm
             self.add_module(name, kind(arch.width, arch.norm_eps, compute=compute, device=device))
 
     def forward(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-        angles, noise_rows_T, recur = context
+        angles, noise_rows_T, recur, route = context
         norms, mixer, mlp = self.norms, self.mixer, self.mlp
         x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, mixer.qkv_projs)
         if isinstance(mixer, Attention):
@@ -179,6 +193,9 @@ class Layer(nn.Module):
             assert recur is not None, "this pass has no function for recurrent states"
             o_TC = mixer(x_TD, layer_index, recur)
         h_TD = self._add(h_TD, o_TC, mixer.o_proj, norms.after_attention, noise_rows_T)
+        if isinstance(mlp, MixtureMLP):
+            x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
+            return self._add_normed(h_TD, mlp(x_TD, layer_index, route), norms.after_mlp, noise_rows_T)
         x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
         y_TF = mlp(x_TD)
         return self._add(h_TD, y_TF, mlp.down_proj, norms.after_mlp, noise_rows_T, gaps_are_free=True)
@@ -206,6 +223,12 @@ class Layer(nn.Module):
         if norm is None and self._residual_scale == 1:
             return project_onto(h_TD, x_TK, linear, gaps_are_free=gaps_are_free)
         (y_TD,) = project(x_TK, (linear,), gaps_are_free=gaps_are_free)
+        return self._add_normed(h_TD, y_TD, norm, noise_rows_T)
+
+    def _add_normed(
+        self, h_TD: Tensor, y_TD: Tensor, norm: str | None, noise_rows_T: Tensor | None
+    ) -> Tensor:
+        """Return h plus y, normed and scaled as the family does; h is overwritten."""
         if norm is not None:
             y_TD = getattr(self, norm).normed(y_TD, noise_rows_T)
         return h_TD.add_(y_TD, alpha=self._residual_scale)
@@ -216,19 +239,25 @@ class Layer(nn.Module):
 
     @property
     def unread_linear(self) -> QuantLinear | None:
-        """The last linear, whose result no backward pass reads; None if a norm follows, which reads it."""
-        return self.mlp.down_proj if self.norms.after_mlp is None else None
+        """The last linear, whose result no backward pass reads; None if a norm or a sum of experts does."""
+        if isinstance(self.mlp, MLP) and self.norms.after_mlp is None:
+            return self.mlp.down_proj
+        return None
 
     @property
     def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
         """Linears that read the same input are together: q|k|v, o, gate|up, down, as `spec.groups`."""
-        mixer, mlp = self.mixer, self.mlp
-        return mixer.qkv_projs, (mixer.o_proj,), mlp.gate_up_projs, (mlp.down_proj,)
+        return self.mixer.qkv_projs, (self.mixer.o_proj,), *self.mlp.linear_groups
+
+    @property
+    def experts(self) -> tuple[ExpertLinear, ...]:
+        """Stacks of experts, as `spec.experts`."""
+        return self.mlp.stacks if isinstance(self.mlp, MixtureMLP) else ()
 
     def tile(self) -> None:
         """Put weights that fit into the decode kernel's tiles (packed_linear.py); free their plain form."""
         for group, linears in zip(self.spec.groups, self.linear_groups, strict=True):
-            tile_linears(linears, UnpackRows.GATE_UP if group is self.spec.gate_up else UnpackRows.ALL)
+            tile_linears(linears, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
 
 
 def run_layer(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
@@ -268,11 +297,13 @@ class Decoder(nn.Module):
         run_layer: RunLayer = run_layer,
         noise_rows_T: Tensor | None = None,
         recur: Recur | None = None,
+        route: Route | None = None,
     ) -> Tensor:
         """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
-        noise_rows_T are rows of noise_table, int32, or None; recur is needed if layers have states."""
+        noise_rows_T are rows of noise_table, int32, or None; recur is needed if layers have states; route
+        may choose experts."""
         angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
-        context = RowContext(angles, noise_rows_T, recur)
+        context = RowContext(angles, noise_rows_T, recur, route)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         if self._embedding_scale != 1:
             h_TD.mul_(self._embedding_scale)
@@ -289,8 +320,13 @@ class Decoder(nn.Module):
         """Yield every linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""
         return ((name, m) for name, m in self.named_modules() if isinstance(m, QuantLinear))
 
+    def expert_linears(self) -> Iterator[tuple[str, ExpertLinear]]:
+        """Yield every stack of experts with its name: ("layers.0.mlp.experts.gate_up_proj", ...)."""
+        return ((name, m) for name, m in self.named_modules() if isinstance(m, ExpertLinear))
+
     def make_resident(self) -> None:
-        """Unpack and keep every linear's operand, and the head's; call it after all weights are loaded."""
+        """Unpack and keep every linear's operand, and the head's; call it after all weights are loaded.
+        Experts stay packed."""
         self.lm_head.make_resident()
         for _, linear in self.linears():
             linear.make_resident()
@@ -302,5 +338,6 @@ class Decoder(nn.Module):
             *self.buffers(),
             *self.lm_head.tensors,
             *(t for _, linear in self.linears() for t in linear.tensors),
+            *(t for _, experts in self.expert_linears() for t in experts.tensors),
         ]
         return sum({id(t): t.nbytes for t in tensors}.values())

@@ -65,6 +65,9 @@ class GgufFile:
         self._places = places(keys, self.config)
         self.shapes = {name: place.shape for name, place in self._places.items()}
 
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        return self.read(name)[rows]
+
     def read(self, name: str) -> Tensor:
         """Return the tensor in float32 on the CPU, with rows in Hugging Face's order."""
         place = self._places[name]

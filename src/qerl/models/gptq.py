@@ -16,6 +16,7 @@ from qerl.formats.nvfp4 import BLOCK_WEIGHTS
 from qerl.models.adapter import merged_weight
 from qerl.models.calibration import Calibration
 from qerl.models.decoder import Attend, Decoder, Layer, RowContext
+from qerl.models.layer_spec import check_dense
 from qerl.models.linear import QuantLinear
 from qerl.models.rounding import add_damping, round_to_grid
 
@@ -28,6 +29,7 @@ class _StopForward(Exception):
 
 def requantize(decoder: Decoder, rows: Calibration, *, notice: Callable[[str], None]) -> None:
     """Replace every linear of a float32 decoder by NVFP4 with its adapter merged in, layer by layer."""
+    check_dense(decoder.architecture, "GPTQ")
 
     def run_layer(
         layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend

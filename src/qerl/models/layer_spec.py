@@ -6,6 +6,12 @@
     gate_up   gate_proj | up_proj        post_attention_layernorm(h)      D          F | F
     down      down_proj                  silu(gate) * up                  F          D
 
+In a layer with a mixture of experts, in the place of gate | up and down:
+
+    router    router                     post_attention_layernorm(h)      D          E, not quantized
+    experts   gate_up_proj               rows sorted by expert            D          2 F, each of E experts
+              down_proj                  silu(gate) * up                  F          D, each of E experts
+
 A layer with Gated DeltaNet has in the place of q | k | v the linears of `delta_net.py`, and out_proj in that
 of o; gated attention has a q_proj of width 2 N H. Norms before and after are those of Architecture.norms.
 Names are Hugging Face's, relative to the layer ("self_attn.q_proj"). The model, its loaders and writers, the
@@ -15,6 +21,8 @@ memory plan, the engine and the benchmarks take a layer's geometry from here.
 import dataclasses
 from collections.abc import Callable
 
+from qerl.config import AdapterConfig
+from qerl.errors import UserError
 from qerl.models.architecture import Architecture, LayerKind
 
 
@@ -46,6 +54,8 @@ class LinearGroupSpec:
     input_from: str | None
     """Module that makes the input: multiplying its output rows by s multiplies the input's channels by s.
     None: there is no such module, or the residual stream itself is read."""
+    is_quantized: bool = True
+    """False: the weights stay in BF16."""
 
     @property
     def in_width(self) -> int:
@@ -69,13 +79,31 @@ class LinearGroupSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSpec:
+    """One linear of each expert, as a stack: ExpertSpec(name="mlp.experts.down_proj", num_experts=128,
+    in_width=768, out_width=2048, has_bias=False)"""
+
+    name: str
+    num_experts: int
+    in_width: int
+    out_width: int
+    has_bias: bool
+
+    @property
+    def num_weights(self) -> int:
+        return self.num_experts * self.in_width * self.out_width
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One decoder layer; `layer_spec(architecture)` makes it."""
 
     qkv: LinearGroupSpec
     o: LinearGroupSpec
-    gate_up: LinearGroupSpec
-    down: LinearGroupSpec
+    mlp: tuple[LinearGroupSpec, ...]
+    """gate | up and down, or the router."""
+    experts: tuple[ExpertSpec, ...]
+    """gate_up_proj and down_proj; none without a mixture."""
     kind: LayerKind
     norm_widths: dict[str, int]
     """Width of each norm by its name; q_norm and k_norm act on one head or on all."""
@@ -83,9 +111,9 @@ class LayerSpec:
     """Shapes of the layer's other tensors by their names."""
 
     @property
-    def groups(self) -> tuple[LinearGroupSpec, LinearGroupSpec, LinearGroupSpec, LinearGroupSpec]:
+    def groups(self) -> tuple[LinearGroupSpec, ...]:
         """Groups in the order in which a forward pass multiplies by them."""
-        return self.qkv, self.o, self.gate_up, self.down
+        return self.qkv, self.o, *self.mlp
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -103,17 +131,34 @@ def kinds_of_linears(a: Architecture) -> tuple[LinearSpec, ...]:
     return tuple({x.name: x for kind in a.kinds for x in layer_spec(a, kind).linears}.values())
 
 
+def adapter_targets(a: Architecture, adapter: AdapterConfig) -> tuple[str, ...]:
+    """Return the linears that get an adapter: adapter.target_modules, but those of an MLP that no layer has,
+    because all have experts; with adapter.router the router too."""
+    if a.mixture is None:
+        return adapter.target_modules
+    names = {linear.short_name for linear in kinds_of_linears(a)}
+    mlp = {"gate_proj", "up_proj", "down_proj"} - names
+    targets = tuple(target for target in adapter.target_modules if target not in mlp)
+    return (*targets, "router") if adapter.router and "router" not in targets else targets
+
+
+def check_dense(a: Architecture, what: str) -> None:
+    """Raise UserError for a mixture of experts, which `what` does not support."""
+    if a.mixture is not None:
+        raise UserError(f"{what} does not support a mixture of experts, which {a.family} is")
+
+
 def layer_spec(a: Architecture, kind: LayerKind | None = None) -> LayerSpec:
     """Return the geometry of the layers of this kind; None: of the first layer."""
     kind = a.kind(0) if kind is None else kind
     qkv, o, norm_widths, other_shapes = _MIXERS[kind.mixer](a)
-    gate_up = {"gate_proj": a.ff_width, "up_proj": a.ff_width}
+    mlp, experts = _MLPS[kind.mlp](a)
     return LayerSpec(
         kind=kind,
         qkv=qkv,
         o=o,
-        gate_up=_group("gate_up", "mlp", a.norms.before_mlp, a.width, a.mlp_bias, gate_up),
-        down=_group("down", "mlp", "mlp.up_proj", a.ff_width, a.mlp_bias, {"down_proj": a.width}),
+        mlp=mlp,
+        experts=experts,
         norm_widths=dict.fromkeys(a.norms.names, a.width) | norm_widths,
         other_shapes=other_shapes,
     )
@@ -129,6 +174,36 @@ def _group(
     return LinearGroupSpec(name=name, linears=linears, input_from=input_from)
 
 
+def _dense(a: Architecture) -> tuple[tuple[LinearGroupSpec, ...], tuple[ExpertSpec, ...]]:
+    """Return gate | up and down."""
+    gate_up = {"gate_proj": a.ff_width, "up_proj": a.ff_width}
+    groups = (
+        _group("gate_up", "mlp", a.norms.before_mlp, a.width, a.mlp_bias, gate_up),
+        _group("down", "mlp", "mlp.up_proj", a.ff_width, a.mlp_bias, {"down_proj": a.width}),
+    )
+    return groups, ()
+
+
+def _experts(a: Architecture) -> tuple[tuple[LinearGroupSpec, ...], tuple[ExpertSpec, ...]]:
+    """Return the router and the stacks of experts."""
+    mixture = a.mixture
+    assert mixture is not None
+    router = _group("router", "mlp", None, a.width, mixture.has_bias, {"router": mixture.num_experts})
+    widths = {"gate_up_proj": (a.width, 2 * mixture.width), "down_proj": (mixture.width, a.width)}
+    stacks = (
+        ExpertSpec(
+            name=f"mlp.experts.{name}",
+            num_experts=mixture.num_experts,
+            in_width=in_width,
+            out_width=out_width,
+            has_bias=mixture.has_bias,
+        )
+        for name, (in_width, out_width) in widths.items()
+    )
+    return (dataclasses.replace(router, is_quantized=False),), tuple(stacks)
+
+
+_MLPS = {"dense": _dense, "experts": _experts}
 _Mixer = tuple[LinearGroupSpec, LinearGroupSpec, dict[str, int], dict[str, tuple[int, ...]]]
 
 
@@ -145,7 +220,7 @@ def _attention(a: Architecture) -> _Mixer:
         _group("qkv", block, a.norms.before_attention, a.width, a.qkv_bias, qkv),
         _group("o", block, f"{block}.v_proj", q_width, a.output_bias, {"o_proj": a.width}),
         head_norms,
-        {},
+        {f"{block}.sinks": (a.num_heads,)} if a.attention_sinks else {},
     )
 
 

@@ -8,15 +8,19 @@ go into tiles (packed_linear.py) layer by layer.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, PackedWeight
 from qerl.models.architecture import Architecture
-from qerl.models.compressed_tensors import SelectScales, default_scales, encode_group
+from qerl.models.compressed_tensors import SelectScales, default_scales, encode_group, encode_weights
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
+from qerl.models.expert_loading import load_experts
+from qerl.models.layer_spec import check_dense
 from qerl.models.layouts.layout import fits, in_format
 from qerl.models.lm_head import LMHead, check_head
 from qerl.models.source import Checkpoint, PackedCheckpoint, layout_of, stored_weight
@@ -27,6 +31,7 @@ from qerl.models.state_dict import (
     linear_groups,
     read_float,
     tensor_shapes,
+    unquantized_linears,
 )
 
 
@@ -48,6 +53,8 @@ def build_decoder(
     unchanged if it is NVFP4 and `head` is, else unpacked first.
     """
     architecture = architecture_of(checkpoint)
+    if format == "fp8-flow":
+        check_dense(architecture, "model.format fp8-flow")
     shapes = tensor_shapes(architecture)
     check_tensors(checkpoint, shapes)
     _check_head(str(checkpoint.path), head, architecture)
@@ -59,19 +66,30 @@ def build_decoder(
             buffer.copy_(read_float(checkpoint, hf_name))
     _load_head(decoder.lm_head, packed_head, head)
     tiled = not resident and compute == torch.bfloat16 and has_tile_kernels(device)
-    groups = iter(linear_groups(architecture))
-    for layer in decoder.layers:
+    groups, plain = iter(linear_groups(architecture)), unquantized_linears(architecture)
+    for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, Layer)
         for linears in layer.linear_groups:
             names = next(groups)
             by_name = dict(zip(names, linears, strict=True))
-            for name, weight in _weights(checkpoint, names, format, device, scales):
+            own_format = "bf16" if names[0] in plain else format
+            for name, weight in _weights(checkpoint, names, own_format, device, scales):
                 by_name[name].load_weight(weight)
+        for experts in layer.experts:
+            encode = partial(_encode, kind=FORMATS[format], device=device, scales=scales)
+            load_experts(experts, checkpoint, architecture, index, encode)
         if tiled:
             layer.tile()
     if resident:
         decoder.make_resident()
     return decoder
+
+
+def _encode(
+    weight_NK: Tensor, kind: type[PackedWeight], device: torch.device, scales: SelectScales
+) -> PackedWeight:
+    (packed,) = encode_weights([weight_NK.to(device)], kind, scales)
+    return packed
 
 
 def _check_head(path: str, format: str, architecture: Architecture) -> None:

@@ -8,14 +8,16 @@ the float model needs the memory of a layer. Embedding, final norm and head are 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from qerl.formats import BF16
+from qerl.formats import BF16, PackedWeight
+from qerl.formats.stack import PackedStack
 from qerl.models.awq import run_sequences
-from qerl.models.decoder import Attend, Decoder, Layer, RowContext
+from qerl.models.decoder import MLP, Attend, Decoder, Layer, RowContext
+from qerl.models.expert_loading import load_experts
 from qerl.models.linear import QuantLinear
 from qerl.models.source import Checkpoint
 from qerl.models.state_dict import read_float
@@ -42,7 +44,8 @@ class QuantizationError:
     agreement: float
     num_tokens: int
     weight_error: float
-    """|W - Q| / |W| over the last linear of each layer. Weights that were rounded before have a small one."""
+    """|W - Q| / |W| over the last linear of each layer, or its experts. Weights rounded before have a
+    small one."""
 
 
 @torch.no_grad()
@@ -55,7 +58,8 @@ def quantization_error(
     def run_both(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
         nonlocal exact_TD
         exact = _float_layer(decoder, checkpoint, layer_index)
-        squares_2.add_(_squares(exact.mlp.down_proj, layer.mlp.down_proj))
+        for weights in zip(_last_weights(exact), _last_weights(layer), strict=True):
+            squares_2.add_(_squares(*weights))
         exact_TD = exact(h_TD.clone() if layer_index == 0 else exact_TD, context, layer_index, attend)
         return layer(h_TD, context, layer_index, attend)
 
@@ -66,11 +70,20 @@ def quantization_error(
     return QuantizationError(kl=kl, agreement=agreement, num_tokens=len(rows), weight_error=weight_error)
 
 
-def _squares(exact: QuantLinear, quantized: QuantLinear) -> Tensor:
+def _last_weights(layer: Layer) -> Iterator[PackedWeight]:
+    """Yield the weight of the layer's last linear, or that of each expert."""
+    weight = layer.mlp.down_proj.weight if isinstance(layer.mlp, MLP) else layer.experts[-1].weight
+    assert weight is not None
+    if isinstance(weight, PackedStack):
+        yield from (weight[index] for index in range(len(weight)))
+    else:
+        yield weight
+
+
+def _squares(exact: PackedWeight, quantized: PackedWeight) -> Tensor:
     """Return |W - Q|^2 and |W|^2, float64."""
-    assert exact.weight is not None and quantized.weight is not None
-    weight_NK = exact.weight.decode()
-    difference_NK = weight_NK - quantized.weight.decode()
+    weight_NK = exact.decode()
+    difference_NK = weight_NK - quantized.decode()
     return torch.stack([x.square().sum() for x in (difference_NK, weight_NK)]).double().cpu()
 
 
@@ -85,6 +98,10 @@ def _float_layer(decoder: Decoder, checkpoint: Checkpoint, index: int) -> Layer:
         if isinstance(linear, QuantLinear):
             weight_NK = read_float(checkpoint, f"{prefix}{name}.weight").to(decoder.device)
             linear.load_weight(BF16.encode(weight_NK))
+    for experts in layer.experts:
+        load_experts(
+            experts, checkpoint, decoder.architecture, index, lambda w: BF16.encode(w.to(decoder.device))
+        )
     return layer
 
 

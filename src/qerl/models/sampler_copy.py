@@ -10,11 +10,13 @@ from torch import nn
 
 from qerl.formats import FORMATS
 from qerl.models.decoder import Decoder
+from qerl.models.layer_spec import check_dense
 from qerl.models.linear import QuantLinear
 
 
 def make_sampler_copy(decoder: Decoder, format: str) -> Decoder:
     """Copy a decoder that has its adapters: masters and working copies, norms and noise are shared."""
+    check_dense(decoder.architecture, f"model.sampler_format {format}")
     duplicate = _copy_module(decoder, format)
     assert isinstance(duplicate, Decoder)
     return duplicate

@@ -56,6 +56,10 @@ class Checkpoint(Protocol):
         """Return one tensor, on the CPU, in its own memory."""
         ...
 
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Return some rows of a tensor, as `read` does; only they are read."""
+        ...
+
 
 @runtime_checkable
 class PackedCheckpoint(Checkpoint, Protocol):

@@ -6,6 +6,7 @@ model.layers.{i}.input_layernorm.weight [D]    .post_attention_layernorm.weight 
 model.layers.{i}.self_attn.{q,k}_norm.weight [H], if the family has q/k norms
 model.layers.{i}.linear_attn.in_proj_{qkv,z,b,a}, .out_proj, .conv1d.weight [C, 1, W], .A_log, .dt_bias [N],
 .norm.weight [V] in the place of self_attn, in layers with Gated DeltaNet
+model.layers.{i}.mlp.router, with experts (expert_names.py); .self_attn.sinks [N]
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
+from qerl.models.expert_names import expert_shapes
 from qerl.models.families import from_hf_config
 from qerl.models.layer_spec import LayerSpec, layer_specs
 from qerl.models.source import Checkpoint
@@ -53,12 +55,26 @@ def linear_groups(architecture: Architecture) -> list[tuple[str, ...]]:
     ]
 
 
+def unquantized_linears(architecture: Architecture) -> set[str]:
+    """Return the names of linears that stay in BF16, without ".weight": routers."""
+    return {
+        f"model.layers.{layer}.{linear.name}"
+        for layer, spec in enumerate(layer_specs(architecture))
+        for group in spec.groups
+        if not group.is_quantized
+        for linear in group.linears
+    }
+
+
 def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor that a checkpoint of this architecture has, by name."""
     width, vocab_size = architecture.width, architecture.vocab_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size, width)}
     for layer, spec in enumerate(layer_specs(architecture)):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec).items()}
+        shapes |= {
+            f"model.layers.{layer}.{x}": shape for x, shape in expert_shapes(architecture, spec).items()
+        }
     shapes["model.norm.weight"] = (width,)
     return shapes if architecture.tied_head else shapes | {HEAD: (vocab_size, width)}
 
@@ -92,7 +108,11 @@ def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]]) 
 
 def read_float(checkpoint: Checkpoint, name: str) -> Tensor:
     """Read a floating-point tensor of at least 16 bits; raise UserError for other types, NaN or infinity."""
-    tensor = checkpoint.read(name)
+    return check_float(checkpoint, name, checkpoint.read(name))
+
+
+def check_float(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor, as `read_float` checks it."""
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise UserError(
             f"{checkpoint.path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, must be a float"

@@ -81,6 +81,12 @@ class NamedCheckpoint:
         tensor = self._folder.read(place.name)
         return tensor.float() + place.offset if place.offset else tensor
 
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        place = self._places[name]
+        start = 0 if place.rows is None else place.rows.start
+        some = self._folder.read_rows(place.name, slice(start + rows.start, start + rows.stop))
+        return some.float() + place.offset if place.offset else some
+
     def packed(self, module: str) -> PackedWeight | None:
         """Return a linear's weight with the stored codes; None if they fit none of our formats."""
         place = self._places.get(f"{module}.weight")
@@ -144,9 +150,11 @@ def _parts(name: str, shape: tuple[int, ...], architecture: Architecture) -> lis
             continue
         at = module.removesuffix(stored.name)
         names = [f"{at}{part}.{suffix}" for part in stored.holds]
+        if len(names) == 1:
+            return [(names[0], None)]
         widths = {x.name: x.out_width for x in kinds_of_linears(architecture)}
         ends = [sum(widths[part] for part in stored.holds[: i + 1]) for i in range(len(stored.holds))]
-        if len(names) == 1 or suffix not in _BY_ROW or shape[:1] != (ends[-1],):
+        if suffix not in _BY_ROW or shape[:1] != (ends[-1],):
             return [(each, None) for each in names]  # loading checks their shapes
         return [(each, slice(start, end)) for each, start, end in zip(names, [0, *ends], ends, strict=False)]
     return [(name, None)]
@@ -186,7 +194,7 @@ def _joined(parts: list[Tensor], suffix: str) -> Tensor:
 def _split(module: str) -> tuple[str, str]:
     """model.layers.0.self_attn.q_proj -> ("model.layers.0.", "self_attn.q_proj")"""
     names = module.split(".")
-    return ".".join((*names[:-2], "")), ".".join(names[-2:])
+    return ".".join((*names[:3], "")), ".".join(names[3:])
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:

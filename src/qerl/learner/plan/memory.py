@@ -74,11 +74,19 @@ def read_architecture(model: str) -> Architecture:
 
 
 def weight_bytes(a: Architecture, format: str) -> float:
-    """Return the bytes of the packed linears, their biases, and one factor for each output."""
-    linears = [linear for spec in layer_specs(a) for linear in spec.linears]
-    packed = sum(linear.num_weights for linear in linears) * FORMATS[format].bytes_per_weight
+    """Return the bytes of the packed linears and experts, their biases, one factor for each output of a
+    linear and for each expert, and of routers in BF16."""
+    groups = [group for spec in layer_specs(a) for group in spec.groups]
+    linears = [linear for group in groups if group.is_quantized for linear in group.linears]
+    plain = [linear for group in groups if not group.is_quantized for linear in group.linears]
+    experts = [x for spec in layer_specs(a) for x in spec.experts]
+    num_packed = sum(linear.num_weights for linear in (*linears, *experts))
+    packed = num_packed * FORMATS[format].bytes_per_weight + sum(2 * linear.num_weights for linear in plain)
     factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
+    factors += 0 if format == "bf16" else sum(4 * x.num_experts for x in experts)
     biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
+    biases += sum(4 * linear.out_width for linear in plain if linear.has_bias)
+    biases += sum(2 * x.num_experts * x.out_width for x in experts if x.has_bias)
     return packed + factors + biases
 
 

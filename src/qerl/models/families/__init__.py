@@ -10,15 +10,18 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
+from qerl.models.families.experts import NOT_SUPPORTED
 from qerl.models.families.gemma import gemma2, gemma3
 from qerl.models.families.glm4 import glm4
-from qerl.models.families.granite import granite, granite4
+from qerl.models.families.gpt_oss import gpt_oss
+from qerl.models.families.granite import granite, granite4, granite_moe
 from qerl.models.families.llama import llama
 from qerl.models.families.mistral import ministral, ministral3, mistral
-from qerl.models.families.olmo import olmo2, olmo3
+from qerl.models.families.olmo import olmo2, olmo3, olmoe
 from qerl.models.families.phi3 import phi3
 from qerl.models.families.qwen import qwen2, qwen3
 from qerl.models.families.qwen_hybrid import qwen3_5, qwen3_next
+from qerl.models.families.qwen_moe import qwen3_moe
 from qerl.models.families.reader import ConfigReader, short_text
 from qerl.models.families.smollm3 import smollm3
 
@@ -30,13 +33,17 @@ FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Glm4ForCausalLM": glm4,
+    "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
+    "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeHybridForCausalLM": granite4,
     "MinistralForCausalLM": ministral,
     "Ministral3ForCausalLM": ministral3,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
+    "OlmoeForCausalLM": olmoe,
     "Phi3ForCausalLM": phi3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_5,
     "SmolLM3ForCausalLM": smollm3,
@@ -72,6 +79,10 @@ def language_part(config: dict[str, Any]) -> tuple[str, dict[str, Any], str | No
         family = text.choice("model_type", MULTIMODAL[names[0]], next(iter(MULTIMODAL[names[0]])))
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
         return family, tied | text.entries | {"architectures": [family]}, names[0]
+    if len(names) == 1 and names[0] in NOT_SUPPORTED:
+        raise UserError(
+            f"architecture {names[0]} is not supported: this mixture of experts has {NOT_SUPPORTED[names[0]]}"
+        )
     name = short_text(", ".join(names), str) or "(none named)"
     supported = ", ".join([*FAMILIES, *MULTIMODAL])
     raise UserError(f"architecture {name} is not supported; supported: {supported}")

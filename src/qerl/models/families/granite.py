@@ -1,11 +1,13 @@
-"""Granite 3 (GraniteForCausalLM) and the dense models of Granite 4 (GraniteMoeHybridForCausalLM without
-experts and state-space layers): Llama with factors of embedding, attention, residuals and logits."""
+"""Granite 3 (GraniteForCausalLM; GraniteMoeForCausalLM, with experts) and the dense models of Granite 4
+(GraniteMoeHybridForCausalLM without experts and state-space layers): Llama with factors of embedding,
+attention, residuals and logits."""
 
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.models.architecture import Architecture, LayerKind, StoredLinear
+from qerl.models.architecture import Architecture, LayerKind, Mixture, StoredLinear
 from qerl.models.families.dense import dense, read_num_layers
+from qerl.models.families.experts import read_experts
 from qerl.models.families.reader import ConfigReader, short_text
 from qerl.models.families.rope_settings import read_rope
 
@@ -15,9 +17,35 @@ _STORED = (
 )
 
 
+_STORED_EXPERTS = (
+    StoredLinear(name="block_sparse_moe.router.layer", holds=("mlp.router",)),
+    StoredLinear(name="block_sparse_moe.input_linear", holds=("mlp.experts.gate_up_proj",)),
+    StoredLinear(name="block_sparse_moe.output_linear", holds=("mlp.experts.down_proj",)),
+)
+
+
 def granite(config: ConfigReader) -> Architecture:
     config = config.filled(max_position_embeddings=2048)
     return _granite(config, "GraniteForCausalLM", mlp_bias=config.flag("mlp_bias"))
+
+
+def granite_moe(config: ConfigReader) -> Architecture:
+    config = config.filled(max_position_embeddings=2048)
+    num_experts, num_chosen = read_experts(config, num_experts=8, num_chosen=2)
+    mixture = Mixture(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        width=config.count("intermediate_size"),
+        softmax_over="chosen",
+        stored="stacked",
+    )
+    return _granite(
+        config,
+        "GraniteMoeForCausalLM",
+        layer_kinds=(LayerKind(mlp="experts"),) * read_num_layers(config),
+        mixture=mixture,
+        stored_linears=_STORED_EXPERTS,
+    )
 
 
 def granite4(config: ConfigReader) -> Architecture:

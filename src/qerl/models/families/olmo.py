@@ -1,10 +1,11 @@
 """OLMo 2 and 3: norms after attention and MLP, none before, and norms over all queries and all keys; OLMo 3
-has windows, with an unscaled rope of their own."""
+has windows, with an unscaled rope of their own. OLMoE: experts, norms before attention and experts."""
 
 from typing import Any
 
-from qerl.models.architecture import Architecture, NormNames
-from qerl.models.families.dense import dense, read_layer_kinds
+from qerl.models.architecture import PRE_NORMS, Architecture, LayerKind, Mixture, NormNames
+from qerl.models.families.dense import dense, read_layer_kinds, read_num_layers
+from qerl.models.families.experts import ROUTER_OF_GATE, read_experts
 from qerl.models.families.reader import ConfigReader
 from qerl.models.families.rope_settings import read_rope, rope_section
 
@@ -35,6 +36,27 @@ def olmo3(config: ConfigReader) -> Architecture:
     )
 
 
+def olmoe(config: ConfigReader) -> Architecture:
+    config = config.filled(max_position_embeddings=4096).having(clip_qkv=None)
+    num_experts, num_chosen = read_experts(config, num_experts=64, num_chosen=8)
+    mixture = Mixture(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        width=config.count("intermediate_size"),
+        softmax_over="chosen" if config.flag("norm_topk_prob") else "all",
+        stored="separate",
+    )
+    return _olmo(
+        config,
+        "OlmoeForCausalLM",
+        rope=read_rope(config),
+        norms=PRE_NORMS,
+        layer_kinds=(LayerKind(mlp="experts"),) * read_num_layers(config),
+        mixture=mixture,
+        stored_linears=ROUTER_OF_GATE,
+    )
+
+
 def _olmo(config: ConfigReader, family: str, **parts: Any) -> Architecture:
     is_biased = config.flag("attention_bias")
     return dense(
@@ -45,6 +67,5 @@ def _olmo(config: ConfigReader, family: str, **parts: Any) -> Architecture:
         output_bias=is_biased,
         qk_norm=True,
         qk_norm_over="projection",
-        norms=_NORMS,
-        **parts,
+        **{"norms": _NORMS} | parts,
     )

@@ -1,5 +1,5 @@
 """Qwen 2 and 2.5, with biases of q, k and v; Qwen 3, with norms of queries and keys. The hybrids are in
-qwen_hybrid.py.
+qwen_hybrid.py, the mixtures in qwen_moe.py.
 
 A sliding window caps the positions instead, so that it never takes effect: no published model uses one.
 """
@@ -10,16 +10,17 @@ from qerl.models.families.reader import ConfigReader
 
 
 def qwen2(config: ConfigReader) -> Architecture:
-    return dense(config, "Qwen2ForCausalLM", qkv_bias=True, max_positions=_max_positions(config))
+    return dense(config, "Qwen2ForCausalLM", qkv_bias=True, max_positions=max_positions(config))
 
 
 def qwen3(config: ConfigReader) -> Architecture:
-    is_biased, positions = config.flag("attention_bias"), _max_positions(config)
+    is_biased, positions = config.flag("attention_bias"), max_positions(config)
     biases = {"qkv_bias": is_biased, "output_bias": is_biased}
     return dense(config, "Qwen3ForCausalLM", qk_norm=True, max_positions=positions, **biases)
 
 
-def _max_positions(config: ConfigReader) -> int:
+def max_positions(config: ConfigReader) -> int:
+    """Return the positions, capped by a window."""
     positions = config.count("max_position_embeddings")
     if not config.flag("use_sliding_window"):
         return positions

@@ -1,0 +1,136 @@
+"""A mixture of experts in the place of the MLP: each token goes through k of E experts.
+
+    logits = router(x), in fp32      ids = the k largest      weights = softmax over all or over the chosen
+    y = sum over the chosen e of weights_e * down_e(act(gate_e(x), up_e(x)))
+
+Rows are sorted by expert once a layer; the stacks of experts multiply them (kernels/grouped_linear.py). No
+token is dropped and no expert has a limit. The router is not quantized, and multiplies in fp32 whatever the
+compute dtype, so that rounding changes few routes. `Route` sees each layer's choice and may replace it: the
+engine records with it, the learner replays.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from qerl.formats.stack import PackedStack
+from qerl.kernels.clamped_swiglu import clamped_swiglu
+from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
+from qerl.kernels.routing import choose, combine, sort_rows, spread, weigh
+from qerl.kernels.swiglu import swiglu
+from qerl.models.architecture import Architecture, Mixture
+from qerl.models.layer_spec import ExpertSpec, LayerSpec
+from qerl.models.linear import QuantLinear
+
+Route = Callable[[int, Tensor], Tensor]
+"""Function (layer_index, the router's own ids_TK) -> ids_TK that are used."""
+
+
+class ExpertLinear(nn.Module):
+    """One linear of every expert, as a stack; with adapters as a QuantLinear has."""
+
+    def __init__(self, spec: ExpertSpec, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self.spec, self.compute = spec, compute
+        self.weight: PackedStack | None = None
+        self.bias: Tensor | None
+        bias = torch.empty(spec.num_experts, spec.out_width, dtype=compute, device=device)
+        self.register_buffer("bias", bias if spec.has_bias else None)
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.a_work: Tensor | None = None
+        self.b_work: Tensor | None = None
+        self.adapter_enabled, self.scaling = True, 0.0
+
+    def load_weight(self, stack: PackedStack) -> None:
+        assert stack.shape == (self.spec.num_experts, self.spec.out_width, self.spec.in_width), stack.shape
+        self.weight = stack
+
+    def add_adapter(self, a_ERK: Tensor, b_ENR: Tensor, scaling: float) -> None:
+        """Create masters and working copies with these values; a leading dimension of 1 is shared."""
+        spec, num = self.spec, (1, self.spec.num_experts)
+        assert len(a_ERK) in num and a_ERK.shape[2] == spec.in_width
+        assert len(b_ENR) in num and b_ENR.shape[1:] == (spec.out_width, a_ERK.shape[1])
+        self.lora_A, self.lora_B = nn.Parameter(a_ERK.float()), nn.Parameter(b_ENR.float())
+        self.a_work, self.b_work = a_ERK.to(self.compute, copy=True), b_ENR.to(self.compute, copy=True)
+        self.scaling = scaling
+
+    def publish(self) -> None:
+        """Copy the masters into the working copies, in place."""
+        if self.a_work is not None and self.b_work is not None:
+            self.a_work.copy_(self.lora_A.detach())
+            self.b_work.copy_(self.lora_B.detach())
+
+    @property
+    def adapter(self) -> GroupedAdapter | None:
+        """The adapters as the kernels take them; None without any or while they are switched off."""
+        if self.a_work is None or self.b_work is None or not self.adapter_enabled:
+            return None
+        return GroupedAdapter(self.lora_A, self.lora_B, self.a_work, self.b_work, self.scaling)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        packed = [] if self.weight is None else list(self.weight.parts.values())
+        return packed if self.bias is None else [*packed, self.bias]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def forward(self, x_SK: Tensor, offsets: Tensor) -> Tensor:
+        assert self.weight is not None, "no weight was loaded"
+        return grouped_linear(x_SK, offsets, self.weight, bias_EN=self.bias, adapter=self.adapter)
+
+
+class Experts(nn.Module):
+    def __init__(self, mixture: Mixture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        self._mixture = mixture
+        gate_up, down = spec.experts
+        self.gate_up_proj = ExpertLinear(gate_up, compute, device)
+        self.down_proj = ExpertLinear(down, compute, device)
+
+    def forward(self, x_SD: Tensor, offsets: Tensor) -> Tensor:
+        """Return y_SD of rows sorted by expert."""
+        mixture, gate_up_SF = self._mixture, self.gate_up_proj(x_SD, offsets)
+        if mixture.is_interleaved:
+            gate_SF, up_SF = gate_up_SF.unflatten(1, (-1, 2)).unbind(2)
+        else:
+            gate_SF, up_SF = gate_up_SF.chunk(2, 1)
+        if mixture.swiglu_alpha is None:
+            y_SF = swiglu(gate_SF, up_SF)
+        else:
+            y_SF = clamped_swiglu(gate_SF, up_SF, alpha=mixture.swiglu_alpha, limit=mixture.swiglu_limit)
+        return self.down_proj(y_SF, offsets)
+
+
+class MixtureMLP(nn.Module):
+    def __init__(self, arch: Architecture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
+        super().__init__()
+        assert arch.mixture is not None
+        mixture = self.mixture = arch.mixture
+        (router,) = spec.mlp[0].linears
+        self.router = QuantLinear(
+            router.in_width, router.out_width, has_bias=router.has_bias, compute=torch.float32, device=device
+        )
+        self.experts = Experts(mixture, spec, compute, device)
+
+    def forward(self, x_TD: Tensor, layer_index: int, route: Route | None) -> Tensor:
+        """Return y_TD in fp32."""
+        mixture, logits_TE = self.mixture, self.router(x_TD.float())
+        ids_TK = choose(logits_TE, mixture.num_chosen)
+        if route is not None:
+            ids_TK = route(layer_index, ids_TK)
+        weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
+        rows = sort_rows(ids_TK, mixture.num_experts)
+        y_SD = self.experts(spread(x_TD, rows, mixture.num_chosen), rows.offsets)
+        return combine(y_SD, weights_TK, rows)
+
+    @property
+    def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
+        return ((self.router,),)
+
+    @property
+    def stacks(self) -> tuple[ExpertLinear, ExpertLinear]:
+        return self.experts.gate_up_proj, self.experts.down_proj
