@@ -4,13 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.models.layouts import compressed_tensors
+from qerl.models.layouts import compressed_tensors, fp8_blocks, modelopt
 from qerl.models.layouts.folder import QuantizedFolder
 from qerl.models.layouts.layout import Layout, TensorFolder
-from qerl.models.safetensors_file import SafetensorsFolder
+from qerl.models.safetensors_file import SafetensorsFolder, read_json
 
 READERS: dict[str, Callable[[TensorFolder, dict[str, Any]], Layout]] = {
     compressed_tensors.NAME: compressed_tensors.read_layout,
+    **dict.fromkeys(fp8_blocks.METHODS, fp8_blocks.read_layout),
+    **dict.fromkeys(modelopt.METHODS, modelopt.read_layout),
+    "mxfp4": lambda folder, config: Layout("gpt-oss", {}),  # of experts alone: mxfp4_blocks.py
 }
 """By quant_method."""
 QUANTIZATION_KEYS = "quantization_config", "compression_config"
@@ -25,7 +28,15 @@ def quantization_config(folder: TensorFolder) -> dict[str, Any] | None:
                 if not isinstance(found, dict):
                     raise UserError(f"{folder.path}: {key} must be an object, is {found!r}")
                 return found
+    if modelopt.is_config(folder.path):
+        return read_json(folder.path / modelopt.CONFIG_FILE) | {"quant_method": modelopt.METHODS[0]}
     return None
+
+
+def _producer(config: dict[str, Any]) -> Any:
+    """Return "modelopt", which its files name, where there is no quant_method."""
+    producer = config.get("producer")
+    return producer.get("name") if isinstance(producer, dict) else None
 
 
 def with_layout(folder: SafetensorsFolder) -> SafetensorsFolder | QuantizedFolder:
@@ -34,7 +45,7 @@ def with_layout(folder: SafetensorsFolder) -> SafetensorsFolder | QuantizedFolde
     config = quantization_config(folder)
     if config is None:
         return folder
-    method = config.get("quant_method")
+    method = config.get("quant_method") or _producer(config)
     if method not in READERS:
         raise UserError(
             f"{folder.path}: is quantized with {method}, which is not supported; supported are float weights"
