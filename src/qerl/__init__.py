@@ -10,14 +10,27 @@ from qerl.errors import RunError, UserError, check_platform
 __all__ = ["RunConfig", "RunError", "UserError", "config", "recipes", "train"]
 
 
-def train(config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    *,
+    rewards: Sequence[Callable[..., Any]] = (),
+    agent: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
     """Train with this config, or resume the run in config.out; return held-out figures and the folder.
 
     `rewards` are functions in TRL's form, f(prompts, completions, **columns) -> list[float | None]; they
-    replace config.task.rewards. The run's folder holds the rest: metrics, samples, report, adapter. Ctrl-C
-    and SIGTERM finish the step, save it and raise SystemExit; the same call then resumes.
+    replace config.task.rewards. `agent` replaces config.agent.function: it is called for every sample, talks
+    to the model through an endpoint and returns the reward (docs/agent.md). The run's folder holds the rest:
+    metrics, samples, report, adapter. Ctrl-C and SIGTERM finish the step, save it and raise SystemExit; the
+    same call then resumes.
     """
     check_platform()
+    if agent is not None or config.agent.function is not None:
+        if rewards:
+            raise UserError("train takes rewards or an agent, whose return value is the reward, not both")
+        from qerl.agents import train_with_agent
+
+        return train_with_agent(config, agent)
     from qerl.training.session import train  # importing torch and transformers takes seconds
 
     return train(config, rewards=rewards)

@@ -32,6 +32,25 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """What the model did in one run of an agent."""
+
+    parts: tuple["Group", ...]
+    """What is learned from, groups of one sample each: calls whose prompt extends an earlier one are one
+    sample; others have prompts and samples of their own."""
+    num_turns: int
+    """Answers of the model."""
+    num_tool_calls: int
+    """Results of tools that the model was given."""
+    num_tool_failures: int
+    """Results among them that say that they are an error."""
+    waiting_share: float
+    """Share of the episode's time in which no call of the model was running."""
+    metrics: dict[str, float]
+    """The agent's own, by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One completion: produced by the engine, then given a reward and an advantage.
 
@@ -60,7 +79,10 @@ class Sample:
     messages: list[dict[str, str]] | None = None
     """Messages after the prompt, turn by turn; None without an environment."""
     failure: tuple[str, str] | None = None
-    """(cause, message) if the environment failed: the sample then gets no reward."""
+    """(cause, message) if the environment or the agent failed: the sample then gets no reward."""
+    episode: Episode | None = None
+    """The agent's, whose parts are learned from in place of this sample; tokens_T and logprobs_T are those of
+    all parts."""
 
     @property
     def sampled_indices(self) -> list[int]:
@@ -106,6 +128,8 @@ class Group:
     samples_G: list[Sample]
     prefix_tokens: int = 0
     """If not 0, the samples are branches that share this many first tokens with the branched sample."""
+    num_sampled: int | None = None
+    """Number of samples that the group counts as in means over samples; None: config.num_generations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,7 +130,8 @@ def logged_metrics() -> set[str]:
     metrics, rollout, branching = "learner/metrics.py", "training/rollout.py", "training/branching.py"
     names = {
         *keys_of(metrics, "sampling_metrics", "update_metrics"),
-        *keys_of(rollout, "sample", "rollout_metrics", "accuracy_metrics", "multi_turn_metrics"),
+        *keys_of(rollout, "sample", "rollout_metrics", "accuracy_metrics"),
+        *keys_of(rollout, "multi_turn_metrics", "agent_metrics"),
         *keys_of(branching, "sample", "_branch_metrics"),
         *keys_of("aqn/aqn.py", "observe"),
         *keys_of("learner/learner.py", "step"),

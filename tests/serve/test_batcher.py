@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from qerl.errors import UserError
-from qerl.serve.batcher import BusyError, CancelledRequestError, PendingRequest
+from qerl.serve.batcher import BusyError, CancelledRequestError, OverdueRequestError, PendingRequest
 from qerl.types import Sampling
 from serve import parts
 
@@ -274,3 +274,33 @@ def test_prompts_enter_a_batch_a_few_tokens_at_a_time(model, batcher, monkeypatc
     last.on_token = watch
     answered(batcher, first, last)
     assert 1 < num_before[0] < 5
+
+
+def test_a_pause_gives_the_engine_back_and_ends_what_runs(model, batcher):
+    batcher.start()
+    long = request_of(model, "one", sampling=Sampling(max_tokens=900, temperature=2.0))
+    batcher.submit(long)
+    parts.wait_for(lambda: bool(long.tokens))
+    batcher.pause()
+    assert batcher.batch is None
+    with pytest.raises(CancelledRequestError):
+        long.future.result(timeout=30)
+    with pytest.raises(BusyError, match="at other work"):
+        batcher.submit(request_of(model, "two"))
+    model.engine.generate([parts.prompt_of(model, "two")], num_samples=1, sampling=SAMPLING, seed=0, step=0)
+    batcher.resume()
+    after = request_of(model, "two")
+    batcher.submit(after)
+    assert after.future.result(timeout=30)[0].tokens_T
+
+
+def test_a_request_that_is_not_complete_in_its_time_fails_alone(model, batcher):
+    late = request_of(model, "one", sampling=Sampling(max_tokens=900, temperature=2.0))
+    late.timeout_s = 0.05
+    beside = request_of(model, "two")
+    for job in (late, beside):
+        batcher.submit(job)
+    batcher.start()
+    with pytest.raises(OverdueRequestError, match=r"not complete after 0.05 s"):
+        late.future.result(timeout=30)
+    assert beside.future.result(timeout=30)[0].tokens_T

@@ -17,6 +17,7 @@ from qerl.errors import UserError
 USAGE = """\
 usage: qerl train RECIPE [--FIELD VALUE ...]
        qerl train --task FILE --reward FILE.py:FUNCTION [--model MODEL] [--FIELD VALUE ...]
+       qerl train --task FILE --agent FILE.py:FUNCTION [--model MODEL] [--FIELD VALUE ...]
 
 Train a model with a recipe, or on your own data and reward.
 
@@ -30,6 +31,7 @@ short options:
   --model MODEL           same as --model.path
   --task FILE             same as --task.name
   --reward FILE.py:NAME   same as --task.rewards
+  --agent FILE.py:NAME    same as --agent.function: an agent that calls the model itself (docs/agent.md)
   --ray ADDRESS           same as --ray.address
   --init-adapter FOLDER   continue from a PEFT adapter, with its rank, alpha and target modules
 
@@ -38,6 +40,7 @@ SHORT = {
     "--model": "--model.path",
     "--task": "--task.name",
     "--reward": "--task.rewards",
+    "--agent": "--agent.function",
     "--ray": "--ray.address",
 }
 
@@ -52,7 +55,10 @@ def run(arguments: list[str]) -> None:
     if is_first:
         model = f"{config.model.path} in {config.model.format}"
         announce(f"train {name}: {model}, {config.num_steps} steps, {config.out}", sys.stdout)
-    from qerl.training.session import train  # imports torch and transformers, which takes seconds
+    if config.agent.function is None:
+        from qerl.training.session import train  # imports torch and transformers, which takes seconds
+    else:
+        from qerl.agents import train_with_agent as train
 
     result = train(config)
     if is_first:

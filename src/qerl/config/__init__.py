@@ -4,6 +4,7 @@ The defaults are the recommended run. A recipe (`recipes/`) returns a complete R
 overrides its fields. Values such as `loss_type="dapo"` are looked up once, where the run is built.
 """
 
+from qerl.config.agent import AgentConfig
 from qerl.config.algo import AlgoConfig, DeepConfig, MaspoConfig, SapoConfig
 from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
@@ -15,6 +16,7 @@ from qerl.config.task import CodeConfig, EnvironmentConfig, TaskConfig
 
 __all__ = [
     "AdapterConfig",
+    "AgentConfig",
     "AlgoConfig",
     "CheckpointConfig",
     "CodeConfig",

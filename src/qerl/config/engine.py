@@ -43,7 +43,7 @@ class SampleConfig:
 
     max_tokens: int = 1024
     """Maximum length of a sample, stop token included; with an environment, of all turns and replies
-    together."""
+    together; with an agent, of one answer."""
 
     temperature: float = 1.0
     """Divides the logits, in sampling and in learning."""

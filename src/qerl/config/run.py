@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from qerl.config.agent import AgentConfig
 from qerl.config.algo import AlgoConfig
 from qerl.config.check import check_finite, check_not_negative, check_positive
 from qerl.config.engine import EngineConfig, SampleConfig
@@ -119,6 +120,7 @@ class RunConfig:
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     task: TaskConfig = TaskConfig()
+    agent: AgentConfig = AgentConfig()
     sample: SampleConfig = SampleConfig()
     engine: EngineConfig = EngineConfig()
     noise: NoiseConfig = NoiseConfig()
@@ -156,6 +158,7 @@ class RunConfig:
             self.algo.branching == "none" or self.ray.address is None,
             "algo.branching deep does not work with ray.address: branches reuse their samples' KV pages",
         )
+        self._check_agent()
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
             not noise.is_controlled or noise.control.warmup_steps < self.num_steps,
@@ -170,6 +173,21 @@ class RunConfig:
             self.algo.overlong != "shape" or buffer < self.sample.max_tokens,
             f"algo.overlong_buffer must be under sample.max_tokens ({self.sample.max_tokens}), got {buffer}",
         )
+
+    def _check_agent(self) -> None:
+        """Refuse what an agent's episodes, which are sampled request by request, cannot do."""
+        if self.agent.function is None:
+            return
+        most, answer = self.agent.context_tokens, self.sample.max_tokens
+        require(answer < most, f"sample.max_tokens must be under agent.context_tokens ({most}), got {answer}")
+        for is_set, what in (
+            (self.ray.address is not None, "--ray: use torchrun"),
+            (self.algo.branching != "none", "algo.branching deep: set it to none"),
+            (self.engine.exact, "engine.exact: unset it"),
+            (self.noise.scope != "step", f"noise.scope {self.noise.scope}: set it to step"),
+            (self.algo.overlong == "shape", "algo.overlong shape: set it to keep or mask"),
+        ):
+            require(not is_set, f"an agent does not work with {what}")
 
     @property
     def num_noises(self) -> int:

@@ -86,7 +86,7 @@ class Engine:
                 "engine.exact does not support recurrent states: a decode step and a prefill of"
                 f" {decoder.architecture.family} sum in different orders; unset it"
             )
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
         self._cache: KVCache | None = None
         self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute
         self._runners = RunnerCache(decoder, config, stop_token_ids)
@@ -287,7 +287,7 @@ class Engine:
             runner,
             prompts_P,
             detokenizer,
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self.stop_token_ids,
             seed=seed,
             step=step,
             on_token=on_token,
@@ -367,7 +367,7 @@ class Engine:
     def _to_sample(self, s: LiveSample, detokenizer: Detokenizer) -> Sample:
         assert s.finish is not None
         tokens_T = s.all_tokens_T
-        end = -1 if tokens_T[-1] in self._stop_token_ids else None
+        end = -1 if tokens_T[-1] in self.stop_token_ids else None
         return Sample(
             tokens_T=tokens_T,
             logprobs_T=s.all_logprobs_T,

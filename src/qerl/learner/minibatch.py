@@ -129,9 +129,10 @@ def after_prefix(group: Group) -> Group:
 def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list[list[float]]:
     """Return the tokens' weights. A dropped sample still counts in num_samples: the mean is over all sampled
     ones."""
+    sizes_P = [num_samples if group.num_sampled is None else group.num_sampled for group in groups_P]
     return LOSSES[config.algo.loss_type].weights(
         [[len(sample.logprobs_T) for sample in group.samples_G] for group in groups_P],
-        num_samples=len(groups_P) * num_samples,
+        num_samples=sum(sizes_P),
         max_tokens=config.sample.max_tokens,
     )
 

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -24,7 +24,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from qerl.errors import UserError
-from qerl.serve.batcher import Batcher, BusyError, CancelledRequestError, PendingRequest
+from qerl.serve.batcher import (
+    Batcher,
+    BusyError,
+    CancelledRequestError,
+    OverdueRequestError,
+    PendingRequest,
+)
 from qerl.serve.fields import ApiError
 from qerl.serve.gate import Gate, error_body
 from qerl.serve.metrics import CONTENT_TYPE, ServerMetrics
@@ -43,8 +49,17 @@ StreamQueue = asyncio.Queue[StreamItem]
 Parsed = TypeVar("Parsed")
 
 
-def make_app(parser: RequestParser, batcher: Batcher, *, api_key: str | None) -> FastAPI:
-    """Return the app; its state has the server's metrics, and what ends the requests that are running."""
+def make_app(
+    parser: RequestParser,
+    batcher: Batcher,
+    *,
+    api_key: str | None,
+    check: Callable[[Request], Awaitable[None]] | None = None,
+) -> FastAPI:
+    """Return the app; its state has the server's metrics, and what ends the requests that are running.
+
+    check: used instead of the check of api_key. It raises ApiError to refuse a request, and may set
+    `request.state.parser`, which then parses that request."""
     metrics, routes = ServerMetrics(), Routes(parser, batcher)
 
     @contextlib.asynccontextmanager
@@ -59,7 +74,7 @@ def make_app(parser: RequestParser, batcher: Batcher, *, api_key: str | None) ->
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        dependencies=[Depends(AccessCheck(api_key, parser.options.host).check)],
+        dependencies=[Depends(check or AccessCheck(api_key, parser.options.host).check)],
         exception_handlers={
             HTTPException: _error_response,
             ClientDisconnect: _no_response,
@@ -139,20 +154,25 @@ class Routes:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        asked = await self._parsed(self._parser.completion, await self._body(request))
+        asked = await self._parsed(self._parser_of(request).completion, await self._body(request))
         return await self._answer(request, asked, CompletionResponse(asked, *self._names))
 
     async def chat_completions(self, request: Request) -> Response:
-        asked = await self._parsed(self._parser.chat, await self._body(request))
+        asked = await self._parsed(self._parser_of(request).chat, await self._body(request))
         return await self._answer(request, asked, ChatResponse(asked, *self._names))
 
     async def responses(self, request: Request) -> Response:
-        body, asked = await self._parsed(self._parse_response, await self._body(request))
+        parser = self._parser_of(request)
+
+        def parse(content: bytes) -> tuple[ResponsesBody, CompletionRequest]:
+            body = ResponsesBody.parse(content, parser.known_name, parser.options)
+            return body, parser.chat_of(body.to_chat())
+
+        body, asked = await self._parsed(parse, await self._body(request))
         return await self._answer(request, asked, ResponsesResponse(body, asked, *self._names))
 
-    def _parse_response(self, content: bytes) -> tuple[ResponsesBody, CompletionRequest]:
-        body = ResponsesBody.parse(content, self._parser.name, self._parser.options)
-        return body, self._parser.chat_of(body.to_chat())
+    def _parser_of(self, request: Request) -> RequestParser:
+        return getattr(request.state, "parser", self._parser)
 
     async def _parsed(self, parse: Callable[[bytes], Parsed], content: bytes) -> Parsed:
         return await asyncio.get_running_loop().run_in_executor(self._parse_thread, parse, content)
@@ -163,6 +183,7 @@ class Routes:
         try:
             self._batcher.submit(pending)
         except BusyError as error:
+            pending.future.cancel()
             raise _api_error(error) from None
         if items is not None:
             return EventStream(self._events(asked, items, response), lambda: self._end(pending))
@@ -274,6 +295,8 @@ def _api_error(error: Exception) -> ApiError:
     """Return the client's view of a failure; internal errors are not shown."""
     if isinstance(error, UserError):
         return ApiError(400, str(error))
+    if isinstance(error, OverdueRequestError):
+        return ApiError(504, str(error), code="timeout")
     if isinstance(error, BusyError | CancelledRequestError):
         return ApiError(503, str(error), code="busy")
     return ApiError(500, "the request failed; see the server's log")

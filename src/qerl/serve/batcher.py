@@ -30,6 +30,10 @@ class CancelledRequestError(Exception):
     """The request was cancelled, or the server shut down before it was complete."""
 
 
+class OverdueRequestError(CancelledRequestError):
+    """The request was not complete in its time."""
+
+
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class PendingRequest:
     prompts_P: list[Prompt]
@@ -43,6 +47,10 @@ class PendingRequest:
     on_token: Callable[[int, TokenLogprob, Sample | None], None] | None = None
     """Called by the batcher's thread with (choice, newest token, the sample if that token ended it). Choices
     are numbered prompt by prompt, sample by sample."""
+    on_choice: Callable[[int, Sample], None] | None = None
+    """Called by the batcher's thread with (choice, its sample), before anyone else hears of the end."""
+    timeout_s: float | None = None
+    """Seconds from entering the queue in which all choices must be complete."""
     is_cancelled: bool = False
     """Set when the client is gone (`Batcher.cancel`)."""
     entered_s: float = 0.0
@@ -62,6 +70,10 @@ class PendingRequest:
     def has_begun(self) -> bool:
         """True once a token is sampled, or nobody waits for one."""
         return bool(self.tokens) or self.is_cancelled or self.future.done()
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.timeout_s is not None and time.monotonic() - self.entered_s > self.timeout_s
 
     def live_requests(self) -> list[LiveRequest]:
         return [self._live_request(i, prompt) for i, prompt in enumerate(self.prompts_P)]
@@ -83,6 +95,8 @@ class PendingRequest:
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
         self.tokens.setdefault(choice, []).append(token)
+        if ended is not None and self.on_choice is not None:
+            self.on_choice(choice, ended)
         if self.on_token is not None:
             self.on_token(choice, token, ended)
         if ended is not None:
@@ -92,15 +106,16 @@ class PendingRequest:
 
 
 class Batcher:
-    def __init__(self, engine: Engine, *, max_waiting: int, max_positions: int):
-        """max_positions: longest prompt and answer together, in tokens."""
+    def __init__(self, engine: Engine, *, max_waiting: int, max_positions: int, is_paused: bool = False):
+        """max_positions: longest prompt and answer together, in tokens. is_paused: until `resume`."""
         self.batch: LiveBatch | None = None
         """None before the first request, and after a failure."""
         self._engine, self._max_waiting, self._max_positions = engine, max_waiting, max_positions
         self._queue: list[PendingRequest] = []
         self._running: list[tuple[PendingRequest, list[LiveRequest]]] = []
         self._changed = threading.Condition()
-        self._is_closed = self._has_ended = False
+        self._is_closed = self._has_ended = self._is_busy = False
+        self._is_paused = is_paused
         self._num_prompt_tokens = self._num_earlier_tokens = 0
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
@@ -111,12 +126,29 @@ class Batcher:
         """Stop at the next burst and reject all requests that are not complete."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop, and wait for it."""
         self.stop()
         self._thread.join(_SHUTDOWN_TIMEOUT_S)
+
+    def pause(self) -> None:
+        """End the batch, which frees the engine for other calls, and take no request until `resume`. Requests
+        that are not complete fail."""
+        with self._changed:
+            self._is_paused = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_busy or self._has_ended)
+            queue, self._queue = self._queue, []
+        error = CancelledRequestError("the request was cancelled: the engine is at other work")
+        for request in filter(_is_wanted, queue):
+            request.future.set_exception(error)
+
+    def resume(self) -> None:
+        with self._changed:
+            self._is_paused = False
+            self._changed.notify_all()
 
     @property
     def has_died(self) -> bool:
@@ -159,11 +191,13 @@ class Batcher:
         with self._changed:
             if self.has_died:
                 raise BusyError("the engine has died; the server must be started again")
+            if self._is_paused:
+                raise BusyError("the engine is at other work; retry later")
             if self._is_closed or num_waiting >= self._max_waiting:
                 raise BusyError(f"the server is busy: {num_waiting} requests are waiting; retry later")
             request.entered_s = time.monotonic()
             self._queue.append(request)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def cancel(self, request: PendingRequest) -> None:
         """Free the request's place: at once in the queue, at the next burst in the batch."""
@@ -192,8 +226,10 @@ class Batcher:
         while self._wait():
             try:
                 with self._engine.live_batch(self._max_positions) as self.batch:
-                    while self._wait():
+                    while self._wait(in_batch=True):
                         self._step(self.batch)
+                if self._is_paused:
+                    self._fail_running(CancelledRequestError("the request was cancelled"))
             except Exception as failure:  # a failed batch must not end the server
                 if self.batch is None:  # it could not be made
                     self._take()
@@ -203,12 +239,21 @@ class Batcher:
                         traceback.print_exception(failure, file=sys.stderr)
             with self._changed:
                 self._num_earlier_tokens, self.batch = self.num_generated_tokens, None
+                self._is_busy = False
+                self._changed.notify_all()
 
-    def _wait(self) -> bool:
-        """Wait until there is something to do; False once closed."""
+    def _wait(self, *, in_batch: bool = False) -> bool:
+        """Wait until there is something to do; False once closed, and in a batch once paused."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._queue or self._running)
-            return not self._is_closed
+            self._changed.wait_for(
+                lambda: (
+                    self._is_closed
+                    or (in_batch and self._is_paused)
+                    or (not self._is_paused and (self._queue or self._running))
+                )
+            )
+            self._is_busy = not (self._is_closed or (in_batch and self._is_paused))
+            return self._is_busy
 
     def _step(self, batch: LiveBatch) -> None:
         for request, live in self._take():
@@ -218,11 +263,11 @@ class Batcher:
             except UserError as error:
                 batch.abort(live)
                 request.future.set_exception(error)
-        gone = [(request, live) for request, live in self._running if request.is_cancelled]
+        gone = [pair for pair in self._running if pair[0].is_cancelled or pair[0].is_overdue]
         batch.abort([each for _, live in gone for each in live])
         for request, _ in gone:
             if not request.future.done():
-                request.future.set_exception(CancelledRequestError("the request was cancelled"))
+                request.future.set_exception(_reason(request))
         batch.step()
         with self._changed:
             self._running = [each for each in self._running if not each[0].future.done()]
@@ -242,6 +287,12 @@ class Batcher:
                 request.future.set_exception(error)
         with self._changed:
             self._running = []
+
+
+def _reason(request: PendingRequest) -> CancelledRequestError:
+    if request.is_cancelled:
+        return CancelledRequestError("the request was cancelled")
+    return OverdueRequestError(f"the answer was not complete after {request.timeout_s:g} s")
 
 
 def _is_wanted(request: PendingRequest) -> bool:

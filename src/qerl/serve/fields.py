@@ -224,13 +224,14 @@ class RequestBody(Fields, extra="forbid"):
         }
 
     @classmethod
-    def parse(cls, content: bytes, model: str, options: ServeOptions) -> Self:
+    def parse(cls, content: bytes, model: str | None, options: ServeOptions) -> Self:
+        """model: the name that the body must give; None: any."""
         try:
             _check_json(content)
             body = cls.model_validate_json(content)
         except ValidationError as error:
             raise api_error(error) from None
-        if body.model != model:
+        if model is not None and body.model != model:
             message = f"there is no such model here; there is {model}"
             raise ApiError(404, message, param="model", code="model_not_found")
         limits = {"n": options.max_samples} | dict.fromkeys(_LENGTHS, options.max_tokens)

@@ -53,21 +53,29 @@ class RequestParser:
     """The model's name in requests."""
 
     @functools.cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
         return Grammars(self.model)
 
+    @property
+    def known_name(self) -> str | None:
+        """The model that requests must name; None: any."""
+        return self.name
+
     def chat(self, content: bytes) -> CompletionRequest:
-        return self.chat_of(ChatBody.parse(content, self.name, self.options))
+        return self.chat_of(ChatBody.parse(content, self.known_name, self.options))
 
     def chat_of(self, body: ChatBody) -> CompletionRequest:
         messages = [message.render_chat() for message in body.messages]
         if self.options.system_prompt is not None and all(each["role"] != "system" for each in messages):
             messages.insert(0, {"role": "system", "content": self.options.system_prompt})
+        return self._chat_request(body, messages)
+
+    def _chat_request(self, body: ChatBody, messages: list[dict[str, Any]]) -> CompletionRequest:
         names = frozenset(each.name for each in body.offered_tools)
         return self._request(body, [self._rendered(body, messages)], names)
 
     def completion(self, content: bytes) -> CompletionRequest:
-        body = CompletionBody.parse(content, self.name, self.options)
+        body = CompletionBody.parse(content, self.known_name, self.options)
         self._check_num_choices(len(body.prompt), "prompt")
         return self._request(body, [self._tokenized(each) for each in body.prompt])
 
@@ -106,7 +114,7 @@ class RequestParser:
         self._check_num_choices(len(prompts) * body.n, "n")
         for _, tokens_T in prompts:
             self._check_length(len(tokens_T), body.num_answer_tokens or 1)
-        seed = secrets.randbits(63) if body.seed is None else body.seed
+        seed = self._seed(body, prompts)
         pending = PendingRequest(
             prompts_P=[
                 Prompt(index=mix(seed, i), text=text, tokens_T=tokens_T, messages=None, columns={})
@@ -120,6 +128,9 @@ class RequestParser:
         if isinstance(body, CompletionBody) and body.echo and body.with_logprobs:
             pending.prompt_logprobs_P = [PromptLogprobs(body.num_top_logprobs) for _ in prompts]
         return CompletionRequest(body=body, pending=pending, called_names=called_names)
+
+    def _seed(self, body: RequestBody, prompts: list[tuple[str, list[int]]]) -> int:
+        return secrets.randbits(63) if body.seed is None else body.seed
 
     def _sampling(self, body: RequestBody) -> Sampling:
         max_tokens = self.options.max_tokens if body.num_answer_tokens is None else body.num_answer_tokens
@@ -140,7 +151,7 @@ class RequestParser:
             if isinstance(body, ChatBody) and body.is_forced_call:
                 param = "tools"
                 schema = call_schema([(each.name, each.schema_of_arguments) for each in body.offered_tools])
-            return None if schema is None else self._grammars.of(schema)
+            return None if schema is None else self.grammars.of(schema)
         except UserError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
 

@@ -15,23 +15,20 @@ its deadline is interrupted by a signal; if that fails, the process is killed, a
 fail.
 """
 
-import asyncio
 import dataclasses
 import inspect
 import math
-import signal
-import time
-from collections.abc import Callable, Generator
-from types import coroutine
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from qerl.config import EnvironmentConfig
+from qerl.tasks.guarded import GuardedLoop, InvalidReturn
 from qerl.tasks.row_values import is_unicode
 from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, name_of
 
 Key = tuple[int, int]
 Messages = list[dict[str, str]]
-_MIN_BLOCKED_S = 0.01  # the deadlines of other calls are extended if code blocks the loop for longer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,14 +67,6 @@ class EnvironmentReply:
     is_done: bool = False
 
 
-class _InvalidReturn(Exception):
-    """The user's code returned something invalid: (cause, message)."""
-
-
-class _Blocked(BaseException):
-    """Raised inside code that blocks the loop. Not an Exception, so that the code does not catch it."""
-
-
 def is_environment(function: Any) -> bool:
     return all(callable(getattr(function, name, None)) for name in ("reset", "step"))
 
@@ -88,8 +77,9 @@ class EnvironmentWorker:
     def __init__(self, make: Callable[[], Any], config: EnvironmentConfig, *, deadline_s: float):
         self._make, self._config, self._deadline_s = make, config, deadline_s
         self._live: dict[Key, Any] = {}
-        self._clocks: set[asyncio.Timeout] = set()
-        self._runner: asyncio.Runner | None = None
+        self._loop = GuardedLoop[EnvironmentReply](
+            max_concurrent=config.max_concurrent, deadline_s=deadline_s
+        )
 
     def max_play_s(self, num_calls: int) -> float:
         """Return the most time that so many calls can take unless code blocks."""
@@ -97,61 +87,14 @@ class EnvironmentWorker:
 
     def play(self, calls: list[Call]) -> list[EnvironmentReply | Failure]:
         """Return the reply to each call. After a failure, only close the environment."""
-        if self._runner is None:
-            signal.signal(signal.SIGALRM, _interrupt)
-            self._runner = asyncio.Runner()
-        try:
-            return self._runner.run(self._all(calls))
-        except BaseException as error:  # from a task that the user's code left behind: the loop is closed
-            self._runner, self._live = None, {}
-            return [failure_of(name_of(self._make), error)] * len(calls)
-
-    async def _all(self, calls: list[Call]) -> list[EnvironmentReply | Failure]:
-        gate = asyncio.Semaphore(self._config.max_concurrent)
-        return await asyncio.gather(*(self._one(call, gate) for call in calls))
-
-    async def _one(self, call: Call, gate: asyncio.Semaphore) -> EnvironmentReply | Failure:
-        name = f"{name_of(self._make)}.{type(call).__name__.lower()}"
-        async with gate:
-            clock = asyncio.timeout(self._deadline_s)
-            try:
-                async with clock:
-                    self._clocks.add(clock)
-                    return await self._run_with_alarm(self._reply(call), clock)
-            except BaseException as error:  # SystemExit too: it fails the sample and must not end the process
-                if clock.expired() or isinstance(error, _Blocked):
-                    return Failure("over the deadline", f"{name}: not done after {self._deadline_s:g} s")
-                if isinstance(error, _InvalidReturn):
-                    return Failure(error.args[0], f"{name}: {error.args[1]}")
-                return failure_of(name, error)
-            finally:
-                self._clocks.discard(clock)
-
-    @coroutine
-    def _run_with_alarm(self, code: Any, clock: asyncio.Timeout) -> Generator[Any, Any, EnvironmentReply]:
-        """Run the code from one await to the next, each part under its own alarm."""
-        value, error = None, None
-        while True:
-            begin_s = time.monotonic()
-            signal.setitimer(signal.ITIMER_REAL, self._deadline_s)
-            try:
-                awaited = code.send(value) if error is None else code.throw(error)
-            except StopIteration as end:
-                return end.value
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                self._extend_deadlines(time.monotonic() - begin_s, clock)
-            value, error = None, None
-            try:
-                value = yield awaited
-            except BaseException as caught:  # pass a cancellation to the code
-                error = caught
-
-    def _extend_deadlines(self, blocked_s: float, clock: asyncio.Timeout) -> None:
-        for other in self._clocks if blocked_s > _MIN_BLOCKED_S else ():
-            when_s = other.when()
-            if other is not clock and when_s is not None and not other.expired():
-                other.reschedule(when_s + blocked_s)
+        name = name_of(self._make)
+        replies = self._loop.run(
+            [(f"{name}.{type(call).__name__.lower()}", partial(self._reply, call)) for call in calls]
+        )
+        if isinstance(replies, BaseException):
+            self._live = {}
+            return [failure_of(name, replies)] * len(calls)
+        return replies
 
     async def _reply(self, call: Call) -> EnvironmentReply:
         if isinstance(call, Reset):
@@ -167,16 +110,12 @@ class EnvironmentWorker:
             value = await awaited(self._live[call.key].score(call.messages))
             return EnvironmentReply([], _number(value), True)
         if call.key not in self._live:
-            raise _InvalidReturn("died", "the process that ran it has ended")
+            raise InvalidReturn("died", "the process that ran it has ended")
         result = await awaited(self._live[call.key].step(call.completion))
         if not isinstance(result, tuple) or len(result) != 3:
             kind = type(result).__name__
-            raise _InvalidReturn("wrong length", f"returned a {kind}, not (messages, reward, is_done)")
+            raise InvalidReturn("wrong length", f"returned a {kind}, not (messages, reward, is_done)")
         return EnvironmentReply(_messages(result[0]), _number(result[1]), bool(result[2]))
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise _Blocked
 
 
 def _messages(content: Any) -> Messages:
@@ -188,11 +127,11 @@ def _messages(content: Any) -> Messages:
         messages = [{"role": message["role"], "content": message["content"]} for message in content]
     except (TypeError, KeyError) as error:
         message = "returned neither a string nor messages with role and content"
-        raise _InvalidReturn("not messages", message) from error
+        raise InvalidReturn("not messages", message) from error
     if not all(isinstance(text, str) for message in messages for text in message.values()):
-        raise _InvalidReturn("not messages", "returned a message whose role or content is not a string")
+        raise InvalidReturn("not messages", "returned a message whose role or content is not a string")
     if not all(is_unicode(text) for message in messages for text in message.values()):
-        raise _InvalidReturn("not messages", "returned a message that is not valid Unicode")
+        raise InvalidReturn("not messages", "returned a message that is not valid Unicode")
     # Plain strings: a subclass of str may be one that the parent process cannot unpickle.
     return [{key: "".join(text) for key, text in message.items()} for message in messages]
 
@@ -200,5 +139,5 @@ def _messages(content: Any) -> Messages:
 def _number(reward: Any) -> float | None:
     number = None if reward is None else finite_number("step", reward)
     if isinstance(number, Failure):
-        raise _InvalidReturn(number.cause, number.message)
+        raise InvalidReturn(number.cause, number.message)
     return number

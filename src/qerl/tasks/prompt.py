@@ -215,16 +215,30 @@ def render_chat(
 
 
 def chat_reply_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ended_by: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    ended_by: str,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the tokens between an assistant's turn and its next one, with these messages in between.
 
-    ended_by: the special token, if any, that ended the policy's turn; it is not repeated."""
-    opening = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
-    _, mark, text = render_chat(tokenizer, [*opening, *messages])[0].rpartition(_MARK)
+    ended_by: the special token, if any, that ended the policy's turn; it is not repeated. variables: further
+    ones of the template, such as tools."""
+    own = _MARK
+    while any(own in str(message) for message in messages):
+        own += "_"
+    opening = [{"role": "user", "content": own}, {"role": "assistant", "content": own}]
+    _, mark, text = render_chat(tokenizer, [*opening, *messages], variables)[0].rpartition(own)
     if not mark:
         raise UserError("the tokenizer's chat template leaves out the assistant's messages")
     return list(tokenizer(text.removeprefix(ended_by), add_special_tokens=False)["input_ids"])
+
+
+def special_end(tokenizer: PreTrainedTokenizerBase, tokens_T: Sequence[int]) -> str:
+    """Return the text of the last token if it is a special token, else an empty string."""
+    last = list(tokens_T[-1:])
+    is_text = tokenizer.decode(last, skip_special_tokens=True)
+    return "" if is_text else str(tokenizer.decode(last))
 
 
 def plain_reply_tokens(

@@ -18,7 +18,7 @@ import importlib.util
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,38 +47,39 @@ REWARDS = {**BUILT_IN, "higher_lower": higher_lower}
 class RewardPool:
     """Scores groups in processes that start with it, before a model is loaded, and end with `close()`."""
 
-    def __init__(self, config: TaskConfig, functions: Sequence[Reward] = ()):
-        """functions: used instead of config.rewards if there are any."""
-        needs_answer = not functions and not {*NEED_ANSWER, "higher_lower"}.isdisjoint(config.rewards)
+    def __init__(
+        self,
+        config: TaskConfig,
+        functions: Sequence[Reward] = (),
+        *,
+        agent: Callable[..., Any] | None = None,
+    ):
+        """functions: used instead of config.rewards if there are any. agent: what has given the samples their
+        rewards; there is then no function."""
+        self._agent, has_own = agent, bool(functions) or agent is not None
+        needs_answer = not has_own and not {*NEED_ANSWER, "higher_lower"}.isdisjoint(config.rewards)
         self._answer_column = config.answer_column if needs_answer else None
-        self.is_built_in = not functions and all(name in REWARDS for name in config.rewards)
+        self.is_built_in = not has_own and all(name in REWARDS for name in config.rewards)
         """True if no reward is the user's own, so that 1 means a correct sample."""
-        functions = list(functions) or [resolve(name, config) for name in config.rewards]
-        self.sources = function_sources(functions)
+        functions = [] if agent else list(functions) or [resolve(name, config) for name in config.rewards]
+        named = functions if agent is None else [agent]
+        self.sources = function_sources(named)
         """SHA-256 of what each function is made of, by name; none for built-in ones."""
-        weights = list(config.reward_weights) or [1.0] * len(functions)
+        weights = list(config.reward_weights if agent is None else ()) or [1.0] * len(functions)
         if len(weights) != len(functions):
             needed = f"a weight for each of {len(functions)} rewards"
             raise UserError(f"task.reward_weights needs {needed}, got {len(weights)}")
-        self._names = list(map(name_of, functions))
+        self._names = list(map(name_of, named))
         pairs = list(zip(functions, weights, strict=True))
-        for function in filter(inspect.isclass, functions):
-            if not is_environment(function):
-                raise UserError(
-                    f"task.rewards: {name_of(function)} is a class, but not an environment:"
-                    " an environment has reset(row, seed) and step(completion)"
-                )
-        environments = [pair for pair in pairs if is_environment(pair[0])]
-        self.scores_episodes = any(callable(getattr(made, "score", None)) for made, _ in environments)
-        self.extends_prompt = any(getattr(made, "extends_prompt", False) for made, _ in environments)
-        if len(environments) > 1:
-            named = ", ".join(name_of(function) for function, _ in environments)
-            raise UserError(f"task.rewards may name one environment, got {named}")
+        environments = _environments(functions)
+        self.scores_episodes = any(callable(getattr(made, "score", None)) for made in environments)
+        self.extends_prompt = any(getattr(made, "extends_prompt", False) for made in environments)
         self._functions = [function for function, _ in pairs if not is_environment(function)]
         weights = [weight for function, weight in pairs if not is_environment(function)]
         memory_bytes = int(config.reward_memory_gb * 1e9)
         self._environment_worker, self._environment_pool = None, None
-        for environment, self._environment_weight in environments:
+        self._episode_weight: float = next((w for function, w in pairs if is_environment(function)), 1.0)
+        for environment in environments:
             timeout_s = config.reward_timeout_s
             worker = EnvironmentWorker(environment, config.environment, deadline_s=timeout_s)
             self._environment_worker = worker
@@ -186,13 +187,14 @@ class RewardPool:
     def _total(
         self, sample: Sample, outcomes: Iterator[float | Failure | WorkerLost | None]
     ) -> float | Failure | WorkerLost | None:
-        """Add the environment's reward to the functions' outcome, which is taken from the iterator."""
+        """Add the environment's or the agent's reward to the functions' outcome, taken from the iterator."""
         if sample.failure is not None:
             return Failure(*sample.failure)
         outcome = next(outcomes) if self._function_pool else None
-        if isinstance(outcome, Failure | WorkerLost) or not self.has_environment or sample.reward is None:
+        is_alone = (not self.has_environment and self._agent is None) or sample.reward is None
+        if isinstance(outcome, Failure | WorkerLost) or is_alone:
             return outcome
-        return finite_number("the weighted sum", (outcome or 0.0) + self._environment_weight * sample.reward)
+        return finite_number("the weighted sum", (outcome or 0.0) + self._episode_weight * sample.reward)
 
     def _count(self, outcome: float | Failure | WorkerLost | None, failures: Counter[str]) -> float | None:
         """Return a reward as it is. Count a failure by cause, with its message as an example."""
@@ -207,6 +209,21 @@ class RewardPool:
         taken = {cause: (count, self._examples[cause]) for cause, count in self.failures.items()}
         self.failures.clear()
         return taken
+
+
+def _environments(functions: Sequence[Reward]) -> list[Reward]:
+    """Return the environment among the functions, if there is one; raise UserError for two of them."""
+    for function in filter(inspect.isclass, functions):
+        if not is_environment(function):
+            raise UserError(
+                f"task.rewards: {name_of(function)} is a class, but not an environment:"
+                " an environment has reset(row, seed) and step(completion)"
+            )
+    found = list(filter(is_environment, functions))
+    if len(found) > 1:
+        named = ", ".join(map(name_of, found))
+        raise UserError(f"task.rewards may name one environment, got {named}")
+    return found
 
 
 def format_failures(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
@@ -227,24 +244,31 @@ def resolve(name: str, config: TaskConfig) -> Reward:
     """Return the function that an entry of task.rewards names."""
     if name in REWARDS:
         return REWARDS[name](config)
-    module_name, colon, attribute = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         raise UserError(
             f"task.rewards: {name!r} is neither module:function nor file.py:function,"
             f" nor one of {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
         )
+    return imported(name, "task.rewards")
+
+
+def imported(name: str, field: str) -> Callable[..., Any]:
+    """Return the function or class that module:name or file.py:name, the value of this field, stands for."""
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise UserError(f"{field}: {name!r} is neither module:function nor file.py:function")
     try:
         load = _file_module if module_name.endswith(".py") else importlib.import_module
         module = load(module_name)
     except (Exception, SystemExit) as error:  # runs the user's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"task.rewards {name}: cannot import {module_name}: {reason}") from error
+        raise UserError(f"{field} {name}: cannot import {module_name}: {reason}") from error
     function = getattr(module, attribute, None)
     if function is None:
         hint = did_you_mean(attribute, vars(module))
-        raise UserError(f"task.rewards {name}: {module_name} has no {attribute!r}{hint}")
+        raise UserError(f"{field} {name}: {module_name} has no {attribute!r}{hint}")
     if not callable(function):
-        raise UserError(f"task.rewards {name}: {attribute} is a {type(function).__name__}, not a function")
+        raise UserError(f"{field} {name}: {attribute} is a {type(function).__name__}, not a function")
     return function
 
 

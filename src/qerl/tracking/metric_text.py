@@ -7,7 +7,7 @@ execution to the next; every other metric of a resumed run equals that of an uni
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-TIMING_KEYS = frozenset({"step_s", "tokens_per_s", "memory_gb", "wall_time"})
+TIMING_KEYS = frozenset({"step_s", "tokens_per_s", "memory_gb", "wall_time", "waiting_share"})
 _HEADLINES = (
     ("nll", "loss", "{:.4f}"),
     ("eval_nll", "held-out loss", "{:.4f}"),

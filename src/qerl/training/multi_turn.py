@@ -24,7 +24,13 @@ from qerl.engine.engine import Engine
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, Close, EnvironmentReply, Key, Messages, Reset, Score, Step
-from qerl.tasks.prompt import chat_reply_tokens, join_messages, plain_reply_tokens, render_chat
+from qerl.tasks.prompt import (
+    chat_reply_tokens,
+    join_messages,
+    plain_reply_tokens,
+    render_chat,
+    special_end,
+)
 from qerl.tasks.scoring import Failure
 from qerl.types import Conversation, Group, Prompt, Sample, Sampling, Turn
 
@@ -178,7 +184,8 @@ class MultiTurnEngine:
             episode.messages += reply.messages
             return None
         try:
-            reply_T = episode.between(self._tokenizer, reply.messages, self._special_end(turn))
+            ended_by = special_end(self._tokenizer, turn.tokens_T)
+            reply_T = episode.between(self._tokenizer, reply.messages, ended_by)
             has_reply = bool(reply.messages and reply_T)
             require(has_reply, "step returned no messages although the episode is not done")
         except UserError as error:
@@ -189,12 +196,6 @@ class MultiTurnEngine:
             return None
         episode.messages += reply.messages
         return reply_T
-
-    def _special_end(self, turn: Turn) -> str:
-        """Return the text of the turn's last token if it is a special token, else an empty string."""
-        last = turn.tokens_T[-1:]
-        is_text = self._tokenizer.decode(last, skip_special_tokens=True)
-        return "" if is_text else str(self._tokenizer.decode(last))
 
 
 def with_environment(

@@ -16,7 +16,7 @@ from qerl.config import RunConfig
 from qerl.tasks import RewardPool
 from qerl.tracking import StepLog
 from qerl.training.data_parallel import DataParallelRewards
-from qerl.types import Group, Prompt, RolloutEngine, Sample, Sampling
+from qerl.types import Episode, Group, Prompt, RolloutEngine, Sample, Sampling
 
 Rewards = RewardPool | DataParallelRewards
 TrainPrompts = Callable[[int, int, int], list[Prompt]]
@@ -85,9 +85,27 @@ def penalize_overlong(config: RunConfig, group: Group, rewards_G: list[float | N
 
 
 def drop_overlong(config: RunConfig, groups: list[Group]) -> list[Group]:
-    """Return the groups without the samples that algo.overlong keeps out of the loss."""
+    """Return the groups that are learned from: an agent's episode as its parts, and without the samples that
+    algo.overlong keeps out of the loss."""
     is_kept = OVERLONG[config.algo.overlong].is_kept
+    groups = [part for group in groups for part in learned_parts(group)]
     return [dataclasses.replace(g, samples_G=[s for s in g.samples_G if is_kept(s)]) for g in groups]
+
+
+def learned_parts(group: Group) -> list[Group]:
+    """Return a group for each prompt of the agents' episodes, whose parts have their episode's advantage; a
+    group without episodes as it is."""
+    if all(sample.episode is None for sample in group.samples_G):
+        return [group]
+    by_prompt: dict[tuple[int, ...], Group] = {}
+    for episode in group.samples_G:
+        own = {"reward": episode.reward, "advantage": episode.advantage}
+        for part in episode.episode.parts if episode.episode is not None else ():
+            found = by_prompt.setdefault(
+                tuple(part.prompt.tokens_T), Group(prompt=part.prompt, samples_G=[], num_sampled=0)
+            )
+            found.samples_G.extend(dataclasses.replace(sample, **own) for sample in part.samples_G)
+    return [dataclasses.replace(each, num_sampled=len(each.samples_G)) for each in by_prompt.values()]
 
 
 def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
@@ -106,6 +124,7 @@ def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
         "num_failed_rewards": len(samples) - len(rewards),
         **multi_turn_metrics(samples),
+        **agent_metrics(samples),
         **({} if threshold is None else accuracy_metrics(rewards_P_G, threshold)),
     }
 
@@ -121,7 +140,7 @@ def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
 
     turns: mean number of the policy's turns. given_tokens: tokens that are not learned from.
     """
-    conversations = [sample.messages for sample in samples if sample.messages is not None]
+    conversations = [s.messages for s in samples if s.messages is not None and s.episode is None]
     if not conversations:
         return {}
     roles = [[message["role"] for message in messages] for messages in conversations]
@@ -131,3 +150,35 @@ def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
         "given_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
     }
+
+
+def agent_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the metrics of samples that are episodes of an agent; empty if none is.
+
+    turns: mean number of the model's answers. tool_failures: results of tools that say that they are an
+    error. waiting_share: mean share of an episode's time in which no call of the model was running.
+    episode_parts: mean number of samples that an episode is learned from as.
+    """
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    if not episodes:
+        return {}
+    return {
+        "turns": fmean(episode.num_turns for episode in episodes),
+        "tool_calls": sum(episode.num_tool_calls for episode in episodes),
+        "tool_failures": sum(episode.num_tool_failures for episode in episodes),
+        "given_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
+        "learned_tokens": sum(len(s.logprobs_T) for s in samples if s.reward is not None),
+        "episode_parts": fmean(len(episode.parts) for episode in episodes),
+        "waiting_share": fmean(episode.waiting_share for episode in episodes),
+        "num_failed_episodes": sum(sample.failure is not None for sample in samples),
+        **own_metrics(episodes),
+    }
+
+
+def own_metrics(episodes: list[Episode]) -> dict[str, float]:
+    """Return agent_NAME: the mean of each number that an agent returned beside its reward."""
+    named: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            named.setdefault(f"agent_{name}", []).append(value)
+    return {name: fmean(values) for name, values in sorted(named.items())}

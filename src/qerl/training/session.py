@@ -12,10 +12,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
+from qerl.engine.engine import Engine
 from qerl.errors import require
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.models.adapter import load_adapter
@@ -42,19 +43,32 @@ from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
 from qerl.training.signals import StopSignal, echo_s
-from qerl.types import RolloutEngine, Sampling
+from qerl.types import Prompt, RolloutEngine, Sampling
+
+
+class Agents(Protocol):
+    """What runs an agent's episodes (qerl.agents), made before a model is loaded."""
+
+    function: Callable[..., Any]
+
+    def engine(self, engine: Engine, *, max_positions: int, stop_tokens: frozenset[int]) -> RolloutEngine: ...
 
 
 def train(
-    config: RunConfig, *, rewards: Sequence[Callable[..., Any]] = (), observer: Observer | None = None
+    config: RunConfig,
+    *,
+    rewards: Sequence[Callable[..., Any]] = (),
+    observer: Observer | None = None,
+    agents: Agents | None = None,
 ) -> dict[str, Any]:
-    """See `qerl.train`. The observer follows the steps of a run that is not complete yet."""
+    """See `qerl.train`. The observer follows the steps of a run that is not complete yet. agents: sample and
+    score in place of the engine and the rewards."""
     config = dataclasses.replace(config, model=resolve_device(config.model))
     with (
         join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks,
         start_workers(config, ranks) as cluster,
     ):
-        return _train(config, ranks, cluster, rewards, observer or NullObserver())
+        return _train(config, ranks, cluster, rewards, observer or NullObserver(), agents)
 
 
 def _train(
@@ -63,12 +77,14 @@ def _train(
     cluster: Cluster | None,
     rewards: Sequence[Callable[..., Any]],
     observer: Observer,
+    agents: Agents | None,
 ) -> dict[str, Any]:
     """Only the first rank has a journal and writes the folder."""
     folder = Path(config.out)
     with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
         stop = StopSignal(journal.notice, echo_s=echo_s(ranks.count))
-        with stop.handling(), RewardPool(config.task, functions=rewards) as pool:
+        agent = None if agents is None else agents.function
+        with stop.handling(), RewardPool(config.task, functions=rewards, agent=agent) as pool:
             config = with_calibrated_base(config, ranks, journal.notice)
             journal.start(config, {**pool.sources, **file_sources(config.task)} if ranks.is_first else {})
             if ranks.is_first:
@@ -80,7 +96,7 @@ def _train(
             threshold = pool.success_threshold(config.evaluate.success_threshold)
             evaluate = dataclasses.replace(config.evaluate, success_threshold=threshold)
             config = dataclasses.replace(config, evaluate=evaluate)
-            result = _Session(config, folder, journal, pool, stop, ranks, cluster, observer).run()
+            result = _Session(config, folder, journal, pool, stop, ranks, cluster, observer, agents).run()
             journal.finish(result)
             if ranks.is_first:
                 write_report([folder], folder / "report.html")
@@ -100,6 +116,7 @@ class _Session:
         ranks: Ranks,
         cluster: Cluster | None,
         observer: Observer,
+        agents: Agents | None,
     ):
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
         self.observer, self.metrics = observer, {}
@@ -114,14 +131,14 @@ class _Session:
         self.learner = planned_learner(
             self.decoder,
             config,
-            max(len(prompt.tokens_T) for prompt in first_P),
+            self._longest_prompt(first_P),
             notice=journal.notice,
             score=partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None,
             ranks=ranks,
         )
         self.checkpoints = RunCheckpoints(folder, config.checkpoint, self.learner, journal, ranks)
         self.aqn = AQN(self.decoder.noise_table, config, ranks.gather)
-        self.sampler = self._make_sampler(pool, cluster)
+        self.sampler = self._make_sampler(pool, cluster, agents)
         if config.algo.branching == "deep":
             self.rollouts = BranchingRollouts(config, self.engine, self.rewards, self.task.train_prompts)
         else:
@@ -130,8 +147,17 @@ class _Session:
         path = folder / "evaluations.json"
         self.evaluations = ranks.from_first(lambda: read_object(path) if path.exists() else {})
 
-    def _make_sampler(self, pool: RewardPool, cluster: Cluster | None) -> RolloutEngine:
-        """Return the engine, wrapped for environments, several ranks or Ray where the run has them."""
+    def _longest_prompt(self, prompts_P: list[Prompt]) -> int:
+        """Return the tokens that the memory plan takes for a prompt; an agent makes its own."""
+        agent, most = self.config.agent, self.decoder.architecture.max_positions
+        if agent.function is not None:
+            return max(1, min(agent.context_tokens, most) - self.config.sample.max_tokens)
+        return max(len(prompt.tokens_T) for prompt in prompts_P)
+
+    def _make_sampler(
+        self, pool: RewardPool, cluster: Cluster | None, agents: Agents | None
+    ) -> RolloutEngine:
+        """Return the engine, wrapped for agents, environments, ranks or Ray where the run has them."""
         if cluster is not None:
             return RemoteEngine(
                 cluster,
@@ -141,8 +167,13 @@ class _Session:
                 adapter=self.learner.adapter_state,
                 notice=self.journal.notice,
             )
-        max_prompt_tokens = self.decoder.architecture.max_positions - self.config.sample.max_tokens
-        engine = with_environment(self.engine, pool, self.config.task.environment, max_prompt_tokens)
+        max_positions = self.decoder.architecture.max_positions
+        if agents is not None:
+            stop_tokens = self.engine.stop_token_ids
+            engine = agents.engine(self.engine, max_positions=max_positions, stop_tokens=stop_tokens)
+        else:
+            limit = max_positions - self.config.sample.max_tokens
+            engine = with_environment(self.engine, pool, self.config.task.environment, limit)
         return engine if self.ranks.count == 1 else DataParallelEngine(engine, self.ranks)
 
     def run(self) -> dict[str, Any]:

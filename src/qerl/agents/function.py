@@ -1,0 +1,30 @@
+"""Find the agent that a config names, and train with it."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from qerl.agents.rollout import AgentPool
+from qerl.agents.worker import agent_arguments, agent_fault
+from qerl.config import RunConfig
+from qerl.errors import UserError
+from qerl.tasks.reward import imported
+from qerl.training.session import train
+
+
+def train_with_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Train with `agent`, or with the one that config.agent.function names. See `qerl.train`."""
+    with AgentPool(find_agent(config, agent), config.agent, config.task) as pool:
+        return train(config, agents=pool)
+
+
+def find_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return the agent's function; raise UserError if it cannot be imported or called, or if the packages
+    that it needs are missing."""
+    function = imported(str(config.agent.function), "agent.function") if agent is None else agent
+    if (fault := agent_fault(function)) is not None:
+        raise UserError(f"agent.function: {fault}")
+    needed = ["fastapi", "uvicorn", *["openai"] * ("client" in agent_arguments(function))]
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise UserError(f"an agent needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    return function

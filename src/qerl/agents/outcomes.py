@@ -1,0 +1,100 @@
+"""What the agents' process reports of episodes: a line each when one begins and when it ends.
+
+Lines go through a pipe and are shorter than PIPE_BUF, so that none is torn: if the process dies, the episodes
+that were over keep their rewards.
+"""
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from qerl.tasks.scoring import Failure
+
+MAX_METRICS = 32
+_MAX_LINE_BYTES = 4096
+_DRAIN_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The end of an episode."""
+
+    reward: float | None = None
+    failure: Failure | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class OutcomePipe:
+    """Made before the agents' process is forked, which writes; a thread of this process reads."""
+
+    def __init__(self):
+        self._read_end, self._write_end = os.pipe()
+        self._changed = threading.Condition()
+        self._call, self._on_end = 0, _ignore
+        self.begun_s: dict[int, float] = {}
+        """When each episode of this call began, by the monotonic clock."""
+        self.ended_s: dict[int, float] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self._thread = threading.Thread(target=self._read, name="outcomes", daemon=True)
+
+    def start(self) -> None:
+        """Read from now on; the process that writes must have been forked."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the process that writes must have ended."""
+        os.close(self._write_end)
+        self._thread.join(_DRAIN_S)
+
+    def listen(self, call: int, on_end: Callable[[int], None]) -> None:
+        """Forget all episodes, and take only those of this call from now on. on_end gets the index of each
+        that ends."""
+        with self._changed:
+            self._call, self._on_end = call, on_end
+            self.begun_s, self.ended_s, self.outcomes = {}, {}, {}
+
+    def drain(self, num: int) -> None:
+        """Wait until so many episodes have ended, which their process says that they have."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.outcomes) >= num, _DRAIN_S)
+
+    def say_begun(self, call: int, index: int) -> None:
+        self._write([call, index])
+
+    def say_ended(self, call: int, index: int, outcome: Outcome) -> None:
+        failure = outcome.failure and [outcome.failure.cause[:100], outcome.failure.message[:500]]
+        self._write([call, index, outcome.reward, failure, outcome.metrics])
+
+    def _write(self, values: list[Any]) -> None:
+        line = json.dumps(values).encode() + b"\n"
+        if len(line) > _MAX_LINE_BYTES:
+            line = json.dumps([*values[:4], {}]).encode() + b"\n"
+        os.write(self._write_end, line)
+
+    def _read(self) -> None:
+        with os.fdopen(self._read_end, "rb") as lines:
+            for line in lines:
+                try:
+                    call, index, *rest = json.loads(line)
+                except ValueError:  # the rest of a line whose writer was killed
+                    continue
+                with self._changed:
+                    if call == self._call:
+                        self._take(index, rest)
+                        self._changed.notify_all()
+
+    def _take(self, index: int, rest: list[Any]) -> None:
+        if not rest:
+            self.begun_s[index] = time.monotonic()
+            return
+        reward, failure, metrics = rest
+        self.ended_s[index] = time.monotonic()
+        self.outcomes[index] = Outcome(reward=reward, failure=failure and Failure(*failure), metrics=metrics)
+        self._on_end(index)
+
+
+def _ignore(index: int) -> None: ...

@@ -1,0 +1,127 @@
+"""Parse the requests of one episode: any model name, the run's sampling, and prompts that are recorded.
+
+A request's temperature, top_p, top_k, min_p and seed are not used: the learner needs the policy that the run
+trains, and the samples of a row must differ. Its max_tokens, stop strings, n, tools and formats are.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from qerl.agents.record import EpisodeRecord, Message, RecordedCall
+from qerl.algo.seeds import mix
+from qerl.serve.batcher import PendingRequest
+from qerl.serve.fields import ApiError, ChatBody, RequestBody
+from qerl.serve.grammar import Grammars
+from qerl.serve.request import CompletionRequest, RequestParser
+from qerl.serve.response import split_calls
+from qerl.types import Sample, Sampling
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class OpenEpisode:
+    """An episode whose key is alive until it is over."""
+
+    number: int
+    base_url: str
+    api_key: str
+    record: EpisodeRecord
+    seed: int
+    sampling: Sampling
+    is_over: bool = False
+    running: set[PendingRequest] = dataclasses.field(default_factory=set)
+
+    def check(self) -> None:
+        """Raise ApiError if it is over."""
+        if self.is_over:
+            raise ApiError(410, f"episode {self.number} is over: its key is dead", code="episode_over")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpisodeParser(RequestParser):
+    shared: RequestParser
+    """Its grammars are used, which take time to make."""
+    episode: OpenEpisode
+    max_calls: int
+    timeout_s: float
+
+    @property
+    def record(self) -> EpisodeRecord:
+        return self.episode.record
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        return self.shared.grammars
+
+    @property
+    def known_name(self) -> str | None:
+        return None
+
+    def _chat_request(self, body: ChatBody, messages: list[dict[str, Any]]) -> CompletionRequest:
+        self._count()
+        rendered = self._rendered(body, messages)
+        call = self.record.call(rendered[1], messages, self._variables(body))
+        names = frozenset(each.name for each in body.offered_tools)
+        text = rendered[0] if call.prompt_T is rendered[1] else ""
+        return self._watched(call, self._request(body, [(text, call.prompt_T)], names))
+
+    def completion(self, content: bytes) -> CompletionRequest:
+        self._count()
+        asked = super().completion(content)
+        if len(asked.prompts_P) > 1:
+            message = "an episode's completion takes one prompt; send the others in requests of their own"
+            raise ApiError(400, message, param="prompt")
+        return self._watched(self.record.call(asked.prompts_P[0].tokens_T), asked)
+
+    def _count(self) -> None:
+        if self.record.count_call() > self.max_calls:
+            message = f"the episode has made its {self.max_calls} calls (agent.max_calls)"
+            raise ApiError(400, message, code="too_many_calls")
+
+    def _watched(self, call: RecordedCall, asked: CompletionRequest) -> CompletionRequest:
+        """Record the answers to the request when they end."""
+        self.episode.check()
+        pending, record, running = asked.pending, self.record, self.episode.running
+
+        def add(choice: int, sample: Sample) -> None:
+            record.add(call, choice, sample, None if call.messages is None else _reply(asked, sample))
+
+        pending.on_choice, pending.timeout_s = add, self.timeout_s
+
+        def end(future: Future[list[Sample]]) -> None:
+            running.discard(pending)
+            record.end()
+
+        record.begin()
+        running.add(pending)
+        pending.future.add_done_callback(end)
+        return asked
+
+    def _variables(self, body: ChatBody) -> Mapping[str, Any]:
+        tools = {"tools": [tool.function.for_template() for tool in body.tools]} if body.offered_tools else {}
+        return {**body.chat_template_kwargs, **tools}
+
+    def _seed(self, body: RequestBody, prompts: list[tuple[str, list[int]]]) -> int:
+        """Return a seed that depends on the prompt, and on how often it was sent before: the order in which
+        requests that run beside each other arrive does not matter."""
+        digest = hashlib.sha256(json.dumps(prompts[0][1]).encode()).digest()
+        return mix(self.episode.seed, int.from_bytes(digest[:8]) >> 1, self.record.count_prompt(digest))
+
+    def _sampling(self, body: RequestBody) -> Sampling:
+        run, asked = self.episode.sampling, super()._sampling(body)
+        most = min(asked.max_tokens, run.max_tokens)
+        return dataclasses.replace(run, max_tokens=most, stop=tuple(dict.fromkeys((*run.stop, *asked.stop))))
+
+
+def _reply(asked: CompletionRequest, sample: Sample) -> Message:
+    """Return the message that the client gets, as a chat's messages are parsed."""
+    text, calls = split_calls(asked.tool_call_stream(), sample.text)
+    reply: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        functions = [{"name": each.name, "arguments": json.loads(each.arguments)} for each in calls]
+        reply["tool_calls"] = [{"id": "", "type": "function", "function": each} for each in functions]
+    return reply

@@ -1,0 +1,294 @@
+"""Record one episode's answers as the tokens that the engine sampled.
+
+    request           messages M                      prompt P            answer S (sampled)
+    later request     M, the answer, further ones     P + S + between     S'
+
+A request whose messages are those of an earlier one, the answer to it, and something more continues that
+answer: its prompt is the earlier prompt, the sampled tokens themselves and what the chat template puts after
+them, so nothing is tokenized twice. Any other request, with a shorter history or another system prompt, gets
+the template's rendering; if that happens to begin with the tokens of an earlier prompt and answer, it
+continues that one too.
+
+Each answer is learned from once. The first request that continues an answer goes on in the same sample; a
+second one (two continuations of one answer) begins a sample, whose prompt has the tokens before it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.errors import UserError
+from qerl.tasks.prompt import chat_reply_tokens, special_end
+from qerl.types import Group, Prompt, Sample
+
+Message = Mapping[str, Any]
+_IS_ERROR = re.compile(r"\W*(an )?error\b", re.IGNORECASE)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class RecordedCall:
+    """One request for answers."""
+
+    number: int
+    prompt_T: list[int]
+    messages: Sequence[Message] | None
+    """None for a plain text."""
+    digest: str
+    """Of the messages and of what else the prompt is made of."""
+    parent: "RecordedAnswer | None"
+    given: Sequence[Message]
+    """Messages since the parent's answer."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class RecordedAnswer:
+    call: RecordedCall
+    choice: int
+    sample: Sample
+    child: "RecordedAnswer | None" = None
+    """The first answer to a prompt that continues this one."""
+
+    @property
+    def all_T(self) -> list[int]:
+        return self.call.prompt_T + self.sample.tokens_T
+
+
+class EpisodeRecord:
+    """Thread-safe: requests are parsed in one thread, and answers end in another."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, sample_index: int):
+        self._tokenizer, self._sample_index = tokenizer, sample_index
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._answers: list[RecordedAnswer] = []
+        self._by_messages: dict[str, list[RecordedAnswer]] = {}
+        self._by_tokens: dict[tuple[int, bytes], RecordedAnswer] = {}
+        self._tool_results: dict[tuple[str, str], None] = {}
+        self._prompts: dict[bytes, int] = {}
+        self._num_running, self._running_since, self._busy_s = 0, 0.0, 0.0
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
+
+    @property
+    def num_answers(self) -> int:
+        return len(self._answers)
+
+    @property
+    def num_tool_calls(self) -> int:
+        return len(self._tool_results)
+
+    @property
+    def num_tool_failures(self) -> int:
+        return sum(bool(_IS_ERROR.match(content)) for _, content in self._tool_results)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a call was running."""
+        with self._lock:
+            since_s = time.monotonic() - self._running_since if self._num_running else 0.0
+            return self._busy_s + since_s
+
+    def count_call(self) -> int:
+        """Count a request of the episode; return their number so far."""
+        with self._lock:
+            self._num_calls += 1
+            return self._num_calls
+
+    def count_prompt(self, digest: bytes) -> int:
+        """Return how often a prompt with this digest was counted before."""
+        with self._lock:
+            self._prompts[digest] = self._prompts.get(digest, -1) + 1
+            return self._prompts[digest]
+
+    def begin(self) -> None:
+        with self._lock:
+            self._num_running += 1
+            if self._num_running == 1:
+                self._running_since = time.monotonic()
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_running -= 1
+            if not self._num_running:
+                self._busy_s += time.monotonic() - self._running_since
+
+    def call(
+        self,
+        rendered_T: list[int],
+        messages: Sequence[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> RecordedCall:
+        """Return the call with the prompt that the model gets. rendered_T: the prompt as the chat template or
+        the tokenizer has it. variables: further ones of the template, such as tools."""
+        with self._lock:
+            number, parent, prompt_T, given = self._num_calls, None, rendered_T, messages or ()
+            digest = ""
+            if messages is not None:
+                *prefixes, (_, digest) = _digests(messages, variables or {})
+                parent, prompt_T, given = self._continued(messages, prefixes, variables or {}) or (
+                    None,
+                    rendered_T,
+                    messages,
+                )
+            parent = parent or self._with_prefix(rendered_T)
+            for message in given:
+                if message["role"] == "tool":
+                    key = str(message.get("tool_call_id") or ""), str(message["content"])
+                    self._tool_results[key] = None
+            return RecordedCall(
+                number=number,
+                prompt_T=prompt_T,
+                messages=messages,
+                digest=digest,
+                parent=parent,
+                given=given,
+            )
+
+    def _continued(
+        self, messages: Sequence[Message], prefixes: list[tuple[int, str]], variables: Mapping[str, Any]
+    ) -> tuple[RecordedAnswer, list[int], Sequence[Message]] | None:
+        """Return the answer that the messages continue, their prompt, and the messages after the answer."""
+        for end, digest in reversed(prefixes):
+            found, rest = self._by_messages.get(digest, []), messages[end:]
+            if not found or rest[-1]["role"] == "assistant":
+                continue
+            answer = next((each for each in found if each.child is None), found[-1])
+            ended_by = special_end(self._tokenizer, answer.sample.tokens_T)
+            try:
+                between_T = chat_reply_tokens(self._tokenizer, list(rest), ended_by, variables)
+            except UserError:  # the template takes these messages in another place only
+                return None
+            return answer, answer.all_T + between_T, rest
+        return None
+
+    def _with_prefix(self, prompt_T: list[int]) -> RecordedAnswer | None:
+        """Return the longest answer whose prompt and tokens the prompt begins with."""
+        lengths = sorted({length for length, _ in self._by_tokens if length < len(prompt_T)})
+        found, digest, start, values = None, hashlib.blake2b(), 0, array("q", prompt_T)
+        for length in lengths:
+            digest.update(values[start:length].tobytes())
+            start = length
+            found = self._by_tokens.get((length, digest.copy().digest())) or found
+        return found
+
+    def add(self, call: RecordedCall, choice: int, sample: Sample, reply: Message | None) -> None:
+        """Record an answer. reply: the message that the client gets; None for a plain text."""
+        with self._lock:
+            answer = RecordedAnswer(call=call, choice=choice, sample=sample)
+            self._answers.append(answer)
+            if call.parent is not None and call.parent.child is None:
+                call.parent.child = answer
+            all_T = array("q", answer.all_T)
+            self._by_tokens.setdefault((len(all_T), hashlib.blake2b(all_T.tobytes()).digest()), answer)
+            if reply is not None and call.messages and call.messages[-1]["role"] != "assistant":
+                for echo in {_text_of(each): each for each in _echoes(reply)}.values():
+                    key = _next_digest(call.digest, echo)
+                    self._by_messages.setdefault(key, []).append(answer)
+
+    def parts(self, prompt: Prompt) -> list[Group]:
+        """Return the samples of the episode, in the order of their first requests: groups of one sample each,
+        with their own prompts. prompt: the row's, whose index and columns they get."""
+        with self._lock:
+            answers = sorted(self._answers, key=lambda each: (each.call.number, each.choice))
+        parts = []
+        for chain in (_chain(each) for each in answers if _begins(each)):
+            first = chain[0].call
+            tokens_T, spans = _joined(chain)
+            sample = Sample(
+                tokens_T=tokens_T,
+                logprobs_T=[value for answer in chain for value in answer.sample.logprobs_T],
+                text="",
+                finish=chain[-1].sample.finish,
+                version=chain[-1].sample.version,
+                sample_index=self._sample_index,
+                environment_spans=spans,
+                messages=[each for answer in chain for each in _shown(answer)],
+            )
+            own = dataclasses.replace(prompt, text="", tokens_T=first.prompt_T, messages=None)
+            parts.append(Group(prompt=own, samples_G=[sample]))
+        return parts
+
+
+def _begins(answer: RecordedAnswer) -> bool:
+    """True if a sample begins with this answer."""
+    return answer.call.parent is None or answer.call.parent.child is not answer
+
+
+def _chain(answer: RecordedAnswer) -> list[RecordedAnswer]:
+    chain = [answer]
+    while (child := chain[-1].child) is not None:
+        chain.append(child)
+    return chain
+
+
+def _joined(chain: list[RecordedAnswer]) -> tuple[list[int], tuple[range, ...]]:
+    """Return the tokens after the first prompt, and the spans among them that were given."""
+    tokens_T, spans, start = [], [], len(chain[0].call.prompt_T)
+    for answer in chain:
+        given_T = answer.call.prompt_T[start + len(tokens_T) :]
+        if given_T:
+            spans.append(range(len(tokens_T), len(tokens_T) + len(given_T)))
+        tokens_T += given_T + answer.sample.tokens_T
+    return tokens_T, tuple(spans)
+
+
+def _shown(answer: RecordedAnswer) -> Iterator[dict[str, str]]:
+    """Yield the messages since the answer before this one, and the answer, for people to read."""
+    for message in answer.call.given:
+        calls = [json.dumps(each["function"], ensure_ascii=False) for each in message.get("tool_calls", ())]
+        yield {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *calls]))}
+    yield {"role": "assistant", "content": answer.sample.text}
+
+
+def _digests(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Return (number of messages, digest of these) for each beginning that ends with an answer of the model,
+    and for all messages. Messages of the assistant that follow each other are one: an API that has an item
+    for every part of an answer sends it back so."""
+    digest, found, merged = _text_of(dict(variables)), list[tuple[int, str]](), dict[str, Any] | None
+    merged = None
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "assistant":
+            merged = _merged(merged, message)
+            is_last = number == len(messages) or messages[number]["role"] != "assistant"
+            if not is_last:
+                continue
+            digest, merged = _next_digest(digest, merged), None
+            found.append((number, digest))
+        else:
+            digest = _next_digest(digest, message)
+    return [*found, (len(messages), digest)]
+
+
+def _merged(before: dict[str, Any] | None, message: Message) -> dict[str, Any]:
+    calls = [*(before or {}).get("tool_calls", ()), *message.get("tool_calls", ())]
+    content = (before or {}).get("content", "") + message["content"]
+    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _echoes(reply: Message) -> list[Message]:
+    """Return the forms in which clients send an answer back: some leave out the text beside calls."""
+    return [reply, {**reply, "content": ""}] if reply.get("tool_calls") else [reply]
+
+
+def _next_digest(digest: str, message: Message) -> str:
+    return hashlib.sha256(f"{digest}{_text_of(message)}".encode()).hexdigest()
+
+
+def _text_of(message: Message) -> str:
+    """Return what two messages must have in common to be the same: ids do not count, nor blanks around an
+    answer."""
+    values = {name: value for name, value in message.items() if name not in ("tool_call_id", "tool_calls")}
+    if message.get("role") == "assistant":
+        values["content"] = str(message.get("content") or "").strip()
+    calls = [each["function"] for each in message.get("tool_calls", ())]
+    return json.dumps([values, calls], sort_keys=True, ensure_ascii=True)

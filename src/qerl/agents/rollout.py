@@ -1,0 +1,186 @@
+"""Episodes of an agent behind the engine's interface: one per sample, all at once.
+
+    open a key per sample  ->  the worker runs the agent for all  ->  samples from what was recorded
+
+An episode that raises, returns no number, calls no model or takes too long has a failure and no reward; the
+others are learned from.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from qerl.agents.endpoint import MODEL_NAME, Endpoint
+from qerl.agents.outcomes import Outcome, OutcomePipe
+from qerl.agents.parser import OpenEpisode
+from qerl.agents.record import EpisodeRecord
+from qerl.agents.worker import AgentCall, AgentWorker
+from qerl.algo.seeds import mix
+from qerl.config import AgentConfig, TaskConfig
+from qerl.engine.engine import Engine
+from qerl.serve.loaded_model import LoadedModel
+from qerl.tasks.scoring import Failure, name_of
+from qerl.tasks.worker_pool import WorkerLost, WorkerPool
+from qerl.types import Episode, Group, Prompt, Sample, Sampling
+
+_AGENT = 5  # keeps these seeds apart from other draws
+_SPARE_S = 60.0
+
+
+class AgentPool:
+    """The agents' process, and the endpoint once there is an engine. Made before a model is loaded."""
+
+    def __init__(self, function: Callable[..., Any], config: AgentConfig, task: TaskConfig):
+        self.function, self._config = function, config
+        self._pipe = OutcomePipe()
+        worker = AgentWorker(function, config, self._pipe)
+        memory_bytes = int(task.reward_memory_gb * 1e9)
+        self._pool = WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
+        self._pipe.start()
+        self._endpoint: Endpoint | None = None
+        self._num_rollouts = 0
+
+    def __enter__(self) -> "AgentPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._endpoint is not None:
+            self._endpoint.stop()
+        self._pool.stop()
+        self._pipe.close()
+
+    def engine(self, engine: Engine, *, max_positions: int, stop_tokens: frozenset[int]) -> "AgentEngine":
+        """Return what samples episodes; max_positions: the model's."""
+        most = min(self._config.context_tokens, max_positions)
+        model = LoadedModel(
+            engine=engine, tokenizer=engine.tokenizer, stop_tokens=stop_tokens, max_positions=most
+        )
+        self._endpoint = Endpoint(model, self._config)
+        self._endpoint.start()
+        return AgentEngine(engine, self)
+
+    def play(
+        self, records: list[tuple[EpisodeRecord, int]], rows: list[dict[str, Any]], sampling: Sampling
+    ) -> tuple[list[Outcome], list[float]]:
+        """Return each episode's outcome, and its seconds. records: with the episodes' seeds."""
+        assert self._endpoint is not None
+        pipe, self._num_rollouts = self._pipe, self._num_rollouts + 1
+        with self._endpoint.opened(records, sampling) as episodes:
+            endpoint = self._endpoint
+            pipe.listen(self._num_rollouts, lambda index: endpoint.close_episode(episodes[index]))
+            calls = [self._call(i, *each) for i, each in enumerate(zip(episodes, rows, strict=True))]
+            while calls:
+                lost = self._run(calls)
+                pipe.drain(len(episodes) if lost is None else 0)
+                outcomes = pipe.outcomes
+                for call in calls:
+                    if call.index in pipe.begun_s and call.index not in outcomes:
+                        outcomes[call.index] = Outcome(failure=lost or _UNREPORTED)
+                        endpoint.close_episode(episodes[call.index])
+                left = [call for call in calls if call.index not in outcomes]
+                if len(left) == len(calls):  # the process cannot even begin
+                    outcomes |= {call.index: Outcome(failure=lost or _UNREPORTED) for call in left}
+                    left = []
+                calls = left
+        begun_s, ended_s = pipe.begun_s, pipe.ended_s
+        seconds = [ended_s.get(i, 0.0) - begun_s.get(i, 0.0) for i in range(len(records))]
+        return [pipe.outcomes[i] for i in range(len(records))], seconds
+
+    def _call(self, index: int, episode: OpenEpisode, row: dict[str, Any]) -> AgentCall:
+        return AgentCall(
+            call=self._num_rollouts,
+            index=index,
+            base_url=episode.base_url,
+            api_key=episode.api_key,
+            model=MODEL_NAME,
+            row=row,
+            seed=episode.seed,
+        )
+
+    def _run(self, calls: list[AgentCall]) -> Failure | None:
+        """Run the episodes; return why their process was lost, if it was."""
+        waves = -(-len(calls) // self._config.max_concurrent)
+        deadline_s = (waves + 1) * self._config.episode_timeout_s + _SPARE_S
+        (ended,) = self._pool.run([calls], deadline_s=deadline_s)
+        if isinstance(ended, WorkerLost):
+            return Failure(ended.cause, f"{name_of(self.function)}: {ended.message}")
+        if ended:
+            self._pool.stop()  # with the threads that go on; the next run starts a process
+        return None
+
+
+_UNREPORTED = Failure("no outcome", "the agents' process did not say how the episode ended")
+
+
+class AgentEngine:
+    def __init__(self, engine: Engine, pool: AgentPool):
+        self._engine, self._pool = engine, pool
+
+    def publish(self, version: int) -> None:
+        self._engine.publish(version)
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+    def generate(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> list[Group]:
+        """Return a sample for each episode: num_samples of each row."""
+        records, rows, places = [], [], []
+        for prompt in prompts_P:
+            row = prompt.columns | {"prompt": prompt.messages or prompt.text}
+            for g in range(num_samples):
+                record = EpisodeRecord(self._engine.tokenizer, sample_index=g)
+                records.append((record, mix(seed, _AGENT, step, prompt.index, g)))
+                rows.append(row)
+                places.append(prompt)
+        outcomes, seconds = self._pool.play(records, rows, sampling)
+        samples = [
+            _sample(prompt, record, outcome, took_s, self._engine.version)
+            for prompt, (record, _), outcome, took_s in zip(places, records, outcomes, seconds, strict=True)
+        ]
+        return [
+            Group(prompt=prompt, samples_G=samples[p * num_samples : (p + 1) * num_samples])
+            for p, prompt in enumerate(prompts_P)
+        ]
+
+
+def _sample(prompt: Prompt, record: EpisodeRecord, outcome: Outcome, took_s: float, version: int) -> Sample:
+    """Return the episode as a sample: its parts, and their tokens one after the other."""
+    parts, failure = record.parts(prompt), outcome.failure
+    if not parts and failure is None:
+        failure = Failure("no call", "the agent returned without an answer of the model")
+    tokens_T, logprobs_T, spans, messages = [], [], [], []
+    for number, part in enumerate(parts, 1):
+        (own,) = part.samples_G
+        spans += [range(len(tokens_T) + s.start, len(tokens_T) + s.stop) for s in own.environment_spans]
+        tokens_T += own.tokens_T
+        logprobs_T += own.logprobs_T
+        if number > 1:
+            messages.append({"role": "part", "content": f"{number} of {len(parts)}"})
+        messages += own.messages or []
+    return Sample(
+        tokens_T=tokens_T,
+        logprobs_T=logprobs_T,
+        text="\n".join(f"{message['role']}: {message['content']}" for message in messages),
+        finish=parts[-1].samples_G[0].finish if parts else "stop",
+        version=version,
+        environment_spans=tuple(spans),
+        messages=messages,
+        reward=None if failure else outcome.reward,
+        failure=(failure.cause, failure.message) if failure else None,
+        episode=Episode(
+            parts=tuple(map(_without_messages, parts)),
+            num_turns=record.num_answers,
+            num_tool_calls=record.num_tool_calls,
+            num_tool_failures=record.num_tool_failures,
+            waiting_share=max(0.0, 1.0 - record.busy_s / took_s) if took_s > 0 else 0.0,
+            metrics=outcome.metrics,
+        ),
+    )
+
+
+def _without_messages(part: Group) -> Group:
+    return dataclasses.replace(
+        part, samples_G=[dataclasses.replace(sample, messages=None) for sample in part.samples_G]
+    )

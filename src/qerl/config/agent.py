@@ -1,0 +1,36 @@
+"""Agents: code of the user's that talks to the model through an endpoint and returns a reward."""
+
+import dataclasses
+
+from qerl.config.check import check_positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AgentConfig:
+    """Used if `function` is set: docs/agent.md. sample.max_tokens then limits one answer of the model."""
+
+    function: str | None = None
+    """module:function or file.py:function, async or not, that is called for every sample with a client of the
+    endpoint and the row, and returns the reward; it replaces task.rewards. None: no agent."""
+
+    context_tokens: int = 8192
+    """Longest prompt and answer of one call together, in tokens; the model's positions if those are fewer."""
+
+    max_calls: int = 1000
+    """Maximum number of calls of the model in one episode; more are refused."""
+
+    max_concurrent: int = 256
+    """Maximum number of episodes that run at the same time."""
+
+    call_timeout_s: float = 300.0
+    """A call of the model that is not complete after so many seconds fails."""
+
+    episode_timeout_s: float = 900.0
+    """An episode that is not over after so many seconds is broken: its sample gets no reward."""
+
+    max_body_bytes: int = 4_194_304
+    """Maximum size of one request, in bytes."""
+
+    def __post_init__(self):
+        check_positive(self, "context_tokens", "max_calls", "max_concurrent", prefix="agent.")
+        check_positive(self, "call_timeout_s", "episode_timeout_s", "max_body_bytes", prefix="agent.")
