@@ -141,7 +141,7 @@ def test_what_is_no_matrix_is_refused(name, shape):
 
 @ALL
 def test_an_operand_first_made_for_inference_can_be_learned_through(name):
-    for table in (e2m1._pairs, nf4._pairs, nf4._dynamic_map, nf4._codes_on_grid):
+    for table in (e2m1._pairs, nf4._pairs, nf4.dynamic_map, nf4._codes_on_grid):
         table.cache_clear()
     weight = FORMATS[name].encode(gaussian(16, 64))
     with torch.inference_mode():

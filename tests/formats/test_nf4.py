@@ -25,7 +25,7 @@ def test_levels_and_dynamic_map_are_those_of_bitsandbytes():
     cpu = torch.device("cpu")
     levels = bitsandbytes.functional.get_4bit_type("nf4", device="cpu")
     assert torch.equal(torch.tensor(nf4.LEVELS), levels)
-    assert torch.equal(nf4._dynamic_map(cpu), bitsandbytes.functional.create_dynamic_map())
+    assert torch.equal(nf4.dynamic_map(cpu), bitsandbytes.functional.create_dynamic_map())
 
 
 def test_every_absmax_is_quantized_as_bitsandbytes_does_it():

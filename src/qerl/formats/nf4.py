@@ -86,7 +86,7 @@ class NF4(PackedWeight):
     def operand(self, dtype: torch.dtype) -> Tensor:
         n, k = self.shape
         group = self.absmax_scales.repeat_interleave(GROUP_BLOCKS)[: len(self.absmax_codes)]
-        absmax = _dynamic_map(self.codes.device).index_select(0, self.absmax_codes.int()) * group
+        absmax = dynamic_map(self.codes.device).index_select(0, self.absmax_codes.int()) * group
         absmax_NB = (absmax + self.absmax_offset).view(n, -1)
         out = torch.empty(n, k, dtype=dtype, device=self.codes.device)
         pairs = _pairs(self.codes.device)
@@ -118,7 +118,7 @@ def _quantize_absmax(centered: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _dynamic_map(device: torch.device) -> Tensor:
+def dynamic_map(device: torch.device) -> Tensor:
     """Return 256 ascending values: per sign 2^e evenly spaced ones in decade e of 7; and 0 and 1."""
     decades = []
     for exponent in range(7):
@@ -131,7 +131,7 @@ def _dynamic_map(device: torch.device) -> Tensor:
 @functools.cache
 def _codes_on_grid(device: torch.device) -> Tensor:
     """Return uint8 [65536]: the map's nearest index for each point of an even grid over [-1, 1]."""
-    values = _dynamic_map(torch.device("cpu"))
+    values = dynamic_map(torch.device("cpu"))
     middles = 0.5 * (values[:-1] + values[1:])
     steps = torch.arange(_GRID_STEPS + 1, dtype=torch.float32)
     points = 2 * steps / torch.tensor(float(_GRID_STEPS)) - 1

@@ -158,6 +158,12 @@ def _pack_int8(codes_NK: Tensor, scales_RC: Tensor, granularity: Granularity) ->
     return INT8(codes_NK, scales_RC[row_index_N, 0])
 
 
+def int8_weight(codes_NK: Tensor, zeros_N1: Tensor, scales_N1: Tensor) -> INT8:
+    """Return the weight (q - z) s of codes without sign whose differences from the zero points fit int8."""
+    differences_NK = codes_NK.short() - zeros_N1.short()
+    return INT8(differences_NK.to(torch.int8), scales_N1[:, 0].contiguous())
+
+
 _PACK: dict[str, Callable[[Tensor, Tensor, Granularity], PackedWeight]] = {
     FP8.name: _pack_fp8,
     INT8.name: _pack_int8,
