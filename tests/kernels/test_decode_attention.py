@@ -6,9 +6,11 @@ import torch
 from conftest import rms_error
 from qerl.kernels import decode_attention as op
 from qerl.kernels.attention import paged_decode
+from qerl.kernels.attention_options import PLAIN
+from qerl.kernels.decode_shape import CHUNK, LONG_CHUNK
 from qerl.kernels.decode_state import DecodeState
 
-C = op.CHUNK
+C = CHUNK
 RAGGED = (1, 15, 16, 17, 0, C - 1, C, C + 1, 33, 1000, 0, 2 * C, 2 * C + 1, 257, 100, 769)
 POSITIONS = 2048
 
@@ -77,16 +79,18 @@ def step(lengths, N, K, H, rng, *, page_tokens=16, kv_dtype=torch.bfloat16, grou
     return Step(qkv, turning_angles(H), cache, state)
 
 
-def plain(step, norms=None):
+def plain(step, norms=None, options=PLAIN, is_gated=False):
     """What torch does in 16 bits: `paged_decode` of a cache that has this step's token."""
     K, positions = step.cache.k.shape[2], step.state.positions_B[: len(step.qkv)]
-    op.reference(step.qkv, step.angles, step.cache, step.state, norms)
+    op.reference(step.qkv, step.angles, step.cache, step.state, norms, options, is_gated)
     k, v = (
         (pages.float() if scales is None else op.from_fp8(pages, scales)).nan_to_num(0).bfloat16()
         for pages, scales in ((step.cache.k, step.cache.k_scales), (step.cache.v, step.cache.v_scales))
     )
-    q = op.split_heads(step.qkv, step.angles, positions.clamp(min=0), K, norms)[0]
-    o = paged_decode(q, k, v, step.state.tables_BX[: len(q)].long(), positions.clamp(min=0) + 1)
+    at, H = positions.clamp(min=0), step.cache.k.shape[3]
+    q, _, _, gate = op.split_heads(step.qkv, step.angles, at, K, H, norms, is_gated)
+    o = paged_decode(q, k, v, step.state.tables_BX[: len(q)].long(), at + 1, options)
+    o = o if gate is None else o * gate.sigmoid()
     return o.flatten(1) * (positions >= 0)[:, None]
 
 
@@ -126,7 +130,8 @@ def test_a_code_comes_back_from_its_own_scale():
 
 
 def test_other_shapes_are_refused():
-    assert op.supports(28, 4, 128, 16) and op.supports(16, 1, 64, 48)
+    assert op.supports(28, 4, 128, 16) and op.supports(16, 1, 64, 48) and op.supports(8, 1, 256, 16, 64)
+    assert not op.supports(16, 1, 256, 16) and not op.supports(8, 4, 256, 16, 48)
     assert not op.supports(28, 4, 96, 16) and not op.supports(28, 3, 128, 16)
     assert not op.supports(17, 1, 128, 16) and not op.supports(28, 4, 128, 8)
 
@@ -137,23 +142,23 @@ def made():
         pytest.skip("needs a CUDA device")
     kernels = {}
 
-    def make(N, K, H, page_tokens=16, kv_dtype=torch.bfloat16, rows=64, pages=POSITIONS // 16):
-        key = (N, K, H, page_tokens, kv_dtype, rows, pages)
+    def make(N, K, H, page_tokens=16, kv_dtype=torch.bfloat16, rows=64, pages=POSITIONS // 16, gated=False):
+        key = (N, K, H, page_tokens, kv_dtype, rows, pages, gated)
         if key not in kernels:
-            kernels[key] = op.DecodeAttention(*key, torch.device("cuda"))
+            kernels[key] = op.DecodeAttention(*key[:-1], torch.device("cuda"), is_gated=gated)
         return kernels[key]
 
     return make
 
 
-def check(kernel, case, norms=None):
+def check(kernel, case, norms=None, options=PLAIN, is_gated=False):
     """o against float64, and every byte of the cache."""
     case = case.moved("cuda")
     norms = norms and (norms[0].cuda(), norms[1].cuda(), norms[2])
     truth_case, plain_case = case.copy(), case.copy()
-    truth = op.reference(case.qkv, case.angles, truth_case.cache, case.state, norms)
-    got = kernel.attend(case.qkv, case.angles, case.cache, case.state, norms=norms)
-    assert rms_error(got, truth) <= 1.1 * rms_error(plain(plain_case, norms), truth)
+    truth = op.reference(case.qkv, case.angles, truth_case.cache, case.state, norms, options, is_gated)
+    got = kernel.attend(case.qkv, case.angles, case.cache, case.state, norms, options)
+    assert rms_error(got, truth) <= 1.1 * rms_error(plain(plain_case, norms, options, is_gated), truth)
     for row, position in enumerate(case.state.positions_B.tolist()):
         if position >= 0:
             assert rms_error(got[row], truth[row]) < 0.01, row
@@ -185,7 +190,7 @@ def test_pages_may_be_of_any_16_tokens(page_tokens, kv_dtype, made, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_many_rows_have_longer_chunks(kv_dtype, made, rng):
-    long = op.LONG_CHUNK
+    long = LONG_CHUNK
     lengths = RAGGED * 4 + (long - 1, long, long + 1, 2 * long, 2 * long + 1, 3 * long, 0, 1023)
     check(made(28, 4, 128, 16, kv_dtype, rows=72), step(lengths, 28, 4, 128, rng, kv_dtype=kv_dtype))
 

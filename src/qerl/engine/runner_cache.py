@@ -25,7 +25,7 @@ from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8
 from qerl.kernels.chunked_attention import chunked_decode
-from qerl.kernels.decode_attention import CHUNK
+from qerl.kernels.decode_shape import CHUNK
 from qerl.kernels.head_sample import Head, HeadSampler, NVFP4Head, head_sampler
 from qerl.models.decoder import Decoder
 from qerl.models.packed_linear import PackedNVFP4

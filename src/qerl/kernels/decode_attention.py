@@ -15,18 +15,23 @@ order of chunks. So a row's bits depend on that row alone and on whether there a
 pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1 get
 zeros.
 
+What attention_options.py lists, a rotation of a head's first elements only, and a gate of each query head are
+compiled in where they are used. A row with a window has the chunks that the window reaches; no page wholly
+before it is read, so such a page may belong to another sequence already.
+
 Letters besides types.py: B rows, X pages of a table or columns of qkv. Positions, tables and pages are read
 before the previous kernel has ended, so no kernel that allows an early launch of this one may write them.
 """
 
 import dataclasses
-import functools
 import struct
 
 import torch
 from torch import Tensor
 
+from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cached_method import cached_method
+from qerl.kernels.decode_shape import CHUNK, Shape, Variant, choose_shape, choose_stages, most_chunks
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.nvrtc import addresses, compiled
 
@@ -39,16 +44,15 @@ CASES = (  # N, K, H
     (8, 1, 128),
     (32, 2, 128),
     (16, 1, 64),
+    (8, 4, 256),
+    (4, 1, 256),
+    (8, 1, 256),
 )
-CHUNK, LONG_CHUNK = 128, 256  # positions; the long chunk halves the sums to add, once there are enough units
 Norms = tuple[Tensor, Tensor, float]  # q_norm_H, k_norm_H in fp32, eps
 
 _E4M3_LARGEST = 448.0
 _THREADS = 32
-_MULTIPROCESSOR_BYTES, _CTA_BYTES = 228 * 1024, 1024  # shared memory; what the system reserves per CTA
-_TILE = 32  # positions
-_FEW_ROWS = 32
-_MANY_FP8_HEADS = 256  # rows x K/V heads above which 8 one-warp CTAs beat 6: FP8 is issue-bound (H200)
+_MULTIPROCESSOR_BYTES = 228 * 1024  # most shared memory that is used
 _LOG2_E = 1.4426950408889634
 
 
@@ -80,12 +84,23 @@ def from_fp8(codes_TKH: Tensor, scales_TK: Tensor) -> Tensor:
 
 
 def split_heads(
-    qkv_BX: Tensor, angles: Tensor, positions_B: Tensor, num_kv_heads: int, norms: Norms | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q_BNH, k_BKH, v_BKH as the kernel computes them, using torch; positions must not be negative."""
-    H = angles.shape[1]
-    heads = qkv_BX.view(len(qkv_BX), -1, H)
-    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    qkv_BX: Tensor,
+    angles: Tensor,
+    positions_B: Tensor,
+    num_kv_heads: int,
+    head_size: int,
+    norms: Norms | None,
+    is_gated: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return q_BNH, k_BKH, v_BKH as the kernel computes them, and the gates of the query heads, using torch;
+    positions must not be negative."""
+    K, H = num_kv_heads, head_size
+    q, k, v = qkv_BX.split((qkv_BX.shape[1] - 2 * K * H, K * H, K * H), dim=1)
+    q, k, v = (x.unflatten(1, (-1, H)) for x in (q, k, v))
+    gate_BNH = None
+    if is_gated:
+        q, gate_BNH = q[:, ::2], q[:, 1::2]
+    R = angles.shape[1]
     cosine, sine = angles[positions_B.long(), None].chunk(2, dim=-1)
     cosine, sine = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
 
@@ -94,31 +109,45 @@ def split_heads(
             wide = x.float()
             inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
             x = (wide * inverse).mul_(norm_H).to(x.dtype)
-        return (x * cosine).addcmul_(x.roll(H // 2, -1), sine).to(x.dtype)
+        if R == 0:
+            return x
+        turned = x[..., :R]
+        turned = (turned * cosine).addcmul_(turned.roll(R // 2, -1), sine).to(x.dtype)
+        return torch.cat((turned, x[..., R:]), -1)
 
     q_norm_H, k_norm_H, eps = norms or (None, None, 0.0)
-    return rotated(q, q_norm_H, eps), rotated(k, k_norm_H, eps), v
+    return rotated(q, q_norm_H, eps), rotated(k, k_norm_H, eps), v, gate_BNH
 
 
 def reference(
-    qkv_BX: Tensor, angles: Tensor, cache: LayerCache, state: DecodeState, norms: Norms | None = None
+    qkv_BX: Tensor,
+    angles: Tensor,
+    cache: LayerCache,
+    state: DecodeState,
+    norms: Norms | None = None,
+    options: AttentionOptions = PLAIN,
+    is_gated: bool = False,
 ) -> Tensor:
     """Return o [B, N * H] in float64, row by row; writes the cache as the kernel does."""
     (_, page_tokens, K, H), B = cache.k.shape, len(qkv_BX)
     positions_B = state.positions_B[:B]
-    q_BNH, k_BKH, v_BKH = split_heads(qkv_BX, angles, positions_B.clamp(min=0), K, norms)
+    q_BNH, k_BKH, v_BKH, gate_BNH = split_heads(
+        qkv_BX, angles, positions_B.clamp(min=0), K, H, norms, is_gated
+    )
     o_BNH = torch.zeros(q_BNH.shape, dtype=torch.float64, device=qkv_BX.device)
     for b, position in enumerate(positions_B.tolist()):
         if position < 0:
             continue
-        at = torch.arange(position + 1, device=qkv_BX.device)
+        first = 0 if options.window is None else max(position + 1 - options.window, 0)
+        at = torch.arange(first, position + 1, device=qkv_BX.device)
         slots = state.tables_BX[b].long()[at // page_tokens] * page_tokens + at % page_tokens
         k_SKH = _write_and_read(cache.k, cache.k_scales, slots, k_BKH[b])
         v_SKH = _write_and_read(cache.v, cache.v_scales, slots, v_BKH[b])
         q_KLH = q_BNH[b].double().view(K, -1, H)
-        weights_KLS = (torch.einsum("klh,skh->kls", q_KLH, k_SKH) / H**0.5).softmax(-1)
+        scores_KLS, _ = options.scaled(torch.einsum("klh,skh->kls", q_KLH, k_SKH), H)
+        weights_KLS = options.softmax(scores_KLS[None, :, :, None])[0, :, :, 0]
         o_BNH[b] = torch.einsum("kls,skh->klh", weights_KLS, v_SKH).reshape(-1, H)
-    return o_BNH.flatten(1)
+    return (o_BNH if gate_BNH is None else o_BNH * gate_BNH.double().sigmoid()).flatten(1)
 
 
 def _write_and_read(pages: Tensor, scales: Tensor | None, slots: Tensor, new_KH: Tensor) -> Tensor:
@@ -136,28 +165,16 @@ def _write_and_read(pages: Tensor, scales: Tensor | None, slots: Tensor, new_KH:
     )
 
 
-def supports(num_heads: int, num_kv_heads: int, head_size: int, page_tokens: int) -> bool:
-    """True if there is a kernel for this shape."""
+def supports(
+    num_heads: int, num_kv_heads: int, head_size: int, page_tokens: int, rotary_size: int | None = None
+) -> bool:
+    """True if there is a kernel for this shape. rotary_size: elements of a head that are rotated, its first
+    ones, in pairs (j, j + rotary_size / 2); None: all. Any AttentionOptions are supported."""
     group, rest = divmod(num_heads, num_kv_heads)
-    return rest == 0 and 1 <= group <= 16 and head_size in (64, 128) and page_tokens % 16 == 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
-    """Shape(chunk=128, ctas_per_sm=6): each CTA is one warp."""
-
-    chunk: int
-    ctas_per_sm: int
-
-
-def choose_shape(
-    B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int, chunk: int | None = None
-) -> Shape:
-    """Use fewer CTAs with more tiles in flight if there are few units. chunk=None: chosen from B."""
-    chunk = chunk or (CHUNK if B <= _FEW_ROWS else LONG_CHUNK)
-    if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
-        return Shape(chunk, 3)
-    return Shape(chunk, 8 if is_fp8 and B * num_kv_heads > _MANY_FP8_HEADS else 6)
+    most = {64: 16, 128: 16, 256: 8}.get(head_size, 0)  # more would not fit into the registers
+    turned = head_size if rotary_size is None else rotary_size
+    is_rotation = turned % 32 == 0 and 0 <= turned <= head_size
+    return rest == 0 and 1 <= group <= most and page_tokens % 16 == 0 and is_rotation
 
 
 class DecodeAttention:
@@ -177,13 +194,16 @@ class DecodeAttention:
         max_pages: int,
         device: torch.device,
         chunk: int | None = None,
+        is_gated: bool = False,
     ):
-        """chunk: used for any number of rows, so that sums have one order; None: chosen from the rows."""
+        """chunk: used for any number of rows, so that sums have one order; None: chosen from the rows.
+        is_gated: each query head of qkv is followed by a gate, whose sigmoid multiplies the head's output."""
         assert supports(num_heads, num_kv_heads, head_size, page_tokens) and max_rows <= 2**16
         assert kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
         self._heads, self._kv_heads, self._head_size = num_heads, num_kv_heads, head_size
         self._page_tokens, self._kv_dtype, self._max_rows = page_tokens, kv_dtype, max_rows
-        self._max_pages, self._device, self._chunk = max_pages, device, chunk
+        self._max_pages, self._device, self._chunk, self._is_gated = max_pages, device, chunk, is_gated
+        self._query_rows = num_heads * (1 + is_gated)
         self._fence = torch.zeros(1, device=device)
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
         self._columns = -(-(num_heads // num_kv_heads) // 8) * 8  # of mma, for the query heads of a K/V head
@@ -194,28 +214,28 @@ class DecodeAttention:
         gpu = torch.cuda.get_device_properties(device)
         self._num_sms = gpu.multi_processor_count
         self._shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
-        self._kernel = cached_method(self._compile)
+        self._kernel, self._write = cached_method(self._compile), cached_method(self._compile_write)
 
-    def _compile(self, shape: Shape):
-        is_fp8 = self._kv_dtype != torch.bfloat16
-        stage_bytes = 2 * _TILE * (self._head_size * self._kv_dtype.itemsize + (4 if is_fp8 else 0))
-        available = self._shared_bytes // shape.ctas_per_sm - _CTA_BYTES - 4 * self._max_rows
-        stages = max(min(available // stage_bytes, CHUNK // _TILE), 2)
-        defines = self._defines(shape.chunk) | {"STAGES": stages, "CTAS": shape.ctas_per_sm}
-        return compiled(
-            "decode_attention.cu",
-            "decode_attention",
-            self._device,
-            defines,
-            shared_bytes=stages * stage_bytes + 4 * self._max_rows,
+    def _compile(self, shape: Shape, variant: Variant):
+        stages, shared_bytes = choose_stages(
+            self._head_size, self._kv_dtype, shape.ctas_per_sm, self._max_rows, self._shared_bytes
         )
+        defines = self._defines(shape.chunk, variant) | {"STAGES": stages, "CTAS": shape.ctas_per_sm}
+        name = "decode_attention"
+        return compiled(f"{name}.cu", name, self._device, defines, shared_bytes=shared_bytes)
 
-    @functools.cached_property
-    def _write(self):
+    def _compile_write(self, variant: Variant):
         name = "decode_attention_write"
-        return compiled(f"{name}.cu", name, self._device, self._defines(CHUNK))
+        return compiled(f"{name}.cu", name, self._device, self._defines(CHUNK, variant))
 
-    def _defines(self, chunk: int) -> dict[str, int]:
+    def _defines(self, chunk: int, variant: Variant) -> dict[str, int]:
+        options = {
+            "ROTARY": variant.rotary if variant.rotary != self._head_size else None,
+            "WINDOW": variant.window or None,
+            "SOFTCAP": variant.softcap or None,
+            "SINKS": variant.sinks or None,
+            "GATED": self._is_gated or None,
+        }
         return {
             "H": self._head_size,
             "GROUP": self._heads // self._kv_heads,
@@ -223,6 +243,7 @@ class DecodeAttention:
             "PAGE": self._page_tokens,
             "CHUNK": chunk,
             "FP8": int(self._kv_dtype != torch.bfloat16),
+            **{name: int(value) for name, value in options.items() if value is not None},
         }
 
     def attend_together(
@@ -232,14 +253,16 @@ class DecodeAttention:
         cache: LayerCache,
         state: DecodeState,
         norms: Norms | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """Like `attend`, for rows that may belong to one sequence: writes all keys and values first."""
-        parameters = self._parameters(qkv_BX, angles, cache, state, qkv_BX, norms)
-        self._write.launch(grid=len(qkv_BX) * self._kv_heads, block_threads=32, parameters=(parameters,))
+        parameters = self._parameters(qkv_BX, angles, cache, state, qkv_BX, norms, options)
+        write = self._write(Variant.of(angles.shape[1], options))
+        write.launch(grid=len(qkv_BX) * self._kv_heads, block_threads=32, parameters=(parameters,))
         # A torch kernel starts after the previous launch has ended, and attention, which reads pages before
         # it waits, starts after the torch kernel.
         self._fence.zero_()
-        return self.attend(qkv_BX, angles, cache, state, norms)
+        return self.attend(qkv_BX, angles, cache, state, norms, options)
 
     def attend(
         self,
@@ -248,18 +271,21 @@ class DecodeAttention:
         cache: LayerCache,
         state: DecodeState,
         norms: Norms | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Return o [B, N * H] of the first B rows; angles fp32 [positions, H]: cosines, then sines."""
+        """Return o [B, N * H] of the first B rows; angles fp32 [positions, R]: cosines, then sines, of the R
+        elements of a head that are rotated. options: of the layer."""
         B, N, K, H = len(qkv_BX), self._heads, self._kv_heads, self._head_size
         out_BNH = torch.empty(B, N * H, dtype=torch.bfloat16, device=qkv_BX.device)
-        parameters = self._parameters(qkv_BX, angles, cache, state, out_BNH, norms)
+        parameters = self._parameters(qkv_BX, angles, cache, state, out_BNH, norms, options)
         positions, is_fp8 = state.tables_BX.shape[1] * self._page_tokens, self._kv_dtype != torch.bfloat16
-        shape = choose_shape(B, K, positions, is_fp8, self._num_sms, self._chunk)
-        kernel = self._kernel(shape)
+        seen = positions if options.window is None else min(positions, options.window)
+        shape = choose_shape(B, K, seen, is_fp8, self._num_sms, self._chunk)
+        kernel = self._kernel(shape, Variant.of(angles.shape[1], options))
         resident = kernel.resident_ctas(_THREADS)
         assert resident > 0
         # CTAs wait for one another, so all must run at once
-        grid = min(self._num_sms * resident, B * K * -(-positions // shape.chunk))
+        grid = min(self._num_sms * resident, B * K * most_chunks(positions, shape.chunk, options.window))
         kernel.launch(grid=grid, block_threads=_THREADS, parameters=(parameters,))
         return out_BNH
 
@@ -271,10 +297,12 @@ class DecodeAttention:
         state: DecodeState,
         out_BNH: Tensor,
         norms: Norms | None,
+        options: AttentionOptions,
     ) -> bytes:
         B, N, K, H = len(qkv_BX), self._heads, self._kv_heads, self._head_size
-        assert 1 <= B <= self._max_rows and qkv_BX.shape == (B, (N + 2 * K) * H)
-        assert angles.shape[1:] == (H,) and angles.dtype == torch.float32
+        assert 1 <= B <= self._max_rows and qkv_BX.shape == (B, (self._query_rows + 2 * K) * H)
+        assert angles.dtype == torch.float32 and angles.is_contiguous()
+        assert supports(N, K, H, self._page_tokens, angles.shape[1])
         for half in (qkv_BX, out_BNH):
             assert half.dtype == torch.bfloat16 and half.is_contiguous() and half.data_ptr() % 16 == 0
         tables = state.tables_BX
@@ -292,8 +320,16 @@ class DecodeAttention:
             *(state.positions_B, tables),
             *(q_norm_H, k_norm_H, out_BNH, self._partials, self._maxima),
         )
-        numbers = (eps, H**-0.5 * _LOG2_E, B, tables.stride(0), self._max_chunks)
-        return struct.pack("13Q2f3i4x", *pointers, *numbers)
+        window, cap, sinks_N = options.window, options.softcap, options.sinks_N
+        factor = options.scale_of(H) * _LOG2_E * (1.0 if cap is None else 2.0 / cap)
+        numbers = (eps, factor, B, tables.stride(0), self._max_chunks)
+        if not Variant.of(H, options).has_options:
+            return struct.pack("13Q2f3i4x", *pointers, *numbers)
+        assert window is None or window > 0
+        assert sinks_N is None or (sinks_N.shape == (N,) and sinks_N.dtype == torch.float32)
+        assert sinks_N is None or sinks_N.is_contiguous()
+        more = window or 0, (cap or 0.0) * _LOG2_E, *addresses(sinks_N)
+        return struct.pack("13Q2f3iif4xQ", *pointers, *numbers, *more)
 
     def _check(self, cache: LayerCache) -> None:
         shape = (cache.k.shape[0], self._page_tokens, self._kv_heads, self._head_size)

@@ -1,7 +1,7 @@
 // Write the keys and values of all rows' new tokens to the cache: one warp for each row and K/V head.
 //
 // The bits are those that decode_attention writes itself. Rows of one sequence can then attend to each other in one launch.
-#include "decode_attention.cuh"
+#include "decode_attention_token.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) decode_attention_write(const __grid_constant__ Parameters p) {
   grid_dependency_wait();

@@ -1,0 +1,69 @@
+"""Choose what a launch of decode_attention.py is compiled with: chunks, CTAs, stages, options."""
+
+import dataclasses
+
+import torch
+
+from qerl.kernels.attention_options import AttentionOptions
+
+CHUNK, LONG_CHUNK = 128, 256  # positions; the long chunk halves the sums to add, once there are enough units
+
+_CTA_BYTES = 1024  # shared memory that the system reserves per CTA
+_TILE_BYTES = 8192  # of the keys of a tile, which has at most 32 positions
+_FEW_ROWS = 32
+_MANY_FP8_HEADS = 256  # rows x K/V heads above which 8 one-warp CTAs beat 6: FP8 is issue-bound (H200)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape(chunk=128, ctas_per_sm=6): each CTA is one warp."""
+
+    chunk: int
+    ctas_per_sm: int
+
+
+def choose_shape(
+    B: int, num_kv_heads: int, max_positions: int, is_fp8: bool, num_sms: int, chunk: int | None = None
+) -> Shape:
+    """Use fewer CTAs with more tiles in flight if there are few units. chunk=None: chosen from B."""
+    chunk = chunk or (CHUNK if B <= _FEW_ROWS else LONG_CHUNK)
+    if B * num_kv_heads * -(-max_positions // chunk) <= 3 * num_sms:
+        return Shape(chunk, 3)
+    return Shape(chunk, 8 if is_fp8 and B * num_kv_heads > _MANY_FP8_HEADS else 6)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """What is compiled in: elements that are rotated, and the options in use."""
+
+    rotary: int
+    window: bool
+    softcap: bool
+    sinks: bool
+
+    @property
+    def has_options(self) -> bool:
+        return self.window or self.softcap or self.sinks
+
+    @classmethod
+    def of(cls, rotary: int, options: AttentionOptions) -> "Variant":
+        flags = (each is not None for each in (options.window, options.softcap, options.sinks_N))
+        return cls(rotary, *flags)
+
+
+def choose_stages(
+    head_size: int, kv_dtype: torch.dtype, ctas_per_sm: int, max_rows: int, multiprocessor_bytes: int
+) -> tuple[int, int]:
+    """Return (stages, bytes of shared memory of a CTA): as many as there is room for, at least 2."""
+    row_bytes = head_size * kv_dtype.itemsize
+    tile = min(_TILE_BYTES // row_bytes, 32)
+    stage_bytes = 2 * tile * (row_bytes + (0 if kv_dtype == torch.bfloat16 else 4))
+    available = multiprocessor_bytes // ctas_per_sm - _CTA_BYTES - 4 * max_rows
+    stages = max(min(available // stage_bytes, CHUNK // tile), 2)
+    return stages, stages * stage_bytes + 4 * max_rows
+
+
+def most_chunks(num_positions: int, chunk: int, window: int | None) -> int:
+    """Return the most chunks of a row that sees this many positions, or the window's if they are fewer."""
+    all_chunks = -(-num_positions // chunk)
+    return all_chunks if window is None else min(all_chunks, (window + chunk - 2) // chunk + 1)
