@@ -1,4 +1,4 @@
-"""Run `python -m benchmarks linear|parity|serve|tile|table` in a checkout."""
+"""Run `python -m benchmarks linear|matrix|parity|serve|tile|table` in a checkout."""
 
 import sys
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from collections.abc import Callable
 import tyro
 
 from benchmarks.linear import LinearOptions, bench_linear
+from benchmarks.matrix import MatrixOptions, print_matrix
 from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
 from benchmarks.pictures import PicturesOptions, draw_pictures
@@ -19,6 +20,7 @@ usage: python -m benchmarks BENCHMARK [OPTIONS]
 
 benchmarks:
   linear   time the linears of a decode step beside other libraries
+  matrix   compile every CUDA kernel for every architecture and print what it uses; needs no GPU
   pictures draw the pictures of README.md
   parity   compare the engine's log-probabilities with the learner's
   serve    load `qerl serve` on loopback with one client and with many
@@ -29,6 +31,7 @@ Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn' 
 serve prints its row."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "linear": (LinearOptions, bench_linear),
+    "matrix": (MatrixOptions, print_matrix),
     "pictures": (PicturesOptions, draw_pictures),
     "parity": (ParityOptions, bench_parity),
     "serve": (ServeBenchOptions, bench_serve),

@@ -1,0 +1,276 @@
+"""Compile every CUDA kernel for every architecture: registers, spills, shared memory, CTAs at once.
+
+A decode step's kernels are compiled as the package launches them: its launchers run over tensors without
+memory, for a card that need not be there, and note their kernels (nvrtc.py: dry_run). The learner's kernels
+take only tensors on a GPU and are listed here.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Literal
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from qerl.formats import BF16, FP8
+from qerl.formats.fp8 import BLOCK
+from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
+from qerl.kernels.cubin import KernelUse, kernels_of
+from qerl.kernels.decode_attention import DecodeAttention, LayerCache
+from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head
+from qerl.kernels.lora_shrink_portable import lora_shrink
+from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u
+from qerl.kernels.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.nvrtc import KernelVariant, compile_cubin, dry_run
+from qerl.models.architecture import Architecture
+from qerl.models.layer_spec import LinearGroupSpec, layer_spec
+from qerl.models.random_weights import shape
+
+_SMS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
+_META, _PAGE, _PAGES = torch.device("meta"), 16, 128
+_WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
+_MOST_LOCAL_BYTES = {
+    "nvfp4_decode.cu": 16
+}  # its tiles of 128 tokens were the fastest with that (nvfp4_tile.json)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixOptions:
+    architectures: tuple[str, ...] = TESTED
+    """Architectures to compile for, as NVRTC names them."""
+
+    shapes: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-72b")
+    """Models whose decode steps are compiled."""
+
+    rows: tuple[int, ...] = (1, 8, 64, 256)
+    """Samples that a step runs."""
+
+    lora_rank: int = 32
+    """LoRA rank; 0 is no adapter."""
+
+    workers: int = 2
+    """Threads that compile."""
+
+
+def print_matrix(options: MatrixOptions) -> None:
+    """Print a table of what every kernel uses on every architecture."""
+    print(
+        "| kernel | architecture | variants | registers | spilled bytes | shared memory, KB | CTAs per SM |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name in options.architectures:
+        card = ARCHITECTURES[name]
+        variants = dict.fromkeys(learner_variants(card))
+        for model in options.shapes:
+            for rows in options.rows:
+                for kv in ("bf16", "fp8"):
+                    step = decode_variants(shape(model), card, rows, rank=options.lora_rank, kv=kv)
+                    variants |= dict.fromkeys(step)
+        uses = measure(variants, card, options.workers)
+        for line in _lines(uses, card):
+            print(line)
+        for fault in (fault for variant, use in uses.items() for fault in faults(variant, use, card)):
+            print(f"\n{fault}")
+
+
+def _lines(uses: dict[KernelVariant, KernelUse], card: CudaArchitecture) -> Iterator[str]:
+    for name in sorted({variant.name for variant in uses}):
+        own = {variant: use for variant, use in uses.items() if variant.name == name}
+        shared = [use.shared_bytes + variant.shared_bytes for variant, use in own.items()]
+        numbers = (
+            len(own),
+            _range(use.registers for use in own.values()),
+            max(use.local_bytes for use in own.values()),
+            _range(round(each / 1024) for each in shared),
+            _range(resident(variant, use, card) for variant, use in own.items()),
+        )
+        yield " | ".join(("| " + name, card.name, *map(str, numbers))) + " |"
+
+
+def _range(numbers: Iterable[int]) -> str:
+    ordered = sorted(numbers)
+    return str(ordered[0]) if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
+
+
+def measure(
+    variants: Iterable[KernelVariant], card: CudaArchitecture, workers: int = 2
+) -> dict[KernelVariant, KernelUse]:
+    """Compile each file with its definitions once and return what its kernels use."""
+    variants = list(dict.fromkeys(variants))
+    sources = list(dict.fromkeys((each.file, each.defines) for each in variants))
+    with ThreadPoolExecutor(workers) as pool:
+        cubins = pool.map(lambda source: compile_cubin(source[0], dict(source[1]), card.name), sources)
+        found = {source: kernels_of(cubin) for source, cubin in zip(sources, cubins, strict=True)}
+    return {each: found[each.file, each.defines][each.name] for each in variants}
+
+
+def resident(variant: KernelVariant, use: KernelUse, card: CudaArchitecture) -> int:
+    return card.resident_ctas(variant.threads, use.registers, use.shared_bytes + variant.shared_bytes)
+
+
+def faults(variant: KernelVariant, use: KernelUse, card: CudaArchitecture) -> list[str]:
+    """Return why a kernel cannot be launched on the card, or is slower than it should be."""
+    what = f"{variant.file} {variant.name} {dict(variant.defines)} on {card.name}:"
+    found, shared = [], use.shared_bytes + variant.shared_bytes
+    if use.local_bytes > _MOST_LOCAL_BYTES.get(variant.file, 0):
+        found.append(f"{what} {use.local_bytes} bytes of a thread do not fit its registers")
+    if shared > card.shared_bytes:
+        found.append(f"{what} {shared} bytes of shared memory; a CTA has {card.shared_bytes}")
+    if use.most_threads is not None and variant.threads > use.most_threads:
+        found.append(f"{what} {variant.threads} threads; it is compiled for {use.most_threads}")
+    needed = dict(variant.defines)["CTAS"] if variant.file in _WAITING else 1
+    if shared <= card.shared_bytes and resident(variant, use, card) < needed:
+        found.append(f"{what} {resident(variant, use, card)} CTAs at once; it needs {needed}")
+    return found
+
+
+def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
+    """Return the kernels of prefill and update, and those that no decode step below launches."""
+
+    def norm(name: str, width: int, x_bytes: int, table: int) -> KernelVariant:
+        threads = min(-(-width // 8 // 32) * 32, 512)
+        defines = (("TABLE", table), ("THREADS", threads), ("WIDTH", width), ("X_BYTES", x_bytes))
+        return KernelVariant("rms_norm.cu", name, defines, threads, 0)
+
+    norms = [
+        norm(name, *widths)
+        for name in ("rms_norm", "rms_norm_backward")
+        for widths in ((128, 2, 0), (896, 4, 1), (3584, 4, 0), (8192, 4, 0))
+    ]
+    swiglus = ("swiglu", "swiglu_wide", "swiglu_backward", "swiglu_wide_backward")
+    kernels = [
+        *norms,
+        *(KernelVariant("rotary.cu", "rotate", (("HEAD", h), ("THREADS", 128)), 128, 0) for h in (64, 128)),
+        *(KernelVariant("swiglu.cu", name, (), 256, 0) for name in swiglus),
+        KernelVariant("logprob.cu", "logprob", (("THREADS", 1024),), 1024, 0),
+        KernelVariant("fused_linear.cu", "copy_rows", (("PARTS", 1),), 256, 0),
+        KernelVariant("fused_linear.cu", "place_adapters", (("PARTS", 3),), 256, 0),
+        *(KernelVariant("head_finish.cu", "head_finish", (("STEP", step),), 512, 0) for step in (0, 1)),
+    ]
+    if card.number >= 90 or _has_portable_product():  # before Hopper tiles are for that product alone
+        kernels.append(KernelVariant("nvfp4_unpack.cu", "nvfp4_unpack", (), 256, 0))
+    if card.number >= 89:  # before Ada there are no FP8 conversions
+        kernels.append(KernelVariant("fp8_linear.cu", "quantize_rows", (), 256, 0))
+    return kernels
+
+
+def decode_variants(
+    a: Architecture,
+    card: CudaArchitecture,
+    rows: int,
+    *,
+    rank: int,
+    kv: Literal["bf16", "fp8"] = "bf16",
+    noise_table: bool = False,
+    heads: tuple[type, ...] = (BF16,),
+) -> list[KernelVariant]:
+    """Return the kernels that a decode step of this many rows launches on the card.
+
+    heads: formats of the output head, where the card has its sampling kernel (Hopper).
+    """
+    with _pretended(card), dry_run() as variants:
+        state = DecodeState.empty(rows, _PAGES, 1, _META)
+        _attend(a, state, torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn)
+        _multiply(a, card, rows, rank, noise_table)
+        for format in heads if card.has_wgmma else ():
+            head = HeadSample(_head(format, a), rows, _META)
+            stop, temperature = _tensor(1, dtype=torch.int32), _tensor(1, dtype=torch.float32)
+            head.step(_tensor(rows, a.width), state, stop, temperature)
+    return list(variants)
+
+
+def _attend(a: Architecture, state: DecodeState, dtype: torch.dtype) -> None:
+    rows, heads = len(state.positions_B), (a.num_heads, a.num_kv_heads, a.head_size)
+    attention = DecodeAttention(*heads, _PAGE, dtype, rows, _PAGES, _META)
+    pages = (_PAGES, _PAGE, a.num_kv_heads)
+    cache = LayerCache(_tensor(*pages, a.head_size, dtype=dtype), _tensor(*pages, a.head_size, dtype=dtype))
+    if dtype != torch.bfloat16:
+        scales = _tensor(*pages, dtype=torch.float32)
+        cache = dataclasses.replace(cache, k_scales=scales, v_scales=scales)
+    qkv_BX = _tensor(rows, (a.num_heads + 2 * a.num_kv_heads) * a.head_size)
+    angles = _tensor(_PAGE * _PAGES, a.head_size, dtype=torch.float32)
+    attention.attend_together(qkv_BX, angles, cache, state)
+
+
+def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noise_table: bool) -> None:
+    shrink, product = lora_shrink(_META), _product(card)
+    spec = layer_spec(a)
+    h_BD = shrink.embed(_tensor(rows, dtype=torch.int32), _tensor(a.vocab_size, a.width))
+    weight, rows_B = _tensor(a.width, dtype=torch.float32), _tensor(rows, dtype=torch.int32)
+    noise = _tensor(4, a.width, dtype=torch.float32) if noise_table else weight
+    rows_M = rows_B if noise_table else None
+    for group in (spec.qkv, spec.o, spec.gate_up, spec.down):
+        x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank)
+        if adapter is not None and not (card.has_wgmma and pays_to_make_u(rows, group.num_weights)):
+            if group.input_from is not None and group.in_width == a.width:
+                _, u_BR = shrink.norm_shrink(h_BD, weight, noise, 1e-6, adapter.a, 1.0, rows_M=rows_M)
+            else:
+                u_BR = shrink.shrink(x_BK, adapter.a, 1.0)
+            adapter = dataclasses.replace(adapter, u=u_BR)
+        if product is not None:
+            tiles = _tensor(
+                group.out_width // TILE_ROWS, group.in_width // TILE_K, TILE_BYTES, dtype=torch.uint8
+            )
+            operands = x_BK, tiles, _tensor(group.out_width, dtype=torch.float32)
+            if group is spec.gate_up:
+                product.swiglu(*operands, adapter=adapter)
+            else:
+                product.linear(*operands, adapter=adapter)
+    shrink.norm(h_BD, weight, noise, 1e-6, rows_M=rows_M)
+
+
+def _product(card: CudaArchitecture):
+    """Return the packed product of the card."""
+    if card.has_wgmma:
+        return NVFP4Decode(_META)
+    if not _has_portable_product():
+        return None
+    return importlib.import_module("qerl.kernels.portable_product").PortableProduct(_META)
+
+
+def _has_portable_product() -> bool:
+    return importlib.util.find_spec("qerl.kernels.portable_product") is not None
+
+
+def _adapter(group: LinearGroupSpec, rank: int) -> PackedAdapter | None:
+    if rank == 0:
+        return None
+    parts = len(group.linears)
+    a_RK, b_NR = _tensor(parts * rank, group.in_width), _tensor(group.out_width, rank)
+    starts = (group.out_widths[0], sum(group.out_widths[:2])) if parts == 3 else ()
+    return PackedAdapter(a_RK, b_NR, 1.0, starts)
+
+
+def _head(format: type, a: Architecture) -> Head:
+    v, d = a.vocab_size, a.width
+    if format is BF16:
+        return BF16(_tensor(v, d))
+    if format is FP8:
+        scales = _tensor(-(-v // BLOCK), -(-d // BLOCK), dtype=torch.float32)
+        return FP8(_tensor(v, d, dtype=torch.float8_e4m3fn), scales)
+    tiles = _tensor(v // TILE_ROWS, d // TILE_K, TILE_BYTES, dtype=torch.uint8)
+    return NVFP4Head(tiles, _tensor(v // TILE_ROWS * TILE_ROWS, dtype=torch.float32))
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
+@contextlib.contextmanager
+def _pretended(card: CudaArchitecture) -> Iterator[None]:
+    """Inside, torch describes any device as this card, with the multiprocessors of a typical one."""
+    number, sms = card.number, _SMS.get(card.name, 82)
+    properties = SimpleNamespace(
+        multi_processor_count=sms, shared_memory_per_multiprocessor=card.sm_shared_bytes, name=""
+    )
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda _=None: divmod(number, 10)),
+    ):
+        yield

@@ -1,0 +1,95 @@
+"""Every CUDA kernel compiles for every architecture without spills and fits the card; needs no GPU."""
+
+import importlib.util
+
+import pytest
+
+from benchmarks import matrix
+from qerl.kernels.architectures import ARCHITECTURES, TESTED
+from qerl.kernels.nvrtc import KernelVariant
+from qerl.models.random_weights import shape
+
+STEPS = {  # model, rows, cache, whether each row has its own noise
+    "7b": ("qwen2.5-7b", 64, "bf16", False),
+    "half": ("qwen2.5-0.5b", 8, "fp8", True),
+    "wide": ("qwen2.5-72b", 256, "fp8", False),
+}
+CASES = (  # each architecture once, and the widest tiles on the smallest card and on Hopper
+    *(("7b", name) for name in TESTED if name != "sm_86"),
+    *(("half", name) for name in ("sm_86", "sm_90a", "sm_120a")),
+    *(("wide", name) for name in ("sm_86", "sm_90a")),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvrtc():
+    pytest.importorskip("cuda.bindings.nvrtc")
+
+
+def faults_of(variants, card):
+    uses = matrix.measure(variants, card)
+    return [fault for variant, use in uses.items() for fault in matrix.faults(variant, use, card)]
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_the_learners_kernels_fit(name):
+    card = ARCHITECTURES[name]
+    assert not faults_of(matrix.learner_variants(card), card)
+
+
+@pytest.mark.parametrize(("step", "name"), CASES)
+def test_a_decode_steps_kernels_fit(step, name):
+    model, rows, kv, noise_table = STEPS[step]
+    card = ARCHITECTURES[name]
+    variants = matrix.decode_variants(shape(model), card, rows, rank=32, kv=kv, noise_table=noise_table)
+    files = {variant.file for variant in variants}
+    assert files >= {"decode_attention.cu", "decode_attention_write.cu"}
+    hopper = {"nvfp4_decode.cu", "lora_shrink.cu", "head_sample.cu"}
+    assert (files & hopper == hopper) == card.has_wgmma and (files & hopper == set()) != card.has_wgmma
+    assert not faults_of(variants, card)
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_the_portable_products_tiles_fit(name):
+    if importlib.util.find_spec("qerl.kernels.portable_product") is None:
+        pytest.skip("there is no portable product")
+    module = importlib.import_module("qerl.kernels.portable_product")
+    if not hasattr(module, "variants"):
+        pytest.skip("the portable product does not list its variants")
+    file, card = "portable_product", ARCHITECTURES[name]
+    variants = [
+        KernelVariant(f"{file}.cu", file, tuple(sorted(defines.items())), threads, shared_bytes)
+        for defines, threads, shared_bytes in module.variants(card)
+    ]
+    assert variants and not faults_of(variants, card)
+
+
+SHRINK = {"TABLE": 0, "TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 2, "WARPS": 8, "CLUSTER": 8}
+
+
+def shrink(threads=256, shared_bytes=0, **defines):
+    pairs = tuple(sorted((SHRINK | defines).items()))
+    return KernelVariant("lora_shrink_portable.cu", "shrink", pairs, threads, shared_bytes)
+
+
+@pytest.mark.parametrize(
+    ("made_up", "wrong"),
+    [
+        (shrink(), []),
+        (shrink(UNITS=8, TOKEN_TILES=4, ROW_TILES=2), ["do not fit its registers"]),
+        (shrink(shared_bytes=100 * 1024), ["a CTA has 101376"]),
+        (shrink(threads=512), ["it is compiled for 256"]),
+    ],
+)
+def test_a_kernel_that_spills_or_exceeds_the_card_is_found(made_up, wrong):
+    found = faults_of([made_up], ARCHITECTURES["sm_86"])
+    assert len(found) == len(wrong) and all(text in fault for text, fault in zip(wrong, found, strict=True))
+
+
+def test_a_kernel_whose_ctas_wait_for_each_other_must_have_them_at_once():
+    """An RTX 3090 runs 100 KB at a time: two CTAs of 49 KB, which with the system's 1 KB are 50."""
+    card, a = ARCHITECTURES["sm_86"], shrink()
+    use = matrix.measure([a], card)[a]
+    for shared_kb, is_right in ((40, True), (50, False)):
+        waiting = KernelVariant("portable_product.cu", "any", (("CTAS", 2),), 256, shared_kb * 1024)
+        assert (matrix.faults(waiting, use, card) == []) == is_right

@@ -1,0 +1,64 @@
+"""What the reader of cubins finds is what ptxas says when it compiles them."""
+
+import re
+
+import pytest
+
+from qerl.kernels import nvrtc
+from qerl.kernels.architectures import TESTED
+from qerl.kernels.cubin import kernels_of
+from qerl.kernels.nvrtc import checked
+
+SPILLING = {"TABLE": 0, "TOKEN_TILES": 4, "ROW_TILES": 2, "UNITS": 8, "WARPS": 8, "CLUSTER": 8}
+
+
+def ptxas_says(file, defines, architecture):
+    """{kernel: (registers, stack frame, shared memory)} and the cubin, of one compilation"""
+    binding = pytest.importorskip("cuda.bindings.nvrtc")
+    headers = nvrtc._headers()
+    options = (*nvrtc._options(defines, architecture), "--ptxas-options=-v")
+    program = checked(
+        binding.nvrtcCreateProgram(
+            nvrtc._source(file).encode(),
+            file.encode(),
+            len(headers),
+            [text.encode() for text in headers.values()],
+            [name.encode() for name in headers],
+        )
+    )
+    checked(binding.nvrtcCompileProgram(program, len(options), [each.encode() for each in options]))
+    log, cubin = (
+        b" " * checked(size(program)) for size in (binding.nvrtcGetProgramLogSize, binding.nvrtcGetCUBINSize)
+    )
+    checked(binding.nvrtcGetProgramLog(program, log))
+    checked(binding.nvrtcGetCUBIN(program, cubin))
+    found = {}
+    for part in log.decode().split("Compiling entry function ")[1:]:
+        numbers = [
+            re.search(rf"(\d+) {what}", part) for what in ("registers", "bytes stack frame", "bytes smem")
+        ]
+        found[part.split("'")[1]] = tuple(int(number[1]) if number else 0 for number in numbers)
+    return found, cubin
+
+
+@pytest.mark.parametrize("architecture", TESTED)
+@pytest.mark.parametrize(
+    ("file", "defines", "threads"),
+    [
+        ("rms_norm.cu", {"WIDTH": 896, "THREADS": 128, "X_BYTES": 4, "TABLE": 1}, {128}),
+        ("lora_shrink_portable.cu", SPILLING, {256, 512}),
+    ],
+)
+def test_a_cubin_says_what_ptxas_says(file, defines, threads, architecture):
+    defines = defines | ({"CLUSTER": 16} if 512 in threads else {})
+    said, cubin = ptxas_says(file, defines, architecture)
+    found = kernels_of(cubin)
+    assert {use.name: (use.registers, use.local_bytes, use.shared_bytes) for use in found.values()} == said
+    assert {use.most_threads for use in found.values()} == threads
+    if file == "lora_shrink_portable.cu":
+        assert found["shrink"].local_bytes > 0
+
+
+def test_other_bytes_are_no_cubin():
+    with pytest.raises(ValueError, match="no cubin"):
+        kernels_of(b"\x7fELF but of 32 bits")
