@@ -32,6 +32,7 @@ from qerl.models.hf_writer import (
 from qerl.models.layer_spec import check_dense
 from qerl.models.layouts import QUANTIZATION_KEYS
 from qerl.models.layouts.notice import layout_notices
+from qerl.models.model_folder import unused_files
 from qerl.models.source import Checkpoint, layout_of, locate
 from qerl.models.state_dict import (
     HEAD,
@@ -76,12 +77,14 @@ LAYOUTS = {
 
 
 def skipped_notices(checkpoint: Checkpoint) -> list[str]:
-    """Return a line if the checkpoint has tensors that no language model has, such as a vision encoder's."""
+    """Return a line on tensors that no language model has, such as a vision encoder's, and one on weight
+    files beside those that are read."""
     skipped = checkpoint.num_skipped if isinstance(checkpoint, NamedCheckpoint) else 0
+    others = unused_files(checkpoint.path) if checkpoint.path.is_dir() else []
     return [
         f"{checkpoint.path}: {skipped} tensors of other modalities and of multi-token prediction"
         " are not loaded"
-    ] * bool(skipped)
+    ] * bool(skipped) + [f"{checkpoint.path}: not read: {', '.join(others)}"] * bool(others)
 
 
 def checkpoint_notices(checkpoint: Checkpoint, format: str) -> list[str]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.errors import RunError, UserError
-from qerl.models.safetensors_file import INDEX_NAME, read_json
+from qerl.models.model_folder import INDEX_NAME, read_json
 from qerl.models.source import ModelSource
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 

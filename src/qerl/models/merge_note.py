@@ -13,8 +13,8 @@ from typing import Any
 
 from qerl.errors import UserError
 from qerl.models.hf_writer import write_json
+from qerl.models.model_folder import read_json
 from qerl.models.quantization_error import Probe
-from qerl.models.safetensors_file import read_json
 
 NOTE = "qerl_merge.json"
 MAX_PROBE_TOKENS = 1024

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
+from qerl.models.model_folder import read_json
 from qerl.models.peft_names import check_patterns, decoder_targets
-from qerl.models.safetensors_file import read_json
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _SUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from qerl.models.decoder import Decoder
+from qerl.models.layouts.notice import is_exact, kinds
 from qerl.models.merge_note import MAX_PROBE_TOKENS, MergeNote, read_note
 from qerl.models.quantization_error import Probe, QuantizationError, quantization_error
 from qerl.models.source import layout_of, locate
@@ -49,10 +50,14 @@ def check_quantization(
     decoder: Decoder, path: str, format: str, prompts: Sequence[Sequence[int]], of: str = "the task's prompts"
 ) -> str | None:
     """Return the line about a decoder loaded from `path`; None if it was not quantized at load. `of` says
-    whose tokens the prompts are."""
+    whose tokens the prompts are. Codes of a quantized checkpoint that fit the format are loaded without a
+    change, so there is no line; others are compared to what they decode to, and the line names the layout."""
     checkpoint = locate(path).open()
-    if format == "bf16" or layout_of(checkpoint) is not None:
+    layout = layout_of(checkpoint)
+    if format == "bf16" or (layout is not None and is_exact(layout, format)):
         return None
+    if layout is not None:
+        format = f"{format} of {kinds(layout)} in {layout.name}'s layout"
     note = read_note(checkpoint.path, decoder.architecture.vocab_size)
     probes = prompt_probes(prompts) if note is None else note.probes
     return describe(quantization_error(decoder, checkpoint, probes), format, note, of)

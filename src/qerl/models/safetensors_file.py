@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
-from qerl.regular_file import MAX_JSON_BYTES, open_regular, parse_json, read_regular
+from qerl.models.model_folder import read_json, weight_files
+from qerl.regular_file import open_regular, parse_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,7 +37,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_SHOWN_CHARS = 200
 
@@ -59,7 +59,7 @@ class SafetensorsFolder:
         self.path = folder
         self.config = read_json(folder / "config.json")
         self._entries: dict[str, _SafetensorsEntry] = {}
-        for file in _shards(folder):
+        for file in weight_files(folder):
             for name, entry in _entries(file).items():
                 if name in self._entries:
                     raise UserError(f"{file}: {name} is also in {self._entries[name].file.name}")
@@ -98,19 +98,6 @@ class SafetensorsFolder:
         return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
 
 
-def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read the JSON object in a file; raise UserError if there is none."""
-    try:
-        value = parse_json(read_regular(file, max_bytes))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file}: must hold a JSON object, holds a {type(value).__name__}")
-    return value
-
-
 def check_size(file: Path) -> None:
     """Raise UserError for a fifo, a device or a file too large to be parsed whole; it may be missing."""
     try:
@@ -122,29 +109,6 @@ def check_size(file: Path) -> None:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     if num_bytes > _MAX_HEADER_BYTES:
         raise UserError(f"{file}: it has {num_bytes:,} bytes, the limit is {_MAX_HEADER_BYTES:,}")
-
-
-def _shards(folder: Path) -> list[Path]:
-    """Return the index's files if there is an index, else model.safetensors, else every safetensors file."""
-    if (folder / INDEX_NAME).exists():
-        names = set(_weight_map(folder / INDEX_NAME).values())
-        files = [folder / name for name in sorted(names)]
-        for file in files:
-            if not file.is_file():
-                raise UserError(f"{file}: is missing, but {INDEX_NAME} lists it")
-        return files
-    single = folder / "model.safetensors"
-    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index, _MAX_HEADER_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index}: has no weight_map")
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
-    return weight_map
 
 
 def _entries(file: Path) -> dict[str, _SafetensorsEntry]:

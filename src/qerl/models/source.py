@@ -29,6 +29,7 @@ from qerl.formats import PackedWeight
 from qerl.models.gguf_file import GgufFile
 from qerl.models.layouts import with_layout
 from qerl.models.layouts.layout import Layout, StoredWeight
+from qerl.models.model_folder import check_folder
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.stored_names import named
 
@@ -107,13 +108,13 @@ def locate(path: str) -> ModelSource:
         return ModelSource(_cached_hub_folder() or _built_in_gguf())
     local = Path(path).expanduser()
     if path and local.is_dir():
-        return ModelSource(_check_folder(local))
+        return ModelSource(check_folder(local))
     if local.is_file():
         if local.suffix != ".gguf":
             raise UserError(f"{path}: must be a folder or a .gguf file")
         return ModelSource(local)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and local.suffix != ".gguf":
-        return ModelSource(_check_folder(_from_hub(path)))
+        return ModelSource(check_folder(_from_hub(path)))
     raise UserError(
         f"{path}: no such folder or file, not a hub id (owner/name), and not the built-in {BUILT_IN}"
     )
@@ -123,16 +124,6 @@ def base_name(path: str) -> str:
     """Return the name under which PEFT finds the model from any folder: a hub id or an absolute path."""
     local = Path(path).expanduser()
     return _HUB_ID if path == BUILT_IN else str(local.resolve()) if local.exists() else path
-
-
-def _check_folder(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: is not a model: config.json is missing")
-    if not any(folder.glob("*.safetensors")):
-        others = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in folder.glob(pattern))
-        also = f" (pickled weights such as {others[0]} are never loaded)" if others else ""
-        raise UserError(f"{folder}: has no *.safetensors file{also}")
-    return folder
 
 
 def _from_hub(hub_id: str) -> Path:
@@ -150,7 +141,7 @@ def _from_hub(hub_id: str) -> Path:
 def _cached_hub_folder() -> Path | None:
     """Return the built-in model in full precision if it is in Hugging Face's cache."""
     try:
-        folder = _check_folder(Path(huggingface_hub.snapshot_download(_HUB_ID, local_files_only=True)))
+        folder = check_folder(Path(huggingface_hub.snapshot_download(_HUB_ID, local_files_only=True)))
         return folder if (folder / "tokenizer.json").is_file() else None
     except (LocalEntryNotFoundError, UserError):
         return None

@@ -23,7 +23,8 @@ from transformers import (
 
 from qerl.errors import UserError
 from qerl.models.gguf_file import GgufFile
-from qerl.models.safetensors_file import check_size, read_json
+from qerl.models.model_folder import read_json
+from qerl.models.safetensors_file import check_size
 from qerl.models.source import ModelSource, locate
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types: special tokens; text that is always one token

@@ -14,6 +14,7 @@ from qerl.learner.plan.memory import (
     operand_cache_bytes,
     peak_bytes,
     read_architecture,
+    read_layout,
     resolve_checkpointing,
 )
 from qerl.learner.plan.speed import Gpu, estimate_speed
@@ -141,6 +142,7 @@ def format_plan(
             f"{model} in {config.model.format}, {config.num_prompts * config.num_generations} samples of up"
             f" to {config.sample.max_tokens} tokens, prompts of {prompt_tokens}, {trained},"
             f" learn.gradient_checkpointing {resolved.learn.gradient_checkpointing}{auto}",
+            *([layout] if (layout := read_layout(model, config.model.format)) else ()),
             "",
             *lines,
             f"{'peak':36}{peak / 1e9:8.2f} GB   {'fits' if fits else 'does not fit'} into {gpu_gb:g} GB,"

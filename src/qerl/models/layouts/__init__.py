@@ -7,7 +7,8 @@ from qerl.errors import UserError
 from qerl.models.layouts import awq_int4, bnb_nf4, compressed_tensors, fp8_blocks, gptq_int4, modelopt
 from qerl.models.layouts.folder import QuantizedFolder
 from qerl.models.layouts.layout import Layout, TensorFolder
-from qerl.models.safetensors_file import SafetensorsFolder, read_json
+from qerl.models.model_folder import read_json
+from qerl.models.safetensors_file import SafetensorsFolder
 
 READERS: dict[str, Callable[[TensorFolder, dict[str, Any]], Layout]] = {
     compressed_tensors.NAME: compressed_tensors.read_layout,

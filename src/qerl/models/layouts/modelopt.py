@@ -36,6 +36,8 @@ CONFIG_FILE = "hf_quant_config.json"
 _UNUSED = ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".k_bias", ".v_bias"
 _PACKED_DTYPES = torch.uint8, torch.int8, torch.float8_e4m3fn
 _MX_BLOCK = 32
+_DYNAMIC = "MXFP8", "FP8_PER_CHANNEL_PER_TOKEN"
+"""Algorithms that quantize activations without a stored scale."""
 
 
 def is_config(path: Path) -> bool:
@@ -106,6 +108,7 @@ def _dropped(
     folder: TensorFolder, settings: dict[str, Any], weights: dict[str, StoredWeight]
 ) -> tuple[str, ...]:
     inputs = {module for module in weights if f"{module}.input_scale" in folder.shapes}
+    inputs = inputs or set(weights if settings.get("quant_algo") in _DYNAMIC else ())
     bits = sorted({4 if weights[module].kind.startswith("NVFP4") else 8 for module in inputs})
     said = [f"quantization of activations to {' and '.join(map(str, bits))} bits"] * bool(bits)
     has_cache = settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme")

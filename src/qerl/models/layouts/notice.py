@@ -7,10 +7,23 @@ from qerl.models.layouts.layout import Layout, fits
 
 def describe(layout: Layout, format: str) -> str:
     """Return "ModelOpt: 196 weights in NVFP4, loaded as they are"."""
+    counts = _counts(layout, format)
+    if not counts:
+        return f"{layout.name}: no weights of linears"
     return f"{layout.name}: " + "; ".join(
         f"{num} weights in {kind}, " + ("loaded as they are" if fit else f"quantized again to {format}")
-        for (kind, _, fit), num in _counts(layout, format).items()
+        for (kind, _, fit), num in counts.items()
     )
+
+
+def is_exact(layout: Layout, format: str) -> bool:
+    """True if all codes fit the format."""
+    return all(fits(weight.format, format) for weight in layout.weights.values())
+
+
+def kinds(layout: Layout) -> str:
+    """Return "NVFP4 and FP8 per channel"."""
+    return " and ".join(dict.fromkeys(weight.kind for weight in layout.weights.values()))
 
 
 def layout_notices(layout: Layout, format: str) -> list[str]:
