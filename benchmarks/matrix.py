@@ -8,6 +8,7 @@ take only tensors on a GPU and are listed here.
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -59,43 +60,47 @@ class MatrixOptions:
 
 
 def print_matrix(options: MatrixOptions) -> None:
-    """Print a table of what every kernel uses on every architecture."""
-    print(
-        "| kernel | architecture | variants | registers | spilled bytes | shared memory, KB | CTAs per SM |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name in options.architectures:
-        card = ARCHITECTURES[name]
-        variants = dict.fromkeys(learner_variants(card))
-        for model in options.shapes:
-            for rows in options.rows:
-                for kv in ("bf16", "fp8"):
-                    step = decode_variants(shape(model), card, rows, rank=options.lora_rank, kv=kv)
-                    variants |= dict.fromkeys(step)
-        uses = measure(variants, card, options.workers)
-        for line in _lines(uses, card):
-            print(line)
-        for fault in (fault for variant, use in uses.items() for fault in faults(variant, use, card)):
-            print(f"\n{fault}")
+    """Print a table of what every kernel uses on every architecture: registers of a thread, KB of shared
+    memory and CTAs at once on a multiprocessor, each from the least to the most of its variants."""
+    cards = [ARCHITECTURES[name] for name in options.architectures]
+    uses = {card.name: measure(_all_variants(options, card), card, options.workers) for card in cards}
+    kernels = sorted({(variant.file, variant.name) for own in uses.values() for variant in own})
+    print(" | ".join(("| file: kernel", *(f"{card.name} ({card.cards})" for card in cards))) + " |")
+    print(" --- ".join("|" * (len(cards) + 2)))
+    for file, name in kernels:
+        cells = (_cell(uses[card.name], card, file, name) for card in cards)
+        print(" | ".join((f"| {file.removesuffix('.cu')}: {name}", *cells)) + " |")
+    for card in cards:
+        for variant, use in uses[card.name].items():
+            for fault in faults(variant, use, card):
+                print(f"\n{fault}")
 
 
-def _lines(uses: dict[KernelVariant, KernelUse], card: CudaArchitecture) -> Iterator[str]:
-    for name in sorted({variant.name for variant in uses}):
-        own = {variant: use for variant, use in uses.items() if variant.name == name}
-        shared = [use.shared_bytes + variant.shared_bytes for variant, use in own.items()]
-        numbers = (
-            len(own),
-            _range(use.registers for use in own.values()),
-            max(use.local_bytes for use in own.values()),
-            _range(round(each / 1024) for each in shared),
-            _range(resident(variant, use, card) for variant, use in own.items()),
+def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[KernelVariant]:
+    found = dict.fromkeys(learner_variants(card))
+    kinds: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
+    for model, rows, kv in itertools.product(options.shapes, options.rows, kinds):
+        step = decode_variants(
+            shape(model), card, rows, rank=options.lora_rank, kv=kv, heads=(BF16, FP8, NVFP4Head)
         )
-        yield " | ".join(("| " + name, card.name, *map(str, numbers))) + " |"
+        found |= dict.fromkeys(step)
+    return list(found)
+
+
+def _cell(uses: dict[KernelVariant, KernelUse], card: CudaArchitecture, file: str, name: str) -> str:
+    own = {variant: use for variant, use in uses.items() if (variant.file, variant.name) == (file, name)}
+    if not own:
+        return "-"
+    shared = [(use.shared_bytes + variant.shared_bytes) / 1024 for variant, use in own.items()]
+    ctas = [resident(variant, use, card) for variant, use in own.items()]
+    spilled = max(use.local_bytes for use in own.values())
+    cell = f"{_range(use.registers for use in own.values())}; {_range(map(round, shared))} KB; {_range(ctas)}"
+    return cell + (f"; spills {spilled} bytes" if spilled else "")
 
 
 def _range(numbers: Iterable[int]) -> str:
     ordered = sorted(numbers)
-    return str(ordered[0]) if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
+    return str(ordered[0]) if ordered[0] == ordered[-1] else f"{ordered[0]}-{ordered[-1]}"
 
 
 def measure(
@@ -200,12 +205,11 @@ def _attend(a: Architecture, state: DecodeState, dtype: torch.dtype) -> None:
 
 def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noise_table: bool) -> None:
     shrink, product = lora_shrink(_META), _product(card)
-    spec = layer_spec(a)
     h_BD = shrink.embed(_tensor(rows, dtype=torch.int32), _tensor(a.vocab_size, a.width))
     weight, rows_B = _tensor(a.width, dtype=torch.float32), _tensor(rows, dtype=torch.int32)
     noise = _tensor(4, a.width, dtype=torch.float32) if noise_table else weight
     rows_M = rows_B if noise_table else None
-    for group in (spec.qkv, spec.o, spec.gate_up, spec.down):
+    for group in layer_spec(a).groups:
         x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank)
         if adapter is not None and not (card.has_wgmma and pays_to_make_u(rows, group.num_weights)):
             if group.input_from is not None and group.in_width == a.width:
@@ -218,7 +222,7 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
                 group.out_width // TILE_ROWS, group.in_width // TILE_K, TILE_BYTES, dtype=torch.uint8
             )
             operands = x_BK, tiles, _tensor(group.out_width, dtype=torch.float32)
-            if group is spec.gate_up:
+            if group.name == "gate_up":
                 product.swiglu(*operands, adapter=adapter)
             else:
                 product.linear(*operands, adapter=adapter)
