@@ -72,11 +72,12 @@ def of_library(format: str, kind: str, ours: str | None = None, **settings) -> R
             return FORMATS[ours](*state.values()).decode()
         return compressor.decompress(state, scheme)["weight"].float()
 
+    group = {"targets": ["Linear"], "weights": args.model_dump(mode="json"), "format": format}
     config = {
         "quant_method": "compressed-tensors",
         "format": format,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args.model_dump(mode="json")}},
+        "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
     return Row(config, compress, decoded, ours, kind)
@@ -209,13 +210,18 @@ def linears_of(model) -> list[str]:
 
 def write(row: Row, model, source: Path, folder: Path) -> dict[str, Tensor]:
     """Write the folder in the row's layout; return what the library decodes, by the tensors' names."""
+    return write_mixed(dict.fromkeys(linears_of(model), row), row.config, source, folder)
+
+
+def write_mixed(rows: dict[str, Row], config: dict, source: Path, folder: Path) -> dict[str, Tensor]:
+    """Write each named module in the layout of its row, the others as they are."""
     folder.mkdir()
     tensors, truth = load_file(source / "model.safetensors"), {}
-    for linear in linears_of(model):
-        state = row.compress(tensors.pop(f"{linear}.weight").float())
-        truth[f"{linear}.weight"] = row.decoded(dict(state))
-        tensors |= {f"{linear}.{name}": tensor.contiguous() for name, tensor in state.items()}
+    for module, row in rows.items():
+        state = row.compress(tensors.pop(f"{module}.weight").float())
+        truth[f"{module}.weight"] = row.decoded(dict(state))
+        tensors |= {f"{module}.{name}": tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": row.config}
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": config}
     (folder / "config.json").write_text(json.dumps(config))
     return truth

@@ -50,7 +50,7 @@ def with_layout(folder: SafetensorsFolder) -> SafetensorsFolder | QuantizedFolde
     if config is None:
         return folder
     method = config.get("quant_method") or _producer(config)
-    if method not in READERS:
+    if not isinstance(method, str) or method not in READERS:
         raise UserError(
             f"{folder.path}: is quantized with {method}, which is not supported; supported are float weights"
             f" and {', '.join(READERS)}"

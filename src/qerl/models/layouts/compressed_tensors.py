@@ -75,7 +75,7 @@ def _groups(folder: TensorFolder, config: dict[str, Any]) -> list[_Group]:
     for group in stored.values() if isinstance(stored, dict) else []:
         weights = group.get("weights") if isinstance(group, dict) else None
         format = (group.get("format") if isinstance(group, dict) else None) or config.get("format")
-        if format not in _FORMATS:
+        if not isinstance(format, str) or format not in _FORMATS:
             raise UserError(
                 f"{folder.path}: is quantized with {NAME} {format}; supported are {', '.join(_FORMATS)}"
             )

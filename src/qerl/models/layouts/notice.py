@@ -23,7 +23,7 @@ def is_exact(layout: Layout, format: str) -> bool:
 
 def kinds(layout: Layout) -> str:
     """Return "NVFP4 and FP8 per channel"."""
-    return " and ".join(dict.fromkeys(weight.kind for weight in layout.weights.values()))
+    return " and ".join(sorted({weight.kind for weight in layout.weights.values()}))
 
 
 def layout_notices(layout: Layout, format: str) -> list[str]:
@@ -42,6 +42,6 @@ def layout_notices(layout: Layout, format: str) -> list[str]:
 
 def _counts(layout: Layout, format: str) -> dict[tuple[str, str | None, bool], int]:
     """Return the number of weights by kind, format and whether it fits."""
-    return collections.Counter(
-        (weight.kind, weight.format, fits(weight.format, format)) for weight in layout.weights.values()
-    )
+    weights = layout.weights.values()
+    counts = collections.Counter((w.kind, w.format, fits(w.format, format)) for w in weights)
+    return dict(sorted(counts.items(), key=lambda item: item[0][0]))
