@@ -35,6 +35,7 @@ from qerl.models.random_weights import shape
 
 _SMS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
 _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
+_KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
 _MOST_LOCAL_BYTES = {
     "nvfp4_decode.cu": 16
@@ -181,12 +182,21 @@ def decode_variants(
     """
     with _pretended(card), dry_run() as variants:
         state = DecodeState.empty(rows, _PAGES, 1, _META)
-        _attend(a, state, torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn)
+        _attend(a, state, _KV[kv])
         _multiply(a, card, rows, rank, noise_table)
         for format in heads if card.has_wgmma else ():
             head = HeadSample(_head(format, a), rows, _META)
             stop, temperature = _tensor(1, dtype=torch.int32), _tensor(1, dtype=torch.float32)
             head.step(_tensor(rows, a.width), state, stop, temperature)
+    return list(variants)
+
+
+def attention_variants(
+    a: Architecture, card: CudaArchitecture, rows: int, kv: Literal["bf16", "fp8"]
+) -> list[KernelVariant]:
+    """Return the kernels of attention alone."""
+    with _pretended(card), dry_run() as variants:
+        _attend(a, DecodeState.empty(rows, _PAGES, 1, _META), _KV[kv])
     return list(variants)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from qerl.kernels import nvrtc
-from qerl.kernels.compile_ahead import compile_for
+from qerl.kernels.compile_ahead import compile_for, compile_launched
+from qerl.kernels.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.nvrtc import KernelVariant, compiled, dry_run
 
 CPU = torch.device("cpu")
@@ -88,3 +89,32 @@ def test_the_compiler_lets_other_threads_run():
         ticks += 1
     thread.join()
     assert ticks > 10  # 0.1 s and more
+
+
+def test_what_a_step_would_launch_is_compiled_and_not_launched(tmp_path, monkeypatch):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    report = compile_launched(lambda: (launch(64), launch(80), launch(64)), CPU, workers=2)
+    assert (report.num_kernels, report.num_compiled) == (2, 2)
+    assert nvrtc.cubin_path("rotary.cu", {"HEAD": 80, "THREADS": 128}, "sm_89").exists()
+
+
+@pytest.mark.gpu
+def test_a_step_after_compiling_ahead_compiles_nothing(tmp_path, monkeypatch, rng):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    device, a = torch.device("cuda"), torch.randn(32, 896, generator=rng).bfloat16().cuda()
+    h, weight = torch.randn(9, 896, generator=rng).cuda(), torch.ones(896).cuda()
+    kernels = PortableLoraShrink(device)
+    report = compile_launched(lambda: kernels.norm_shrink(h, weight, None, 1e-6, a, 1.0), device)
+    assert report.num_compiled == report.num_kernels == 2
+    want = PortableLoraShrink(device).norm_shrink(h, weight, None, 1e-6, a, 1.0)
+
+    def fail(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", fail)
+    got = kernels.norm_shrink(h, weight, None, 1e-6, a, 1.0)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

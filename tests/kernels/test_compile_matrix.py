@@ -1,13 +1,14 @@
 """Every CUDA kernel compiles for every architecture without spills and fits the card; needs no GPU."""
 
 import importlib.util
+import itertools
 
 import pytest
 
 from benchmarks import matrix
 from qerl.kernels.architectures import ARCHITECTURES, TESTED
 from qerl.kernels.nvrtc import KernelVariant
-from qerl.models.random_weights import shape
+from qerl.models.random_weights import SHAPES, shape
 
 STEPS = {  # model, rows, cache, whether each row has its own noise
     "7b": ("qwen2.5-7b", 64, "bf16", False),
@@ -62,6 +63,17 @@ def test_the_portable_products_tiles_fit(name):
         for defines, threads, shared_bytes in module.variants(card)
     ]
     assert variants and not faults_of(variants, card)
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_attention_of_every_model_fits_every_card(name):
+    """Two stages are the least. A CTA is one warp; with heads of 128 in BF16 and 256 rows the cards with
+    100 KB run two, which have 64 KB in flight."""
+    card = ARCHITECTURES[name]
+    for a, rows, kv in itertools.product(SHAPES.values(), (1, 8, 64, 256), ("bf16", "fp8")):
+        for variant in matrix.attention_variants(a, card, rows, kv):
+            assert variant.shared_bytes <= card.shared_bytes
+            assert card.resident_ctas(variant.threads, 255, variant.shared_bytes) >= 2
 
 
 SHRINK = {"TABLE": 0, "TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 2, "WARPS": 8, "CLUSTER": 8}

@@ -1,8 +1,9 @@
 """Fill the disk cache of compiled kernels in parallel, before the first of them is launched.
 
-    with dry_run() as variants:          # kernels/nvrtc.py: launches only note what they would launch
-        forward(state, num_rows)
-    report = compile_ahead(variants, device)
+    report = compile_launched(lambda: forward(state, num_rows), device)
+
+A dry run (nvrtc.py) tells which kernels that are, so that no list can be out of date. PyTorch's operations in
+it run, on tensors that no kernel has filled: nothing that outlives the step may depend on them.
 
 NVRTC releases Python's lock while it compiles, so threads suffice.
 """
@@ -10,13 +11,13 @@ NVRTC releases Python's lock while it compiles, so threads suffice.
 import dataclasses
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from qerl.kernels.architectures import architecture_name
-from qerl.kernels.nvrtc import KernelVariant, cached_cubin, cubin_path
+from qerl.kernels.nvrtc import KernelVariant, cached_cubin, cubin_path, dry_run
 
 _MOST_WORKERS = 16  # a compilation takes up to 0.2 GB
 
@@ -30,6 +31,15 @@ class CompileReport:
     num_compiled: int
     """Of these, how many were not in the cache."""
     compile_s: float
+
+
+def compile_launched(
+    step: Callable[[], object], device: torch.device, *, workers: int | None = None
+) -> CompileReport:
+    """Compile what a call of `step` would launch, without launching it."""
+    with torch.no_grad(), dry_run() as variants:
+        step()
+    return compile_ahead(variants, device, workers=workers)
 
 
 def compile_ahead(
