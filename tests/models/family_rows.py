@@ -220,15 +220,20 @@ def sampled_logprobs(decoder: Decoder, tokens_T: Tensor, trees: list[Tree]) -> T
     return logprob_C
 
 
-def oracle_logprobs(model, decoder: Decoder, tokens_T: Tensor, prompt_tokens: int) -> Tensor:
-    """Return those of one sample by transformers' model, with W + scaling * B @ A of our masters."""
+def oracle_logprobs(
+    model, decoder: Decoder, tokens_T: Tensor, prompt_tokens: int, changed: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Return those of one sample by transformers' model, with W + scaling * B @ A of our masters, and other
+    weights as they are given."""
     architecture, linears = decoder.architecture, dict(decoder.linears())
     changes = {
         f"model.{name}.weight": linear.scaling * linear.lora_B @ linear.lora_A
         for name, linear in linears.items()
+        if linear.lora_A is not None
     }
     weights = dict(model.named_parameters())
     stored = {name: weights[name] + change for name, change in joined(architecture, changes)}
+    stored |= changed or {}
     logits_TV = torch.func.functional_call(model, stored, (tokens_T[None],)).logits[0]
     logprobs_TV = logits_TV.log_softmax(-1)[prompt_tokens - 1 : -1]
     return logprobs_TV.gather(1, tokens_T[prompt_tokens:, None])[:, 0]

@@ -9,7 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qerl.errors import UserError
 from qerl.formats import MXFP4
-from qerl.models.layouts.mxfp4_blocks import read_experts, unpack_experts
+from qerl.models.layouts.mxfp4_blocks import block_tensors, read_expert, read_layout
 from qerl.models.safetensors_file import SafetensorsFolder
 
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
@@ -32,16 +32,32 @@ def folder_of(tmp_path, tensors):
 def test_experts_decode_to_what_transformers_decodes(tmp_path):
     tensors = stored()
     theirs_EKN = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32)
-    experts = read_experts(folder_of(tmp_path, tensors), NAME)
+    folder = folder_of(tmp_path, tensors)
+    experts = [read_expert(folder, NAME, expert) for expert in range(E)]
     assert torch.equal(torch.stack([expert.decode().T for expert in experts]), theirs_EKN)
 
 
-def test_codes_are_not_changed_and_not_copied():
-    blocks, scales = stored().values()
-    experts = unpack_experts(blocks, scales)
-    assert all(isinstance(expert, MXFP4) and expert.shape == (N, GROUPS * 32) for expert in experts)
-    assert experts[1].codes.data_ptr() == blocks[1].data_ptr()
-    assert torch.equal(torch.stack([expert.scales for expert in experts]), scales)
+def test_codes_are_not_changed_and_only_one_expert_is_read(tmp_path, monkeypatch):
+    tensors, sizes = stored(), []
+    folder = folder_of(tmp_path, tensors)
+    plain = folder.read_rows
+    monkeypatch.setattr(folder, "read_rows", lambda *at: sizes.append((t := plain(*at)).nbytes) or t)
+    weights = read_layout(folder, {}).weights
+    assert list(weights) == [NAME.replace("experts.", f"experts.{e}.") for e in range(E)]
+    for e, weight in enumerate(weights.values()):
+        expert = weight.read()
+        assert isinstance(expert, MXFP4) and expert.shape == weight.shape == (N, GROUPS * 32)
+        assert torch.equal(expert.codes, tensors[f"{NAME}_blocks"][e].flatten(1))
+        assert torch.equal(expert.scales, tensors[f"{NAME}_scales"][e])
+    assert max(sizes) == tensors[f"{NAME}_blocks"][0].nbytes
+
+
+def test_what_is_written_is_what_is_read():
+    tensors = stored()
+    blocks, scales = tensors.values()
+    written = block_tensors(NAME, blocks.flatten(2), scales)
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize(
@@ -60,5 +76,5 @@ def test_tensors_that_make_no_sense_are_named(tmp_path, change, says):
     tensors = stored() | {f"{NAME}_{key}": value for key, value in change.items()}
     folder = folder_of(tmp_path, {name: value for name, value in tensors.items() if value is not None})
     with pytest.raises(UserError) as caught:
-        read_experts(folder, NAME)
+        read_expert(folder, NAME, 0)
     assert says in str(caught.value) and str(tmp_path) in str(caught.value)

@@ -91,9 +91,9 @@ def packed(trees: list[Tree], device: torch.device | str = "cpu"):
     return torch.tensor(positions, device=device), attend
 
 
-def logits_of(decoder: Decoder, tokens_T: Tensor) -> Tensor:
+def logits_of(decoder: Decoder, tokens_T: Tensor, route=None) -> Tensor:
     """Of one sequence."""
     trees = forest((len(tokens_T), ()))
     positions_T, attend = packed(trees, decoder.device)
     recur = recur_over(trees, decoder.device)
-    return decoder.logits(decoder(tokens_T.to(decoder.device), positions_T, attend, recur=recur))
+    return decoder.logits(decoder(tokens_T.to(decoder.device), positions_T, attend, recur=recur, route=route))

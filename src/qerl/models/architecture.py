@@ -102,8 +102,8 @@ class Mixture:
     """Feed-forward width of one expert."""
     softmax_over: Literal["all", "chosen"]
     """Experts whose weights sum to 1. chosen: also softmax over all, divided by the sum of the chosen."""
-    stored: Literal["separate", "stacked", "transposed"]
-    """The experts' tensors in a float checkpoint (stored_experts.py)."""
+    stored: Literal["separate", "stacked", "transposed", "blocks"]
+    """The experts' tensors in the checkpoint (expert_names.py). blocks: in MXFP4; all else is in BF16."""
     has_bias: bool = False
     """Router and experts have biases."""
     swiglu_alpha: float | None = None

@@ -22,6 +22,8 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.formats import FORMATS, NVFP4, PackedWeight
 from qerl.models.architecture import Architecture
+from qerl.models.expert_names import expert_names
+from qerl.models.expert_writing import as_written, blocks_config, expert_tensors
 from qerl.models.hf_writer import (
     atomic_folder,
     check_output_folder,
@@ -29,7 +31,6 @@ from qerl.models.hf_writer import (
     write_shards,
     write_tokenizer,
 )
-from qerl.models.layer_spec import check_dense
 from qerl.models.layouts import QUANTIZATION_KEYS
 from qerl.models.layouts.notice import layout_notices
 from qerl.models.model_folder import unused_files
@@ -41,6 +42,7 @@ from qerl.models.state_dict import (
     linear_groups,
     read_float,
     tensor_shapes,
+    unquantized_linears,
 )
 from qerl.models.stored_names import NamedCheckpoint, language_config, stored_tensors
 
@@ -122,13 +124,17 @@ def write_quantized(
     if layout_of(checkpoint) is not None:
         raise UserError(f"{path}: is quantized already")
     architecture = architecture_of(checkpoint)
-    check_dense(architecture, "qerl quantize")
+    written = as_written(architecture, format)
     check_tensors(checkpoint, tensor_shapes(architecture))
     folded = checkpoint if fold is None else fold(checkpoint)
     with atomic_folder(out) as folder:
-        tensors = _quantized_tensors(folded, architecture, LAYOUTS[format], scales)
+        tensors = _quantized_tensors(folded, architecture, written, LAYOUTS[format], scales)
         write_shards(folder, stored_tensors(architecture, tensors), shard_bytes)
-        write_quantized_config(folder, language_config(checkpoint.config), LAYOUTS[format])
+        config = language_config(checkpoint.config)
+        if written.mixture is not None and written.mixture.stored == "blocks":
+            write_json(folder / "config.json", blocks_config(without_quantization(config)))
+        else:
+            write_quantized_config(folder, config, LAYOUTS[format], ignored_modules(architecture))
         write_tokenizer(folder, source)
 
 
@@ -187,12 +193,16 @@ def _largest(weight_NK: Tensor) -> float:
 
 
 def _quantized_tensors(
-    checkpoint: Checkpoint, architecture: Architecture, layout: CheckpointLayout, scales: SelectScales
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    written: Architecture,
+    layout: CheckpointLayout,
+    scales: SelectScales,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the new checkpoint."""
-    shapes = tensor_shapes(architecture)
-    groups = linear_groups(architecture)
-    weights = {f"{linear}.weight" for group in groups for linear in group}
+    """Yield every tensor of the new checkpoint. `written` is its architecture."""
+    shapes, plain = tensor_shapes(architecture), unquantized_linears(written)
+    groups = [group for group in linear_groups(architecture) if group[0] not in plain]
+    weights = {f"{linear}.weight" for group in groups for linear in group} | expert_names(architecture)
     is_gguf = checkpoint.path.suffix == ".gguf"  # it decodes to float32, its config says bfloat16
     for name in shapes:
         if name not in weights:
@@ -204,8 +214,20 @@ def _quantized_tensors(
             tensors = weight.tensors()
             yield from ((f"{linear}.{suffix}", tensors[field]) for field, suffix in layout.suffixes.items())
 
+    def encode(weight_NK: Tensor) -> PackedWeight:
+        return _encode_one(weight_NK, FORMATS[layout.format], None, scales)
 
-def write_quantized_config(folder: Path, config: dict[str, Any], layout: CheckpointLayout) -> None:
+    yield from expert_tensors(checkpoint, architecture, layout.format, layout.suffixes, encode)
+
+
+def ignored_modules(architecture: Architecture) -> list[str]:
+    """Return the modules that `qerl quantize` leaves in full precision, as compressed-tensors names them."""
+    return [HEAD.removesuffix(".weight")] + ["re:.*mlp[.]gate$"] * (architecture.mixture is not None)
+
+
+def write_quantized_config(
+    folder: Path, config: dict[str, Any], layout: CheckpointLayout, ignored: list[str]
+) -> None:
     """Write config.json with the quantization_config of this layout."""
     weights = {
         "num_bits": 4,
@@ -222,7 +244,7 @@ def write_quantized_config(folder: Path, config: dict[str, Any], layout: Checkpo
         "format": layout.checkpoint_format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group | {"input_activations": None, "output_activations": None}},
-        "ignore": [HEAD.removesuffix(".weight")],
+        "ignore": ignored,
         "kv_cache_scheme": None,
     }
     write_json(folder / "config.json", without_quantization(config) | {"quantization_config": quantization})

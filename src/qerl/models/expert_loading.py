@@ -2,58 +2,91 @@
 
     peak memory = the packed stacks + one expert        tests/models/test_mixture_loading.py
 
-expert_names.py lists the forms in which checkpoints have them.
+Codes that fit the format are taken as they are; gate and up of an expert that were quantized with different
+global scales are decoded and quantized again together. expert_names.py lists the forms that checkpoints have.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from qerl.errors import UserError
-from qerl.formats import PackedWeight
+from qerl.formats import BF16, INT8, MXFP4, NVFP4, PackedWeight
 from qerl.formats.stack import PackedStack
 from qerl.models.architecture import Architecture
-from qerl.models.expert_names import PARTS, separate_name
+from qerl.models.expert_names import expert_modules
 from qerl.models.layer_spec import ExpertSpec
 from qerl.models.mixture import ExpertLinear
-from qerl.models.source import Checkpoint
+from qerl.models.source import Checkpoint, fitting_weight, layout_of, stored_weight
 from qerl.models.state_dict import check_float, read_float
 
 Encode = Callable[[Tensor], PackedWeight]
 
 
 def load_experts(
-    experts: ExpertLinear, checkpoint: Checkpoint, a: Architecture, layer_index: int, encode: Encode
+    experts: ExpertLinear,
+    checkpoint: Checkpoint,
+    a: Architecture,
+    layer_index: int,
+    format: str,
+    encode: Encode,
 ) -> None:
-    """Load one stack of a layer, expert by expert, and its biases."""
+    """Load one stack of a layer, expert by expert, and its biases. encode: makes a weight in `format`."""
     at, x = f"model.layers.{layer_index}.", experts.spec
-    experts.load_weight(PackedStack.of(x.num_experts, _encoded(checkpoint, a, at, x, encode)))
+    weights = (
+        expert_weight(checkpoint, a, at, x, expert, format, encode).to(experts.device)
+        for expert in range(x.num_experts)
+    )
+    experts.load_weight(PackedStack.of(x.num_experts, weights))
     if experts.bias is not None:
         experts.bias.copy_(read_float(checkpoint, f"{at}{x.name}_bias"))
 
 
-def _encoded(
-    checkpoint: Checkpoint, a: Architecture, at: str, x: ExpertSpec, encode: Encode
-) -> Iterator[PackedWeight]:
-    for expert in range(x.num_experts):
-        weight_NK = read_expert(checkpoint, a, at, x, expert)
-        try:
-            yield encode(weight_NK)
-        except UserError as error:
-            raise UserError(f"{checkpoint.path}: {at}{x.name}, expert {expert}: {error}") from error
+def expert_weight(
+    checkpoint: Checkpoint, a: Architecture, at: str, x: ExpertSpec, expert: int, format: str, encode: Encode
+) -> PackedWeight:
+    """Return one expert's weight [N, K]; of a quantized checkpoint an expert in full precision stays BF16."""
+    modules = [at + module for module in expert_modules(a, x, expert)]
+    if layout_of(checkpoint) is not None:
+        if stored_weight(checkpoint, modules[0]) is None:
+            return BF16.encode(read_expert(checkpoint, a, at, x, expert))
+        found = [fitting_weight(checkpoint, module, format) for module in modules]
+        if (joined := _joined([weight for weight in found if weight is not None], len(modules))) is not None:
+            return joined
+    try:
+        return encode(read_expert(checkpoint, a, at, x, expert))
+    except UserError as error:
+        raise UserError(f"{checkpoint.path}: {at}{x.name}, expert {expert}: {error}") from error
+
+
+def _joined(weights: list[PackedWeight], num: int) -> PackedWeight | None:
+    """Return `num` weights as one, row after row; None if one is missing or they are not one weight."""
+    if len(weights) < num or num == 1:
+        return weights[0] if weights else None
+    if isinstance(weights[0], NVFP4) and any(
+        not torch.equal(weight.tensors()["global_scale"], weights[0].global_scale) for weight in weights
+    ):
+        return None
+    if not isinstance(weights[0], NVFP4 | MXFP4 | INT8):
+        return None
+    parts = [weight.tensors() for weight in weights]
+    rows = {
+        name: tensor if name == "global_scale" else torch.cat([part[name] for part in parts])
+        for name, tensor in parts[0].items()
+    }
+    return type(weights[0])(**rows)
 
 
 def read_expert(checkpoint: Checkpoint, a: Architecture, at: str, x: ExpertSpec, expert: int) -> Tensor:
     """Return one expert's float weight [N, K]."""
     assert a.mixture is not None
-    if a.mixture.stored == "separate":
-        names = [at + separate_name(x, expert, part) for part in PARTS[x.name]]
-        parts = [read_float(checkpoint, name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
     one = slice(expert, expert + 1)
     if a.mixture.stored == "stacked":
         name = f"{at}{x.name}.weight"
         return check_float(checkpoint, name, checkpoint.read_rows(name, one)[0])
-    name = at + x.name
-    return check_float(checkpoint, name, checkpoint.read_rows(name, one)[0]).T
+    if a.mixture.stored == "transposed":
+        name = at + x.name
+        return check_float(checkpoint, name, checkpoint.read_rows(name, one)[0]).T.contiguous()
+    parts = [read_float(checkpoint, f"{at}{module}.weight") for module in expert_modules(a, x, expert)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

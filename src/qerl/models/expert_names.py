@@ -3,22 +3,23 @@
     separate     experts.{e}.{gate,up}_proj.weight [F, D]   experts.{e}.down_proj.weight [D, F]    Qwen, OLMoE
     stacked      experts.gate_up_proj.weight [E, 2 F, D]    experts.down_proj.weight [E, D, F]     Granite
     transposed   experts.gate_up_proj [E, D, 2 F]           experts.down_proj [E, F, D]            gpt-oss
-                 and {gate_up,down}_proj_bias [E, N]        all with mlp. before it
+                 and {gate_up,down}_proj_bias [E, N]
+    blocks       experts.{gate_up,down}_proj_{blocks,scales}, of MXFP4 (layouts/mxfp4_blocks.py), which a
+                 Checkpoint shows as experts.{e}.gate_up_proj.weight [2 F, D], .down_proj.weight     gpt-oss
 
 The decoder has gate_up_proj [E, 2 F, D] and down_proj [E, D, F]; of experts that are stored one by one,
 gate's rows come before up's, else they are in the order of the checkpoint.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import ExpertSpec, LayerSpec
+from qerl.models.layer_spec import ExpertSpec, LayerSpec, layer_specs
 
-PARTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
-"""Linears of a separate expert by the stack that holds them."""
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def expert_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
@@ -27,10 +28,9 @@ def expert_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]
     for x in spec.experts:
         assert a.mixture is not None
         num, n, k = x.num_experts, x.out_width, x.in_width
-        if a.mixture.stored == "separate":
-            parts = PARTS[x.name]
-            names = [separate_name(x, e, part) for e in range(num) for part in parts]
-            shapes |= dict.fromkeys(names, (n // len(parts), k))
+        if a.mixture.stored in ("separate", "blocks"):
+            modules = [module for e in range(num) for module in expert_modules(a, x, e)]
+            shapes |= dict.fromkeys([f"{m}.weight" for m in modules], (n * num // len(modules), k))
         elif a.mixture.stored == "stacked":
             shapes[f"{x.name}.weight"] = (num, n, k)
         else:
@@ -40,9 +40,27 @@ def expert_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]
     return shapes
 
 
-def separate_name(x: ExpertSpec, expert: int, part: str) -> str:
-    """separate_name(down, 3, "down_proj") -> "mlp.experts.3.down_proj.weight\""""
-    return f"{x.name.rpartition('.')[0]}.{expert}.{part}.weight"
+def expert_names(a: Architecture) -> set[str]:
+    """Return the names of all expert tensors of a checkpoint, biases too."""
+    return {
+        f"model.layers.{layer}.{name}"
+        for layer, spec in enumerate(layer_specs(a))
+        for name in expert_shapes(a, spec)
+    }
+
+
+def expert_modules(a: Architecture, x: ExpertSpec, expert: int) -> list[str]:
+    """Return the names of one expert's linears, whose rows one after the other are those of the stack:
+    ["mlp.experts.3.gate_proj", "mlp.experts.3.up_proj"]."""
+    assert a.mixture is not None
+    at, _, name = x.name.rpartition(".")
+    parts = _PARTS[name] if a.mixture.stored == "separate" else (name,)
+    return [f"{at}.{expert}.{part}" for part in parts]
+
+
+def has_blocks(names: Iterable[str]) -> bool:
+    """True if a checkpoint of gpt-oss has its experts in MXFP4."""
+    return any(name.endswith(".mlp.experts.0.gate_up_proj.weight") for name in names)
 
 
 def float_tensors(
@@ -52,9 +70,9 @@ def float_tensors(
     assert a.mixture is not None
     if a.mixture.stored == "separate":
         for expert, weight_NK in enumerate(weights):
-            parts = PARTS[x.name]
-            for part, rows in zip(parts, weight_NK.chunk(len(parts)), strict=True):
-                yield at + separate_name(x, expert, part), rows.contiguous()
+            modules = expert_modules(a, x, expert)
+            for module, rows in zip(modules, weight_NK.chunk(len(modules)), strict=True):
+                yield f"{at}{module}.weight", rows.contiguous()
     elif a.mixture.stored == "stacked":
         yield f"{at}{x.name}.weight", torch.stack(list(weights))
     else:

@@ -55,7 +55,7 @@ class LinearGroupSpec:
     """Module that makes the input: multiplying its output rows by s multiplies the input's channels by s.
     None: there is no such module, or the residual stream itself is read."""
     is_quantized: bool = True
-    """False: the weights stay in BF16."""
+    """False: the weights stay in BF16, whatever model.format is."""
 
     @property
     def in_width(self) -> int:
@@ -153,6 +153,8 @@ def layer_spec(a: Architecture, kind: LayerKind | None = None) -> LayerSpec:
     kind = a.kind(0) if kind is None else kind
     qkv, o, norm_widths, other_shapes = _MIXERS[kind.mixer](a)
     mlp, experts = _MLPS[kind.mlp](a)
+    if a.mixture is not None and a.mixture.stored == "blocks":
+        qkv, o = (dataclasses.replace(group, is_quantized=False) for group in (qkv, o))
     return LayerSpec(
         kind=kind,
         qkv=qkv,

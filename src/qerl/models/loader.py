@@ -21,9 +21,8 @@ from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
 from qerl.models.expert_loading import load_experts
 from qerl.models.layer_spec import check_dense
-from qerl.models.layouts.layout import fits, in_format
 from qerl.models.lm_head import LMHead, check_head
-from qerl.models.source import Checkpoint, PackedCheckpoint, layout_of, stored_weight
+from qerl.models.source import Checkpoint, fitting_weight, layout_of, stored_weight
 from qerl.models.state_dict import (
     HEAD,
     architecture_of,
@@ -59,7 +58,7 @@ def build_decoder(
     check_tensors(checkpoint, shapes)
     _check_head(str(checkpoint.path), head, architecture)
     decoder = Decoder(architecture, compute=compute, device=device)
-    packed_head = _packed(checkpoint, HEAD.removesuffix(".weight"), head) if head == "nvfp4" else None
+    packed_head = fitting_weight(checkpoint, HEAD.removesuffix(".weight"), head) if head == "nvfp4" else None
     for name, buffer in decoder.named_buffers():
         hf_name = name if name == HEAD else f"model.{name}"
         if hf_name in shapes and not (name == HEAD and packed_head):
@@ -77,7 +76,7 @@ def build_decoder(
                 by_name[name].load_weight(weight)
         for experts in layer.experts:
             encode = partial(_encode, kind=FORMATS[format], device=device, scales=scales)
-            load_experts(experts, checkpoint, architecture, index, encode)
+            load_experts(experts, checkpoint, architecture, index, format, encode)
         if tiled:
             layer.tile()
     if resident:
@@ -123,18 +122,9 @@ def _weights(
     for linear in group:
         if stored_weight(checkpoint, linear) is None:
             yield from encode_group(checkpoint, (linear,), BF16, device)
-        elif (packed := _packed(checkpoint, linear, format)) is not None:
+        elif (packed := fitting_weight(checkpoint, linear, format)) is not None:
             yield linear, packed.to(device)
         else:
             again.append(linear)
     if again:
         yield from encode_group(checkpoint, tuple(again), FORMATS[format], device, scales)
-
-
-def _packed(checkpoint: Checkpoint, linear: str, format: str) -> PackedWeight | None:
-    """Return the weight with the stored codes, if they fit the format."""
-    stored = stored_weight(checkpoint, linear)
-    if stored is None or not fits(stored.format, format) or not isinstance(checkpoint, PackedCheckpoint):
-        return None
-    packed = checkpoint.packed(linear)
-    return None if packed is None else in_format(packed, format)

@@ -32,7 +32,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, spec: ExpertSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
-        self.spec, self.compute = spec, compute
+        self.spec, self.compute, self.device = spec, compute, device
         self.weight: PackedStack | None = None
         self.bias: Tensor | None
         bias = torch.empty(spec.num_experts, spec.out_width, dtype=compute, device=device)

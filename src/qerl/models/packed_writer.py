@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import NVFP4
-from qerl.models.compressed_tensors import LAYOUTS, write_quantized_config
+from qerl.models.compressed_tensors import LAYOUTS, ignored_modules, write_quantized_config
 from qerl.models.decoder import Decoder
 from qerl.models.hf_writer import atomic_folder, write_shards, write_tokenizer
 from qerl.models.source import ModelSource
@@ -20,7 +20,8 @@ def write_packed(decoder: Decoder, source: ModelSource, out: Path) -> None:
     with atomic_folder(out) as folder:
         write_shards(folder, stored_tensors(decoder.architecture, _packed_tensors(decoder)))
         config = language_config(source.open().config)
-        write_quantized_config(folder, with_dtype(config, torch.bfloat16), LAYOUTS["nvfp4"])
+        ignored = ignored_modules(decoder.architecture)
+        write_quantized_config(folder, with_dtype(config, torch.bfloat16), LAYOUTS["nvfp4"], ignored)
         write_tokenizer(folder, source)
 
 

@@ -99,9 +99,7 @@ def _float_layer(decoder: Decoder, checkpoint: Checkpoint, index: int) -> Layer:
             weight_NK = read_float(checkpoint, f"{prefix}{name}.weight").to(decoder.device)
             linear.load_weight(BF16.encode(weight_NK))
     for experts in layer.experts:
-        load_experts(
-            experts, checkpoint, decoder.architecture, index, lambda w: BF16.encode(w.to(decoder.device))
-        )
+        load_experts(experts, checkpoint, decoder.architecture, index, "bf16", BF16.encode)
     return layer
 
 

@@ -9,6 +9,7 @@ packed into tiles one by one where the decode kernels run (packed_linear.py), so
 one GPU of 80 GB. SHAPES are from the instruction models' config.json.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.errors import UserError
-from qerl.formats import BF16, NVFP4, FP8Flow, PackedWeight
-from qerl.models.architecture import Architecture, Rope
+from qerl.formats import BF16, MXFP4, NVFP4, FP8Flow, PackedWeight
+from qerl.formats.stack import PackedStack
+from qerl.models.architecture import Architecture, LayerKind, Mixture, Rope
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import has_tile_kernels
+from qerl.models.layer_spec import check_dense
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import check_head
+from qerl.models.mixture import ExpertLinear
 from qerl.models.norm import RMSNorm
 
 _STD = 0.02
@@ -105,7 +109,64 @@ SHAPES = {  # layers, width, heads, key/value heads, width of the MLP
 }
 
 
-_PUBLISHERS = {"huggingfacetb", "meta-llama", "mistralai", "qwen", "unsloth"}
+def _gpt_oss(num_layers: int, num_experts: int) -> Architecture:
+    """Experts in MXFP4 blocks, all else in BF16, as published."""
+    plain = _shape(
+        "GptOssForCausalLM",
+        num_layers,
+        2880,
+        64,
+        8,
+        2880,
+        head_size=64,
+        vocab_size=201_088,
+        norm_eps=1e-5,
+        max_positions=131_072,
+    )
+    mixture = Mixture(
+        num_experts=num_experts,
+        num_chosen=4,
+        width=2880,
+        softmax_over="chosen",
+        stored="blocks",
+        has_bias=True,
+        swiglu_alpha=1.702,
+        is_interleaved=True,
+    )
+    window = LayerKind(window=128, mlp="experts"), LayerKind(mlp="experts")
+    yarn = Rope(kind="yarn", theta=150_000.0, factor=32.0, original_positions=4096, is_truncated=False)
+    return dataclasses.replace(
+        plain,
+        rope=yarn,
+        qkv_bias=True,
+        output_bias=True,
+        attention_sinks=True,
+        layer_kinds=window * (num_layers // 2),
+        mixture=mixture,
+    )
+
+
+def _qwen3_moe(
+    num_layers: int, width: int, num_heads: int, num_kv_heads: int, expert_width: int
+) -> Architecture:
+    plain = _qwen3(num_layers, width, num_heads, num_kv_heads, 3 * width)
+    mixture = Mixture(
+        num_experts=128, num_chosen=8, width=expert_width, softmax_over="chosen", stored="separate"
+    )
+    return dataclasses.replace(
+        plain,
+        family="Qwen3MoeForCausalLM",
+        layer_kinds=(LayerKind(mlp="experts"),) * num_layers,
+        mixture=mixture,
+    )
+
+
+SHAPES |= {
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 4, 768),
+}
+_PUBLISHERS = {"openai", "huggingfacetb", "meta-llama", "mistralai", "qwen", "unsloth"}
 _VARIANT = re.compile(r"-(instruct|base|it|hf|\d{4})(?=-|$)")
 
 
@@ -138,6 +199,8 @@ def random_decoder(
     """Build a decoder whose adapter has this rank and a non-zero B; rank None adds no adapter."""
     if format not in _WEIGHTS:
         raise UserError(f"random weights are supported in {', '.join(_WEIGHTS)}, not in {format}")
+    if format == "fp8-flow":
+        check_dense(architecture, "fp8-flow")
     check_head(head, architecture.vocab_size, architecture.width)
     rng = torch.Generator(device).manual_seed(seed)
     decoder = Decoder(architecture, compute=compute, device=device)
@@ -151,9 +214,14 @@ def random_decoder(
     decoder.lm_head.pack(head)
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
-        for linear in layer.modules():
-            if isinstance(linear, QuantLinear):
-                _fill(linear, format, rank, rng)
+        for group, linears in zip(layer.spec.groups, layer.linear_groups, strict=True):
+            for linear in linears:
+                has_adapter = group.name != "router"
+                _fill(linear, format if group.is_quantized else "bf16", rank if has_adapter else None, rng)
+        for experts in layer.experts:
+            _fill_experts(experts, format, rng)
+        for sinks in (buffer for name, buffer in layer.named_buffers() if name.endswith("sinks")):
+            sinks.normal_(0, 1, generator=rng)
         if is_tiled:
             layer.tile()
     return decoder
@@ -169,12 +237,21 @@ def random_nvfp4(n: int, k: int, rng: torch.Generator) -> NVFP4:
     return NVFP4(codes, scales.view(torch.float8_e4m3fn), torch.full((1,), spread, device=device))
 
 
+def random_mxfp4(n: int, k: int, rng: torch.Generator) -> MXFP4:
+    """Return uniform codes and one power of two for all blocks: a standard deviation within sqrt(2) of
+    1 / sqrt(K)."""
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=rng.device, generator=rng)
+    exponent = round(math.log2(1 / math.sqrt(_CODE_MEAN_SQUARE * k)))
+    return MXFP4(codes, torch.full((n, k // 32), exponent + 127, dtype=torch.uint8, device=rng.device))
+
+
 def random_bf16(n: int, k: int, rng: torch.Generator) -> BF16:
     return BF16(_normal((n, k), 1 / math.sqrt(k), torch.bfloat16, rng))
 
 
 _WEIGHTS: dict[str, Callable[[int, int, torch.Generator], PackedWeight]] = {
     "nvfp4": random_nvfp4,
+    "mxfp4": random_mxfp4,
     "bf16": random_bf16,
     "fp8-flow": lambda n, k, rng: FP8Flow.encode(random_bf16(n, k, rng).weight),
 }
@@ -189,6 +266,15 @@ def _fill(linear: QuantLinear, format: str, rank: int | None, rng: torch.Generat
         bound = 1 / math.sqrt(k)
         a_RK = torch.empty(rank, k, device=rng.device).uniform_(-bound, bound, generator=rng)
         linear.add_adapter(a_RK, _normal((n, rank), _STD, torch.float32, rng), _LORA_ALPHA / rank)
+
+
+def _fill_experts(experts: ExpertLinear, format: str, rng: torch.Generator) -> None:
+    """Make the stack expert by expert; experts get no adapters."""
+    x = experts.spec
+    weights = (_WEIGHTS[format](x.out_width, x.in_width, rng) for _ in range(x.num_experts))
+    experts.load_weight(PackedStack.of(x.num_experts, weights))
+    if experts.bias is not None:
+        experts.bias.normal_(0, _STD, generator=rng)
 
 
 def _normal(shape: tuple[int, int], std: float, dtype: torch.dtype, rng: torch.Generator) -> Tensor:

@@ -28,7 +28,7 @@ from qerl.errors import UserError
 from qerl.formats import PackedWeight
 from qerl.models.gguf_file import GgufFile
 from qerl.models.layouts import with_layout
-from qerl.models.layouts.layout import Layout, StoredWeight
+from qerl.models.layouts.layout import Layout, StoredWeight, fits, in_format
 from qerl.models.model_folder import check_folder
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.stored_names import named
@@ -85,6 +85,15 @@ def layout_of(checkpoint: Checkpoint) -> Layout | None:
 def stored_weight(checkpoint: Checkpoint, module: str) -> StoredWeight | None:
     """Return how a linear's weight is quantized in the checkpoint; None: it is in full precision."""
     return checkpoint.stored(module) if isinstance(checkpoint, PackedCheckpoint) else None
+
+
+def fitting_weight(checkpoint: Checkpoint, module: str, format: str) -> PackedWeight | None:
+    """Return a linear's weight with the stored codes, if they fit the format."""
+    stored = stored_weight(checkpoint, module)
+    if stored is None or not fits(stored.format, format) or not isinstance(checkpoint, PackedCheckpoint):
+        return None
+    packed = checkpoint.packed(module)
+    return None if packed is None else in_format(packed, format)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
-from qerl.models.expert_names import expert_shapes
+from qerl.models.expert_names import expert_shapes, has_blocks
 from qerl.models.families import from_hf_config
 from qerl.models.layer_spec import LayerSpec, layer_specs
 from qerl.models.source import Checkpoint
@@ -39,6 +39,11 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     if num_layers > num_tensors:
         has = f"num_hidden_layers is {num_layers:,}, but it has only {num_tensors} tensors"
         raise UserError(f"{checkpoint.path}: {has}")
+    mixture = architecture.mixture
+    if mixture is not None and mixture.stored == "transposed" and has_blocks(checkpoint.shapes):
+        architecture = dataclasses.replace(
+            architecture, mixture=dataclasses.replace(mixture, stored="blocks")
+        )
     if architecture.part_of is None:
         return architecture
     # a multimodal config's tie_word_embeddings is not reliable

@@ -102,7 +102,7 @@ def weight_bytes(a: Architecture, format: str) -> float:
     factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
     factors += 0 if format == "bf16" else sum(4 * x.num_experts for x in experts)
     biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
-    biases += sum(4 * linear.out_width for linear in plain if linear.has_bias)
+    biases += sum((4 if x.short_name == "router" else 2) * x.out_width for x in plain if x.has_bias)
     biases += sum(2 * x.num_experts * x.out_width for x in experts if x.has_bias)
     return packed + factors + biases
 
@@ -176,6 +176,7 @@ def operand_bytes(a: Architecture, config: RunConfig) -> list[list[float]]:
             element_bytes(config) * group.out_width * _row_width(group.in_width, group, config)
             for group in spec.groups
         ]
+        + [float(element_bytes(config) * x.in_width * x.out_width) for x in spec.experts]  # of one at a time
         for spec in layer_specs(a)
     ]
 

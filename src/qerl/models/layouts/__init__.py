@@ -4,7 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.models.layouts import awq_int4, bnb_nf4, compressed_tensors, fp8_blocks, gptq_int4, modelopt
+from qerl.models.layouts import (
+    awq_int4,
+    bnb_nf4,
+    compressed_tensors,
+    fp8_blocks,
+    gptq_int4,
+    modelopt,
+    mxfp4_blocks,
+)
 from qerl.models.layouts.folder import QuantizedFolder
 from qerl.models.layouts.layout import Layout, TensorFolder
 from qerl.models.model_folder import read_json
@@ -14,7 +22,7 @@ READERS: dict[str, Callable[[TensorFolder, dict[str, Any]], Layout]] = {
     compressed_tensors.NAME: compressed_tensors.read_layout,
     **dict.fromkeys(fp8_blocks.METHODS, fp8_blocks.read_layout),
     **dict.fromkeys(modelopt.METHODS, modelopt.read_layout),
-    "mxfp4": lambda folder, config: Layout("gpt-oss", {}),  # of experts alone: mxfp4_blocks.py
+    mxfp4_blocks.NAME: mxfp4_blocks.read_layout,
     "awq": awq_int4.read_layout,
     "gptq": gptq_int4.read_layout,
     "bitsandbytes": bnb_nf4.read_layout,

@@ -84,9 +84,14 @@ def modules_with(folder: TensorFolder, suffix: str) -> list[str]:
 
 
 def read_part(
-    folder: TensorFolder, name: str, dtypes: torch.dtype | Collection[torch.dtype], shape: tuple[int, ...]
+    folder: TensorFolder,
+    name: str,
+    dtypes: torch.dtype | Collection[torch.dtype],
+    shape: tuple[int, ...],
+    rows: slice | None = None,
 ) -> Tensor:
-    """Read a tensor of this shape and one of these dtypes; raise UserError for another or a missing one."""
+    """Read a tensor of this shape and one of these dtypes, or some of its rows; raise UserError for another
+    or a missing one."""
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if name not in folder.shapes:
         raise UserError(f"{folder.path}: has no tensor {name}")
@@ -95,7 +100,7 @@ def read_part(
     if folder.dtypes[name] not in allowed:
         names = " or ".join(str(dtype) for dtype in allowed)
         raise UserError(f"{folder.path}: {name} must be {names}, is {folder.dtypes[name]}")
-    return folder.read(name)
+    return folder.read(name) if rows is None else folder.read_rows(name, rows)
 
 
 def check_finite(folder: TensorFolder, name: str, scales: Tensor) -> Tensor:
