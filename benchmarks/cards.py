@@ -39,7 +39,8 @@ def card_tables(_rows: object = None) -> str:
 
 
 def _card_table(size: int, name: str) -> str:
-    lines = {shape: _line(shape, a, GPUS[name]) for shape, a in SHAPES.items()}
+    dense = {shape: a for shape, a in SHAPES.items() if a.mixture is None}  # of others no speed is estimated
+    lines = {shape: _line(shape, a, GPUS[name]) for shape, a in dense.items()}
     kernels = "Hopper kernels" if GPUS[name].is_hopper else "PyTorch's operations"
     table = markdown(
         f"**{size} GB**, tokens per second of {name}, {kernels}.",
