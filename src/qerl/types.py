@@ -9,7 +9,10 @@ A suffix _P_G marks nested lists, possibly ragged; a suffix PG (or TV, TD) marks
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor  # takes seconds to import
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,18 @@ class Prompt:
     """The conversation before rendering; None if the data set holds plain text."""
     columns: dict[str, Any]
     """The row's other columns, passed to reward functions by name."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class TeacherLogprobs:
+    """What a teacher says of the C sampled tokens of a sample; in host memory, fp32 and int64."""
+
+    logprob_C: "Tensor"
+    """Of the tokens themselves."""
+    ids_CK: "Tensor | None" = None
+    """The teacher's most likely tokens at each place; None where only logprob_C is needed."""
+    outcomes_CX: "Tensor | None" = None
+    """Logprobs of these tokens, then of all others together; X = K + 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +98,10 @@ class Sample:
     episode: Episode | None = None
     """The agent's, whose parts are learned from in place of this sample; tokens_T and logprobs_T are those of
     all parts."""
+    teacher: TeacherLogprobs | None = None
+    """In distillation; None if the teacher failed: the sample is then not learned from."""
+    is_given: bool = False
+    """True if no policy sampled it: a row to imitate, whose logprobs_T mean nothing."""
 
     @property
     def sampled_indices(self) -> list[int]:

@@ -32,6 +32,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TAKEN = {
     "train": RunConfig,
     "sft": SftOptions,
+    "distil": RunConfig,
     "check": CheckOptions,
     "plan": PlanOptions,
     "eval": options.EvalOptions,
@@ -45,7 +46,7 @@ TAKEN = {
     "step": bench_options.BenchStepOptions,
     "learn": bench_options.BenchLearnOptions,
 }
-SHORT = {"model", "task", "reward", "answer_column", "ray", "init_adapter", "as", "help", "debug"}
+SHORT = {"teacher", "model", "task", "reward", "answer_column", "ray", "init_adapter", "as", "help", "debug"}
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 
@@ -140,6 +141,7 @@ def logged_metrics() -> set[str]:
         *keys_of("training/loop.py", "run"),
         *keys_of("training/session.py", "after_update"),
         *keys_of("training/sft.py", "step"),
+        *keys_of("training/distil.py", "sample"),
         *keys_of("tracking/journal.py", "_record"),
         *ray_metrics(),
         *(f"{phase}_s" for phase in phases()),

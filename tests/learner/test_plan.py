@@ -274,7 +274,9 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
         when: sum(p.num_bytes for p in found if p.when == when) for when in ("always", "sampling", "learning")
     }
     assert op.peak_bytes(found) == phases["always"] + max(phases["sampling"], phases["learning"])
-    assert phases["sampling"] == op.kv_cache_bytes(SMALL, config, PROMPT) + op.prefill_bytes(SMALL, config)
+    assert phases["sampling"] == op.kv_cache_bytes(SMALL, config, PROMPT) + op.pass_bytes(
+        SMALL, config, config.engine.max_num_batched_tokens
+    )
     layers = op.activation_bytes(SMALL, config, 139) + op.unpacked_bytes(SMALL, config)
     kept = 3 * op.saved_bytes_per_row(SMALL, config) if recompute == "none" else 3 * 512
     gradients = 4 * op.num_trained_weights(SMALL, config)

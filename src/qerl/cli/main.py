@@ -12,6 +12,7 @@ from types import ModuleType
 from qerl.cli import (
     bench,
     check,
+    distil,
     evaluate,
     export,
     generate,
@@ -47,6 +48,7 @@ Add --debug to any command to show the traceback of an error; qerl --version pri
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "sft": sft,
+    "distil": distil,
     "check": check,
     "eval": evaluate,
     "generate": generate,

@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> None:
 
 def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[str]]:
     """Return the config of --init-adapter's adapter, None without the option, and the other arguments."""
-    folder, arguments = _take_option(arguments, "--init-adapter")
+    folder, arguments = take_option(arguments, "--init-adapter", "the folder of a PEFT adapter")
     if folder is None:
         return None, arguments
     from qerl.models.peft_reader import adapter_config
@@ -103,8 +103,8 @@ def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunCo
     return names[0], RECIPES[check_known(names[0], RECIPES, "recipe")], options
 
 
-def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
-    """Return the option's value, None if it is absent, and the other arguments."""
+def take_option(arguments: list[str], option: str, what: str) -> tuple[str | None, list[str]]:
+    """Return the option's value, None if it is absent, and the other arguments. what: the value is."""
     rest, value = [], None
     remaining = iter(arguments)
     for argument in remaining:
@@ -114,7 +114,7 @@ def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[st
             continue
         value = given if equals else next(remaining, "")
         if not value or value.startswith("-"):
-            raise UserError(f"{option} needs a value: the folder of a PEFT adapter")
+            raise UserError(f"{option} needs a value: {what}")
     return value, rest
 
 

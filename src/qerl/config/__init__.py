@@ -6,6 +6,7 @@ overrides its fields. Values such as `loss_type="dapo"` are looked up once, wher
 
 from qerl.config.agent import AgentConfig
 from qerl.config.algo import AlgoConfig, DeepConfig, MaspoConfig, SapoConfig
+from qerl.config.distil import DistilConfig
 from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
@@ -22,6 +23,7 @@ __all__ = [
     "CodeConfig",
     "ControlConfig",
     "DeepConfig",
+    "DistilConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",

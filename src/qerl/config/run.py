@@ -8,6 +8,7 @@ import tyro
 from qerl.config.agent import AgentConfig
 from qerl.config.algo import AlgoConfig
 from qerl.config.check import check_finite, check_not_negative, check_positive
+from qerl.config.distil import DistilConfig
 from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
@@ -130,6 +131,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     samples: SamplesConfig = SamplesConfig()
     ray: RayConfig = RayConfig()
+    distil: DistilConfig = DistilConfig()
     sft: Annotated[SftConfig, tyro.conf.Suppress] = SftConfig()
     """Set by `qerl sft`, whose options its fields are; empty in a run with rewards."""
 
@@ -137,7 +139,12 @@ class RunConfig:
         check_finite(self)
         check_positive(self, "num_steps", "num_prompts", "rank_timeout_s")
         size, why = self.num_generations, "samples are compared within a group"
-        require(size >= 2, f"num_generations must be at least 2 ({why}), got {size}")
+        least = 1 if self.distil.is_on else 2
+        require(size >= least, f"num_generations must be at least {least} ({why}), got {size}")
+        if self.distil.is_on:
+            self._check_distil()
+        else:
+            require(len(self.task.rewards) > 0, "task.rewards must name at least one reward, got none")
         cuts = [f"sample.{n}" for n in ("top_k", "top_p", "min_p") if getattr(self.sample, n) is not None]
         unsupported = f"engine.exact does not support truncated sampling: unset {', '.join(cuts)}"
         require(not (self.engine.exact and cuts), unsupported)
@@ -188,6 +195,28 @@ class RunConfig:
             (self.algo.overlong == "shape", "algo.overlong shape: set it to keep or mask"),
         ):
             require(not is_set, f"an agent does not work with {what}")
+
+    def _check_distil(self) -> None:
+        algo, distil = self.algo, self.distil
+        at_one = self.sample.temperature == 1
+        require(self.agent.function is None, "distil.teacher does not work with an agent")
+        require(
+            self.noise.schedule == "none",
+            f"distil.teacher needs noise.schedule none, got {self.noise.schedule}: noise would reach it",
+        )
+        require(
+            algo.branching == "none" and not algo.dynamic_sampling,
+            "distil.teacher does not work with algo.branching or dynamic_sampling, which select by reward",
+        )
+        require(
+            distil.is_divergence or algo.loss_type != "gspo",
+            "distil.loss policy_gradient has an advantage for each token: set algo.loss_type gspo_token",
+        )
+        require(
+            at_one or not distil.is_endpoint,
+            f"an endpoint's logprobs are at temperature 1: set sample.temperature 1,"
+            f" got {self.sample.temperature}",
+        )
 
     @property
     def num_noises(self) -> int:

@@ -119,7 +119,6 @@ class TaskConfig:
     """Settings of an environment among the rewards."""
 
     def __post_init__(self):
-        require(len(self.rewards) > 0, "task.rewards must name at least one reward, got none")
         check_positive(self, "num_rows", "reward_workers", "reward_timeout_s", prefix="task.")
         check_positive(self, "reward_memory_gb", prefix="task.")
         check_not_negative(self, "num_held_out", prefix="task.")

@@ -128,6 +128,18 @@ def _walk(
     return logprob_C, entropy_C
 
 
+def scatter_rows(
+    slope_CD: Tensor, rows_C: Tensor, grad_C: Tensor, shape: torch.Size, chunk_tokens: int
+) -> Tensor:
+    """Return fp32 d_TD of this shape, with grad_c slope_c added to row rows_C[c]. Sum in fp32 and in order: a
+    prompt's last row gets one gradient for each of its samples."""
+    d_TD = torch.zeros(shape, dtype=torch.float32, device=slope_CD.device)
+    for start in range(0, len(rows_C), chunk_tokens):
+        some = slice(start, start + chunk_tokens)
+        d_TD.index_put_((rows_C[some],), slope_CD[some] * grad_C[some, None], accumulate=True)
+    return d_TD
+
+
 class _Logprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap):
@@ -142,12 +154,8 @@ class _Logprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        """Sum in fp32 and in order: a prompt's last row gets one gradient for each of its samples."""
         slope_CD, rows_C = ctx.saved_tensors
-        d_TD = torch.zeros(ctx.shape, dtype=torch.float32, device=slope_CD.device)
-        for start in range(0, len(rows_C), ctx.chunk_tokens):
-            some = slice(start, start + ctx.chunk_tokens)
-            d_TD.index_put_((rows_C[some],), slope_CD[some] * grads[0][some, None], accumulate=True)
+        d_TD = scatter_rows(slope_CD, rows_C, grads[0], ctx.shape, ctx.chunk_tokens)
         return d_TD.to(ctx.dtype), None, None, None, None, None, None
 
 

@@ -135,6 +135,15 @@ def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, []
 
 
+def adapter_folder(source: str) -> Path | None:
+    """Return the PEFT adapter that the source is, or the newest intact checkpoint of the run that it is; None
+    if it is a model."""
+    folder = Path(source).expanduser()
+    if (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    return find_latest(folder / "checkpoints")[0] if (folder / "run.json").is_file() else None
+
+
 def saved_steps(folder: Path) -> list[int]:
     """Return the numbers of steps of the checkpoints in the folder, newest first, damaged ones included."""
     return [_order(path)[0] for path in _newest_first(folder)]

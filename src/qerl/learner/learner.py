@@ -11,6 +11,9 @@ learner's old logprobs. A group without any advantage has no gradient and no bac
 If memory allows, the base model's operands are unpacked once per update instead of twice per micro-batch:
 bitwise equal (tests/learner/test_held.py), and freed before the engine samples.
 
+In distillation the teacher's logprob less the learner's before the update is each token's advantage, or the
+loss is a divergence from the teacher's outcomes (algo/distillation.py), token by token, instead of policy_t.
+
 In exact mode the values of the logprobs come from the sampler's forward pass, `score`, before every update;
 their gradient, the entropy and the KL to the reference come from the learner's own kernels.
 
@@ -23,14 +26,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qerl.algo.distillation import LEAST_LOGPROB, divergence_of
 from qerl.algo.importance import correct
 from qerl.algo.kl import KL_RATIOS, k3
 from qerl.algo.loss import LOSSES
-from qerl.config import RunConfig
+from qerl.config import AlgoConfig, RunConfig
 from qerl.errors import RunError, UserError
-from qerl.kernels.attention_options import AttentionOptions
-from qerl.kernels.logprob import Softcap, chunked_logprob
-from qerl.kernels.tree_attention import tree_attention
+from qerl.kernels.divergence import Head, chunked_divergence
+from qerl.kernels.logprob import chunked_logprob
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.lr_schedule import learning_rate
@@ -49,13 +52,14 @@ from qerl.learner.metrics import (
 from qerl.learner.minibatch import Minibatch, MinibatchPart, split
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.optimizer import load_state, new_optimizer, state_of
+from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.packing import PackedBatch
 from qerl.models.adapter import adapter_off, adapter_tensors, dropping_inputs, load_adapter, publish
 from qerl.models.decoder import Decoder
-from qerl.models.delta_net import recur_over
 from qerl.models.linear import holding
 from qerl.types import Group
 
+_UNCORRECTED = AlgoConfig(importance="none")
 _DROPOUT = 4  # keeps these seeds apart from those of other draws
 
 
@@ -187,8 +191,9 @@ class Learner:
         """Add the batch's gradient to the masters' grad. Without `before` this pass also gives the first
         logprobs. index: of the batch in its update, for the dropout's masks."""
         at = self.config.seed, _DROPOUT, self.version, index
+        learn = self._imitate if self.config.distil.is_divergence else self._backward
         with dropping_inputs(self.decoder, self.config.adapter.dropout, *at):
-            return self._backward(batch, exact_C, before)
+            return learn(batch, exact_C, before)
 
     def _backward(
         self, batch: PackedBatch, exact_C: Tensor | None, before: BatchMetrics | None
@@ -199,9 +204,10 @@ class Learner:
         logprob_C = own_C if exact_C is None else exact_C + (own_C - own_C.detach())
         before = before or self._reading(batch, exact_C, own_C.detach(), entropy_C)
         correction = correct(before.logprob_C, batch.sampler_logprobs_C, batch.spans, algo)
-        policy_C, held_C = self._loss.objective(
-            logprob_C, correction.old_T, batch.advantages_C, batch.spans, algo
-        )
+        advantages_C = batch.advantages_C
+        if batch.teacher is not None:  # distillation: minus the reverse KL, token by token
+            advantages_C = batch.teacher.logprob_C - before.logprob_C
+        policy_C, held_C = self._loss.objective(logprob_C, correction.old_T, advantages_C, batch.spans, algo)
         loss_C = correction.weight_T * policy_C
         kl_C = None if before.reference_C is None else k3(own_C, before.reference_C)
         if kl_C is not None:
@@ -246,27 +252,48 @@ class Learner:
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (logprob_C, entropy_C) of the sampled tokens under the current model."""
-
-        def attend(
-            layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions
-        ) -> Tensor:
-            return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout, options)
-
-        noise_rows_T = _noise_rows(self.decoder, batch)
-        recur = recur_over(batch.trees, self.decoder.device)
-        hidden_TD = self.decoder(
-            batch.tokens_T, batch.positions_T, attend, self._run_layer(), noise_rows_T, recur
-        )
-        head = self.decoder.lm_head  # without a cap the head's alpha is folded into the temperature
-        softcap = None if head.softcap is None else Softcap(head.softcap, head.alpha)
+        head = self._head()
         return chunked_logprob(
-            hidden_TD,
-            head.operand(),
+            packed_hidden(self.decoder, batch, self._run_layer()),
+            head.operand_VD,
             batch.targets_C,
             rows_C=batch.source_rows_C,
-            temperature=self.config.sample.temperature / (1.0 if softcap else head.alpha),
-            softcap=softcap,
-            chunk_tokens=self.config.learn.logprob_chunk_tokens,
+            temperature=head.temperature,
+            softcap=head.softcap,
+            chunk_tokens=head.chunk_tokens,
+        )
+
+    def _head(self) -> Head:
+        chunk_tokens = self.config.learn.logprob_chunk_tokens
+        return head_of(self.decoder, temperature=self.config.sample.temperature, chunk_tokens=chunk_tokens)
+
+    def _imitate(
+        self, batch: PackedBatch, exact_C: Tensor | None, known: BatchMetrics | None
+    ) -> MinibatchMetrics:
+        """Add the gradient of the divergence from the teacher, whose tokens need no correction."""
+        assert batch.teacher is not None
+        ids_CK, outcomes_CX = batch.teacher.ids_CK, batch.teacher.outcomes_CX
+        assert ids_CK is not None and outcomes_CX is not None
+        divergence_C, own_C, entropy_C = chunked_divergence(
+            packed_hidden(self.decoder, batch, self._run_layer()),
+            batch.source_rows_C,
+            batch.targets_C,
+            ids_CK,
+            outcomes_CX,
+            divergence_of(self.config.distil),
+            self._head(),
+            least=LEAST_LOGPROB,
+        )
+        before = known or self._reading(batch, exact_C, own_C, entropy_C)
+        loss = (batch.weights_C * divergence_C).sum()
+        loss.backward()
+        return MinibatchMetrics(
+            before=before,
+            loss=loss.detach(),
+            ratio_C=torch.ones_like(own_C),
+            held_C=torch.zeros_like(own_C),
+            correction=correct(own_C, own_C, batch.spans, _UNCORRECTED),
+            kl_C=None,
         )
 
     @torch.no_grad()
@@ -324,16 +351,3 @@ class Learner:
         self.version = version
         if micro_tokens is not None:
             self._fit.micro_tokens = micro_tokens
-
-
-def _noise_rows(decoder: Decoder, batch: PackedBatch) -> Tensor | None:
-    """Return each row's row of the noise table; None if there is no table."""
-    if not decoder.noise_table.is_open:
-        return None
-    lengths, rows = [], []
-    found = decoder.noise_table.rows(batch.members)
-    for tree, (prompt_row, sample_rows) in zip(batch.trees, found, strict=True):
-        lengths += [tree.prompt_tokens, *tree.branch_tokens]
-        rows += [prompt_row, *sample_rows]
-    rows_T = torch.tensor(rows, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-    return rows_T.to(decoder.device)

@@ -123,20 +123,26 @@ def sampling_tallies(first: list[BatchMetrics]) -> Tallies:
     """Compare learner and sampler, from the step's first pass."""
     if not first:
         return {}
-    sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])
-    owns = [reading.own_C for reading in first if reading.own_C is not None]
-    return {
+    tallies = {
         "rows": Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0),
         "entropy": Tally.of([reading.entropy_C for reading in first]),
-        "sampler": Tally.of([sampler_C]),
-        **_mismatch("mismatch", sampler_C, [reading.logprob_C for reading in first]),
-        **_by_length(first),
-        **(_mismatch("own_mismatch", sampler_C, owns) if owns else {}),
     }
+    is_sampled_C = torch.cat([reading.batch.is_sampled_C for reading in first])
+    if not is_sampled_C.any():
+        return tallies
+    sampler_C = torch.cat([reading.batch.sampler_logprobs_C for reading in first])[is_sampled_C]
+    learner_C = torch.cat([reading.logprob_C for reading in first])[is_sampled_C]
+    owns = [reading.own_C for reading in first if reading.own_C is not None]
+    teachers = [reading.batch.teacher.logprob_C for reading in first if reading.batch.teacher is not None]
+    tallies |= {"sampler": Tally.of([sampler_C]), **_mismatch("mismatch", sampler_C, learner_C)}
+    if owns:
+        tallies |= _mismatch("own_mismatch", sampler_C, torch.cat(owns)[is_sampled_C])
+    if teachers:
+        tallies["teacher_kl"] = Tally.of([learner_C - torch.cat(teachers)[is_sampled_C]])
+    return tallies | _by_length(first)
 
 
-def _mismatch(name: str, sampler_C: Tensor, learner: list[Tensor]) -> Tallies:
-    learner_C = torch.cat(learner)
+def _mismatch(name: str, sampler_C: Tensor, learner_C: Tensor) -> Tallies:
     distance_C = (learner_C - sampler_C).abs()
     return {name: Tally.of([distance_C]), f"{name}_kl": Tally.of([k3(sampler_C, learner_C)])}
 
@@ -167,11 +173,12 @@ def _by_length(readings: list[BatchMetrics]) -> Tallies:
     early, late, samples = [], [], []
     for reading in readings:
         spans = reading.batch.spans
+        is_sampled_C = reading.batch.is_sampled_C
         d_C = reading.logprob_C - reading.batch.sampler_logprobs_C
         quarter_C = 4 * (spans.places_T % max(spans.longest, 1)) // spans.per_token(spans.lengths_S)
-        early.append(d_C[quarter_C == 0].abs())
-        late.append(d_C[quarter_C == 3].abs())
-        samples.append(spans.total(d_C).abs())
+        early.append(d_C[(quarter_C == 0) & is_sampled_C].abs())
+        late.append(d_C[(quarter_C == 3) & is_sampled_C].abs())
+        samples.append(spans.total(d_C)[spans.total(is_sampled_C.float()) > 0].abs())
     parts = {"early": early, "late": late, "sample": samples}
     return {f"mismatch_{name}": Tally.of(each) for name, each in parts.items() if sum(map(len, each))}
 
@@ -180,7 +187,10 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
     if "rows" not in tallies:
         return {"learn_tokens": 0}
     metrics = {"learn_tokens": tallies["rows"].total, "entropy": tallies["entropy"].mean}
-    metrics |= {"sampler_entropy": -tallies["sampler"].mean}
+    if "sampler" in tallies:
+        metrics |= {"sampler_entropy": -tallies["sampler"].mean}
+    if "teacher_kl" in tallies:
+        metrics["teacher_kl"] = tallies["teacher_kl"].mean
     for name in ("mismatch", "own_mismatch"):
         if name in tallies:
             metrics |= {f"{name}_abs": tallies[name].mean, f"{name}_max": tallies[name].most}

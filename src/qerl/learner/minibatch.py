@@ -1,7 +1,7 @@
 """Minibatches: split a step's groups by update, weight their tokens, pack them.
 
     weight of a token    over all samples of the update, independent of packing
-    teaching             groups that have a gradient
+    teaching             groups that have a gradient; all of them in distillation
     silent               groups without any advantage and without KL penalty: their gradient is exactly zero
     loss                 of the samples, plus algo.deep.weight times the loss of the branches
 
@@ -81,8 +81,8 @@ def _share(
     samples_P: list[Group], branches_P: list[Group], config: RunConfig, device: torch.device, ranks: Ranks
 ) -> Minibatch:
     deep = config.algo.deep
-    known_P = [_with_rewards(group) for group in samples_P]
-    grown_P = [after_prefix(_with_rewards(group)) for group in branches_P]
+    known_P = [_learnable(group, config) for group in samples_P]
+    grown_P = [after_prefix(_learnable(group, config)) for group in branches_P]
     weights_P_G = _weights(known_P, config, config.num_generations)
     weights_P_G += [[deep.weight * w for w in ws] for ws in _weights(grown_P, config, deep.num_branches)]
     known_P += grown_P
@@ -110,8 +110,11 @@ def _balanced(weighted_P: list[tuple[Group, list[float]]], ranks: Ranks) -> list
     return [pair for p, pair in enumerate(weighted_P) if p in own]
 
 
-def _with_rewards(group: Group) -> Group:
-    return dataclasses.replace(group, samples_G=[s for s in group.samples_G if s.reward is not None])
+def _learnable(group: Group, config: RunConfig) -> Group:
+    """Keep the samples that have a reward, or in distillation the teacher's logprobs."""
+    known_G = [s.teacher if config.distil.is_on else s.reward for s in group.samples_G]
+    pairs = zip(group.samples_G, known_G, strict=True)
+    return dataclasses.replace(group, samples_G=[s for s, known in pairs if known is not None])
 
 
 def after_prefix(group: Group) -> Group:
@@ -138,4 +141,8 @@ def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list
 
 
 def _teaches(group: Group, config: RunConfig) -> bool:
-    return config.algo.beta > 0 or any(sample.advantage != 0 for sample in group.samples_G)
+    return (
+        config.algo.beta > 0
+        or config.distil.is_on
+        or any(sample.advantage != 0 for sample in group.samples_G)
+    )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qerl.algo.segment import Segments
 from qerl.kernels.tree_attention import TreeLayout
-from qerl.types import Group, Prompt, Sample, Tree
+from qerl.types import Group, Prompt, Sample, TeacherLogprobs, Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,10 @@ class PackedBatch:
     """Factor of each token's loss in the sum."""
     spans: Segments
     """Which of the C tokens belong to one sample; no sample is in two batches."""
+    is_sampled_C: Tensor
+    """False for tokens that no policy sampled: their sampler_logprobs_C mean nothing."""
+    teacher: TeacherLogprobs | None = None
+    """Of all C tokens, on the decoder's device; None without a teacher."""
 
     @property
     def num_samples(self) -> int:
@@ -130,6 +134,22 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         advantages_C=_reals([s.advantage for s, _ in samples for _ in s.logprobs_T], device),
         weights_C=_reals([weight for sample, weight in samples for _ in sample.logprobs_T], device),
         spans=Segments.of([len(sample.logprobs_T) for sample, _ in samples], device),
+        is_sampled_C=torch.tensor([not s.is_given for s, _ in samples for _ in s.logprobs_T], device=device),
+        teacher=_joined([sample.teacher for sample, _ in samples], device),
+    )
+
+
+def _joined(parts: list[TeacherLogprobs | None], device: torch.device) -> TeacherLogprobs | None:
+    """Return the samples' teacher logprobs as one; None if a sample has none."""
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    ids = [part.ids_CK for part in known if part.ids_CK is not None]
+    outcomes = [part.outcomes_CX for part in known if part.outcomes_CX is not None]
+    return TeacherLogprobs(
+        torch.cat([part.logprob_C for part in known]).to(device),
+        torch.cat(ids).to(device) if ids else None,
+        torch.cat(outcomes).to(device) if outcomes else None,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qerl.algo.seeds import mix
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
-from qerl.formats import BF16
+from qerl.formats import BF16, FP8Flow
 from qerl.models.decoder import Decoder
 from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
@@ -93,6 +93,56 @@ def adapter_off(decoder: Decoder) -> Iterator[None]:
     finally:
         for linear, enabled in before:
             linear.adapter_enabled = enabled
+
+
+class OtherAdapter:
+    """A frozen adapter that linears of this decoder can wear in the place of their own, of any rank."""
+
+    @torch.no_grad()
+    def __init__(self, decoder: Decoder, config: AdapterConfig, tensors: Mapping[str, Tensor]):
+        """tensors: with PEFT's names or the decoder's own. Raise UserError if they do not fit the decoder."""
+        linears = {
+            name: each for name, each in decoder.linears() if name.rpartition(".")[2] in config.target_modules
+        }
+        names = [f"{PREFIX}{name}.lora_{side}.weight" for name in linears for side in "AB"]
+        tensors = decoder_tensors(decoder.architecture, tensors, names)
+        if differing := sorted(set(names) ^ tensors.keys()):
+            problem = "lacks" if differing[0] in names else "has an unknown"
+            raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
+        self._decoder, self._scaling = decoder, config.alpha / config.rank
+        self._worn: dict[str, tuple[Tensor, ...]] = {}
+        for name, linear in linears.items():
+            a_RK, b_NR = (tensors[f"{PREFIX}{name}.lora_{side}.weight"] for side in "AB")
+            expected = (config.rank, linear.in_width), (linear.out_width, config.rank)
+            if (tuple(a_RK.shape), tuple(b_NR.shape)) != expected:
+                raise UserError(
+                    f"{name}: the adapter must have the shapes {expected[0]} and {expected[1]},"
+                    f" got {tuple(a_RK.shape)} and {tuple(b_NR.shape)}"
+                )
+            masters = [t.detach().to(decoder.device, torch.float32, copy=True) for t in (a_RK, b_NR)]
+            work = [t.to(linear.compute, copy=True) for t in masters]
+            self._worn[name] = *(nn.Parameter(t, requires_grad=False) for t in masters), *work
+
+    @contextlib.contextmanager
+    def worn(self) -> Iterator[Decoder]:
+        """Compute with this adapter within the context, without gradients. The learner's is not touched."""
+        before = []
+        try:
+            for name, linear in self._decoder.linears():
+                before.append((linear, [getattr(linear, field) for field in _ADAPTER_FIELDS]))
+                is_fused = isinstance(linear.weight, BF16 | FP8Flow)
+                values = (*self._worn.get(name, (None,) * 4), self._scaling, is_fused, True)
+                for field, value in zip(_ADAPTER_FIELDS, values, strict=True):
+                    setattr(linear, field, value)
+            with torch.no_grad():
+                yield self._decoder
+        finally:
+            for linear, values in before:
+                for field, value in zip(_ADAPTER_FIELDS, values, strict=True):
+                    setattr(linear, field, value)
+
+
+_ADAPTER_FIELDS = "lora_A", "lora_B", "a_work", "b_work", "scaling", "is_alone", "adapter_enabled"
 
 
 @contextlib.contextmanager

@@ -75,6 +75,9 @@ class QuantLinear(nn.Module):
         """(rate, seed) of the dropout on the adapter's input, inside `dropping_inputs` (adapter.py)."""
         self.unpacked: OperandCache | None = None
         """Cache of operands for the next product, inside `repeating` and `holding`."""
+        self.is_alone = False
+        """True if it multiplies for itself, because its place among fused weights is of another adapter's
+        rank."""
         self.is_read = True
         """False if only gradients are needed, not the result."""
         self.alpha: float | Tensor = 1.0
@@ -111,8 +114,13 @@ class QuantLinear(nn.Module):
     @property
     def is_unfused(self) -> bool:
         """True if it must multiply for itself: its weight is trained, inputs of its adapter are dropped, or a
-        hook wants to see its input (calibration), which a fused product would pass by."""
-        return self.full is not None or self.dropout is not None or bool(self._forward_pre_hooks)
+        hook wants to see its input (calibration), which a fused product would pass by; or it is alone."""
+        return (
+            self.is_alone
+            or self.full is not None
+            or self.dropout is not None
+            or bool(self._forward_pre_hooks)
+        )
 
     @property
     def rank(self) -> int:

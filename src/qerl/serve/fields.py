@@ -31,7 +31,6 @@ _NEUTRAL = {
     "include_stop_str_in_output": False,
     "add_generation_prompt": True,
     "continue_final_message": False,
-    "return_tokens_as_token_ids": False,
     "include": [],
     "truncation": "disabled",
     "background": False,
@@ -290,6 +289,7 @@ class CompletionBody(RequestBody):
     max_tokens: int | None = Field(None, ge=0)
     logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @model_validator(mode="after")
     def _has_tokens(self) -> Self:

@@ -1,6 +1,7 @@
 """Logprobs of tokens in OpenAI's two forms: of a chat, and of a completion."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -10,8 +11,9 @@ from qerl.types import TokenLogprob
 Json = dict[str, Any]
 
 
-def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    return [str(tokenizer.decode([token])) for token in tokens]
+def token_id_text(token: int) -> str:
+    """Return a token's name in vLLM's return_tokens_as_token_ids."""
+    return f"token_id:{token}"
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: list[TokenLogprob]) -> Json:
@@ -27,15 +29,16 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: list[TokenLogprob]) -> Json:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: list[TokenLogprob | None], texts: list[str], num_top: int
+    name: Callable[[int], str], tokens: list[TokenLogprob | None], texts: list[str], num_top: int
 ) -> Json:
-    """texts: of the tokens. None: the first token of a prompt, which nothing predicts."""
+    """name: of a token among the most likely ones. texts: of the tokens. None: the first token of a prompt,
+    which nothing predicts."""
 
     def top(each: TokenLogprob) -> dict[str, float]:
-        """Tokens with the same text are one entry, that of the most likely."""
+        """Tokens with the same name are one entry, that of the most likely."""
         found: dict[str, float] = {}
         for token, logprob in (*each.top, (each.token, each.logprob)):
-            found.setdefault(str(tokenizer.decode([token])), logprob)
+            found.setdefault(name(token), logprob)
         return found
 
     return {

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from qerl.serve.logprobs import chat_logprobs, completion_logprobs, token_texts
+from qerl.serve.fields import CompletionBody
+from qerl.serve.logprobs import chat_logprobs, completion_logprobs, token_id_text
 from qerl.serve.request import CompletionRequest
 from qerl.serve.tools import ParsedCall, ToolCallStream
 from qerl.types import Sample, TokenLogprob
@@ -85,6 +86,8 @@ class CompletionResponse:
         self._envelope = Envelope("cmpl", "text_completion", "text_completion", request, model)
         self._has_answer = request.body.num_answer_tokens != 0  # 0: the engine's one token is left out
         self._num_top = request.body.num_top_logprobs
+        body = request.body
+        self._with_ids = isinstance(body, CompletionBody) and body.return_tokens_as_token_ids
 
     def whole(self, samples: list[Sample]) -> Json:
         choices = [self._whole_choice(i, sample) for i, sample in enumerate(samples)]
@@ -102,8 +105,7 @@ class CompletionResponse:
             if request.pending.prompt_logprobs_P is not None:
                 prompt_T = prompt.tokens_T
                 all_tokens = [None, *request.pending.prompt_logprobs_P[p].tokens, *tokens]
-        texts = token_texts(self._tokenizer, [*prompt_T, *(each.token for each in tokens)])
-        logprobs = completion_logprobs(self._tokenizer, all_tokens, texts, self._num_top)
+        logprobs = self._logprobs(all_tokens, [*prompt_T, *(each.token for each in tokens)])
         return {
             "index": index,
             "text": text,
@@ -113,15 +115,21 @@ class CompletionResponse:
             **self._envelope.prompt_token_ids(p),
         }
 
+    def _logprobs(self, tokens: list[TokenLogprob | None], ids: list[int]) -> Json:
+        def text(token: int) -> str:
+            return str(self._tokenizer.decode([token]))
+
+        name = token_id_text if self._with_ids else text
+        return completion_logprobs(name, tokens, list(map(name, ids)), self._num_top)
+
     def start(self) -> list[str]:
         return []
 
     def piece(self, index: int, text: str, tokens: list[TokenLogprob]) -> list[str]:
         logprobs = None
         if self._request.body.with_logprobs:
-            texts = token_texts(self._tokenizer, [each.token for each in tokens])
             listed = list[TokenLogprob | None](tokens)
-            logprobs = completion_logprobs(self._tokenizer, listed, texts, self._num_top)
+            logprobs = self._logprobs(listed, [each.token for each in tokens])
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return [event(self._envelope.chunk([choice | self._envelope.token_ids(tokens)]))]
 

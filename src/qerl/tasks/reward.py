@@ -59,8 +59,8 @@ class RewardPool:
         self._agent, has_own = agent, bool(functions) or agent is not None
         needs_answer = not has_own and not {*NEED_ANSWER, "higher_lower"}.isdisjoint(config.rewards)
         self._answer_column = config.answer_column if needs_answer else None
-        self.is_built_in = not has_own and all(name in REWARDS for name in config.rewards)
-        """True if no reward is the user's own, so that 1 means a correct sample."""
+        self.is_built_in = not has_own and all(name in REWARDS for name in config.rewards or ("",))
+        """True if there is a reward and none is the user's own, so that 1 means a correct sample."""
         functions = [] if agent else list(functions) or [resolve(name, config) for name in config.rewards]
         named = functions if agent is None else [agent]
         self.sources = function_sources(named)
@@ -132,6 +132,11 @@ class RewardPool:
                 raise UserError(f"task.rewards: {needs}; besides {', '.join(RESERVED)} {there_are}")
 
     @property
+    def has_rewards(self) -> bool:
+        """False only in distillation without a reward: samples then have none."""
+        return bool(self._names)
+
+    @property
     def has_environment(self) -> bool:
         return self._environment_worker is not None
 
@@ -173,7 +178,7 @@ class RewardPool:
     def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
         """Raise UserError with the most common cause if there are samples and none has a reward."""
         rewards = [reward for rewards_G in rewards_P_G for reward in rewards_G]
-        if not rewards or any(reward is not None for reward in rewards):
+        if not self.has_rewards or not rewards or any(reward is not None for reward in rewards):
             return
         if not self._latest:
             names = ", ".join(self._names)

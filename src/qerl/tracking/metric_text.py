@@ -15,6 +15,7 @@ _HEADLINES = (
     ("accuracy", "accuracy", "{:.2f}"),
     ("eval_accuracy", "held-out", "{:.2f}"),
     ("eval_reward", "held-out reward", "{:.3f}"),
+    ("teacher_kl", "teacher kl", "{:.3f}"),
     ("entropy", "entropy", "{:.2f}"),
     ("mismatch_kl", "kl", "{:.1e}"),
     ("sigma", "sigma", "{:.2g}"),

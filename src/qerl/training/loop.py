@@ -12,6 +12,7 @@ from qerl.errors import RunError
 from qerl.learner.learner import Learner
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.training.branching import BranchingRollouts
+from qerl.training.distil import DistilRollouts
 from qerl.training.rollout import GroupRollouts, drop_overlong
 from qerl.types import RolloutEngine
 
@@ -20,7 +21,7 @@ from qerl.types import RolloutEngine
 class Parts:
     """What a step works with."""
 
-    rollouts: GroupRollouts | BranchingRollouts
+    rollouts: GroupRollouts | BranchingRollouts | DistilRollouts
     engine: RolloutEngine
     learner: Learner
     aqn: AQN

@@ -115,17 +115,17 @@ def rollout_metrics(config: RunConfig, groups: list[Group]) -> dict[str, float]:
     lengths = [len(sample.logprobs_T) for sample in samples]
     threshold = config.evaluate.success_threshold
     rewards_P_G = [[s.reward for s in group.samples_G if s.reward is not None] for group in groups]
-    return {
-        "reward": fmean(rewards),
+    metrics = {"reward": fmean(rewards)} if rewards else {}
+    return metrics | {
         "informative": fmean(is_informative([s.reward for s in group.samples_G]) for group in groups),
         "distinct": fmean(len({s.text for s in group.samples_G}) / len(group.samples_G) for group in groups),
         "mean_tokens": fmean(lengths),
         "sampled_tokens": sum(lengths),
         "cut_fraction": fmean(sample.finish == "length" for sample in samples),
-        "num_failed_rewards": len(samples) - len(rewards),
+        "num_failed_rewards": len(samples) - len(rewards) if config.task.rewards else 0,
         **multi_turn_metrics(samples),
         **agent_metrics(samples),
-        **({} if threshold is None else accuracy_metrics(rewards_P_G, threshold)),
+        **({} if threshold is None or not rewards else accuracy_metrics(rewards_P_G, threshold)),
     }
 
 

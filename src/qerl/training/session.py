@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
@@ -34,6 +36,7 @@ from qerl.training import evaluation
 from qerl.training.branching import BranchingRollouts
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
+from qerl.training.distil import DistilRollouts, read_given_rows
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
 from qerl.training.observer import NullObserver, Observer
@@ -43,6 +46,7 @@ from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
 from qerl.training.signals import StopSignal, echo_s
+from qerl.training.teacher import Teacher, load_teacher
 from qerl.types import Prompt, RolloutEngine, Sampling
 
 
@@ -139,11 +143,10 @@ class _Session:
         self.checkpoints = RunCheckpoints(folder, config.checkpoint, self.learner, journal, ranks)
         self.aqn = AQN(self.decoder.noise_table, config, ranks.gather)
         self.sampler = self._make_sampler(pool, cluster, agents)
-        if config.algo.branching == "deep":
-            self.rollouts = BranchingRollouts(config, self.engine, self.rewards, self.task.train_prompts)
-        else:
-            self.rollouts = GroupRollouts(config, self.sampler, self.rewards, self.task.train_prompts)
-        self.prompts = self.task.held_out(config.evaluate.num_prompts)
+        self.teacher: Teacher | None = None
+        self.rollouts = self._make_rollouts(tokenizer)
+        self.prompts = self.task.held_out(config.evaluate.num_prompts if pool.has_rewards else 0)
+        self.has_environment = pool.has_environment
         path = folder / "evaluations.json"
         self.evaluations = ranks.from_first(lambda: read_object(path) if path.exists() else {})
 
@@ -153,6 +156,30 @@ class _Session:
         if agent.function is not None:
             return max(1, min(agent.context_tokens, most) - self.config.sample.max_tokens)
         return max(len(prompt.tokens_T) for prompt in prompts_P)
+
+    def _make_rollouts(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> GroupRollouts | BranchingRollouts | DistilRollouts:
+        config, prompts = self.config, self.task.train_prompts
+        if config.algo.branching == "deep":
+            return BranchingRollouts(config, self.engine, self.rewards, prompts)
+        if not config.distil.is_on:
+            return GroupRollouts(config, self.sampler, self.rewards, prompts)
+        notice = self.journal.notice
+        self.teacher = load_teacher(config, self.decoder, tokenizer, notice)
+        rows = read_given_rows(config, tokenizer)
+        for text in [] if rows is None else rows.notices:
+            notice(text)
+        return DistilRollouts(
+            config,
+            self.sampler,
+            self.rewards,
+            prompts,
+            teacher=self.teacher,
+            rows=rows,
+            ranks=self.ranks,
+            notice=notice,
+        )
 
     def _make_sampler(
         self, pool: RewardPool, cluster: Cluster | None, agents: Agents | None
@@ -181,6 +208,7 @@ class _Session:
         self.observer.begin(first_step)
         if first_step == 0:
             self.evaluate("before")
+            self.evaluate_teacher()
         parts = Parts(
             rollouts=self.rollouts,
             engine=self.sampler,
@@ -289,6 +317,22 @@ class _Session:
         settings = {"temperature": self.config.sample.temperature, "num_prompts": len(self.prompts)}
         self.journal.notice(evaluation.held_out_text(figures, moment, **settings))
 
+    def evaluate_teacher(self) -> None:
+        """Measure the teacher as the student is measured, once; not where an environment answers it."""
+        if self.teacher is None or self.has_environment or "teacher" in self.evaluations or not self.prompts:
+            return
+        student = self.sampler
+        with self.journal.span("evaluate"), self.teacher.engine() as engine:
+            self.sampler = engine if self.ranks.count == 1 else DataParallelEngine(engine, self.ranks)
+            try:
+                self.evaluations["teacher"] = figures = self.held_out_figures()
+            finally:
+                self.sampler = student
+        self.write_evaluations()
+        settings = {"temperature": self.config.sample.temperature, "num_prompts": len(self.prompts)}
+        text = evaluation.held_out_text(figures, "before", **settings)
+        self.journal.notice(text.replace("before training", "of the teacher"))
+
     def write_evaluations(self) -> None:
         if self.ranks.is_first:
             write_atomic(self.folder / "evaluations.json", encode(self.evaluations, indent=2))
@@ -316,7 +360,7 @@ class _Session:
         return evaluation.summarize(rewards_P_G, list(map(evaluation.sampled_tokens, groups)), threshold)
 
     def result(self) -> dict[str, Any]:
-        moments = [(moment, self.evaluations.get(moment)) for moment in ("before", "after")]
+        moments = [(moment, self.evaluations.get(moment)) for moment in ("before", "after", "teacher")]
         figures = {
             f"{name}_{moment}": value[name]
             for name in ("accuracy", "greedy", "reward", "greedy_reward")

@@ -1,6 +1,6 @@
 """The parts of the GPU memory that a training step takes, computed from the model's shape and the config.
 
-    peak = what is always allocated + the larger of what sampling and what learning allocate in addition
+    peak = what is always allocated + the largest of what sampling, a teacher and learning allocate besides
 
 Assumed: the KV cache and the learner use the same memory in turns (kernels/virtual_memory.py), weights are
 packed, and all samples have the maximum length. Shorter samples fill learn.max_tokens_per_microbatch better.
@@ -27,7 +27,6 @@ layer; the plan says 42.4 and 14.2, of which the 0.6 GB of CUDA itself were not 
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -37,13 +36,12 @@ from qerl.engine.kv_budget import free_bytes
 from qerl.engine.kv_cache import FP8, page_bytes
 from qerl.engine.scheduler import num_pages, own_pages
 from qerl.engine.state_cache import slot_bytes
-from qerl.errors import UserError
 from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
+from qerl.learner.plan.teacher import planned_teacher
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_specs
-from qerl.models.random_weights import SHAPES, shape_of_hub_id
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
 _CHECKPOINTING_MODES = "none", "layer", "offload"
@@ -55,39 +53,7 @@ _ROW_MULTIPLE = 64  # a row that holds an adapter's columns too is padded to a m
 class MemoryPart:
     name: str
     num_bytes: float
-    when: Literal["always", "sampling", "learning"]
-
-
-def read_architecture(model: str) -> Architecture:
-    """Return the architecture of a named shape, of a hub id of one, or of a checkpoint, of which only the
-    config is read. A folder of the same name comes before the hub id."""
-    if (named := _named_shape(model)) is not None:
-        return named
-    from qerl.models.source import BUILT_IN, locate
-    from qerl.models.state_dict import architecture_of  # a named shape needs no file readers
-
-    if "/" not in model and model != BUILT_IN and not Path(model).exists():
-        raise UserError(f"{model}: no folder, file or hub id, and no shape; there are {', '.join(SHAPES)}")
-    return architecture_of(locate(model).open())
-
-
-def read_layout(model: str, format: str) -> str | None:
-    """Return how a checkpoint is quantized and what of it is loaded unchanged; None if it is not, or if
-    `model` is the name of a shape."""
-    if _named_shape(model) is not None:
-        return None
-    from qerl.models.layouts.notice import describe
-    from qerl.models.source import layout_of, locate
-
-    layout = layout_of(locate(model).open())
-    return None if layout is None else describe(layout, format)
-
-
-def _named_shape(model: str) -> Architecture | None:
-    if model in SHAPES:
-        return SHAPES[model]
-    named = None if Path(model).exists() else shape_of_hub_id(model)
-    return None if named is None else SHAPES[named]
+    when: Literal["always", "sampling", "teaching", "learning"]
 
 
 def weight_bytes(a: Architecture, format: str) -> float:
@@ -156,10 +122,10 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
     return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
 
 
-def prefill_bytes(a: Architecture, config: RunConfig) -> float:
-    """Return the bytes of one layer's activations, gate and up (in fp32 for some rows, except in FP8's
-    kernels), and the layer's largest operand."""
-    qkv_width, rows = max(x.qkv.out_width for x in layer_specs(a)), config.engine.max_num_batched_tokens
+def pass_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
+    """Return the bytes of a forward pass without gradient: one layer's activations, gate and up (in fp32 for
+    some rows, except in FP8's kernels), and the layer's largest operand."""
+    qkv_width = max(x.qkv.out_width for x in layer_specs(a))
     gate_up = 2 * element_bytes(config) * rows if _saves_up(config) else 8 * min(rows, WIDE_ROWS)
     row = element_bytes(config) * (4 * a.width + 2 * qkv_width + a.ff_width)
     row += 0 if a.delta is None else a.delta.working_bytes
@@ -263,7 +229,8 @@ def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     once in the compute dtype, and a packed head's operand."""
     chunk = min(config.learn.logprob_chunk_tokens, rows)
     operand = 0 if config.model.head_format == "bf16" else element_bytes(config) * a.vocab_size * a.width
-    logits = chunk * a.vocab_size * (4 + element_bytes(config))
+    divergence = 4 * config.distil.is_divergence  # logits and probabilities at once
+    logits = chunk * a.vocab_size * (4 + divergence + element_bytes(config))
     return logits + rows * a.width * (2 * 4 + element_bytes(config)) + operand
 
 
@@ -313,10 +280,35 @@ def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list
         MemoryPart("optimizer's moments", optimizer_bytes(n, config.learn.optim), "always"),
         MemoryPart("KV cache", kv_cache_bytes(a, config, prompt_tokens), "sampling"),
         MemoryPart("CUDA", CONTEXT_BYTES, "always"),
-        MemoryPart("prefill", prefill_bytes(a, config), "sampling"),
+        MemoryPart("prefill", pass_bytes(a, config, config.engine.max_num_batched_tokens), "sampling"),
+        *_teacher_parts(a, config, rows),
         MemoryPart("adapter's gradients", 4 * n, "learning"),
         MemoryPart(f"activations saved for {rows} rows", kept, "learning"),
         MemoryPart(backward, max(layers, head), "learning"),
+    ]
+
+
+def _teacher_parts(a: Architecture, config: RunConfig, rows: int) -> list[MemoryPart]:
+    """Return those of a teacher in this process: its weights, unless it shares the student's, its adapter
+    with working copies, and its pass over a micro-batch, with two fp32 numbers for each logit of a chunk."""
+    teacher = planned_teacher(a, config)
+    if teacher is None:
+        return []
+    own, size = teacher.architecture, element_bytes(config)
+    weights = 0.0
+    if teacher.format is not None:
+        weights = weight_bytes(own, teacher.format) + embedding_bytes(own, element_bytes=size)
+    adapter = 0
+    if teacher.adapter is not None:
+        adapter = (4 + size) * num_trained_weights(own, dataclasses.replace(config, adapter=teacher.adapter))
+    chunk = min(config.learn.logprob_chunk_tokens, rows)
+    form = dataclasses.replace(config.model, format=teacher.format or config.model.format, calibrate="none")
+    work = pass_bytes(own, dataclasses.replace(config, model=form), rows)
+    work += rows * own.width * (8 + size) + 8 * chunk * own.vocab_size
+    return [
+        MemoryPart("teacher's weights", weights, "always"),
+        MemoryPart("teacher's adapter", adapter, "always"),
+        MemoryPart("teacher's pass", work, "teaching"),
     ]
 
 
@@ -330,7 +322,7 @@ def calibration_bytes(a: Architecture) -> float:
 def peak_bytes(parts: list[MemoryPart]) -> float:
     always, *phases = (
         sum(part.num_bytes for part in parts if part.when == when)
-        for when in ("always", "sampling", "learning")
+        for when in ("always", "sampling", "teaching", "learning")
     )
     return always + max(phases)
 
@@ -370,7 +362,7 @@ def usable_bytes(device: torch.device) -> float:
 
 
 def learning_bytes(parts: list[MemoryPart]) -> float:
-    return sum(part.num_bytes for part in parts if part.when != "sampling")
+    return sum(part.num_bytes for part in parts if part.when in ("always", "learning"))
 
 
 def _row_width(width: int, group: LinearGroupSpec, config: RunConfig) -> int:

@@ -13,10 +13,9 @@ from qerl.learner.plan.memory import (
     memory_parts,
     operand_cache_bytes,
     peak_bytes,
-    read_architecture,
-    read_layout,
     resolve_checkpointing,
 )
+from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed
 from qerl.models.architecture import Architecture
 

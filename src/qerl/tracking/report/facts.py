@@ -45,6 +45,7 @@ def run_summary(facts: Mapping[str, Any]) -> dict[str, str]:
             f"LoRA rank {known.get('adapter.rank')}" if adapter == "lora" else adapter and "full fine-tuning",
         ),
         **(_imitation(known) if known.get("sft.data") else _reinforcement(known)),
+        **({"Teacher": _teacher(known)} if known.get("distil.teacher") else {}),
         "Device": _joined(known.get("device")),
         "Versions": _joined(
             *(_named(known, name + " {}", name) for name in ("qerl", "torch")),
@@ -88,6 +89,17 @@ def _imitation(known: Mapping[str, Any]) -> dict[str, str]:
             _named(known, "learning rate {}", "learn.learning_rate"),
         ),
     }
+
+
+def _teacher(known: Mapping[str, Any]) -> str:
+    loss = known.get("distil.loss")
+    return _joined(
+        known["distil.teacher"],
+        known.get("distil.format"),
+        _named(known, "{} over its {} most likely tokens", "distil.loss", "distil.top_k")
+        if loss != "policy_gradient"
+        else loss,
+    )
 
 
 def _task_names(known: Mapping[str, Any]) -> list[str]:

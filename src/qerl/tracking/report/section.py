@@ -24,12 +24,13 @@ from qerl.tracking.report.curve import (
 from qerl.tracking.report.facts import swatch
 from qerl.tracking.report.read import Points, RecordedRun, number
 
-PHASES = ("rollout", "reward", "learn", "publish", "evaluate", "checkpoint")
+PHASES = ("rollout", "reward", "teacher", "learn", "publish", "evaluate", "checkpoint")
 """Phases of a step; the rest of its time is shown as other."""
 CHARTS = (
     ("nll", "Loss", "negative log-likelihood of the learned tokens, nats per token"),
     ("reward", "Reward", "mean over the step's samples"),
     ("accuracy", "Accuracy", "share of correct samples"),
+    ("teacher_kl", "KL to the teacher", "student to teacher on the student's samples, nats per token"),
     ("entropy", "Entropy", "of the learner's policy, nats per token"),
     ("sampler_entropy", "Sampler entropy", "of the noisy policy, nats per token"),
     ("mismatch_kl", "Sampler-learner KL", "sampling policy to learner's policy, nats per token"),

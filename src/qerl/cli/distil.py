@@ -1,0 +1,72 @@
+"""Distil a teacher into an adapter, on the student's own samples, with or without a reward."""
+
+import dataclasses
+import json
+import os
+import sys
+
+from qerl.cli.arguments import announce, check_known, expand, parse_options, split_names, wants_help
+from qerl.cli.train import SHORT, take_init_adapter, take_option
+from qerl.config import NoiseConfig, RunConfig
+from qerl.config.distil import DistilConfig
+from qerl.config.recipes import RECIPES, own
+from qerl.config.renamed import refuse_former_names
+from qerl.errors import UserError
+
+USAGE = f"""\
+usage: qerl distil RECIPE --teacher TEACHER [--FIELD VALUE ...]
+       qerl distil --task FILE --teacher TEACHER [--reward FILE.py:FUNCTION] [--FIELD VALUE ...]
+
+{__doc__}
+
+TEACHER is one of
+  a PEFT adapter or a run of the student's model, which shares its weights: runs/demo
+  another model: a folder, a .gguf file or a hub id, in --distil.format
+  an OpenAI-compatible endpoint that echoes logprobs, as qerl serve: http://127.0.0.1:8000/v1
+    (its key, if it needs one, in the environment variable QERL_TEACHER_KEY)
+
+The fields are those of `qerl train`; those of the teacher and the loss begin with --distil.
+A reward is only measured. Run 'qerl train RECIPE --help' for all fields."""
+_SHORT = SHORT | {"--teacher": "--distil.teacher"}
+
+
+def run(arguments: list[str]) -> None:
+    if wants_help(arguments):
+        print(USAGE)
+        return
+    name, default, options = _read(arguments)
+    config = parse_options(RunConfig, options, f"distil {name}", default)
+    is_first = os.environ.get("RANK", "0") == "0"  # one line for all ranks of a torchrun
+    if is_first:
+        model = f"{config.model.path} in {config.model.format}"
+        announce(f"distil {config.distil.teacher} into {model}, {config.out}", sys.stdout)
+    from qerl.training.session import train  # imports torch and transformers, which takes seconds
+
+    result = train(config)
+    if is_first:
+        print(json.dumps(result))
+
+
+def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:
+    """Return the recipe's name, its config as a distillation, and the options that change it."""
+    adapter, arguments = take_init_adapter(arguments)
+    arguments = [expand(argument, _SHORT) for argument in arguments]
+    refuse_former_names(arguments)
+    teacher, arguments = take_option(arguments, "--distil.teacher", "an adapter, a model or a URL")
+    if teacher is None:
+        raise UserError("distil needs --teacher: an adapter, a run, a model or the URL of an endpoint")
+    names, options = split_names(arguments)
+    given = {option.partition("=")[0] for option in options}
+    if len(names) > 1 or (not names and "--task.name" not in given):
+        raise UserError("distil needs a recipe or your own prompts: qerl distil RECIPE, or --task FILE")
+    recipe = RECIPES[check_known(names[0], RECIPES, "recipe")]() if names else own()
+    has_reward = bool(names) or "--task.rewards" in given
+    config = dataclasses.replace(
+        recipe,
+        out="runs/distil",
+        distil=DistilConfig(teacher=teacher),
+        noise=NoiseConfig(schedule="none"),
+        adapter=adapter or recipe.adapter,
+        task=recipe.task if has_reward else dataclasses.replace(recipe.task, rewards=()),
+    )
+    return names[0] if names else "--task FILE", config, options

@@ -1,0 +1,102 @@
+"""The rollouts of a distillation: the student's samples, rows to imitate if asked, and what the teacher says.
+
+    samples     of num_prompts prompts, less the share of rows
+    rows        of distil.data, num_generations for each prompt that is replaced
+    teacher     scores all of them; with several ranks each scores its share
+
+A sample that the teacher fails on is left out of the loss and counted. The task's reward, if it has one, is
+measured and not learned from.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import RunConfig, SftConfig
+from qerl.errors import RunError
+from qerl.learner.distributed import Ranks
+from qerl.models.source import locate
+from qerl.models.state_dict import architecture_of
+from qerl.models.tokenizer import stop_token_ids
+from qerl.tasks.scoring import Failure
+from qerl.tasks.sft_rows import SftRows
+from qerl.tracking import StepLog
+from qerl.training.rollout import GroupRollouts, Rewards, TrainPrompts
+from qerl.training.teacher import Scores, Teacher
+from qerl.types import Group, RolloutEngine, Sample, TeacherLogprobs
+
+
+class DistilRollouts:
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: RolloutEngine,
+        rewards: Rewards,
+        train_prompts: TrainPrompts,
+        *,
+        teacher: Teacher,
+        rows: SftRows | None,
+        ranks: Ranks,
+        notice: Callable[[str], None],
+    ):
+        """rows: of `read_given_rows`."""
+        self._teacher, self._rows, self._ranks, self._notice = teacher, rows, ranks, notice
+        num_replaced = round(config.distil.off_policy_share * config.num_prompts)
+        self._num_rows = num_replaced * config.num_generations
+        self._sampled: GroupRollouts | None = None
+        if num_replaced < config.num_prompts:
+            sampled = dataclasses.replace(
+                config,
+                num_prompts=config.num_prompts - num_replaced,
+                learn=dataclasses.replace(config.learn, updates_per_step=1),
+            )
+            self._sampled = GroupRollouts(sampled, engine, rewards, train_prompts)
+
+    def sample(self, step: int, log: StepLog) -> list[Group]:
+        """Return the step's groups, each sample with the teacher's logprobs."""
+        groups = [] if self._sampled is None else self._sampled.sample(step, log)
+        if self._rows is not None and self._num_rows:
+            groups = [*groups, *self._rows.batch(step, self._num_rows)]
+        with log.span("teacher"):
+            own = self._teacher.score(self._ranks.own(groups))
+            found_P = self._ranks.interleave(self._ranks.gather(own))
+        failures = Counter(f.cause for found_G in found_P for f in found_G if isinstance(f, Failure))
+        log.add(num_failed_teacher=failures.total())
+        self._report(failures, found_P)
+        return [with_teacher(*pair) for pair in zip(groups, found_P, strict=True)]
+
+    def _report(self, failures: Counter[str], found_P: Scores) -> None:
+        """Notice each cause with an example; raise RunError if no sample is left."""
+        examples = {f.cause: f.message for found_G in found_P for f in found_G if isinstance(f, Failure)}
+        count = sum(map(len, found_P))
+        if count and failures.total() == count:
+            cause = failures.most_common(1)[0][0]
+            raise RunError(
+                f"distil.teacher: no sample of the step has the teacher's logprobs; {failures[cause]} of"
+                f" {count}: {cause}: {examples[cause]}; the same command goes on from the last checkpoint"
+            )
+        for cause, number in failures.items():
+            self._notice(f"no teacher's logprobs for {number} samples: {cause}: {examples[cause]}")
+
+
+def with_teacher(group: Group, found_G: list[TeacherLogprobs | Failure]) -> Group:
+    """Return the group, each sample with what the teacher says of it; without where that failed."""
+
+    def taught(sample: Sample, found: TeacherLogprobs | Failure) -> Sample:
+        return sample if isinstance(found, Failure) else dataclasses.replace(sample, teacher=found)
+
+    pairs = zip(group.samples_G, found_G, strict=True)
+    return dataclasses.replace(group, samples_G=[taught(*pair) for pair in pairs])
+
+
+def read_given_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows | None:
+    """Read distil.data as `qerl sft` does; None without off_policy_share."""
+    distil, source = config.distil, locate(config.model.path)
+    if not distil.off_policy_share:
+        return None
+    max_length = min(SftConfig().max_length, architecture_of(source.open()).max_positions)
+    given = SftConfig(data=distil.data, split=distil.split, eval_fraction=0.0, max_length=max_length)
+    stop_ids = stop_token_ids(tokenizer, source)
+    return SftRows.read(given, tokenizer, stop_ids, max_evaluated=0, seed=config.seed)

@@ -1,0 +1,164 @@
+"""The teacher of a distillation: a model in this process. An endpoint is in teacher_endpoint.py.
+
+    an adapter         worn by the student's own base, of which there is one copy
+    the same model     the student's base without its adapter, likewise
+    another model      a decoder of its own, frozen, in its own format
+    a URL              an endpoint
+
+A teacher says how likely each sampled token is to it and, for a divergence, which tokens are most likely. It
+must have the student's vocabulary.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qerl.algo.distillation import LEAST_LOGPROB
+from qerl.config import RunConfig
+from qerl.engine.engine import Engine
+from qerl.errors import require
+from qerl.kernels.divergence import top_outcomes
+from qerl.learner.checkpoint import adapter_folder
+from qerl.learner.minibatch import MinibatchPart
+from qerl.learner.oom_retry import OomRetry
+from qerl.learner.packed_forward import head_of, packed_hidden
+from qerl.learner.packing import PackedBatch
+from qerl.models.adapter import OtherAdapter, adapter_off
+from qerl.models.decoder import Decoder
+from qerl.models.device import COMPUTE
+from qerl.models.loader import build_decoder
+from qerl.models.peft_reader import adapter_config, read_adapter
+from qerl.models.source import locate
+from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.tasks.scoring import Failure
+from qerl.training.teacher_endpoint import EndpointTeacher, check_vocabulary
+from qerl.types import Group, RolloutEngine, TeacherLogprobs
+
+Scores = list[list[TeacherLogprobs | Failure]]
+"""Of each sample of each group."""
+Policy = Callable[[], contextlib.AbstractContextManager[Decoder]]
+"""Yields the decoder with the teacher's weights and adapter."""
+
+
+class Teacher(Protocol):
+    def score(self, groups: list[Group]) -> Scores: ...
+
+    def engine(self) -> contextlib.AbstractContextManager[RolloutEngine]:
+        """Yield what samples from the teacher."""
+        ...
+
+
+def load_teacher(
+    config: RunConfig,
+    student: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    notice: Callable[[str], None],
+) -> Teacher:
+    """Load config.distil.teacher; raise UserError if it has another vocabulary than the student."""
+    distil = config.distil
+    if distil.is_endpoint:
+        return EndpointTeacher(config, tokenizer, vocab_size=student.architecture.vocab_size)
+    policy = _policy(config, student, tokenizer)
+    return LocalTeacher(policy, config, student, tokenizer, notice)
+
+
+def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerBase) -> Policy:
+    distil, model = config.distil, config.model
+    folder = adapter_folder(distil.teacher)
+    shares = config.adapter.kind == "lora"
+    if folder is not None:
+        require(shares, "a teacher that is an adapter needs adapter.kind lora: its base must stay as it is")
+        settings = adapter_config(str(folder))
+        return OtherAdapter(student, settings, read_adapter(str(folder), settings)).worn
+    source, format = locate(distil.teacher), distil.format or model.format
+    check_vocabulary(tokenizer, load_tokenizer(distil.teacher), distil.teacher)
+    if shares and source == locate(model.path) and format == model.format:
+        return partial(_without_adapter, student)
+    decoder = build_decoder(
+        source.open(),
+        format=format,
+        compute=COMPUTE[model.dtype],
+        device=torch.device(model.device),
+        resident=model.operand == "resident",
+    )
+    return lambda: contextlib.nullcontext(decoder)
+
+
+@contextlib.contextmanager
+def _without_adapter(decoder: Decoder) -> Iterator[Decoder]:
+    with adapter_off(decoder):
+        yield decoder
+
+
+class LocalTeacher:
+    """A model in this process."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: RunConfig,
+        student: Decoder,
+        tokenizer: PreTrainedTokenizerBase,
+        notice: Callable[[str], None],
+    ):
+        self._policy, self._config, self._tokenizer = policy, config, tokenizer
+        self._device, self._vocab_size = student.device, student.architecture.vocab_size
+        self._fit = OomRetry(config.learn.max_tokens_per_microbatch, student.device, notice)
+
+    def score(self, groups: list[Group]) -> Scores:
+        samples = [sample for group in groups for sample in group.samples_G]
+        if not samples:
+            return [[] for _ in groups]
+        part = MinibatchPart([(group, [1.0] * len(group.samples_G)) for group in groups], self._device)
+        with torch.no_grad(), self._policy() as decoder:
+            found = iter(self._fit.run(part, lambda batches: self._score_all(decoder, batches)))
+        return [[_finite(next(found)) for _ in group.samples_G] for group in groups]
+
+    def _score_all(self, decoder: Decoder, batches: list[PackedBatch]) -> list[TeacherLogprobs]:
+        return [each for batch in batches for each in self._score_batch(decoder, batch)]
+
+    def _score_batch(self, decoder: Decoder, batch: PackedBatch) -> Iterator[TeacherLogprobs]:
+        config = self._config
+        head = head_of(
+            decoder,
+            temperature=config.sample.temperature,
+            chunk_tokens=config.learn.logprob_chunk_tokens,
+        )
+        # tables may have more rows than the vocabulary has tokens, and not the same number
+        num_common = min(self._vocab_size, len(head.operand_VD))
+        head = head._replace(operand_VD=head.operand_VD[:num_common])
+        found = top_outcomes(
+            packed_hidden(decoder, batch),
+            batch.source_rows_C,
+            batch.targets_C.clamp(max=num_common - 1),
+            head,
+            top_k=config.distil.top_k if config.distil.is_divergence else 1,
+            least=LEAST_LOGPROB,
+        )
+        logprob_C = torch.where(batch.targets_C < num_common, found.logprob_C, LEAST_LOGPROB)
+        lengths = batch.spans.lengths_S.tolist()
+        for own_C, ids_CK, outcomes_CX in zip(
+            *(t.cpu().split(lengths) for t in (logprob_C, found.ids_CK, found.logprobs_CX)), strict=True
+        ):
+            if config.distil.is_divergence:
+                yield TeacherLogprobs(own_C, ids_CK, outcomes_CX)
+            else:
+                yield TeacherLogprobs(own_C)
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[RolloutEngine]:
+        with self._policy() as decoder:
+            stop_ids = stop_token_ids(self._tokenizer, locate(self._config.model.path))
+            yield Engine(decoder, self._tokenizer, self._config.engine, stop_token_ids=stop_ids)
+
+
+def _finite(found: TeacherLogprobs) -> TeacherLogprobs | Failure:
+    tensors: list[Tensor | None] = [found.logprob_C, found.outcomes_CX]
+    if all(t is None or bool(t.isfinite().all()) for t in tensors):
+        return found
+    return Failure("not a number", "the teacher's logprobs are not finite")
