@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +26,8 @@ from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, miss
 ARGUMENTS = ("client", "base_url", "api_key", "model", "row", "seed")
 """What an agent's function may name."""
 _MAX_BLOCK_S = 60.0
+_LATER_S = 5.0  # a client's deadline after the endpoint's, whose error says more
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclasses.dataclass(eq=False, frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,10 @@ class AgentWorker:
 
     def play(self, calls: list[AgentCall]) -> bool:
         """Run the episodes and report each through the pipe; True if a thread is left behind."""
+        for name in ("no_proxy", "NO_PROXY"):  # the clients of other packages ask for it
+            hosts = os.environ.get(name, "").split(",")
+            if _LOOPBACK not in hosts:
+                os.environ[name] = ",".join([*filter(None, hosts), _LOOPBACK])
         if not self._is_async and self._threads is None:
             self._threads = ThreadPoolExecutor(self._config.max_concurrent, "agent")
         name = name_of(self._function)
@@ -100,13 +107,24 @@ class AgentWorker:
         names = agent_arguments(self._function)
         values = {name: getattr(call, name) for name in names if name != "client"}
         if "client" in names:
-            openai = importlib.import_module("openai")
-            kind = openai.AsyncOpenAI if self._is_async else openai.OpenAI
-            timeout_s = self._config.call_timeout_s + 5.0  # the endpoint's error is the better one
-            values["client"] = kind(
-                base_url=call.base_url, api_key=call.api_key, timeout=timeout_s, max_retries=0
-            )
+            values["client"] = self._client(call)
         return values
+
+    def _client(self, call: AgentCall) -> Any:
+        """Return a client of the episode. Loading certificates takes 0.07 s, and there is nothing to verify
+        on a loopback address, nor to go through a proxy for."""
+        openai = importlib.import_module("openai")
+        kind, http_kind = openai.OpenAI, openai.DefaultHttpxClient
+        if self._is_async:
+            kind, http_kind = openai.AsyncOpenAI, openai.DefaultAsyncHttpxClient
+        timeout_s = self._config.call_timeout_s + _LATER_S
+        return kind(
+            base_url=call.base_url,
+            api_key=call.api_key,
+            timeout=timeout_s,
+            max_retries=0,
+            http_client=http_kind(verify=False, trust_env=False, timeout=timeout_s),
+        )
 
 
 def agent_arguments(function: Callable[..., Any]) -> list[str]:

@@ -51,6 +51,12 @@ def run(arguments: list[str]) -> None:
         default = paper_sampling(default)
     options = parse_options(EvalOptions, arguments, f"eval {source}", default, DESCRIPTION)
     reads_own_task = bool(files) or not benchmarks
+    has_agent = config is not None and config.agent.function is not None
+    require(
+        not (has_agent and reads_own_task and "--task.rewards" not in given),
+        f"eval: the rewards of {source} are its agent's, which eval does not run; the run's held-out figures"
+        " are in its evaluations.json. Name a benchmark, or a FILE with --reward",
+    )
     if config is not None and reads_own_task and not options.trust and "--task.rewards" not in given:
         from qerl.tracking.trust import check_started
 

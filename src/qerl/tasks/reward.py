@@ -196,8 +196,8 @@ class RewardPool:
         if sample.failure is not None:
             return Failure(*sample.failure)
         outcome = next(outcomes) if self._function_pool else None
-        is_alone = (not self.has_environment and self._agent is None) or sample.reward is None
-        if isinstance(outcome, Failure | WorkerLost) or is_alone:
+        has_own = self.has_environment or self._agent is not None
+        if isinstance(outcome, Failure | WorkerLost) or not has_own or sample.reward is None:
             return outcome
         return finite_number("the weighted sum", (outcome or 0.0) + self._episode_weight * sample.reward)
 
