@@ -70,6 +70,7 @@ class StepLog:
                 "version": sample.version,
                 "answer": self._answer(group.prompt.columns),
                 **({} if sample.messages is None else {"turns": sample.messages}),
+                **({} if sample.failure is None else {"failure": ": ".join(sample.failure)}),
             }
             for group in groups
             for sample_index, sample in enumerate(group.samples_G)

@@ -317,6 +317,18 @@ function promptBox(prompt) {
   return element("div", { className: "prompt" }, isPlain ? parts : [...parts, raw]);
 }
 
+// A conversation: what a tool gave and what calls it are folded.
+function conversation(turns) {
+  const fold = (title, text) => element("details", {}, [element("summary", { textContent: title }), element("pre", {}, highlighted(text))]);
+  return turns.flatMap(([role, text]) => {
+    if (role === "tool") return [fold(`tool: ${text.split("\n")[0].slice(0, 60)}`, text)];
+    const pieces = role === "assistant" ? text.split(/(<tool_call>[^]*?(?:<\/tool_call>|$))/) : [text];
+    const shown = pieces.filter((piece) => piece.trim()).map((piece) => piece.startsWith("<tool_call>")
+      ? fold(`call: ${/"name":\s*"([^"]*)"/.exec(piece)?.[1] ?? ""}`, piece) : element("pre", {}, highlighted(piece)));
+    return [element("p", { className: "role", textContent: role }), ...shown];
+  });
+}
+
 function sampleCard(sample) {
   const reward = element("span", {}, ["reward ", element("b", { textContent: formatNumber(sample.reward) })]);
   const advantage = element("span", {}, ["advantage ", element("b", { textContent: formatNumber(sample.advantage, 2) })]);
@@ -325,7 +337,8 @@ function sampleCard(sample) {
   const branch = sample.prefix_tokens ? [element("span", { textContent: `branched after ${sample.prefix_tokens} tokens` })] : [];
   const node = element("div", {}, [
     element("header", {}, [reward, advantage, length, ...branch]),
-    element("pre", {}, highlighted(sample.text)),
+    ...sample.failure ? [element("p", { className: "failure", textContent: sample.failure })] : [],
+    ...sample.turns ? conversation(sample.turns) : [element("pre", {}, highlighted(sample.text))],
   ]);
   node.style.setProperty("--r", rewardColor(sample.reward));
   return node;

@@ -19,6 +19,7 @@ from qerl.tracking.sample_files import DAMAGE, MAX_LINE_BYTES, open_samples, sam
 
 _MAX_CHARACTERS = 20_000
 """Longest prompt or sample on the page."""
+_MAX_TURNS, _MAX_TURN_CHARACTERS = 100, 4000
 _MAX_STEP = 10**15
 _MAX_NUMBER, _MIN_NUMBER = 1e100, 1e-100
 """What a chart can draw: sums, squares and logarithms of such numbers are finite."""
@@ -207,10 +208,23 @@ def _add_sample(groups: dict[tuple[int, Any], dict[str, Any]], record: dict[str,
             "num_tokens": number(record.get("num_tokens")),
         }
         | ({"prefix_tokens": prefix} if (prefix := number(record.get("prefix_tokens"))) else {})
+        | ({"turns": turns} if (turns := _turns(record.get("turns"))) else {})
+        | ({"failure": _shortened(record["failure"])} if record.get("failure") else {})
     )
 
 
-def _shortened(value: Any) -> str:
+def _turns(value: Any) -> list[list[str]]:
+    """Return [role, text] of each message of a conversation, of which the page shows the first ones."""
+    messages = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    shown = [
+        [str(each.get("role", "")), _shortened(each.get("content", ""), _MAX_TURN_CHARACTERS)]
+        for each in messages[:_MAX_TURNS]
+    ]
+    num_left = len(messages) - len(shown)
+    return shown + ([["more", f"{num_left} more messages in samples.jsonl"]] if num_left else [])
+
+
+def _shortened(value: Any, most: int = _MAX_CHARACTERS) -> str:
     text = str(value)
-    num_cut = len(text) - _MAX_CHARACTERS
-    return text if num_cut <= 0 else f"{text[:_MAX_CHARACTERS]}\n[{num_cut} more characters in samples.jsonl]"
+    num_cut = len(text) - most
+    return text if num_cut <= 0 else f"{text[:most]}\n[{num_cut} more characters in samples.jsonl]"
