@@ -21,6 +21,7 @@ from torch import Tensor
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
 from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
+from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cubin import KernelUse, kernels_of
 from qerl.kernels.decode_attention import DecodeAttention, LayerCache
 from qerl.kernels.decode_state import DecodeState
@@ -192,15 +193,21 @@ def decode_variants(
 
 
 def attention_variants(
-    a: Architecture, card: CudaArchitecture, rows: int, kv: Literal["bf16", "fp8"]
+    a: Architecture,
+    card: CudaArchitecture,
+    rows: int,
+    kv: Literal["bf16", "fp8"],
+    options: AttentionOptions = PLAIN,
 ) -> list[KernelVariant]:
     """Return the kernels of attention alone."""
     with _pretended(card), dry_run() as variants:
-        _attend(a, DecodeState.empty(rows, _PAGES, 1, _META), _KV[kv])
+        _attend(a, DecodeState.empty(rows, _PAGES, 1, _META), _KV[kv], options)
     return list(variants)
 
 
-def _attend(a: Architecture, state: DecodeState, dtype: torch.dtype) -> None:
+def _attend(
+    a: Architecture, state: DecodeState, dtype: torch.dtype, options: AttentionOptions = PLAIN
+) -> None:
     rows, heads = len(state.positions_B), (a.num_heads, a.num_kv_heads, a.head_size)
     attention = DecodeAttention(*heads, _PAGE, dtype, rows, _PAGES, _META)
     pages = (_PAGES, _PAGE, a.num_kv_heads)
@@ -210,7 +217,7 @@ def _attend(a: Architecture, state: DecodeState, dtype: torch.dtype) -> None:
         cache = dataclasses.replace(cache, k_scales=scales, v_scales=scales)
     qkv_BX = _tensor(rows, (a.num_heads + 2 * a.num_kv_heads) * a.head_size)
     angles = _tensor(_PAGE * _PAGES, a.head_size, dtype=torch.float32)
-    attention.attend_together(qkv_BX, angles, cache, state)
+    attention.attend_together(qkv_BX, angles, cache, state, options=options)
 
 
 def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noise_table: bool) -> None:

@@ -1,12 +1,15 @@
 """Every CUDA kernel compiles for every architecture without spills and fits the card; needs no GPU."""
 
+import dataclasses
 import importlib.util
 import itertools
 
 import pytest
+import torch
 
 from benchmarks import matrix
 from qerl.kernels.architectures import ARCHITECTURES, TESTED
+from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.nvrtc import KernelVariant
 from qerl.models.random_weights import SHAPES, shape
 
@@ -74,6 +77,20 @@ def test_attention_of_every_model_fits_every_card(name):
         for variant in matrix.attention_variants(a, card, rows, kv):
             assert variant.shared_bytes <= card.shared_bytes
             assert card.resident_ctas(variant.threads, 255, variant.shared_bytes) >= 2
+
+
+@pytest.mark.parametrize("name", ["sm_86", "sm_90a"])
+def test_attention_with_the_largest_heads_and_every_option_fits(name):
+    card = ARCHITECTURES[name]
+    a = dataclasses.replace(SHAPES["qwen3-8b"], num_heads=8, num_kv_heads=1, head_size=256)
+    sinks_N = torch.zeros(8, device="meta")
+    options = AttentionOptions(softcap=50.0, window=512, sinks_N=sinks_N)
+    variants = [
+        *matrix.attention_variants(a, card, 64, "bf16", options),
+        *matrix.attention_variants(a, card, 256, "fp8", options),
+    ]
+    assert {dict(variant.defines)["H"] for variant in variants} == {256}
+    assert not faults_of(variants, card)
 
 
 SHRINK = {"TABLE": 0, "TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 2, "WARPS": 8, "CLUSTER": 8}
