@@ -95,6 +95,14 @@ def _reordered(weight_NK: Tensor) -> dict[str, Tensor]:
     return state
 
 
+def zero_points(state: dict[str, Tensor]) -> Tensor:
+    """[N, 1] of int4 per channel; 0 where there are none."""
+    if "weight_zero_point" not in state:
+        return torch.zeros(1, 1, dtype=torch.int8)
+    shape = torch.Size((int(state["weight_shape"][0]), 1))
+    return unpack_from_int32(state["weight_zero_point"], 4, shape, packed_dim=0)
+
+
 def compressed_codes(state: dict[str, Tensor]) -> Tensor:
     return unpack_from_int32(state["weight_packed"], 4, state["weight_shape"])
 
@@ -149,6 +157,22 @@ def _modelopt_fp8(weight_NK: Tensor) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale": scales.reshape(()), "input_scale": torch.tensor(0.5)}
 
 
+def fp8_of(
+    config: dict, rows: int | None, names: tuple[str, ...], kind: str, to=lambda scales: scales
+) -> Row:
+    """FP8 with one scale (rows None) or one per row, under one of the names that tools give it."""
+
+    def compress(weight_NK: Tensor) -> dict[str, Tensor]:
+        codes, scales = _fp8(weight_NK, rows or len(weight_NK), weight_NK.shape[1])
+        others = {name: torch.tensor(0.5) for name in names[1:]}
+        return {"weight": codes, names[0]: to(scales)} | others
+
+    def decoded(state: dict[str, Tensor]) -> Tensor:
+        return state["weight"].float() * state[names[0]].float().reshape(-1, 1)
+
+    return Row(config, compress, decoded, "fp8" if rows is None else None, kind)
+
+
 def modelopt(algo: str, **settings) -> Row:
     return Row({"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"]}, **settings)
 
@@ -180,6 +204,14 @@ ROWS = {
     "ct-int4-channel": of_library(
         "pack-quantized", "int4 per channel", "int8", **INT | {"num_bits": 4}, strategy="channel"
     ),
+    "ct-int4-channel-asymmetric": of_library(
+        "pack-quantized",
+        "int4 per channel",
+        "int8",
+        **INT | {"num_bits": 4, "symmetric": False},
+        strategy="channel",
+    ),
+    "ct-int8-packed": of_library("pack-quantized", "int8 per 16", **GROUP | {"num_bits": 8}, symmetric=False),
     "ct-int4-reordered": Row(INT4.config, _reordered, _decode_reordered, None, "int4 per 16"),
     "modelopt-nvfp4": modelopt(
         "NVFP4", compress=_modelopt_nvfp4, decoded=_decode_modelopt_nvfp4, format="nvfp4", kind="NVFP4"
@@ -196,6 +228,23 @@ ROWS = {
         decoded=lambda state: state["weight"].float() * state["weight_scale"],
         format="fp8",
         kind="FP8 per tensor",
+    ),
+    "modelopt-fp8-channel": fp8_of(
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        1,
+        ("weight_scale",),
+        "FP8 per channel",
+        lambda scales: scales[:, 0],
+    ),
+    "fp8-tensor": fp8_of(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        None,
+        ("weight_scale_inv", "activation_scale"),
+        "FP8 per tensor",
+        lambda scales: scales.bfloat16().reshape(()),
+    ),
+    "fbgemm": fp8_of(
+        {"quant_method": "fbgemm_fp8"}, 1, ("weight_scale", "input_scale_ub"), "FP8 per channel"
     ),
     "fp8-128": fp8_blocks(128, 128, "fp8"),
     "fp8-32": fp8_blocks(32, 16, None),

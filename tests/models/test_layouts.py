@@ -47,9 +47,11 @@ def load(folder, format):
 
 EVERY_LAYOUT = "Llama", "Phi3", "Qwen3_5"  # of plain linears, of fused ones, of Gated DeltaNet
 SOME = "ct-nvfp4", "ct-int4-asymmetric", "ct-fp8-channel", "modelopt-nvfp4", "fp8-128"
+MIXTURES = "GptOss", "GraniteMoe", "Olmoe", "Qwen3Moe"  # of experts: test_mixture_loading.py
 CASES = [
     (family, layout)
     for family in FAMILIES
+    if family not in MIXTURES
     for layout in (stored_layouts.ROWS if family in EVERY_LAYOUT else SOME)
 ]
 
@@ -79,7 +81,8 @@ def test_codes_that_fit_a_format_are_loaded_without_a_change(model_of, tmp_path,
         state = row.compress(model.get_parameter(f"model.{name}.weight"))
         stored = state.get("weight_packed", state.get("weight"))
         if stored.dtype == torch.int32:
-            stored = stored_layouts.compressed_codes(state)
+            zeros = stored_layouts.zero_points(state)
+            stored = stored_layouts.compressed_codes(state) - zeros
         assert torch.equal(weight.codes.view(torch.uint8), stored.view(torch.uint8))
         assert checkpoint.stored(f"model.{name}").kind == row.kind
 

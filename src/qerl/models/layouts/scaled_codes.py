@@ -159,7 +159,7 @@ def _pack_int8(codes_NK: Tensor, scales_RC: Tensor, granularity: Granularity) ->
 
 
 def int8_weight(codes_NK: Tensor, zeros_N1: Tensor, scales_N1: Tensor) -> INT8:
-    """Return the weight (q - z) s of codes without sign whose differences from the zero points fit int8."""
+    """Return the weight (q - z) s of codes whose differences from the zero points fit int8."""
     differences_NK = codes_NK.short() - zeros_N1.short()
     return INT8(differences_NK.to(torch.int8), scales_N1[:, 0].contiguous())
 
@@ -180,8 +180,7 @@ def packed_int_weight(
     zeros, index = f"{module}.weight_zero_point", f"{module}.weight_g_idx"
     granularity = Granularity(1, group)
     has_index = index in folder.shapes and group is not None
-    is_plain = is_symmetric and not has_index and group is None
-    format = INT8.name if is_plain else None
+    format = INT8.name if group is None and (is_symmetric or bits < 8) else None
     optional = () if is_symmetric else (zeros,)
     parts = (codes, scales, size, *optional, *([index] if index in folder.shapes else []))
     read = partial(_read_packed_int, folder, module, (n, k), bits, granularity, is_symmetric, has_index)
@@ -209,16 +208,24 @@ def _read_packed_int(
     codes, scales, zeros, index = (f"{module}.weight_{x}" for x in ("packed", "scale", "zero_point", "g_idx"))
     (n, k), grid = shape, granularity.grid(*shape)
     packed = read_part(folder, codes, torch.int32, folder.shapes[codes])
-    codes_NK = unpack_int32(packed, bits)[:, :k].sub_(1 << (bits - 1))
+    codes_NK = _signed(packed, bits, k)
     scales_RC = read_scales(folder, scales, grid)
-    if is_symmetric and not has_index and granularity.columns is None:
-        return _pack_int8(codes_NK.contiguous(), scales_RC, granularity)
-    zeros_RC = None
+    zeros_RC = torch.zeros(grid, dtype=torch.int8)
     if not is_symmetric:
         packed = read_part(folder, zeros, torch.int32, (-(-n * bits // 32), grid[1]))
-        zeros_RC = unpack_int32(packed.T, bits)[:, :n].T.float() - (1 << (bits - 1))
+        zeros_RC = _signed(packed.T, bits, n).T
+    if granularity.columns is None and (is_symmetric or bits < 8):
+        return int8_weight(codes_NK, zeros_RC, scales_RC)
     group_index_K = read_group_index(folder, index, k, grid[1]) if has_index else None
-    return decode(codes_NK, scales_RC, granularity, zeros_RC, group_index_K)
+    return decode(codes_NK, scales_RC, granularity, zeros_RC.float(), group_index_K)
+
+
+def _signed(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Return the first `count` codes of each row, int8, of codes that are stored as q + 2^(bits - 1)."""
+    codes = unpack_int32(packed, bits)[:, :count]
+    if bits == 8:  # flipping the sign bit subtracts 2^7
+        return (codes.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
+    return codes - (1 << (bits - 1))
 
 
 def read_group_index(folder: TensorFolder, name: str, k: int, num_groups: int) -> Tensor | None:
