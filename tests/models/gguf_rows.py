@@ -216,13 +216,15 @@ def model_of(row: GgufRow):
     return oracle(row.family, **row.changes)
 
 
-def write_row(file: Path, row: GgufRow, model, *, kinds=None, as_float=False) -> None:
+def write_row(file: Path, row: GgufRow, model, *, kinds=None, as_float=False, vocabulary=None) -> None:
     """Write the model in float32, or in the ggml type that `kinds` gives for a part of a tensor's name.
-    as_float: what this type holds, as float32."""
+    as_float: what this type holds, as float32. vocabulary(writer) adds the tokenizer's keys."""
     config, f32 = model.config, gguf.GGMLQuantizationType.F32
     writer = gguf.GGUFWriter(file, row.arch)
     for key, value in all_keys(row, config).items():
         add(writer, f"{row.arch}.{key}", value)
+    if vocabulary is not None:
+        vocabulary(writer)
     for name, value in converted(row, model).items():
         kind = next((k for part, k in (kinds or {}).items() if part in name), f32)
         raw = gguf.quantize(value, kind)

@@ -88,8 +88,8 @@ def test_a_bos_is_added_where_the_model_has_one(tmp_path):
 
 
 def test_an_unknown_pre_tokenizer_is_refused_by_name(tmp_path):
-    path = gguf_path(tmp_path, pre="tekken")
-    with pytest.raises(UserError, match="'tekken' is not supported; supported: smollm, gpt-2"):
+    path = gguf_path(tmp_path, pre="viking")
+    with pytest.raises(UserError, match="'viking' is not supported; supported: smollm, refact, gpt-2"):
         load_tokenizer(path)
 
 
