@@ -17,7 +17,7 @@ from qerl.agents.record import EpisodeRecord
 from qerl.agents.worker import AgentCall, AgentWorker
 from qerl.algo.seeds import mix
 from qerl.config import AgentConfig, TaskConfig
-from qerl.engine.engine import Engine
+from qerl.engine.sampling_engine import SamplingEngine
 from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
@@ -49,7 +49,9 @@ class AgentPool:
         self._pool.stop()
         self._pipe.close()
 
-    def engine(self, engine: Engine, *, max_positions: int, stop_tokens: frozenset[int]) -> "AgentEngine":
+    def engine(
+        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
+    ) -> "AgentEngine":
         """Return what samples episodes; max_positions: the model's."""
         most = min(self._config.context_tokens, max_positions)
         model = LoadedModel(
@@ -113,7 +115,7 @@ _UNREPORTED = Failure("no outcome", "the agents' process did not say how the epi
 
 
 class AgentEngine:
-    def __init__(self, engine: Engine, pool: AgentPool):
+    def __init__(self, engine: SamplingEngine, pool: AgentPool):
         self._engine, self._pool = engine, pool
 
     def publish(self, version: int) -> None:

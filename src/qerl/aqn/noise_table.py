@@ -10,10 +10,10 @@ noise depends neither on its row nor on other keys, batches or preemption: tests
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-
-from qerl.aqn.noised_norm import NoisedRMSNorm
+from torch import Tensor
 
 Members = tuple[int, Sequence[int]]
 """A prompt's index in the task, and the indices of some of its samples in its group."""
@@ -35,10 +35,19 @@ SCOPES = {
 }
 
 
+class NormWithNoise(Protocol):
+    """NoisedRMSNorm (noised_norm.py), or the noise of another model's norm (module_noise.py)."""
+
+    weight: Tensor
+    """What the norm multiplies by, [D]."""
+    noise: Tensor
+    """fp32 [D], or [rows, D]: what is added to the weight."""
+
+
 class NoiseTable:
     """Every row is 0 before `open`, and outside of `start` and `stop`."""
 
-    def __init__(self, norms: Sequence[NoisedRMSNorm]):
+    def __init__(self, norms: Sequence[NormWithNoise]):
         """norms: two for each layer, in the layers' order: before q|k|v, before gate|up."""
         self.norms = norms
         self.is_open = False

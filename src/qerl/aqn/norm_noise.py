@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.seeds import mix
-from qerl.aqn.noise_table import NoiseTable
-from qerl.aqn.noised_norm import NoisedRMSNorm
+from qerl.aqn.noise_table import NoiseTable, NormWithNoise
 
 
 @contextlib.contextmanager
@@ -42,7 +41,7 @@ def noised(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Draw:
-    norms: Sequence[NoisedRMSNorm]
+    norms: Sequence[NormWithNoise]
     sigma: float
     unit: Literal["absolute", "relative"]
     seed: int
@@ -50,7 +49,8 @@ class _Draw:
 
     def into(self, targets: Sequence[Tensor], keys: Sequence[tuple[int, ...]]) -> None:
         """Write each norm's noise into its target: one row per key, or [D] for a single key."""
-        for layer_index, pair in enumerate(zip(self.norms[::2], self.norms[1::2], strict=True)):
+        for layer_index, first in enumerate(range(0, len(self.norms), 2)):
+            pair = self.norms[first : first + 2]
             z_S2D = torch.stack([self._z(layer_index, key, len(pair[0].weight)) for key in keys])
             for place, norm in enumerate(pair):
                 target = targets[2 * layer_index + place]

@@ -13,6 +13,11 @@ class ModelConfig:
     """A folder of safetensors, a .gguf file, a hub id such as Qwen/Qwen2.5-7B-Instruct, or the built-in
     smollm2-135m-instruct."""
 
+    backend: Literal["auto", "qerl", "transformers"] = "auto"
+    """Whose code runs the model. qerl: the package's decoder, for the families that it supports.
+    transformers: the class in transformers, with quantized linears and adapters in it, slowly. auto: qerl if
+    it supports the class, else transformers."""
+
     format: Literal["nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "bf16"] = "nvfp4"
     """Format of the frozen linear weights. A checkpoint that is already NVFP4 is loaded as it is. fp8-flow:
     FP8 weights whose inputs are quantized to FP8 too, in sampling and in learning."""

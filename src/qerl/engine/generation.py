@@ -19,14 +19,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qerl.engine.decode_runner import Burst, DecodeRunner
+from qerl.engine.decode_runner import Burst
 from qerl.engine.detokenizer import Detokenizer
-from qerl.engine.kv_cache import KVCache
+from qerl.engine.generation_parts import PromptForward, SampleCaches, StepRunner
 from qerl.engine.live_sample import LiveGroup, LiveSample
-from qerl.engine.prefill import Prefill, PrefillChunk
+from qerl.engine.prefill import PrefillChunk
 from qerl.engine.scheduler import Scheduler
 from qerl.engine.state_cache import StateCache
-from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.errors import UserError
 from qerl.types import Conversation, Prompt, Turn
 
@@ -66,10 +65,10 @@ class Stats:
 class Generation:
     def __init__(
         self,
-        cache: KVCache,
+        cache: SampleCaches,
         scheduler: Scheduler,
-        prefill: Prefill | TeacherForcing,
-        runner: DecodeRunner,
+        prefill: PromptForward,
+        runner: StepRunner,
         prompts_P: Sequence[Prompt] | dict[int, Prompt],
         detokenizer: Detokenizer,
         *,

@@ -22,6 +22,9 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_pages - len(self._free)
 
+    def is_free(self, page: int) -> bool:
+        return self._ref_counts[page] == 0
+
     def allocate(self, num: int) -> list[int]:
         assert 0 <= num <= len(self._free), f"cannot allocate {num} pages, {len(self._free)} are free"
         pages = [self._free.pop() for _ in range(num)]

@@ -13,12 +13,12 @@ from qerl.engine.live_sample import LiveSample
 from qerl.engine.prompt_logprobs import top_tokens
 from qerl.engine.token_sampling import inverse_transform, threshold
 from qerl.kernels.decode_state import DecodeState
-from qerl.models.decoder import Decoder
+from qerl.models.policy_model import PolicyModel
 from qerl.types import Sampling
 
 
 class RowSampler:
-    def __init__(self, decoder: Decoder, stop_tokens: Tensor, max_rows: int):
+    def __init__(self, decoder: PolicyModel, stop_tokens: Tensor, max_rows: int):
         self.is_capturable = True
         self._decoder, self._stop_tokens, self._device = decoder, stop_tokens, decoder.device
         self._temperatures_B1 = torch.ones(max_rows, 1, device=self._device)

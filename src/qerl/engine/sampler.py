@@ -19,7 +19,7 @@ from qerl.engine.live_sample import LiveSample
 from qerl.engine.token_sampling import sample_tokens, score_tokens
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.head_sample import HeadSampler
-from qerl.models.decoder import Decoder
+from qerl.models.policy_model import PolicyModel
 from qerl.types import Sampling
 
 
@@ -49,7 +49,7 @@ class Sampler(Protocol):
 
 
 class TorchSampler:
-    def __init__(self, decoder: Decoder, sampling: Sampling, stop_tokens: Tensor):
+    def __init__(self, decoder: PolicyModel, sampling: Sampling, stop_tokens: Tensor):
         self._decoder, self._sampling, self._stop_tokens = decoder, sampling, stop_tokens
         self.is_capturable = sampling.top_p is None or sampling.top_p >= 1
 

@@ -28,10 +28,10 @@ from torch import Tensor
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.learner import Learner
-from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import adapter_targets
+from qerl.models.adapter import targets_of
 from qerl.models.peft_names import peft_targets, peft_tensors
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
+from qerl.models.policy_model import PolicyModel
 from qerl.models.source import base_name
 from qerl.tracking.atomic_file import make_folder, sync_path, write_synced
 
@@ -173,14 +173,14 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def peft_config(config: RunConfig, architecture: Architecture) -> dict[str, Any]:
+def peft_config(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
     """Return PEFT's adapter_config.json, with which PEFT loads the folder as it is."""
     adapter = config.adapter
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name(config.model.path),
-        **peft_targets(architecture, adapter_targets(architecture, adapter), adapter.rank, adapter.alpha),
+        **peft_targets(model.architecture, targets_of(model, adapter), adapter.rank, adapter.alpha),
         "lora_dropout": config.adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -192,14 +192,14 @@ def peft_config(config: RunConfig, architecture: Architecture) -> dict[str, Any]
     }
 
 
-def adapter_description(config: RunConfig, architecture: Architecture) -> dict[str, Any]:
+def adapter_description(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
     """Return the description of the tensors in the folder."""
     if config.adapter.kind == "lora":
-        return peft_config(config, architecture)
+        return peft_config(config, model)
     return {
         "kind": "full",
         "base_model_name_or_path": base_name(config.model.path),
-        "targets": config.adapter.target_modules,
+        "targets": targets_of(model, config.adapter),
     }
 
 
@@ -210,10 +210,10 @@ def _contents(learner: Learner, next_step: int, extra: dict[str, Any]) -> dict[s
         "micro_tokens": learner.micro_tokens,
         "extra": extra,
     }
-    architecture = learner.decoder.architecture
+    model = learner.decoder
     return {
-        ADAPTER: _packed(peft_tensors(architecture, learner.adapter_state())),
-        ADAPTER_CONFIG: _json(adapter_description(learner.config, architecture)),
+        ADAPTER: _packed(peft_tensors(model.architecture, learner.adapter_state())),
+        ADAPTER_CONFIG: _json(adapter_description(learner.config, model)),
         OPTIMIZER: _packed(learner.optimizer_state()),
         STATE: _json(state),
     }

@@ -32,10 +32,9 @@ from qerl.algo.kl import KL_RATIOS, k3
 from qerl.algo.loss import LOSSES
 from qerl.config import AlgoConfig, RunConfig
 from qerl.errors import RunError, UserError
-from qerl.kernels.divergence import Head, chunked_divergence
-from qerl.kernels.logprob import chunked_logprob
-from qerl.learner.activation_checkpointing import RECOMPUTE
+from qerl.kernels.divergence import chunked_divergence
 from qerl.learner.distributed import ALONE, Ranks
+from qerl.learner.forward import DecoderForward, forward_of
 from qerl.learner.lr_schedule import learning_rate
 from qerl.learner.metrics import (
     BatchMetrics,
@@ -52,11 +51,10 @@ from qerl.learner.metrics import (
 from qerl.learner.minibatch import Minibatch, MinibatchPart, split
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.optimizer import load_state, new_optimizer, state_of
-from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.packing import PackedBatch
 from qerl.models.adapter import adapter_off, adapter_tensors, dropping_inputs, load_adapter, publish
-from qerl.models.decoder import Decoder
 from qerl.models.linear import holding
+from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 
 _UNCORRECTED = AlgoConfig(importance="none")
@@ -68,7 +66,7 @@ class Learner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: PolicyModel,
         config: RunConfig,
         *,
         notice: Callable[[str], None] = lambda line: None,
@@ -97,7 +95,7 @@ class Learner:
             )
         self._loss = LOSSES[config.algo.loss_type]
         self._optimizer = new_optimizer(self._masters, config.learn)
-        self._run_layer = RECOMPUTE[config.learn.gradient_checkpointing](decoder.device)
+        self._forward = forward_of(decoder, config)
         self._fit = OomRetry(config.learn.max_tokens_per_microbatch, decoder.device, notice)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
@@ -250,38 +248,22 @@ class Learner:
         self._ranks.add(grads)
         return grads
 
-    def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return (logprob_C, entropy_C) of the sampled tokens under the current model."""
-        head = self._head()
-        return chunked_logprob(
-            packed_hidden(self.decoder, batch, self._run_layer()),
-            head.operand_VD,
-            batch.targets_C,
-            rows_C=batch.source_rows_C,
-            temperature=head.temperature,
-            softcap=head.softcap,
-            chunk_tokens=head.chunk_tokens,
-        )
-
-    def _head(self) -> Head:
-        chunk_tokens = self.config.learn.logprob_chunk_tokens
-        return head_of(self.decoder, temperature=self.config.sample.temperature, chunk_tokens=chunk_tokens)
-
     def _imitate(
         self, batch: PackedBatch, exact_C: Tensor | None, known: BatchMetrics | None
     ) -> MinibatchMetrics:
         """Add the gradient of the divergence from the teacher, whose tokens need no correction."""
-        assert batch.teacher is not None
+        forward = self._forward
+        assert batch.teacher is not None and isinstance(forward, DecoderForward)
         ids_CK, outcomes_CX = batch.teacher.ids_CK, batch.teacher.outcomes_CX
         assert ids_CK is not None and outcomes_CX is not None
         divergence_C, own_C, entropy_C = chunked_divergence(
-            packed_hidden(self.decoder, batch, self._run_layer()),
+            forward.hidden(batch),
             batch.source_rows_C,
             batch.targets_C,
             ids_CK,
             outcomes_CX,
             divergence_of(self.config.distil),
-            self._head(),
+            forward.head(),
             least=LEAST_LOGPROB,
         )
         before = known or self._reading(batch, exact_C, own_C, entropy_C)

@@ -21,16 +21,17 @@ from qerl.models.decoder import Decoder
 from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear
-from qerl.models.peft_names import PREFIX, decoder_tensors
+from qerl.models.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors
+from qerl.models.policy_model import PolicyModel
 
 _EXPERTS = 1  # keeps these seeds apart from the linears'
 
 
-def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
+def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
     """Add an adapter to every linear in config.target_modules; its A depends on the seed and the linear only.
     With config.kind full, make the linear's weight trainable instead."""
     names = {name.rpartition(".")[2] for name, _ in decoder.linears()}
-    targets = adapter_targets(decoder.architecture, config)
+    targets = targets_of(decoder, config)
     _check_mixture(decoder, config)
     if unknown := [target for target in targets if target not in names]:
         raise UserError(
@@ -49,13 +50,24 @@ def add_adapter(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
         _add_expert_adapters(decoder, config, seed)
 
 
-def _check_mixture(decoder: Decoder, config: AdapterConfig) -> None:
-    if decoder.architecture.mixture is None and (config.router or config.experts != "none"):
+def targets_of(decoder: PolicyModel, config: AdapterConfig) -> tuple[str, ...]:
+    """Return the linears that get an adapter, by the last part of their name. In a model that transformers
+    runs, which may have other linears than those of the default, the default is all of them."""
+    if decoder.architecture is not None:
+        return adapter_targets(decoder.architecture, config)
+    names = tuple(dict.fromkeys(name.rpartition(".")[2] for name, _ in decoder.linears()))
+    is_default = config.target_modules == AdapterConfig().target_modules
+    return names if is_default else config.target_modules
+
+
+def _check_mixture(decoder: PolicyModel, config: AdapterConfig) -> None:
+    has_experts = decoder.architecture is not None and decoder.architecture.mixture is not None
+    if not has_experts and (config.router or config.experts != "none"):
         name = "adapter.router" if config.router else "adapter.experts"
-        raise UserError(f"{name} needs a mixture of experts; {decoder.architecture.family} has none")
+        raise UserError(f"{name} needs a mixture of experts; {decoder.family} has none")
 
 
-def _add_expert_adapters(decoder: Decoder, config: AdapterConfig, seed: int) -> None:
+def _add_expert_adapters(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
     for index, (_, experts) in enumerate(decoder.expert_linears()):
         num, rank = experts.spec.num_experts, config.expert_rank
         num_a, num_b = (1 if config.experts == shared else num for shared in ("shared_a", "shared_b"))
@@ -70,20 +82,20 @@ def _new_a(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul_(2 * bound).sub_(bound)
 
 
-def publish(decoder: Decoder) -> None:
+def publish(decoder: PolicyModel) -> None:
     """Copy the fp32 masters into the working copies that the forward pass multiplies by."""
     for _, linear in _linears(decoder):
         linear.publish()
 
 
-def _linears(decoder: Decoder) -> Iterator[tuple[str, QuantLinear | ExpertLinear]]:
+def _linears(decoder: PolicyModel) -> Iterator[tuple[str, QuantLinear | ExpertLinear]]:
     """Yield every linear and every stack of experts with its name."""
     yield from decoder.linears()
     yield from decoder.expert_linears()
 
 
 @contextlib.contextmanager
-def adapter_off(decoder: Decoder) -> Iterator[None]:
+def adapter_off(decoder: PolicyModel) -> Iterator[None]:
     """Disable the adapter within the context."""
     before = [(linear, linear.adapter_enabled) for _, linear in _linears(decoder)]
     try:
@@ -146,7 +158,7 @@ _ADAPTER_FIELDS = "lora_A", "lora_B", "a_work", "b_work", "scaling", "is_alone",
 
 
 @contextlib.contextmanager
-def dropping_inputs(decoder: Decoder, rate: float, *coordinates: int) -> Iterator[None]:
+def dropping_inputs(decoder: PolicyModel, rate: float, *coordinates: int) -> Iterator[None]:
     """Drop inputs of the adapter within the context; each linear's mask is drawn from the coordinates and its
     index. A rate of 0 changes nothing."""
     adapted = [linear for _, linear in decoder.linears() if linear.lora_A is not None] if rate else []
@@ -159,27 +171,27 @@ def dropping_inputs(decoder: Decoder, rate: float, *coordinates: int) -> Iterato
             linear.dropout = None
 
 
-def adapter_tensors(decoder: Decoder) -> dict[str, nn.Parameter]:
+def adapter_tensors(decoder: PolicyModel) -> dict[str, nn.Parameter]:
     """Return the masters, not copies, by their names in a PEFT checkpoint of linears that are stored one by
     one (peft_names.py)."""
     return {
         master_name: master
         for name, linear in _linears(decoder)
-        for master_name, master in _masters(name, linear)
+        for master_name, master in _masters(decoder.name_prefix + name, linear)
         if master is not None
     }
 
 
 def _masters(name: str, linear: QuantLinear | ExpertLinear) -> list[tuple[str, nn.Parameter | None]]:
     return [
-        (f"{PREFIX}{name}.lora_A.weight", linear.lora_A),
-        (f"{PREFIX}{name}.lora_B.weight", linear.lora_B),
-        (f"model.{name}.weight", linear.full if isinstance(linear, QuantLinear) else None),
+        (f"{PEFT_PREFIX}{name}.lora_A.weight", linear.lora_A),
+        (f"{PEFT_PREFIX}{name}.lora_B.weight", linear.lora_B),
+        (f"{name}.weight", linear.full if isinstance(linear, QuantLinear) else None),
     ]
 
 
 @torch.no_grad()
-def load_adapter(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+def load_adapter(decoder: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
     """Set the masters from tensors with PEFT's names or the decoder's own, then publish."""
     masters = adapter_tensors(decoder)
     tensors = decoder_tensors(decoder.architecture, tensors, masters)

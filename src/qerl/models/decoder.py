@@ -18,7 +18,7 @@ Submodules have Hugging Face's names without the leading "model.".
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -268,6 +268,9 @@ def run_layer(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int,
 class Decoder(nn.Module):
     """Created with unset weights. Frozen tensors are buffers; the parameters are the trained ones."""
 
+    name_prefix = "model."
+    notices: Sequence[str] = ()
+
     def __init__(self, architecture: Architecture, *, compute: torch.dtype, device: torch.device):
         super().__init__()
         arch = self.architecture = architecture
@@ -315,6 +318,18 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits, fp32 [T, V], without a gradient."""
         return self.lm_head.logits(hidden_TD)
+
+    @property
+    def family(self) -> str:
+        return self.architecture.family
+
+    @property
+    def vocab_size(self) -> int:
+        return self.architecture.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.architecture.max_positions
 
     def linears(self) -> Iterator[tuple[str, QuantLinear]]:
         """Yield every linear with its name, layer by layer: ("layers.0.self_attn.q_proj", ...)."""

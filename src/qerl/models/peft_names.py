@@ -19,7 +19,9 @@ from qerl.errors import UserError
 from qerl.models.architecture import Architecture, StoredLinear
 from qerl.models.layer_spec import kinds_of_linears
 
-PREFIX = "base_model.model.model."
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the names of transformers' model."""
+PREFIX = f"{PEFT_PREFIX}model."
 _LANGUAGE = "base_model.model.model.language_model."
 _FUSED = {  # of all families; which one it is, is not known where an adapter is given on the command line
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -29,8 +31,11 @@ _FUSED = {  # of all families; which one it is, is not known where an adapter is
 }
 
 
-def peft_tensors(architecture: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return masters, which have the decoder's names, as PEFT has them."""
+def peft_tensors(architecture: Architecture | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return masters, which have the decoder's names, as PEFT has them. Without an architecture, here and
+    below, the linears are transformers' own."""
+    if architecture is None:
+        return dict(tensors)
     prefix = PREFIX if architecture.part_of is None else _LANGUAGE
     found = dict(tensors)
     for stored, at in _places(architecture, found):
@@ -43,9 +48,11 @@ def peft_tensors(architecture: Architecture, tensors: Mapping[str, Tensor]) -> d
 
 
 def decoder_tensors(
-    architecture: Architecture, tensors: Mapping[str, Tensor], masters: Iterable[str]
+    architecture: Architecture | None, tensors: Mapping[str, Tensor], masters: Iterable[str]
 ) -> dict[str, Tensor]:
     """Return an adapter's tensors under the decoder's names; masters: the names of all that it has."""
+    if architecture is None:
+        return dict(tensors)
     found = {name.replace(_LANGUAGE, PREFIX, 1): tensor for name, tensor in tensors.items()}
     wanted = dict.fromkeys(masters, torch.empty(0))
     for stored, at in _places(architecture, wanted):
@@ -61,9 +68,11 @@ def decoder_tensors(
 
 
 def peft_targets(
-    architecture: Architecture, targets: Iterable[str], rank: int, alpha: float
+    architecture: Architecture | None, targets: Iterable[str], rank: int, alpha: float
 ) -> dict[str, Any]:
     """Return the entries of adapter_config.json that say which linears have an adapter, and of which rank."""
+    if architecture is None:
+        return {"r": rank, "lora_alpha": alpha, "target_modules": list(targets)}
     targets, names, patterns = list(targets), [], {}
     stored_as = {part: stored for stored in architecture.stored_linears for part in stored.holds}
     by_short = {linear.short_name: linear.name for linear in kinds_of_linears(architecture)}

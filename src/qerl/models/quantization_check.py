@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from qerl.models.decoder import Decoder
 from qerl.models.layouts.notice import is_exact, kinds
 from qerl.models.merge_note import MAX_PROBE_TOKENS, MergeNote, read_note
+from qerl.models.policy_model import PolicyModel
 from qerl.models.quantization_error import Probe, QuantizationError, quantization_error
 from qerl.models.source import layout_of, locate
 
@@ -47,11 +48,17 @@ def prompt_probes(prompts: Sequence[Sequence[int]]) -> list[Probe]:
 
 
 def check_quantization(
-    decoder: Decoder, path: str, format: str, prompts: Sequence[Sequence[int]], of: str = "the task's prompts"
+    decoder: PolicyModel,
+    path: str,
+    format: str,
+    prompts: Sequence[Sequence[int]],
+    of: str = "the task's prompts",
 ) -> str | None:
     """Return the line about a decoder loaded from `path`; None if it was not quantized at load. `of` says
     whose tokens the prompts are. Codes of a quantized checkpoint that fit the format are loaded without a
     change, so there is no line; others are compared to what they decode to, and the line names the layout."""
+    if not isinstance(decoder, Decoder):  # the float weights of transformers' model are not kept
+        return None
     checkpoint = locate(path).open()
     layout = layout_of(checkpoint)
     if format == "bf16" or (layout is not None and is_exact(layout, format)):

@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from qerl.engine import Engine, LiveBatch, LiveRequest
+from qerl.engine import LiveBatch, LiveRequest
 from qerl.engine.constraint import TokenConstraint
 from qerl.engine.prompt_logprobs import PromptLogprobs
+from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError
 from qerl.types import Prompt, Sample, Sampling, TokenLogprob
 
@@ -106,7 +107,9 @@ class PendingRequest:
 
 
 class Batcher:
-    def __init__(self, engine: Engine, *, max_waiting: int, max_positions: int, is_paused: bool = False):
+    def __init__(
+        self, engine: SamplingEngine, *, max_waiting: int, max_positions: int, is_paused: bool = False
+    ):
         """max_positions: longest prompt and answer together, in tokens. is_paused: until `resume`."""
         self.batch: LiveBatch | None = None
         """None before the first request, and after a failure."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, NoiseConfig, RunConfig
-from qerl.engine import Engine
+from qerl.engine.sampling_engine import SamplingEngine
 from qerl.models.device import resolve_device
 from qerl.models.source import locate
 from qerl.models.tokenizer import stop_token_ids
@@ -18,7 +18,7 @@ from qerl.training.policy import load_tokenizer_and_limit, load_trained_sampler
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    engine: Engine
+    engine: SamplingEngine
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: frozenset[int]
     max_positions: int

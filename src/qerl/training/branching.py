@@ -14,7 +14,7 @@ from statistics import fmean
 from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
-from qerl.engine.engine import Engine
+from qerl.engine.sampling_engine import SamplingEngine
 from qerl.tracking import StepLog
 from qerl.training.rollout import Rewards, TrainPrompts, rollout_metrics, sampling_of, with_advantages
 from qerl.types import Group, Pivot
@@ -25,7 +25,9 @@ _PIVOT = 0x5049564F54  # keeps these random numbers apart from the tokens'
 class BranchingRollouts:
     """Takes the place of GroupRollouts."""
 
-    def __init__(self, config: RunConfig, engine: Engine, rewards: Rewards, train_prompts: TrainPrompts):
+    def __init__(
+        self, config: RunConfig, engine: SamplingEngine, rewards: Rewards, train_prompts: TrainPrompts
+    ):
         self._config, self._engine, self._rewards = config, engine, rewards
         self._train_prompts, self._deep = train_prompts, config.algo.deep
         self._tries: collections.deque[Try] = collections.deque(maxlen=WINDOW)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
 from qerl.config import EnvironmentConfig
-from qerl.engine.engine import Engine
+from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
 from qerl.tasks.environment import Call, Close, EnvironmentReply, Key, Messages, Reset, Score, Step
@@ -54,7 +54,9 @@ class _Episode:
 
 
 class MultiTurnEngine:
-    def __init__(self, engine: Engine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int):
+    def __init__(
+        self, engine: SamplingEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
+    ):
         """max_prompt_tokens: limit of a prompt together with what reset adds to it."""
         self._engine, self._pool, self._tokenizer = engine, pool, engine.tokenizer
         self._config, self._max_prompt_tokens = config, max_prompt_tokens
@@ -199,8 +201,8 @@ class MultiTurnEngine:
 
 
 def with_environment(
-    engine: Engine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
-) -> Engine | MultiTurnEngine:
+    engine: SamplingEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
+) -> SamplingEngine | MultiTurnEngine:
     """Return the engine itself if none of the rewards is an environment."""
     return MultiTurnEngine(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
 

@@ -1,5 +1,6 @@
 """Make the learner as the memory plan says."""
 
+import dataclasses
 from collections.abc import Callable
 
 from torch import Tensor
@@ -8,12 +9,12 @@ from qerl.config import RunConfig
 from qerl.learner import Learner
 from qerl.learner.distributed import Ranks
 from qerl.learner.plan import memory as plan
-from qerl.models.decoder import Decoder
+from qerl.models.policy_model import PolicyModel
 from qerl.types import Group
 
 
 def planned_learner(
-    decoder: Decoder,
+    decoder: PolicyModel,
     config: RunConfig,
     prompt_tokens: int,
     *,
@@ -25,7 +26,11 @@ def planned_learner(
     longest prompt; score: the learner's, in exact mode."""
     keeps_operands = False
     device, arch = decoder.device, decoder.architecture
-    if device.type != "cpu":
+    if arch is None and config.learn.gradient_checkpointing == "auto":  # there is no plan for this model
+        kind = "none" if device.type == "cpu" else "layer"
+        learn = dataclasses.replace(config.learn, gradient_checkpointing=kind)
+        config = dataclasses.replace(config, learn=learn)
+    if arch is not None and device.type != "cpu":
         gpu_bytes = plan.usable_bytes(device)
         config = plan.resolve_checkpointing(arch, config, prompt_tokens, gpu_bytes)
         needed_bytes = plan.learning_bytes(plan.memory_parts(arch, config, prompt_tokens))

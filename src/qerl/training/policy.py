@@ -3,29 +3,34 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig
 from qerl.engine.engine import Engine
+from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import require
 from qerl.learner import checkpoint
 from qerl.models.adapter import add_adapter, load_adapter
+from qerl.models.backend import backend_of, max_positions_of
 from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
-from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
+from qerl.models.policy_model import PolicyModel
 from qerl.models.quantization_check import TEXT, check_quantization
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.source import locate
-from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
+from qerl.models.transformers_loader import load_transformers_model
 from qerl.tasks import RewardPool, Task, build_task
 from qerl.tasks.prompt import set_template_variables
+from qerl.training.backend_limits import check_backend
 
 
-def load_policy(config: RunConfig) -> tuple[Decoder, Engine, Task]:
+def load_policy(config: RunConfig) -> tuple[PolicyModel, SamplingEngine, Task]:
     """Build the task first, so that its errors appear before weights are read. config.model has no `auto`."""
     tokenizer, task = load_task(config)
     return *load_sampler(config, tokenizer), task
@@ -52,10 +57,11 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
 
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:
     """Return the tokenizer, and the longest prompt that fits beside sample.max_tokens."""
-    architecture = architecture_of(locate(config.model.path).open())
+    check_backend(config)
+    max_positions = max_positions_of(config.model)
     tokenizer = load_tokenizer(config.model.path)
     set_template_variables(tokenizer, json.loads(config.task.chat_template_kwargs))
-    return tokenizer, architecture.max_positions - config.sample.max_tokens
+    return tokenizer, max_positions - config.sample.max_tokens
 
 
 def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
@@ -64,20 +70,29 @@ def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> N
     require(max_prompt_tokens > 0, f"{option} is {max_tokens}, but the model has only {positions} positions")
 
 
-def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Decoder, Engine]:
-    model = config.model
+def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PolicyModel, SamplingEngine]:
+    model, source = config.model, locate(config.model.path)
+    stop_ids, compute = stop_token_ids(tokenizer, source), COMPUTE[model.dtype]
+    device, resident = torch.device(model.device), model.operand == "resident"
+    if backend_of(model) == "transformers":
+        check_backend(config)
+        found = load_transformers_model(
+            source, format=model.format, compute=compute, device=device, resident=resident
+        )
+        add_adapter(found, config.adapter, seed=config.seed)
+        return found, TransformersEngine(found, tokenizer, config.engine, stop_token_ids=stop_ids)
     decoder = build_decoder(
-        locate(model.path).open(),
+        source.open(),
         format=model.format,
-        compute=COMPUTE[model.dtype],
-        device=torch.device(model.device),
-        resident=model.operand == "resident",
+        compute=compute,
+        device=device,
+        resident=resident,
         head=model.head_format,
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
-    stop_ids = stop_token_ids(tokenizer, locate(model.path))
     sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)
-    return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
+    engine = Engine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
+    return decoder, cast(SamplingEngine, engine)
 
 
 def load_trained_sampler(
@@ -85,11 +100,13 @@ def load_trained_sampler(
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: Path | None,
     notice: Callable[[str], None],
-) -> Engine:
+) -> SamplingEngine:
     """Load the adapter of the newest intact checkpoint in the folder; None: the model as it is, with a notice
-    of what quantizing it changed."""
+    of what quantizing it changed. Notices also say that transformers runs the model."""
     adapter = None if checkpoints is None else checkpoint.latest_adapter(checkpoints)
     decoder, engine = load_sampler(config, tokenizer)
+    for line in engine.notices if decoder.architecture is None else ():
+        notice(line)
     if adapter is not None:
         load_adapter(decoder, adapter)
         return engine

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
-from qerl.engine.engine import Engine
+from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import require
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.models.adapter import load_adapter
+from qerl.models.decoder import Decoder
 from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
 from qerl.models.quantization_check import check_quantization
@@ -55,7 +56,9 @@ class Agents(Protocol):
 
     function: Callable[..., Any]
 
-    def engine(self, engine: Engine, *, max_positions: int, stop_tokens: frozenset[int]) -> RolloutEngine: ...
+    def engine(
+        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
+    ) -> RolloutEngine: ...
 
 
 def train(
@@ -152,7 +155,7 @@ class _Session:
 
     def _longest_prompt(self, prompts_P: list[Prompt]) -> int:
         """Return the tokens that the memory plan takes for a prompt; an agent makes its own."""
-        agent, most = self.config.agent, self.decoder.architecture.max_positions
+        agent, most = self.config.agent, self.decoder.max_positions
         if agent.function is not None:
             return max(1, min(agent.context_tokens, most) - self.config.sample.max_tokens)
         return max(len(prompt.tokens_T) for prompt in prompts_P)
@@ -166,6 +169,7 @@ class _Session:
         if not config.distil.is_on:
             return GroupRollouts(config, self.sampler, self.rewards, prompts)
         notice = self.journal.notice
+        assert isinstance(self.decoder, Decoder)  # check_backend
         self.teacher = load_teacher(config, self.decoder, tokenizer, notice)
         rows = read_given_rows(config, tokenizer)
         for text in [] if rows is None else rows.notices:
@@ -194,7 +198,7 @@ class _Session:
                 adapter=self.learner.adapter_state,
                 notice=self.journal.notice,
             )
-        max_positions = self.decoder.architecture.max_positions
+        max_positions = self.decoder.max_positions
         if agents is not None:
             stop_tokens = self.engine.stop_token_ids
             engine = agents.engine(self.engine, max_positions=max_positions, stop_tokens=stop_tokens)

@@ -21,17 +21,18 @@ from qerl.errors import require
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
 from qerl.models.adapter import load_adapter
+from qerl.models.backend import max_positions_of
 from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
 from qerl.models.source import locate
-from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks.rows import file_sources
 from qerl.tasks.sft_rows import SftRows, tables_of
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
+from qerl.training.backend_limits import check_backend
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import load_sampler
@@ -60,8 +61,9 @@ def fine_tune(config: RunConfig, *, max_steps: int | None = None) -> dict[str, A
 
 
 def _read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
+    check_backend(config)
     source = locate(config.model.path)
-    max_length = min(config.sft.max_length, architecture_of(source.open()).max_positions)
+    max_length = min(config.sft.max_length, max_positions_of(config.model))
     return SftRows.read(
         dataclasses.replace(config.sft, max_length=max_length),
         tokenizer,
@@ -164,7 +166,7 @@ class _SftSession:
         """Record greedy answers to the first evaluation rows."""
         shown = self.rows.evaluated[: self.config.sft.num_looks]
         prompts = [each.prompt(len(self.rows.learned) + i) for i, each in enumerate(shown)]
-        limit = self.decoder.architecture.max_positions - self.config.sample.max_tokens
+        limit = self.decoder.max_positions - self.config.sample.max_tokens
         prompts = [prompt for prompt in prompts if len(prompt.tokens_T) <= limit]
         if not prompts or not self.ranks.is_first:
             return

@@ -1,0 +1,198 @@
+"""What every engine does in one way: prompts become groups of live samples, a Generation runs them, and what
+it leaves becomes samples. The engines differ in the caches and forward passes that they open for a call.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qerl.engine.branch_batch import BranchBatch
+from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.generation import Generation, Stats
+from qerl.engine.live_batch import LiveBatch
+from qerl.engine.live_sample import LiveGroup, LiveSample
+from qerl.errors import UserError
+from qerl.models.adapter import publish
+from qerl.models.policy_model import PolicyModel
+from qerl.types import Conversation, Group, Prompt, Sample, Sampling
+
+# Prompts of a LiveBatch that are prefilled between two bursts: a second of SmolLM2-135M on two cores.
+_CPU_ADMITTED_TOKENS = 512
+
+TokenCallback = Callable[[int, int, int, Sample | None], bool]
+"""(the prompt's index in the call, sample index, newest token, the sample if the token ended it): called for
+every token when the host reads it; True ends the sample."""
+
+
+class NewGeneration(Protocol):
+    """Makes the Generation of one call, on caches that are open."""
+
+    def __call__(
+        self,
+        groups: list[LiveGroup],
+        prompts_P: list[Prompt] | dict[int, Prompt],
+        detokenizer: Detokenizer,
+        seed: int,
+        step: int,
+        on_token: Callable[[LiveSample], bool] | None,
+        conversation: Conversation | None,
+        max_admitted_tokens: int | None = None,
+    ) -> Generation: ...
+
+
+class SamplingEngine:
+    """The part of an engine that does not depend on how the model runs."""
+
+    max_rows: int
+    """Maximum number of samples decoded at once."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_token_ids: frozenset[int],
+        max_num_batched_tokens: int,
+    ):
+        self.version = 0
+        self.stats = Stats()
+        """Stats of the latest call."""
+        self._model, self.tokenizer, self.stop_token_ids = model, tokenizer, stop_token_ids
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def notices(self) -> list[str]:
+        """Messages for the user about limits of this engine."""
+        return []
+
+    def publish(self, version: int) -> None:
+        """Sample from the learner's current weights from now on, under this version number."""
+        publish(self._model)
+        self.version = version
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return no metrics: those of an engine are in `stats`."""
+        return {}
+
+    def open(
+        self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
+    ) -> contextlib.AbstractContextManager[NewGeneration]:
+        """Open caches for these groups; without sampling parameters every group has its own."""
+        raise NotImplementedError
+
+    def branch_batches(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> Iterator[BranchBatch]:
+        raise UserError("this engine cannot branch samples: set algo.branching to none")
+
+    def score(self, groups: list[Group], *, sampling: Sampling) -> Tensor:
+        raise UserError("this engine has no exact mode: unset engine.exact")
+
+    # Not inference_mode: the learner also uses tensors that the decoder caches during a call.
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_token: TokenCallback | None = None,
+        conversation: Conversation | None = None,
+    ) -> list[Group]:
+        """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop"."""
+        assert num_samples > 0
+        start_s = time.perf_counter()
+        detokenizer = Detokenizer(self.tokenizer, sampling.stop)
+        groups = [self._new_group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
+        if not groups:
+            self.stats = Stats()
+            return []
+        self._assign_noise_rows(groups, prompts_P)
+        with self.open(groups, prompts_P, sampling) as new_generation:
+            callback = None if on_token is None else self._live_callback(on_token, detokenizer)
+            generation = new_generation(groups, prompts_P, detokenizer, seed, step, callback, conversation)
+            self.stats = generation.stats
+            generation.run()
+        self.stats.generate_s = time.perf_counter() - start_s
+        return [self._to_group(prompts_P[group.index], group, detokenizer) for group in groups]
+
+    @contextlib.contextmanager
+    def live_batch(self, max_positions: int) -> Iterator[LiveBatch]:
+        """Yield a batch that requests join and leave (live_batch.py), with pages for as many samples as fit;
+        the longest prompt and sample have max_positions together. Do not generate or learn meanwhile."""
+        prompt = Prompt(index=0, text="", tokens_T=[0], messages=None, columns={})
+        longest = self._new_group(0, prompt, 1, Sampling(max_tokens=max_positions - 1))
+        detokenizer = Detokenizer(self.tokenizer, ())
+        with torch.no_grad(), self.open([longest] * self.max_rows, [prompt], None) as new_generation:
+            is_cpu = self._model.device.type == "cpu"
+            max_admitted_tokens = _CPU_ADMITTED_TOKENS if is_cpu else self._max_num_batched_tokens
+            yield LiveBatch(
+                lambda prompts, on_token: new_generation(
+                    [], prompts, detokenizer, 0, 0, on_token, None, max_admitted_tokens
+                ),
+                self._new_group,
+                lambda stop: Detokenizer(self.tokenizer, stop),
+                self._to_sample,
+                self._model.logits,
+                max_positions=max_positions,
+            )
+
+    def _new_group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
+        prompt_tokens, max_positions = len(prompt.tokens_T), self._model.max_positions
+        if not 0 < prompt_tokens < max_positions:
+            raise UserError(
+                f"prompt {prompt.index} has {prompt_tokens} tokens;"
+                f" the model allows 1 to {max_positions - 1} in its context of {max_positions}"
+            )
+        max_tokens = min(sampling.max_tokens, max_positions - prompt_tokens)
+        group = LiveGroup(index=index, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+        group.samples_G = [LiveSample(group=group, sample_index=g) for g in range(num_samples)]
+        return group
+
+    def _assign_noise_rows(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> None:
+        members = [(prompts_P[group.index].index, range(len(group.samples_G))) for group in groups]
+        for group, (row, rows_G) in zip(groups, self._model.noise_table.rows(members), strict=True):
+            group.noise_row = row
+            for sample, sample_row in zip(group.samples_G, rows_G, strict=True):
+                sample.noise_row = sample_row
+
+    def _to_group(self, prompt: Prompt, group: LiveGroup, detokenizer: Detokenizer) -> Group:
+        return Group(
+            prompt=prompt,
+            samples_G=[self._to_sample(s, detokenizer) for s in group.samples_G],
+            prefix_tokens=0 if group.parent is None else group.num_parent_tokens + 1,
+        )
+
+    def _live_callback(
+        self, on_token: TokenCallback, detokenizer: Detokenizer
+    ) -> Callable[[LiveSample], bool]:
+        def call(s: LiveSample) -> bool:
+            ended = None if s.finish is None else self._to_sample(s, detokenizer)
+            return on_token(s.group.index, s.sample_index, s.tokens_T[-1], ended)
+
+        return call
+
+    def _to_sample(self, s: LiveSample, detokenizer: Detokenizer) -> Sample:
+        assert s.finish is not None
+        tokens_T = s.all_tokens_T
+        end = -1 if tokens_T[-1] in self.stop_token_ids else None
+        return Sample(
+            tokens_T=tokens_T,
+            logprobs_T=s.all_logprobs_T,
+            text=detokenizer.decode(tokens_T[:end]),
+            finish=s.finish,
+            version=self.version,
+            environment_spans=tuple(s.environment_spans),
+            sample_index=(s.group.parent or s).sample_index,
+        )

@@ -1,0 +1,261 @@
+"""The engine of a model that transformers runs: the scheduling, sampling and turns of our own engine over
+transformers' forward passes and caches.
+
+    TransformersPrefill    prompts of one length together -> logits after each
+    TransformersRunner     the running samples, one forward pass for those of each length (lockstep.py)
+
+Pages are counted but hold nothing: there are as many as all samples need. What the generation calls hidden
+states are logits here. A token's random number is the one that our own engine draws on a CPU (TorchSampler),
+and depends on nothing but its coordinates. Its logits come from a forward pass of the rows of its length,
+which need no padding: other rows can change them only by the order of a matrix product's sums, in the last
+bits. A prompt is computed once for all of its samples; a turn of a conversation computes its sample again.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import EngineConfig
+from qerl.engine.decode_runner import Burst
+from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.generation import Generation
+from qerl.engine.live_sample import LiveGroup, LiveSample
+from qerl.engine.lockstep import Lockstep, begin
+from qerl.engine.page_pool import PagePool
+from qerl.engine.prefill import PrefillChunk
+from qerl.engine.row_sampler import RowSampler
+from qerl.engine.sampler import Sampler, TorchSampler
+from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
+from qerl.engine.scheduler import Scheduler, min_group_pages, num_pages
+from qerl.models.transformers_model import TransformersModel
+from qerl.types import Conversation, Prompt, Sampling
+
+_MOST_PAGES = 1 << 18  # of a server, whose requests could be as long as the model allows
+
+
+class TransformersEngine(SamplingEngine):
+    def __init__(
+        self,
+        model: TransformersModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        *,
+        stop_token_ids: frozenset[int],
+    ):
+        super().__init__(
+            model,
+            tokenizer,
+            stop_token_ids=stop_token_ids,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._transformer, self._config, self.max_rows = model, config, config.max_num_seqs
+        self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(model.device)
+
+    @property
+    def notices(self) -> list[str]:
+        limit = (
+            "engine.kv_cache_gb limits the pages of our own engine: transformers' caches take what they need"
+        )
+        return [*self._transformer.notices, *([limit] if self._config.kv_cache_gb is not None else [])]
+
+    @contextlib.contextmanager
+    def open(
+        self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
+    ) -> Iterator[NewGeneration]:
+        page_tokens = self._config.block_size
+        needed = [_pages(group, page_tokens) for group in groups]
+        pages = max(min(sum(needed), _MOST_PAGES), *needed)
+
+        def new_generation(
+            groups: list[LiveGroup],
+            prompts_P: list[Prompt] | dict[int, Prompt],
+            detokenizer: Detokenizer,
+            seed: int,
+            step: int,
+            on_token: Callable[[LiveSample], bool] | None,
+            conversation: Conversation | None,
+            max_admitted_tokens: int | None = None,
+        ) -> Generation:
+            pool = PagePool(pages)
+            caches = PromptCaches(pool)
+            prefill = TransformersPrefill(self._transformer, caches, self._max_num_batched_tokens)
+            return Generation(
+                caches,
+                Scheduler(
+                    groups,
+                    pool,
+                    page_tokens=page_tokens,
+                    max_num_seqs=self.max_rows,
+                    max_admitted_tokens=max_admitted_tokens,
+                ),
+                prefill,
+                TransformersRunner(self._transformer, self._sampler(sampling), caches),
+                prompts_P,
+                detokenizer,
+                stop_token_ids=self.stop_token_ids,
+                seed=seed,
+                step=step,
+                on_token=on_token,
+                conversation=conversation,
+            )
+
+        yield new_generation
+
+    def _sampler(self, sampling: Sampling | None) -> Sampler:
+        if sampling is None:
+            return RowSampler(self._transformer, self._stop_tokens, self.max_rows)
+        return TorchSampler(self._transformer, sampling, self._stop_tokens)
+
+
+def _pages(group: LiveGroup, page_tokens: int) -> int:
+    """Return the pages of a group whose samples all run, with one in reserve for each."""
+    own = min_group_pages(group.prompt_tokens, group.max_tokens, page_tokens) + 1
+    return num_pages(group.prompt_tokens, page_tokens) + len(group.samples_G) * own
+
+
+class PromptCaches:
+    """The caches of prompts whose samples have not all begun, by the first page of the prompt's group: pages
+    have one owner at a time."""
+
+    states = None
+
+    def __init__(self, pool: PagePool):
+        self._pool = pool
+        self._of: dict[int, tuple[Lockstep, int]] = {}
+
+    def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
+        """Do nothing: pages hold nothing."""
+
+    def put(self, page: int, lockstep: Lockstep, row: int) -> None:
+        """Keep a prompt's cache, and drop those whose groups are done."""
+        self._of = {at: found for at, found in self._of.items() if not self._pool.is_free(at)}
+        self._of[page] = lockstep, row
+
+    def get(self, page: int) -> tuple[Lockstep, int]:
+        return self._of[page]
+
+
+class TransformersPrefill:
+    def __init__(self, model: TransformersModel, caches: PromptCaches, max_tokens: int):
+        self.num_tokens = 0
+        """Prompt tokens of all forward passes."""
+        self.num_forwards = 0
+        self._model, self._caches, self._max_tokens = model, caches, max_tokens
+
+    def __call__(self, chunks: list[PrefillChunk]) -> Tensor:
+        """Return the logits after each prompt, fp32 [chunks, V]. Later parts of a sample are left to the
+        runner, which computes what its cache lacks."""
+        prompts = [chunk for chunk in chunks if chunk.first_position == 0]
+        logits: dict[int, Tensor] = {}
+        for some in _by_length(prompts, self._max_tokens):
+            tokens_BT = torch.tensor([chunk.tokens_T for chunk in some], device=self._model.device)
+            length = tokens_BT.shape[1]
+            reports = any(chunk.on_hidden is not None for chunk in some)
+            lockstep, logits_BTV = begin(self._model, tokens_BT, num_logits=length if reports else 1)
+            self.num_forwards += 1
+            self.num_tokens += tokens_BT.numel()
+            for row, chunk in enumerate(some):
+                self._caches.put(chunk.pages[0], lockstep, row)
+                logits[id(chunk)] = logits_BTV[row, -1]
+                if chunk.on_hidden is not None:
+                    chunk.on_hidden(logits_BTV[row])
+        return torch.stack([logits[id(chunk)] for chunk in prompts]) if prompts else torch.empty(0)
+
+
+def _by_length(chunks: list[PrefillChunk], max_tokens: int) -> list[list[PrefillChunk]]:
+    """Return runs of equal length with at most max_tokens tokens, or one chunk."""
+    runs: list[list[PrefillChunk]] = []
+    for chunk in sorted(chunks, key=lambda chunk: len(chunk.tokens_T)):
+        length = len(chunk.tokens_T)
+        fits = runs and len(runs[-1][0].tokens_T) == length and (len(runs[-1]) + 1) * length <= max_tokens
+        runs[-1].append(chunk) if fits else runs.append([chunk])
+    return runs
+
+
+class TransformersRunner:
+    """What Generation needs of a DecodeRunner; a burst is one step, read at once."""
+
+    max_steps, max_unread_bursts = 1, 0
+
+    def __init__(self, model: TransformersModel, sampler: Sampler, caches: PromptCaches):
+        self.num_steps = 0
+        self.sampler = sampler
+        self._model, self._caches = model, caches
+        self._samples_B: list[LiveSample] = []
+        self._keys_B: list[int] = []
+        self._locksteps: list[tuple[Lockstep, list[LiveSample]]] = []
+        self._unread: list[Burst] = []
+        self.max_rows = 1 << 30
+
+    @property
+    def num_unread_steps(self) -> int:
+        return len(self._unread)
+
+    @property
+    def num_unread_bursts(self) -> int:
+        return len(self._unread)
+
+    def would_shrink(self, num_samples: int) -> bool:
+        return 0 < num_samples < len(self._samples_B)
+
+    def sample(self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor]:
+        return self.sampler.sample(hidden_MD, keys_M, positions_M)
+
+    def update_pages(self, samples: list[LiveSample]) -> None:
+        """Do nothing: pages hold nothing."""
+
+    def set_batch(self, samples_B: list[LiveSample], keys_B: list[int]) -> None:
+        """Make these samples the rows; compute what the caches lack of them."""
+        self._samples_B, self._keys_B = list(samples_B), list(keys_B)
+        self.sampler.bind(self._samples_B)
+        wanted, kept = {id(s) for s in samples_B}, []
+        for lockstep, members in self._locksteps:
+            rows = [i for i, s in enumerate(members) if id(s) in wanted and _cached(s) == lockstep.length]
+            if rows:
+                lockstep.keep(rows)
+                kept.append((lockstep, [members[i] for i in rows]))
+                wanted -= {id(members[i]) for i in rows}
+        self._locksteps = kept
+        self._begin([s for s in samples_B if id(s) in wanted])
+
+    def _begin(self, samples: list[LiveSample]) -> None:
+        """Give samples rows of their own: copies of their prompts' caches, one Lockstep for each length."""
+        by_cache: dict[tuple[int, int], list[LiveSample]] = {}
+        for s in samples:
+            lockstep, _ = self._caches.get(s.group.pages[0])
+            by_cache.setdefault((id(lockstep), len(s.tokens_T)), []).append(s)
+        for members in by_cache.values():
+            lockstep, _ = self._caches.get(members[0].group.pages[0])
+            own = lockstep.copy_of([self._caches.get(s.group.pages[0])[1] for s in members])
+            if len(members[0].tokens_T) > 1:
+                rest = [s.tokens_T[:-1] for s in members]
+                own.extend(torch.tensor(rest, device=self._model.device))
+            self._locksteps.append((own, members))
+
+    @torch.no_grad()
+    def launch(self, num_steps: int) -> None:
+        assert num_steps == 1 and self._samples_B
+        logits: dict[int, Tensor] = {}
+        for lockstep, members in self._locksteps:
+            newest_B1 = torch.tensor([[s.tokens_T[-1]] for s in members], device=self._model.device)
+            logits |= {id(s): row for s, row in zip(members, lockstep.extend(newest_B1), strict=True)}
+        device = self._model.device
+        positions = [s.num_positions - 1 for s in self._samples_B]
+        tokens_B, logprobs_B = self.sampler.sample(
+            torch.stack([logits[id(s)] for s in self._samples_B]),
+            torch.tensor(self._keys_B, device=device),
+            torch.tensor(positions, dtype=torch.int32, device=device),
+        )
+        self.num_steps += 1
+        self._unread.append(Burst(self._samples_B, tokens_B[None].cpu(), logprobs_B[None].cpu(), None))
+
+    def read(self) -> Burst:
+        return self._unread.pop(0)
+
+
+def _cached(s: LiveSample) -> int:
+    """Positions before the newest token."""
+    return s.num_positions - 1

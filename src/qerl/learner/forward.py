@@ -1,0 +1,56 @@
+"""Logprobs and entropies of a packed batch's sampled tokens under the current model, with gradients.
+
+DecoderForward       our decoder: packed rows, chunks of logits (kernels/logprob.py)
+TransformersForward  padded_forward.py: transformers' model, a padded row for each sample
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from qerl.config import RunConfig
+from qerl.kernels.divergence import Head
+from qerl.kernels.logprob import chunked_logprob
+from qerl.learner.activation_checkpointing import RECOMPUTE
+from qerl.learner.packed_forward import head_of, packed_hidden
+from qerl.learner.packing import PackedBatch
+from qerl.learner.padded_forward import TransformersForward
+from qerl.models.decoder import Decoder
+from qerl.models.policy_model import PolicyModel
+from qerl.models.transformers_model import TransformersModel
+
+LearnerForward = Callable[[PackedBatch], tuple[Tensor, Tensor]]
+"""Return (logprob_C, entropy_C) of the sampled tokens; only the logprobs have a gradient."""
+
+
+def forward_of(model: PolicyModel, config: RunConfig) -> LearnerForward:
+    """Return the forward pass of this model."""
+    if isinstance(model, TransformersModel):
+        return TransformersForward(model, config)
+    assert isinstance(model, Decoder)
+    return DecoderForward(model, config)
+
+
+class DecoderForward:
+    def __init__(self, decoder: Decoder, config: RunConfig):
+        self._decoder, self._config = decoder, config
+        self._run_layer = RECOMPUTE[config.learn.gradient_checkpointing](decoder.device)
+
+    def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        head = self.head()
+        return chunked_logprob(
+            self.hidden(batch),
+            head.operand_VD,
+            batch.targets_C,
+            rows_C=batch.source_rows_C,
+            temperature=head.temperature,
+            softcap=head.softcap,
+            chunk_tokens=head.chunk_tokens,
+        )
+
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        return packed_hidden(self._decoder, batch, self._run_layer())
+
+    def head(self) -> Head:
+        temperature, learn = self._config.sample.temperature, self._config.learn
+        return head_of(self._decoder, temperature=temperature, chunk_tokens=learn.logprob_chunk_tokens)

@@ -1,0 +1,58 @@
+"""What adapters, learner and engines need of a model, whoever's code runs it: ours (decoder.py) or
+transformers' (transformers_model.py)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qerl.aqn.noise_table import NoiseTable
+from qerl.models.architecture import Architecture
+from qerl.models.linear import QuantLinear
+from qerl.models.mixture import ExpertLinear
+
+
+class PolicyModel(Protocol):
+    compute: torch.dtype
+    device: torch.device
+    noise_table: NoiseTable
+    notices: Sequence[str]
+    """Lines for the user about how the model was loaded."""
+    name_prefix: str
+    """What a linear's name lacks of its name in transformers' model: "model." or nothing."""
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The description of our own decoder; None if transformers' code runs the model."""
+        ...
+
+    @property
+    def family(self) -> str:
+        """Name of transformers' class."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head: logits of a token."""
+        ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all frozen weights in their formats, without the adapter."""
+        ...
+
+    def linears(self) -> Iterator[tuple[str, QuantLinear]]:
+        """Yield every linear that may have an adapter, with its name."""
+        ...
+
+    def expert_linears(self) -> Iterator[tuple[str, ExpertLinear]]:
+        """Yield every stack of experts that may have adapters, with its name."""
+        ...
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return logits, fp32 [T, V], of what the engine's forward passes return, without a gradient."""
+        ...

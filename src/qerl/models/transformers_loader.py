@@ -1,0 +1,172 @@
+"""Load a TransformersModel from a folder of safetensors: made on the meta device, filled tensor by tensor,
+each linear packed as it is read.
+
+    peak memory = the packed model + one parameter of it       tests/models/test_transformers_backend.py
+
+No code of a checkpoint is ever run: a class that transformers does not have is refused (backend.py).
+"""
+
+import re
+import warnings
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qerl.errors import UserError
+from qerl.formats import BF16, FORMATS
+from qerl.models.backend import first_line, transformers_config
+from qerl.models.layouts import with_layout
+from qerl.models.safetensors_file import SafetensorsFolder
+from qerl.models.source import Checkpoint, ModelSource, PackedCheckpoint
+from qerl.models.transformers_model import FloatHead, SequenceLinear, TransformersModel
+from qerl.models.transformers_weights import StreamedWeights, compute_buffers, fill
+
+_ROUTERS = "gate", "router", "shared_expert_gate"
+_SAME_PRODUCT = ("FalconLinear",)
+"""Subclasses of nn.Linear that write its product in another way."""
+_SHOWN = 3  # names in a line
+
+
+def load_transformers_model(
+    source: ModelSource, *, format: str, compute: torch.dtype, device: torch.device, resident: bool
+) -> TransformersModel:
+    """Return the model with the linears of its layers in `format` and the rest in `compute`. Codes that
+    a quantized checkpoint has in `format` are taken as they are, others are decoded."""
+    config = transformers_config(source)
+    checkpoint = with_layout(SafetensorsFolder(source.path))
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config, dtype=compute).eval().requires_grad_(False)
+    compute_buffers(model, device)
+    weights = StreamedWeights(model, checkpoint)
+    linears = _replace_linears(model, compute, device)
+    try:
+        weights.skip(_fill_packed(checkpoint, linears, format, device))
+        misfits = _fill(model, weights, linears, format, compute, device)
+        model.tie_weights()
+        _check_filled(model, linears)
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from error
+    for linear in linears.values() if resident else ():
+        linear.make_resident()
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and compute != torch.float32:
+        model.set_output_embeddings(FloatHead(head))
+    found = TransformersModel(model, compute, device)
+    found.notices = _notices(found, format, misfits, weights.unused)
+    _try(found)
+    return found
+
+
+def _replace_linears(
+    model: PreTrainedModel, compute: torch.dtype, device: torch.device
+) -> dict[str, SequenceLinear]:
+    """Put an empty SequenceLinear in the place of each linear of a layer; return them by name."""
+    lists = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    found: dict[str, SequenceLinear] = {}
+    for name, module in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if not isinstance(module, nn.Linear) or last in _ROUTERS or not name.startswith(lists):
+            continue
+        if type(module).forward is nn.Linear.forward or type(module).__name__ in _SAME_PRODUCT:
+            k, n, has_bias = module.in_features, module.out_features, module.bias is not None
+            found[name] = SequenceLinear(k, n, has_bias=has_bias, compute=compute, device=device)
+            setattr(model.get_submodule(parent), last, found[name])
+    return found
+
+
+def _fill(
+    model: PreTrainedModel,
+    weights: StreamedWeights,
+    linears: dict[str, SequenceLinear],
+    format: str,
+    compute: torch.dtype,
+    device: torch.device,
+) -> list[str]:
+    """Fill what the checkpoint has; return the linears that do not fit the format's blocks and are bf16."""
+    strict = "|".join(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) or "$^"
+    misfits = []
+    for name, tensor in weights:
+        module, _, last = name.rpartition(".")
+        if module not in linears or last != "weight":
+            dtype = torch.float32 if re.search(strict, name) else compute
+            fill(model, name, tensor, device, dtype)
+            continue
+        linear = linears[module]
+        if tensor.shape != (linear.out_width, linear.in_width):
+            must = [linear.out_width, linear.in_width]
+            raise UserError(f"{name} is {list(tensor.shape)}, must be {must}")
+        tensor = tensor.to(device)
+        try:
+            linear.load_weight(FORMATS[format].encode(tensor))
+        except UserError:  # the shape: read_float has checked the numbers
+            misfits.append(module)
+            linear.load_weight(BF16.encode(tensor))
+    return misfits
+
+
+def _fill_packed(
+    checkpoint: Checkpoint, linears: dict[str, SequenceLinear], format: str, device: torch.device
+) -> set[str]:
+    """Fill linears whose codes the checkpoint has in this format; return the names of their weights."""
+    found: set[str] = set()
+    if not isinstance(checkpoint, PackedCheckpoint):
+        return found
+    for name, linear in linears.items():
+        shape = linear.out_width, linear.in_width
+        packed = checkpoint.packed(name) if checkpoint.shapes.get(f"{name}.weight") == shape else None
+        if packed is not None and packed.name == format:
+            linear.load_weight(packed.to(device))
+            found.add(f"{name}.weight")
+    return found
+
+
+def _check_filled(model: PreTrainedModel, linears: dict[str, SequenceLinear]) -> None:
+    """Raise UserError if the checkpoint lacks a tensor."""
+    missing = [f"{name}.weight" for name, linear in linears.items() if linear.weight is None]
+    missing += [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if missing:
+        raise UserError(f"has no tensor {_listed(missing)}")
+
+
+def _notices(found: TransformersModel, format: str, misfits: list[str], unused: list[str]) -> list[str]:
+    linears = dict(found.linears())
+    packed = sum(linear.num_bytes for linear in linears.values())
+    experts = [(n, p) for n, p in found.model.named_parameters() if p.dim() == 3 and ".experts." in n]
+    dtype = str(found.compute).removeprefix("torch.")
+    lines = [
+        f"model.backend transformers: transformers' own code runs {found.family}, correctly but slowly: no"
+        " fused kernels, no paged KV cache, no packing",
+        f"{len(linears)} linears are in {format} ({packed / 1e6:,.1f} MB); the other weights stay in {dtype}"
+        f" ({(found.num_bytes - packed) / 1e6:,.1f} MB)",
+    ]
+    if experts:
+        size = sum(p.nbytes for _, p in experts) / 1e6
+        lines.append(
+            f"{len(experts)} tensors of fused experts stay in {dtype} ({size:,.1f} MB): this backend packs"
+            f" linears only ({_listed([name for name, _ in experts])})"
+        )
+    if misfits:
+        lines.append(f"{_listed(misfits)}: in bf16, as the shape does not fit the blocks of {format}")
+    if unused:
+        lines.append(f"{len(unused)} tensors of the checkpoint are not used: {_listed(unused)}")
+    norms = f"{len(found.norms)} RMSNorms of width {found.width}" if found.norms else "no RMSNorm"
+    return [*lines, f"noise (AQN) finds {norms} in the layers of {found.family}"]
+
+
+@torch.no_grad()
+def _try(found: TransformersModel) -> None:
+    """Run two tokens, so that code which reads a replaced linear's weight is refused before a run begins."""
+    tokens_12 = torch.zeros(1, 2, dtype=torch.long, device=found.device)
+    try:
+        found.model(tokens_12, use_cache=False)
+    except Exception as error:  # of transformers' code
+        raise UserError(
+            f"{found.family}: transformers' code does not run with quantized linears: {first_line(error)}"
+        ) from error
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
