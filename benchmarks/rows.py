@@ -15,7 +15,8 @@ NOT_MEASURED = "not measured"
 _MIN_RUNS = 3
 _KEY = ("bench", "gpu", "shape", "provider", "lora_rank", "kv", "head", "group_size", "noise_sigma", "batch")
 _KEY += ("gpus", "prompt_tokens", "max_tokens", "recompute", "tokens", "sequence_tokens", "micro_tokens")
-_KEY += ("optimizer", "kv_gb", "cap_gb", "target_entropy", "exact_mode")
+_KEY += ("kernels", "optimizer", "kv_gb", "cap_gb", "target_entropy", "exact_mode")
+_OLDER_KERNELS = "hopper"  # of rows from before there were others
 _FAMILIES = {"8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper"}
 _NEWER_FAMILIES = {"10": "Blackwell", "12": "Blackwell"}
 _ALL_FAMILIES = ("Hopper", "Ampere", "Ada", "Blackwell")
@@ -25,7 +26,8 @@ _LINE_LENGTH = 118
 def read_rows(folder: Path) -> list[Row]:
     """Return the rows of all files, ordered by file name, oldest first within a file."""
     files = sorted(folder.glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [{"kernels": _OLDER_KERNELS} | row for row in rows]
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:

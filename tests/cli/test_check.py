@@ -68,7 +68,7 @@ def test_a_run_that_can_start_is_found_fine_and_nothing_is_written(check, files,
     assert not (tmp_path / "run").exists()
     assert before == {path: path.stat().st_mtime_ns for path in files.iterdir()}
     assert f"{files}: 2 layers of width 64, 128 positions, in nvfp4" in texts(findings, "model")
-    assert any("Hopper" in text for text in texts(findings, "model"))
+    assert any("Ampere" in text for text in texts(findings, "model"))
     assert "8 prompts are held out" in texts(findings, "rows")[0]
     (reward,) = [each for each in findings if each["part"] == "reward"]
     assert reward["text"] == "exact: 4 rows with their own answers as the sample: 1, 1, 1, 1"
@@ -178,7 +178,7 @@ def test_an_environment_that_cannot_begin_is_broken(check, tmp_path):
 
 @pytest.mark.parametrize(("installed", "status"), [(True, "ok"), (False, "broken")])
 def test_the_kernels_need_their_compiler(monkeypatch, installed, status):
-    monkeypatch.setattr(preflight, "has_tile_kernels", lambda device: True)
+    monkeypatch.setattr(preflight, "choose_kernels", lambda wanted, device: "portable")
     monkeypatch.setattr(preflight, "_is_installed", lambda module: installed)
     look = preflight.Preflight(RunConfig(), preflight.contextlib.ExitStack())
     *_, kernels = look.findings(["device", "kernels"])

@@ -9,7 +9,7 @@ from learner.tiny import VOCAB, tiny_decoder
 from models.tiny import FAMILIES, forest, packed, tiny
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
-from qerl.engine.decode_hopper import HopperForward
+from qerl.engine.decode_kernels import NO_KERNELS, KernelForward
 from qerl.engine.kv_cache import page_bytes
 from qerl.errors import UserError
 from qerl.models.adapter import adapter_tensors, add_adapter
@@ -348,7 +348,7 @@ def test_the_decoder_still_learns_after_sampling():
 
 def test_a_cpu_has_nothing_to_say_of_its_kernels(decoder):
     engine = engine_of(decoder)
-    assert engine.notices == [] and HopperForward.obstacle(decoder, 16) == "they are for Hopper GPUs"
+    assert engine.notices == [] and KernelForward.obstacle(decoder, 16) == NO_KERNELS
 
 
 def test_no_prompts_give_no_groups(decoder):

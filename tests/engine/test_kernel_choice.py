@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.family_rows import ROWS, oracle
-from qerl.engine.decode_hopper import kernel_obstacle
+from qerl.engine.decode_kernels import kernel_obstacle
 from qerl.engine.runner_cache import kernel_head
 from qerl.formats import BF16
 from qerl.models.families import from_hf_config
@@ -16,10 +16,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, 
 PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 
-def obstacle(monkeypatch, architecture):
-    monkeypatch.setattr("qerl.engine.decode_hopper.has_tile_kernels", lambda device: True)
-    cuda = torch.device("cuda")
-    return kernel_obstacle(architecture, cuda, torch.bfloat16, ranks={16}, page_tokens=16)
+def obstacle(architecture):
+    return kernel_obstacle(architecture, "portable", torch.bfloat16, ranks={16}, page_tokens=16)
 
 
 def architecture_of(family, **changes):
@@ -29,27 +27,27 @@ def architecture_of(family, **changes):
 
 
 @pytest.mark.parametrize("family", ROWS)
-def test_the_decode_kernels_run_plain_layers_and_say_what_else_they_do_not(monkeypatch, family):
+def test_the_decode_kernels_run_plain_layers_and_say_what_else_they_do_not(family):
     heads = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if family == "Phi3" else {}
     heads |= (
         {"head_dim": 64} if family not in ("Phi3", "Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid") else {}
     )
-    said = obstacle(monkeypatch, architecture_of(family, **heads))
+    said = obstacle(architecture_of(family, **heads))
     assert (said is None) == (family in PLAIN), said
     assert said is None or said.startswith("they do not compute "), said
 
 
-def test_phi_4_has_plain_layers_that_are_stored_in_another_way(monkeypatch):
+def test_phi_4_has_plain_layers_that_are_stored_in_another_way():
     rope = {"rope_type": "default", "rope_theta": 1e4}
     architecture = architecture_of("Phi3", sliding_window=None, rope_parameters=rope)
-    assert architecture.stored_linears and obstacle(monkeypatch, architecture) is None
+    assert architecture.stored_linears and obstacle(architecture) is None
 
 
 def test_the_sampling_kernels_take_logits_without_factor_and_cap():
     def head_of(**settings):
         head = LMHead(torch.ones(64, 64, dtype=torch.bfloat16), **settings)
         parts = {"lm_head": head, "compute": torch.bfloat16, "device": torch.device("cuda")}
-        return kernel_head(SimpleNamespace(**parts))  # type: ignore[arg-type]
+        return kernel_head(SimpleNamespace(**parts), "portable")  # type: ignore[arg-type]
 
     assert isinstance(head_of(), BF16)
     assert head_of(scale=0.5) is None and head_of(softcap=30.0) is None

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.parts import drawn, engine_of
-from engine.test_decode_hopper import NEVER, decoder_of, small_prompts
-from engine.test_decode_hopper import pytestmark as pytestmark
+from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
+from engine.test_decode_kernels import pytestmark as pytestmark
 from learner.tiny import run_config
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig

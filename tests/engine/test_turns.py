@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.parts import drawn, engine_of
-from engine.test_decode_hopper import NEVER, decoder_of, small_prompts
+from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
 from qerl.errors import UserError
 
 pytestmark = [

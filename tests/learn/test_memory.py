@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.parts import engine_of
-from engine.test_decode_hopper import NEVER, decoder_of, small_prompts
+from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
 from qerl.config import AdapterConfig, LearnConfig, RunConfig, SampleConfig
 from qerl.kernels import gpu_memory
 from qerl.learner import Learner

@@ -180,7 +180,8 @@ def test_on_a_gpu_a_decoder_of_fused_products_loses_no_more_than_a_plain_one(
 
 def _on(device, decoder):
     decoder.to(device)
-    decoder.device, decoder._frequencies = device, decoder._frequencies.to(device)
+    decoder.device = device
+    decoder._ropes = {name: (rope, f.to(device)) for name, (rope, f) in decoder._ropes.items()}
     for _, linear in decoder.linears():
         linear.load_weight(linear.weight.to(device))
         linear.a_work, linear.b_work = linear.a_work.to(device), linear.b_work.to(device)

@@ -2,7 +2,7 @@
 
     prefill in one piece = in chunks      prefill = decode      engine = learner      one batch = another
 
-Graph = eager: tests/engine/test_decode_hopper.py. With the GPU's kernels: tests/parity/test_exact_hopper.py.
+Graph = eager: tests/engine/test_decode_kernels.py. With the GPU's kernels: tests/parity/test_exact_hopper.py.
 """
 
 from dataclasses import replace

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from engine.parts import engine_of
-from engine.test_decode_hopper import LENGTHS, NEVER, SMALL, decoder_of, pytestmark, small_prompts
+from engine.test_decode_kernels import LENGTHS, NEVER, SMALL, decoder_of, pytestmark, small_prompts
 from learner.tiny import run_config
 from qerl.aqn.norm_noise import noised
 from qerl.config import SampleConfig
-from qerl.engine.decode_hopper import HopperForward
+from qerl.engine.decode_kernels import KernelForward
 from qerl.engine.fused_linear import PackedLinears
 from qerl.engine.prefill import Prefill, PrefillChunk
 from qerl.engine.runner_cache import RunnerCache
@@ -56,7 +56,7 @@ DECODERS = ("nvfp4 linears", "no adapter", "bf16 linears", "qk_norm", "fp8", "nv
 @pytest.mark.parametrize("name", DECODERS)
 def test_scores_are_what_was_recorded_to_the_bit(name, max_running):
     decoder = made(name)
-    assert (HopperForward.obstacle(decoder, 16) is None) == (name not in ("torch's path", "fp32"))
+    assert (KernelForward.obstacle(decoder, 16) is None) == (name not in ("torch's path", "fp32"))
     engine = engine_of(decoder, exact=True, max_num_seqs=max_running, stop_token_ids=frozenset(range(9)))
     groups = groups_of(engine)
     assert len({len(s.tokens_T) for group in groups for s in group.samples_G}) > 4
@@ -67,11 +67,12 @@ def test_scores_are_what_was_recorded_to_the_bit(name, max_running):
 WIDE = replace(SHAPES["qwen2.5-7b"], num_layers=2, vocab_size=1024)
 
 
+@pytest.mark.parametrize("kernels", ["hopper", "portable"])
 @pytest.mark.parametrize(("format", "max_running"), [("nvfp4", 64), ("nvfp4", 200), ("bf16", 64)])
-def test_a_models_widths_split_their_sums_and_change_no_bit(format, max_running):
-    engine = engine_of(
-        decoder_of(format, architecture=WIDE), exact=True, max_num_seqs=max_running, stop_token_ids=NEVER
-    )
+def test_a_models_widths_split_their_sums_and_change_no_bit(format, max_running, kernels):
+    decoder = decoder_of(format, architecture=WIDE)
+    settings = {"max_num_seqs": max_running, "stop_token_ids": NEVER, "kernels": kernels}
+    engine = engine_of(decoder, exact=True, **settings)
     assert gap(engine, groups_of(engine, 24)) == 0
 
 
@@ -95,7 +96,7 @@ def test_whatever_the_cache_and_the_bursts(settings):
 def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
     decoder = decoder_of()
     if broken == "race":
-        monkeypatch.setattr(HopperForward, "together", HopperForward.__call__)
+        monkeypatch.setattr(KernelForward, "together", KernelForward.__call__)
     engine = engine_of(decoder, exact=True, max_num_seqs=100, stop_token_ids=NEVER)
     with monkeypatch.context() as wide:
         if broken == "prefill":

@@ -20,13 +20,17 @@ class EngineConfig:
     """Dtype of keys and values: auto is model.dtype; fp8 has one scale per token and head."""
 
     max_num_seqs: int = 128
-    """Maximum number of samples decoded at once; up to 256 on a Hopper GPU."""
+    """Maximum number of samples decoded at once; up to 256 with the decode kernels."""
 
     max_num_batched_tokens: int = 4096
     """Maximum number of prompt tokens in one forward pass."""
 
     decode_steps_per_sync: int | None = None
     """Decode steps between two synchronizations with the host. None: 16 on a GPU, 1 on a CPU."""
+
+    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
+    """Kernels of decode steps: for Hopper GPUs, for any NVIDIA GPU from Ampere on, or PyTorch's operations.
+    auto: the fastest that the GPU runs."""
 
     exact: bool = False
     """Compute prompts, samples and the learner's logprobs with one forward pass of max_num_seqs rows, in

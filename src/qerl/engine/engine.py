@@ -5,7 +5,7 @@
     kv_cache.py         memory of the pages           kv_budget.py       how much memory they may take
     prefill.py          prompts -> hidden states      teacher_forcing.py prefill by the decode forward
     decode_runner.py    bursts of steps, CUDA graphs  runner_cache.py    runners kept between calls
-    decode_forward.py   one step's forward            decode_hopper.py   the same with Hopper kernels
+    decode_forward.py   one step's forward            decode_kernels.py   the same with Hopper kernels
     fused_linear.py     linears of a decode step      branch_batch.py    samples, then branches of them
     sampler.py          hidden states -> tokens       token_sampling.py  logits -> token and logprob
     detokenizer.py      tokens -> text, stop strings  row_sampler.py     rows with their own parameters
@@ -51,6 +51,7 @@ from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.errors import UserError
 from qerl.models.adapter import publish
 from qerl.models.decoder import Decoder
+from qerl.models.device import Kernels
 from qerl.types import Conversation, Group, Prompt, Sample, Sampling
 
 # A cache limited by memory is kept unless a new one is clearly larger: its CUDA graphs would be lost.
@@ -105,6 +106,11 @@ class Engine:
     def num_bytes(self) -> int:
         """Size of the KV cache during a call; 0 before the first call."""
         return 0 if self._cache is None else self._cache.num_bytes
+
+    @property
+    def kernels(self) -> Kernels:
+        """What decode steps run."""
+        return "torch" if self._runners.obstacle is not None else self._runners.kernels
 
     @property
     def notices(self) -> list[str]:

@@ -5,7 +5,8 @@ swiglu   y = silu(gate) * up                         gate|up
 
 A residual is in fp32, and so is the product added to it; any other y is in x's dtype.
 
-PackedLinears   kernels/nvfp4_decode.py over the model's tiles; u is made in the same launch where that pays
+PackedLinears   kernels/nvfp4_decode.py over the model's tiles; u is made in the same launch where that pays.
+                Portable: kernels/portable_product.py over the same tiles, u comes ready
 TorchLinears    cuBLAS, u comes ready. BF16: one product [x | u] @ [W | B]^T. FP8Flow: one product, and one
                 for the adapters. Other formats: linear by linear, and one product for the adapters
 """
@@ -24,6 +25,7 @@ from qerl.kernels.matmul_fp32 import add_product
 from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
 from qerl.kernels.nvfp4_tile import MAX_TOKENS
 from qerl.kernels.nvfp4_unpack import UnpackRows
+from qerl.kernels.portable_product import PortableProduct
 from qerl.kernels.swiglu import swiglu
 from qerl.models.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
 from qerl.models.linear import QuantLinear
@@ -130,14 +132,17 @@ class FusedLinears(Protocol):
 
 
 class PackedLinears:
-    def __init__(self, device: torch.device, rows_at_once: int = MAX_TOKENS):
-        """rows_at_once: rows of one product. With ONE_ORDER_ROWS a row's bits depend on that row alone. More
+    def __init__(self, device: torch.device, rows_at_once: int = MAX_TOKENS, *, is_portable: bool = False):
+        """is_portable: kernels for any GPU from Ampere on, else for Hopper.
+
+        rows_at_once: rows of one product. With ONE_ORDER_ROWS a row's bits depend on that row alone. More
         rows are several tiles of tokens, and the SMs split the k of each at another place: at 3584 x 3584,
         rows 0..31 and 32..63 of 64 differ in bits (tests/parity/test_exact_hopper.py)."""
-        self._kernel, self._rows_at_once = NVFP4Decode(device), rows_at_once
+        self._kernel = PortableProduct(device) if is_portable else NVFP4Decode(device)
+        self._rows_at_once, self._is_portable = rows_at_once, is_portable
 
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
-        return pays_to_make_u(min(rows, self._rows_at_once), group.num_weights)
+        return not self._is_portable and pays_to_make_u(min(rows, self._rows_at_once), group.num_weights)
 
     def linear(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None

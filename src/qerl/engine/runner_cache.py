@@ -1,6 +1,6 @@
 """Choose the forward pass and the sampler of decode steps, and keep the runners of earlier calls.
 
-    forward   HopperForward where its kernels support the GPU and the decoder, else TorchForward
+    forward   KernelForward where kernels of `engine.kernels` support the decoder, else TorchForward
     sampler   FusedSampler with it, if tokens are drawn by temperature alone, else TorchSampler;
               RowSampler for a LiveBatch
 
@@ -10,13 +10,14 @@ forward pass, teacher forcing included, has numbers of rows between which the bi
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from qerl.config import EngineConfig
 from qerl.engine.decode_forward import DecodeForward, TorchForward
-from qerl.engine.decode_hopper import MAX_ROWS, HopperForward
+from qerl.engine.decode_kernels import MAX_ROWS, KernelForward
 from qerl.engine.decode_runner import DecodeRunner, bucket_of
 from qerl.engine.fused_linear import ONE_ORDER_ROWS, PackedLinears
 from qerl.engine.kv_cache import KVCache
@@ -27,7 +28,10 @@ from qerl.formats import BF16, FP8
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.decode_shape import CHUNK
 from qerl.kernels.head_sample import Head, HeadSampler, NVFP4Head, head_sampler
+from qerl.kernels.lora_shrink import LoraShrink
+from qerl.kernels.lora_shrink_portable import PortableLoraShrink
 from qerl.models.decoder import Decoder
+from qerl.models.device import Kernels, choose_kernels
 from qerl.models.packed_linear import PackedNVFP4
 from qerl.types import Sampling
 
@@ -40,7 +44,9 @@ _PAGES_AT_ONCE = 16  # tables are made a little wider than needed, for the next 
 class RunnerCache:
     def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
         self._decoder, self._config = decoder, config
-        self.obstacle = HopperForward.obstacle(decoder, config.block_size)
+        self.kernels = choose_kernels(config.kernels, decoder.device)
+        """Of decode steps, unless there is an obstacle."""
+        self.obstacle = KernelForward.obstacle(decoder, config.block_size, self.kernels)
         """Why decode steps use PyTorch operations; None if they use the kernels."""
         self._is_fast = self.obstacle is None
         self.max_rows = min(config.max_num_seqs, MAX_ROWS) if self._is_fast else config.max_num_seqs
@@ -113,20 +119,28 @@ class RunnerCache:
             pool=self._pool,
         )
 
-    def _make_forward(self):
-        if self._config.exact:
-            by_torch = functools.partial(TorchForward, decode=chunked_decode)
-            products = functools.partial(PackedLinears, rows_at_once=ONE_ORDER_ROWS)
-            one_order = functools.partial(HopperForward, products=products, chunk=CHUNK)
-            return one_order if self._is_fast else by_torch
-        return HopperForward if self._is_fast else TorchForward
+    def _make_forward(self) -> Callable[..., DecodeForward]:
+        exact = self._config.exact
+        if not self._is_fast:
+            return functools.partial(TorchForward, decode=chunked_decode) if exact else TorchForward
+        is_portable = self.kernels == "portable"
+        return functools.partial(
+            KernelForward,
+            products=functools.partial(
+                PackedLinears,
+                rows_at_once=ONE_ORDER_ROWS if exact else MAX_ROWS,
+                is_portable=is_portable,
+            ),
+            chunk=CHUNK if exact else None,
+            shrink=PortableLoraShrink if is_portable else LoraShrink,
+        )
 
     def _exact_rows(self) -> tuple[int, int]:
         """Return (fewest rows of a step, rows of teacher forcing). The packed kernels take any number. With
         torch's products the bits of a row depend on the number of rows and, on a CPU, on the row's place too
         unless 16 divides the number."""
         is_packed = all(isinstance(linear.weight, PackedNVFP4) for _, linear in self._decoder.linears())
-        if self._is_fast and is_packed and kernel_head(self._decoder) is not None:
+        if self._is_fast and is_packed and kernel_head(self._decoder, self.kernels) is not None:
             return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
@@ -135,22 +149,24 @@ class RunnerCache:
         if sampling is None:
             return RowSampler(self._decoder, self._stop_tokens, self._rows)
         truncates = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
-        head = None if truncates else kernel_head(self._decoder)
+        head = None if truncates else kernel_head(self._decoder, self.kernels)
         if head is None:
             return TorchSampler(self._decoder, sampling, self._stop_tokens)
         if self._head is None:
-            self._head = head_sampler(head, self._rows, self._decoder.device)
+            self._head = head_sampler(
+                head, self._rows, self._decoder.device, on_hopper=self.kernels == "hopper"
+            )
         return FusedSampler(self._head, sampling.temperature, self._stop_tokens)
 
 
-def kernel_head(decoder: Decoder) -> Head | None:
-    """Return the decoder's own head in the form of a sampling kernel; None if no kernel supports it."""
+def kernel_head(decoder: Decoder, kernels: Kernels) -> Head | None:
+    """Return the decoder's own head in the form of a sampling kernel; None if none of these supports it."""
     head, (vocab_size, width) = decoder.lm_head, decoder.lm_head.shape
     fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
-    if decoder.device.type != "cuda" or not fits or not head.is_plain:
+    if kernels == "torch" or not fits or not head.is_plain:
         return None
     if isinstance(head.packed, FP8):
         return head.packed
-    if isinstance(head.packed, PackedNVFP4):
+    if isinstance(head.packed, PackedNVFP4) and kernels == "hopper":
         return NVFP4Head(head.packed.group.tiles, head.packed.group.factors_N)
     return BF16(head.operand()) if head.packed is None else None

@@ -200,9 +200,9 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     return HeadTile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
 
 
-def head_sampler(head: Head, max_rows: int, device: torch.device) -> HeadSampler:
-    """Return the sampler that the device supports."""
-    if torch.cuda.get_device_capability(device)[0] == 9:
+def head_sampler(head: Head, max_rows: int, device: torch.device, *, on_hopper: bool) -> HeadSampler:
+    """Return the sampler for a Hopper GPU, or the one for any."""
+    if on_hopper:
         return HeadSample(head, max_rows, device)
     if isinstance(head, NVFP4Head):
         raise ValueError("an nvfp4 head needs a Hopper GPU; use bf16 or fp8 on this one")

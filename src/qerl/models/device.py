@@ -1,12 +1,15 @@
 """Resolve `auto` in a ModelConfig for this machine; the result is stored in the run's config."""
 
 import dataclasses
+from typing import Literal
 
 import torch
 
 from qerl.config import ModelConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, require
 
+Kernels = Literal["hopper", "portable", "torch"]
+NOT_PORTABLE = "engine.kernels is portable, but this is no NVIDIA GPU from Ampere on; use auto"
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -22,9 +25,31 @@ def resolve_device(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, device=device, dtype=compute, operand=operand)
 
 
+def best_kernels(device: torch.device) -> Kernels:
+    """Return the decode kernels that this device runs fastest; `portable` are for any GPU from Ampere on."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "torch"
+    capability = torch.cuda.get_device_capability(device)
+    return "hopper" if capability == (9, 0) else "portable" if capability >= (8, 0) else "torch"
+
+
+def choose_kernels(wanted: Kernels | Literal["auto"], device: torch.device) -> Kernels:
+    """Resolve `engine.kernels`. Raise UserError if the device cannot run the kernels that are wanted."""
+    best = best_kernels(device)
+    if wanted == "auto":
+        return best
+    if wanted == "hopper":
+        require(best == "hopper", "engine.kernels is hopper, but this is no Hopper GPU; use auto")
+    if wanted == "portable":
+        require(
+            best != "torch", "engine.kernels is portable, but this is no NVIDIA GPU from Ampere on; use auto"
+        )
+    return wanted
+
+
 def has_tile_kernels(device: torch.device) -> bool:
-    """True on Hopper, where the decode kernels for NVFP4 tiles run."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    """True where the decode kernels for NVFP4 tiles run: NVIDIA GPUs from Ampere on."""
+    return best_kernels(device) != "torch"
 
 
 def multiplies_bf16(device: str) -> bool:

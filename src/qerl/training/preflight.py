@@ -23,9 +23,9 @@ import torch
 
 from qerl.algo.seeds import mix
 from qerl.config import RunConfig
-from qerl.engine.decode_hopper import kernel_obstacle
+from qerl.engine.decode_kernels import NO_KERNELS, kernel_obstacle
 from qerl.errors import RunError, UserError, printable, redact, require
-from qerl.models.device import COMPUTE, has_tile_kernels, resolve_device
+from qerl.models.device import COMPUTE, Kernels, choose_kernels, resolve_device
 from qerl.models.layouts.notice import describe
 from qerl.models.source import layout_of, locate
 from qerl.models.state_dict import architecture_of
@@ -114,7 +114,7 @@ class Preflight:
 
     def kernels(self) -> Found:
         """Say what `kernel_obstacle` says of this device; of the model, `model` does."""
-        yield self._kernels(None if has_tile_kernels(self._torch_device) else "they are for Hopper GPUs")
+        yield self._kernels(NO_KERNELS if self._chosen_kernels == "torch" else None)
 
     def _kernels(self, obstacle: str | None) -> tuple[Status, str, dict[str, Any]]:
         if obstacle is not None:
@@ -123,7 +123,13 @@ class Preflight:
             return status, text, {"kernels": "torch"}
         message = "the decode kernels need cuda-bindings: pip install cuda-bindings"
         require(_is_installed("cuda.bindings"), message)
-        return "ok", "decode steps use the decode kernels for Hopper", {"kernels": "hopper"}
+        kernels = self._chosen_kernels
+        which = "for Hopper" if kernels == "hopper" else "for any NVIDIA GPU from Ampere on"
+        return "ok", f"decode steps use the decode kernels {which}", {"kernels": kernels}
+
+    @property
+    def _chosen_kernels(self) -> Kernels:
+        return choose_kernels(self._config.engine.kernels, self._torch_device)
 
     @property
     def _torch_device(self) -> torch.device:
@@ -171,7 +177,7 @@ class Preflight:
             yield "ok", describe(layout, model.format), {"layout": layout.name}
         obstacle = kernel_obstacle(
             a,
-            self._torch_device,
+            self._chosen_kernels,
             COMPUTE[model.dtype],
             ranks={config.adapter.rank},
             page_tokens=config.engine.block_size,

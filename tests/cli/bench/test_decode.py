@@ -21,6 +21,7 @@ def case(**changes):
         "group_size": 2,
         "kv": "bf16",
         "head": "bf16",
+        "kernels": "auto",
         "prompt_tokens": 5,
         "max_tokens": 6,
     }

@@ -12,7 +12,14 @@ H200, A = LIMITS["NVIDIA H200"], SHAPES["qwen2.5-7b"]
 
 
 def step_ms(batch, *, shape="qwen2.5-7b", format="nvfp4", **more):
-    usual = {"lora_rank": 32, "group_size": 1, "kv": "bf16", "head": "bf16", "noise_sigma": 0.0}
+    usual = {
+        "lora_rank": 32,
+        "group_size": 1,
+        "kv": "bf16",
+        "head": "bf16",
+        "kernels": "auto",
+        "noise_sigma": 0.0,
+    }
     usual |= {"prompt_tokens": 256, "max_tokens": 1024}
     case = DecodeCase(shape=shape, batch=batch, provider=f"qerl-{format}", **(usual | more))
     return step_floor_ms(H200, SHAPES[shape], case)

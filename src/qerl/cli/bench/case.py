@@ -35,6 +35,8 @@ class DecodeCase:
     group_size: int
     kv: str
     head: str
+    kernels: str
+    """As engine.kernels; the row has what the engine chose."""
     prompt_tokens: int
     max_tokens: int
 

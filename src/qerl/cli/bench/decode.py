@@ -85,7 +85,11 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
     start_s = time.perf_counter()
     vocab_size = decoder.architecture.vocab_size
     tokenizer: Any = NullTokenizer(vocab_size)
-    config = EngineConfig(max_num_seqs=case.batch, kv_cache_dtype="auto" if case.kv == "bf16" else "fp8")
+    config = EngineConfig(
+        max_num_seqs=case.batch,
+        kv_cache_dtype="auto" if case.kv == "bf16" else "fp8",
+        kernels=case.kernels,  # type: ignore[arg-type]
+    )
     engine = Engine(decoder, tokenizer, config, stop_token_ids=frozenset())
     prompts_P = random_prompts(case.batch // case.group_size, case.prompt_tokens, vocab_size)
     with _noise(decoder, case.noise_sigma):
@@ -98,6 +102,7 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
         "prefill_s": round(statistics.median(stats.prefill_s for stats in each), 4),
         "start_s": round(ready_s, 2),
         "peak_gb": meter.peak_gb(),
+        "kernels": engine.kernels,
         "runs": runs,
     }
 

@@ -45,6 +45,9 @@ class BenchDecodeOptions(BenchOptions):
     head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """Format of the LM head, as model.head_format."""
 
+    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
+    """Kernels of decode steps, as engine.kernels."""
+
     prompt_tokens: int = 256
     """Tokens per prompt."""
 
@@ -129,6 +132,9 @@ class BenchStepOptions(BenchOptions):
 
     head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """Format of the LM head, as model.head_format."""
+
+    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
+    """Kernels of decode steps, as engine.kernels."""
 
     memory: bool = False
     """Measure the peak memory of each step; the learner then keeps no unpacked operands of the weights."""

@@ -59,6 +59,7 @@ class StepCase:
     kv: str
     kv_gb: float | None
     head: str
+    kernels: str
     exact_mode: bool
     cap_gb: float | None
 
@@ -129,6 +130,7 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
         "reserved_gb": max(measured["reserved_gb"] for measured in each),
         "used_micro_tokens": each[-1]["used_micro_tokens"],
         "holds_operands": learner.holds_operands,
+        "kernels": engine.kernels,
         "steps": steps,
         **({} if ranks.count == 1 else {"gpus": ranks.count, **ranks.take_traffic()}),
     }
@@ -191,6 +193,7 @@ def run_config(case: StepCase, num_ranks: int = 1) -> RunConfig:
             max_num_seqs=-(-case.batch // num_ranks),
             kv_cache_dtype="fp8" if case.kv == "fp8" else "auto",
             kv_cache_gb=case.kv_gb,
+            kernels=case.kernels,  # type: ignore[arg-type]
             exact=case.exact_mode,
         ),
         learn=LearnConfig(

@@ -4,14 +4,20 @@
 
 #define TILE_BYTES 2304  // 64 rows x 64 k
 
+// Before Hopper there is no bfloat16 product, only one with an addition; adding -0 changes no number.
+#if __CUDA_ARCH__ >= 900
+#define MUL_PAIRS "mul.rn.bf16x2 %0, %1, s;"
+#else
+#define MUL_PAIRS ".reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 %0, %1, s, z;"
+#endif
 __device__ __forceinline__ u32 mul_lo(u32 a, u32 b) {  // both halves by the low half of b, in one HMUL2
   u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; " MUL_PAIRS "}" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 __device__ __forceinline__ u32 mul_hi(u32 a, u32 b) {
   u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+  asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; " MUL_PAIRS "}" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 

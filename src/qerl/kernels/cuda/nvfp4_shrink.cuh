@@ -171,37 +171,6 @@ __device__ __forceinline__ const u32* current_u(const LowRank& l, u32 turn_at, u
 #endif
   return l.u + turn * U_WORDS;
 }
-// The first attempt may hit in L1, where other warps' loads left words; later attempts (load_relaxed) bypass it.
-__device__ __forceinline__ void load_cached(const u32* p, u32 (&v)[4]) {
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
-}
-__device__ __forceinline__ void load_cached(const u32* p, u32 (&v)[2]) {
-  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p) : "memory");
-}
-struct __align__(RANK % 32 == 0 ? 16 : 8) Words {
-  u32 at[RANK % 32 == 0 ? 4 : 2];
-};
-
-// Wait for u of every eighth token from m on, of PARTS adapters side by side. Past the last token u is the last token's, or zeros.
-template <int PARTS, int COUNT>
-__device__ __forceinline__ void wait_u(const u32* from, int width, int m, int M, Words (&u)[PARTS][COUNT]) {
-  const u32* at[COUNT];
-#pragma unroll
-  for (int n = 0; n < COUNT; n++) at[n] = GIVEN_U ? from + min(m + n * 8, M - 1) * width / 2 : from + m * width / 2 + n * 4 * width;
-  bool missing = false;
-#pragma unroll
-  for (int i = 0; i < PARTS * COUNT; i++) load_cached(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
-#pragma unroll
-  for (int i = 0; i < PARTS * COUNT; i++) missing |= is_missing(u[i / COUNT][i % COUNT].at);
-  while (!GIVEN_U && missing) {
-    missing = false;
-#pragma unroll
-    for (int i = 0; i < PARTS * COUNT; i++) load_relaxed(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
-#pragma unroll
-    for (int i = 0; i < PARTS * COUNT; i++) missing |= is_missing(u[i / COUNT][i % COUNT].at);
-  }
-  __syncwarp();
-}
 #else
 __device__ __forceinline__ const u32* current_u(const LowRank&, u32, u32) { return nullptr; }
 #endif

@@ -18,3 +18,10 @@ __device__ __forceinline__ void store_partial(u32* to, float a, float b, float c
 }
 __device__ __forceinline__ void store_partial(u32* to, const float (&sum)[4]) { store_partial(to, sum[0], sum[1], sum[2], sum[3]); }
 __device__ __forceinline__ void clear_partial(u32* p) { store_relaxed(p, EMPTY, EMPTY, EMPTY, EMPTY); }
+
+// Add four partial sums that have arrived, and clear their words.
+__device__ __forceinline__ void take_partial(u32* from, const u32 (&v)[4], float (&sum)[4]) {
+  clear_partial(from);
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(v[i]);
+}

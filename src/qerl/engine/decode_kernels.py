@@ -1,4 +1,4 @@
-"""The decode step on a Hopper GPU: seven to ten launches a layer, each product with its adapter in it.
+"""The decode step on an NVIDIA GPU: seven to twelve launches a layer, each product with its adapter in it.
 
     h = embed(token)
     x = norm(h)         q|k|v = x W^T + u B^T + bias                    o = attention(rope(q|k|v))
@@ -29,14 +29,15 @@ from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
-from qerl.models.device import has_tile_kernels
+from qerl.models.device import Kernels, best_kernels
 from qerl.models.norm import RMSNorm
 from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
 
 MAX_ROWS = 256
+NO_KERNELS = "they are for NVIDIA GPUs from Ampere on"
 
 
-class HopperForward:
+class KernelForward:
     is_capturable = True
 
     def __init__(
@@ -47,11 +48,12 @@ class HopperForward:
         max_pages: int,
         products: Callable[[torch.device], FusedLinears] = PackedLinears,
         chunk: int | None = None,
+        shrink: Callable[[torch.device], LoraShrink] = LoraShrink,
     ):
-        """products: multiplies packed linears; chunk: as DecodeAttention takes it."""
+        """products: multiplies packed linears; chunk: as DecodeAttention takes it; shrink: norms and u."""
         a, device = decoder.architecture, decoder.device
         self._decoder, self._cache = decoder, cache
-        self._shrink = LoraShrink(device)
+        self._shrink = shrink(device)
         packed = products(device)
         self._layers = [_LayerGroups(layer, packed) for layer in decoder.layers if isinstance(layer, Layer)]
         positions_T = torch.arange(max_pages * cache.page_tokens, device=device)
@@ -69,11 +71,15 @@ class HopperForward:
         )
 
     @staticmethod
-    def obstacle(decoder: Decoder, page_tokens: int) -> str | None:
-        """Return why the kernels cannot run this decoder; None if they can."""
+    def obstacle(decoder: Decoder, page_tokens: int, kernels: Kernels | None = None) -> str | None:
+        """Return why the kernels cannot run this decoder; None if they can. kernels: default, the best."""
         ranks = {linear.rank for _, linear in decoder.linears()}
         return kernel_obstacle(
-            decoder.architecture, decoder.device, decoder.compute, ranks=ranks, page_tokens=page_tokens
+            decoder.architecture,
+            kernels or best_kernels(decoder.device),
+            decoder.compute,
+            ranks=ranks,
+            page_tokens=page_tokens,
         )
 
     def publish(self) -> None:
@@ -144,11 +150,11 @@ class HopperForward:
 
 
 def kernel_obstacle(
-    a: Architecture, device: torch.device, compute: torch.dtype, *, ranks: set[int], page_tokens: int
+    a: Architecture, kernels: Kernels, compute: torch.dtype, *, ranks: set[int], page_tokens: int
 ) -> str | None:
     """Return why the kernels cannot run such a decoder; None if they can. ranks: of the adapters."""
-    if not has_tile_kernels(device):
-        return "they are for Hopper GPUs"
+    if kernels == "torch":
+        return NO_KERNELS
     if compute != torch.bfloat16:
         return "they compute in bf16"
     if a.special_part is not None:

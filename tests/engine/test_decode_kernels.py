@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conftest import rms_error
 from engine.parts import branched, compared, drawn, engine_of, packed_logprobs, prompts_of
 from qerl.aqn.norm_noise import noised
-from qerl.engine.decode_hopper import HopperForward
+from qerl.engine.decode_kernels import KernelForward
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.fused_linear import PackedLinears
 from qerl.engine.kv_cache import KVCache, page_bytes
@@ -82,7 +82,7 @@ def mean_ratio(engine, packed, exact):
 @pytest.mark.parametrize("rank", [None, 16])
 def test_logprobs_are_the_packed_forwards(format, rank):
     decoder, prompts_P = decoder_of(format, rank=rank), small_prompts(*LENGTHS)
-    assert HopperForward.obstacle(decoder, 16) is None
+    assert KernelForward.obstacle(decoder, 16) is None
     samples = drawn(engine_of(decoder, stop_token_ids=NEVER), prompts_P, num_samples=4, max_tokens=40)
     assert error_ratio(decoder, prompts_P, samples, 4) < FACTOR
 
@@ -188,11 +188,11 @@ def test_the_logprob_is_that_of_the_temperature_it_was_drawn_at(decoder, tempera
     assert error_ratio(decoder, prompts_P, samples, 2, temperature) < limit
 
 
-def test_a_replayed_graph_is_the_eager_step_bit_for_bit(decoder):
+def test_a_replayed_graph_is_the_eager_step_bit_for_bit(decoder, monkeypatch):
     bursts = []
     for records in (True, False):
         runner, cache = _runner(decoder, max_rows=8)
-        runner._uses_graphs = records
+        monkeypatch.setattr(DecodeRunner, "_uses_graphs", records)
         with cache.present():
             bursts.append(_twelve_steps(runner, cache))
     assert all(torch.equal(a, b) for a, b in zip(*bursts, strict=True))
@@ -367,7 +367,7 @@ def test_who_decodes_is_said(decoder):
 def test_the_torch_path_draws_from_the_same_policy(decoder):
     """What other GPUs run."""
     plain = decoder_of(compute=torch.float32)
-    assert HopperForward.obstacle(plain, 16) is not None
+    assert KernelForward.obstacle(plain, 16) is not None
     prompts_P = small_prompts(*LENGTHS)
     samples = drawn(engine_of(plain, stop_token_ids=NEVER), prompts_P, num_samples=2, max_tokens=20)
     engine, packed, _ = compared(plain, prompts_P, samples, 2)

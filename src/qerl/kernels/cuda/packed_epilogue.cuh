@@ -1,0 +1,177 @@
+// The end of a packed product: y = alpha * sums + u B^T + bias + residual, or silu(gate) * up of it, from the sums of a warp's 16 rows.
+//
+// A lane holds rows g and g + 8 of tokens 2 t and 2 t + 1 of each group of 8: the result layout of mma.sync and of a warp of wgmma.
+// Compile-time: RANK of the adapter or 0, SWIGLU, GIVEN_U.
+#pragma once
+#include "bfloat16.cuh"
+#include "mma.cuh"
+#include "workspace.cuh"
+
+#if RANK > 0
+// The first attempt may hit in L1, where other warps' loads left words; later attempts (load_relaxed) bypass it.
+__device__ __forceinline__ void load_cached(const u32* p, u32 (&v)[4]) {
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
+}
+__device__ __forceinline__ void load_cached(const u32* p, u32 (&v)[2]) {
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p) : "memory");
+}
+struct __align__(RANK % 32 == 0 ? 16 : 8) Words {
+  u32 at[RANK % 32 == 0 ? 4 : 2];
+};
+
+// Wait for u of every eighth token from m on, of PARTS adapters side by side. Past the last token u is the last token's, or zeros.
+template <int PARTS, int COUNT>
+__device__ __forceinline__ void wait_u(const u32* from, int width, int m, int M, Words (&u)[PARTS][COUNT]) {
+  const u32* at[COUNT];
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) at[n] = GIVEN_U ? from + min(m + n * 8, M - 1) * width / 2 : from + m * width / 2 + n * 4 * width;
+  bool missing = false;
+#pragma unroll
+  for (int i = 0; i < PARTS * COUNT; i++) load_cached(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
+#pragma unroll
+  for (int i = 0; i < PARTS * COUNT; i++) missing |= is_missing(u[i / COUNT][i % COUNT].at);
+  while (!GIVEN_U && missing) {
+    missing = false;
+#pragma unroll
+    for (int i = 0; i < PARTS * COUNT; i++) load_relaxed(at[i % COUNT] + i / COUNT * (RANK / 2), u[i / COUNT][i % COUNT].at);
+#pragma unroll
+    for (int i = 0; i < PARTS * COUNT; i++) missing |= is_missing(u[i / COUNT][i % COUNT].at);
+  }
+  __syncwarp();
+}
+#endif
+
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
+
+struct Epilogue {
+  const float* alpha;
+  const float* bias;
+  const u16* lora_b;
+  const float* residual;
+  void* y;  // in fp32 with a residual, else in bfloat16
+  int M, N, group1, group2;
+};
+
+#if RANK > 0
+// Add u B^T, after waiting for u. A thread loads neighboring k of both operands at once: both use the same order of k.
+template <int COUNT>
+__device__ __forceinline__ void add_low_rank(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, int row0, int m0, int g, int t) {
+  constexpr int WORDS = sizeof(Words) / 4, TOKENS = COUNT % 8 ? (COUNT > 8 ? 6 : COUNT) : 8, PARTS = SWIGLU && COUNT <= 8 ? 2 : 1;
+#if SWIGLU
+  const int width = 2 * RANK, offset = 0;
+#else
+  const int width = RANK * (1 + (e.group1 < e.N) + (e.group2 < e.N)), offset = RANK * ((row0 >= e.group1) + (row0 >= e.group2));
+#endif
+  const u16* b = e.lora_b + (size_t)(row0 + g) * RANK + 2 * WORDS * t;
+#pragma unroll
+  for (int k = 0; k < RANK; k += 8 * WORDS) {
+    const Words low = *(const Words*)(b + k), high = *(const Words*)(b + 8 * RANK + k);
+#pragma unroll
+    for (int part0 = 0; part0 < 1 + SWIGLU; part0 += PARTS) {  // gate and its rows g, then up and its rows g + 8
+#pragma unroll
+      for (int n0 = 0; n0 < COUNT; n0 += TOKENS) {
+        Words um[PARTS][TOKENS];
+        wait_u(u + (offset + part0 * RANK + k) / 2 + WORDS * t, width, m0 + n0 * 8 + g, e.M, um);
+#pragma unroll
+        for (int part = part0; part < part0 + PARTS; part++)
+#pragma unroll
+          for (int n = 0; n < TOKENS; n++)
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 2) {
+              const u32* v = um[part - part0][n].at + i;
+              mma(acc[n0 + n], SWIGLU && part ? 0 : low.at[i], SWIGLU && !part ? 0 : high.at[i], SWIGLU && part ? 0 : low.at[i + 1],
+                  SWIGLU && !part ? 0 : high.at[i + 1], v[0], v[1]);
+            }
+      }
+    }
+  }
+}
+#endif
+
+#if !SWIGLU
+// y = sums + residual, both fp32. Each lane handles its own numbers; those of the eight g are neighbors in a sector.
+template <int COUNT>
+__device__ __forceinline__ void add_residual(const float (&acc)[COUNT][4], const Epilogue& e, int row0, int m0, int g, int t) {
+  constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : COUNT;  // token groups whose loads are in flight together
+#pragma unroll
+  for (int n0 = 0; n0 < COUNT; n0 += STEP) {
+    float r[STEP][4];
+    const int first = m0 + n0 * 8 + 2 * t;
+    const size_t at = (size_t)first * e.N + row0 + g;
+#pragma unroll
+    for (int n = 0; n < STEP; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) r[n][i] = first + n * 8 + i % 2 < e.M ? e.residual[at + (n * 8 + i % 2) * e.N + i / 2 * 8] : 0.f;
+#pragma unroll
+    for (int n = 0; n < STEP; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (first + n * 8 + i % 2 < e.M) ((float*)e.y)[at + (n * 8 + i % 2) * e.N + i / 2 * 8] = acc[n0 + n][i] + r[n][i];
+  }
+}
+#endif
+
+template <int COUNT>
+__device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e, const u32* u, float alpha0, float alpha1, int row0, int m0, int g, int t) {
+  const float bias0 = e.bias ? e.bias[row0 + g] : 0.f, bias1 = e.bias ? e.bias[row0 + g + 8] : 0.f;
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    acc[n][0] = fmaf(acc[n][0], alpha0, bias0);
+    acc[n][1] = fmaf(acc[n][1], alpha0, bias0);
+    acc[n][2] = fmaf(acc[n][2], alpha1, bias1);
+    acc[n][3] = fmaf(acc[n][3], alpha1, bias1);
+  }
+#if RANK > 0
+  add_low_rank(acc, e, u, row0, m0, g, t);
+#endif
+#if !SWIGLU
+  if (e.residual) {
+    add_residual(acc, e, row0, m0, g, t);
+    return;
+  }
+#endif
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    const int m = m0 + n * 8 + g;
+#if SWIGLU
+    const float v0 = silu(acc[n][0]) * acc[n][2], v1 = silu(acc[n][1]) * acc[n][3];
+    const u32 o = transpose8x8(pack2(v0, v1));
+    if (m < e.M) *(u32*)((u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
+#else
+    u16* y = (u16*)e.y + (size_t)m * e.N + row0 + 2 * t;
+    const u32 o0 = transpose8x8(pack2(acc[n][0], acc[n][1])), o1 = transpose8x8(pack2(acc[n][2], acc[n][3]));
+    if (m < e.M) *(u32*)y = o0, *(u32*)(y + 8) = o1;
+#endif
+  }
+}
+
+// Add the sums of the CTAs that share this tile's k, in the order of k, waiting for each.
+template <int TILES>
+__device__ __forceinline__ void add_partials(float (&acc)[TILES][4], u32* slot, u32 stride, int count) {
+  constexpr int CHUNK = TILES % 8 ? (TILES > 8 ? 6 : TILES) : 8, BATCH = TILES >= 8 ? 1 : 8 / TILES;  // about 8 loads in flight
+#pragma unroll 1
+  for (int p0 = 0; p0 < count; p0 += BATCH) {
+#pragma unroll
+    for (int n0 = 0; n0 < TILES; n0 += CHUNK) {
+      u32 v[BATCH][CHUNK][4];
+      bool missing;
+      do {
+        missing = false;
+#pragma unroll
+        for (int p = 0; p < BATCH; p++)
+#pragma unroll
+          for (int n = 0; n < CHUNK; n++) load_relaxed(slot + min(p0 + p, count - 1) * stride + (n0 + n) * 128, v[p][n]);
+#pragma unroll
+        for (int i = 0; i < BATCH * CHUNK; i++) missing |= is_missing(v[i / CHUNK][i % CHUNK]);
+      } while (missing);
+#pragma unroll
+      for (int p = 0; p < BATCH; p++) {
+        if (p0 + p < count) {
+#pragma unroll
+          for (int n = 0; n < CHUNK; n++) take_partial(slot + (p0 + p) * stride + (n0 + n) * 128, v[p][n], acc[n0 + n]);
+        }
+      }
+    }
+  }
+  __syncwarp();
+}
