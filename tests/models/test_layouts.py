@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from models import stored_layouts
 from models.family_rows import ROWS as FAMILIES
 from models.family_rows import multimodal, oracle, save
 from models.tiny import logits_of
-from qerl.learner.plan.memory import read_layout
+from qerl.learner.plan.shapes import read_layout
 from qerl.models.compressed_tensors import checkpoint_notices
 from qerl.models.loader import build_decoder
 from qerl.models.quantization_check import check_quantization
@@ -193,6 +194,46 @@ def test_the_line_on_quantization_names_the_layout(model_of, tmp_path, layout):
     line = check_quantization(load(path, "nvfp4"), path, "nvfp4", prompts)
     assert f"nvfp4 of {row.kind} in compressed-tensors's layout: KL to the float weights 0." in line
     assert check_quantization(load(path, "bf16"), path, "bf16", prompts) is None
-    assert read_layout(path, "nvfp4") == (
-        f"compressed-tensors: 28 weights in {row.kind}, quantized again to nvfp4"
-    )
+
+
+def test_plan_says_what_is_loaded_unchanged_and_what_stays_in_bf16(model_of, tmp_path):
+    model, source = model_of("Llama")
+    row = stored_layouts.ROWS["ct-fp8-channel"]
+    rows = dict.fromkeys([name for name in stored_layouts.linears_of(model) if "down_proj" not in name], row)
+    stored_layouts.write_mixed(rows, row.config, source, tmp_path / "some")
+    said = read_layout(str(tmp_path / "some"), "nvfp4")
+    assert said.startswith("compressed-tensors: 24 weights in FP8 per channel, quantized again to nvfp4; 4 ")
+    assert said.endswith("4 linears in full precision stay in BF16: 0.00 GB more")
+    assert read_layout(str(source), "nvfp4") is None and read_layout("qwen2.5-7b", "nvfp4") is None
+
+
+def test_activations_in_eight_bits_are_not_dropped_by_fp8_flow(model_of, tmp_path):
+    row, (model, source) = stored_layouts.ROWS["fp8-128"], model_of("Llama")
+    stored_layouts.write(row, model, source, tmp_path / "fp8")
+    checkpoint = locate(str(tmp_path / "fp8")).open()
+    (line,) = checkpoint_notices(checkpoint, "fp8")
+    assert "fp8: quantization of activations to 8 bits is dropped; inputs" in line
+    assert checkpoint_notices(checkpoint, "fp8-flow") == []
+    kinds = {linear.weight.name for _, linear in load(tmp_path / "fp8", "fp8-flow").linears()}
+    assert kinds == {"fp8-flow"}
+
+
+@pytest.mark.parametrize("where", ["file", "producer"])
+def test_modelopt_is_known_by_its_own_file_and_by_its_producer(model_of, tmp_path, where):
+    row, (model, source) = stored_layouts.ROWS["modelopt-nvfp4"], model_of("Llama")
+    folder = tmp_path / "modelopt"
+    truth = stored_layouts.write(row, model, source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    algorithm = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
+    producer = {"producer": {"name": "modelopt", "version": "0.47.0"}}
+    del config["quantization_config"]
+    if where == "file":
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithm, **producer}))
+    else:
+        config["quantization_config"] = algorithm | producer
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = locate(str(folder)).open()
+    name = "model.layers.1.mlp.up_proj"
+    torch.testing.assert_close(checkpoint.packed(name).decode(), truth[f"{name}.weight"], rtol=2e-7, atol=0)
+    (line,) = checkpoint_notices(checkpoint, "nvfp4")
+    assert "quantization of activations to 4 bits and quantization of the KV cache are dropped" in line

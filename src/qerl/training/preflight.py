@@ -26,8 +26,8 @@ from qerl.config import RunConfig
 from qerl.engine.decode_kernels import NO_KERNELS, kernel_obstacle
 from qerl.errors import RunError, UserError, printable, redact, require
 from qerl.models.device import COMPUTE, Kernels, choose_kernels, resolve_device
-from qerl.models.layouts.notice import describe
-from qerl.models.source import layout_of, locate
+from qerl.models.layout_line import layout_line
+from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import RewardPool
@@ -173,8 +173,8 @@ class Preflight:
         shape = f"{a.num_layers} layers of width {a.width}, {a.max_positions} positions"
         values = {"path": str(source.path), "format": model.format, "max_positions": a.max_positions}
         yield "ok", f"{source.path}: {shape}, in {model.format}", values
-        if (layout := layout_of(checkpoint)) is not None:
-            yield "ok", describe(layout, model.format), {"layout": layout.name}
+        if (line := layout_line(checkpoint, model.format)) is not None:
+            yield "ok", line, {"layout": line.partition(":")[0]}
         obstacle = kernel_obstacle(
             a,
             self._chosen_kernels,

@@ -21,15 +21,13 @@ def read_architecture(model: str) -> Architecture:
 
 
 def read_layout(model: str, format: str) -> str | None:
-    """Return how a checkpoint is quantized and what of it is loaded unchanged; None if it is not, or if
-    `model` is the name of a shape."""
+    """Return layout_line's line on a checkpoint; None if it is in full precision, or the name of a shape."""
     if _named_shape(model) is not None:
         return None
-    from qerl.models.layouts.notice import describe
-    from qerl.models.source import layout_of, locate
+    from qerl.models.layout_line import layout_line
+    from qerl.models.source import locate
 
-    layout = layout_of(locate(model).open())
-    return None if layout is None else describe(layout, format)
+    return layout_line(locate(model).open(), format)
 
 
 def _named_shape(model: str) -> Architecture | None:

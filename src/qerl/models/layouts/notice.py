@@ -2,6 +2,7 @@
 
 import collections
 
+from qerl.formats import FP8Flow
 from qerl.models.layouts.layout import Layout, fits
 
 
@@ -28,14 +29,15 @@ def kinds(layout: Layout) -> str:
 
 def layout_notices(layout: Layout, format: str) -> list[str]:
     """Return a line on what is dropped and one on what is decoded and quantized again to `format`."""
+    dropped = [each for each in layout.dropped if format != FP8Flow.name or not each.endswith("to 8 bits")]
     again = [key for key in _counts(layout, format) if not key[2]]
     kinds = " and ".join(kind for kind, _, _ in again)
     exact = sorted({stored for _, stored, _ in again if stored})
     advice = f" (--model.format {' or '.join(exact)} loads them as they are)" if exact else ""
     return [
-        f"{' and '.join(layout.dropped)} {'is' if len(layout.dropped) == 1 else 'are'} dropped; inputs of the"
-        " quantized weights are in model.dtype"
-    ] * bool(layout.dropped) + [
+        f"{' and '.join(dropped)} {'is' if len(dropped) == 1 else 'are'} dropped; inputs of the quantized"
+        " weights are in model.dtype"
+    ] * bool(dropped) + [
         f"{layout.name} weights in {kinds} are decoded and quantized again to {format}{advice}"
     ] * bool(again)
 
