@@ -22,9 +22,11 @@ from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 from qerl.export.merge_note import make_note
 from qerl.export.policy import load_fp32_policy
+from qerl.export.transformers_merged import write_transformers_merged
 from qerl.learner.checkpoint import latest_described_adapter
 from qerl.models import hf_writer
 from qerl.models.adapter import merged_weight
+from qerl.models.backend import backend_of
 from qerl.models.calibration import load_calibration
 from qerl.models.compressed_tensors import without_quantization
 from qerl.models.decoder import Decoder
@@ -72,6 +74,9 @@ def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:
 
 
 def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
+    if backend_of(config.model) == "transformers":
+        write_transformers_merged(run, config, out, dtype)
+        return
     decoder, source = load_fp32_policy(run, config, torch.device("cpu")), locate(config.model.path)
     with hf_writer.atomic_folder(out) as folder:
         hf_writer.write_shards(folder, stored_tensors(decoder.architecture, _merged_tensors(decoder, dtype)))
@@ -85,6 +90,10 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) ->
 def write_nvfp4(
     run: Path, config: RunConfig, out: Path, *, device: torch.device, calibration_tokens: int
 ) -> None:
+    if backend_of(config.model) == "transformers":
+        raise UserError(
+            f"{run}: transformers' code runs its model (model.backend); use --as merged or --as peft"
+        )
     decoder, source = load_fp32_policy(run, config, device), locate(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     rows = load_calibration(run, tokenizer, max_tokens=calibration_tokens, device=device)

@@ -1,0 +1,50 @@
+"""Write the merged model of a run whose model transformers runs, as transformers saves it."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from qerl.config import RunConfig
+from qerl.learner import checkpoint
+from qerl.models import hf_writer
+from qerl.models.adapter import add_adapter, load_adapter, merged_weight
+from qerl.models.compressed_tensors import without_quantization
+from qerl.models.packed_writer import with_dtype
+from qerl.models.source import locate
+from qerl.models.transformers_loader import load_transformers_model
+from qerl.models.transformers_model import TransformersModel
+
+
+def write_transformers_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
+    """Write round(W + scaling * B @ A) of each linear and the model's other tensors; all are in memory."""
+    source = locate(config.model.path)
+    learned = checkpoint.latest_adapter(run / "checkpoints")
+    model = load_transformers_model(
+        source,
+        format=config.model.format,
+        compute=torch.float32,
+        device=torch.device("cpu"),
+        resident=False,
+    )
+    add_adapter(model, config.adapter, seed=config.seed)
+    load_adapter(model, learned)
+    tensors = revert_weight_conversion(model.model, _merged(model, dtype))
+    with hf_writer.atomic_folder(out) as folder:
+        hf_writer.write_shards(folder, ((name, tensor.contiguous()) for name, tensor in tensors.items()))
+        hf_config = without_quantization(source.open().config)
+        hf_writer.write_json(folder / "config.json", with_dtype(hf_config, dtype))
+        hf_writer.write_tokenizer(folder, source)
+
+
+def _merged(model: TransformersModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors by the names that transformers' model has for them, tied ones once."""
+    linears = dict(model.linears())
+    tied = model.model.all_tied_weights_keys
+    found = {f"{name}.weight": merged_weight(linear).to(dtype) for name, linear in linears.items()}
+    for name, tensor in model.model.state_dict().items():
+        is_own = name.rpartition(".")[0] not in linears or name.endswith(".bias")
+        if is_own and name not in tied:
+            found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return found
