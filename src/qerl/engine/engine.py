@@ -1,6 +1,7 @@
 """Sampling engine: continuous batching over a paged KV cache, on the learner's own decoder.
 
-    engine.py           KV cache, public methods      generation.py      one call: schedule, decode, read
+    sampling_engine.py  public methods of all engines generation.py      one call: schedule, decode, read
+    engine.py           KV cache, branches, scores    transformers_engine.py  transformers' code and caches
     scheduler.py        run, wait, park, preempt      page_pool.py       reference counts of pages
     kv_cache.py         memory of the pages           kv_budget.py       how much memory they may take
     prefill.py          prompts -> hidden states      teacher_forcing.py prefill by the decode forward
@@ -20,7 +21,7 @@ The engine owns no weights. The noise is whatever the decoder's norms contain du
 
 import contextlib
 import dataclasses
-import time
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -36,11 +37,11 @@ from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation, Stats
 from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.kv_cache import FP8, KVCache, page_bytes
-from qerl.engine.live_batch import LiveBatch
 from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
 from qerl.engine.prefill import Prefill
 from qerl.engine.runner_cache import RunnerCache
+from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.scheduler import (
     Scheduler,
     branching_pages,
@@ -49,22 +50,15 @@ from qerl.engine.scheduler import (
 from qerl.engine.score import score
 from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.errors import UserError
-from qerl.models.adapter import publish
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
-from qerl.types import Conversation, Group, Prompt, Sample, Sampling
+from qerl.types import Conversation, Group, Prompt, Sampling
 
 # A cache limited by memory is kept unless a new one is clearly larger: its CUDA graphs would be lost.
 _WORTH_KEEPING = 0.9
-# Prompts of a LiveBatch that are prefilled between two bursts: a second of SmolLM2-135M on two cores.
-_CPU_ADMITTED_TOKENS = 512
-
-TokenCallback = Callable[[int, int, int, Sample | None], bool]
-"""(the prompt's index in the call, sample index, newest token, the sample if the token ended it): called for
-every token when the host reads it; True ends the sample."""
 
 
-class Engine:
+class Engine(SamplingEngine):
     def __init__(
         self,
         decoder: Decoder,
@@ -73,10 +67,13 @@ class Engine:
         *,
         stop_token_ids: frozenset[int],
     ):
-        self.version = 0
-        self.stats = Stats()
-        """Stats of the latest call."""
-        self._decoder, self.tokenizer, self._config = decoder, tokenizer, config
+        super().__init__(
+            decoder,
+            tokenizer,
+            stop_token_ids=stop_token_ids,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._decoder, self._config = decoder, config
         if config.exact and decoder.architecture.mixture is not None:
             raise UserError(
                 "engine.exact does not support a mixture of experts: an expert's number of rows, and with it"
@@ -87,20 +84,16 @@ class Engine:
                 "engine.exact does not support recurrent states: a decode step and a prefill of"
                 f" {decoder.architecture.family} sum in different orders; unset it"
             )
-        self.stop_token_ids = stop_token_ids
         self._cache: KVCache | None = None
         self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute
         self._runners = RunnerCache(decoder, config, stop_token_ids)
+        self.max_rows = self._runners.max_rows
         self._size = CacheSize(
             config=config,
             page_bytes=page_bytes(decoder.architecture, config.block_size, self._kv_dtype),
             slot_bytes=slot_bytes(decoder.architecture, decoder.compute),
             max_rows=self._runners.max_rows,
         )
-
-    @property
-    def vocab_size(self) -> int:
-        return self._decoder.architecture.vocab_size
 
     @property
     def num_bytes(self) -> int:
@@ -126,47 +119,16 @@ class Engine:
         return notices
 
     def publish(self, version: int) -> None:
-        """Sample from the learner's current weights from now on, under this version number."""
-        publish(self._decoder)
+        super().publish(version)
         self._runners.publish()
-        self.version = version
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return no metrics: those of this engine are in `stats`."""
-        return {}
-
-    # Not inference_mode: the learner also uses tensors that the decoder caches during a call.
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts_P: list[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        on_token: TokenCallback | None = None,
-        conversation: Conversation | None = None,
-    ) -> list[Group]:
-        """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop"."""
-        assert num_samples > 0
-        start_s = time.perf_counter()
-        detokenizer = Detokenizer(self.tokenizer, sampling.stop)
-        groups = [self._new_group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
-        if not groups:
-            self.stats = Stats()
-            return []
-        self._assign_noise_rows(groups, prompts_P)
+    @contextlib.contextmanager
+    def open(
+        self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
+    ) -> Iterator[NewGeneration]:
         with self._present_cache(groups, prompts_P) as cache:
-            callback = None if on_token is None else self._live_callback(on_token, detokenizer)
             runner = self._runners.of(cache, sampling, self._max_pages(groups))
-            generation = self._generation(
-                cache, runner, groups, prompts_P, detokenizer, seed, step, callback, conversation
-            )
-            self.stats = generation.stats
-            generation.run()
-        self.stats.generate_s = time.perf_counter() - start_s
-        return [self._to_group(prompts_P[group.index], group, detokenizer) for group in groups]
+            yield functools.partial(self._generation, cache, runner)
 
     @torch.no_grad()
     def branch_batches(
@@ -198,28 +160,6 @@ class Engine:
                 )
                 self.stats += generation.stats
 
-    @contextlib.contextmanager
-    def live_batch(self, max_positions: int) -> Iterator[LiveBatch]:
-        """Yield a batch that requests join and leave (live_batch.py), with pages for as many samples as fit;
-        the longest prompt and sample have max_positions together. Do not generate or learn meanwhile."""
-        prompt = Prompt(index=0, text="", tokens_T=[0], messages=None, columns={})
-        longest = self._new_group(0, prompt, 1, Sampling(max_tokens=max_positions - 1))
-        detokenizer = Detokenizer(self.tokenizer, ())
-        with torch.no_grad(), self._present_cache([longest] * self._runners.max_rows, [prompt]) as cache:
-            runner = self._runners.of(cache, None, self._max_pages([longest]))
-            max_admitted_tokens = _CPU_ADMITTED_TOKENS if self._decoder.device.type == "cpu" else None
-            max_admitted_tokens = max_admitted_tokens or self._config.max_num_batched_tokens
-            yield LiveBatch(
-                lambda prompts, on_token: self._generation(
-                    cache, runner, [], prompts, detokenizer, 0, 0, on_token, None, max_admitted_tokens
-                ),
-                self._new_group,
-                lambda stop: Detokenizer(self.tokenizer, stop),
-                self._to_sample,
-                self._decoder.logits,
-                max_positions=max_positions,
-            )
-
     @torch.no_grad()
     def score(self, groups: list[Group], *, sampling: Sampling) -> Tensor:
         """Return each sampled token's logprob under the current weights and noise: fp32 [tokens], group by
@@ -243,25 +183,6 @@ class Engine:
             indices += [start + index for index in s.sampled_indices]
             start += len(s.tokens_T)
         return scores_T[torch.tensor(indices, device=scores_T.device)]
-
-    def _new_group(self, index: int, prompt: Prompt, num_samples: int, sampling: Sampling) -> LiveGroup:
-        prompt_tokens, max_positions = len(prompt.tokens_T), self._decoder.architecture.max_positions
-        if not 0 < prompt_tokens < max_positions:
-            raise UserError(
-                f"prompt {prompt.index} has {prompt_tokens} tokens;"
-                f" the model allows 1 to {max_positions - 1} in its context of {max_positions}"
-            )
-        max_tokens = min(sampling.max_tokens, max_positions - prompt_tokens)
-        group = LiveGroup(index=index, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
-        group.samples_G = [LiveSample(group=group, sample_index=g) for g in range(num_samples)]
-        return group
-
-    def _assign_noise_rows(self, groups: list[LiveGroup], prompts_P: list[Prompt]) -> None:
-        members = [(prompts_P[group.index].index, range(len(group.samples_G))) for group in groups]
-        for group, (row, rows_G) in zip(groups, self._decoder.noise_table.rows(members), strict=True):
-            group.noise_row = row
-            for sample, sample_row in zip(group.samples_G, rows_G, strict=True):
-                sample.noise_row = sample_row
 
     def _generation(
         self,
@@ -353,33 +274,3 @@ class Engine:
     def _drop_cache(self) -> None:
         self._cache = None
         self._runners.clear()
-
-    def _to_group(self, prompt: Prompt, group: LiveGroup, detokenizer: Detokenizer) -> Group:
-        return Group(
-            prompt=prompt,
-            samples_G=[self._to_sample(s, detokenizer) for s in group.samples_G],
-            prefix_tokens=0 if group.parent is None else group.num_parent_tokens + 1,
-        )
-
-    def _live_callback(
-        self, on_token: TokenCallback, detokenizer: Detokenizer
-    ) -> Callable[[LiveSample], bool]:
-        def call(s: LiveSample) -> bool:
-            ended = None if s.finish is None else self._to_sample(s, detokenizer)
-            return on_token(s.group.index, s.sample_index, s.tokens_T[-1], ended)
-
-        return call
-
-    def _to_sample(self, s: LiveSample, detokenizer: Detokenizer) -> Sample:
-        assert s.finish is not None
-        tokens_T = s.all_tokens_T
-        end = -1 if tokens_T[-1] in self.stop_token_ids else None
-        return Sample(
-            tokens_T=tokens_T,
-            logprobs_T=s.all_logprobs_T,
-            text=detokenizer.decode(tokens_T[:end]),
-            finish=s.finish,
-            version=self.version,
-            environment_spans=tuple(s.environment_spans),
-            sample_index=(s.group.parent or s).sample_index,
-        )

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -91,8 +90,7 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     )
     add_adapter(decoder, config.adapter, seed=config.seed)
     sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)
-    engine = Engine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
-    return decoder, cast(SamplingEngine, engine)
+    return decoder, Engine(sampler, tokenizer, config.engine, stop_token_ids=stop_ids)
 
 
 def load_trained_sampler(
