@@ -8,6 +8,7 @@ No code of a checkpoint is ever run: a class that transformers does not have is 
 
 import re
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -42,10 +43,11 @@ def load_transformers_model(
     weights = StreamedWeights(model, checkpoint)
     linears = _replace_linears(model, compute, device)
     try:
-        weights.skip(_fill_packed(checkpoint, linears, format, device))
-        misfits = _fill(model, weights, linears, format, compute, device)
+        filled = _fill_packed(checkpoint, linears, format, device)
+        weights.skip(filled)
+        misfits = _fill(model, weights, linears, format, compute, device, filled)
+        _check_filled(model, weights.names, filled)
         model.tie_weights()
-        _check_filled(model, linears)
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from error
     for linear in linears.values() if resident else ():
@@ -83,11 +85,14 @@ def _fill(
     format: str,
     compute: torch.dtype,
     device: torch.device,
+    filled: set[str],
 ) -> list[str]:
-    """Fill what the checkpoint has; return the linears that do not fit the format's blocks and are bf16."""
+    """Fill what the checkpoint has, and add its names to `filled`; return the linears that do not fit the
+    format's blocks and are bf16."""
     strict = "|".join(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) or "$^"
     misfits = []
     for name, tensor in weights:
+        filled.add(name)
         module, _, last = name.rpartition(".")
         if module not in linears or last != "weight":
             dtype = torch.float32 if re.search(strict, name) else compute
@@ -122,11 +127,10 @@ def _fill_packed(
     return found
 
 
-def _check_filled(model: PreTrainedModel, linears: dict[str, SequenceLinear]) -> None:
-    """Raise UserError if the checkpoint lacks a tensor."""
-    missing = [f"{name}.weight" for name, linear in linears.items() if linear.weight is None]
-    missing += [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if missing:
+def _check_filled(model: PreTrainedModel, names: Iterable[str], filled: set[str]) -> None:
+    """Raise UserError if the checkpoint lacks a tensor that is no other one's."""
+    tied = model.all_tied_weights_keys
+    if missing := [name for name in names if name not in filled and name not in tied]:
         raise UserError(f"has no tensor {_listed(missing)}")
 
 

@@ -97,7 +97,8 @@ class TransformersModel(nn.Module):
             raise UserError(
                 f"learn.gradient_checkpointing: transformers' {self.family} has none; set it to none"
             )
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(self.model, "activation_checkpointing_enable", None)  # the other is its former name
+        (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         for module in self.model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True  # of the layer alone: what it holds still drops nothing

@@ -36,6 +36,8 @@ class StreamedWeights:
         self._model, self._folder = model, folder
         self.unused: list[str] = []
         """Tensors of the checkpoint that the model has no place for."""
+        self.names: dict[str, Tensor] = model.state_dict()
+        """The model's tensors, on the meta device."""
         self._sources = self._plan()
 
     def skip(self, names: set[str]) -> None:
@@ -55,7 +57,7 @@ class StreamedWeights:
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        places, prefix = model.state_dict(), model.base_model_prefix
+        places, prefix = self.names, model.base_model_prefix
         ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
         sources: dict[str, WeightRenaming | WeightConverter] = {}
         for key in sorted(self._folder.shapes, key=dot_natural_key):
