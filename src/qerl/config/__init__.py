@@ -8,6 +8,7 @@ from qerl.config.agent import AgentConfig
 from qerl.config.algo import AlgoConfig, DeepConfig, MaspoConfig, SapoConfig
 from qerl.config.distil import DistilConfig
 from qerl.config.engine import EngineConfig, SampleConfig
+from qerl.config.judge import JudgeConfig, RewardModelConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
@@ -27,11 +28,13 @@ __all__ = [
     "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "JudgeConfig",
     "LearnConfig",
     "MaspoConfig",
     "ModelConfig",
     "NoiseConfig",
     "RayConfig",
+    "RewardModelConfig",
     "RunConfig",
     "SampleConfig",
     "SamplesConfig",

@@ -5,6 +5,7 @@ import json
 from typing import Any, Literal
 
 from qerl.config.check import check_not_negative, check_positive
+from qerl.config.judge import JudgeConfig, RewardModelConfig
 from qerl.errors import require
 
 
@@ -95,8 +96,9 @@ class TaskConfig:
     """Number of rows held out for evaluation."""
 
     rewards: tuple[str, ...] = ("numeric",)
-    """Built-in rewards (exact, numeric, math, tags, gym, code, higher_lower), module:function, or
-    file.py:function. One of them may be an environment, a class with reset and step: docs/environments.md."""
+    """Built-in rewards (exact, numeric, math, tags, gym, code, judge, reward_model, higher_lower),
+    module:function, or file.py:function. One of them may be an environment, a class with reset and step:
+    docs/environments.md."""
 
     reward_weights: tuple[float, ...] = ()
     """One weight per reward; empty means 1 each."""
@@ -114,6 +116,12 @@ class TaskConfig:
     code: CodeConfig = CodeConfig()
     """Settings of the reward `code`, which runs a sample's Python program against the tests in
     answer_column."""
+
+    judge: JudgeConfig = JudgeConfig()
+    """Settings of the reward `judge`, a model that rates samples by a rubric."""
+
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Settings of the reward `reward_model`, a sequence classifier."""
 
     environment: EnvironmentConfig = EnvironmentConfig()
     """Settings of an environment among the rewards."""

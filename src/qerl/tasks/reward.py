@@ -28,6 +28,8 @@ from qerl.errors import UserError, did_you_mean, printable
 from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is_environment
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
+from qerl.tasks.judge import judge
+from qerl.tasks.reward_model import RewardModel
 from qerl.tasks.scoring import (
     RESERVED,
     Failure,
@@ -41,7 +43,8 @@ from qerl.tasks.sources import function_sources
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
 
-REWARDS = {**BUILT_IN, "higher_lower": higher_lower}
+REWARDS = {**BUILT_IN, "judge": judge, "reward_model": RewardModel, "higher_lower": higher_lower}
+_GRADED = frozenset({"judge", "reward_model"})  # 1 is not a correct sample
 
 
 class RewardPool:
@@ -59,8 +62,10 @@ class RewardPool:
         self._agent, has_own = agent, bool(functions) or agent is not None
         needs_answer = not has_own and not {*NEED_ANSWER, "higher_lower"}.isdisjoint(config.rewards)
         self._answer_column = config.answer_column if needs_answer else None
-        self.is_built_in = not has_own and all(name in REWARDS for name in config.rewards or ("",))
-        """True if there is a reward and none is the user's own, so that 1 means a correct sample."""
+        self.is_built_in = not has_own and all(
+            name in REWARDS and name not in _GRADED for name in config.rewards or ("",)
+        )
+        """True if there is a reward and none is the user's own or a model's: 1 means a correct sample."""
         functions = [] if agent else list(functions) or [resolve(name, config) for name in config.rewards]
         named = functions if agent is None else [agent]
         self.sources = function_sources(named)
@@ -74,6 +79,8 @@ class RewardPool:
         environments = _environments(functions)
         self.scores_episodes = any(callable(getattr(made, "score", None)) for made in environments)
         self.extends_prompt = any(getattr(made, "extends_prompt", False) for made in environments)
+        self._models = [pair for pair in pairs if isinstance(pair[0], RewardModel)]
+        pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel)]
         self._functions = [function for function, _ in pairs if not is_environment(function)]
         weights = [weight for function, weight in pairs if not is_environment(function)]
         memory_bytes = int(config.reward_memory_gb * 1e9)
@@ -165,7 +172,11 @@ class RewardPool:
         pairs = [(group.prompt, sample) for group in groups for sample in group.samples_G]
         calls = [_call(*pair) for pair in pairs if pair[1].failure is None]
         pool = self._function_pool
-        outcomes = iter(pool.run(calls, deadline_s=self._deadline_s) if pool else ())
+        found = pool.run(calls, deadline_s=self._deadline_s) if pool else [None] * len(calls)
+        for model, weight in self._models:
+            values = model.score([(call["prompts"][0], call["completions"][0]) for call in calls])
+            found = [_added(outcome, weight, value) for outcome, value in zip(found, values, strict=True)]
+        outcomes = iter(found)
         failures: Counter[str] = Counter()
         rewards_P_G = [
             [self._count(self._total(sample, outcomes), failures) for sample in group.samples_G]
@@ -195,7 +206,7 @@ class RewardPool:
         """Add the environment's or the agent's reward to the functions' outcome, taken from the iterator."""
         if sample.failure is not None:
             return Failure(*sample.failure)
-        outcome = next(outcomes) if self._function_pool else None
+        outcome = next(outcomes)
         has_own = self.has_environment or self._agent is not None
         if isinstance(outcome, Failure | WorkerLost) or not has_own or sample.reward is None:
             return outcome
@@ -229,6 +240,17 @@ def _environments(functions: Sequence[Reward]) -> list[Reward]:
         named = ", ".join(map(name_of, found))
         raise UserError(f"task.rewards may name one environment, got {named}")
     return found
+
+
+def _added(
+    outcome: float | Failure | WorkerLost | None, weight: float, value: float | Failure
+) -> float | Failure | WorkerLost | None:
+    """Add a reward model's value to the outcome; a failure of either is the sample's."""
+    if isinstance(outcome, Failure | WorkerLost):
+        return outcome
+    if isinstance(value, Failure):
+        return value
+    return finite_number("the weighted sum", (outcome or 0.0) + weight * value)
 
 
 def format_failures(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:

@@ -1,0 +1,120 @@
+"""Rewards that a model gives: a judge behind an endpoint, and a reward model."""
+
+import dataclasses
+import re
+from typing import Literal
+
+from qerl.config.check import check_not_negative, check_positive
+from qerl.errors import require
+
+RUBRIC = """\
+Rate the answer to the question below from {least} to {most}: {most} is correct, complete and clear, {least} \
+is wrong or empty.
+Think in a few sentences, then end with one line: Score: N
+
+<question>
+{prompt}
+</question>
+
+<answer>
+{completion}
+</answer>
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeConfig:
+    """Settings of the reward `judge`. Its key, if the endpoint needs one, is in the environment variable
+    QERL_JUDGE_KEY."""
+
+    url: str = ""
+    """An OpenAI-compatible endpoint, up to and including /v1."""
+
+    model: str | None = None
+    """Name of the model in requests; None: the first that the endpoint lists."""
+
+    rubric: str = RUBRIC
+    """What the judge is asked; {prompt}, {completion}, {least}, {most} and the row's columns in braces are
+    filled in. @FILE reads it from a file."""
+
+    pattern: str = r"score\W{0,5}(-?\d+(?:\.\d+)?)"
+    """Regular expression of the score in the judge's reply, upper or lower case; the last match counts."""
+
+    least: float = 0.0
+    """Lowest score; the reward is 0 there."""
+
+    most: float = 10.0
+    """Highest score; the reward is 1 there."""
+
+    max_tokens: int = 512
+    """Maximum tokens of the judge's reply."""
+
+    timeout_s: float = 60.0
+    """Longest wait for one reply. task.reward_timeout_s limits all tries on a sample."""
+
+    retries: int = 3
+    """Number of times that a request is repeated, with growing pauses."""
+
+    requests_per_minute: float | None = None
+    """Limit of the rate, over all workers; None: no limit. task.reward_workers is the number of requests at
+    once."""
+
+    max_requests: int | None = None
+    """Number of requests, over all runs with this judge and cache, after which samples get no reward."""
+
+    max_cost: float | None = None
+    """Cost of these requests, in the unit of the prices, after which samples get no reward."""
+
+    price_per_million_input: float = 0.0
+    """Price of a million tokens of the judge's prompts."""
+
+    price_per_million_output: float = 0.0
+    """Price of a million tokens of its replies."""
+
+    cache: str | None = None
+    """Folder of the replies, which are never asked for twice; None: judge in $QERL_CACHE, by default
+    ~/.cache/qerl."""
+
+    def __post_init__(self):
+        check_positive(self, "max_tokens", "timeout_s", prefix="task.judge.")
+        check_positive(self, "requests_per_minute", "max_requests", "max_cost", prefix="task.judge.")
+        check_not_negative(self, "retries", prefix="task.judge.")
+        check_not_negative(self, "price_per_million_input", "price_per_million_output", prefix="task.judge.")
+        require(
+            self.least < self.most,
+            f"task.judge.least must be less than task.judge.most ({self.most}), got {self.least}",
+        )
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            groups = f"not a regular expression: {error}"
+        require(groups == 1, f"task.judge.pattern must have one group, the score: {groups}")
+        has_price = self.price_per_million_input > 0 or self.price_per_million_output > 0
+        require(self.max_cost is None or has_price, "task.judge.max_cost needs a price per million tokens")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    """Settings of the reward `reward_model`: a sequence classifier, in the run's own process."""
+
+    model: str = ""
+    """A folder or hub id, such as LlamaForSequenceClassification or Qwen2ForSequenceClassification."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it computes; `qerl plan` does not count it."""
+
+    dtype: Literal["bf16", "fp32"] = "fp32"
+    """Dtype of its weights."""
+
+    batch_size: int = 16
+    """Samples at a time."""
+
+    max_length: int = 2048
+    """Tokens of prompt and completion; of a longer one the last tokens are scored."""
+
+    label: int | None = None
+    """The class whose probability is the reward; None: the last. A model with one output gives its value."""
+
+    def __post_init__(self):
+        check_positive(self, "batch_size", "max_length", prefix="task.reward_model.")
+        check_not_negative(self, "label", prefix="task.reward_model.")

@@ -1,0 +1,213 @@
+"""The reward `judge`: a model behind an OpenAI-compatible endpoint rates each sample by a rubric.
+
+    reward = (score - least) / (most - least)        score: the last one in the judge's reply
+
+Replies are kept in a file (SQLite), which the worker processes share: a sample that has been rated is not
+asked for again. The same file spaces the requests of all workers, and adds up their number and cost. A reply
+without a score, or a request that fails, costs its sample alone. The key is in the environment variable
+QERL_JUDGE_KEY, and nowhere else.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from qerl.config import JudgeConfig, TaskConfig
+from qerl.errors import UserError, require
+from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
+from qerl.tasks.scoring import Text
+
+KEY_VARIABLE = "QERL_JUDGE_KEY"
+_BUSY_S = 30.0
+_TABLES = """
+create table if not exists replies (key text primary key, reply text not null);
+create table if not exists spent (
+    judge text primary key, requests integer not null, cost real not null, next_s real not null
+);
+"""
+
+
+class JudgeFailed(Exception):
+    """What went wrong with one sample."""
+
+
+def judge(config: TaskConfig) -> Callable[..., Any]:
+    """Return the reward; raise UserError if its settings cannot work."""
+    settings = config.judge
+    require(settings.url != "", "the reward judge needs task.judge.url: the URL of an endpoint")
+    made = Judge(settings)
+
+    def judge(prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = rows or [{}] * len(prompts)
+        triples = zip(prompts, completions, rows, strict=True)
+        return [
+            made.reward(readable(prompt), readable(completion), row) for prompt, completion, row in triples
+        ]
+
+    return judge
+
+
+def readable(text: Text) -> str:
+    """Return a text, or the messages of a conversation with their roles; of a single one its content."""
+    if isinstance(text, str):
+        return text
+    if len(text) == 1:
+        return str(text[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in text)
+
+
+class Judge:
+    def __init__(self, settings: JudgeConfig):
+        self._settings, self._model = settings, settings.model
+        self._rubric = _rubric(settings.rubric)
+        self._client = OpenAIClient(
+            settings.url,
+            key_variable=KEY_VARIABLE,
+            timeout_s=settings.timeout_s,
+            retries=settings.retries,
+        )
+        self._ledger = Ledger(settings)
+
+    def reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
+        """Return a number in [0, 1]; raise JudgeFailed."""
+        settings = self._settings
+        own = {"prompt": prompt, "completion": completion}
+        own |= {"least": f"{settings.least:g}", "most": f"{settings.most:g}"}
+        message = _filled(self._rubric, row | own)
+        asked = json.dumps([settings.url, settings.model, settings.max_tokens, message])
+        key = hashlib.sha256(asked.encode("utf-8", errors="surrogatepass")).hexdigest()
+        reply = self._ledger.reply(key)
+        if reply is None:
+            reply = self._ask(message)
+            score = self._score(reply)
+            self._ledger.keep(key, reply)  # only what can be read: another try may be better
+        else:
+            score = self._score(reply)
+        return (score - settings.least) / (settings.most - settings.least)
+
+    def _ask(self, message: str) -> str:
+        try:
+            self._ledger.take_turn()
+            self._model = self._model or self._client.first_model()
+            body = {
+                "model": self._model,
+                "messages": [{"role": "user", "content": message}],
+                "temperature": 0,
+                "max_tokens": self._settings.max_tokens,
+            }
+            answer = self._client.post("chat/completions", body)
+        except RequestFailed as error:
+            raise JudgeFailed(f"{error.cause}: {error.message}") from None
+        self._ledger.pay(answer.get("usage"))
+        try:
+            content = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            content = None
+        if not isinstance(content, str):
+            raise JudgeFailed("the endpoint's answer has no message")
+        return content
+
+    def _score(self, reply: str) -> float:
+        settings = self._settings
+        found = re.findall(settings.pattern, reply[-20_000:], flags=re.IGNORECASE)
+        try:
+            score = float(found[-1])
+        except (IndexError, ValueError):
+            raise JudgeFailed(f"no score in the reply {reply[-80:]!r}") from None
+        if not settings.least <= score <= settings.most:
+            raise JudgeFailed(f"the score {score:g} is not in {settings.least:g} to {settings.most:g}")
+        return score
+
+
+class Ledger:
+    """The file that a judge's workers share: replies, and the requests so far."""
+
+    def __init__(self, settings: JudgeConfig):
+        cache = Path(os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl") / "judge"
+        self._path = Path(settings.cache or cache).expanduser() / "judge.sqlite"
+        self._settings, self._name = settings, json.dumps([settings.url, settings.model])
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._open() as file:
+                file.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"task.judge.cache: {self._path} cannot be used ({error}); choose another folder"
+            ) from None
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """Open it for one transaction: a connection must not be shared by forked processes."""
+        file = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def reply(self, key: str) -> str | None:
+        with self._open() as file:
+            row = file.execute("select reply from replies where key = ?", (key,)).fetchone()
+        return None if row is None else row[0]
+
+    def keep(self, key: str, reply: str) -> None:
+        with self._open() as file:
+            file.execute("insert or replace into replies values (?, ?)", (key, reply))
+
+    def take_turn(self) -> None:
+        """Count a request and wait for its place; raise JudgeFailed if a limit is reached."""
+        settings, now_s = self._settings, time.time()
+        pause_s = 60 / settings.requests_per_minute if settings.requests_per_minute else 0.0
+        with self._open() as file:
+            file.execute("begin immediate")
+            file.execute("insert or ignore into spent values (?, 0, 0, 0)", (self._name,))
+            select = "select requests, cost, next_s from spent where judge = ?"
+            requests, cost, next_s = file.execute(select, (self._name,)).fetchone()
+            if settings.max_requests is not None and requests >= settings.max_requests:
+                raise JudgeFailed(f"task.judge.max_requests is reached: {requests} requests")
+            if settings.max_cost is not None and cost >= settings.max_cost:
+                raise JudgeFailed(f"task.judge.max_cost is reached: {cost:.4g} in {requests} requests")
+            turn_s = min(max(now_s, next_s), now_s + 3600)  # a clock that was ahead
+            change = "update spent set requests = requests + 1, next_s = ? where judge = ?"
+            file.execute(change, (turn_s + pause_s, self._name))
+            file.execute("commit")
+        time.sleep(max(turn_s - now_s, 0.0))
+
+    def pay(self, usage: Any) -> None:
+        """Add the cost of a request by the endpoint's own count of tokens."""
+        settings, cost = self._settings, 0.0
+        prices = {
+            "prompt_tokens": settings.price_per_million_input,
+            "completion_tokens": settings.price_per_million_output,
+        }
+        for name, price in prices.items():
+            count = usage.get(name) if isinstance(usage, dict) else None
+            cost += price * count / 1e6 if isinstance(count, int) else 0.0
+        if cost:
+            with self._open() as file:
+                file.execute("update spent set cost = cost + ? where judge = ?", (cost, self._name))
+
+
+def _rubric(given: str) -> str:
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"task.judge.rubric {given}: cannot be read: {error}") from None
+
+
+def _filled(rubric: str, values: Json) -> str:
+    """Fill in {name} of known names in one pass: braces of a sample's own text stay as they are."""
+
+    def value(match: re.Match[str]) -> str:
+        return str(values[match[1]]) if match[1] in values else match[0]
+
+    return re.sub(r"\{(\w+)\}", value, rubric)

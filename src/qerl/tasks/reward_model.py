@@ -1,0 +1,98 @@
+"""The reward `reward_model`: a sequence classifier rates prompt and completion, many samples at a time.
+
+It is transformers' AutoModelForSequenceClassification (safetensors only, no code of the checkpoint's own), in
+the run's own process, loaded when the first samples are scored. A conversation is rendered with the reward
+model's own chat template; without one, texts are joined. Values are those of transformers for the same tokens
+(tests/tasks/test_reward_model.py).
+"""
+
+from typing import Any
+
+import torch
+
+from qerl.config import TaskConfig
+from qerl.errors import UserError
+from qerl.tasks.scoring import Failure, Text, finite_number
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class RewardModel:
+    __name__ = "reward_model"
+
+    def __init__(self, config: TaskConfig):
+        if not config.reward_model.model:
+            raise UserError("the reward reward_model needs task.reward_model.model: a folder or hub id")
+        self._config = config.reward_model
+        self._model: Any = None
+
+    def _load(self) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer  # take seconds
+
+        config = self._config
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                config.model,
+                dtype=_DTYPES[config.dtype],
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # damaged or missing files raise many unrelated types
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise UserError(f"task.reward_model.model {config.model}: cannot be loaded: {reason}") from None
+        if found["missing_keys"]:
+            raise UserError(
+                f"task.reward_model.model {config.model}: is no sequence classifier:"
+                f" it lacks {min(found['missing_keys'])}"
+            )
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = self._tokenizer.pad_token_id
+        num_labels = model.config.num_labels
+        if config.label is not None and config.label >= num_labels:
+            raise UserError(f"task.reward_model.label must be under {num_labels}, got {config.label}")
+        self._model = model.to(config.device).eval().requires_grad_(False)
+
+    def score(self, pairs: list[tuple[Text, Text]]) -> list[float | Failure]:
+        """Return the reward of each prompt and completion; raise UserError if the model cannot be loaded."""
+        if self._model is None and pairs:
+            self._load()
+        tokens = [self._tokens(*pair) for pair in pairs]
+        order = sorted(range(len(pairs)), key=lambda i: len(tokens[i]))  # equal lengths need no padding
+        found: list[float | Failure] = [Failure("empty", "prompt and completion have no token")] * len(pairs)
+        order = [i for i in order if tokens[i]]
+        for start in range(0, len(order), self._config.batch_size):
+            some = order[start : start + self._config.batch_size]
+            values = self._values([tokens[i] for i in some])
+            for i, value in zip(some, values, strict=True):
+                found[i] = finite_number("reward_model", value)
+        return found
+
+    def _tokens(self, prompt: Text, completion: Text) -> list[int]:
+        tokenizer = self._tokenizer
+        if isinstance(prompt, str) or isinstance(completion, str) or not tokenizer.chat_template:
+            text = _joined(prompt) + _joined(completion)
+            ids = tokenizer(text)["input_ids"]
+        else:
+            text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(ids)[-self._config.max_length :]
+
+    @torch.no_grad()
+    def _values(self, batch: list[list[int]]) -> list[float]:
+        longest, pad = max(map(len, batch)), self._model.config.pad_token_id
+        ids_BT = torch.tensor([tokens + [pad] * (longest - len(tokens)) for tokens in batch])
+        mask_BT = torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in batch])
+        device = self._model.device
+        logits_BL = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits.float()
+        if logits_BL.shape[1] == 1:
+            return logits_BL[:, 0].tolist()
+        label = -1 if self._config.label is None else self._config.label
+        return logits_BL.softmax(-1)[:, label].tolist()
+
+
+def _joined(text: Text) -> str:
+    return text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)
