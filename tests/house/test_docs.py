@@ -18,6 +18,7 @@ from qerl.algo.segment import Segments
 from qerl.cli.bench import BENCHMARKS
 from qerl.cli.bench import options as bench_options
 from qerl.cli.check import CheckOptions
+from qerl.cli.data import DataOptions
 from qerl.cli.main import COMMANDS
 from qerl.cli.plan import PlanOptions
 from qerl.cli.report import ReportOptions
@@ -34,6 +35,7 @@ TAKEN = {
     "sft": SftOptions,
     "distil": RunConfig,
     "check": CheckOptions,
+    "data": DataOptions,
     "plan": PlanOptions,
     "eval": options.EvalOptions,
     "generate": options.GenerateOptions,

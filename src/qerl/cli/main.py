@@ -12,6 +12,7 @@ from types import ModuleType
 from qerl.cli import (
     bench,
     check,
+    data,
     distil,
     evaluate,
     export,
@@ -50,6 +51,7 @@ COMMANDS: dict[str, ModuleType] = {
     "sft": sft,
     "distil": distil,
     "check": check,
+    "data": data,
     "eval": evaluate,
     "generate": generate,
     "serve": serve,

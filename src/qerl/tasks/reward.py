@@ -79,7 +79,7 @@ class RewardPool:
         environments = _environments(functions)
         self.scores_episodes = any(callable(getattr(made, "score", None)) for made in environments)
         self.extends_prompt = any(getattr(made, "extends_prompt", False) for made in environments)
-        self._models = [pair for pair in pairs if isinstance(pair[0], RewardModel)]
+        self._models = [(each, weight) for each, weight in pairs if isinstance(each, RewardModel)]
         pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel)]
         self._functions = [function for function, _ in pairs if not is_environment(function)]
         weights = [weight for function, weight in pairs if not is_environment(function)]

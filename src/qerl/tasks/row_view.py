@@ -1,0 +1,142 @@
+"""Show rows as the model will see them, and find what is wrong with them as a set.
+
+prompts           rows of `qerl train`: template, chat template, tokens
+demonstrations    rows of `qerl sft`: the same, and which tokens are learned
+
+duplicates        rows with the same tokens
+too long          more tokens than a limit
+leaks             training rows whose prompt is that of a held-out row, but for case and white space
+"""
+
+import dataclasses
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.config import SftConfig, TaskConfig
+from qerl.tasks.demonstrations import Demonstrator, form_of
+from qerl.tasks.prompt import BadRow, Renderer, set_template_variables
+from qerl.tasks.rows import RowTable, open_rows
+
+Kind = Literal["prompt", "sft"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowView:
+    """A row, or one of its turns where these are learned apart."""
+
+    place: str
+    """line 7, or row 7."""
+    tokens_T: tuple[int, ...]
+    learned_T: bytes
+    """1 for each token that is learned; empty for a prompt."""
+    prompt: str
+    """What comes before the first learned token."""
+
+    def parts(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
+        """Yield the text of each run of tokens, and whether it is learned."""
+        flags = self.learned_T or bytes(len(self.tokens_T))
+        pairs = zip(self.tokens_T, flags, strict=True)
+        for is_learned, run in itertools.groupby(pairs, key=lambda pair: bool(pair[1])):
+            yield str(tokenizer.decode([token for token, _ in run])), is_learned
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TableView:
+    """One table of rows, all of them read."""
+
+    name: str
+    num_rows: int
+    rows: list[RowView]
+    bad: list[str]
+    """"line 7: has no prompt" of each row that cannot be used."""
+
+    def duplicates(self) -> list[list[str]]:
+        """Return the places of rows with the same tokens, each group once."""
+        found: dict[tuple[tuple[int, ...], bytes], list[str]] = defaultdict(list)
+        for row in self.rows:
+            found[row.tokens_T, row.learned_T].append(row.place)
+        return [places for places in found.values() if len(places) > 1]
+
+    def too_long(self, max_tokens: int) -> list[str]:
+        return [row.place for row in self.rows if len(row.tokens_T) > max_tokens]
+
+
+def view_rows(
+    task: TaskConfig, sft: SftConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], kind: str
+) -> tuple[Kind, TableView, TableView | None]:
+    """Read the rows of task.name and the held-out ones: those of held_out_split, or, of prompts, the last
+    task.num_held_out. kind: prompt, sft, or auto: as the first rows look."""
+    rows, held_out = open_rows(task)
+    set_template_variables(tokenizer, json.loads(task.chat_template_kwargs))
+    made: Kind = _kind(rows, sft) if kind == "auto" else "sft" if kind == "sft" else "prompt"
+    tables = [rows] if held_out is None else [rows, held_out]
+    if made == "sft":
+        views = [_demonstrations(table, Demonstrator(tokenizer, sft, stop_ids)) for table in tables]
+    else:
+        views = [_prompts(table, Renderer(task, table, tokenizer)) for table in tables]
+    if held_out is None and made == "prompt" and 0 < task.num_held_out < len(views[0].rows):
+        whole, first = views[0], len(views[0].rows) - task.num_held_out
+        views = [
+            dataclasses.replace(whole, rows=whole.rows[:first]),
+            dataclasses.replace(whole, name="the last rows", rows=whole.rows[first:], bad=[]),
+        ]
+    return made, views[0], views[1] if len(views) > 1 else None
+
+
+def leaks(train: TableView, held_out: TableView) -> list[tuple[str, str]]:
+    """Return (place of a training row, place of the held-out row with its prompt)."""
+    known = {_plain(row.prompt): row.place for row in held_out.rows}
+    pairs = ((row.place, known.get(_plain(row.prompt))) for row in train.rows)
+    return [(place, other) for place, other in pairs if other is not None]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _kind(rows: RowTable, sft: SftConfig) -> Kind:
+    for index in range(min(rows.num_rows, 100)):
+        if index not in rows.faults and (form := form_of(rows.get(index), sft.text_column)) is not None:
+            return "prompt" if form == "text" and rows.prompt_column in rows.columns else "sft"
+    return "prompt"
+
+
+def _prompts(table: RowTable, renderer: Renderer) -> TableView:
+    made = []
+    for index in range(table.num_rows):
+        prompt = renderer.usable_prompt(index, index=index)
+        if prompt is not None:
+            tokens_T = tuple(prompt.tokens_T)
+            made.append(
+                RowView(place=table.place(index), tokens_T=tokens_T, learned_T=b"", prompt=prompt.text)
+            )
+    bad = [f"{table.place(index)}: {fault}" for index, fault in sorted(renderer.faults.items())]
+    return TableView(name=table.name, num_rows=table.num_rows, rows=made, bad=bad)
+
+
+def _demonstrations(table: RowTable, demonstrator: Demonstrator) -> TableView:
+    made, bad = [], []
+    for index in range(table.num_rows):
+        place = table.place(index)
+        try:
+            if index in table.faults:
+                raise BadRow(table.faults[index])
+            found = demonstrator.demonstrations(table.get(index))
+        except BadRow as fault:
+            bad.append(f"{place}: {fault}")
+            continue
+        made += [
+            RowView(
+                place=place,
+                tokens_T=tuple(each.tokens_T),
+                learned_T=each.learned_T,
+                prompt=each.prompt_text,
+            )
+            for each in found
+        ]
+    return TableView(name=table.name, num_rows=table.num_rows, rows=made, bad=bad)

@@ -1,0 +1,84 @@
+"""`qerl data` shows what the model sees, and finds duplicates, long rows and leaks."""
+
+import json
+
+import pytest
+
+import tiny_run
+from qerl.cli.main import command
+from qerl.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
+
+
+def write(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def found(capsys, *arguments):
+    command(["data", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_prompts_are_shown_with_template_and_checked(files, tmp_path, capsys):
+    rows = [
+        {"prompt": "1 + 1 ="},
+        {"prompt": "2 + 2 ="},
+        {"prompt": "1 + 1 ="},
+        "{broken",
+        {"prompt": "x" * 50},
+    ]
+    data, held_out = (
+        write(tmp_path / "train.jsonl", rows),
+        write(tmp_path / "test.jsonl", [{"prompt": "2 +  2  ="}]),
+    )
+    given = "--model", str(files), "--max-tokens", "40", "--task.template", "Q: {prompt}"
+    report = found(capsys, data, *given, "--task.held-out-split", held_out)
+    assert report["kind"] == "prompt" and report["train"]["duplicates"] == [["line 1", "line 3"]]
+    assert report["train"]["too_long"] == ["line 5"] and report["leaks"] == [["line 2", "line 1"]]
+    assert [line.partition(":")[0] for line in report["train"]["bad"]] == ["line 4"]
+    (part,) = report["shown"][0]["parts"]
+    assert part == {"text": "<|im_start|>Q: 1 + 1 =<|im_end|><|im_start|>", "learned": False}
+    assert report["train"]["tokens"]["most"] == 56
+
+
+def test_without_a_split_the_last_rows_are_held_out(files, tmp_path, capsys):
+    data = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "b", "c", "a")])
+    report = found(capsys, data, "--model", str(files), "--task.num-held-out", "1")
+    assert report["leaks"] == [["line 1", "line 4"]] and report["train"]["usable"] == 3
+
+
+def test_what_is_learned_of_a_chat_is_marked(files, tmp_path, capsys):
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+        {"role": "user", "content": "ok?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    data = write(tmp_path / "chats.jsonl", [{"messages": chat}])
+    report = found(capsys, data, "--model", str(files))
+    learned = [part["text"] for part in report["shown"][0]["parts"] if part["learned"]]
+    assert report["kind"] == "sft" and learned == ["yo<|im_end|>", "yes<|im_end|>"]
+    assert report["train"]["learned_tokens"] == 7
+    command(["data", data, "--model", str(files)])
+    text = capsys.readouterr().out
+    assert "hi<|im_end|><|im_start|>[[yo<|im_end|>]]" in text and "1 usable of 1 rows" in text
+    whole = found(capsys, data, "--model", str(files), "--no-assistant-only-loss")
+    assert whole["train"]["learned_tokens"] > 7
+
+
+def test_control_characters_do_not_reach_the_terminal(files, tmp_path, capsys):
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "a\x1b[2Jb"}])
+    command(["data", data, "--model", str(files)])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_file_that_is_missing_is_refused(files):
+    with pytest.raises(UserError, match="no such file"):
+        command(["data", "nowhere.jsonl", "--model", str(files)])
+    with pytest.raises(UserError, match="needs one file"):
+        command(["data"])
