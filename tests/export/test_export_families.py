@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import peft
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from conftest import rms_error
@@ -121,6 +123,20 @@ def test_the_4_bit_export_has_transformers_names_and_our_logits(tmp_path, family
     with safe_open(out / "model.safetensors", "pt") as file:
         names = {name.split(".")[-2] for name in file.keys() if name.endswith("weight_packed")}  # noqa: SIM118
     assert ("qkv_proj" in names) == (family == "Phi3")
+
+
+@pytest.mark.parametrize("form", ["merged", "nvfp4"])
+def test_norms_that_multiply_by_1_plus_weight_are_exported_bit_for_bit(tmp_path, form):
+    _, config, _ = made(tmp_path, "Gemma2", format="nvfp4" if form == "nvfp4" else "bf16")
+    written, stored = load_folder(exported(tmp_path, config, form)), load_folder(config.model.path)
+    norms = [name for name in stored if name.endswith("norm.weight")]
+    assert len(norms) == 4 * 4 + 1
+    for name in norms:
+        assert torch.equal(written[name], stored[name]), name
+
+
+def load_folder(folder):
+    return load_file(Path(folder) / "model.safetensors")
 
 
 def config_at(config, path):

@@ -7,15 +7,18 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from checkpoints import add_vocabulary
 from transformers import AutoModelForCausalLM
 
 from models.gguf_rows import ROWS, model_of, write_row
 from models.tiny import logits_of
 from qerl.errors import UserError
+from qerl.models.compressed_tensors import write_quantized
 from qerl.models.families import from_hf_config
 from qerl.models.gguf_families import FAMILIES
 from qerl.models.gguf_file import _TYPES, GgufFile
 from qerl.models.loader import build_decoder
+from qerl.models.source import locate
 from qerl.models.state_dict import tensor_shapes
 
 CPU = torch.device("cpu")
@@ -174,6 +177,24 @@ def test_linears_of_a_quantized_file_hold_what_gguf_decodes(tmp_path, name):
     assert files[0].stat().st_size < files[1].stat().st_size / 2
     for each in coarse.shapes:
         assert torch.equal(coarse.read(each), fine.read(each)), each
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen35", "llama3"])
+def test_a_quantized_copy_is_the_same_model(tmp_path, name):
+    """write_quantized joins what the class stores as one, and takes 1 from Gemma's norms without a loss."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 320}
+    sizes |= {"head_dim": 16} if name == "gemma3" else {}
+    sizes |= {"llama3": {"head_dim": 32}, "phi3": {"num_attention_heads": 8}}.get(name, {})
+    row = dataclasses.replace(ROWS[name], changes=ROWS[name].changes | sizes)
+    write_row(tmp_path / "a.gguf", row, model_of(row), vocabulary=add_vocabulary)
+    write_quantized(str(tmp_path / "a.gguf"), tmp_path / "nvfp4")
+    found = [
+        logits_of(
+            build_decoder(each, format="nvfp4", compute=torch.float32, device=CPU, resident=False), TOKENS
+        )
+        for each in (GgufFile(tmp_path / "a.gguf"), locate(str(tmp_path / "nvfp4")).open())
+    ]
+    assert torch.equal(*found)
 
 
 CHANGED_KEYS = {

@@ -79,7 +79,8 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) ->
         return
     decoder, source = load_fp32_policy(run, config, torch.device("cpu")), locate(config.model.path)
     with hf_writer.atomic_folder(out) as folder:
-        hf_writer.write_shards(folder, stored_tensors(decoder.architecture, _merged_tensors(decoder, dtype)))
+        tensors = stored_tensors(decoder.architecture, _merged_tensors(decoder, dtype), dtype)
+        hf_writer.write_shards(folder, tensors)
         hf_config = without_quantization(language_config(source.open().config))
         hf_writer.write_json(folder / "config.json", with_dtype(hf_config, dtype))
         hf_writer.write_tokenizer(folder, source)
@@ -102,7 +103,6 @@ def write_nvfp4(
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in other_tensors(decoder):
-        yield name, tensor.to(dtype, copy=True)
+    yield from other_tensors(decoder, dtype)
     for name, linear in decoder.linears():
         yield f"model.{name}.weight", merged_weight(linear).to(dtype)

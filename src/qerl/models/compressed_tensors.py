@@ -203,11 +203,12 @@ def _quantized_tensors(
     shapes, plain = tensor_shapes(architecture), unquantized_linears(written)
     groups = [group for group in linear_groups(architecture) if group[0] not in plain]
     weights = {f"{linear}.weight" for group in groups for linear in group} | expert_names(architecture)
-    is_gguf = checkpoint.path.suffix == ".gguf"  # it decodes to float32, its config says bfloat16
+    # A GGUF decodes to float32, its config says bfloat16; a norm as 1 + weight would lose the weight's bits.
+    is_gguf = checkpoint.path.suffix == ".gguf"
     for name in shapes:
         if name not in weights:
             tensor = read_float(checkpoint, name)
-            yield name, tensor.bfloat16() if is_gguf else tensor
+            yield name, tensor.bfloat16() if is_gguf and tensor.dim() > 1 else tensor
     for group in groups:
         device = torch.device("cpu")
         for linear, weight in encode_group(checkpoint, group, FORMATS[layout.format], device, scales):

@@ -12,13 +12,14 @@ from qerl.models.decoder import Decoder
 from qerl.models.hf_writer import atomic_folder, write_shards, write_tokenizer
 from qerl.models.source import ModelSource
 from qerl.models.state_dict import HEAD, tensor_shapes
-from qerl.models.stored_names import language_config, stored_tensors
+from qerl.models.stored_names import is_shifted_norm, language_config, stored_tensors
 
 
 def write_packed(decoder: Decoder, source: ModelSource, out: Path) -> None:
     """Write the folder, with config and tokenizer of the source."""
     with atomic_folder(out) as folder:
-        write_shards(folder, stored_tensors(decoder.architecture, _packed_tensors(decoder)))
+        tensors = stored_tensors(decoder.architecture, _packed_tensors(decoder), torch.bfloat16)
+        write_shards(folder, tensors)
         config = language_config(source.open().config)
         ignored = ignored_modules(decoder.architecture)
         write_quantized_config(folder, with_dtype(config, torch.bfloat16), LAYOUTS["nvfp4"], ignored)
@@ -26,8 +27,7 @@ def write_packed(decoder: Decoder, source: ModelSource, out: Path) -> None:
 
 
 def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in other_tensors(decoder):
-        yield name, tensor.to("cpu", torch.bfloat16, copy=True)
+    yield from other_tensors(decoder, torch.bfloat16)
     for name, linear in decoder.linears():
         assert isinstance(linear.weight, NVFP4)
         tensors = linear.weight.tensors()
@@ -35,12 +35,15 @@ def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield f"model.{name}.{suffix}", tensors[field].to("cpu", copy=True)
 
 
-def other_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the checkpoint that is not a linear's weight, by the decoder's name."""
+def other_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield a copy of every tensor of the checkpoint that is not a linear's weight, by the decoder's name.
+    Norms whose stored weight is one less are in float32: rounded to bf16 first, they would lose 8 bits."""
     weights = {f"model.{name}.weight" for name, _ in decoder.linears()}
     for name in tensor_shapes(decoder.architecture):
         if name not in weights:
-            yield name, decoder.get_buffer(name if name == HEAD else name.removeprefix("model."))
+            tensor = decoder.get_buffer(name if name == HEAD else name.removeprefix("model."))
+            is_shifted = decoder.architecture.norm_offset and is_shifted_norm(name)
+            yield name, tensor.to("cpu", torch.float32 if is_shifted else dtype, copy=True)
 
 
 def with_dtype(hf_config: dict, dtype: torch.dtype) -> dict:

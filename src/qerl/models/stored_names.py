@@ -70,7 +70,7 @@ class NamedCheckpoint:
     def _add(self, stored: str, ours: str, architecture: Architecture) -> None:
         shape = self._folder.shapes[stored]
         for name, rows in _parts(ours, shape, architecture):
-            offset = architecture.norm_offset if _is_norm(name) else 0.0
+            offset = architecture.norm_offset if is_shifted_norm(name) else 0.0
             self._places[name] = _Place(stored, rows, offset)
             self.shapes[name] = shape if rows is None else (rows.stop - rows.start, *shape[1:])
 
@@ -137,8 +137,8 @@ def _renamed(name: str, prefixes: tuple[tuple[str, str], ...] | None) -> str | N
     return next(found, None)
 
 
-def _is_norm(name: str) -> bool:
-    """True if Architecture.norm_offset is added to this norm; that of Gated DeltaNet stores its weight."""
+def is_shifted_norm(name: str) -> bool:
+    """Return True if norm_offset is added to this norm; that of Gated DeltaNet stores its weight."""
     return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
 
 
@@ -161,7 +161,7 @@ def _parts(name: str, shape: tuple[int, ...], architecture: Architecture) -> lis
 
 
 def stored_tensors(
-    architecture: Architecture, tensors: Iterable[tuple[str, Tensor]]
+    architecture: Architecture, tensors: Iterable[tuple[str, Tensor]], norm_dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors that have the decoder's names as the checkpoint's class has them. Parts of one stored
     tensor follow each other, tensors of other kinds may be between them."""
@@ -171,8 +171,9 @@ def stored_tensors(
         module, _, suffix = name.rpartition(".")
         at, short = _split(module)
         if short not in stored_of:
-            shifted = architecture.norm_offset and _is_norm(name)
-            yield name, (tensor.float() - architecture.norm_offset).to(tensor.dtype) if shifted else tensor
+            if architecture.norm_offset and is_shifted_norm(name):
+                tensor = (tensor.float() - architecture.norm_offset).to(norm_dtype or tensor.dtype)
+            yield name, tensor
             continue
         stored = stored_of[short]
         whole = f"{at}{stored.name}.{suffix}"
