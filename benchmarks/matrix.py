@@ -7,10 +7,10 @@ take only tensors on a GPU and are listed here.
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 from unittest import mock
@@ -26,21 +26,24 @@ from qerl.kernels.cubin import KernelUse, kernels_of
 from qerl.kernels.decode_attention import DecodeAttention, LayerCache
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head
-from qerl.kernels.lora_shrink_portable import lora_shrink
+from qerl.kernels.lora_shrink import LoraShrink
+from qerl.kernels.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u
 from qerl.kernels.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.nvrtc import KernelVariant, compile_cubin, dry_run
+from qerl.kernels.portable_product import PortableProduct
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
 
 _SMS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
+_TABLE_PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+_START, _END = "<!-- kernels -->", "<!-- end of kernels -->"
 _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
-_MOST_LOCAL_BYTES = {
-    "nvfp4_decode.cu": 16
-}  # its tiles of 128 tokens were the fastest with that (nvfp4_tile.json)
+_MOST_LOCAL_BYTES = {"nvfp4_decode.cu": 16, "head_sample.cu": 40, "portable_product.cu": 16}
+# the first two were measured so; the third only on sm_100a, of 128 sums a thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,22 +63,35 @@ class MatrixOptions:
     workers: int = 2
     """Threads that compile."""
 
+    write: bool = False
+    """Write the table into docs/architectures.md instead of printing it."""
+
 
 def print_matrix(options: MatrixOptions) -> None:
     """Print a table of what every kernel uses on every architecture: registers of a thread, KB of shared
     memory and CTAs at once on a multiprocessor, each from the least to the most of its variants."""
     cards = [ARCHITECTURES[name] for name in options.architectures]
     uses = {card.name: measure(_all_variants(options, card), card, options.workers) for card in cards}
-    kernels = sorted({(variant.file, variant.name) for own in uses.values() for variant in own})
-    print(" | ".join(("| file: kernel", *(f"{card.name} ({card.cards})" for card in cards))) + " |")
-    print(" --- ".join("|" * (len(cards) + 2)))
-    for file, name in kernels:
-        cells = (_cell(uses[card.name], card, file, name) for card in cards)
-        print(" | ".join((f"| {file.removesuffix('.cu')}: {name}", *cells)) + " |")
+    lines = list(_table(cards, uses))
+    if options.write:
+        page = _TABLE_PAGE.read_text()
+        start, end = page.index(_START) + len(_START), page.index(_END)
+        _TABLE_PAGE.write_text("\n".join((page[:start], "", *lines, "", page[end:])))
+    else:
+        print("\n".join(lines))
     for card in cards:
         for variant, use in uses[card.name].items():
             for fault in faults(variant, use, card):
                 print(f"\n{fault}")
+
+
+def _table(cards: list[CudaArchitecture], uses: dict[str, dict[KernelVariant, KernelUse]]) -> Iterator[str]:
+    kernels = sorted({(variant.file, variant.name) for own in uses.values() for variant in own})
+    yield " | ".join(("| file: kernel", *(card.name for card in cards))) + " |"
+    yield " --- ".join("|" * (len(cards) + 2))
+    for file, name in kernels:
+        cells = (_cell(uses[card.name], card, file, name) for card in cards)
+        yield " | ".join((f"| {file.removesuffix('.cu')}: {name}", *cells)) + " |"
 
 
 def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[KernelVariant]:
@@ -156,12 +172,11 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         *(KernelVariant("rotary.cu", "rotate", (("HEAD", h), ("THREADS", 128)), 128, 0) for h in (64, 128)),
         *(KernelVariant("swiglu.cu", name, (), 256, 0) for name in swiglus),
         KernelVariant("logprob.cu", "logprob", (("THREADS", 1024),), 1024, 0),
+        KernelVariant("nvfp4_unpack.cu", "nvfp4_unpack", (), 256, 0),
         KernelVariant("fused_linear.cu", "copy_rows", (("PARTS", 1),), 256, 0),
         KernelVariant("fused_linear.cu", "place_adapters", (("PARTS", 3),), 256, 0),
         *(KernelVariant("head_finish.cu", "head_finish", (("STEP", step),), 512, 0) for step in (0, 1)),
     ]
-    if card.number >= 90 or _has_portable_product():  # before Hopper tiles are for that product alone
-        kernels.append(KernelVariant("nvfp4_unpack.cu", "nvfp4_unpack", (), 256, 0))
     if card.number >= 89:  # before Ada there are no FP8 conversions
         kernels.append(KernelVariant("fp8_linear.cu", "quantize_rows", (), 256, 0))
     return kernels
@@ -221,7 +236,8 @@ def _attend(
 
 
 def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noise_table: bool) -> None:
-    shrink, product = lora_shrink(_META), _product(card)
+    shrink = LoraShrink(_META) if card.has_wgmma else PortableLoraShrink(_META)
+    product = NVFP4Decode(_META) if card.has_wgmma else PortableProduct(_META)
     h_BD = shrink.embed(_tensor(rows, dtype=torch.int32), _tensor(a.vocab_size, a.width))
     weight, rows_B = _tensor(a.width, dtype=torch.float32), _tensor(rows, dtype=torch.int32)
     noise = _tensor(4, a.width, dtype=torch.float32) if noise_table else weight
@@ -234,29 +250,14 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
             else:
                 u_BR = shrink.shrink(x_BK, adapter.a, 1.0)
             adapter = dataclasses.replace(adapter, u=u_BR)
-        if product is not None:
-            tiles = _tensor(
-                group.out_width // TILE_ROWS, group.in_width // TILE_K, TILE_BYTES, dtype=torch.uint8
-            )
-            operands = x_BK, tiles, _tensor(group.out_width, dtype=torch.float32)
-            if group.name == "gate_up":
-                product.swiglu(*operands, adapter=adapter)
-            else:
-                product.linear(*operands, adapter=adapter)
+        rows_of_tiles, columns = group.out_width // TILE_ROWS, group.in_width // TILE_K
+        tiles = _tensor(rows_of_tiles, columns, TILE_BYTES, dtype=torch.uint8)
+        operands = x_BK, tiles, _tensor(group.out_width, dtype=torch.float32)
+        if group.name == "gate_up":
+            product.swiglu(*operands, adapter=adapter)
+        else:
+            product.linear(*operands, adapter=adapter)
     shrink.norm(h_BD, weight, noise, 1e-6, rows_M=rows_M)
-
-
-def _product(card: CudaArchitecture):
-    """Return the packed product of the card."""
-    if card.has_wgmma:
-        return NVFP4Decode(_META)
-    if not _has_portable_product():
-        return None
-    return importlib.import_module("qerl.kernels.portable_product").PortableProduct(_META)
-
-
-def _has_portable_product() -> bool:
-    return importlib.util.find_spec("qerl.kernels.portable_product") is not None
 
 
 def _adapter(group: LinearGroupSpec, rank: int) -> PackedAdapter | None:

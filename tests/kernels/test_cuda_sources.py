@@ -12,6 +12,7 @@ CUDA = resources.files("qerl.kernels") / "cuda"
 DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
 ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
 SHRINK = {"TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 1, "WARPS": 8, "CLUSTER": 8}
+PORTABLE = {"MT": 8, "WR": 4, "WM": 1, "R16": 1, "KB": 256, "STAGES": 4, "CTAS": 2, "RANK": 16}
 
 CONFIGURATIONS = (
     ("decode_attention.cu", ATTENTION | {"FP8": 0, "STAGES": 4, "CTAS": 6}),
@@ -28,6 +29,8 @@ CONFIGURATIONS = (
     ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0}),
     ("nvfp4_unpack.cu", {}),
+    ("portable_product.cu", PORTABLE | {"SWIGLU": 0}),
+    ("portable_product.cu", PORTABLE | {"SWIGLU": 1}),
     ("rms_norm.cu", {"WIDTH": 96, "THREADS": 32, "X_BYTES": 4, "TABLE": 1}),
     ("rotary.cu", {"HEAD": 64, "THREADS": 128}),
     ("swiglu.cu", {}),

@@ -22,6 +22,7 @@ from qerl.engine.decode_forward import DecodeForward
 from qerl.engine.live_sample import LiveSample
 from qerl.engine.sampler import Sampler
 from qerl.engine.scheduler import num_pages
+from qerl.kernels.compile_ahead import CompileReport, compile_launched
 from qerl.kernels.cuda_graph import record_graph
 from qerl.kernels.decode_state import DecodeState
 
@@ -106,6 +107,20 @@ class DecodeRunner:
             F.pad(hidden_MD, (0, 0, *padding)), F.pad(keys_M, padding), F.pad(positions_M, padding)
         )
         return tokens_B[:M], logprobs_B[:M]
+
+    def compile_ahead(self, most_samples: int) -> CompileReport:
+        """Compile in parallel what the forward passes of up to this many samples launch, before the first.
+
+        For a forward pass of this project's kernels: they only note what they would launch, but PyTorch's
+        operations run, on tensors that no kernel has filled.
+        """
+
+        def steps() -> None:
+            samples = range(1, min(most_samples, self.max_rows) + 1)
+            for num_rows in dict.fromkeys(map(self._rows, samples)):
+                self._forward(self._state, num_rows)
+
+        return compile_launched(steps, self._device)
 
     def set_batch(self, samples_B: list[LiveSample], keys_B: list[int]) -> None:
         """Make these samples the rows. Every burst must have been read."""

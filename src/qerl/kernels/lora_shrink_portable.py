@@ -8,7 +8,6 @@ is.
 
 import torch
 
-from qerl.kernels.architectures import architecture_of
 from qerl.kernels.lora_shrink import (
     CTAS_AT_ONCE,
     MAX_ROWS,
@@ -28,11 +27,6 @@ FILE = "lora_shrink_portable.cu"
 _LEAST_CLUSTER, _MOST_CLUSTER = 8, 16  # of choose_split
 _NORM_TILE = ShrinkTile(8, 16)  # any: norm_rows does not read it
 _H200_SMS = 132
-
-
-def lora_shrink(device: torch.device) -> LoraShrink:
-    """Return the kernels for this device: with clusters on Hopper, portable elsewhere."""
-    return LoraShrink(device) if architecture_of(device).has_wgmma else PortableLoraShrink(device)
 
 
 class PortableLoraShrink(LoraShrink):

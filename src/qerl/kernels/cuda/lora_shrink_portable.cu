@@ -126,7 +126,7 @@ __device__ __forceinline__ void reduce(const float (&acc)[TOKEN_TILES][ROW_TILES
 }
 
 // partials: [tiles, CLUSTER, TOKENS, ROWS]; turns: [tiles], zeros before and after a launch.
-extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_constant__ Operands o, float* partials, u32* turns) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) shrink(const __grid_constant__ Operands o, float* partials, u32* turns) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER, row_tiles = (o.rows + ROWS - 1) / ROWS;
   const int row_tile = tile % row_tiles, m0 = tile / row_tiles * TOKENS, row0 = row_tile * ROWS;
