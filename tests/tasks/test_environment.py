@@ -316,7 +316,7 @@ def test_hints_say_where_the_answer_lies_and_reward_the_earlier_turn_more(pool):
 
 
 def test_the_pages_example_is_an_environment_as_it_stands(pool, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     path = tmp_path / "calculator.py"
     path.write_text(page.split("```python\n")[1].split("```")[0])
     one = pool(resolve(f"{path}:Calculator", TaskConfig()))
