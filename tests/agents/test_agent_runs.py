@@ -1,5 +1,6 @@
 """`qerl train --agent`: a run learns from an agent's episodes, is killed, resumed and divided among ranks."""
 
+import json
 import re
 import signal
 
@@ -137,3 +138,10 @@ def test_what_cannot_be_is_refused_in_one_line(files, tmp_path, more, line):
 def test_eval_says_that_it_runs_no_agent(unbroken):
     with pytest.raises(UserError, match="its agent's, which eval does not run"):
         command(["eval", str(unbroken)])
+
+
+def test_check_imports_the_agent(files, tmp_path, capsys):
+    given = arguments(files, tmp_path / "run")[len(tiny_run.QERL) + 1 :]
+    command(["check", *given, "--json"])
+    findings = {each["part"]: each["text"] for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert "can be imported" in findings["functions"] and "return value is the reward" in findings["reward"]

@@ -36,7 +36,7 @@ from qerl.tasks.code.sandbox import choose
 from qerl.tasks.environment import Close, Reset
 from qerl.tasks.graders import NEED_ANSWER
 from qerl.tasks.prompt import render_chat
-from qerl.tasks.reward import format_failures
+from qerl.tasks.reward import format_failures, imported
 from qerl.tasks.scoring import Failure
 from qerl.tracking.loggers import check_loggers
 from qerl.tracking.provenance import version
@@ -157,6 +157,10 @@ class Preflight:
 
     def functions(self) -> Found:
         """Import the reward functions. Their processes are forked, so before a model is read."""
+        if (agent := self._config.agent.function) is not None:
+            imported(agent, "agent.function")
+            yield "ok", f"the agent {agent} can be imported", {}
+            return
         self._pool = self._stack.enter_context(RewardPool(self._config.task))
         yield "ok", f"{self._rewards} can be imported", {}
 
@@ -212,6 +216,9 @@ class Preflight:
         yield "ok", text, values
 
     def reward(self) -> Found:
+        if self._config.agent.function is not None:
+            yield "ok", "the agent's return value is the reward; it is not tried here", {}
+            return
         for notice in check_task(self._config, self._task, self._pool):
             yield "note", notice, {}
         prompts_P, names = self._prompts_P[:_NUM_TRIED], self._rewards
