@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from agent_episodes import load_tiny, playing
 
-from agents.episodes import load_tiny, playing
 from engine.parts import packed_logprobs
 from qerl.engine import Engine
 from qerl.training.rollout import learned_parts

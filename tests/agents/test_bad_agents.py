@@ -9,8 +9,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-
-from agents.episodes import load_tiny, playing
+from agent_episodes import load_tiny, playing
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
