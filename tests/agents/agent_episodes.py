@@ -33,7 +33,7 @@ def playing(model: LoadedModel, agent, **settings):
 
         def play(*rows, num_samples=2, max_tokens=8, seed=3, step=0, **sampling):
             prompts_P = [
-                Prompt(index=i, text="", tokens_T=[1], messages=None, columns=row)
+                Prompt(index=i, text="", tokens_T=[1], messages=row.get("prompt"), columns=row)
                 for i, row in enumerate(rows)
             ]
             return engine.generate(
