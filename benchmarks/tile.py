@@ -9,7 +9,6 @@ of this GPU is replaced; entries of other GPUs stay.
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +16,9 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.linear import check_supported
-from benchmarks.timing import graph_times
 from qerl.cli.bench.measure import cuda_device
 from qerl.cli.bench.options import check_ranks
+from qerl.cli.bench.product import Product
 from qerl.cli.bench.record import ROOT, read_origin
 from qerl.config.check import check_positive
 from qerl.kernels import nvfp4_decode, nvfp4_tile
@@ -28,8 +27,6 @@ from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
 
 TABLE = Path("src", "qerl", "kernels", "nvfp4_tile.json")
-_WEIGHT_BYTES = 4e8
-"""Bytes of all copies of a weight: eight times the L2 cache of an H200."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +87,7 @@ def bench_tile(options: TileOptions) -> None:
     origin = read_origin(allow_dirty=options.allow_dirty)
     best = []
     for size, gemm in each.items():
-        product = _Product(gemm, options.lora_rank, device)
+        product = _Tiles(gemm, options.lora_rank, device)
         for most_tokens in options.batches:
             measured = [product.timed(choice, options.runs) for choice in candidates(*size, most_tokens)]
             measured.sort(key=lambda choice: choice.us)
@@ -118,26 +115,13 @@ def _written(entry: dict[str, Any]) -> str:
     return f'{head}, "choices": [\n{lines}\n]}}'
 
 
-class _Product:
-    """A product of the decode step, with enough copies of its weights to exceed the L2 cache."""
+class _Tiles:
+    """The kernels with a tile that is set before each launch."""
 
     def __init__(self, gemm: LinearGroupSpec, rank: int, device: torch.device):
-        self._gemm, self._device = gemm, device
+        self._gemm, self._product = gemm, Product(gemm, rank, device)
         self._tile: Tile | None = None
         self._kernels = nvfp4_decode.NVFP4Decode(device, lambda M, N, K: self._chosen())
-        N, K = gemm.out_width, gemm.in_width
-        one = nvfp4_decode.pack(
-            torch.full((64, 32), 0x3A, dtype=torch.uint8), torch.ones(64, 4).to(torch.float8_e4m3fn)
-        )
-        copies = max(2, int(_WEIGHT_BYTES / (N * K * 0.5625)))
-        tiles = one.to(device).expand(N // 64, K // 64, -1)
-        self._copies = [tiles.contiguous() for _ in range(copies)]
-        self._factors_N = torch.full((N,), 1e-3, device=device)
-        self._bias_N = torch.zeros(N, device=device) if gemm.name == "qkv" else None
-        groups = len(gemm.out_widths)
-        starts = tuple(torch.tensor(gemm.out_widths).cumsum(0).tolist()[:-1]) if gemm.name == "qkv" else ()
-        a, b = (torch.zeros(shape, device=device).bfloat16() for shape in ((groups * rank, K), (N, rank)))
-        self._adapter = nvfp4_decode.PackedAdapter(a, b, 1.0, starts) if rank else None
 
     def timed(self, choice: Choice, runs: int) -> Choice:
         """Return the choice with its time per launch in us; small ones average two batches."""
@@ -149,27 +133,10 @@ class _Product:
         each_us = []
         for M in tokens:
             self._tile = choice.tile(M, self._gemm.in_width)
-            each_us.append(1e3 * graph_times(self._work(M), runs).ms / len(self._copies))
+            gives_u = not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights)
+            each_us.append(self._product.launch_us(self._kernels, M, runs, gives_u=gives_u))
         return dataclasses.replace(choice, us=round(math.prod(each_us) ** (1 / len(each_us)), 2))
 
     def _chosen(self) -> Tile:
         assert self._tile is not None
         return self._tile
-
-    def _work(self, M: int) -> Callable[[], None]:
-        x_MK = torch.randn(M, self._gemm.in_width, device=self._device).bfloat16()
-        adapter = self._adapter
-        if adapter is not None and not nvfp4_decode.pays_to_make_u(M, self._gemm.num_weights):
-            adapter = dataclasses.replace(adapter, u=x_MK.new_zeros(M, len(adapter.a)))
-        has_residual = self._gemm.name in ("o", "down")
-        residual_MN = torch.zeros(M, self._gemm.out_width, device=self._device) if has_residual else None
-
-        def run() -> None:
-            for tiles in self._copies:
-                if self._gemm.name == "gate_up":
-                    self._kernels.swiglu(x_MK, tiles, self._factors_N, adapter=adapter)
-                else:
-                    rest = {"bias_N": self._bias_N, "residual_MN": residual_MN}
-                    self._kernels.linear(x_MK, tiles, self._factors_N, adapter=adapter, **rest)
-
-        return run

@@ -1,13 +1,13 @@
 """Every CUDA kernel compiles for every architecture without spills and fits the card; needs no GPU."""
 
 import dataclasses
-import importlib.util
 import itertools
 
 import pytest
 import torch
 
 from benchmarks import matrix
+from qerl.kernels import portable_product
 from qerl.kernels.architectures import ARCHITECTURES, TESTED
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.nvrtc import KernelVariant
@@ -55,17 +55,8 @@ def test_a_decode_steps_kernels_fit(step, name):
 
 @pytest.mark.parametrize("name", TESTED)
 def test_the_portable_products_tiles_fit(name):
-    if importlib.util.find_spec("qerl.kernels.portable_product") is None:
-        pytest.skip("there is no portable product")
-    module = importlib.import_module("qerl.kernels.portable_product")
-    if not hasattr(module, "variants"):
-        pytest.skip("the portable product does not list its variants")
-    file, card = "portable_product", ARCHITECTURES[name]
-    variants = [
-        KernelVariant(f"{file}.cu", file, tuple(sorted(defines.items())), threads, shared_bytes)
-        for defines, threads, shared_bytes in module.variants(card)
-    ]
-    assert variants and not faults_of(variants, card)
+    variants = portable_product.variants(ARCHITECTURES[name])
+    assert len(variants) > 40 and not faults_of(variants, ARCHITECTURES[name])
 
 
 @pytest.mark.parametrize("name", TESTED)

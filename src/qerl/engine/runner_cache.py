@@ -27,7 +27,7 @@ from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.decode_shape import CHUNK
-from qerl.kernels.head_sample import Head, HeadSampler, NVFP4Head, head_sampler
+from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head, head_sampler
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
 from qerl.models.decoder import Decoder
@@ -44,7 +44,7 @@ _PAGES_AT_ONCE = 16  # tables are made a little wider than needed, for the next 
 class RunnerCache:
     def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
         self._decoder, self._config = decoder, config
-        self.kernels = choose_kernels(config.kernels, decoder.device)
+        self.kernels: Kernels = choose_kernels(config.kernels, decoder.device)
         """Of decode steps, unless there is an obstacle."""
         self.obstacle = KernelForward.obstacle(decoder, config.block_size, self.kernels)
         """Why decode steps use PyTorch operations; None if they use the kernels."""
@@ -54,7 +54,7 @@ class RunnerCache:
         if config.exact:
             self._min_rows, self._rows = self._exact_rows()
         self._stop_tokens = torch.tensor(sorted(stop_token_ids) or [-1], dtype=torch.int32).to(decoder.device)
-        self._head: HeadSampler | None = None
+        self._head: HeadSample | None = None
         self._forward: DecodeForward | None = None
         self._max_pages = 0
         self._runners: dict[Sampling | None, DecodeRunner] = {}

@@ -18,7 +18,7 @@ from qerl.algo.seeds import last_round, mix, rounds
 from qerl.engine.live_sample import LiveSample
 from qerl.engine.token_sampling import sample_tokens, score_tokens
 from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.head_sample import HeadSampler
+from qerl.kernels.head_sample import HeadSample
 from qerl.models.policy_model import PolicyModel
 from qerl.types import Sampling
 
@@ -75,7 +75,7 @@ class TorchSampler:
 class FusedSampler:
     is_capturable = True
 
-    def __init__(self, kernel: HeadSampler, temperature: float, stop_tokens: Tensor):
+    def __init__(self, kernel: HeadSample, temperature: float, stop_tokens: Tensor):
         self._kernel, self._stop_tokens = kernel, stop_tokens
         self._temperature = torch.full((1,), temperature, device=stop_tokens.device)
 

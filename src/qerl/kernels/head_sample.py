@@ -21,7 +21,6 @@ M, the other rows or the tile chosen for M (tests/kernels/test_head_sample.py). 
 
 import dataclasses
 import struct
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,14 +31,11 @@ from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.nvfp4_tile import TILE_BYTES
 from qerl.kernels.nvrtc import addresses, compiled, tensor_map
 
-if TYPE_CHECKING:
-    from qerl.kernels.head_portable import PortableHeadSample
-
 CASES = ((1, 1008, 192), (7, 4096, 896), (8, 2064, 3584), (64, 1040, 576), (65, 640, 1024), (256, 1616, 320))
 CHUNK = 64  # of the vocabulary; its best token and sum are one partial result
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _MASK = 2**32 - 1
-_DRAWS, _LOGITS, _SCORES = 0, 1, 2  # what the product writes
+DRAWS, LOGITS, SCORES = 0, 1, 2  # what the product writes
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -106,7 +102,6 @@ class NVFP4Head:
 
 
 Head = BF16 | FP8 | NVFP4Head
-HeadSampler: TypeAlias = "HeadSample | PortableHeadSample"
 _FORMATS = {BF16: 0, FP8: 1, NVFP4Head: 2}
 
 
@@ -200,7 +195,7 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     return HeadTile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
 
 
-def head_sampler(head: Head, max_rows: int, device: torch.device, *, on_hopper: bool) -> HeadSampler:
+def head_sampler(head: Head, max_rows: int, device: torch.device, *, on_hopper: bool) -> "HeadSample":
     """Return the sampler for a Hopper GPU, or the one for any."""
     if on_hopper:
         return HeadSample(head, max_rows, device)
@@ -228,20 +223,20 @@ class HeadSample:
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """Return fp32 [M, V], not divided by a temperature: the same bits as used for sampling."""
         logits_MV = torch.empty(len(hidden_MD), self._v, device=self._device)
-        self._multiply(hidden_MD, None, None, None, logits_MV, output=_LOGITS)
+        self._multiply(hidden_MD, None, None, None, logits_MV, output=LOGITS)
         return logits_MV
 
     def score(self, hidden_MD: Tensor, targets_M: Tensor, temperature: Tensor) -> Tensor:
         """Return logprobs_M of targets_M (int64), bit for bit those of sampling them."""
         tokens_M = targets_M.int()
-        return self._logprobs(hidden_MD, targets_M, tokens_M, temperature, tokens_M, output=_SCORES)
+        return self._logprobs(hidden_MD, targets_M, tokens_M, temperature, tokens_M, output=SCORES)
 
     def draw(
         self, hidden_MD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Sample (tokens_M int32, logprobs_M fp32); temperature is fp32 [1] on the device."""
         tokens_M = torch.empty(len(hidden_MD), dtype=torch.int32, device=self._device)
-        logprobs_M = self._logprobs(hidden_MD, keys_M, positions_M, temperature, tokens_M, output=_DRAWS)
+        logprobs_M = self._logprobs(hidden_MD, keys_M, positions_M, temperature, tokens_M, output=DRAWS)
         return tokens_M, logprobs_M
 
     def _logprobs(self, hidden_MD, keys, positions, temperature, tokens_M, *, output: int) -> Tensor:
@@ -263,7 +258,7 @@ class HeadSample:
             assert ring.dtype == dtype and ring.shape[1] >= m and ring.stride(1) == 1
         assert stop_tokens.dtype == torch.int32 and stop_tokens.is_contiguous()
         assert state.place_1.dtype == torch.int32
-        self._multiply(hidden_MD, state.keys_B, state.positions_B, temperature, None, output=_DRAWS)
+        self._multiply(hidden_MD, state.keys_B, state.positions_B, temperature, None, output=DRAWS)
         pointers = (self._partials, stop_tokens, *rows, None, *rings, state.place_1, self._arrived)
         sizes = (stop_tokens.numel(), rings[0].stride(0), rings[1].stride(0))
         self._finish(m, pointers, sizes, step=1)

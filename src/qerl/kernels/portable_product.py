@@ -10,14 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qerl.kernels.architectures import architecture_of
+from qerl.kernels.architectures import CudaArchitecture, architecture_of
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_decode import PackedAdapter
-from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS
-from qerl.kernels.nvrtc import addresses, compiled
+from qerl.kernels.nvfp4_tile import MAX_TOKENS, MOST_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.nvrtc import KernelVariant, addresses, compiled
 from qerl.kernels.portable_table import choices_of, choose_portable_tile
-from qerl.kernels.portable_tile import MOST_SUMS_PER_SM, PortableTile
+from qerl.kernels.portable_tile import FILE, MOST_SUMS_PER_SM, NAME, PortableTile, rule
 
+CASES = ((3584, 3584), (37888, 3584), (3584, 18944), (1152, 576))  # N, K
 _NO_GROUP = 2**31 - 1
 
 
@@ -102,9 +103,21 @@ class PortableProduct:
     def _compile(self, tile: PortableTile, rank: int, swiglu: int):
         defines = tile.defines(rank, swiglu)
         return compiled(
-            "portable_product.cu",
-            "portable_product",
+            FILE,
+            NAME,
             self._device,
             defines,
             shared_bytes=tile.shared_bytes,
         )
+
+
+def variants(card: CudaArchitecture) -> list[KernelVariant]:
+    """Return what is launched by rule for the sizes of CASES on a card of this architecture."""
+    each = {
+        rule(most, N, K, card).variant(rank, swiglu): None
+        for most in MOST_TOKENS
+        for N, K in CASES
+        for rank in (0, 32)
+        for swiglu in (0, 1)
+    }
+    return list(each)

@@ -3,7 +3,13 @@
 import importlib
 
 from qerl.cli.arguments import check_known, parse_options, split_names, wants_help
-from qerl.cli.bench.options import BenchDecodeOptions, BenchLearnOptions, BenchOptions, BenchStepOptions
+from qerl.cli.bench.options import (
+    BenchDecodeOptions,
+    BenchLearnOptions,
+    BenchOptions,
+    BenchStepOptions,
+    BenchTuneOptions,
+)
 from qerl.config.renamed import BENCHES as FORMER_BENCHES
 from qerl.errors import UserError
 
@@ -15,13 +21,15 @@ Measure speed and memory on this GPU, with random weights in the shape of a real
 benchmarks:
   decode   sampling: tokens/s, prefill included
   learn    one update: tokens/s, MFU and peak memory
+  tune     the fastest tiles of the portable decode kernels on this GPU, for the engine to use
   step     a whole training step: sampling, update, publishing; --memory measures the peak memory of each step
 
 Each case prints one line of JSON. In a checkout, the line is also appended to benchmarks/results/GPU.jsonl.
 Run 'qerl bench BENCHMARK --help' for its options."""
-BENCHMARKS: dict[str, tuple[type[BenchOptions], str]] = {
+BENCHMARKS: dict[str, tuple[type[BenchOptions | BenchTuneOptions], str]] = {
     "decode": (BenchDecodeOptions, "Measure sampling: tokens/s, prefill included."),
     "learn": (BenchLearnOptions, "Measure one update of the learner: tokens/s, MFU and peak memory."),
+    "tune": (BenchTuneOptions, "Find and keep the fastest tiles of the portable decode kernels."),
     "step": (BenchStepOptions, "Measure a whole training step: sampling, update and publishing."),
 }
 """Options and description; the function `bench` of the module of the same name measures."""

@@ -159,6 +159,25 @@ class BenchStepOptions(BenchOptions):
         _check_groups(self.batches, self.group_size)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTuneOptions:
+    shapes: tuple[str, ...] = ("qwen2.5-7b",)
+    """Models whose linears are measured."""
+
+    lora_rank: int = 32
+    """LoRA rank; 0 is no adapter."""
+
+    max_batch: int = 256
+    """Largest number of samples in parallel."""
+
+    runs: int = 5
+    """Replays of the CUDA graph; the median is kept."""
+
+    def __post_init__(self):
+        check_positive(self, "max_batch", "runs")
+        check_ranks((self.lora_rank,))
+
+
 def check_ranks(ranks: tuple[int, ...]) -> None:
     for rank in ranks:
         if rank < 0 or rank % 16:
