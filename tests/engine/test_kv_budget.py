@@ -83,13 +83,13 @@ def test_what_a_cache_gives_back_is_what_later_reads_find():
         torch.randn(3, 2, 16, generator=rng) * torch.tensor([1e-3, 1.0, 100.0])[:, None, None] for _ in "kv"
     )
     slots = torch.tensor([7, 2, 19])
-    kept_k, kept_v = cache.write(1, slots, k, v)
+    kept_k, kept_v = cache.pages.write(1, slots, k, v)
     assert ((kept_k - k).abs() <= k.abs() / 16 + k.abs().amax(-1, keepdim=True) / 448).all()
     assert not torch.equal(kept_k, k)
-    again_k, again_v = cache.rows(1, slots, torch.float32)
+    again_k, again_v = cache.pages.rows(1, slots, torch.float32)
     assert torch.equal(again_k, kept_k) and torch.equal(again_v, kept_v)
-    assert not cache.rows(0, slots, torch.float32)[0].any()
-    pages, _, tables = cache.readable(1, torch.tensor([[4, 0], [1, 1]]), torch.float32)
+    assert not cache.pages.rows(0, slots, torch.float32)[0].any()
+    pages, _, tables = cache.pages.readable(1, torch.tensor([[4, 0], [1, 1]]), torch.float32)
     assert torch.equal(pages[tables[0, 0], 3], kept_k[2]) and torch.equal(pages[tables[1, 1], 3], kept_k[0])
     assert torch.equal(pages[tables[0, 1], 2], kept_k[1])
 
@@ -97,9 +97,11 @@ def test_what_a_cache_gives_back_is_what_later_reads_find():
 def test_copied_pages_keep_their_scales():
     cache = KVCache(tiny().architecture, 5, 4, FP8, torch.device("cpu"))
     k = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(0)) * 50
-    cache.write(2, torch.arange(4, 8), k, k)
-    cache.copy_pages([1], [3])
-    sources, targets = (cache.rows(2, torch.arange(start, start + 4), torch.float32)[0] for start in (4, 12))
+    cache.pages.write(2, torch.arange(4, 8), k, k)
+    cache.pages.copy_pages([(1, 3)])
+    sources, targets = (
+        cache.pages.rows(2, torch.arange(start, start + 4), torch.float32)[0] for start in (4, 12)
+    )
     assert torch.equal(sources, targets) and sources.any()
 
 

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from qerl.engine.kv_cache import KVCache, slots_of
+from qerl.engine.kv_cache import KVCache
+from qerl.engine.layer_pages import LayerPages, slots_of
 from qerl.engine.state_cache import StateCache
 from qerl.kernels.attention import paged_decode
 from qerl.kernels.attention_options import AttentionOptions
@@ -59,22 +60,28 @@ class TorchForward:
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
         cache = self._cache
         positions_B = state.positions_B[:num_rows].long()
-        tables_BX = state.tables_BX[:num_rows].long()
         is_live_B = positions_B >= 0
         positions_B = positions_B.clamp(min=0)
-        pages_B = tables_BX.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
-        slots_B = slots_of(pages_B, positions_B, cache.page_tokens).where(is_live_B, cache.unused_slot)
         lengths_B = positions_B + 1
-        seen: dict[int | None, tuple[Tensor, Tensor]] = {}  # tables and lengths by window
+        kinds: dict[LayerPages, tuple[Tensor, Tensor]] = {}  # tables and slots of the new tokens
+        seen: dict[tuple[LayerPages, int | None], tuple[Tensor, Tensor]] = {}  # tables and lengths by window
 
         def attend(
             layer_index: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, options: AttentionOptions
         ) -> Tensor:
-            cache.write(layer_index, slots_B, k_BKH, v_BKH)
-            if options.window not in seen:
-                seen[options.window] = options.seen_tables(tables_BX, lengths_B, cache.page_tokens)
-            tables, lengths = seen[options.window]
-            k, v, tables = cache.readable(layer_index, tables, q_BNH.dtype)
+            pages = cache.of_layer(layer_index)
+            if pages not in kinds:
+                tables_BX = cache.state_of(layer_index, state).tables_BX[:num_rows].long()
+                pages_B = tables_BX.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
+                slots_B = slots_of(pages_B, positions_B, cache.page_tokens)
+                kinds[pages] = tables_BX, slots_B.where(is_live_B, pages.unused_slot)
+            tables_BX, slots_B = kinds[pages]
+            pages.write(layer_index, slots_B, k_BKH, v_BKH)
+            key = pages, options.window
+            if key not in seen:
+                seen[key] = options.seen_tables(tables_BX, lengths_B, cache.page_tokens)
+            tables, lengths = seen[key]
+            k, v, tables = pages.readable(layer_index, tables, q_BNH.dtype)
             return self._decode(q_BNH, k, v, tables, lengths, options)
 
         recur = None

@@ -112,7 +112,8 @@ class KernelForward:
         noise_rows_B = state.noise_rows_B[: len(h_BD)]
         x_BD, u = self._normed(h_BD, module.input_layernorm, noise_rows_B, layer, layer.qkv)
         qkv_BX = layer.products.linear(x_BD, layer.qkv, u, None)
-        o_BX = attend(qkv_BX, self._angles, self._cache.layer(index), state, norms=layer.head_norms)
+        tables = self._cache.state_of(index, state)
+        o_BX = attend(qkv_BX, self._angles, self._cache.layer(index), tables, norms=layer.head_norms)
         h_BD = layer.products.linear(*self._shrunk(o_BX, layer, layer.o), h_BD)
         x_BD, u = self._normed(h_BD, module.post_attention_layernorm, noise_rows_B, layer, layer.gate_up)
         y_BF = layer.products.swiglu(x_BD, layer.gate_up, u)

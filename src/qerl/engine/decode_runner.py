@@ -26,7 +26,7 @@ from qerl.kernels.compile_ahead import CompileReport, compile_launched
 from qerl.kernels.cuda_graph import record_graph
 from qerl.kernels.decode_state import DecodeState
 
-_BATCH = "tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "states_B", "tables_BX"
+_BATCH = "tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "states_B"
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -141,16 +141,15 @@ class DecodeRunner:
         host.noise_rows_B[:B] = torch.tensor([s.noise_row for s in samples_B], dtype=torch.int32)
         host.states_B[:B] = torch.tensor([s.state[0] if s.state else 0 for s in samples_B], dtype=torch.int32)
         host.tables_BX.fill_(0)
-        self._write_tables(range(B))
         for name in _BATCH:
             self._upload(name)
+        self._write_tables(range(B))
 
     def update_pages(self, samples: list[LiveSample]) -> None:
         """Upload the block tables of samples that got new pages."""
         if samples:
             updated = {id(s) for s in samples}
             self._write_tables(b for b, s in enumerate(self._samples_B) if id(s) in updated)
-            self._upload("tables_BX")
 
     def launch(self, num_steps: int) -> None:
         assert 0 < num_steps <= self.max_steps and self._samples_B
@@ -209,10 +208,16 @@ class DecodeRunner:
         return Burst(self._samples_B, copies[0], copies[1], is_done)
 
     def _write_tables(self, rows: Iterable[int]) -> None:
-        tables = self._host.tables_BX.numpy()
+        tables, windowed = self._host.tables_BX.numpy(), self._host.window_tables_BX.numpy()
+        has_windows = False
         for b in rows:
-            pages = self._samples_B[b].pages
+            pages, held = self._samples_B[b].pages, self._samples_B[b].window_pages
             tables[b, : len(pages)] = pages
+            windowed[b, list(held)] = list(held.values())
+            has_windows |= bool(held)
+        self._upload("tables_BX")
+        if has_windows:
+            self._upload("window_tables_BX")
 
     def _upload(self, name: str) -> None:
         """Copy to the device from a pinned copy, which torch keeps until the device has read it."""

@@ -31,24 +31,21 @@ from transformers import PreTrainedTokenizerBase
 from qerl.algo.batches import batches
 from qerl.config import EngineConfig
 from qerl.engine.branch_batch import BranchBatch
-from qerl.engine.cache_size import CacheSize, rounded_up_gb
+from qerl.engine.cache_size import CacheSize, PageCounts, rounded_up_gb
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation, Stats
 from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
-from qerl.engine.kv_cache import FP8, KVCache, page_bytes
+from qerl.engine.kv_cache import FP8, KVCache
 from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
 from qerl.engine.prefill import Prefill
 from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
-from qerl.engine.scheduler import (
-    Scheduler,
-    branching_pages,
-    num_pages,
-)
+from qerl.engine.scheduler import Scheduler, num_pages
 from qerl.engine.score import score
 from qerl.engine.state_cache import StateCache, slot_bytes
+from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
@@ -88,9 +85,10 @@ class Engine(SamplingEngine):
         self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute
         self._runners = RunnerCache(decoder, config, stop_token_ids)
         self.max_rows = self._runners.max_rows
-        self._size = CacheSize(
-            config=config,
-            page_bytes=page_bytes(decoder.architecture, config.block_size, self._kv_dtype),
+        self._size = CacheSize.of(
+            decoder.architecture,
+            config,
+            self._kv_dtype,
             slot_bytes=slot_bytes(decoder.architecture, decoder.compute),
             max_rows=self._runners.max_rows,
         )
@@ -147,7 +145,7 @@ class Engine(SamplingEngine):
             # a batch leaves a slot for a sample: its prompts keep theirs until they are branched
             share = -(-cache.num_pages // (cache.num_state_slots - 1)) if cache.num_state_slots else 0
             for batch in batches(
-                groups, lambda g: max(branching_pages(g, cache.page_tokens), share), cache.num_pages
+                groups, lambda g: max(self._branching_pages(g, cache), share), cache.num_pages
             ):
                 runner = self._runners.of(cache, sampling, self._max_pages(batch))
                 generation = self._generation(
@@ -207,6 +205,7 @@ class Engine(SamplingEngine):
                 max_num_seqs=self._runners.max_rows,
                 max_admitted_tokens=max_admitted_tokens,
                 states=PagePool(cache.num_state_slots) if cache.states is not None else None,
+                windows=WindowPages(cache.num_window_pages, self._size.window),
             ),
             self._runners.teacher_forcing()
             if config.exact
@@ -221,6 +220,14 @@ class Engine(SamplingEngine):
             conversation=conversation,
         )
 
+    def _branching_pages(self, group: LiveGroup, cache: KVCache) -> int:
+        """Return the pages of a group that is branched: as many as it needs, or the share of the pages that
+        corresponds to its share of those of layers with a window."""
+        needed = self._size.group_pages(group)
+        if not cache.num_window_pages:
+            return needed.pages
+        return max(needed.pages, -(-needed.windowed * cache.num_pages // cache.num_window_pages))
+
     def _max_pages(self, groups: list[LiveGroup]) -> int:
         """Return the most pages of a prompt and one of its samples."""
         longest = max(group.prompt_tokens + group.max_tokens for group in groups)
@@ -231,13 +238,15 @@ class Engine(SamplingEngine):
         """Yield the cache of earlier calls if it is large enough and fits into memory, else a new one."""
         budget = self._config, self._decoder, 0 if self._cache is None else self._cache.resident_bytes
         size, prompts = self._size, [prompts_P[group.index].index for group in groups]
-        num_slots, affordable = size.affordable(groups, new_cache_bytes(*budget))
-        least, useful = size.needed_pages(groups, prompts, affordable)
-        enough = useful if useful <= affordable else max(least, _WORTH_KEEPING * affordable)
+        num_slots, left_bytes = size.affordable(groups, new_cache_bytes(*budget))
+        least, useful = size.needed_pages(groups, prompts, left_bytes)
+        chosen = size.choose(left_bytes, least, useful)
+        enough = useful if chosen == useful else chosen.at_least(_WORTH_KEEPING, least)
         if self._cache is not None:
-            most = max_cache_bytes(*budget) - size.bytes_of(0, self._cache.num_state_slots)
-            is_large = enough <= self._cache.num_pages and num_slots <= self._cache.num_state_slots
-            if not is_large or self._cache.num_pages > int(most / size.page_bytes):
+            present = PageCounts(self._cache.num_pages, self._cache.num_window_pages)
+            is_large = enough.pages <= present.pages and enough.windowed <= present.windowed
+            is_large &= num_slots <= self._cache.num_state_slots
+            if not is_large or size.bytes_of(present, self._cache.num_state_slots) > max_cache_bytes(*budget):
                 self._drop_cache()  # freed before another is made
         with contextlib.ExitStack() as stack:
             if self._cache is not None:
@@ -246,24 +255,25 @@ class Engine(SamplingEngine):
                 except torch.OutOfMemoryError:  # kv_cache_gb is too large, or another process uses the GPU
                     self._drop_cache()
             if self._cache is None:
-                self._cache = self._new_cache(min(affordable, useful), num_slots, stack)
+                self._cache = self._new_cache(chosen, num_slots, stack)
             try:
                 yield self._cache
             except BaseException:
                 self._drop_cache()  # it may contain NaNs
                 raise
 
-    def _new_cache(self, num_pages: int, num_slots: int, stack: contextlib.ExitStack) -> KVCache:
+    def _new_cache(self, counts: PageCounts, num_slots: int, stack: contextlib.ExitStack) -> KVCache:
         """Make a cache that is present until the stack is closed."""
         decoder, states = self._decoder, None
         try:
             if num_slots:
                 states = StateCache(decoder.architecture, num_slots, decoder.compute, decoder.device)
             place = self._config.block_size, self._kv_dtype, decoder.device
-            cache = KVCache(decoder.architecture, num_pages, *place, states)
+            num_windowed = None if self._size.window is None else counts.windowed
+            cache = KVCache(decoder.architecture, counts.pages, *place, states, num_windowed)
             stack.enter_context(cache.present())
         except torch.OutOfMemoryError:
-            num_bytes = self._size.bytes_of(num_pages, num_slots)
+            num_bytes = self._size.bytes_of(counts, num_slots)
             raise UserError(
                 f"the KV cache needs {rounded_up_gb(num_bytes)} GB, and the device has"
                 f" {free_bytes(decoder.device) / 1e9:.2f} GB free: lower engine.kv_cache_gb or"

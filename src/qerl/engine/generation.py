@@ -46,6 +46,8 @@ class Stats:
     num_preemptions: int = 0
     peak_pages: int = 0
     """Most KV pages in use at once."""
+    peak_window_pages: int = 0
+    """Likewise, of layers with a window that have pages of their own."""
     reused_tokens: int = 0
     """Positions before pivots, counted once per pivot, which branches did not compute again."""
     generate_s: float = 0.0
@@ -59,7 +61,8 @@ class Stats:
     def __add__(self, other: "Stats") -> "Stats":
         """Return the stats of both calls, made one after the other."""
         both = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)}
-        return Stats(**both | {"peak_pages": max(self.peak_pages, other.peak_pages)})
+        peaks = ("peak_pages", "peak_window_pages")
+        return Stats(**both | {name: max(getattr(self, name), getattr(other, name)) for name in peaks})
 
 
 class Generation:
@@ -219,7 +222,15 @@ class Generation:
         prompts = [self._prompts_P[g.index].tokens_T for g in groups]
         hidden_PD = self._prefill(
             [
-                PrefillChunk(tokens_T, 0, g.pages, g.noise_row, g.on_prompt_hidden, g.state)
+                PrefillChunk(
+                    tokens_T,
+                    0,
+                    g.pages,
+                    g.noise_row,
+                    g.on_prompt_hidden,
+                    g.state,
+                    window_pages=g.window_pages,
+                )
                 for tokens_T, g in zip(prompts, groups, strict=True)
             ]
         )
@@ -247,6 +258,9 @@ class Generation:
         cached."""
         new = [s for s in scheduled if not s.num_cached]
         self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group.pages, s.pages) for s in new])
+        self._cache.copy_partial_window(
+            [(s.group.prompt_tokens, s.group.window_pages, s.window_pages) for s in new]
+        )
         if (states := self._cache.states) is not None:
             states.copy([(s.group.state, s.state) for s in new])
             self._go_to_pivots([s for s in new if s.group.num_parent_tokens], states)
@@ -275,7 +289,15 @@ class Generation:
         """Return the tokens that are not cached, except the newest."""
         first = s.num_cached or s.group.prompt_tokens
         tokens_T = s.tokens_T[first - s.group.prompt_tokens : -1]
-        return PrefillChunk(tokens_T, first, s.pages, s.noise_row, state=s.state)
+        return PrefillChunk(
+            tokens_T,
+            first,
+            s.pages,
+            s.noise_row,
+            state=s.state,
+            window_pages=s.window_pages,
+            prompt_window_pages=s.group.window_pages,
+        )
 
     def _read(self) -> None:
         """Append the tokens of the oldest unread burst and end the turns that it completed."""
@@ -334,4 +356,6 @@ class Generation:
         return self._runner.sampler.key(coordinates, s.group.prompt_tokens)
 
     def _note_pages(self) -> None:
-        self.stats.peak_pages = max(self.stats.peak_pages, self.num_used_pages)
+        stats, windows = self.stats, self._scheduler.windows
+        stats.peak_pages = max(stats.peak_pages, self.num_used_pages)
+        stats.peak_window_pages = max(stats.peak_window_pages, windows.pool.num_used)

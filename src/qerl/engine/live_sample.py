@@ -25,6 +25,8 @@ class LiveGroup:
     """The prompt's row in the noise table of the norms."""
     pages: list[int] = dataclasses.field(default_factory=list)
     """The prompt's pages, from admission until the last sample finishes."""
+    window_pages: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Those of layers with a window that the token after the prompt sees, by place (window_pages.py)."""
     state: list[int] = dataclasses.field(default_factory=list)
     """Slot of the recurrent states after the prompt; empty if no layer has any. A branch has its parent's."""
     keeps_pages: bool = False
@@ -62,6 +64,8 @@ class LiveSample:
     logprobs_T: list[float] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
     """Empty unless the sample is running, parked or resumed with its pages."""
+    window_pages: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Those of layers with a window that are held, by their place in the sequence; with `pages`."""
     state: list[int] = dataclasses.field(default_factory=list)
     """Slot of its recurrent states, with its pages; empty if no layer has any."""
     is_running: bool = False
@@ -90,6 +94,12 @@ class LiveSample:
     def num_positions(self) -> int:
         """Tokens of prompt and sample: cached positions after the newest token has been computed."""
         return self.group.prompt_tokens + len(self.tokens_T)
+
+    @property
+    def first_query(self) -> int:
+        """Position of the first query that may still be computed with its pages: the newest token's, or the
+        first after the prompt if the sample may be branched."""
+        return self.group.prompt_tokens if self.group.keeps_pages else self.num_positions - 1
 
     @property
     def turn_tokens_T(self) -> list[int]:

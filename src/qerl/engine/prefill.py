@@ -7,39 +7,23 @@ the chunk's slot, which then holds those after its last row.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from qerl.engine.kv_cache import KVCache, slots_of
+from qerl.engine.prefill_chunk import PrefillChunk
+from qerl.engine.prefill_window import WindowedForward
 from qerl.engine.scheduler import num_pages
 from qerl.engine.state_cache import StateCache
+from qerl.engine.window_pages import Window
 from qerl.kernels.attention import PagedLayout, Span, span_attention
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.gated_delta import SequenceLayout
 from qerl.kernels.gated_delta_net import DeltaInputs, mix
 from qerl.models.decoder import Decoder
 from qerl.models.delta_net import Recur
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    tokens_T: list[int]
-    first_position: int
-    pages: list[int]
-    noise_row: int = 0
-    """Row in the noise table of the norms."""
-    on_hidden: Callable[[Tensor], None] | None = None
-    """Called with the hidden states of its next tokens, [rows, D], after each forward."""
-    state: list[int] = dataclasses.field(default_factory=list)
-    """Slot of the recurrent states before its next token, and after it; empty if no layer has any."""
-    is_cached: bool = False
-    """True if the keys and values are in the pages already, and only the states are not."""
-
-    @property
-    def positions(self) -> range:
-        return range(self.first_position, self.first_position + len(self.tokens_T))
 
 
 def chunk_rows(chunks: list[PrefillChunk]) -> Tensor:
@@ -60,12 +44,16 @@ class Prefill:
         """Rows of all forwards."""
         self.num_forwards = 0
         self._decoder, self._cache, self._max_tokens = decoder, cache, max_tokens
+        self._window = Window.of(decoder.architecture, cache.page_tokens)
 
     def __call__(self, chunks: list[PrefillChunk]) -> Tensor:
         """Write the chunks' keys and values; return the hidden states of their last rows, [chunks, D]."""
-        last_hidden = []
+        last_hidden, carried = [], None
         for parts in split_into_forwards(chunks, self._max_tokens):
-            hidden_TD = self._forward([chunk for chunk, _ in parts])
+            some = [chunk for chunk, _ in parts]
+            windowed = WindowedForward.of(self._cache, self._window, some, carried, is_end=parts[-1][1])
+            hidden_TD = self._forward(some, windowed)
+            carried = None if windowed is None else windowed.carried
             ends, row = [], 0
             for chunk, is_end in parts:
                 row += len(chunk.tokens_T)
@@ -74,7 +62,7 @@ class Prefill:
             last_hidden.append(hidden_TD[torch.tensor(ends, dtype=torch.long, device=hidden_TD.device)])
         return torch.cat(last_hidden)
 
-    def _forward(self, chunks: list[PrefillChunk]) -> Tensor:
+    def _forward(self, chunks: list[PrefillChunk], windowed: WindowedForward | None) -> Tensor:
         cache, device = self._cache, self._decoder.device
         tokens_T, positions_T, _, noise_rows_T = chunk_rows(chunks).to(device)
         spans, slots, row = [], [], 0
@@ -82,7 +70,7 @@ class Prefill:
             table = torch.tensor(chunk.pages[: num_pages(chunk.positions.stop, cache.page_tokens)])
             positions = torch.arange(chunk.first_position, chunk.positions.stop)
             own = slots_of(table[positions // cache.page_tokens], positions, cache.page_tokens)
-            slots.append(torch.full_like(own, cache.unused_slot) if chunk.is_cached else own)
+            slots.append(torch.full_like(own, cache.pages.unused_slot) if chunk.is_cached else own)
             length = len(chunk.tokens_T)
             spans.append(
                 Span(start_row=row, num_rows=length, first_position=chunk.first_position, table=table)
@@ -94,9 +82,12 @@ class Prefill:
         def attend(
             layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions
         ) -> Tensor:
-            k_TKH, v_TKH = cache.write(layer_index, slots_T, k_TKH, v_TKH)
+            if windowed is not None and layer_index in windowed.layers:
+                k_RKH, v_RKH = windowed.keys(layer_index, k_TKH, v_TKH)
+                return span_attention(q_TNH, k_RKH, v_RKH, windowed.layout, options)
+            k_TKH, v_TKH = cache.pages.write(layer_index, slots_T, k_TKH, v_TKH)
             if not layout.is_fresh:
-                k_TKH, v_TKH = cache.rows(layer_index, layout.key_slots, q_TNH.dtype)
+                k_TKH, v_TKH = cache.pages.rows(layer_index, layout.key_slots, q_TNH.dtype)
             return span_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
         recur = None if cache.states is None else _recur_on(cache.states, chunks)

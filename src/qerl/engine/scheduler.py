@@ -18,6 +18,10 @@ If layers have recurrent states (kv_cache.py), a group also has a slot for the s
 each running or parked sample one of its own. A preempted sample loses its slot: its states start from the
 group's again. A group is admitted only if it leaves a slot for a sample.
 
+Layers with a window may have pages of their own, of which a sample holds those that its later queries see
+(window_pages.py). Both kinds are counted alike: a sample is scheduled, and a group admitted, if there are
+enough of each.
+
 A group may keep the pages of its finished samples so that they can be branched. The branches of a sample form
 a group of their own: the sample's tokens before the pivot, except the last, count as this group's prompt and
 are in pages already. The first decode step of a branch computes the last one.
@@ -28,6 +32,7 @@ import math
 
 from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
+from qerl.engine.window_pages import Held, WindowPages
 
 
 def num_pages(num_positions: int, page_tokens: int) -> int:
@@ -66,10 +71,13 @@ class Scheduler:
         max_num_seqs: int,
         max_admitted_tokens: int | None = None,
         states: PagePool | None = None,
+        windows: WindowPages | None = None,
     ):
         """max_admitted_tokens: prompt tokens after which `admit` takes no further group. states: slots of
-        recurrent states, if layers have any."""
+        recurrent states, if layers have any. windows: pages of layers with a window, if they have their own.
+        """
         self.pages = pages
+        self.windows = WindowPages(0, None) if windows is None else windows
         self.states = PagePool(0) if states is None else states
         self._num_states = 0 if states is None else 1  # of a prompt, of a sample
         self.running: list[LiveSample] = []  # oldest first
@@ -82,7 +90,7 @@ class Scheduler:
         self._not_admitted = collections.deque(groups)
         self._waiting: collections.deque[LiveSample] = collections.deque()  # oldest first
         self._admitted: list[LiveGroup] = []
-        self._finished_pages: dict[LiveSample, list[int]] = {}
+        self._finished_pages: dict[LiveSample, tuple[list[int], Held]] = {}
         self._finished_states: list[int] = []
 
     @property
@@ -109,10 +117,12 @@ class Scheduler:
     def steps_without_preemption(self, num_steps: int, num_launched: int = 0) -> int:
         """Return the largest of num_steps, num_steps / 2, ..., 1, 0 for which allocate(num_launched + it)
         preempts no sample."""
+        self._give_back()
         while num_steps > 0:
-            num_missing = sum(self._num_missing(s, num_launched + num_steps) for s in self.running)
-            num_free = self.pages.num_free
-            if num_missing <= num_free or num_missing <= num_free + self._num_reclaimable():
+            steps = num_launched + num_steps
+            num_missing = sum(self._num_missing(s, steps) for s in self.running)
+            num_windowed = sum(len(self._missing_windowed(s, steps)) for s in self.running)
+            if self._has_free(num_missing, num_windowed) or self._could_reclaim(num_missing, num_windowed):
                 return num_steps
             num_steps //= 2
         return 0
@@ -123,13 +133,18 @@ class Scheduler:
         Return the samples that got a page. If there are too few pages, the youngest samples are preempted.
         """
         extended = []
-        for sample in [s for s in self.running if self._num_missing(s, num_steps)]:
+        self._give_back()
+        for sample in list(self.running):
             num_missing = self._num_missing(sample, num_steps)
-            while not self._reclaim(num_missing) and sample.is_running:
+            windowed = self._missing_windowed(sample, num_steps)
+            if not sample.is_running or not (num_missing or windowed):
+                continue
+            while not self._reclaim(num_missing, len(windowed)) and sample.is_running:
                 self._preempt(self.running[-1])
             if not sample.is_running:
                 break  # it was the youngest itself; those after it are preempted already
             sample.pages += self.pages.allocate(num_missing)
+            sample.window_pages |= self.windows.allocate(windowed)
             extended.append(sample)
         return extended
 
@@ -137,19 +152,23 @@ class Scheduler:
         """Return the groups whose prompts are to be prefilled now, with pages; their samples then wait."""
         admitted, num_tokens, self.has_postponed = [], 0, False
         num_live, num_reserved, num_new = len(self.running), self._num_reserved(), 0
+        num_windowed = num_reserved
         while not self._waiting and self._not_admitted and num_live < self._max_num_seqs:
             group = self._not_admitted[0]
             self.has_postponed = num_tokens >= self._max_admitted_tokens
-            if self.has_postponed or not self._fits(group, num_reserved, num_new):
+            if self.has_postponed or not self._fits(group, num_reserved, num_windowed, num_new):
                 break
             num_tokens += group.prompt_tokens
             self._not_admitted.popleft()
             group.pages = self.pages.allocate(self._pages_of(group.prompt_tokens))
+            P = group.prompt_tokens
+            group.window_pages = self.windows.allocate(self.windows.missing({}, P, P))
             group.state = self.states.allocate(self._num_states)
             group.num_unfinished = len(group.samples_G)
             num_live += len(group.samples_G)
             num_new += len(group.samples_G)
             num_reserved += len(group.samples_G) * self._start_pages(group)
+            num_windowed += len(group.samples_G) * self._start_windowed(group)
             self._admitted.append(group)
             admitted.append(group)
         self._waiting.extend(s for group in admitted for s in group.samples_G)
@@ -165,15 +184,26 @@ class Scheduler:
         num_reserved = self._num_reserved()
         while self._waiting and len(self.running) + len(scheduled) < self._max_num_seqs:
             sample = self._waiting[0]
-            shared = sample.group.pages[: sample.group.prompt_tokens // self._page_tokens]
+            num_full = sample.group.prompt_tokens // self._page_tokens
+            shared = sample.group.pages[:num_full]
+            held = sample.window_pages if sample.pages else sample.group.window_pages
+            windowed = [
+                i
+                for i in self.windows.missing({}, sample.first_query, sample.num_positions)
+                if i not in held or (not sample.pages and i >= num_full)
+            ]
             num_needed = self._pages_of(sample.num_positions)
             num_new = max(num_needed - len(sample.pages or shared), 0)
             num_reserved += num_needed < self._max_pages(sample.group)
             num_states = 0 if sample.state else self._num_states
-            if not self._reclaim(num_new + num_reserved, num_states, keep=sample):
+            num_free = num_new + num_reserved, len(windowed) + num_reserved * self._num_windows
+            if not self._reclaim(*num_free, num_states, keep=sample):
                 break
             self._waiting.popleft()
             sample.state += self.states.allocate(num_states)
+            if not sample.pages:
+                sample.window_pages = self.windows.share(held, sample.first_query, num_full)
+            sample.window_pages |= self.windows.allocate(windowed)
             sample.pages = (sample.pages or self.pages.share(shared)) + self.pages.allocate(num_new)
             sample.is_running = True
             scheduled.append(sample)
@@ -184,7 +214,9 @@ class Scheduler:
         """Remove samples in any state; the last of a group also releases the prompt's pages."""
         for sample in samples:
             if sample.is_running and sample.group.keeps_pages:
-                self._finished_pages[sample] = self.pages.share(sample.pages)
+                held = sample.window_pages
+                kept = self.windows.share(held, sample.first_query, max(held, default=0) + 1)
+                self._finished_pages[sample] = self.pages.share(sample.pages), kept
             if not sample.is_running:
                 (self.parked if sample in self.parked else self._waiting).remove(sample)
             self._release(sample)
@@ -192,6 +224,7 @@ class Scheduler:
             group.num_unfinished -= 1
             if group.num_unfinished == 0:
                 self.pages.release(group.pages)
+                self.windows.release(group.window_pages)
                 if group.keeps_pages:
                     self._finished_states += group.state
                 else:
@@ -210,6 +243,7 @@ class Scheduler:
                 sample.has_overrun = False
             elif sample.is_running:
                 sample.is_running, sample.num_cached = False, sample.num_positions - 1
+                self.windows.cut(sample.window_pages, sample.num_cached)
             else:
                 self._waiting.remove(sample)
         self.parked += samples
@@ -226,51 +260,78 @@ class Scheduler:
         """Admit branches of finished samples on their pages; release all other pages of finished samples."""
         for group in groups:
             assert group.parent is not None and group.num_parent_tokens < len(group.parent.tokens_T)
-            pages = self._finished_pages[group.parent]
+            pages, held = self._finished_pages[group.parent]
             group.state = self.states.share(group.parent.group.state)
-            group.pages = self.pages.share(pages[: self._pages_of(group.prompt_tokens)])
+            num_shared = self._pages_of(group.prompt_tokens)
+            group.pages = self.pages.share(pages[:num_shared])
+            group.window_pages = self.windows.share(held, group.prompt_tokens, num_shared)
             group.num_unfinished = len(group.samples_G)
             self._admitted.append(group)
             self._waiting.extend(group.samples_G)
-        for pages in self._finished_pages.values():
+        for pages, held in self._finished_pages.values():
             self.pages.release(pages)
+            self.windows.release(held)
         self.states.release(self._finished_states)
         self._finished_pages.clear()
         self._finished_states.clear()
 
-    def _reclaim(self, num: int, num_states: int = 0, keep: LiveSample | None = None) -> bool:
-        """Release what samples between turns hold, youngest first, until `num` pages and num_states slots are
-        free; True if they are. The sample `keep` keeps its pages."""
-        if not self._has_free(num, num_states):
+    def _give_back(self) -> None:
+        """Release the pages that are wholly before the windows of the running samples."""
+        for sample in self.running:
+            self.windows.give_back(sample.window_pages, sample.first_query)
+
+    def _reclaim(
+        self, num: int, num_windowed: int, num_states: int = 0, keep: LiveSample | None = None
+    ) -> bool:
+        """Release what samples between turns hold, youngest first, until `num` pages, num_windowed of layers
+        with a window and num_states slots are free; True if they are. The sample `keep` keeps its pages."""
+        if not self._has_free(num, num_windowed, num_states):
             for sample in sorted(self._between_turns(), key=lambda s: s.age, reverse=True):
-                if sample is not keep and not self._has_free(num, num_states):
+                if sample is not keep and not self._has_free(num, num_windowed, num_states):
                     self._release(sample)
-        return self._has_free(num, num_states)
+        return self._has_free(num, num_windowed, num_states)
 
-    def _has_free(self, num: int, num_states: int) -> bool:
-        return self.pages.num_free >= num and self.states.num_free >= num_states
+    def _has_free(self, num: int, num_windowed: int, num_states: int = 0) -> bool:
+        has_windowed = self.windows.pool.num_free >= num_windowed
+        return self.pages.num_free >= num and has_windowed and self.states.num_free >= num_states
 
-    def _num_reclaimable(self) -> int:
-        """Number of pages that `_reclaim` could release; a prompt's pages stay with its group."""
-        return sum(
-            len(s.pages) - s.group.prompt_tokens // self._page_tokens
-            for s in self._between_turns()
-            if s.pages
+    def _could_reclaim(self, num: int, num_windowed: int) -> bool:
+        """True if `_reclaim` could free so many pages; a prompt's pages stay with its group."""
+        holders = [s for s in self._between_turns() if s.pages]
+        pages = sum(len(s.pages) - s.group.prompt_tokens // self._page_tokens for s in holders)
+        windowed = sum(
+            len(s.window_pages) - len(set(s.window_pages.values()) & set(s.group.window_pages.values()))
+            for s in holders
         )
+        return self.pages.num_free + pages >= num and self.windows.pool.num_free + windowed >= num_windowed
 
     def _between_turns(self) -> list[LiveSample]:
         return [*self._waiting, *self.parked]
 
-    def _fits(self, group: LiveGroup, num_reserved: int, num_new_states: int) -> bool:
+    def _fits(self, group: LiveGroup, num_reserved: int, num_windowed: int, num_new_states: int) -> bool:
         """True if its prompt and a first sample fit next to the reserved pages and slots, and any one
         admitted sample can reach its maximum length."""
-        groups = [*self._admitted, group]
+        groups, windows = [*self._admitted, group], self.windows
         prompt_pages = sum(self._pages_of(g.prompt_tokens) for g in groups)
         largest = max(own_pages(g.prompt_tokens, g.max_tokens, self._page_tokens) for g in groups)
         now = self._pages_of(group.prompt_tokens) + self._start_pages(group)
         if prompt_pages + largest > self.pages.num_pages or now + num_reserved > self.pages.num_free:
             return False
+        prompt_pages = sum(windows.prompt_pages(g.prompt_tokens) for g in groups)
+        now = windows.prompt_pages(group.prompt_tokens) + self._start_windowed(group)
+        if prompt_pages + windows.sample_pages(largest) > windows.pool.num_pages:
+            return False
+        if now + num_windowed * self._num_windows > windows.pool.num_free:
+            return False
         return not self._num_states or self.states.num_free >= num_new_states + 2
+
+    @property
+    def _num_windows(self) -> int:
+        """Pages of layers with a window that a sample needs beside each of its others."""
+        return 0 if self.windows.window is None else 1
+
+    def _start_windowed(self, group: LiveGroup) -> int:
+        return self.windows.sample_pages(self._start_pages(group))
 
     def _start_pages(self, group: LiveGroup) -> int:
         """Pages that a sample needs to be scheduled with one token and leave one in reserve."""
@@ -285,6 +346,12 @@ class Scheduler:
         """Pages missing for its newest token and num_steps - 1 more, up to its maximum length."""
         needed = self._pages_of(sample.num_positions + num_steps - 1)
         return max(min(needed, self._max_pages(sample.group)) - len(sample.pages), 0)
+
+    def _missing_windowed(self, sample: LiveSample, num_steps: int) -> list[int]:
+        """Return the places of the pages of layers with a window that it lacks for the same tokens."""
+        last = sample.group.prompt_tokens + sample.group.max_tokens - 1
+        num_positions = min(sample.num_positions + num_steps - 1, last)
+        return self.windows.missing(sample.window_pages, sample.first_query, num_positions)
 
     def _max_pages(self, group: LiveGroup) -> int:
         """Pages of one of its samples at maximum length, shared pages included."""
@@ -301,5 +368,6 @@ class Scheduler:
 
     def _release(self, sample: LiveSample) -> None:
         self.pages.release(sample.pages)
+        self.windows.release(sample.window_pages)
         self.states.release(sample.state)
         sample.pages, sample.state, sample.is_running, sample.num_cached = [], [], False, 0

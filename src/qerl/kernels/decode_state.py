@@ -5,6 +5,7 @@
     ends_B       a sample ends when a new token would move its row to this position or past it
     keys_B       the sample's random key; a sampled token is a function of (key, position, vocabulary index)
     tables_BX    the sequence's pages in order
+    window_tables_BX   likewise, of layers with a window that have their own; those before it are stale
     noise_rows_B the row's entry in the noise table of the norms, if there is one
     states_B     slot of the sequence's recurrent states, if layers have any
 
@@ -27,6 +28,7 @@ class DecodeState:
     ends_B: Tensor  # int32
     keys_B: Tensor  # int64, not negative
     tables_BX: Tensor  # int32
+    window_tables_BX: Tensor  # int32
     noise_rows_B: Tensor  # int32
     states_B: Tensor  # int32
     drawn_tokens_WB: Tensor  # int32
@@ -35,7 +37,9 @@ class DecodeState:
 
     def of_width(self, pages: int) -> "DecodeState":
         """Return a view whose tables have only the first `pages` pages."""
-        return dataclasses.replace(self, tables_BX=self.tables_BX[:, :pages])
+        return dataclasses.replace(
+            self, tables_BX=self.tables_BX[:, :pages], window_tables_BX=self.window_tables_BX[:, :pages]
+        )
 
     def advance(self, tokens_B: Tensor, logprobs_B: Tensor, stop_tokens: Tensor) -> None:
         """Write the tokens to the ring buffer and move each live row to its next position, or end it."""
@@ -65,6 +69,7 @@ class DecodeState:
             ends_B=ints(rows),
             keys_B=torch.zeros(rows, dtype=torch.int64, device=device),
             tables_BX=ints(rows, pages),
+            window_tables_BX=ints(rows, pages),
             noise_rows_B=ints(rows),
             states_B=ints(rows),
             drawn_tokens_WB=ints(steps, rows),

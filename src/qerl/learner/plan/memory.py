@@ -32,8 +32,9 @@ from typing import Literal
 import torch
 
 from qerl.config import RunConfig
+from qerl.engine.cache_size import CacheSize, PageCounts
 from qerl.engine.kv_budget import free_bytes
-from qerl.engine.kv_cache import FP8, page_bytes
+from qerl.engine.kv_cache import FP8
 from qerl.engine.scheduler import num_pages, own_pages
 from qerl.engine.state_cache import slot_bytes
 from qerl.formats import FORMATS
@@ -115,10 +116,16 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
     prompts = min(config.num_prompts, engine.max_num_seqs)
     pages = prompts * num_pages(prompt_tokens, engine.block_size)
     kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
-    pages += (kept + running) * own_pages(prompt_tokens, max_tokens, engine.block_size)
+    own = own_pages(prompt_tokens, max_tokens, engine.block_size)
+    pages += (kept + running) * own
     slots = prompts + running if config.algo.branching == "none" else config.num_prompts + running
-    states = (slots + 1) * slot_bytes(a, _compute_dtype(config))
-    wanted = (pages + 1) * page_bytes(a, engine.block_size, dtype) + states
+    slot = slot_bytes(a, _compute_dtype(config))
+    size = CacheSize.of(a, engine, dtype, slot_bytes=slot, max_rows=engine.max_num_seqs)
+    windowed = 0
+    if size.window is not None:
+        windowed = prompts * size.window.prompt_pages(prompt_tokens) + kept * own
+        windowed += running * size.window.running_pages(own)
+    wanted = size.bytes_of(PageCounts(pages + 1, windowed + 1), slots)
     return wanted if engine.kv_cache_gb is None else min(wanted, engine.kv_cache_gb * 1e9)
 
 

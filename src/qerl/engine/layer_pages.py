@@ -1,0 +1,128 @@
+"""Pages of keys and values of some layers: write them, read them, copy them.
+
+    k, v                 [L, num_pages + 1, page_tokens, K, H]; slot = page * page_tokens + offset
+    k_scales, v_scales   fp32 [L, num_pages + 1, page_tokens, K], for FP8 only: one per token and head
+
+The last page is written by rows that are not in use. Letters: L these layers, K key/value heads, H head size,
+T tokens.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.decode_attention import LayerCache, from_fp8, to_fp8
+from qerl.models.architecture import Architecture
+
+FP8 = torch.float8_e4m3fn
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+def page_bytes(
+    architecture: Architecture, page_tokens: int, dtype: torch.dtype, num_layers: int | None = None
+) -> int:
+    """Return the bytes of one page in so many layers: keys, values and their scales. None: all layers with
+    attention."""
+    if num_layers is None:
+        num_layers = len(architecture.layers_with("attention"))
+    head_bytes = architecture.head_size * dtype.itemsize + (4 if dtype == FP8 else 0)
+    return 2 * num_layers * page_tokens * architecture.num_kv_heads * head_bytes
+
+
+def slots_of(pages_T: Tensor, positions_T: Tensor, page_tokens: int) -> Tensor:
+    """Return the slots of positions that lie in these pages."""
+    return pages_T * page_tokens + positions_T % page_tokens
+
+
+def page_specs(
+    a: Architecture, num_layers: int, num_pages: int, page_tokens: int, dtype: torch.dtype
+) -> list[Spec]:
+    """Return shapes and dtypes of k, v and, with FP8, their scales."""
+    shape = (num_layers, num_pages + 1, page_tokens, a.num_kv_heads)
+    return [((*shape, a.head_size), dtype)] * 2 + [(shape, torch.float32)] * (2 * (dtype == FP8))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LayerPages:
+    """LayerPages((0, 2), *tensors): of layers 0 and 2."""
+
+    layers: tuple[int, ...]
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[1] - 1
+
+    @property
+    def page_tokens(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def unused_slot(self) -> int:
+        return self.num_pages * self.page_tokens
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
+
+    def layer(self, layer_index: int) -> LayerCache:
+        place = self.layers.index(layer_index)
+        return LayerCache(
+            k=self.k[place],
+            v=self.v[place],
+            k_scales=None if self.k_scales is None else self.k_scales[place],
+            v_scales=None if self.v_scales is None else self.v_scales[place],
+        )
+
+    def write(self, layer_index: int, slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values; return (k_TKH, v_TKH) as the cache would return them, rounded if FP8."""
+        dtype, stored, of = k_TKH.dtype, [], self.layer(layer_index)
+        for pages, scales, x_TKH in ((of.k, of.k_scales, k_TKH), (of.v, of.v_scales, v_TKH)):
+            if scales is not None:
+                x_TKH, scales_TK = to_fp8(x_TKH)
+                scales.flatten(0, 1).index_copy_(0, slots_T, scales_TK)
+                stored.append(from_fp8(x_TKH, scales_TK).to(dtype))
+                # as bytes, because index_copy_ does not take FP8
+                pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots_T, x_TKH.view(torch.uint8))
+            else:
+                pages.flatten(0, 1).index_copy_(0, slots_T, x_TKH)
+                stored.append(x_TKH)
+        return stored[0], stored[1]
+
+    def readable(
+        self, layer_index: int, tables_BX: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (k, v, tables): pages in this dtype, and block tables that index them."""
+        of = self.layer(layer_index)
+        if of.k_scales is None:
+            return of.k, of.v, tables_BX
+        pages = tables_BX.flatten()
+        offsets = torch.arange(self.page_tokens, device=pages.device)
+        slots = slots_of(pages[:, None], offsets, self.page_tokens).flatten()
+        k, v = (x.view(-1, *of.k.shape[1:]) for x in self.rows(layer_index, slots, dtype))
+        return k, v, torch.arange(len(pages), device=pages.device).view(tables_BX.shape)
+
+    def rows(self, layer_index: int, slots_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return (k_SKH, v_SKH) of these slots in this dtype."""
+        rows, of = [], self.layer(layer_index)
+        for pages, scales in ((of.k, of.k_scales), (of.v, of.v_scales)):
+            pages = pages.flatten(0, 1)
+            if scales is None:
+                rows.append(pages[slots_S])
+            else:
+                codes = pages.view(torch.uint8)[slots_S].view(FP8)
+                rows.append(from_fp8(codes, scales.flatten(0, 1)[slots_S]).to(dtype))
+        return rows[0], rows[1]
+
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copy pages, given as (source, target), in all layers."""
+        if not copies:
+            return
+        source, target = (torch.tensor(pages, device=self.k.device) for pages in zip(*copies, strict=True))
+        for tensor in self.tensors:
+            pages = tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+            pages.index_copy_(1, target, pages.index_select(1, source))
