@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl.engine.decode_forward import DecodeForward
 from qerl.engine.live_sample import LiveSample
-from qerl.engine.sampler import Sampler
+from qerl.engine.sampler import FusedSampler, Sampler
 from qerl.engine.scheduler import num_pages
 from qerl.kernels.compile_ahead import CompileReport, compile_launched
 from qerl.kernels.cuda_graph import record_graph
@@ -109,7 +109,7 @@ class DecodeRunner:
         return tokens_B[:M], logprobs_B[:M]
 
     def compile_ahead(self, most_samples: int) -> CompileReport:
-        """Compile in parallel what the forward passes of up to this many samples launch, before the first.
+        """Compile in parallel what steps of up to this many samples launch, before the first of them.
 
         For a forward pass of this project's kernels: they only note what they would launch, but PyTorch's
         operations run, on tensors that no kernel has filled.
@@ -118,7 +118,9 @@ class DecodeRunner:
         def steps() -> None:
             samples = range(1, min(most_samples, self.max_rows) + 1)
             for num_rows in dict.fromkeys(map(self._rows, samples)):
-                self._forward(self._state, num_rows)
+                hidden_BD = self._forward(self._state, num_rows)
+                if isinstance(self.sampler, FusedSampler):
+                    self.sampler.step(hidden_BD, self._state)
 
         return compile_launched(steps, self._device)
 

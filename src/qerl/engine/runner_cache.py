@@ -26,6 +26,7 @@ from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8
 from qerl.kernels.chunked_attention import chunked_decode
+from qerl.kernels.compile_ahead import CompileReport
 from qerl.kernels.decode_shape import CHUNK
 from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head, head_sampler
 from qerl.kernels.lora_shrink import LoraShrink
@@ -59,6 +60,8 @@ class RunnerCache:
         self._max_pages = 0
         self._runners: dict[Sampling | None, DecodeRunner] = {}
         self._teacher_forcing: TeacherForcing | None = None
+        self.compiled: CompileReport | None = None
+        """What was compiled before the first step; None if nothing was, as with PyTorch's operations."""
         self._pool: Any = None
 
     def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int) -> DecodeRunner:
@@ -76,6 +79,8 @@ class RunnerCache:
             while len(self._runners) >= _MOST_RUNNERS:
                 del self._runners[next(iter(self._runners))]
             self._runners[key] = self._made(key, self._forward)
+            if self._is_fast and self.compiled is None:
+                self.compiled = self._runners[key].compile_ahead(self.max_rows)
         runner = self._runners[key]
         runner.discard_unread()
         return runner
