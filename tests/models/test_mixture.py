@@ -5,21 +5,32 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
 from conftest import rms_error
 from models.family_rows import Pairs, load, oracle, oracle_logprobs, sampled_logprobs, save
 from models.tiny import forest, logits_of
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
+from qerl.export.write import _merged_tensors
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.plan.memory import embedding_bytes, weight_bytes
 from qerl.models import decoder as decoder_module
-from qerl.models.adapter import adapter_off, adapter_tensors, add_adapter, load_adapter, publish
+from qerl.models.adapter import (
+    adapter_off,
+    adapter_tensors,
+    add_adapter,
+    load_adapter,
+    publish,
+    set_router_noise,
+)
 from qerl.models.families import from_hf_config
 from qerl.models.families.experts import NOT_SUPPORTED
 from qerl.models.layer_spec import layer_specs
 from qerl.models.random_weights import SHAPES, random_decoder, shape_of_hub_id
 from qerl.models.sampler_copy import make_sampler_copy
+from qerl.models.stored_names import stored_tensors
 
 TOKENS_T = torch.arange(40) * 7 % 61
 MIXTURES = "GptOss", "Qwen3Moe", "Olmoe", "GraniteMoe"
@@ -215,3 +226,31 @@ def test_the_default_targets_of_a_mixture_are_the_linears_that_it_has(pairs):
     add_adapter(partly, AdapterConfig(), seed=0)
     names = [name for name, x in partly.linears() if x.lora_A is not None and "mlp" in name]
     assert names == [f"layers.2.mlp.{x}_proj" for x in ("gate", "up", "down")]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_merged_model_is_transformers_with_the_adapters_in_its_weights(pairs, family, tmp_path):
+    decoder = with_experts(pairs.of(family)[2], "per_expert")
+    tensors = dict(stored_tensors(decoder.architecture, _merged_tensors(decoder, torch.float32)))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    pairs.of(family)[0].config.save_pretrained(tmp_path)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        theirs_TV = merged(TOKENS_T[None]).logits[0]
+    torch.testing.assert_close(logits_of(decoder, TOKENS_T), theirs_TV, atol=1e-4, rtol=0)
+
+
+def test_a_router_that_reads_no_noise_keeps_the_first_layers_routes(pairs):
+    decoder, routes = copy.deepcopy(pairs.of("Olmoe")[2]), []
+
+    def watch(layer_index, ids_TK):
+        routes.append(ids_TK) if layer_index == 0 else None
+        return ids_TK
+
+    plain_TV = logits_of(decoder, TOKENS_T, route=watch)
+    for norm in decoder.noise_table.norms[1::2]:  # those before the experts
+        norm.noise.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+    for reads_noise in (False, True):
+        set_router_noise(decoder, reads_noise)
+        assert rms_error(logits_of(decoder, TOKENS_T, route=watch), plain_TV) > 0.01
+    assert torch.equal(routes[1], routes[0]) and not torch.equal(routes[2], routes[0])

@@ -35,6 +35,10 @@ class NoisedRMSNorm(nn.Module):
         noise, rows_T = self.noise_of(noise_rows_T)
         return rms_norm(y_TD, self.weight, noise, self.eps, dtype=self.compute, rows_T=rows_T)
 
+    def plain(self, y_TD: Tensor) -> Tensor:
+        """Return the norm alone, without noise."""
+        return rms_norm(y_TD, self.weight, None, self.eps, dtype=self.compute)
+
     def noise_of(self, noise_rows_T: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return (noise, its rows) as the kernels take them; a table without rows is no noise."""
         if self.noise.dim() == 1:

@@ -73,6 +73,10 @@ class NoiseConfig:
     noise_in: Literal["sampler", "both"] = "sampler"
     """sampler: only the sampling policy has noise (the paper). both: the learner's forward pass too."""
 
+    router: bool = True
+    """Of a mixture of experts: the noise of the norm before the experts moves their router too and changes
+    routes. false: the router reads the norm without noise."""
+
     control: ControlConfig = ControlConfig()
 
     def __post_init__(self):

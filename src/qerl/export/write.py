@@ -25,11 +25,12 @@ from qerl.export.policy import load_fp32_policy
 from qerl.export.transformers_merged import write_transformers_merged
 from qerl.learner.checkpoint import latest_described_adapter
 from qerl.models import hf_writer
-from qerl.models.adapter import merged_weight
+from qerl.models.adapter import merged_expert, merged_weight
 from qerl.models.backend import backend_of
 from qerl.models.calibration import load_calibration
 from qerl.models.compressed_tensors import without_quantization
 from qerl.models.decoder import Decoder
+from qerl.models.expert_names import float_tensors
 from qerl.models.gptq import requantize
 from qerl.models.merge_note import write_note
 from qerl.models.packed_writer import other_tensors, with_dtype, write_packed
@@ -57,6 +58,8 @@ def export(config: RunConfig, options: ExportOptions) -> None:
 def write_peft(run: Path, config: RunConfig, out: Path) -> None:
     if config.adapter.kind != "lora":
         raise UserError(f"{run}: has no adapter, as adapter.kind is full; use --as merged or --as nvfp4")
+    if config.adapter.experts != "none":
+        raise UserError(f"{run}: adapters of experts are not written in PEFT's layout; use --as merged")
     adapter, description = latest_described_adapter(run / "checkpoints")
     description |= {"base_model_name_or_path": base_name(config.model.path)}
     with hf_writer.atomic_folder(out) as folder:
@@ -106,3 +109,8 @@ def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str,
     yield from other_tensors(decoder, dtype)
     for name, linear in decoder.linears():
         yield f"model.{name}.weight", merged_weight(linear).to(dtype)
+    for name, experts in decoder.expert_linears():
+        at = f"model.{name.removesuffix(experts.spec.name)}"
+        weights = (merged_expert(experts, e).to(dtype) for e in range(experts.spec.num_experts))
+        bias_EN = None if experts.bias is None else experts.bias.to(dtype)
+        yield from float_tensors(decoder.architecture, at, experts.spec, weights, bias_EN)

@@ -17,10 +17,10 @@ from qerl.algo.seeds import mix
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.formats import BF16, FP8Flow
-from qerl.models.decoder import Decoder
+from qerl.models.decoder import Decoder, Layer
 from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
-from qerl.models.mixture import ExpertLinear
+from qerl.models.mixture import ExpertLinear, MixtureMLP
 from qerl.models.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors
 from qerl.models.policy_model import PolicyModel
 
@@ -92,6 +92,14 @@ def _linears(decoder: PolicyModel) -> Iterator[tuple[str, QuantLinear | ExpertLi
     """Yield every linear and every stack of experts with its name."""
     yield from decoder.linears()
     yield from decoder.expert_linears()
+
+
+def set_router_noise(decoder: Decoder, reads_noise: bool) -> None:
+    """Let the routers of a mixture of experts read AQN's noise, or not."""
+    for layer in decoder.layers:
+        assert isinstance(layer, Layer)
+        if isinstance(layer.mlp, MixtureMLP):
+            layer.mlp.reads_noise = reads_noise
 
 
 @contextlib.contextmanager
@@ -206,6 +214,19 @@ def load_adapter(decoder: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
     for name, master in masters.items():
         master.copy_(tensors[name])
     publish(decoder)
+
+
+def merged_expert(experts: ExpertLinear, index: int) -> Tensor:
+    """Return one expert's W + scaling * B @ A, float64 [N, K]."""
+    assert experts.weight is not None
+    weight = experts.weight[index]
+    weight_NK = weight.operand(torch.float32).double() * weight.alpha.double().reshape(-1, 1)
+    if experts.lora_A is not None:
+        a_RK, b_NR = (
+            t[index if len(t) > 1 else 0].detach().double() for t in (experts.lora_A, experts.lora_B)
+        )
+        weight_NK += experts.scaling * (b_NR @ a_RK)
+    return weight_NK
 
 
 def merged_weight(linear: QuantLinear) -> Tensor:

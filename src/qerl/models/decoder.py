@@ -194,8 +194,11 @@ class Layer(nn.Module):
             o_TC = mixer(x_TD, layer_index, recur)
         h_TD = self._add(h_TD, o_TC, mixer.o_proj, norms.after_attention, noise_rows_T)
         if isinstance(mlp, MixtureMLP):
+            assert norms.before_mlp is not None
+            plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
-            return self._add_normed(h_TD, mlp(x_TD, layer_index, route), norms.after_mlp, noise_rows_T)
+            y_TD = mlp(x_TD, x_TD if plain_TD is None else plain_TD, layer_index, route)
+            return self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
         x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
         y_TF = mlp(x_TD)
         return self._add(h_TD, y_TF, mlp.down_proj, norms.after_mlp, noise_rows_T, gaps_are_free=True)

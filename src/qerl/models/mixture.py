@@ -115,10 +115,12 @@ class MixtureMLP(nn.Module):
             router.in_width, router.out_width, has_bias=router.has_bias, compute=torch.float32, device=device
         )
         self.experts = Experts(mixture, spec, compute, device)
+        self.reads_noise = True
+        """False: the router reads the norm without AQN's noise."""
 
-    def forward(self, x_TD: Tensor, layer_index: int, route: Route | None) -> Tensor:
-        """Return y_TD in fp32."""
-        mixture, logits_TE = self.mixture, self.router(x_TD.float())
+    def forward(self, x_TD: Tensor, router_x_TD: Tensor, layer_index: int, route: Route | None) -> Tensor:
+        """Return y_TD in fp32; the router reads router_x, the experts x."""
+        mixture, logits_TE = self.mixture, self.router(router_x_TD.float())
         ids_TK = choose(logits_TE, mixture.num_chosen)
         if route is not None:
             ids_TK = route(layer_index, ids_TK)

@@ -9,6 +9,7 @@ from torch import Tensor
 from qerl.formats import NVFP4
 from qerl.models.compressed_tensors import LAYOUTS, ignored_modules, write_quantized_config
 from qerl.models.decoder import Decoder
+from qerl.models.expert_names import expert_names
 from qerl.models.hf_writer import atomic_folder, write_shards, write_tokenizer
 from qerl.models.source import ModelSource
 from qerl.models.state_dict import HEAD, tensor_shapes
@@ -36,9 +37,11 @@ def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def other_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield a copy of every tensor of the checkpoint that is not a linear's weight, by the decoder's name.
-    Norms whose stored weight is one less are in float32: rounded to bf16 first, they would lose 8 bits."""
+    """Yield a copy of every tensor of the checkpoint that is no linear's weight and no expert's, by the
+    decoder's name. Norms whose stored weight is one less are in float32: rounded to bf16 first, they would
+    lose 8 bits."""
     weights = {f"model.{name}.weight" for name, _ in decoder.linears()}
+    weights |= expert_names(decoder.architecture)
     for name in tensor_shapes(decoder.architecture):
         if name not in weights:
             tensor = decoder.get_buffer(name if name == HEAD else name.removeprefix("model."))

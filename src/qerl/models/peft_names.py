@@ -128,6 +128,8 @@ def _places(architecture: Architecture, tensors: Mapping[str, Any]) -> list[tupl
     found = {}
     for stored in architecture.stored_linears:
         for part in stored.holds:
+            if part.startswith("mlp.experts."):
+                continue  # their adapters keep the decoder's names
             ending = f"{part}.lora_A.weight"
             for name in tensors:
                 if name.endswith(f".{ending}"):
