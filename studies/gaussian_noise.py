@@ -40,3 +40,6 @@ class GaussianNoiseCheckpoint:
         number, rms = self._rms[name]
         rng = torch.Generator().manual_seed(mix(self._seed, number))
         return tensor.float() + rms * torch.randn(tensor.shape, generator=rng)
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        return self.read(name)[rows]

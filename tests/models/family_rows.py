@@ -17,7 +17,7 @@ from qerl.config import AdapterConfig
 from qerl.kernels.logprob import Softcap, chunked_logprob
 from qerl.models.adapter import adapter_tensors, add_adapter, publish
 from qerl.models.architecture import Architecture
-from qerl.models.decoder import Decoder
+from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.delta_net import recur_over
 from qerl.models.loader import build_decoder
 from qerl.models.source import locate
@@ -198,7 +198,9 @@ def adapted(decoder: Decoder) -> Decoder:
     return decoder
 
 
-def sampled_logprobs(decoder: Decoder, tokens_T: Tensor, trees: list[Tree]) -> Tensor:
+def sampled_logprobs(
+    decoder: Decoder, tokens_T: Tensor, trees: list[Tree], run_layer: RunLayer = run_layer
+) -> Tensor:
     """Return the logprobs of a tree's branches, sample after sample, as the learner computes them."""
     (tree,), head = trees, decoder.lm_head
     positions_T, attend = packed(trees)
@@ -209,7 +211,7 @@ def sampled_logprobs(decoder: Decoder, tokens_T: Tensor, trees: list[Tree]) -> T
         row += length
     softcap = None if head.softcap is None else Softcap(head.softcap, head.alpha)
     logprob_C, _ = chunked_logprob(
-        decoder(tokens_T, positions_T, attend, recur=recur_over(trees, decoder.device)),
+        decoder(tokens_T, positions_T, attend, run_layer, recur=recur_over(trees, decoder.device)),
         head.operand(),
         tokens_T[targets],
         rows_C=torch.tensor(rows),

@@ -22,6 +22,10 @@ class SampleCaches(Protocol):
         """For each (num_positions, source pages, target pages), copy the page that is filled partly."""
         ...
 
+    def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
+        """Likewise, of the pages of layers with a window, where they have pages of their own."""
+        ...
+
 
 class PromptForward(Protocol):
     num_tokens: int

@@ -129,6 +129,9 @@ class PromptCaches:
     def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
         """Do nothing: pages hold nothing."""
 
+    def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
+        """Do nothing: pages hold nothing."""
+
     def put(self, page: int, lockstep: Lockstep, row: int) -> None:
         """Keep a prompt's cache, and drop those whose groups are done."""
         self._of = {at: found for at, found in self._of.items() if not self._pool.is_free(at)}
