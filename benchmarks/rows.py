@@ -59,7 +59,7 @@ def coverage(rows: Iterable[Row]) -> str:
     if missing:
         shown.append(f"{', '.join(missing)}: {NOT_MEASURED}")
     shown.append(
-        "The Hopper kernels run on Hopper GPUs only; other GPUs use the PyTorch path of the same code"
+        "GPUs from Ampere on use packed kernels, Hopper its own; older ones the PyTorch path of the same code"
     )
     return wrapped(". ".join(shown) + ".")
 

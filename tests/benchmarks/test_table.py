@@ -37,7 +37,13 @@ def linear(batch, ms, *, provider="qerl-nvfp4", rank=0, fraction=0.5, **more):
 def decode(batch, tok_per_s, **more):
     row = {"bench": "decode", "shape": "qwen2.5-7b", "batch": batch, "provider": "qerl-nvfp4", "runs": 3}
     row |= {"lora_rank": 32, "noise_sigma": 0.0, "group_size": 1, "kv": "bf16", "head": "bf16"}
-    row |= {"prompt_tokens": 256, "max_tokens": 1024, "tok_per_s": tok_per_s, "floor_fraction": 0.6}
+    row |= {
+        "kernels": "hopper",
+        "prompt_tokens": 256,
+        "max_tokens": 1024,
+        "tok_per_s": tok_per_s,
+        "floor_fraction": 0.6,
+    }
     return row | ORIGIN | more
 
 
@@ -45,6 +51,7 @@ def step(bench="step", **more):
     row = {"bench": bench, "shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "batch": 8, "group_size": 8}
     row |= {"prompt_tokens": 256, "max_tokens": 1024, "lora_rank": 32, "recompute": "none", "kv": "bf16"}
     row |= {"head": "bf16", "micro_tokens": 8192, "optimizer": "adamw", "kv_gb": None, "cap_gb": None}
+    row |= {"kernels": "hopper"}
     return row | ORIGIN | more
 
 
@@ -118,8 +125,8 @@ def test_every_committed_row_is_of_a_clean_commit():
 def test_a_step_is_a_line_and_one_that_failed_names_the_error():
     text = step_tables([step(**TAKEN), step(batch=64, error="OutOfMemoryError: CUDA out of memory.")])
     start = "| qwen2.5-7b | qerl-nvfp4 | 32 |"
-    assert f"{start} 8 x 1,024 | none | bf16 | bf16 | no | 3.21 | 2.50 | 0.70 | 15.0 |" in text
-    assert f"{start} 64 x 1,024 | none | bf16 | bf16 | no |  |  |  | OutOfMemoryError |" in text
+    assert f"{start} 8 x 1,024 | none | bf16 | bf16 | hopper | no | 3.21 | 2.50 | 0.70 | 15.0 |" in text
+    assert f"{start} 64 x 1,024 | none | bf16 | bf16 | hopper | no |  |  |  | OutOfMemoryError |" in text
 
 
 def test_times_of_fewer_than_three_steps_are_not_measured():

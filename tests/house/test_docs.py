@@ -47,6 +47,7 @@ TAKEN = {
     "decode": bench_options.BenchDecodeOptions,
     "step": bench_options.BenchStepOptions,
     "learn": bench_options.BenchLearnOptions,
+    "tune": bench_options.BenchTuneOptions,
 }
 SHORT = {"teacher", "model", "task", "reward", "answer_column", "ray", "init_adapter", "as", "help", "debug"}
 PLACEHOLDERS = {"my_recipe", "RECIPE"}

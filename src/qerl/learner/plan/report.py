@@ -180,7 +180,8 @@ def _speed(
 ) -> list[str]:
     length = mean_tokens or config.sample.max_tokens
     speed = estimate_speed(gpu, a, config, prompt_tokens=prompt_tokens, mean_tokens=length)
-    kernels = "Hopper kernels" if gpu.is_hopper else "PyTorch's operations; not measured on this GPU"
+    operations = "PyTorch's operations; this GPU's packed kernels are not measured"
+    kernels = "Hopper kernels" if gpu.is_hopper else operations
     rates = f"{speed.sampled_tokens_per_s:,.0f} tokens/s, learning {speed.learned_tokens_per_s:,.0f} tokens/s"
     hours = config.num_steps * speed.step_s / 3600
     return [

@@ -4,10 +4,10 @@
     update      = tokens * (4 or 6) * weights / (matrix rate * mfu)            6 if layers are recomputed
 
 On a Hopper GPU the estimate is within 15 % of the rows in benchmarks/results, which
-tests/learner/test_plan_speed.py holds. Elsewhere PyTorch's operations sample: they unpack every weight for
-every step and start many small kernels. Their constants are from one H100 without the Hopper kernels (7B,
-rank 32: 141 and 998 tokens/s at batch 8 and 64; 735 and 3,772 with BF16 weights) and are not measured on
-other GPUs.
+tests/learner/test_plan_speed.py holds. For other GPUs it is the speed of PyTorch's operations, which
+unpack every weight for every step and start many small kernels; the portable kernels have not been measured
+there. The constants are from one H100 without the Hopper kernels (7B, rank 32: 141 and 998 tokens/s at batch
+8 and 64; 735 and 3,772 with BF16 weights) and are not measured on other GPUs.
 """
 
 import dataclasses
