@@ -33,7 +33,7 @@ from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels, choose_kernels
-from qerl.models.packed_linear import PackedNVFP4
+from qerl.models.packed_linear import PackedNVFP4, PackedTiles
 from qerl.types import Sampling
 
 _GPU_STEPS = 16
@@ -144,7 +144,7 @@ class RunnerCache:
         """Return (fewest rows of a step, rows of teacher forcing). The packed kernels take any number. With
         torch's products the bits of a row depend on the number of rows and, on a CPU, on the row's place too
         unless 16 divides the number."""
-        is_packed = all(isinstance(linear.weight, PackedNVFP4) for _, linear in self._decoder.linears())
+        is_packed = all(isinstance(linear.weight, PackedTiles) for _, linear in self._decoder.linears())
         if self._is_fast and is_packed and kernel_head(self._decoder, self.kernels) is not None:
             return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS

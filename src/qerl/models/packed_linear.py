@@ -1,25 +1,31 @@
-"""NVFP4 weights in the decode kernel's tiles, one tensor for the linears that multiply the same input.
+"""4-bit weights in the decode kernels' tiles, one tensor for the linears that multiply the same input.
 
     q | k | v     tiles [sum N / 64, K / 64, 2304], rows one after the other       o, down    the same, alone
     gate | up     tiles [2 F / 64, D / 64, 2304], rows in `swiglu_order`
 
-Each linear's weight becomes a `PackedNVFP4`, its share of a `PackedGroup`; the plain codes and scales are
-freed. All passes read this one copy: a decode step reads the tiles, every other pass unpacks them for one
-product (kernels/nvfp4_unpack.py). `project`, `project_swiglu` and `project_onto` multiply, in any format.
+Each linear's weight becomes a `PackedNVFP4` or `PackedMXFP4`, its share of a `PackedGroup`; the plain codes
+and scales are freed. All passes read this one copy: a decode step reads the tiles, every other pass unpacks
+them for one product (kernels/nvfp4_unpack.py). `project`, `project_swiglu` and `project_onto` multiply, in
+any format.
 
 The permutation is exact, except that codes become 0 where a block's scale is 0 (nvfp4_decode.py). On a CPU
 outputs are bitwise the same before and after: tests/models/test_packed_linear.py.
+
+MXFP4's codes are NVFP4's, and its powers of two are E4M3 numbers once each row has a factor of its own: 18
+binades below the row's largest scale. So MXFP4 runs on the same kernels with the same values; the scale of a
+block of 32 is stored twice (0.5625 bytes a weight for 0.53). A weight with smaller scales in a row stays as
+it is.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from qerl.formats import NVFP4, PackedWeight
+from qerl.formats import MXFP4, NVFP4, PackedWeight
 from qerl.kernels import nvfp4_decode, nvfp4_unpack, row_kernel
 from qerl.kernels.fused_linear import (
     LinearPart,
@@ -37,6 +43,8 @@ from qerl.models.linear import OperandGroup, QuantLinear
 
 # Packing takes more than an int32 for each code: 16 Mi weights at a time take 0.5 GB beside the model.
 _CHUNK_WEIGHTS = 1 << 24
+_MOST_BINADES, _LEAST_BINADES = 8, 9  # E4M3 has the powers of two from 2^-9 to 2^8
+_LEAST_EXPONENT, _MOST_EXPONENT = 32, 222  # of MXFP4's scales, biased: factors stay normal fp32 numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,8 +54,8 @@ class PackedGroup:
     tiles: Tensor
     factors_N: Tensor
     """`row_factors` of each row, in the order of the tiles."""
-    global_scales: tuple[Tensor, ...]
-    """fp32 [1] of each linear."""
+    scales: tuple[Tensor, ...]
+    """fp32 of each linear: NVFP4's global scale [1], or MXFP4's multiplier of each row [N]."""
     widths: tuple[int, ...]
     """Outputs of each linear."""
     rows: UnpackRows
@@ -70,30 +78,16 @@ class PackedGroup:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedNVFP4(PackedWeight):
-    """Tiled(group, index=1) of q|k|v: k's weight."""
+class PackedTiles(PackedWeight):
+    """PackedNVFP4(group, index=1) of q|k|v: k's weight."""
 
-    name: ClassVar[str] = NVFP4.name
     bytes_per_weight: ClassVar[float] = NVFP4.bytes_per_weight
 
     group: PackedGroup
     index: int
 
-    @functools.cached_property
-    def alpha(self) -> Tensor:
-        return self.group.global_scales[self.index].reciprocal().squeeze(0)
-
-    @classmethod
-    def encode(cls, weight_NK: Tensor) -> Self:
-        return cls(tile_group([NVFP4.encode(weight_NK)], UnpackRows.ALL), 0)
-
     def operand(self, dtype: torch.dtype) -> Tensor:
         return nvfp4_unpack.unpack(*self.group.part(self.index), dtype)
-
-    def plain(self) -> NVFP4:
-        """Return the weight as plain NVFP4."""
-        codes, scales = nvfp4_unpack.plain(*self.group.part(self.index))
-        return NVFP4(codes, scales, self.group.global_scales[self.index])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,23 +96,60 @@ class PackedNVFP4(PackedWeight):
     def tensors(self) -> dict[str, Tensor]:
         """Return the group's tensors, which its linears share."""
         group = self.group
-        scale = group.global_scales[self.index]
-        return {"tiles": group.tiles, "factors_N": group.factors_N, "global_scale": scale}
+        return {"tiles": group.tiles, "factors_N": group.factors_N, "scale": group.scales[self.index]}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its share of the tiles."""
         n, k = self.shape
-        return n // TILE_ROWS * (k // TILE_K) * TILE_BYTES + 4 * n + 4
+        return n // TILE_ROWS * (k // TILE_K) * TILE_BYTES + 4 * n + self.group.scales[self.index].nbytes
+
+    def plain(self) -> NVFP4 | MXFP4:
+        """Return the weight in its own format."""
+        raise NotImplementedError
 
     def to(self, device: torch.device | str) -> Self:
-        weight = NVFP4.to(self.plain(), device)
-        return type(self)(tile_group([weight], UnpackRows.ALL), 0)
+        return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
+
+
+class PackedNVFP4(PackedTiles):
+    name: ClassVar[str] = NVFP4.name
+
+    @functools.cached_property
+    def alpha(self) -> Tensor:
+        return self.group.scales[self.index].reciprocal().squeeze(0)
+
+    @classmethod
+    def encode(cls, weight_NK: Tensor) -> Self:
+        return cls(tile_group([NVFP4.encode(weight_NK)], UnpackRows.ALL), 0)
+
+    def plain(self) -> NVFP4:
+        codes, scales = nvfp4_unpack.plain(*self.group.part(self.index))
+        return NVFP4(codes, scales, self.group.scales[self.index])
+
+
+class PackedMXFP4(PackedTiles):
+    name: ClassVar[str] = MXFP4.name
+
+    @functools.cached_property
+    def alpha(self) -> Tensor:
+        """One multiplier per row."""
+        return self.group.scales[self.index]
+
+    @classmethod
+    def encode(cls, weight_NK: Tensor) -> Self:
+        return cls(tile_group([MXFP4.encode(weight_NK)], UnpackRows.ALL), 0)
+
+    def plain(self) -> MXFP4:
+        """Return the weight; a block of zeros gets the smallest scale."""
+        codes, scales = nvfp4_unpack.plain(*self.group.part(self.index))
+        exponents = _exponents(scales[:, ::2].float() * self.alpha[:, None])
+        return MXFP4(codes, exponents)
 
 
 def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
     """True if these weights of one input fit into tiles together."""
-    if not all(isinstance(weight, NVFP4) for weight in weights):
+    if not all(isinstance(weight, NVFP4) for weight in weights) and not all(map(_fits_rows, weights)):
         return False
     shapes = [weight.shape for weight in weights if weight is not None]
     if rows is UnpackRows.GATE_UP:
@@ -126,33 +157,89 @@ def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
     return all(n % TILE_ROWS == k % TILE_K == 0 for n, k in shapes)
 
 
-def tile_group(weights: Sequence[NVFP4], rows: UnpackRows) -> PackedGroup:
+def tile_group(weights: Sequence[NVFP4 | MXFP4], rows: UnpackRows) -> PackedGroup:
     """Pack the weights into one group, some rows at a time."""
     assert can_tile(weights, rows)
+    parts = [_tileable(weight) for weight in weights]
     widths, k = tuple(weight.shape[0] for weight in weights), weights[0].shape[1]
     device = weights[0].codes.device
     shape = sum(widths) // TILE_ROWS, k // TILE_K, TILE_BYTES
     tiles = torch.empty(shape, dtype=torch.uint8, device=device)
     step = max(_CHUNK_WEIGHTS // k // TILE_ROWS, 1) * TILE_ROWS
     if rows is UnpackRows.GATE_UP:
-        gate, up = weights
+        gate, up = parts
         for start in range(0, widths[0], step):
             some = slice(start, start + step)
             codes = _alternating(gate.codes[some], up.codes[some])
-            scales = _alternating(gate.scales[some].view(torch.uint8), up.scales[some].view(torch.uint8))
+            scales = _alternating(gate.scales(some).view(torch.uint8), up.scales(some).view(torch.uint8))
             _put(tiles, 2 * start, codes, scales.view(torch.float8_e4m3fn))
     else:
         first = 0
-        for weight, n in zip(weights, widths, strict=True):
+        for weight, n in zip(parts, widths, strict=True):
             for start in range(0, n, step):
                 some = slice(start, start + step)
-                _put(tiles, first + start, weight.codes[some], weight.scales[some])
+                _put(tiles, first + start, weight.codes[some], weight.scales(some))
             first += n
-    factors = [nvfp4_decode.row_factors(w.alpha, n) for w, n in zip(weights, widths, strict=True)]
+    factors = [nvfp4_decode.row_factors(w.alpha, n) for w, n in zip(parts, widths, strict=True)]
     factors_N = (
         torch.cat(factors) if rows is UnpackRows.ALL else _alternating(*(f[:, None] for f in factors))[:, 0]
     )
-    return PackedGroup(tiles, factors_N.contiguous(), tuple(w.global_scale for w in weights), widths, rows)
+    return PackedGroup(tiles, factors_N.contiguous(), tuple(w.scale for w in parts), widths, rows)
+
+
+def _exponents(powers: Tensor) -> Tensor:
+    """Return E8M0 of powers of two, uint8; 0 of 0."""
+    return (torch.frexp(powers).exponent - 1 + 127).mul_(powers > 0).to(torch.uint8)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tileable:
+    """A weight as the tiles store it."""
+
+    codes: Tensor
+    alpha: Tensor
+    """The row's factor; fp32, one number or [N]."""
+    scale: Tensor
+    """As PackedGroup has it."""
+    scales: Callable[[slice], Tensor]
+    """float8_e4m3fn [rows, K / 16] of some rows."""
+
+
+def _tileable(weight: NVFP4 | MXFP4) -> _Tileable:
+    if isinstance(weight, NVFP4):
+        return _Tileable(weight.codes, weight.alpha, weight.global_scale, weight.scales.__getitem__)
+    alpha_N = _row_alpha(weight)
+
+    def scales(rows: slice) -> Tensor:
+        powers = weight.scales[rows].view(torch.float8_e8m0fnu).float() / alpha_N[rows, None]
+        powers = powers * _is_used(weight, rows)
+        return powers.to(torch.float8_e4m3fn).repeat_interleave(2, dim=1)
+
+    return _Tileable(weight.codes, alpha_N, alpha_N, scales)
+
+
+def _row_alpha(weight: MXFP4) -> Tensor:
+    """Return fp32 [N]: each row's largest scale / 2^8, the largest power of two in E4M3."""
+    used = weight.scales.int() * _is_used(weight, slice(None))
+    largest = used.amax(1).clamp(min=_LEAST_EXPONENT)
+    return torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - 127 - _MOST_BINADES)
+
+
+def _is_used(weight: MXFP4, rows: slice) -> Tensor:
+    """Return bool [rows, K / 32]: some code of the block is not a zero."""
+    return (weight.codes[rows] & 0x77).unflatten(1, (-1, 16)).amax(-1) > 0
+
+
+def _fits_rows(weight: PackedWeight | None) -> bool:
+    """True for MXFP4 of whose rows each has its scales within the binades of E4M3."""
+    if not isinstance(weight, MXFP4):
+        return False
+    used = _is_used(weight, slice(None))
+    largest = (weight.scales.int() * used).amax(1)
+    least = weight.scales.int().masked_fill(~used, 255).amin(1)
+    is_wide = (largest - least > _MOST_BINADES + _LEAST_BINADES) | (largest > _MOST_EXPONENT)
+    is_wide |= (least < _LEAST_EXPONENT) & (least < 255)
+    return not bool(is_wide.any())
 
 
 def _alternating(gate_FB: Tensor, up_FB: Tensor) -> Tensor:
@@ -172,9 +259,10 @@ def tile_linears(linears: Sequence[QuantLinear], rows: UnpackRows) -> bool:
     weights = [linear.weight for linear in linears]
     if not can_tile(weights, rows):
         return False
-    group = tile_group([weight for weight in weights if isinstance(weight, NVFP4)], rows)
+    group = tile_group([weight for weight in weights if isinstance(weight, NVFP4 | MXFP4)], rows)
+    kind = PackedNVFP4 if isinstance(weights[0], NVFP4) else PackedMXFP4
     for index, linear in enumerate(linears):
-        linear.load_weight(PackedNVFP4(group, index))
+        linear.load_weight(kind(group, index))
     return True
 
 
@@ -182,10 +270,10 @@ def tiles_of(linears: Sequence[QuantLinear]) -> PackedGroup | None:
     """Return the group of exactly these linears in this order; None if their weights are not in tiles."""
     weights = [linear.weight for linear in linears]
     first = weights[0]
-    if not isinstance(first, PackedNVFP4) or len(first.group.widths) != len(weights):
+    if not isinstance(first, PackedTiles) or len(first.group.widths) != len(weights):
         return None
     for index, weight in enumerate(weights):
-        if not isinstance(weight, PackedNVFP4) or weight.group is not first.group or weight.index != index:
+        if not isinstance(weight, PackedTiles) or weight.group is not first.group or weight.index != index:
             return None
     return first.group
 

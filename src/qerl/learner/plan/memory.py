@@ -50,6 +50,9 @@ USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
 _ROW_MULTIPLE = 64  # a row that holds an adapter's columns too is padded to a multiple of this
 
 
+_TILED_BYTES = {"mxfp4": FORMATS["nvfp4"].bytes_per_weight}  # of a weight in tiles (models/packed_linear.py)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPart:
     name: str
@@ -64,8 +67,9 @@ def weight_bytes(a: Architecture, format: str) -> float:
     linears = [linear for group in groups if group.is_quantized for linear in group.linears]
     plain = [linear for group in groups if not group.is_quantized for linear in group.linears]
     experts = [x for spec in layer_specs(a) for x in spec.experts]
-    num_packed = sum(linear.num_weights for linear in (*linears, *experts))
-    packed = num_packed * FORMATS[format].bytes_per_weight + sum(2 * linear.num_weights for linear in plain)
+    bytes_per_weight = FORMATS[format].bytes_per_weight
+    packed = sum(x.num_weights for x in experts) * bytes_per_weight + sum(2 * x.num_weights for x in plain)
+    packed += sum(x.num_weights for x in linears) * _TILED_BYTES.get(format, bytes_per_weight)
     factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
     factors += 0 if format == "bf16" else sum(4 * x.num_experts for x in experts)
     biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
