@@ -42,8 +42,7 @@ _START, _END = "<!-- kernels -->", "<!-- end of kernels -->"
 _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
-_MOST_LOCAL_BYTES = {"nvfp4_decode.cu": 16, "head_sample.cu": 40, "portable_product.cu": 16}
-# the first two were measured so; the third only on sm_100a, of 128 sums a thread
+_MOST_LOCAL_BYTES = {"nvfp4_decode.cu": 16, "head_sample.cu": 40}  # which were measured so
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
