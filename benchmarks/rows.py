@@ -16,7 +16,7 @@ _MIN_RUNS = 3
 _KEY = ("bench", "gpu", "shape", "provider", "lora_rank", "kv", "head", "group_size", "noise_sigma", "batch")
 _KEY += ("gpus", "prompt_tokens", "max_tokens", "recompute", "tokens", "sequence_tokens", "micro_tokens")
 _KEY += ("kernels", "optimizer", "kv_gb", "cap_gb", "target_entropy", "exact_mode")
-_OLDER_KERNELS = "hopper"  # of rows from before there were others
+OLDER = {"kernels": "hopper"}  # fields that older rows lack, and what they would be
 _FAMILIES = {"8.0": "Ampere", "8.6": "Ampere", "8.9": "Ada", "9.0": "Hopper"}
 _NEWER_FAMILIES = {"10": "Blackwell", "12": "Blackwell"}
 _ALL_FAMILIES = ("Hopper", "Ampere", "Ada", "Blackwell")
@@ -26,15 +26,14 @@ _LINE_LENGTH = 118
 def read_rows(folder: Path) -> list[Row]:
     """Return the rows of all files, ordered by file name, oldest first within a file."""
     files = sorted(folder.glob("*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return [{"kernels": _OLDER_KERNELS} | row for row in rows]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
     """Return one row per case, in the order of the cases: the last with enough runs, else the last."""
     cases: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = tuple(row.get(name) or None for name in _KEY)  # older rows lack fields of newer options
+        key = tuple(row.get(name, OLDER.get(name)) or None for name in _KEY)  # older rows lack newer options
         if key not in cases or has_enough_runs(row) or not has_enough_runs(cases[key]):
             cases[key] = row
     return list(cases.values())

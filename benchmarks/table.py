@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.rows import NOT_MEASURED, Row, gpu_name, has_enough_runs, latest, markdown
+from benchmarks.rows import NOT_MEASURED, OLDER, Row, gpu_name, has_enough_runs, latest, markdown
 
 Columns = dict[str, Callable[[Row], str]]
 _COLUMNS_ALWAYS_SHOWN = 3
@@ -144,7 +144,7 @@ _STEP: Columns = {
     "checkpointing": lambda row: row["recompute"],
     "KV": lambda row: row["kv"],
     "head": lambda row: row["head"],
-    "kernels": lambda row: row["kernels"],
+    "kernels": lambda row: _setting(row, "kernels"),
     "exact mode": _exact_mode,
     "step s": lambda row: _median(row, "step_s", ".2f"),
     "sampling s": lambda row: _median(row, "rollout_s", ".2f"),
@@ -194,11 +194,11 @@ def _by_batch(
     tables = []
     for _, cases in sorted(places.items(), key=str):
         batches = sorted({row["batch"] for row in cases})
-        differing = {key for key in settings if len({row[key] for row in cases}) > 1}
+        differing = {key for key in settings if len({_setting(row, key) for row in cases}) > 1}
         shown = [key for i, key in enumerate(settings) if i < _COLUMNS_ALWAYS_SHOWN or key in differing]
         lines: dict[tuple[Any, ...], dict[int, str]] = {}
         for row in cases:
-            key = tuple(row[name] for name in settings)
+            key = tuple(_setting(row, name) for name in settings)
             lines.setdefault(key, {})[row["batch"]] = cell(row)
         places_shown = [list(settings).index(name) for name in shown]
         body = [
@@ -208,6 +208,10 @@ def _by_batch(
         header = [*(settings[key] for key in shown), *map(str, batches)]
         tables.append(markdown(title(cases[0]), header, body, cases))
     return "\n\n".join(tables)
+
+
+def _setting(row: Row, name: str) -> Any:
+    return row[name] if name in row else OLDER[name]
 
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {

@@ -204,17 +204,17 @@ def test_the_clock_adds_up_minutes_and_tokens():
 def test_phases_and_the_rest_add_up_to_the_step():
     record = {"step": 3, "rollout_s": 2.0, "learn_s": 1.5, "prefill_s": 0.5, "step_s": 4.0}
     steps, rows = phase_seconds(run_of([record]))
-    assert steps == [4] and rows == [[2.0, 0, 1.5, 0, 0, 0, 0.5]]
+    assert steps == [4] and rows == [[2.0, 0, 0, 1.5, 0, 0, 0, 0.5]]
 
 
 def test_time_outside_the_step_does_not_make_the_rest_negative():
     _, rows = phase_seconds(run_of([{"step": 0, "rollout_s": 1.0, "checkpoint_s": 2.0, "step_s": 1.0}]))
-    assert rows == [[1.0, 0, 0, 0, 0, 2.0, 0]]
+    assert rows == [[1.0, 0, 0, 0, 0, 0, 2.0, 0]]
 
 
 def test_a_long_runs_times_are_means_of_stretches():
     steps, rows = phase_seconds(run_of([{"step": i, "learn_s": i % 2, "step_s": i % 2} for i in range(600)]))
-    assert len(steps) == 300 and steps[:2] == [2, 4] and all(row[2] == 0.5 for row in rows)
+    assert len(steps) == 300 and steps[:2] == [2, 4] and all(row[3] == 0.5 for row in rows)
 
 
 def test_steps_are_numbered_as_on_the_console():
