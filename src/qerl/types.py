@@ -93,6 +93,9 @@ class Sample:
     """Index ranges in tokens_T written by an environment: they have no logprob, loss, entropy or KL."""
     messages: list[dict[str, str]] | None = None
     """Messages after the prompt, turn by turn; None without an environment."""
+    routes: bytes | None = None
+    """Of a mixture, the experts that each row went to: one byte an expert, those of a layer ascending, layer
+    by layer, for each token of the prompt and of the sample but its last. None: not recorded."""
     failure: tuple[str, str] | None = None
     """(cause, message) if the environment or the agent failed: the sample then gets no reward."""
     episode: Episode | None = None

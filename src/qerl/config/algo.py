@@ -124,6 +124,10 @@ class AlgoConfig:
     veto_ratio: float = 1e-4
     """veto: a token this much less likely under the learner than under the sampler rejects its sample."""
 
+    router_replay: bool = True
+    """Of a mixture of experts: the learner sends each token to the experts that the sampler sent it to, and
+    computes only their weights (R3). false: to those that its own router chooses."""
+
     branching: Literal["none", "deep"] = "none"
     """deep: failed samples are branched where another attempt may succeed, and each branch is compared with
     its siblings (DEEP-GRPO)."""

@@ -66,15 +66,18 @@ class TorchForward:
         kinds: dict[LayerPages, tuple[Tensor, Tensor]] = {}  # tables and slots of the new tokens
         seen: dict[tuple[LayerPages, int | None], tuple[Tensor, Tensor]] = {}  # tables and lengths by window
 
+        def places(pages: LayerPages, of: DecodeState) -> tuple[Tensor, Tensor]:
+            tables_BX = of.tables_BX[:num_rows].long()
+            pages_B = tables_BX.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
+            slots_B = slots_of(pages_B, positions_B, cache.page_tokens)
+            return tables_BX, slots_B.where(is_live_B, pages.unused_slot)
+
         def attend(
             layer_index: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, options: AttentionOptions
         ) -> Tensor:
             pages = cache.of_layer(layer_index)
             if pages not in kinds:
-                tables_BX = cache.state_of(layer_index, state).tables_BX[:num_rows].long()
-                pages_B = tables_BX.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
-                slots_B = slots_of(pages_B, positions_B, cache.page_tokens)
-                kinds[pages] = tables_BX, slots_B.where(is_live_B, pages.unused_slot)
+                kinds[pages] = places(pages, cache.state_of(layer_index, state))
             tables_BX, slots_B = kinds[pages]
             pages.write(layer_index, slots_B, k_BKH, v_BKH)
             key = pages, options.window
@@ -84,13 +87,22 @@ class TorchForward:
             k, v, tables = pages.readable(layer_index, tables, q_BNH.dtype)
             return self._decode(q_BNH, k, v, tables, lengths, options)
 
+        route = None
+        if cache.pages.routes is not None:
+            kinds[cache.pages] = places(cache.pages, state)
+            route = cache.recording(kinds[cache.pages][1])
         recur = None
         if cache.states is not None:
             states_B = state.states_B[:num_rows].long().where(is_live_B, cache.states.unused_slot)
             recur = _recur_on(cache.states, states_B)
         tokens_B = state.tokens_B[:num_rows].long()
         return self._decoder(
-            tokens_B, positions_B, attend, recur=recur, noise_rows_T=state.noise_rows_B[:num_rows]
+            tokens_B,
+            positions_B,
+            attend,
+            recur=recur,
+            noise_rows_T=state.noise_rows_B[:num_rows],
+            route=route,
         )
 
     def together(self, state: DecodeState, num_rows: int) -> Tensor:

@@ -215,6 +215,8 @@ class Generation:
 
     def _end_turns(self, samples: list[LiveSample]) -> None:
         """Park the samples for their environments; without a conversation they are finished."""
+        for s in samples:
+            s.routes = self._cache.read_routes(s.pages or s.group.pages, s.num_positions - 1)
         (self._scheduler.finish if self._conversation is None else self._scheduler.park)(samples)
 
     def _start(self, groups: list[LiveGroup]) -> None:

@@ -26,6 +26,10 @@ class SampleCaches(Protocol):
         """Likewise, of the pages of layers with a window, where they have pages of their own."""
         ...
 
+    def read_routes(self, pages: list[int], num_positions: int) -> bytes | None:
+        """Return the experts of the first positions in these pages, as in Sample; None: not recorded."""
+        ...
+
 
 class PromptForward(Protocol):
     num_tokens: int

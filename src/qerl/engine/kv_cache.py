@@ -3,6 +3,9 @@
     pages      those of all layers with attention; layer_pages.py has their layout
     windowed   those of the layers with a window, if these have pages of their own: `pages` has the others
 
+A sample keeps its `pages` while it runs, so they also hold the routes of a mixture of experts, of all layers:
+prefixes and branches share them as they share keys.
+
 The dtype is the compute dtype or FP8 (E4M3 with scales). Pages start as zeros, because attention reads unused
 slots with weight zero, which a NaN would survive. Layers with recurrent states have slots in `states`
 (state_cache.py) instead.
@@ -19,12 +22,13 @@ import torch
 from torch import Tensor
 
 from qerl.engine.cache_memory import tensors_on
-from qerl.engine.layer_pages import FP8, LayerPages, page_bytes, page_specs, slots_of
+from qerl.engine.layer_pages import FP8, LayerPages, page_bytes, page_specs, route_specs, slots_of
 from qerl.engine.state_cache import StateCache
 from qerl.engine.window_pages import windowed_layers
 from qerl.kernels.decode_attention import LayerCache
 from qerl.kernels.decode_state import DecodeState
 from qerl.models.architecture import Architecture
+from qerl.models.mixture import Route
 
 __all__ = ["FP8", "KVCache", "page_bytes", "slots_of"]
 
@@ -47,12 +51,14 @@ class KVCache:
         apart = set() if num_window_pages is None else set(windowed_layers(a))
         layers = tuple(i for i in a.layers_with("attention") if i not in apart)
         specs = page_specs(a, len(layers), num_pages, page_tokens, dtype)
-        num_tensors = len(specs)
+        num_tensors, of_routes = len(specs), route_specs(a, num_pages, page_tokens)
         specs += page_specs(a, len(apart), num_window_pages or 0, page_tokens, dtype) if apart else []
-        self._memory, tensors = tensors_on(device, specs)
-        self.pages = LayerPages(layers, *tensors[:num_tensors])
+        self._memory, tensors = tensors_on(device, specs + of_routes)
+        routes = tensors.pop() if of_routes else None
+        self.pages = LayerPages(layers, *tensors[:num_tensors], routes=routes)
         self.windowed = LayerPages(tuple(sorted(apart)), *tensors[num_tensors:]) if apart else None
         self._of_layer = {i: pages for pages in self._kinds for i in pages.layers}
+        self._route_places = {layer: place for place, layer in enumerate(a.layers_with_experts)}
 
     @property
     def _kinds(self) -> list[LayerPages]:
@@ -109,6 +115,30 @@ class KVCache:
         if self.of_layer(layer_index) is self.pages:
             return state
         return dataclasses.replace(state, tables_BX=state.window_tables_BX)
+
+    def recording(self, slots_T: Tensor) -> Route | None:
+        """Return a route that writes the experts of rows with these slots in `pages`; None without a
+        mixture."""
+        if self.pages.routes is None:
+            return None
+        routes = self.pages.routes
+
+        def record(layer_index: int, ids_TK: Tensor) -> Tensor:
+            place = self._route_places[layer_index]
+            routes[place].flatten(0, 1).index_copy_(0, slots_T, ids_TK.to(torch.uint8))
+            return ids_TK
+
+        return record
+
+    def read_routes(self, pages: list[int], num_positions: int) -> bytes | None:
+        """Return the experts of the first positions in these pages, as in Sample; None without a mixture."""
+        routes = self.pages.routes
+        if routes is None:
+            return None
+        table, positions = torch.tensor(pages), torch.arange(num_positions)
+        slots = slots_of(table[positions // self.page_tokens], positions, self.page_tokens)
+        rows_LTK = routes.flatten(1, 2)[:, slots.to(routes.device)]
+        return rows_LTK.transpose(0, 1).contiguous().cpu().numpy().tobytes()
 
     def copy_partial_pages(self, copies: list[tuple[int, list[int], list[int]]]) -> None:
         """For each (num_positions, source pages, target pages), copy the page that num_positions fill

@@ -1,13 +1,15 @@
-"""Pages of keys and values of some layers: write them, read them, copy them.
+"""Pages of keys and values of some layers, and of the routes of all: write them, read them, copy them.
 
     k, v                 [L, num_pages + 1, page_tokens, K, H]; slot = page * page_tokens + offset
     k_scales, v_scales   fp32 [L, num_pages + 1, page_tokens, K], for FP8 only: one per token and head
+    routes               uint8 [M, num_pages + 1, page_tokens, k]: the k experts of each token
 
-The last page is written by rows that are not in use. Letters: L these layers, K key/value heads, H head size,
-T tokens.
+The last page is written by rows that are not in use. Letters: L these layers, M all layers with
+experts, K key/value heads, H head size, T tokens.
 """
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -22,12 +24,14 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 def page_bytes(
     architecture: Architecture, page_tokens: int, dtype: torch.dtype, num_layers: int | None = None
 ) -> int:
-    """Return the bytes of one page in so many layers: keys, values and their scales. None: all layers with
-    attention."""
+    """Return the bytes of one page in so many layers: keys, values and their scales. None: in all layers with
+    attention, and the routes of a mixture."""
+    routes = 0
     if num_layers is None:
         num_layers = len(architecture.layers_with("attention"))
+        routes = sum(math.prod(shape) for shape, _ in route_specs(architecture, 0, page_tokens))
     head_bytes = architecture.head_size * dtype.itemsize + (4 if dtype == FP8 else 0)
-    return 2 * num_layers * page_tokens * architecture.num_kv_heads * head_bytes
+    return 2 * num_layers * page_tokens * architecture.num_kv_heads * head_bytes + routes
 
 
 def slots_of(pages_T: Tensor, positions_T: Tensor, page_tokens: int) -> Tensor:
@@ -43,15 +47,23 @@ def page_specs(
     return [((*shape, a.head_size), dtype)] * 2 + [(shape, torch.float32)] * (2 * (dtype == FP8))
 
 
+def route_specs(a: Architecture, num_pages: int, page_tokens: int) -> list[Spec]:
+    """Return shape and dtype of the routes of all layers with experts; without a mixture nothing."""
+    if a.mixture is None:
+        return []
+    return [((len(a.layers_with_experts), num_pages + 1, page_tokens, a.mixture.num_chosen), torch.uint8)]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LayerPages:
-    """LayerPages((0, 2), *tensors): of layers 0 and 2."""
+    """LayerPages((0, 2), k, v): of layers 0 and 2."""
 
     layers: tuple[int, ...]
     k: Tensor
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+    routes: Tensor | None = None
 
     @property
     def num_pages(self) -> int:
@@ -67,7 +79,8 @@ class LayerPages:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
+        tensors = (self.k, self.v, self.k_scales, self.v_scales, self.routes)
+        return [t for t in tensors if t is not None]
 
     def layer(self, layer_index: int) -> LayerCache:
         place = self.layers.index(layer_index)

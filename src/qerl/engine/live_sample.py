@@ -78,6 +78,8 @@ class LiveSample:
     max_tokens: int = dataclasses.field(init=False)
     """Length at which its turn ends at the latest."""
     finish: Literal["stop", "length"] | None = None
+    routes: bytes | None = None
+    """Experts of all computed positions when its latest turn ended, as in Sample; None without a mixture."""
     constraint: TokenConstraint | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """The most likely tokens in place of the newest."""

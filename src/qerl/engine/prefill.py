@@ -94,7 +94,12 @@ class Prefill:
         self.num_forwards += 1
         self.num_tokens += row
         hidden_TD = self._decoder(
-            tokens_T.long(), positions_T.long(), attend, recur=recur, noise_rows_T=noise_rows_T
+            tokens_T.long(),
+            positions_T.long(),
+            attend,
+            recur=recur,
+            noise_rows_T=noise_rows_T,
+            route=cache.recording(slots_T),
         )
         for chunk, span in zip(chunks, spans, strict=True):
             if chunk.on_hidden is not None:

@@ -194,5 +194,6 @@ class SamplingEngine:
             finish=s.finish,
             version=self.version,
             environment_spans=tuple(s.environment_spans),
+            routes=s.routes,
             sample_index=(s.group.parent or s).sample_index,
         )

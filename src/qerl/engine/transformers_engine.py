@@ -132,6 +132,9 @@ class PromptCaches:
     def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
         """Do nothing: pages hold nothing."""
 
+    def read_routes(self, pages: list[int], num_positions: int) -> None:
+        """Routes are not recorded."""
+
     def put(self, page: int, lockstep: Lockstep, row: int) -> None:
         """Keep a prompt's cache, and drop those whose groups are done."""
         self._of = {at: found for at, found in self._of.items() if not self._pool.is_free(at)}

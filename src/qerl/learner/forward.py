@@ -15,6 +15,7 @@ from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.packing import PackedBatch
 from qerl.learner.padded_forward import TransformersForward
+from qerl.learner.router_replay import RouterReplay, RoutingReading
 from qerl.models.decoder import Decoder
 from qerl.models.policy_model import PolicyModel
 from qerl.models.transformers_model import TransformersModel
@@ -35,6 +36,7 @@ class DecoderForward:
     def __init__(self, decoder: Decoder, config: RunConfig):
         self._decoder, self._config = decoder, config
         self._run_layer = RECOMPUTE[config.learn.gradient_checkpointing](decoder.device)
+        self._replay: RouterReplay | None = None  # of the latest pass of a mixture
 
     def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         head = self.head()
@@ -49,7 +51,15 @@ class DecoderForward:
         )
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        return packed_hidden(self._decoder, batch, self._run_layer())
+        architecture, self._replay = self._decoder.architecture, None
+        if architecture.mixture is not None:
+            is_replayed = self._config.algo.router_replay
+            self._replay = RouterReplay(architecture, batch.routes_T, is_replayed=is_replayed)
+        return packed_hidden(self._decoder, batch, self._run_layer(), self._replay)
+
+    def routing(self) -> RoutingReading | None:
+        """Return what the latest pass did with the routes; None without a mixture."""
+        return None if self._replay is None else self._replay.reading()
 
     def head(self) -> Head:
         temperature, learn = self._config.sample.temperature, self._config.learn

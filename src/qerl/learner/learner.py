@@ -292,7 +292,8 @@ class Learner:
     def _reading(
         self, batch: PackedBatch, exact_C: Tensor | None, own_C: Tensor, entropy_C: Tensor
     ) -> BatchMetrics:
-        reference_C = None
+        reference_C, forward = None, self._forward
+        routing = forward.routing() if isinstance(forward, DecoderForward) else None
         if self.config.algo.beta > 0:
             with adapter_off(self.decoder):
                 reference_C = self._forward(batch)[0]
@@ -302,6 +303,7 @@ class Learner:
             entropy_C=entropy_C,
             reference_C=reference_C,
             own_C=None if exact_C is None else own_C,
+            routing=routing,
         )
 
     def adapter_state(self) -> dict[str, Tensor]:

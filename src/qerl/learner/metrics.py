@@ -10,6 +10,10 @@
 The off-policy correction, over the tokens of all updates: capped_fraction, masked_fraction,
 effective_fraction, and rejected_fraction of the samples (`algo/importance.py`).
 
+Of a mixture of experts: expert_load_max and _min over experts and layers, 1 being an equal share;
+expert_entropy, 1 being equal loads; route_changes, the share of routes, one per row and layer, that the
+learner would choose otherwise than the sampler did; route_change_rows, the share of rows with one.
+
 In exact mode learner_t comes from the sampler's forward pass; own_mismatch_abs and so on then measure the
 learner's own kernels, which compute the gradient. A metric over no tokens is omitted, never NaN.
 """
@@ -26,6 +30,7 @@ from torch import Tensor
 from qerl.algo.importance import Correction, effective_fraction
 from qerl.algo.kl import k3
 from qerl.learner.packing import PackedBatch
+from qerl.learner.router_replay import RoutingReading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +44,8 @@ class BatchMetrics:
     """Logprobs of the model without adapter; None without a KL penalty."""
     own_C: Tensor | None = None
     """Logprobs of the learner's own kernels if logprob_C comes from the sampler; else None."""
+    routing: RoutingReading | None = None
+    """Of a mixture of experts."""
 
 
 def divided(values_C: Tensor | None, batches: list[PackedBatch]) -> Sequence[Tensor | None]:
@@ -126,6 +133,7 @@ def sampling_tallies(first: list[BatchMetrics]) -> Tallies:
     tallies = {
         "rows": Tally(sum(len(reading.batch.tokens_T) for reading in first), 1, 0),
         "entropy": Tally.of([reading.entropy_C for reading in first]),
+        **_routing([reading.routing for reading in first if reading.routing is not None]),
     }
     is_sampled_C = torch.cat([reading.batch.is_sampled_C for reading in first])
     if not is_sampled_C.any():
@@ -140,6 +148,28 @@ def sampling_tallies(first: list[BatchMetrics]) -> Tallies:
     if teachers:
         tallies["teacher_kl"] = Tally.of([learner_C - torch.cat(teachers)[is_sampled_C]])
     return tallies | _by_length(first)
+
+
+def _routing(readings: list[RoutingReading]) -> Tallies:
+    """Tally the load of experts, 1 being an equal share, and the routes that differ from the sampler's."""
+    if not readings:
+        return {}
+    counts_LE = torch.stack([reading.counts_LE for reading in readings]).sum(0).double()
+    share_LE = counts_LE / counts_LE.sum(1, keepdim=True)
+    num_experts = share_LE.shape[1]
+    load = (share_LE * num_experts).flatten()
+    entropy_L = torch.special.entr(share_LE).sum(1) / math.log(num_experts) if num_experts > 1 else load[:1]
+    differs = [reading.differs_TL for reading in readings if reading.differs_TL is not None]
+    changed = {
+        "route_changes": Tally.of([each.flatten() for each in differs]),
+        "route_change_rows": Tally.of([each.any(1) for each in differs]),
+    }
+    return {
+        "expert_load": Tally.of([load]),
+        "expert_idle": Tally.of([-load]),
+        "expert_entropy": Tally.of([entropy_L]),
+        **(changed if differs else {}),
+    }
 
 
 def _mismatch(name: str, sampler_C: Tensor, learner_C: Tensor) -> Tallies:
@@ -195,6 +225,13 @@ def sampling_metrics(tallies: Tallies) -> dict[str, float]:
         if name in tallies:
             metrics |= {f"{name}_abs": tallies[name].mean, f"{name}_max": tallies[name].most}
             metrics |= {f"{name}_kl": tallies[f"{name}_kl"].mean}
+    if "expert_load" in tallies:
+        metrics |= {"expert_load_max": tallies["expert_load"].most}
+        metrics |= {"expert_load_min": -tallies["expert_idle"].most}
+        metrics |= {"expert_entropy": tallies["expert_entropy"].mean}
+    for name in ("route_changes", "route_change_rows"):
+        if name in tallies:
+            metrics[name] = tallies[name].mean
     for name in ("mismatch_early", "mismatch_late", "mismatch_sample"):
         if name in tallies:
             metrics[name] = tallies[name].mean

@@ -42,6 +42,9 @@ class PackedBatch:
     advantages_C: Tensor
     weights_C: Tensor
     """Factor of each token's loss in the sum."""
+    routes_T: Tensor | None
+    """uint8 [T, bytes of a row]: the experts that the sampler's rows went to (Sample.routes); None if some
+    sample has none."""
     spans: Segments
     """Which of the C tokens belong to one sample; no sample is in two batches."""
     is_sampled_C: Tensor
@@ -133,6 +136,7 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         sampler_logprobs_C=_reals([x for sample, _ in samples for x in sample.logprobs_T], device),
         advantages_C=_reals([s.advantage for s, _ in samples for _ in s.logprobs_T], device),
         weights_C=_reals([weight for sample, weight in samples for _ in sample.logprobs_T], device),
+        routes_T=_routes(batch, device),
         spans=Segments.of([len(sample.logprobs_T) for sample, _ in samples], device),
         is_sampled_C=torch.tensor([not s.is_given for s, _ in samples for _ in s.logprobs_T], device=device),
         teacher=_joined([sample.teacher for sample, _ in samples], device),
@@ -151,6 +155,22 @@ def _joined(parts: list[TeacherLogprobs | None], device: torch.device) -> Teache
         torch.cat(ids).to(device) if ids else None,
         torch.cat(outcomes).to(device) if outcomes else None,
     )
+
+
+def _routes(batch: list[_Branches], device: torch.device) -> Tensor | None:
+    """Return the rows of the prompts, as their first samples have them, and of the samples."""
+    rows: list[bytes] = []
+    for branches in batch:
+        num_prompt = len(branches.prompt.tokens_T)
+        for index, (sample, _) in enumerate(branches.samples):
+            if sample.routes is None:
+                return None
+            row_bytes, rest = divmod(len(sample.routes), num_prompt + len(sample.tokens_T) - 1)
+            assert rest == 0, "routes of another number of rows"
+            rows.append(sample.routes[0 if index == 0 else num_prompt * row_bytes :])
+    whole = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).to(device)
+    num_rows = sum(branches.num_tokens for branches in batch)
+    return whole.view(num_rows, -1)
 
 
 def _reals(values_C: list[float], device: torch.device) -> Tensor:

@@ -179,6 +179,10 @@ class Architecture:
         """The kind of each layer."""
         return tuple(self.kind(index) for index in range(self.num_layers))
 
+    @property
+    def layers_with_experts(self) -> tuple[int, ...]:
+        return tuple(index for index, kind in enumerate(self.kinds) if kind.mlp == "experts")
+
     def layers_with(self, mixer: str) -> tuple[int, ...]:
         """Return the indices of the layers with this mixer."""
         return tuple(index for index, kind in enumerate(self.kinds) if kind.mixer == mixer)
