@@ -37,4 +37,10 @@ def rows(num_rows: int, width: int, room: int, like: Tensor, dtype: torch.dtype 
     Its dtype is like's unless `dtype` is given.
     """
     stride = -(-(width + room) // 8) * 8 if room else width
-    return torch.empty(num_rows, stride, dtype=dtype or like.dtype, device=like.device)[:, :width]
+    return unread(torch.empty(num_rows, stride, dtype=dtype or like.dtype, device=like.device))[:, :width]
+
+
+def unread(whole: Tensor) -> Tensor:
+    """Clear rows that have columns behind them, on a CPU: bfloat16 products of CPUs with AMX (torch 2.13)
+    multiply what lies behind a row by zero, which a NaN survives."""
+    return whole if whole.is_cuda else whole.zero_()
