@@ -117,7 +117,6 @@ def variants(card: CudaArchitecture) -> list[KernelVariant]:
         rule(most, N, K, card).variant(rank, swiglu): None
         for most in MOST_TOKENS
         for N, K in CASES
-        for rank in (0, 32)
-        for swiglu in (0, 1)
+        for rank, swiglu in ((32, 0), (32, 1), *(((0, 0),) if most == MAX_TOKENS else ()))
     }
     return list(each)
