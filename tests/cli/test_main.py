@@ -176,9 +176,9 @@ def test_an_unknown_option_suggests_the_near_one(monkeypatch, capsys):
 
 
 def test_an_unsupported_architecture_is_refused_with_the_supported_ones(monkeypatch, capsys, files, tmp_path):
-    folder = copied(files, tmp_path, architectures=["FalconForCausalLM"], model_type="falcon")
+    folder = copied(files, tmp_path, architectures=["UnknownForCausalLM"])
     code = qerl(monkeypatch, "train", "demo", *tiny_run.options(folder, tmp_path / "run"))
-    assert_one_line(capsys, code, "FalconForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+    assert_one_line(capsys, code, "UnknownForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
 @pytest.mark.parametrize("kept_bytes", [4, 200, 20_000])

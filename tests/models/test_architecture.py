@@ -52,7 +52,7 @@ def test_a_published_models_config_is_read(name):
     assert got.max_positions == config["max_position_embeddings"]  # no window is in use
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [name for name in SHAPES if name in CONFIGS])
 def test_a_named_shape_is_what_the_published_config_says(name):
     assert SHAPES[name] == from_hf_config(CONFIGS[name])
 
