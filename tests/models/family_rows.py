@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from models.tiny import packed
 from qerl.config import AdapterConfig
@@ -239,6 +240,20 @@ def oracle_logprobs(
     logits_TV = torch.func.functional_call(model, stored, (tokens_T[None],)).logits[0]
     logprobs_TV = logits_TV.log_softmax(-1)[prompt_tokens - 1 : -1]
     return logprobs_TV.gather(1, tokens_T[prompt_tokens:, None])[:, 0]
+
+
+class InFloat64(TorchFunctionMode):
+    """Let float64 models compute in float64 what transformers computes in float32 whatever they are in."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            return args[0].double()
+        wider = {key: _wider(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_wider, args), **wider)
+
+
+def _wider(value):
+    return torch.float64 if value is torch.float32 else value
 
 
 def joined(architecture: Architecture, tensors: dict[str, Tensor]):

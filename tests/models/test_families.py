@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import json
+import statistics
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from conftest import rms_error
 from models.family_rows import (
     ROWS,
+    InFloat64,
     Pairs,
     adapted,
     load,
@@ -99,25 +101,49 @@ def test_bf16_loses_no_more_than_transformers_in_bf16(pairs, family, tmp_path):
 PROMPT, BRANCHES = 11, (9, 0, 14)
 
 
+# Largest factor between two orders of the same sums in float32. It was 0.6 to 1.4 in single models without
+# recurrent states (2 of each family); with them 0.07 to 14, whose geometric mean is 1.0 over 16 models.
+MOST_ROUNDING = 3
+
+
 @pytest.mark.parametrize("family", ROWS)
-def test_gradients_of_adapters_are_those_of_transformers(pairs, family):
-    """Logprobs of two packed samples of one prompt, and their gradients in every A and B."""
-    model, _, decoder = pairs.of(family)
-    decoder = adapted(copy.deepcopy(decoder))
+def test_gradients_of_adapters_are_those_of_transformers(pairs, family, tmp_path):
+    """Their worst error against float64 is about transformers' own, in the geometric mean of the models."""
+    num_models = 6 if family in ("Qwen3_5", "Qwen3Next") else 1
+    made = [(oracle(family, seed=seed), tmp_path / str(seed)) for seed in range(1, num_models)]
+    decoders = [pairs.of(family)[::2], *((model, load(save(model, folder))) for model, folder in made)]
+    errors = [gradient_errors(model, adapted(copy.deepcopy(decoder))) for model, decoder in decoders]
+    ours, theirs = (statistics.geometric_mean(each) for each in zip(*errors, strict=True))
+    assert ours <= MOST_ROUNDING * theirs
+
+
+def gradient_errors(model, decoder):
+    """Return (our, transformers') largest error of logprobs of two packed samples of one prompt, and of their
+    gradients in every A and B."""
     masters = adapter_tensors(decoder)
     tokens_T = torch.cat((TOKENS_T[:PROMPT], TOKENS_T[20:29], TOKENS_T[3:17]))
     samples = [torch.cat((tokens_T[:PROMPT], part)) for part in tokens_T[PROMPT:].split((9, 14))]
     trees = forest((PROMPT, BRANCHES))
     weight_C = torch.randn(23, generator=torch.Generator().manual_seed(7))
     ours_C = sampled_logprobs(decoder, tokens_T, trees)
+    theirs_C = oracle_of(model, decoder, samples)
+    with InFloat64():
+        truth_C = oracle_of(copy.deepcopy(model).double(), decoder, samples)
+    values = [
+        [each_C, *torch.autograd.grad((each_C * weight_C).sum(), list(masters.values()))]
+        for each_C in (ours_C, theirs_C, truth_C)
+    ]
+    for name, _, _, truth in zip(masters, *(each[1:] for each in values), strict=True):
+        assert truth.abs().max() > 1e-3, name
+    ours, theirs = (
+        max(rms_error(got, truth) for got, truth in zip(each, values[2], strict=True)) for each in values[:2]
+    )
+    return ours, theirs
+
+
+def oracle_of(model, decoder, samples):
     with torch.enable_grad():
-        theirs_C = torch.cat([oracle_logprobs(model, decoder, tokens_T, PROMPT) for tokens_T in samples])
-    torch.testing.assert_close(ours_C, theirs_C, atol=1e-4, rtol=0)
-    ours = torch.autograd.grad((ours_C * weight_C).sum(), list(masters.values()))
-    theirs = torch.autograd.grad((theirs_C * weight_C).sum(), list(masters.values()))
-    for name, got, want in zip(masters, ours, theirs, strict=True):
-        assert rms_error(got, want) < 1e-4, name
-        assert want.abs().max() > 1e-3, name
+        return torch.cat([oracle_logprobs(model, decoder, tokens_T, PROMPT) for tokens_T in samples])
 
 
 @pytest.mark.parametrize("is_new", (False, True))
