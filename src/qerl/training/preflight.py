@@ -25,9 +25,10 @@ from qerl.algo.seeds import mix
 from qerl.config import RunConfig
 from qerl.engine.decode_kernels import NO_KERNELS, kernel_obstacle
 from qerl.errors import RunError, UserError, printable, redact, require
+from qerl.models.backend import backend_of, language_limits, transformers_config
 from qerl.models.device import COMPUTE, Kernels, choose_kernels, resolve_device
 from qerl.models.layout_line import layout_line
-from qerl.models.source import locate
+from qerl.models.source import ModelSource, locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import RewardPool
@@ -40,6 +41,7 @@ from qerl.tasks.reward import format_failures, imported
 from qerl.tasks.scoring import Failure
 from qerl.tracking.loggers import check_loggers
 from qerl.tracking.provenance import version
+from qerl.training.backend_limits import check_backend
 from qerl.training.policy import check_task, load_sampler, load_task
 from qerl.training.rollout import sampling_of
 from qerl.types import Group, Prompt, Sample
@@ -171,9 +173,12 @@ class Preflight:
     def model(self) -> Found:
         config, model = self._config, self._config.model
         source = locate(model.path)
+        if backend_of(model) == "transformers":
+            yield self._of_transformers(source)
+            return
         checkpoint = source.open()
         a = architecture_of(checkpoint)
-        self._max_positions = a.max_positions
+        self._max_positions, self._vocab_size = a.max_positions, a.vocab_size
         shape = f"{a.num_layers} layers of width {a.width}, {a.max_positions} positions"
         values = {"path": str(source.path), "format": model.format, "max_positions": a.max_positions}
         yield "ok", f"{source.path}: {shape}, in {model.format}", values
@@ -188,9 +193,20 @@ class Preflight:
         )
         yield self._kernels(obstacle)
 
+    def _of_transformers(self, source: ModelSource) -> tuple[Status, str, dict[str, Any]]:
+        """Raise UserError if a setting needs our own decoder."""
+        check_backend(self._config)
+        config = transformers_config(source)
+        self._max_positions, width, self._vocab_size = language_limits(config)
+        names = config.architectures or [config.model_type]
+        text = f"{source.path}: transformers' own code runs {names[0]}, correctly but slowly: width {width},"
+        text += f" {self._max_positions} positions, linears in {self._config.model.format}"
+        values = {"path": str(source.path), "format": self._config.model.format}
+        return "note", text, values | {"backend": "transformers", "max_positions": self._max_positions}
+
     def tokenizer(self) -> Found:
         path = self._config.model.path
-        tokenizer, vocab_size = load_tokenizer(path), architecture_of(locate(path).open()).vocab_size
+        tokenizer, vocab_size = load_tokenizer(path), self._vocab_size
         stop_tokens = stop_token_ids(tokenizer, locate(path))
         self._tokenizer = tokenizer
         text = f"{len(tokenizer)} tokens, of {vocab_size} of the model; {len(stop_tokens)} stop tokens"

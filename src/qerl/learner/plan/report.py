@@ -113,7 +113,7 @@ def format_plan(
     A share of the memory stays free, as in a run: 1 - USABLE_SHARE. gpu: also estimate the speed on it, for
     samples of mean_tokens tokens, by default the longest.
     """
-    a = read_architecture(model)
+    a = read_architecture(model, config.model.backend)
     if prompt_tokens + config.sample.max_tokens > a.max_positions:
         raise UserError(
             f"{model} has {a.max_positions} positions, prompt_tokens and sample.max_tokens ask for"

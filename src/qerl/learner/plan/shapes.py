@@ -1,22 +1,30 @@
 """Find the architecture of a model by its name, without reading its weights."""
 
 from pathlib import Path
+from typing import Literal
 
+from qerl.config import ModelConfig
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 from qerl.models.random_weights import SHAPES, shape_of_hub_id
 
 
-def read_architecture(model: str) -> Architecture:
+def read_architecture(model: str, backend: Literal["auto", "qerl", "transformers"] = "auto") -> Architecture:
     """Return the architecture of a named shape, of a hub id of one, or of a checkpoint, of which only the
     config is read. A folder of the same name comes before the hub id."""
     if (named := _named_shape(model)) is not None:
         return named
+    from qerl.models.backend import backend_of
     from qerl.models.source import BUILT_IN, locate
     from qerl.models.state_dict import architecture_of  # a named shape needs no file readers
 
     if "/" not in model and model != BUILT_IN and not Path(model).exists():
         raise UserError(f"{model}: no folder, file or hub id, and no shape; there are {', '.join(SHAPES)}")
+    if backend_of(ModelConfig(path=model, backend=backend)) == "transformers":
+        raise UserError(
+            f"{model}: plan is of the package's own decoder; transformers' code runs this model,"
+            " and what that takes cannot be planned: qerl check --model MODEL --speed tries it"
+        )
     return architecture_of(locate(model).open())
 
 
