@@ -13,6 +13,8 @@ from qerl.tracking.json_lines import read_lines
 from qerl.training.observer import NullObserver
 from qerl.training.session import train
 
+# The learner sums a state chunk by chunk, the sampler token by token: up to 1.6e-4 apart in fp32 on CPUs tried.
+WITH_STATES = ("Qwen3_5", "Qwen3Next")
 EXACT = ("Gemma2", "Olmo3")
 
 
@@ -75,4 +77,4 @@ def test_a_run_of_every_family_learns_and_resumes(files, tmp_path, family):
     assert len(steps) == 3 and all(metrics["grad_norm"] > 0 for metrics in steps)
     for metrics in steps:
         assert math.isfinite(metrics["reward"])
-        assert metrics["mismatch_max"] <= (0 if family in EXACT else 1e-4)
+        assert metrics["mismatch_max"] <= (0 if family in EXACT else 5e-4 if family in WITH_STATES else 1e-4)
