@@ -13,7 +13,7 @@ from qerl.tracking.json_lines import read_lines
 from qerl.training.observer import NullObserver
 from qerl.training.session import train
 
-# The learner sums a state chunk by chunk, the sampler token by token: up to 1.6e-4 apart in fp32 on CPUs tried.
+# The learner sums a state chunk by chunk, the sampler token by token: up to 1.6e-4 apart in fp32.
 WITH_STATES = ("Qwen3_5", "Qwen3Next")
 EXACT = ("Gemma2", "Olmo3")
 
