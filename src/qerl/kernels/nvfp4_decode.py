@@ -29,7 +29,6 @@ Sums run over k in an order that depends only on the tile (nvfp4_tile.py): runs 
 is bitwise equal at every M up to 32 (tests/kernels/test_nvfp4_decode.py).
 """
 
-import dataclasses
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -41,13 +40,13 @@ from qerl.formats import e2m1
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
 from qerl.kernels.nvrtc import addresses, compiled, tensor_map
+from qerl.kernels.packed_product import PackedAdapter, PackedProduct
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
 MAX_LOW_RANK_ROWS = 384  # of all adapters that read one x
 ALPHA_FACTOR = 2.0**19
 
 _PLACED = 0x81C081C0  # the bits of two codes in two bfloat16
-_NO_GROUP = 2**31 - 1
 _SMALL_WEIGHT = 2**26  # q|k|v and o of 7B and 32B; gate|up and down of 7B are larger
 _PARTIAL_WORDS = 2**23  # of u's sums: 231 slices of 256 tokens at rank 128 (72B, down)
 _WORKSPACE_WORDS = 2 * 128 * 128  # per multiprocessor: two slots for the largest tile
@@ -109,21 +108,6 @@ def swiglu_order(features: int, device: torch.device) -> Tensor:
     return torch.cat((gate, gate + features), dim=1).flatten()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PackedAdapter:
-    """a bfloat16 [G R, K], b bfloat16 [N, R]. Rows from starts[i] on use a's group i + 1, others 0.
-
-    One adapter: starts=(), G = 1. q|k|v: starts=(q rows, q and k rows), multiples of 16, G = 3. `swiglu`:
-    starts=(), G = 2 (gate, up), b in the packed row order. u: bfloat16 [M, G R], if computed before.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-    starts: tuple[int, ...] = ()
-    u: Tensor | None = None
-
-
 def pays_to_make_u(M: int, weight_NK: int) -> bool:
     """True if computing u here is faster than in lora_shrink.py: decode steps on an H200 (dev/LOG.md).
 
@@ -132,7 +116,7 @@ def pays_to_make_u(M: int, weight_NK: int) -> bool:
     return M <= 96 or (M <= 128 and weight_NK <= _SMALL_WEIGHT)
 
 
-class NVFP4Decode:
+class NVFP4Decode(PackedProduct[Tile]):
     """The kernels of one device, compiled on first use, and their workspace. Use one object per stream.
 
     Two streams must not run them at the same time on one device: their CTAs wait for one another
@@ -141,77 +125,18 @@ class NVFP4Decode:
 
     def __init__(self, device: torch.device, choose: Callable[[int, int, int], Tile] | None = None):
         """choose: return a tile for (M, N, K), instead of the table."""
-        self._device = device
         properties = torch.cuda.get_device_properties(device)
-        self._num_sms = properties.multi_processor_count
-        self._choose = choose or partial(choose_tile, gpu=properties.name)
-        words = _WORKSPACE_WORDS * self._num_sms
-        # -1 marks a word as not written; every launch leaves all words so
-        self.workspace = torch.full((words,), -1, dtype=torch.int32, device=device)
+        words = _WORKSPACE_WORDS * properties.multi_processor_count
+        super().__init__(device, choose or partial(choose_tile, gpu=properties.name), words)
         self.partials = torch.full((_PARTIAL_WORDS,), -1, dtype=torch.int32, device=device)
         self._u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
         self._kernel = cached_method(self._compile)
 
-    def linear(
-        self,
-        x_MK: Tensor,
-        tiles: Tensor,
-        factors_N: Tensor,
-        *,
-        adapter: PackedAdapter | None = None,
-        bias_N: Tensor | None = None,
-        residual_MN: Tensor | None = None,
-    ) -> Tensor:
-        """Return y_MN in bfloat16, or in fp32 with an fp32 residual.
-
-        tiles of `pack`, factors of `row_factors`, bias in fp32.
-        """
-        n, dtype = TILE_ROWS * tiles.shape[0], torch.bfloat16 if residual_MN is None else torch.float32
-        y_MN = torch.empty(x_MK.shape[0], n, dtype=dtype, device=x_MK.device)
-        if residual_MN is not None:
-            assert residual_MN.shape == y_MN.shape and residual_MN.dtype == y_MN.dtype
-            assert residual_MN.is_contiguous()
-        groups = 1 if adapter is None else len(adapter.starts) + 1
-        self._launch(x_MK, tiles, factors_N, adapter, groups, bias_N, residual_MN, y_MN, swiglu=0)
-        return y_MN
-
-    def swiglu(
-        self, x_MK: Tensor, tiles: Tensor, factors_N: Tensor, *, adapter: PackedAdapter | None = None
-    ) -> Tensor:
-        """Return silu(gate) * up [M, F] in bfloat16; tiles, factors and b are in `swiglu_order`."""
-        features = TILE_ROWS // 2 * tiles.shape[0]
-        y_MF = torch.empty(x_MK.shape[0], features, dtype=torch.bfloat16, device=x_MK.device)
-        assert adapter is None or not adapter.starts
-        self._launch(x_MK, tiles, factors_N, adapter, 2, None, None, y_MF, swiglu=1)
-        return y_MF
-
-    def _launch(self, x_MK, tiles, factors_N, adapter, groups, bias_N, residual_MN, y, *, swiglu) -> None:
+    def _start(self, tile, grid, rank, swiglu, x_MK, tiles, adapter, epilogue) -> None:
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
-        assert x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous() and x_MK.data_ptr() % 16 == 0
-        assert tiles.shape == (n // TILE_ROWS, k // TILE_K, TILE_BYTES) and tiles.is_contiguous()
-        for rows in (factors_N, bias_N):
-            assert rows is None or (
-                rows.shape == (n,) and rows.dtype == torch.float32 and rows.is_contiguous()
-            )
-        tile, rank, starts = self._choose(m, n, k), 0, ()
-        if adapter is not None:
-            rank, starts = adapter.b.shape[1], adapter.starts
-            assert adapter.b.shape == (n, rank) and adapter.a.shape == (groups * rank, k) and rank % 16 == 0
-            u_MR = adapter.u
-            assert u_MR is None or (u_MR.shape == (m, groups * rank) and u_MR.dtype == torch.bfloat16)
-            assert u_MR is None or (u_MR.is_contiguous() and u_MR.data_ptr() % 16 == 0)
-            assert adapter.b.dtype == adapter.a.dtype == torch.bfloat16 and len(starts) <= 2
-            assert (
-                adapter.b.is_contiguous() and adapter.a.is_contiguous() and all(s % 16 == 0 for s in starts)
-            )
-        pointers = addresses(factors_N, bias_N, adapter and adapter.b, residual_MN, y)
-        epilogue = struct.pack("5Q4i", *pointers, m, n, *(*starts, _NO_GROUP, _NO_GROUP)[:2])
-        grid, split = tile.grid(m, n, k, self._num_sms), int(tile.splits_sums(m, n, k, self._num_sms))
-        assert tile.units(m, n, k) * grid < 2**32  # the kernel divides 32-bit numbers
-        assert tile.workspace_words(self._num_sms) <= len(self.workspace)
-        makes_u = adapter is not None and adapter.u is None
-        kernel = self._kernel(tile, rank, swiglu, split, int(rank > 0 and not makes_u))
+        split, makes_u = tile.splits_sums(m, n, k, self._num_sms), adapter is not None and adapter.u is None
+        kernel = self._kernel(tile, rank, swiglu, int(split), int(rank > 0 and not makes_u))
         kernel.launch(
             grid=grid,
             block_threads=tile.threads(makes_u),

@@ -17,6 +17,7 @@ block of 32 is stored twice (0.5625 bytes a weight for 0.53). A weight with smal
 it is.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -104,9 +105,9 @@ class PackedTiles(PackedWeight):
         n, k = self.shape
         return n // TILE_ROWS * (k // TILE_K) * TILE_BYTES + 4 * n + self.group.scales[self.index].nbytes
 
+    @abc.abstractmethod
     def plain(self) -> NVFP4 | MXFP4:
         """Return the weight in its own format."""
-        raise NotImplementedError
 
     def to(self, device: torch.device | str) -> Self:
         return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
