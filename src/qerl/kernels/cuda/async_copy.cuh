@@ -1,9 +1,15 @@
-// Copies of 16 bytes from global to shared memory that a thread does not wait for (Ampere and later).
-// With an L2 policy NVRTC 13 makes copies whose address is split over a uniform register, which a Hopper GPU refuses as illegal.
+// Copies from global to shared memory that a thread does not wait for (Ampere and later).
 #pragma once
 #include "types.cuh"
 
 __device__ __forceinline__ void copy_async(u32 dst, const void* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
+// With an L2 policy. Where NVRTC 13 splits the address over a uniform register, a Hopper GPU refuses the copy as illegal (portable_product.cu).
+__device__ __forceinline__ void copy_async(u32 dst, const void* src, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void copy_async_4(u32 dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until at most PENDING of this thread's committed groups are still being copied.
 template <int PENDING>

@@ -282,6 +282,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
   Stage* stages = (Stage*)raw;
   int* positions = (int*)(raw + STAGES * sizeof(Stage));
   launch_dependents();
+  // The cache is read once per step, so it should not evict the workspace from L2.
   const u64 policy = l2_evict_first();
   const int lane = threadIdx.x;
   int longest = -1;
@@ -301,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
         if (ahead.tiles) later = find_unit(p, positions, ahead.index + gridDim.x, units);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   };
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) fetch_ahead(i);
@@ -319,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
     clear(f);
 #pragma unroll 1
     for (int tile = u.first_tile(); tile < u.tiles; tile++) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+      wait_copies<STAGES - 1>();
       __syncwarp();
       Stage& s = stages[stage];
 #if WINDOW

@@ -1,6 +1,7 @@
 // Shared by decode_attention.cu and decode_attention_write.cu: parameters, units of work, copies to shared memory.
 // decode_attention.cu lists the compile-time constants.
 #pragma once
+#include "async_copy.cuh"
 #include "bfloat16.cuh"
 #include "launch.cuh"
 #include "memory.cuh"
@@ -59,11 +60,6 @@ struct Stage {
 #endif
 };
 
-// The cache is read once per step, so it should not evict the workspace from L2.
-__device__ __forceinline__ void copy16(u32 dst, const void* src, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void copy4(u32 dst, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory"); }
 // Bytes 0 and 2 (even), or 1 and 3 (odd), of four E4M3 numbers as two bfloat16, each * 2^-120.
 __device__ __forceinline__ u32 even_pair(u32 w) { return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07F007F0u); }
 __device__ __forceinline__ u32 odd_pair(u32 w) { return (w & 0x80008000u) | ((w >> 4) & 0x07F007F0u); }
@@ -144,12 +140,12 @@ __device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int ti
     for (int row0 = 0; row0 < 16; row0 += ROWS) {
       const int row = row0 + lane / PIECES, to_row = half * 16 + row;
       const size_t at = from + (size_t)row * (KV_HEADS * ROW_BYTES);
-      copy16(smem_u32(to.k) + swizzled(to_row, piece), p.k + at, policy);
-      copy16(smem_u32(to.v) + swizzled(to_row, piece), p.v + at, policy);
+      copy_async(smem_u32(to.k) + swizzled(to_row, piece), p.k + at, policy);
+      copy_async(smem_u32(to.v) + swizzled(to_row, piece), p.v + at, policy);
     }
 #if FP8
     const size_t at = (size_t)(slot + lane % 16) * KV_HEADS + u.head;
-    copy4(smem_u32((lane < 16 ? to.k_scales : to.v_scales) + half * 16 + lane % 16), (lane < 16 ? p.k_scales : p.v_scales) + at);
+    copy_async_4(smem_u32((lane < 16 ? to.k_scales : to.v_scales) + half * 16 + lane % 16), (lane < 16 ? p.k_scales : p.v_scales) + at);
 #endif
   }
 }
