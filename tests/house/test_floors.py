@@ -11,7 +11,6 @@ SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
     ("errors",),
-    ("regular_file",),
     ("config", "types"),
     ("algo", "formats"),
     ("kernels",),

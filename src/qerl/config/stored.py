@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import RunConfig
+from qerl.config.regular_file import parse_json, read_regular
 from qerl.config.renamed import with_present_names
 from qerl.errors import UserError
-from qerl.regular_file import parse_json, read_regular
 
 
 def parse_run_config(data: dict[str, Any]) -> RunConfig:

@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from qerl.config.regular_file import open_regular
 from qerl.errors import UserError
 from qerl.models.gguf_families import FAMILIES, ROPE_TENSORS, GgufKeys, hf_config
 from qerl.models.gguf_tensors import places
-from qerl.regular_file import open_regular
 
 _CHUNK_BYTES = 1 << 20
 _TYPES = (

@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from qerl.config.regular_file import MAX_JSON_BYTES, parse_json, read_regular
 from qerl.errors import UserError
-from qerl.regular_file import MAX_JSON_BYTES, parse_json, read_regular
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES = 100_000_000

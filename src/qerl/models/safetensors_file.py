@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qerl.config.regular_file import open_regular, parse_json
 from qerl.errors import UserError
 from qerl.models.model_folder import read_json, weight_files
-from qerl.regular_file import open_regular, parse_json
 
 _DTYPES = {
     "F64": torch.float64,

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from qerl.config.regular_file import parse_json, read_regular
 from qerl.errors import RunError, UserError
-from qerl.regular_file import parse_json, read_regular
 
 
 def finite(value: Any) -> Any:

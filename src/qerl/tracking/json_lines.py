@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qerl.config.regular_file import open_regular, parse_json
 from qerl.errors import RunError, UserError
-from qerl.regular_file import open_regular, parse_json
 from qerl.tracking.atomic_file import encode, write_atomic, write_synced
 
 _CHECKSUM = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}\r?\n?', re.DOTALL)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from qerl.config import SamplesConfig
+from qerl.config.regular_file import open_regular
 from qerl.errors import RunError
-from qerl.regular_file import open_regular
 from qerl.tracking.atomic_file import make_folder, sync_path, write_atomic
 from qerl.tracking.json_lines import JsonLines, Kept, decode
 

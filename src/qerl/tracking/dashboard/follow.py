@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from qerl.regular_file import open_regular, read_regular
+from qerl.config.regular_file import open_regular, read_regular
 from qerl.tracking.json_lines import damage_notice, decode, is_intact
 from qerl.tracking.metric_text import clock, seconds_left
 from qerl.tracking.report import read
