@@ -1,0 +1,42 @@
+"""The dense MLP of a layer in a decode step: three launches, more with u made apart.
+
+x = norm(h)   y = silu(gate) * up of x W^T + u B^T   h += y W^T + u B^T
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from qerl.engine.decode_layer import LayerStep, NormedProducts, StepParts, StepRows
+from qerl.engine.fused_linear import LinearGroup
+from qerl.models.architecture import Architecture
+from qerl.models.decoder import Layer
+
+
+class MLPSteps:
+    def __init__(self, parts: StepParts):
+        self.parts = parts
+
+    @staticmethod
+    def obstacle(a: Architecture, page_tokens: int) -> str | None:
+        return "they take no biases in the MLP" if a.mlp_bias else None
+
+    def __call__(self, layer_index: int, layer: Layer) -> LayerStep:
+        return _MLPStep(self.parts, layer)
+
+
+class _MLPStep:
+    def __init__(self, parts: StepParts, layer: Layer):
+        self._layer = layer
+        self._products = NormedProducts(parts, layer.linear_groups[2:])
+        self._gate_up, self._down = self._products.groups
+
+    @property
+    def groups(self) -> Sequence[LinearGroup]:
+        return self._products.groups
+
+    def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
+        products = self._products
+        x_BD, u = products.normed(h_BD, self._layer.post_attention_layernorm, self._gate_up, rows)
+        y_BF = products.products.swiglu(x_BD, self._gate_up, u)
+        return products.added(h_BD, y_BF, self._down)
