@@ -11,8 +11,8 @@ from qerl.learner.plan.memory import (
     peak_bytes,
     resolve_checkpointing,
 )
-from qerl.learner.plan.report import largest_settings
-from qerl.learner.plan.speed import GPUS, Gpu, estimate_speed
+from qerl.learner.plan.report import KERNEL_NAMES, largest_settings
+from qerl.learner.plan.speed import GPUS, Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
 from qerl.models.random_weights import SHAPES
 
@@ -41,7 +41,7 @@ def card_tables(_rows: object = None) -> str:
 def _card_table(size: int, name: str) -> str:
     dense = {shape: a for shape, a in SHAPES.items() if a.mixture is None}  # of others no speed is estimated
     lines = {shape: _line(shape, a, GPUS[name]) for shape, a in dense.items()}
-    kernels = "Hopper kernels" if GPUS[name].is_hopper else "PyTorch's operations"
+    kernels = KERNEL_NAMES[planned_kernels(GPUS[name], RunConfig())]
     table = markdown(
         f"**{size} GB**, tokens per second of {name}, {kernels}.",
         _HEADER,

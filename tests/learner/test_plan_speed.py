@@ -1,6 +1,5 @@
 """The speed that `qerl plan` estimates: against the benchmark's rows, and for every GPU in the table."""
 
-import dataclasses
 import re
 
 import pytest
@@ -16,7 +15,14 @@ from qerl.models.random_weights import SHAPES, shape, shape_of_hub_id
 FORMATS = {"qerl-nvfp4": "nvfp4", "qerl-bf16": "bf16"}
 PROMPT = 256
 LAST = {  # the last row of each case
-    (row["bench"], row["shape"], row["provider"], row.get("batch"), row.get("recompute")): row
+    (
+        row["bench"],
+        row["shape"],
+        row["provider"],
+        row.get("batch"),
+        row.get("recompute"),
+        row.get("kernels"),
+    ): row
     for row in read_rows(ROOT / RESULTS)
     if row["bench"] in ("decode", "learn")
     and row["provider"] in FORMATS
@@ -34,10 +40,10 @@ def estimated(gpu: str, row: dict, batch: int = 64):
     config = RunConfig(
         num_prompts=batch // 2,
         num_generations=2,
-        model=ModelConfig(format=FORMATS[row["provider"]]),
+        model=ModelConfig(format=FORMATS[row["provider"]]),  # type: ignore[arg-type]
         adapter=AdapterConfig(rank=32),
         sample=SampleConfig(max_tokens=1024),
-        engine=EngineConfig(max_num_seqs=batch),
+        engine=EngineConfig(max_num_seqs=batch, kernels=row.get("kernels") or "auto"),
         learn=LearnConfig(gradient_checkpointing=row.get("recompute") or "none"),
     )
     return estimate_speed(GPUS[gpu], shape(row["shape"]), config, prompt_tokens=2 * PROMPT, mean_tokens=1024)
@@ -54,11 +60,29 @@ def test_the_estimate_is_near_what_was_measured(row):
     ("provider", "batch", "measured"),
     [("qerl-nvfp4", 8, 141), ("qerl-nvfp4", 64, 998), ("qerl-bf16", 8, 735), ("qerl-bf16", 64, 3772)],
 )
-def test_without_the_hopper_kernels_it_is_near_what_an_h100_made(monkeypatch, provider, batch, measured):
-    """256 tokens a sample; the table's H100 with Hopper kernels off."""
-    monkeypatch.setitem(GPUS, "h100", dataclasses.replace(GPUS["h100"], is_hopper=False))
-    speed = estimated("h100", {"provider": provider, "shape": "qwen2.5-7b"}, batch)
-    assert speed.sampled_tokens_per_s == pytest.approx(measured, rel=0.25)
+def test_pytorchs_operations_are_near_what_an_h100_made(provider, batch, measured):
+    """256 tokens a sample."""
+    row = {"provider": provider, "shape": "qwen2.5-7b", "kernels": "torch"}
+    assert estimated("h100", row, batch).sampled_tokens_per_s == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("batch", "measured"), [(8, 3057), (32, 8149), (64, 11378), (128, 13238), (256, 14390)]
+)
+def test_the_portable_kernels_are_near_what_an_h200_made(batch, measured):
+    row = {"provider": "qerl-nvfp4", "shape": "qwen2.5-7b", "kernels": "portable"}
+    assert estimated("h200", row, batch).sampled_tokens_per_s == pytest.approx(measured, rel=0.08)
+
+
+def test_a_card_without_wgmma_samples_with_the_portable_kernels():
+    row = {"provider": "qerl-nvfp4", "shape": "qwen2.5-7b"}
+    rates = {
+        kernels: estimated("rtx-4090", row | {"kernels": kernels}).sampled_tokens_per_s
+        for kernels in ("auto", "portable", "torch")
+    }
+    assert rates["auto"] == rates["portable"] > 2 * rates["torch"]
+    with pytest.raises(UserError, match="no Hopper GPU"):
+        estimated("rtx-4090", row | {"kernels": "hopper"})
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,14 @@ from qerl.learner.plan.memory import (
     resolve_checkpointing,
 )
 from qerl.learner.plan.shapes import read_architecture, read_layout
-from qerl.learner.plan.speed import Gpu, estimate_speed
+from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
 
+KERNEL_NAMES = {
+    "hopper": "Hopper kernels",
+    "portable": "portable kernels, measured on an H200 only",
+    "torch": "PyTorch's operations",
+}
 _MAX_SAMPLES, _MAX_RANK = 4096, 1024
 
 
@@ -180,8 +185,7 @@ def _speed(
 ) -> list[str]:
     length = mean_tokens or config.sample.max_tokens
     speed = estimate_speed(gpu, a, config, prompt_tokens=prompt_tokens, mean_tokens=length)
-    operations = "PyTorch's operations; this GPU's packed kernels are not measured"
-    kernels = "Hopper kernels" if gpu.is_hopper else operations
+    kernels = KERNEL_NAMES[planned_kernels(gpu, config)]
     rates = f"{speed.sampled_tokens_per_s:,.0f} tokens/s, learning {speed.learned_tokens_per_s:,.0f} tokens/s"
     hours = config.num_steps * speed.step_s / 3600
     return [

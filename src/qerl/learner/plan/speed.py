@@ -3,11 +3,15 @@
     decode step = bytes / bandwidth + operations / (matrix rate * mfu) + num_layers * layer_s
     update      = tokens * (4 or 6) * weights / (matrix rate * mfu)            6 if layers are recomputed
 
-On a Hopper GPU the estimate is within 15 % of the rows in benchmarks/results, which
-tests/learner/test_plan_speed.py holds. For other GPUs it is the speed of PyTorch's operations, which
-unpack every weight for every step and start many small kernels; the portable kernels have not been measured
-there. The constants are from one H100 without the Hopper kernels (7B, rank 32: 141 and 998 tokens/s at batch
-8 and 64; 735 and 3,772 with BF16 weights) and are not measured on other GPUs.
+mfu and layer_s depend on the kernels of decode steps (`engine.kernels`):
+
+    hopper     within 15 % of the rows in benchmarks/results, which tests/learner/test_plan_speed.py holds
+    portable   fitted to an H200, the only GPU where they were measured. The larger of bytes and operations
+               instead of their sum would miss those figures by 7 %; the sum misses by 5 %. For another GPU
+               both rates come from its data sheet: an estimate. mfu is a share of the rate of wgmma, which
+               these kernels do not use, so GPUs without it may be faster than this.
+    torch      of one H100 (7B, rank 32: 141 and 998 tokens/s at batch 8 and 64; 735 and 3,772 with BF16
+               weights). Every weight in 4 bits is unpacked at every step.
 """
 
 import dataclasses
@@ -16,17 +20,32 @@ import torch
 
 from qerl.config import RunConfig
 from qerl.engine.state_cache import slot_bytes
-from qerl.errors import UserError, did_you_mean
+from qerl.errors import UserError, did_you_mean, require
 from qerl.learner.plan.memory import kv_cache_bytes, num_trained_weights, weight_bytes
 from qerl.models.architecture import Architecture
+from qerl.models.device import Kernels
 from qerl.models.layer_spec import layer_specs
 
 _BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, measured on an H200
-_HOPPER_LAYER_S, _TORCH_LAYER_S = 30e-6, 300e-6
-_DECODE_MFU = 0.6
 _UNPACK_BYTES = 24  # moved by PyTorch's operations to unpack a 4-bit weight
-_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
+_LEARN_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
 _TORCH_MFU_SHARE = 0.82  # 10,057 of 12,019 tokens/s, layers recomputed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _DecodeRates:
+    layer_s: float
+    """Time of a layer that neither bytes nor operations explain: launches and their ends."""
+
+    mfu: float
+    """Operations per second / matrix rate."""
+
+
+_DECODE = {
+    "hopper": _DecodeRates(30e-6, 0.6),
+    "portable": _DecodeRates(40e-6, 0.37),
+    "torch": _DecodeRates(300e-6, 0.6),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +122,17 @@ def gpu_of_cuda_name(name: str) -> Gpu | None:
     return next((GPUS[prefix] for prefix in prefixes if prefix in GPUS), None)
 
 
+def planned_kernels(gpu: Gpu, config: RunConfig) -> Kernels:
+    """Return what `engine.kernels` is on this GPU. Raises UserError for Hopper's on another one."""
+    wanted = config.engine.kernels
+    if wanted == "auto":
+        return "hopper" if gpu.is_hopper else "portable"  # all GPUs of the table are Ampere or later
+    require(
+        wanted != "hopper" or gpu.is_hopper, "engine.kernels is hopper, but this is no Hopper GPU; use auto"
+    )
+    return wanted
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedEstimate:
     sampled_tokens_per_s: float
@@ -125,7 +155,7 @@ def estimate_speed(
     cached_tokens = running * (mean_tokens / 2 + prompt_tokens / config.num_generations)
     rate = running / _decode_step_s(gpu, a, config, running, cached_tokens)
     mode = config.learn.gradient_checkpointing
-    mfu = _MFU[mode] * (1 if gpu.is_hopper else _TORCH_MFU_SHARE)
+    mfu = _LEARN_MFU[mode] * (1 if gpu.is_hopper else _TORCH_MFU_SHARE)
     flop = (4 if mode == "none" else 6) * _num_weights(a)
     learn_rate = _MATRIX_SHARE * gpu.flop_per_s * mfu / flop
     learned = config.num_prompts * prompt_tokens + num_samples * mean_tokens
@@ -147,18 +177,16 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
     bandwidth, matrix = _BANDWIDTH_SHARE * gpu.bytes_per_s, _MATRIX_SHARE * gpu.flop_per_s
     format = config.model.sampler_format or config.model.format
     weights = weight_bytes(a, format)
-    if not gpu.is_hopper and format != "bf16":
+    kernels = planned_kernels(gpu, config)
+    if kernels == "torch" and format != "bf16":
         weights = _UNPACK_BYTES * _layer_weights(a)
     adapter = 2 * num_trained_weights(a, config) if config.adapter.kind == "lora" else 0
     states = 2 * running * slot_bytes(a, torch.bfloat16)  # read and written
     cache = cached_tokens * _kv_bytes(a, config) + states
     num_bytes = weights + 2 * a.vocab_size * a.width + adapter + cache
-    layer_s = _HOPPER_LAYER_S if gpu.is_hopper else _TORCH_LAYER_S
-    return (
-        num_bytes / bandwidth
-        + 2 * running * _num_weights(a) / (_DECODE_MFU * matrix)
-        + a.num_layers * layer_s
-    )
+    rates = _DECODE[kernels]
+    operations = 2 * running * _num_weights(a)
+    return num_bytes / bandwidth + operations / (rates.mfu * matrix) + a.num_layers * rates.layer_s
 
 
 def _layer_weights(a: Architecture) -> int:
