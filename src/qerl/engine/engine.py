@@ -22,7 +22,7 @@ The engine owns no weights. The noise is whatever the decoder's norms contain du
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.cache_size import CacheSize, PageCounts, rounded_up_gb
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
-from qerl.engine.generation import Generation, Stats
+from qerl.engine.generation import Call, Generation, Stats
 from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.kv_cache import FP8, KVCache
-from qerl.engine.live_sample import LiveGroup, LiveSample
+from qerl.engine.live_sample import LiveGroup
 from qerl.engine.page_pool import PagePool
 from qerl.engine.prefill import Prefill
 from qerl.engine.runner_cache import RunnerCache
@@ -49,7 +49,7 @@ from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
-from qerl.types import Conversation, Group, Prompt, Sampling
+from qerl.types import Group, Prompt, Sampling
 
 # A cache limited by memory is kept unless a new one is clearly larger: its CUDA graphs would be lost.
 _WORTH_KEEPING = 0.9
@@ -141,6 +141,7 @@ class Engine(SamplingEngine):
         for group in groups:
             group.keeps_pages = True
         self._assign_noise_rows(groups, prompts_P)
+        call = Call(prompts_P=prompts_P, detokenizer=detokenizer, seed=seed, step=step)
         with self._present_cache(groups, prompts_P) as cache:
             # a batch leaves a slot for a sample: its prompts keep theirs until they are branched
             share = -(-cache.num_pages // (cache.num_state_slots - 1)) if cache.num_state_slots else 0
@@ -148,9 +149,7 @@ class Engine(SamplingEngine):
                 groups, lambda g: max(self._branching_pages(g, cache), share), cache.num_pages
             ):
                 runner = self._runners.of(cache, sampling, self._max_pages(batch))
-                generation = self._generation(
-                    cache, runner, batch, prompts_P, detokenizer, seed, step, None, None
-                )
+                generation = self._generation(cache, runner, batch, call)
                 yield BranchBatch(
                     batch,
                     generation,
@@ -187,12 +186,7 @@ class Engine(SamplingEngine):
         cache: KVCache,
         runner: DecodeRunner,
         groups: list[LiveGroup],
-        prompts_P: list[Prompt] | dict[int, Prompt],
-        detokenizer: Detokenizer,
-        seed: int,
-        step: int,
-        on_token: Callable[[LiveSample], bool] | None,
-        conversation: Conversation | None,
+        call: Call,
         max_admitted_tokens: int | None = None,
     ) -> Generation:
         config = self._config
@@ -211,13 +205,8 @@ class Engine(SamplingEngine):
             if config.exact
             else Prefill(self._decoder, cache, config.max_num_batched_tokens),
             runner,
-            prompts_P,
-            detokenizer,
+            call,
             stop_token_ids=self.stop_token_ids,
-            seed=seed,
-            step=step,
-            on_token=on_token,
-            conversation=conversation,
         )
 
     def _branching_pages(self, group: LiveGroup, cache: KVCache) -> int:

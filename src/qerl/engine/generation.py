@@ -65,6 +65,20 @@ class Stats:
         return Stats(**both | {name: max(getattr(self, name), getattr(other, name)) for name in peaks})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of an engine: its prompts, how their samples end, and the seeds of their tokens."""
+
+    prompts_P: Sequence[Prompt] | dict[int, Prompt]
+    """By the index of their group."""
+    detokenizer: Detokenizer
+    seed: int
+    step: int
+    on_token: Callable[[LiveSample], bool] | None = None
+    """Called for every sampled token; True ends the sample's turn."""
+    conversation: Conversation | None = None
+
+
 class Generation:
     def __init__(
         self,
@@ -72,22 +86,16 @@ class Generation:
         scheduler: Scheduler,
         prefill: PromptForward,
         runner: StepRunner,
-        prompts_P: Sequence[Prompt] | dict[int, Prompt],
-        detokenizer: Detokenizer,
+        call: Call,
         *,
         stop_token_ids: frozenset[int],
-        seed: int,
-        step: int,
-        on_token: Callable[[LiveSample], bool] | None,
-        conversation: Conversation | None,
     ):
-        """prompts_P: by the index of their group. on_token: called for every sampled token; True ends the
-        sample's turn."""
         self.stats = Stats()
         self._cache, self._scheduler, self._prefill, self._runner = cache, scheduler, prefill, runner
-        self._prompts_P, self._detokenizer, self._stop_token_ids = prompts_P, detokenizer, stop_token_ids
-        self._seed, self._step, self._on_token = seed, step, on_token
-        self._conversation = conversation
+        self._prompts_P, self._detokenizer = call.prompts_P, call.detokenizer
+        self._stop_token_ids = stop_token_ids
+        self._seed, self._step, self._on_token = call.seed, call.step, call.on_token
+        self._conversation = call.conversation
         self._needs_reschedule = True
 
     def branch(self, groups: list[LiveGroup]) -> None:

@@ -2,6 +2,7 @@
 it leaves becomes samples. The engines differ in the caches and forward passes that they open for a call.
 """
 
+import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.engine.branch_batch import BranchBatch
 from qerl.engine.detokenizer import Detokenizer
-from qerl.engine.generation import Generation, Stats
+from qerl.engine.generation import Call, Generation, Stats
 from qerl.engine.live_batch import LiveBatch
 from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.errors import UserError
@@ -33,19 +34,11 @@ class NewGeneration(Protocol):
     """Makes the Generation of one call, on caches that are open."""
 
     def __call__(
-        self,
-        groups: list[LiveGroup],
-        prompts_P: list[Prompt] | dict[int, Prompt],
-        detokenizer: Detokenizer,
-        seed: int,
-        step: int,
-        on_token: Callable[[LiveSample], bool] | None,
-        conversation: Conversation | None,
-        max_admitted_tokens: int | None = None,
+        self, groups: list[LiveGroup], call: Call, max_admitted_tokens: int | None = None
     ) -> Generation: ...
 
 
-class SamplingEngine:
+class SamplingEngine(abc.ABC):
     """The part of an engine that does not depend on how the model runs."""
 
     max_rows: int
@@ -83,11 +76,11 @@ class SamplingEngine:
         """Return no metrics: those of an engine are in `stats`."""
         return {}
 
+    @abc.abstractmethod
     def open(
         self, groups: list[LiveGroup], prompts_P: list[Prompt], sampling: Sampling | None
     ) -> contextlib.AbstractContextManager[NewGeneration]:
         """Open caches for these groups; without sampling parameters every group has its own."""
-        raise NotImplementedError
 
     def branch_batches(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
@@ -121,7 +114,15 @@ class SamplingEngine:
         self._assign_noise_rows(groups, prompts_P)
         with self.open(groups, prompts_P, sampling) as new_generation:
             callback = None if on_token is None else self._live_callback(on_token, detokenizer)
-            generation = new_generation(groups, prompts_P, detokenizer, seed, step, callback, conversation)
+            call = Call(
+                prompts_P=prompts_P,
+                detokenizer=detokenizer,
+                seed=seed,
+                step=step,
+                on_token=callback,
+                conversation=conversation,
+            )
+            generation = new_generation(groups, call)
             self.stats = generation.stats
             generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
@@ -139,7 +140,9 @@ class SamplingEngine:
             max_admitted_tokens = _CPU_ADMITTED_TOKENS if is_cpu else self._max_num_batched_tokens
             yield LiveBatch(
                 lambda prompts, on_token: new_generation(
-                    [], prompts, detokenizer, 0, 0, on_token, None, max_admitted_tokens
+                    [],
+                    Call(prompts_P=prompts, detokenizer=detokenizer, seed=0, step=0, on_token=on_token),
+                    max_admitted_tokens,
                 ),
                 self._new_group,
                 lambda stop: Detokenizer(self.tokenizer, stop),

@@ -12,7 +12,7 @@ bits. A prompt is computed once for all of its samples; a turn of a conversation
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import EngineConfig
 from qerl.engine.decode_runner import Burst
-from qerl.engine.detokenizer import Detokenizer
-from qerl.engine.generation import Generation
+from qerl.engine.generation import Call, Generation
 from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.lockstep import Lockstep, begin
 from qerl.engine.page_pool import PagePool
@@ -31,7 +30,7 @@ from qerl.engine.sampler import Sampler, TorchSampler
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.scheduler import Scheduler, min_group_pages, num_pages
 from qerl.models.transformers_model import TransformersModel
-from qerl.types import Conversation, Prompt, Sampling
+from qerl.types import Prompt, Sampling
 
 _MOST_PAGES = 1 << 18  # of a server, whose requests could be as long as the model allows
 
@@ -70,14 +69,7 @@ class TransformersEngine(SamplingEngine):
         pages = max(min(sum(needed), _MOST_PAGES), *needed)
 
         def new_generation(
-            groups: list[LiveGroup],
-            prompts_P: list[Prompt] | dict[int, Prompt],
-            detokenizer: Detokenizer,
-            seed: int,
-            step: int,
-            on_token: Callable[[LiveSample], bool] | None,
-            conversation: Conversation | None,
-            max_admitted_tokens: int | None = None,
+            groups: list[LiveGroup], call: Call, max_admitted_tokens: int | None = None
         ) -> Generation:
             pool = PagePool(pages)
             caches = PromptCaches(pool)
@@ -93,13 +85,8 @@ class TransformersEngine(SamplingEngine):
                 ),
                 prefill,
                 TransformersRunner(self._transformer, self._sampler(sampling), caches),
-                prompts_P,
-                detokenizer,
+                call,
                 stop_token_ids=self.stop_token_ids,
-                seed=seed,
-                step=step,
-                on_token=on_token,
-                conversation=conversation,
             )
 
         yield new_generation
