@@ -4,6 +4,7 @@ record.py      one episode's answers as tokens, joined where a prompt extends an
 parser.py      requests of an episode -> prompts and sampling of the run
 endpoint.py    the server on loopback: a base URL and a key per episode
 worker.py      the process in which the agents run       outcomes.py   what it reports of them
+verifiers.py   an agent that plays an environment of verifiers; openenv.py one of OpenEnv
 rollout.py     episodes behind the engine's interface    function.py   find the agent, train with it
 
 agent (worker) --HTTP--> endpoint --> batcher --> engine         one process, another thread

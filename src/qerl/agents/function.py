@@ -4,10 +4,13 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from qerl.agents.openenv import OpenEnvAgent
 from qerl.agents.rollout import AgentPool
+from qerl.agents.verifiers import VerifiersAgent
 from qerl.agents.worker import agent_arguments, agent_fault
 from qerl.config import RunConfig
-from qerl.errors import UserError
+from qerl.errors import UserError, require
+from qerl.tasks.env_packages import VERIFIERS, is_environment_name, require_package
 from qerl.tasks.reward import imported
 from qerl.training.session import train
 
@@ -18,10 +21,20 @@ def train_with_agent(config: RunConfig, agent: Callable[..., Any] | None = None)
         return train(config, agents=pool)
 
 
+def _named(config: RunConfig) -> Callable[..., Any]:
+    name = str(config.agent.function)
+    if not is_environment_name(name):
+        return imported(name, "agent.function")
+    require(config.task.name == name, f"agent.function {name} plays its own tasks: set task.name {name}")
+    require_package(name)
+    kind = VerifiersAgent if name.startswith(VERIFIERS) else OpenEnvAgent
+    return kind(config.task)
+
+
 def find_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return the agent's function; raise UserError if it cannot be imported or called, or if the packages
     that it needs are missing."""
-    function = imported(str(config.agent.function), "agent.function") if agent is None else agent
+    function = _named(config) if agent is None else agent
     if (fault := agent_fault(function)) is not None:
         raise UserError(f"agent.function: {fault}")
     needed = ["fastapi", "uvicorn", *["openai"] * ("client" in agent_arguments(function))]

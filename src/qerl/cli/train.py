@@ -13,11 +13,13 @@ from qerl.config.recipes import METHODS, PAPER, RECIPES, own
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
 from qerl.config.renamed import refuse_former_names
 from qerl.errors import UserError
+from qerl.tasks.env_packages import is_environment_name
 
 USAGE = """\
 usage: qerl train RECIPE [--FIELD VALUE ...]
        qerl train --task FILE --reward FILE.py:FUNCTION [--model MODEL] [--FIELD VALUE ...]
        qerl train --task FILE --agent FILE.py:FUNCTION [--model MODEL] [--FIELD VALUE ...]
+       qerl train --env verifiers:NAME [--model MODEL] [--FIELD VALUE ...]
 
 Train a model with a recipe, or on your own data and reward.
 
@@ -32,6 +34,7 @@ short options:
   --task FILE             same as --task.name
   --reward FILE.py:NAME   same as --task.rewards
   --agent FILE.py:NAME    same as --agent.function: an agent that calls the model itself (docs/agent.md)
+  --env PACKAGE:NAME      same as --task.name and --agent.function: an environment of verifiers or OpenEnv
   --ray ADDRESS           same as --ray.address
   --init-adapter FOLDER   continue from a PEFT adapter, with its rank, alpha and target modules
 
@@ -78,13 +81,23 @@ def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[
 def read_recipe(arguments: list[str], command: str) -> tuple[str, RunConfig, list[str]]:
     """Return the recipe's name, its config, and the options that change it, of a command that takes a run."""
     adapter, arguments = take_init_adapter(arguments)
-    arguments = [expand(argument, SHORT) for argument in arguments]
+    arguments = [expand(argument, SHORT) for argument in _take_env(arguments)]
     refuse_former_names(arguments)
     name, recipe, options = _recipe(arguments, command)
     default = recipe()
     if adapter is not None:
         default = dataclasses.replace(default, adapter=adapter)
     return name, default, options
+
+
+def _take_env(arguments: list[str]) -> list[str]:
+    """Return the arguments with the two options that --env stands for."""
+    name, arguments = take_option(arguments, "--env", "verifiers:NAME or openenv:PLACE")
+    if name is None:
+        return arguments
+    if not is_environment_name(name):
+        raise UserError(f"--env {name}: an environment is verifiers:NAME or openenv:PLACE")
+    return [*arguments, f"--task.name={name}", f"--agent.function={name}"]
 
 
 def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunConfig], list[str]]:

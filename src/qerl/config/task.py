@@ -55,7 +55,12 @@ class EnvironmentConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
     name: str = "reasoning-gym"
-    """reasoning-gym, gsm8k, a .jsonl, .json, .parquet or .csv file, or the id of a hub data set."""
+    """reasoning-gym, gsm8k, a .jsonl, .json, .parquet or .csv file, the id of a hub data set, or, with --env,
+    verifiers:NAME or openenv:PLACE."""
+
+    env_options: str = "{}"
+    """Settings of that environment, as a JSON object: `{"taskset": {"game": "Hangman-v0"}}`;
+    docs/agent.md."""
 
     gym: str = "basic_arithmetic"
     """Name of the reasoning-gym task."""
@@ -133,6 +138,10 @@ class TaskConfig:
         require(
             isinstance(_parsed(self.chat_template_kwargs), dict),
             f"task.chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs}",
+        )
+        require(
+            isinstance(_parsed(self.env_options), dict),
+            f"task.env_options must be a JSON object, got {self.env_options}",
         )
         given, needed = len(self.reward_weights), len(self.rewards)
         wrong = f"task.reward_weights must be one for each of {needed} rewards, got {given}"

@@ -4,6 +4,7 @@
     gsm8k                 problem, solution, and derived: question (asks for tags), answer (the number)
     x.jsonl, x.json       one object per line, or a list of objects
     x.parquet, x.csv      one table; a CSV's first line names the columns, and its values are strings
+    verifiers:NAME        prompt, task: a row for each task; openenv:PLACE: prompt, reset
     anything else         a hub id or a folder of data files, through `datasets`; `id:subset` names a subset
 
 reasoning-gym's rows do not depend on the run's seed, which only orders them: runs with different seeds are
@@ -28,6 +29,7 @@ from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.config.recipes.paper import GSM8K_REQUEST
 from qerl.errors import UserError, did_you_mean
+from qerl.tasks.env_packages import environment_rows, is_environment_name
 from qerl.tasks.row_values import is_unicode
 from qerl.tasks.sources import file_digest
 
@@ -67,6 +69,8 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
         return gym_rows(config), None
     if config.name == "gsm8k":
         return _splits(config, lambda split: _gsm8k(_hub("openai/gsm8k:main", split, None)))
+    if is_environment_name(config.name):
+        return _environment_rows(config), None
     if path.suffix in _READERS:
         held_out = Path(config.held_out_split or "")  # a recipe for the hub may name a split such as test
         has_held_out = held_out.suffix in _READERS
@@ -92,6 +96,18 @@ def _read_file(field: str, path: Path, config: TaskConfig) -> RowTable:
 
 def _splits(config: TaskConfig, load: Callable[[str], RowTable]) -> tuple[RowTable, RowTable | None]:
     return load(config.split), None if config.held_out_split is None else load(config.held_out_split)
+
+
+def _environment_rows(config: TaskConfig) -> RowTable:
+    rows = environment_rows(config)
+    return RowTable(
+        name=config.name,
+        num_rows=len(rows),
+        columns=tuple(rows[0]),
+        get=lambda index: dict(rows[index]),
+        values=lambda column: [],
+        prompt_column="prompt",
+    )
 
 
 def gym_dataset(config: TaskConfig) -> Any:

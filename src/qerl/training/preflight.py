@@ -34,6 +34,7 @@ from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import RewardPool
 from qerl.tasks.code.runner import SandboxUnavailable
 from qerl.tasks.code.sandbox import choose
+from qerl.tasks.env_packages import is_environment_name, require_package
 from qerl.tasks.environment import Close, Reset
 from qerl.tasks.graders import NEED_ANSWER
 from qerl.tasks.prompt import render_chat
@@ -160,7 +161,10 @@ class Preflight:
     def functions(self) -> Found:
         """Import the reward functions. Their processes are forked, so before a model is read."""
         if (agent := self._config.agent.function) is not None:
-            imported(agent, "agent.function")
+            if is_environment_name(agent):
+                require_package(agent)
+            else:
+                imported(agent, "agent.function")
             yield "ok", f"the agent {agent} can be imported", {}
             return
         self._pool = self._stack.enter_context(RewardPool(self._config.task))

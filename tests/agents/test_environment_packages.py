@@ -1,0 +1,310 @@
+"""`--env verifiers:NAME` and `openenv:PLACE`: with stand-ins that have the packages' interfaces, and with the
+packages where they are installed. (They need different versions of one package, so never both.)"""
+
+import importlib.util
+import os
+import sys
+import types
+
+import pytest
+from agent_episodes import load_tiny, playing
+
+from qerl.agents.openenv import OpenEnvAgent, action_of
+from qerl.agents.verifiers import VerifiersAgent
+from qerl.cli.train import read_recipe
+from qerl.config import TaskConfig
+from qerl.errors import UserError
+from qerl.tasks import env_packages
+from qerl.tasks.rows import open_rows
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+SERVER = """
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+app, games = FastAPI(), {}
+
+
+@app.get("/health")
+def health():
+    return {}
+
+
+@app.get("/schema")
+def schema():
+    number = {"type": "integer", "minimum": 0, "maximum": 9}
+    return {"action": {"title": "Guess", "type": "object", "properties": {"guess": number},
+                       "required": ["guess"], "additionalProperties": False}}
+
+
+@app.post("/{game}/reset")
+def reset(game: str, body: dict):
+    games[game] = [body["seed"], 0]
+    return {"observation": {"say": "begin"}, "reward": None, "done": False}
+
+
+@app.post("/{game}/step")
+def step(game: str, body: dict):
+    seed, turn = games[game][0], games[game][1] + 1
+    games[game][1] = turn
+    if seed == 13:
+        return JSONResponse({}, 500)
+    return {"observation": {"turn": turn}, "reward": 0.25 * (seed + 1), "done": turn == 2}
+"""
+
+
+class HttpSession:
+    """What GenericEnvClient has, over plain requests; a second session while the first is open is refused."""
+
+    open_ones = 0
+
+    def __init__(self, base_url):
+        import httpx
+
+        self._http, self._is_open = httpx.AsyncClient(base_url=f"{base_url}/{id(self)}"), False
+
+    async def connect(self):
+        if HttpSession.open_ones >= 1:
+            raise RuntimeError("Server error: at capacity (code: CAPACITY_REACHED)")
+        HttpSession.open_ones, self._is_open = HttpSession.open_ones + 1, True
+
+    async def state(self):
+        return {}
+
+    async def reset(self, **arguments):
+        return await self._post("reset", arguments)
+
+    async def step(self, action):
+        return await self._post("step", action)
+
+    async def _post(self, what, body):
+        reply = await self._http.post(what, json=body)
+        reply.raise_for_status()
+        return types.SimpleNamespace(**reply.json())
+
+    async def close(self):
+        HttpSession.open_ones -= self._is_open
+        self._is_open = False
+        await self._http.aclose()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_tiny(tmp_path_factory.mktemp("model"), max_positions=4096)
+
+
+def open_env(place, **options):
+    import json
+
+    return TaskConfig(name=f"openenv:{place}", env_options=json.dumps(options), num_rows=2)
+
+
+def test_an_openenv_server_is_started_and_its_rewards_are_added(model, tmp_path, monkeypatch):
+    (tmp_path / "guessing.py").write_text(SERVER)
+    monkeypatch.setitem(sys.modules, "openenv", types.SimpleNamespace(GenericEnvClient=HttpSession))
+    agent = OpenEnvAgent(open_env(tmp_path / "guessing.py:app", max_turns=5, structured=True))
+    rows = [{"prompt": "a", "reset": {"seed": seed}} for seed in (0, 1, 13)]
+    with playing(model, agent) as play:
+        groups = play(*rows, max_tokens=40)
+    for group, reward in zip(groups[:2], (0.5, 1.0), strict=True):
+        for sample in group.samples_G:
+            assert sample.failure is None and sample.reward == reward
+            assert sample.episode.num_turns == 2 and len(sample.episode.parts) == 1
+            assert sample.episode.metrics == {"refused_actions": 0.0, "done": 1.0}
+    for sample in groups[2].samples_G:
+        assert sample.failure[0] == "raised HTTPStatusError" and sample.reward is None
+
+
+def test_an_answer_that_is_no_action_is_told_so(model, tmp_path, monkeypatch):
+    (tmp_path / "guessing.py").write_text(SERVER)
+    monkeypatch.setitem(sys.modules, "openenv", types.SimpleNamespace(GenericEnvClient=HttpSession))
+    agent = OpenEnvAgent(open_env(tmp_path / "guessing.py:app", max_turns=3))
+    with playing(model, agent) as play:
+        (group,) = play({"prompt": "a", "reset": {"seed": 0}}, num_samples=1, max_tokens=4)
+    (sample,) = group.samples_G
+    assert sample.reward == 0.0 and sample.episode.metrics == {"refused_actions": 3.0, "done": 0.0}
+
+
+def test_an_action_is_an_object_or_the_text_of_the_only_field():
+    schema = {"properties": {"message": {"type": "string"}}, "required": ["message"]}
+    assert action_of('so {"message": "a"} it is', schema) == {"message": "a"}
+    assert action_of(" hello ", schema) == {"message": "hello"}
+    assert action_of('{"other": 1}', schema) is None and action_of(" ", schema) is None
+    two = {"properties": {}, "required": ["a", "b"]}
+    assert action_of("hello", two) is None and action_of('{"a": 1, "b": 2}', two) == {"a": 1, "b": 2}
+
+
+class Environment:
+    """verifiers' Env: two turns a task, rewards on the trace of each seat."""
+
+    def __init__(self, options):
+        self.options, self.is_serving = options, False
+        say = ("hello", "bad", "aside")
+        self.taskset = [types.SimpleNamespace(data=types.SimpleNamespace(prompt_text=t, name=t)) for t in say]
+
+    def serving(self):
+        import contextlib
+
+        @contextlib.asynccontextmanager
+        async def serve():
+            self.is_serving = True
+            yield
+            self.is_serving = False
+
+        return serve()
+
+    async def run_episode(self, task, context):
+        assert self.is_serving
+        key, client = os.environ[context.client.api_key_var], context.client
+        messages = [{"role": "user", "content": task.data.prompt_text}]
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=key, max_retries=0) as http:
+            for _ in range(2):
+                got = await http.chat.completions.create(model=context.model, messages=messages)
+                messages += [got.choices[0].message.to_dict(), {"role": "user", "content": "on"}]
+        is_bad = task.data.prompt_text == "bad"
+        error = types.SimpleNamespace(type="TaskError", message="the world has ended")
+        seat = types.SimpleNamespace(
+            trainable=task.data.prompt_text != "aside",
+            name="user",
+            config=types.SimpleNamespace(client=client),
+        )
+        trace = types.SimpleNamespace(
+            agent=seat,
+            reward=1.5,
+            rewards={"right": types.SimpleNamespace(value=1.0)},
+            metrics={"length": 2.0},
+            last_error=error if is_bad else None,
+        )
+        return types.SimpleNamespace(ok=not is_bad, errors=[], traces=[trace])
+
+
+class SeatConfig:
+    pass
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    field = types.SimpleNamespace(default=SeatConfig())
+    module = types.SimpleNamespace(
+        AgentConfig=SeatConfig,
+        env_config_type=lambda taskset, env: types.SimpleNamespace(model_fields={"player": field}),
+        default_harness_id=lambda taskset: "bash",
+        resolve_env_config=lambda options: options,
+        load_environment=Environment,
+        EvalClientConfig=types.SimpleNamespace,
+        ModelContext=types.SimpleNamespace,
+        SamplingConfig=types.SimpleNamespace,
+    )
+    monkeypatch.setitem(sys.modules, "verifiers.v1", module)
+    monkeypatch.setattr(env_packages, "require_package", lambda name: None)
+    env_packages.verifiers_tasks.cache_clear()
+    yield TaskConfig(name="verifiers:worlds", env_options='{"player": {"max_turns": 3}}')
+    env_packages.verifiers_tasks.cache_clear()
+
+
+def test_verifiers_own_rewards_are_the_samples(model, stand_in):
+    rows, held_out = open_rows(stand_in)
+    assert held_out is None and rows.num_rows == 3 and rows.get(1) == {"prompt": "bad", "task": 1}
+    with playing(model, VerifiersAgent(stand_in)) as play:
+        fine, bad, aside = play(*map(rows.get, range(3)))
+    for sample in fine.samples_G:
+        assert sample.failure is None and sample.reward == 1.5 and sample.episode.num_turns == 2
+        assert sample.episode.metrics == {"right": 1.0, "length": 2.0}
+    assert all("TaskError: the world has ended" in sample.failure[1] for sample in bad.samples_G)
+    assert all("the seat user is not trained" in sample.failure[1] for sample in aside.samples_G)
+    assert not [name for name in os.environ if name.startswith("QERL_") and name.endswith("API_KEY")]
+
+
+def test_open_seats_get_the_chat_loop_in_a_subprocess_and_other_options_stay(stand_in):
+    options = env_packages.verifiers_environment(stand_in).options
+    seat = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}, "max_turns": 3}
+    assert options == {"taskset": {"id": "worlds"}, "player": seat}
+
+
+def test_env_is_short_for_the_task_and_the_agent():
+    _, _, options = read_recipe(["--env", "verifiers:worlds"], "train")
+    assert options == ["--task.name=verifiers:worlds", "--agent.function=verifiers:worlds"]
+    with pytest.raises(UserError, match="an environment is verifiers:NAME or openenv:PLACE"):
+        read_recipe(["--env", "gym:a"], "train")
+
+
+@pytest.mark.parametrize("name", ["verifiers:worlds", "openenv:http://127.0.0.1:9"])
+def test_a_missing_package_is_named_with_the_line_that_installs_it(name):
+    package = name.partition(":")[0]
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(UserError, match=rf"needs {package}: pip install 'qerl\[{package}\]'"):
+        open_rows(TaskConfig(name=name))
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["SumsTaskset"]
+
+
+class SumsTask(vf.Task[vf.TaskData]):
+    @vf.reward(weight=0.5)
+    async def spoke(self, trace) -> float:
+        if self.data.idx == 1:
+            raise ValueError("no rubric")
+        return float(len(trace.last_reply or "") > 0)
+
+
+class SumsTaskset(vf.Taskset[SumsTask, vf.TasksetConfig]):
+    def load(self):
+        for i in range(2):
+            yield SumsTask(vf.TaskData(prompt=f"{i} + 1 ="), self.config.task)
+"""
+
+
+@pytest.mark.slow
+def test_the_real_verifiers_plays_and_scores(model, tmp_path, monkeypatch):
+    if importlib.util.find_spec("verifiers") is None:
+        pytest.skip("verifiers is not installed")
+    (tmp_path / "few_sums.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = TaskConfig(name="verifiers:few_sums")
+    with playing(model, VerifiersAgent(config)) as play:
+        fine, bad = play({"prompt": "a", "task": 0}, {"prompt": "b", "task": 1}, num_samples=1)
+    assert fine.samples_G[0].reward == 0.5 and fine.samples_G[0].episode.metrics == {"spoke": 1.0}
+    assert "no rubric" in bad.samples_G[0].failure[1]
+
+
+ECHOES = """
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Say(Action):
+    message: str
+
+
+class Echoes(Environment):
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        return Observation(done=False, reward=0.0)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        return Observation(done=True, reward=0.75)
+
+    @property
+    def state(self):
+        return State(episode_id="0", step_count=0)
+
+
+app = create_app(Echoes, Say, Observation, env_name="echoes", max_concurrent_envs=1)
+"""
+
+
+@pytest.mark.slow
+def test_the_real_openenv_serves_sessions_one_after_the_other(model, tmp_path):
+    if importlib.util.find_spec("openenv") is None:
+        pytest.skip("openenv is not installed")
+    (tmp_path / "echoes.py").write_text(ECHOES)
+    with playing(model, OpenEnvAgent(open_env(tmp_path / "echoes.py:app"))) as play:
+        (group,) = play({"prompt": "a", "reset": {"seed": 0}}, num_samples=2)
+    assert [sample.reward for sample in group.samples_G] == [0.75, 0.75]
