@@ -45,6 +45,7 @@ TAKEN = {
     "report": ReportOptions,
     "watch": WatchOptions,
     "decode": bench_options.BenchDecodeOptions,
+    "rollout": bench_options.BenchRolloutOptions,
     "step": bench_options.BenchStepOptions,
     "learn": bench_options.BenchLearnOptions,
     "tune": bench_options.BenchTuneOptions,

@@ -190,7 +190,7 @@ class Engine(SamplingEngine):
         max_admitted_tokens: int | None = None,
     ) -> Generation:
         config = self._config
-        return Generation(
+        generation = Generation(
             cache,
             Scheduler(
                 groups,
@@ -208,6 +208,8 @@ class Engine(SamplingEngine):
             call,
             stop_token_ids=self.stop_token_ids,
         )
+        generation.stats.compile_s = self._runners.take_compile_s()
+        return generation
 
     def _branching_pages(self, group: LiveGroup, cache: KVCache) -> int:
         """Return the pages of a group that is branched: as many as it needs, or the share of the pages that

@@ -77,6 +77,8 @@ class LiveSample:
     """Number of positions in the pages of a parked sample."""
     max_tokens: int = dataclasses.field(init=False)
     """Length at which its turn ends at the latest."""
+    most_tokens: int | None = None
+    """Its own maximum length where it is below the group's; None: the group's."""
     finish: Literal["stop", "length"] | None = None
     routes: bytes | None = None
     """Experts of all computed positions when its latest turn ended, as in Sample; None without a mixture."""

@@ -102,8 +102,12 @@ class SamplingEngine(abc.ABC):
         step: int,
         on_token: TokenCallback | None = None,
         conversation: Conversation | None = None,
+        max_tokens_P_G: list[list[int]] | None = None,
     ) -> list[Group]:
-        """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop"."""
+        """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop".
+
+        max_tokens_P_G: each sample's own maximum length, within sampling.max_tokens.
+        """
         assert num_samples > 0
         start_s = time.perf_counter()
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
@@ -111,8 +115,12 @@ class SamplingEngine(abc.ABC):
         if not groups:
             self.stats = Stats()
             return []
+        for group, most_G in zip(groups, max_tokens_P_G or (), strict=max_tokens_P_G is not None):
+            for sample, most in zip(group.samples_G, most_G, strict=True):
+                sample.most_tokens = most
         self._assign_noise_rows(groups, prompts_P)
         with self.open(groups, prompts_P, sampling) as new_generation:
+            open_s = time.perf_counter() - start_s
             callback = None if on_token is None else self._live_callback(on_token, detokenizer)
             call = Call(
                 prompts_P=prompts_P,
@@ -124,6 +132,7 @@ class SamplingEngine(abc.ABC):
             )
             generation = new_generation(groups, call)
             self.stats = generation.stats
+            self.stats.open_s = open_s
             generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
         return [self._to_group(prompts_P[group.index], group, detokenizer) for group in groups]
