@@ -139,10 +139,11 @@ class Generation:
         self._scheduler.abort(groups)
         self._needs_reschedule = True
 
-    def run(self) -> None:
+    def run(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Generate until every sample is finished, or is_enough, which is asked after each burst."""
         start_s, scheduler, runner = time.perf_counter(), self._scheduler, self._runner
         self._start_s, runner.num_steps, runner.record_s = start_s, 0, 0.0
-        while not scheduler.is_done:
+        while not (scheduler.is_done or is_enough()):
             self.step()
         self.stats.num_preemptions = scheduler.num_preemptions
         self.stats.decode_forwards += runner.num_steps
@@ -256,7 +257,7 @@ class Generation:
                 for tokens_T, g in zip(prompts, groups, strict=True)
             ]
         )
-        pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G]
+        pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G if not s.tokens_T]
         for _, s in pairs:
             self._limit_turn(s)
         size = min(_FIRST_TOKEN_ROWS, self._runner.max_rows)
@@ -374,7 +375,8 @@ class Generation:
 
     def _key(self, s: LiveSample) -> int:
         prompt_index = self._prompts_P[s.group.index].index
-        coordinates = (self._seed, self._step, prompt_index, *s.group.seed_path, s.sample_index)
+        step = self._step if s.group.seed_step is None else s.group.seed_step
+        coordinates = (self._seed, step, prompt_index, *s.group.seed_path, s.sample_index)
         return self._runner.sampler.key(coordinates, s.group.prompt_tokens)
 
     def _note_pages(self) -> None:

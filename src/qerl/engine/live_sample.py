@@ -35,6 +35,8 @@ class LiveGroup:
     """The sample that this group branches; prompt_tokens then includes the shared tokens of that sample."""
     sampling: Sampling | None = None
     """Parameters of its own, in a LiveBatch."""
+    seed_step: int | None = None
+    """The step in its seed coordinates, if an earlier step began it; None: the call's."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     on_prompt_hidden: Callable[[Tensor], None] | None = None
