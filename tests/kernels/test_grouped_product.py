@@ -149,7 +149,7 @@ def test_a_row_does_not_depend_on_its_batch(F, D, E, chosen, device):
 def test_the_weights_of_a_whole_mixture_give_its_output(device):
     """The steps together, against float64 of the definition of models/mixture.py."""
     rng = torch.Generator(device).manual_seed(1)
-    E, F, D, B, chosen = 8, 96, 192, 37, 3
+    E, F, D, B, chosen = 8, 128, 192, 37, 3
     each, bias = experts_of(E, 2 * F, D, rng, biased=False)
     lower, lower_bias = experts_of(E, D, F, rng, biased=True)
     x, h = (torch.randn(B, D, device=device, generator=rng) for _ in range(2))

@@ -31,7 +31,7 @@ from qerl.kernels.nvrtc import KernelVariant, addresses, compiled
 from qerl.kernels.swiglu import reference as swiglu_reference
 
 FILE, NAME = "grouped_product.cu", "grouped_product"
-CASES = ((2880, 2880), (768, 2048), (2048, 768), (192, 320))  # N, K
+CASES = ((2880, 2880), (768, 2048), (2048, 768))  # N, K
 ITEM_ROWS = (8, 16, 32, 64)
 _K_BLOCKS = (256, 192, 128, 64)
 _MOST_STAGES, _LEAST_STAGES = 8, 3
@@ -192,10 +192,9 @@ class GroupedProduct:
 
 
 def variants(card: CudaArchitecture) -> list[KernelVariant]:
-    """Return what is launched for the sizes of CASES on a card of this architecture."""
-    tiles = {grouped_tile(tokens, K, card): None for tokens in ITEM_ROWS for _, K in CASES}
-    return [
-        KernelVariant(FILE, NAME, tuple(sorted(defines.items())), tile.threads, tile.shared_bytes)
-        for tile in tiles
-        for defines in (tile.defines(0, False), tile.defines(1, True), tile.defines(2, True))
-    ]
+    """Return what is launched for the sizes of CASES on a card of this architecture; the plain SwiGLU, which
+    differs from the clamped one by a line, for one of them."""
+    tiles = list(dict.fromkeys(grouped_tile(tokens, K, card) for tokens in ITEM_ROWS for _, K in CASES))
+    forms = [(tile, *form) for tile in tiles for form in ((0, False), (2, True))] + [(tiles[0], 1, True)]
+    each = [(tile, tuple(sorted(tile.defines(swiglu, gather).items()))) for tile, swiglu, gather in forms]
+    return [KernelVariant(FILE, NAME, pairs, tile.threads, tile.shared_bytes) for tile, pairs in each]

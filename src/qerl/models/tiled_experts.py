@@ -10,7 +10,7 @@ a block's scale is 0: tests/models/test_tiled_experts.py.
 
 import dataclasses
 import enum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from qerl.kernels import nvfp4_unpack
 from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.models.mixture import ExpertLinear
-from qerl.models.packed_linear import PackedGroup, can_tile, tile_group
+from qerl.models.packed_linear import can_tile, tile_group
 
 
 class ExpertRows(enum.Enum):
@@ -56,6 +56,12 @@ class TiledExpert(PackedWeight):
     tiles: Tensor
     scale: Tensor
     rows: ExpertRows
+
+    @classmethod
+    def encode(cls, weight_NK: Tensor) -> Self:
+        """Return an expert in NVFP4, its rows in their own order."""
+        group = tile_group([NVFP4.encode(weight_NK)], UnpackRows.ALL)
+        return cls(group.tiles, group.scales[0], ExpertRows.PLAIN)
 
     @property
     def alpha(self) -> Tensor:  # type: ignore[override]
@@ -128,7 +134,7 @@ def tile_experts(experts: ExpertLinear, rows: ExpertRows) -> bool:
         parts = _split(stack, index, rows)
         if not can_tile(parts, packed_rows):
             return False
-        group: PackedGroup = tile_group(parts, packed_rows)
+        group = tile_group(parts, packed_rows)
         tiles[index] = group.tiles
         factors.append(group.factors_N)
         scales.append(group.scales[0] if isinstance(parts[0], NVFP4) else rows.join(group.scales))
