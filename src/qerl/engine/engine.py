@@ -47,6 +47,7 @@ from qerl.engine.score import score
 from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
+from qerl.kernels.compile_ahead import CompileReport
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
 from qerl.types import Group, Prompt, Sampling
@@ -115,6 +116,9 @@ class Engine(SamplingEngine):
                 f" below engine.max_num_seqs = {self._config.max_num_seqs}"
             )
         return notices
+
+    def compile_report(self) -> CompileReport | None:
+        return self._runners.compiled
 
     def publish(self, version: int) -> None:
         super().publish(version)

@@ -19,6 +19,7 @@ from qerl.engine.generation import Call, Generation, Stats
 from qerl.engine.live_batch import LiveBatch
 from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.errors import UserError
+from qerl.kernels.compile_ahead import CompileReport
 from qerl.models.adapter import publish
 from qerl.models.policy_model import PolicyModel
 from qerl.types import BegunGroup, BegunSample, Conversation, Group, Prompt, Sample, Sampling
@@ -67,6 +68,10 @@ class SamplingEngine(abc.ABC):
     def notices(self) -> list[str]:
         """Messages for the user about limits of this engine."""
         return []
+
+    def compile_report(self) -> CompileReport | None:
+        """Return what was compiled before the first decode step; None if nothing was."""
+        return None
 
     def publish(self, version: int) -> None:
         """Sample from the learner's current weights from now on, under this version number."""

@@ -254,6 +254,7 @@ class _Session:
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
+        self._first_step = first_step
         self.sampler.publish(self.learner.version)
         if first_step and self.prompts and "before" not in self.evaluations:
             self.journal.notice("evaluations.json has nothing from before the first step")
@@ -302,6 +303,8 @@ class _Session:
         """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
         log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
         self.report_failures()
+        if step == self._first_step and (report := self.engine.compile_report()) is not None:
+            self.journal.notice(str(report))
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):

@@ -173,8 +173,8 @@ class BenchStepOptions(BenchOptions):
     max_tokens: int = 1024
     """Tokens per sample."""
 
-    recompute: Literal["none", "layer", "offload"] = "none"
-    """Activations to recompute in the backward pass, as learn.gradient_checkpointing."""
+    recompute: Literal["auto", "none", "layer", "offload"] = "none"
+    """Activations to recompute in the backward pass, as learn.gradient_checkpointing; auto: what fits."""
 
     micro_tokens: int = 8192
     """Maximum packed tokens per micro-batch, as learn.max_tokens_per_microbatch."""
