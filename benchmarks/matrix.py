@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels import grouped_product, moe_route
+from qerl.kernels import portable_product
 from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cubin import KernelUse, kernels_of
@@ -33,6 +33,7 @@ from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u
 from qerl.kernels.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.nvrtc import KernelVariant, compile_cubin, dry_run
 from qerl.kernels.portable_product import PortableProduct
+from qerl.kernels.tile_layout import TileLayout
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import LinearGroupSpec, layer_spec
 from qerl.models.random_weights import shape
@@ -42,7 +43,6 @@ _TABLE_PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 _START, _END = "<!-- kernels -->", "<!-- end of kernels -->"
 _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-_MIXTURES = ((32, 4), (128, 8))  # experts, chosen: gpt-oss-20b and Qwen3-30B-A3B
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
 _MOST_LOCAL_BYTES = {"nvfp4_decode.cu": 16, "head_sample.cu": 40}  # which were measured so
 
@@ -96,7 +96,7 @@ def _table(cards: list[CudaArchitecture], uses: dict[str, dict[KernelVariant, Ke
 
 
 def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[KernelVariant]:
-    found = dict.fromkeys([*learner_variants(card), *mixture_variants(card)])
+    found = dict.fromkeys([*learner_variants(card), *portable_product.variants(card)])
     kinds: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
     for model, rows, kv in itertools.product(options.shapes, options.rows, kinds):
         step = decode_variants(
@@ -173,7 +173,10 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         *(KernelVariant("rotary.cu", "rotate", (("HEAD", h), ("THREADS", 128)), 128, 0) for h in (64, 128)),
         *(KernelVariant("swiglu.cu", name, (), 256, 0) for name in swiglus),
         KernelVariant("logprob.cu", "logprob", (("THREADS", 1024),), 1024, 0),
-        KernelVariant("nvfp4_unpack.cu", "nvfp4_unpack", (), 256, 0),
+        *(
+            KernelVariant("tile_unpack.cu", "tile_unpack", (("FORMAT", layout.define),), 256, 0)
+            for layout in TileLayout
+        ),
         KernelVariant("fused_linear.cu", "copy_rows", (("PARTS", 1),), 256, 0),
         KernelVariant("fused_linear.cu", "place_adapters", (("PARTS", 3),), 256, 0),
         *(KernelVariant("head_finish.cu", "head_finish", (("STEP", step),), 512, 0) for step in (0, 1)),
@@ -181,17 +184,6 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
     if card.number >= 89:  # before Ada there are no FP8 conversions
         kernels.append(KernelVariant("fp8_linear.cu", "quantize_rows", (), 256, 0))
     return kernels
-
-
-def mixture_variants(card: CudaArchitecture) -> list[KernelVariant]:
-    """Return the kernels of a mixture of experts in decode steps."""
-    found = grouped_product.variants(card)
-    for experts, chosen in _MIXTURES:
-        for name, threads in (("router_logits", 256), ("route", 1024), ("add_experts", 128)):
-            defines = {"E": experts, "CHOSEN": chosen, "OVER_ALL": 0, "MT": grouped_product.ITEM_ROWS[0]}
-            pairs = () if name == "router_logits" else tuple(sorted(defines.items()))
-            found.append(KernelVariant(moe_route.FILE, name, pairs, threads, 0))
-    return found
 
 
 def decode_variants(

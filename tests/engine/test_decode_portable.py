@@ -7,6 +7,7 @@ from engine.parts import drawn, engine_of
 from engine.test_decode_kernels import FACTOR, LENGTHS, NEVER, decoder_of, error_ratio, small_prompts
 from qerl.engine.decode_kernels import KernelForward
 from qerl.errors import UserError
+from qerl.models.packed_linear import PackedTiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,8 +23,13 @@ def decoder():
     return decoder_of()
 
 
+PACKED = [("nf4", 16), ("nf4", None), ("fp8", 16), ("int8", 16)]
+
+
 @pytest.mark.parametrize("num_samples", [1, 4, 20])
-@pytest.mark.parametrize(("format", "rank"), [("nvfp4", None), ("nvfp4", 16), ("nvfp4", 48), ("bf16", 16)])
+@pytest.mark.parametrize(
+    ("format", "rank"), [("nvfp4", None), ("nvfp4", 16), ("nvfp4", 48), ("bf16", 16), *PACKED]
+)
 def test_logprobs_are_the_packed_forwards(format, rank, num_samples):
     decoder, prompts_P = decoder_of(format, rank=rank), small_prompts(*LENGTHS)
     engine = engine_of(decoder, stop_token_ids=NEVER, kernels="portable", max_num_seqs=160)
@@ -55,6 +61,28 @@ def test_a_sample_does_not_depend_on_its_batch(decoder, settings):
     plain = drawn(engine_of(decoder, stop_token_ids=stops, kernels="portable"), prompts_P, max_tokens=50)
     engine = engine_of(decoder, stop_token_ids=stops, kernels="portable", **settings)
     assert drawn(engine, prompts_P, max_tokens=50) == plain
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp8", "int8"])
+def test_greedy_tokens_of_other_formats_are_those_of_torch(format):
+    decoder, prompts_P = decoder_of(format), small_prompts(*LENGTHS)
+    assert all(isinstance(linear.weight, PackedTiles) for _, linear in decoder.linears())
+    tokens = {
+        kernels: [
+            s.tokens_T
+            for s in drawn(
+                engine_of(decoder, stop_token_ids=NEVER, kernels=kernels),
+                prompts_P,
+                num_samples=1,
+                temperature=0.0,
+                max_tokens=40,
+            )
+        ]
+        for kernels in ("auto", "portable", "torch")
+    }
+    for other in ("auto", "torch"):
+        same = [a == b for a, b in zip(tokens["portable"], tokens[other], strict=True)]
+        assert sum(same) >= 0.8 * len(same), other
 
 
 def test_the_chosen_kernels_run(decoder, monkeypatch):

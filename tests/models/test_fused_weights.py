@@ -8,7 +8,7 @@ from conftest import rms_error
 from models.tiny import logits_of, tiny
 from qerl.config import AdapterConfig
 from qerl.formats import BF16, FORMATS
-from qerl.kernels.nvfp4_unpack import UnpackRows
+from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models import packed_linear as op
 from qerl.models.adapter import adapter_off, adapter_tensors, add_adapter, publish
 from qerl.models.fused_weights import FusedBF16, FusedPacked, fuse_weights

@@ -7,7 +7,7 @@ from qerl.config import AdapterConfig
 from qerl.formats import BF16, INT8, NVFP4
 from qerl.kernels.attention import PackedLayout, packed_attention
 from qerl.kernels.nvfp4_decode import row_factors, swiglu_order, unpack
-from qerl.kernels.nvfp4_unpack import UnpackRows
+from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.adapter import add_adapter
 from qerl.models.linear import QuantLinear
 from qerl.models.packed_linear import PackedNVFP4, can_tile, project, tile_linears, tiles_of

@@ -64,11 +64,12 @@ def test_scores_are_what_was_recorded_to_the_bit(name, max_running):
     assert gap(engine, groups[3:]) == 0
 
 
+OTHERS = [("nf4", 64), ("fp8", 64), ("int8", 64)]
 WIDE = replace(SHAPES["qwen2.5-7b"], num_layers=2, vocab_size=1024)
 
 
 @pytest.mark.parametrize("kernels", ["hopper", "portable"])
-@pytest.mark.parametrize(("format", "max_running"), [("nvfp4", 64), ("nvfp4", 200), ("bf16", 64)])
+@pytest.mark.parametrize(("format", "max_running"), [("nvfp4", 64), ("nvfp4", 200), ("bf16", 64), *OTHERS])
 def test_a_models_widths_split_their_sums_and_change_no_bit(format, max_running, kernels):
     decoder = decoder_of(format, architecture=WIDE)
     settings = {"max_num_seqs": max_running, "stop_token_ids": NEVER, "kernels": kernels}

@@ -6,12 +6,12 @@ swiglu   y = silu(gate) * up                         gate|up
 A residual is in fp32, and so is the product added to it; any other y is in x's dtype.
 
 PackedLinears   kernels/nvfp4_decode.py over the model's tiles; u is made in the same launch where that pays.
-                Portable: kernels/portable_product.py over the same tiles, u comes ready
+                Portable, and for NF4, FP8 and INT8: kernels/portable_product.py, u comes ready
 TorchLinears    cuBLAS, u comes ready. BF16: one product [x | u] @ [W | B]^T. FP8Flow: one product, and one
-                for the adapters. Other formats: linear by linear, and one product for the adapters
+                for the adapters. What does not fit tiles: linear by linear, and one product for the adapters
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -24,9 +24,10 @@ from qerl.kernels.fused_linear import side_by_side
 from qerl.kernels.matmul_fp32 import add_product
 from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
 from qerl.kernels.nvfp4_tile import MAX_TOKENS
-from qerl.kernels.nvfp4_unpack import UnpackRows
 from qerl.kernels.portable_product import PortableProduct
 from qerl.kernels.swiglu import swiglu
+from qerl.kernels.tile_layout import TileLayout
+from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
 from qerl.models.linear import QuantLinear
 from qerl.models.packed_linear import tiles_of
@@ -132,25 +133,41 @@ class FusedLinears(Protocol):
 
 
 class PackedLinears:
-    def __init__(self, device: torch.device, rows_at_once: int = MAX_TOKENS, *, is_portable: bool = False):
-        """is_portable: kernels for any GPU from Ampere on, else for Hopper.
+    def __init__(
+        self,
+        device: torch.device,
+        rows_at_once: int = MAX_TOKENS,
+        *,
+        is_portable: bool = False,
+        layouts: Collection[TileLayout] = (TileLayout.NVFP4,),
+    ):
+        """is_portable: NVFP4 by kernels for any GPU from Ampere on, else by those for Hopper; layouts: of the
+        model's tiles.
 
         rows_at_once: rows of one product. With ONE_ORDER_ROWS a row's bits depend on that row alone. More
         rows are several tiles of tokens, and the SMs split the k of each at another place: at 3584 x 3584,
         rows 0..31 and 32..63 of 64 differ in bits (tests/parity/test_exact_hopper.py)."""
-        self._kernel = PortableProduct(device) if is_portable else NVFP4Decode(device)
-        self._rows_at_once, self._is_portable = rows_at_once, is_portable
+        self._kernels = {
+            layout: NVFP4Decode(device)
+            if layout is TileLayout.NVFP4 and not is_portable
+            else PortableProduct(device, layout=layout)
+            for layout in layouts
+        }
+        self._rows_at_once = rows_at_once
 
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
-        return not self._is_portable and pays_to_make_u(min(rows, self._rows_at_once), group.num_weights)
+        assert group.tiles is not None
+        rows = min(rows, self._rows_at_once)
+        can_make_u = isinstance(self._kernels[group.tiles.layout], NVFP4Decode)
+        return can_make_u and pays_to_make_u(rows, group.num_weights)
 
     def linear(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None
     ) -> Tensor:
         assert group.tiles is not None
-        tiles, factors_N = group.tiles.tiles, group.tiles.factors_N
+        kernel, tiles, factors_N = self._kernels[group.tiles.layout], group.tiles.tiles, group.tiles.factors_N
         return self._by_slices(
-            lambda x, u, residual: self._kernel.linear(
+            lambda x, u, residual: kernel.linear(
                 x, tiles, factors_N, adapter=group.adapter(u), bias_N=group.bias_N, residual_MN=residual
             ),
             *(x_BK, u_BR, residual_BN),
@@ -158,9 +175,9 @@ class PackedLinears:
 
     def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
         assert group.tiles is not None and group.bias_N is None
-        tiles, factors_N = group.tiles.tiles, group.tiles.factors_N
+        kernel, tiles, factors_N = self._kernels[group.tiles.layout], group.tiles.tiles, group.tiles.factors_N
         return self._by_slices(
-            lambda x, u: self._kernel.swiglu(x, tiles, factors_N, adapter=group.adapter(u)), x_BK, u_BR
+            lambda x, u: kernel.swiglu(x, tiles, factors_N, adapter=group.adapter(u)), x_BK, u_BR
         )
 
     def _by_slices(self, product: Callable[..., Tensor], x_BK: Tensor, *others: Tensor | None) -> Tensor:

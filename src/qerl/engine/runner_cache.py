@@ -10,7 +10,6 @@ forward pass, teacher forcing included, has numbers of rows between which the bi
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from qerl.engine.kv_cache import KVCache
 from qerl.engine.row_sampler import RowSampler
 from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.teacher_forcing import TeacherForcing
-from qerl.formats import BF16, FP8
+from qerl.formats import BF16, FP8, PackedWeight
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.compile_ahead import CompileReport
 from qerl.kernels.decode_shape import CHUNK
@@ -64,7 +63,6 @@ class RunnerCache:
         self.compiled: CompileReport | None = None
         """What was compiled before the first step; None if nothing was, as with PyTorch's operations."""
         self._pool: Any = None
-        self._compile_s = 0.0
 
     def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int) -> DecodeRunner:
         """Return the runner for sequences of up to max_pages pages of this cache; without sampling parameters
@@ -82,17 +80,10 @@ class RunnerCache:
                 del self._runners[next(iter(self._runners))]
             self._runners[key] = self._made(key, self._forward)
             if self._is_fast and self.compiled is None:
-                start_s = time.perf_counter()
                 self.compiled = self._runners[key].compile_ahead(self.max_rows)
-                self._compile_s += time.perf_counter() - start_s
         runner = self._runners[key]
         runner.discard_unread()
         return runner
-
-    def take_compile_s(self) -> float:
-        """Return the seconds of compiling since this was last called."""
-        taken, self._compile_s = self._compile_s, 0.0
-        return taken
 
     def teacher_forcing(self) -> TeacherForcing:
         """Return teacher forcing for the same sequences as the latest `of`."""
@@ -144,6 +135,7 @@ class RunnerCache:
                 PackedLinears,
                 rows_at_once=ONE_ORDER_ROWS if exact else MAX_ROWS,
                 is_portable=is_portable,
+                layouts={w.group.layout for w in self._weights() if isinstance(w, PackedTiles)},
             ),
             chunk=CHUNK if exact else None,
             shrink=PortableLoraShrink if is_portable else LoraShrink,
@@ -153,11 +145,14 @@ class RunnerCache:
         """Return (fewest rows of a step, rows of teacher forcing). The packed kernels take any number. With
         torch's products the bits of a row depend on the number of rows and, on a CPU, on the row's place too
         unless 16 divides the number."""
-        is_packed = all(isinstance(linear.weight, PackedTiles) for _, linear in self._decoder.linears())
+        is_packed = all(isinstance(weight, PackedTiles) for weight in self._weights())
         if self._is_fast and is_packed and kernel_head(self._decoder, self.kernels) is not None:
             return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
+
+    def _weights(self) -> list[PackedWeight | None]:
+        return [linear.weight for _, linear in self._decoder.linears()]
 
     def _sampler(self, sampling: Sampling | None) -> Sampler:
         if sampling is None:

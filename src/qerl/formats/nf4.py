@@ -85,15 +85,19 @@ class NF4(PackedWeight):
 
     def operand(self, dtype: torch.dtype) -> Tensor:
         n, k = self.shape
-        group = self.absmax_scales.repeat_interleave(GROUP_BLOCKS)[: len(self.absmax_codes)]
-        absmax = dynamic_map(self.codes.device).index_select(0, self.absmax_codes.int()) * group
-        absmax_NB = (absmax + self.absmax_offset).view(n, -1)
+        absmax_NB = self.absmax()
         out = torch.empty(n, k, dtype=dtype, device=self.codes.device)
         pairs = _pairs(self.codes.device)
         for rows in row_chunks(out):
             values = look_up_pairs(self.codes[rows], pairs).unflatten(1, (-1, BLOCK_WEIGHTS))
             out[rows] = values.mul_(absmax_NB[rows, :, None]).flatten(1)
         return out
+
+    def absmax(self) -> Tensor:
+        """Return the scale of each block, fp32 [N, K / 64]."""
+        group = self.absmax_scales.repeat_interleave(GROUP_BLOCKS)[: len(self.absmax_codes)]
+        absmax = dynamic_map(self.codes.device).index_select(0, self.absmax_codes.int()) * group
+        return (absmax + self.absmax_offset).view(self.shape[0], -1)
 
 
 def _nearest_levels(normal_NK: Tensor) -> Tensor:

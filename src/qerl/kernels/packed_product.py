@@ -12,8 +12,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_K, TILE_ROWS
 from qerl.kernels.nvrtc import addresses
+from qerl.kernels.tile_layout import TileLayout
 
 _NO_GROUP = 2**31 - 1
 
@@ -49,9 +50,15 @@ class PackedAdapter:
 class PackedProduct(abc.ABC, Generic[T]):
     """Checks the operands, chooses a tile, and packs the kernel's epilogue."""
 
-    def __init__(self, device: torch.device, choose: Callable[[int, int, int], T], workspace_words: int):
-        """choose: return a tile for (M, N, K)."""
-        self._device, self._choose = device, choose
+    def __init__(
+        self,
+        device: torch.device,
+        choose: Callable[[int, int, int], T],
+        workspace_words: int,
+        layout: TileLayout = TileLayout.NVFP4,
+    ):
+        """choose: return a tile for (M, N, K); layout: of the weights."""
+        self._device, self._choose, self._layout = device, choose, layout
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         # -1 marks a word as not written; every launch leaves all words so
         self.workspace = torch.full((workspace_words,), -1, dtype=torch.int32, device=device)
@@ -68,7 +75,7 @@ class PackedProduct(abc.ABC, Generic[T]):
     ) -> Tensor:
         """Return y_MN in bfloat16, or in fp32 with an fp32 residual.
 
-        tiles of `pack`, factors of `row_factors`, bias in fp32.
+        tiles of the layout, fp32 factors of the rows, bias in fp32.
         """
         n, dtype = TILE_ROWS * tiles.shape[0], torch.bfloat16 if residual_MN is None else torch.float32
         y_MN = torch.empty(x_MK.shape[0], n, dtype=dtype, device=x_MK.device)
@@ -93,7 +100,7 @@ class PackedProduct(abc.ABC, Generic[T]):
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
         assert x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous() and x_MK.data_ptr() % 16 == 0
         assert 1 <= m <= MAX_TOKENS
-        assert tiles.shape == (n // TILE_ROWS, k // TILE_K, TILE_BYTES) and tiles.is_contiguous()
+        assert tiles.shape == (n // TILE_ROWS, k // TILE_K, self._layout.tile_bytes) and tiles.is_contiguous()
         for rows in (factors_N, bias_N):
             assert rows is None or (
                 rows.shape == (n,) and rows.dtype == torch.float32 and rows.is_contiguous()

@@ -1,7 +1,9 @@
-"""y = x @ W^T for few tokens and a weight in NVFP4 tiles, as nvfp4_decode.py has it, on any GPU since Ampere.
+"""y = x @ W^T for few tokens and a weight in tiles, as nvfp4_decode.py has it, on any GPU since Ampere.
 
-The same tiles, factors, adapters and results; only u of the adapter is always given (lora_shrink.py). Sums
-run over k in an order that depends only on the tile (portable_tile.py), so runs are bitwise equal.
+For NVFP4 the same tiles, factors, adapters and results; for the other formats of tile_layout.py each row's
+factor is the format's alpha, and the values multiplied are those of its `operand` in bfloat16. Only u of the
+adapter is always given (lora_shrink.py). Sums run over k in an order that depends only on the tile
+(portable_tile.py), so runs are bitwise equal.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from qerl.kernels.nvrtc import KernelVariant, compiled
 from qerl.kernels.packed_product import PackedProduct
 from qerl.kernels.portable_table import choices_of, choose_portable_tile
 from qerl.kernels.portable_tile import FILE, MOST_SUMS_PER_SM, NAME, PortableTile, rule
+from qerl.kernels.tile_layout import TileLayout
 
 CASES = ((3584, 3584), (37888, 3584), (3584, 18944), (1152, 576))  # N, K
 
@@ -27,16 +30,22 @@ class PortableProduct(PackedProduct[PortableTile]):
     must have its u.
     """
 
-    def __init__(self, device: torch.device, choose: Callable[[int, int, int], PortableTile] | None = None):
-        """choose: return a tile for (M, N, K), instead of the table's or the rule's."""
+    def __init__(
+        self,
+        device: torch.device,
+        choose: Callable[[int, int, int], PortableTile] | None = None,
+        layout: TileLayout = TileLayout.NVFP4,
+    ):
+        """choose: return a tile of this layout for (M, N, K), instead of the table's or the rule's."""
         properties = torch.cuda.get_device_properties(device)
         card, measured = architecture_of(device), choices_of(properties.name)
         words = MOST_SUMS_PER_SM * properties.multi_processor_count
-        by_table = partial(choose_portable_tile, card=card, measured=measured)
-        super().__init__(device, choose or by_table, words)
+        by_table = partial(choose_portable_tile, card=card, measured=measured, layout=layout)
+        super().__init__(device, choose or by_table, words, layout)
         self._kernel = cached_method(self._compile)
 
     def _start(self, tile, grid, rank, swiglu, x_MK, tiles, adapter, epilogue) -> None:
+        assert tile.layout is self._layout
         u_MR = None
         if adapter is not None:
             u_MR = adapter.u
@@ -62,7 +71,8 @@ class PortableProduct(PackedProduct[PortableTile]):
 def variants(card: CudaArchitecture) -> list[KernelVariant]:
     """Return what is launched by rule for the sizes of CASES on a card of this architecture."""
     each = {
-        rule(most, N, K, card).variant(rank, swiglu): None
+        rule(most, N, K, card, layout).variant(rank, swiglu): None
+        for layout in TileLayout
         for most in MOST_TOKENS
         for N, K in CASES
         for rank, swiglu in ((32, 0), (32, 1), *(((0, 0),) if most == MAX_TOKENS else ()))

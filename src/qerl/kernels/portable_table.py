@@ -19,6 +19,7 @@ from typing import Any
 from qerl.kernels.architectures import CudaArchitecture
 from qerl.kernels.nvfp4_tile import MOST_TOKENS
 from qerl.kernels.portable_tile import PortableChoice, PortableTile, rule
+from qerl.kernels.tile_layout import TileLayout
 
 NAME = "portable_tile.json"
 
@@ -35,16 +36,24 @@ class MeasuredChoice:
 
 
 def choose_portable_tile(
-    M: int, N: int, K: int, card: CudaArchitecture, measured: tuple[MeasuredChoice, ...]
+    M: int,
+    N: int,
+    K: int,
+    card: CudaArchitecture,
+    measured: tuple[MeasuredChoice, ...],
+    layout: TileLayout = TileLayout.NVFP4,
 ) -> PortableTile:
-    """Return the tile of the nearest measured product that the card can run, else the rule's."""
+    """Return the tile of the nearest measured product that the card can run, else the rule's. NVFP4 was
+    measured, so codes of 8 bits take the rule's."""
+    if layout.code_bytes != TileLayout.NVFP4.code_bytes:
+        return rule(M, N, K, card, layout)
     most = next(most for most in MOST_TOKENS if most >= M)
     same = [each for each in measured if each.most_tokens == most]
     for each in sorted(same, key=lambda c: abs(math.log(N / c.N)) + abs(math.log(K / c.K))):
-        tile = each.choice.tile(M, K, card)
-        if tile is not None and each.choice.tile(max(M, min(most, 32)), K, card) is not None:
+        tile = each.choice.tile(M, K, card, layout)
+        if tile is not None and each.choice.tile(max(M, min(most, 32)), K, card, layout) is not None:
             return tile
-    return rule(M, N, K, card)
+    return rule(M, N, K, card, layout)
 
 
 @functools.cache

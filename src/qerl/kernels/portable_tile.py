@@ -13,8 +13,9 @@ import itertools
 from collections.abc import Iterator
 
 from qerl.kernels.architectures import CudaArchitecture
-from qerl.kernels.nvfp4_tile import MOST_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.nvfp4_tile import MOST_TOKENS, TILE_K, TILE_ROWS
 from qerl.kernels.nvrtc import KernelVariant
+from qerl.kernels.tile_layout import TileLayout
 
 FILE, NAME = "portable_product.cu", "portable_product"
 TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
@@ -36,6 +37,7 @@ class PortableTile:
     k_block: int
     stages: int
     ctas_per_sm: int
+    layout: TileLayout = TileLayout.NVFP4
 
     @property
     def rows(self) -> int:
@@ -52,7 +54,8 @@ class PortableTile:
 
     @property
     def stage_bytes(self) -> int:
-        return self.tokens * self.k_block * 2 + self.rows // TILE_ROWS * self.k_block // TILE_K * TILE_BYTES
+        weight_tiles = self.rows // TILE_ROWS * self.k_block // TILE_K
+        return self.tokens * self.k_block * 2 + weight_tiles * self.layout.tile_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -83,6 +86,7 @@ class PortableTile:
             "CTAS": self.ctas_per_sm,
             "RANK": rank,
             "SWIGLU": swiglu,
+            "FORMAT": self.layout.define,
         }
 
 
@@ -98,7 +102,9 @@ class PortableChoice:
     k_block: int
     ctas_per_sm: int
 
-    def tile(self, M: int, K: int, card: CudaArchitecture) -> PortableTile | None:
+    def tile(
+        self, M: int, K: int, card: CudaArchitecture, layout: TileLayout = TileLayout.NVFP4
+    ) -> PortableTile | None:
         """Return the tile with as many stages as fit; None if too few do, or the registers do not."""
         width = 8 * self.token_warps
         tokens = next((n for n in TOKEN_TILES if n * self.token_tiles >= M and n % width == 0), None)
@@ -106,7 +112,7 @@ class PortableChoice:
         if tokens is None:
             return None
         forms = self.row_warps, self.token_warps, self.row_blocks
-        one = PortableTile(tokens, *forms, k_block, 1, self.ctas_per_sm)
+        one = PortableTile(tokens, *forms, k_block, 1, self.ctas_per_sm, layout)
         room = min(card.shared_bytes, card.sm_shared_bytes // self.ctas_per_sm - 1024)
         stages = min(room // one.stage_bytes, _MOST_STAGES)
         fits = one.sums <= _MOST_SUMS and one.workspace_words(1) <= MOST_SUMS_PER_SM
@@ -129,8 +135,12 @@ def candidates(most_tokens: int, K: int, card: CudaArchitecture) -> list[Portabl
     return list(found.values())
 
 
-def rule(M: int, N: int, K: int, card: CudaArchitecture) -> PortableTile:
-    """Return the first tile that the card has room for, of those that are fast on an H200."""
+def rule(
+    M: int, N: int, K: int, card: CudaArchitecture, layout: TileLayout = TileLayout.NVFP4
+) -> PortableTile:
+    """Return the first tile that the card has room for, of those that are fast on an H200. With codes of 8
+    bits k blocks are half as long, so that a stage has as many bytes."""
+    longer = 1 if layout.code_bytes == TileLayout.NVFP4.code_bytes else 2
     most = next(most for most in MOST_TOKENS if most >= M)
     is_narrow = N * K <= _NARROW
     if most <= 32:
@@ -142,10 +152,13 @@ def rule(M: int, N: int, K: int, card: CudaArchitecture) -> PortableTile:
         forms = [(tiles, 4, 1, 1, 128, 2)] if is_narrow else [(tiles, 8, 1, 2, 256, 1)]
     smallest = [(-(-most // 64), 4, 1, 1, 64, 1)]
     for token_tiles, row_warps, token_warps, row_blocks, k_block, ctas in (*forms, *smallest):
-        for k, c in itertools.product((k for k in K_BLOCKS if k <= k_block), range(ctas, 0, -1)):
+        for k, c in itertools.product(
+            (k for k in K_BLOCKS if k <= max(k_block // longer, 64)), range(ctas, 0, -1)
+        ):
             choice = _choice(token_tiles, row_warps, token_warps, row_blocks, k, c)
             # of up to 32 tokens all take the k block that fits the most
-            if choice.tile(max(M, min(most, 32)), K, card) is not None and (tile := choice.tile(M, K, card)):
+            is_wide_enough = choice.tile(max(M, min(most, 32)), K, card, layout) is not None
+            if is_wide_enough and (tile := choice.tile(M, K, card, layout)):
                 return tile
     raise AssertionError(f"no tile of {M} x {N} x {K} fits {card}")
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from qerl.errors import UserError
 from qerl.formats import FP8, NVFP4, PackedWeight
 from qerl.formats.fp8 import BLOCK as FP8_BLOCK
-from qerl.kernels import nvfp4_unpack
+from qerl.kernels import tile_unpack
 from qerl.kernels.logprob import cap_
 from qerl.kernels.matmul_fp32 import product
 from qerl.kernels.nvfp4_decode import TILE_ROWS
-from qerl.kernels.nvfp4_unpack import UnpackRows
+from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.device import has_tile_kernels
 from qerl.models.packed_linear import PackedNVFP4, tile_group
 
@@ -123,6 +123,6 @@ def _operand_rows(weight: PackedWeight, rows: slice, dtype: torch.dtype) -> Tens
         return FP8(weight.codes[rows], weight.scales[blocks]).operand(dtype)
     if isinstance(weight, PackedNVFP4):
         tiles = weight.group.tiles[rows.start // TILE_ROWS : rows.stop // TILE_ROWS]
-        return nvfp4_unpack.unpack(tiles, UnpackRows.ALL, dtype)
+        return tile_unpack.unpack(tiles, UnpackRows.ALL, dtype)
     assert isinstance(weight, NVFP4)
     return NVFP4(weight.codes[rows], weight.scales[rows], weight.global_scale).operand(dtype)

@@ -1,15 +1,19 @@
-"""4-bit weights in the decode kernels' tiles, one tensor for the linears that multiply the same input.
+"""Quantized weights in the decode kernels' tiles, one tensor for the linears that multiply the same input.
 
-    q | k | v     tiles [sum N / 64, K / 64, 2304], rows one after the other       o, down    the same, alone
-    gate | up     tiles [2 F / 64, D / 64, 2304], rows in `swiglu_order`
+    q | k | v     tiles [sum N / 64, K / 64, bytes], rows one after the other      o, down    the same, alone
+    gate | up     tiles [2 F / 64, D / 64, bytes], rows in `swiglu_order`
 
-Each linear's weight becomes a `PackedNVFP4` or `PackedMXFP4`, its share of a `PackedGroup`; the plain codes
-and scales are freed. All passes read this one copy: a decode step reads the tiles, every other pass unpacks
-them for one product (kernels/nvfp4_unpack.py). `project`, `project_swiglu` and `project_onto` multiply, in
+Each linear's weight becomes a `PackedTiles`, its share of a `PackedGroup`; the plain codes and scales are
+freed. All passes read this one copy: a decode step reads the tiles, every other pass unpacks
+them for one product (kernels/tile_unpack.py). `project`, `project_swiglu` and `project_onto` multiply, in
 any format.
 
 The permutation is exact, except that codes become 0 where a block's scale is 0 (nvfp4_decode.py). On a CPU
 outputs are bitwise the same before and after: tests/models/test_packed_linear.py.
+
+NF4, FP8 and INT8 have layouts of their own (kernels/tile_layout.py), which decode to the operand's bits. An
+NF4 block's maximum is stored as its fp32 value (0.5625 bytes a weight for 0.516): the kernels need not
+decode it.
 
 MXFP4's codes are NVFP4's, and its powers of two are E4M3 numbers once each row has a factor of its own: 18
 binades below the row's largest scale. So MXFP4 runs on the same kernels with the same values; the scale of a
@@ -20,14 +24,14 @@ it is.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from qerl.formats import MXFP4, NVFP4, PackedWeight
-from qerl.kernels import nvfp4_decode, nvfp4_unpack, row_kernel
+from qerl.formats import FORMATS, FP8, INT8, MXFP4, NF4, NVFP4, PackedWeight
+from qerl.kernels import nvfp4_decode, row_kernel, tile_layout, tile_unpack
 from qerl.kernels.fused_linear import (
     LinearPart,
     Operand,
@@ -36,16 +40,16 @@ from qerl.kernels.fused_linear import (
     linear_onto,
     widened,
 )
-from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
-from qerl.kernels.nvfp4_unpack import UnpackRows
+from qerl.kernels.nvfp4_tile import TILE_K, TILE_ROWS
 from qerl.kernels.swiglu import swiglu
+from qerl.kernels.tile_layout import TileLayout
+from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_weights
 from qerl.models.linear import OperandGroup, QuantLinear
+from qerl.models.tileable import exponents, fits_tiles, tileable
 
 # Packing takes more than an int32 for each code: 16 Mi weights at a time take 0.5 GB beside the model.
 _CHUNK_WEIGHTS = 1 << 24
-_MOST_BINADES, _LEAST_BINADES = 8, 9  # E4M3 has the powers of two from 2^-9 to 2^8
-_LEAST_EXPONENT, _MOST_EXPONENT = 32, 222  # of MXFP4's scales, biased: factors stay normal fp32 numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,13 +58,15 @@ class PackedGroup:
 
     tiles: Tensor
     factors_N: Tensor
-    """`row_factors` of each row, in the order of the tiles."""
+    """What the kernels multiply each row's sum by, in the order of the tiles."""
     scales: tuple[Tensor, ...]
-    """fp32 of each linear: NVFP4's global scale [1], or MXFP4's multiplier of each row [N]."""
+    """fp32 of each linear: NVFP4's global scale [1], MXFP4's or INT8's multiplier of each row [N], else one
+    [1]."""
     widths: tuple[int, ...]
     """Outputs of each linear."""
     rows: UnpackRows
     """ALL, or GATE_UP for two linears in `swiglu_order`."""
+    layout: TileLayout = TileLayout.NVFP4
 
     @property
     def in_width(self) -> int:
@@ -68,7 +74,7 @@ class PackedGroup:
 
     def operand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Unpack all linears, one after the other, [sum N, K]."""
-        return nvfp4_unpack.unpack(self.tiles, self.rows, dtype, out=out)
+        return tile_unpack.unpack(self.tiles, self.rows, dtype, self.layout, out=out)
 
     def part(self, index: int) -> tuple[Tensor, UnpackRows]:
         """Return one linear's tiles and which of their rows belong to it."""
@@ -88,7 +94,7 @@ class PackedTiles(PackedWeight):
     index: int
 
     def operand(self, dtype: torch.dtype) -> Tensor:
-        return nvfp4_unpack.unpack(*self.group.part(self.index), dtype)
+        return tile_unpack.unpack(*self.group.part(self.index), dtype, self.group.layout)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,14 +109,15 @@ class PackedTiles(PackedWeight):
     def num_bytes(self) -> int:
         """Bytes of its share of the tiles."""
         n, k = self.shape
-        return n // TILE_ROWS * (k // TILE_K) * TILE_BYTES + 4 * n + self.group.scales[self.index].nbytes
+        tile_bytes = self.group.layout.tile_bytes
+        return n // TILE_ROWS * (k // TILE_K) * tile_bytes + 4 * n + self.group.scales[self.index].nbytes
+
+    @classmethod
+    def encode(cls, weight_NK: Tensor) -> Self:
+        return cls(tile_group([FORMATS[cls.name].encode(weight_NK)], UnpackRows.ALL), 0)
 
     @abc.abstractmethod
-    def plain(self) -> NVFP4 | MXFP4:
-        """Return the weight in its own format."""
-
-    def to(self, device: torch.device | str) -> Self:
-        return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
+    def to(self, device: torch.device | str) -> Self: ...
 
 
 class PackedNVFP4(PackedTiles):
@@ -120,12 +127,12 @@ class PackedNVFP4(PackedTiles):
     def alpha(self) -> Tensor:
         return self.group.scales[self.index].reciprocal().squeeze(0)
 
-    @classmethod
-    def encode(cls, weight_NK: Tensor) -> Self:
-        return cls(tile_group([NVFP4.encode(weight_NK)], UnpackRows.ALL), 0)
+    def to(self, device: torch.device | str) -> Self:
+        return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
 
     def plain(self) -> NVFP4:
-        codes, scales = nvfp4_unpack.plain(*self.group.part(self.index))
+        """Return the weight in its own format."""
+        codes, scales = tile_unpack.plain(*self.group.part(self.index))
         return NVFP4(codes, scales, self.group.scales[self.index])
 
 
@@ -137,20 +144,58 @@ class PackedMXFP4(PackedTiles):
         """One multiplier per row."""
         return self.group.scales[self.index]
 
-    @classmethod
-    def encode(cls, weight_NK: Tensor) -> Self:
-        return cls(tile_group([MXFP4.encode(weight_NK)], UnpackRows.ALL), 0)
+    def to(self, device: torch.device | str) -> Self:
+        return type(self)(tile_group([self.plain().to(device)], UnpackRows.ALL), 0)
 
     def plain(self) -> MXFP4:
         """Return the weight; a block of zeros gets the smallest scale."""
-        codes, scales = nvfp4_unpack.plain(*self.group.part(self.index))
-        exponents = _exponents(scales[:, ::2].float() * self.alpha[:, None])
-        return MXFP4(codes, exponents)
+        codes, scales = tile_unpack.plain(*self.group.part(self.index))
+        return MXFP4(codes, exponents(scales[:, ::2].float() * self.alpha[:, None]))
+
+
+class PackedCodes(PackedTiles):
+    """A weight of a layout in tile_layout.py."""
+
+    def to(self, device: torch.device | str) -> Self:
+        codes, scales = tile_unpack.plain_codes(*self.group.part(self.index), self.group.layout)
+        scale, layout = self.group.scales[self.index].to(device), self.group.layout
+        tiles = tile_layout.pack(codes.to(device), None if scales is None else scales.to(device), layout)
+        factors_N, widths = scale.expand(len(codes)).contiguous(), self.shape[:1]
+        return type(self)(PackedGroup(tiles, factors_N, (scale,), widths, UnpackRows.ALL, layout), 0)
+
+
+class PackedNF4(PackedCodes):
+    name: ClassVar[str] = NF4.name
+    bytes_per_weight: ClassVar[float] = TileLayout.NF4.tile_bytes / (TILE_ROWS * TILE_K)
+
+
+class PackedFP8(PackedCodes):
+    name: ClassVar[str] = FP8.name
+    bytes_per_weight: ClassVar[float] = TileLayout.FP8.tile_bytes / (TILE_ROWS * TILE_K)
+
+
+class PackedINT8(PackedCodes):
+    name: ClassVar[str] = INT8.name
+    bytes_per_weight: ClassVar[float] = INT8.bytes_per_weight
+
+    @functools.cached_property
+    def alpha(self) -> Tensor:
+        """One multiplier per row."""
+        return self.group.scales[self.index]
+
+
+_KINDS: dict[type[PackedWeight], type[PackedTiles]] = {
+    NVFP4: PackedNVFP4,
+    MXFP4: PackedMXFP4,
+    NF4: PackedNF4,
+    FP8: PackedFP8,
+    INT8: PackedINT8,
+}
 
 
 def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
     """True if these weights of one input fit into tiles together."""
-    if not all(isinstance(weight, NVFP4) for weight in weights) and not all(map(_fits_rows, weights)):
+    if len({type(weight) for weight in weights}) > 1 or not all(map(fits_tiles, weights)):
         return False
     shapes = [weight.shape for weight in weights if weight is not None]
     if rows is UnpackRows.GATE_UP:
@@ -158,101 +203,49 @@ def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
     return all(n % TILE_ROWS == k % TILE_K == 0 for n, k in shapes)
 
 
-def tile_group(weights: Sequence[NVFP4 | MXFP4], rows: UnpackRows) -> PackedGroup:
+def tile_group(weights: Sequence[PackedWeight], rows: UnpackRows) -> PackedGroup:
     """Pack the weights into one group, some rows at a time."""
     assert can_tile(weights, rows)
-    parts = [_tileable(weight) for weight in weights]
+    parts = [tileable(weight) for weight in weights]
+    layout = parts[0].layout
     widths, k = tuple(weight.shape[0] for weight in weights), weights[0].shape[1]
-    device = weights[0].codes.device
-    shape = sum(widths) // TILE_ROWS, k // TILE_K, TILE_BYTES
+    device = parts[0].scale.device
+    shape = sum(widths) // TILE_ROWS, k // TILE_K, layout.tile_bytes
     tiles = torch.empty(shape, dtype=torch.uint8, device=device)
     step = max(_CHUNK_WEIGHTS // k // TILE_ROWS, 1) * TILE_ROWS
     if rows is UnpackRows.GATE_UP:
         gate, up = parts
         for start in range(0, widths[0], step):
             some = slice(start, start + step)
-            codes = _alternating(gate.codes[some], up.codes[some])
-            scales = _alternating(gate.scales(some).view(torch.uint8), up.scales(some).view(torch.uint8))
-            _put(tiles, 2 * start, codes, scales.view(torch.float8_e4m3fn))
+            codes = _alternating(gate.codes(some), up.codes(some))
+            scales = _alternating(*(part.scales(some).view(torch.uint8) for part in parts))
+            _put(tiles, 2 * start, codes, scales, layout)
     else:
         first = 0
         for weight, n in zip(parts, widths, strict=True):
             for start in range(0, n, step):
                 some = slice(start, start + step)
-                _put(tiles, first + start, weight.codes[some], weight.scales(some))
+                _put(tiles, first + start, weight.codes(some), weight.scales(some), layout)
             first += n
-    factors = [nvfp4_decode.row_factors(w.alpha, n) for w, n in zip(parts, widths, strict=True)]
+    factors = [w.factors.expand(n) for w, n in zip(parts, widths, strict=True)]
     factors_N = (
         torch.cat(factors) if rows is UnpackRows.ALL else _alternating(*(f[:, None] for f in factors))[:, 0]
     )
-    return PackedGroup(tiles, factors_N.contiguous(), tuple(w.scale for w in parts), widths, rows)
-
-
-def _exponents(powers: Tensor) -> Tensor:
-    """Return E8M0 of powers of two, uint8; 0 of 0."""
-    return (torch.frexp(powers).exponent - 1 + 127).mul_(powers > 0).to(torch.uint8)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Tileable:
-    """A weight as the tiles store it."""
-
-    codes: Tensor
-    alpha: Tensor
-    """The row's factor; fp32, one number or [N]."""
-    scale: Tensor
-    """As PackedGroup has it."""
-    scales: Callable[[slice], Tensor]
-    """float8_e4m3fn [rows, K / 16] of some rows."""
-
-
-def _tileable(weight: NVFP4 | MXFP4) -> _Tileable:
-    if isinstance(weight, NVFP4):
-        return _Tileable(weight.codes, weight.alpha, weight.global_scale, weight.scales.__getitem__)
-    alpha_N = _row_alpha(weight)
-
-    def scales(rows: slice) -> Tensor:
-        powers = weight.scales[rows].view(torch.float8_e8m0fnu).float() / alpha_N[rows, None]
-        powers = powers * _is_used(weight, rows)
-        return powers.to(torch.float8_e4m3fn).repeat_interleave(2, dim=1)
-
-    return _Tileable(weight.codes, alpha_N, alpha_N, scales)
-
-
-def _row_alpha(weight: MXFP4) -> Tensor:
-    """Return fp32 [N]: each row's largest scale / 2^8, the largest power of two in E4M3."""
-    used = weight.scales.int() * _is_used(weight, slice(None))
-    largest = used.amax(1).clamp(min=_LEAST_EXPONENT)
-    return torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - 127 - _MOST_BINADES)
-
-
-def _is_used(weight: MXFP4, rows: slice) -> Tensor:
-    """Return bool [rows, K / 32]: some code of the block is not a zero."""
-    return (weight.codes[rows] & 0x77).unflatten(1, (-1, 16)).amax(-1) > 0
-
-
-def _fits_rows(weight: PackedWeight | None) -> bool:
-    """True for MXFP4 of whose rows each has its scales within the binades of E4M3."""
-    if not isinstance(weight, MXFP4):
-        return False
-    used = _is_used(weight, slice(None))
-    largest = (weight.scales.int() * used).amax(1)
-    least = weight.scales.int().masked_fill(~used, 255).amin(1)
-    is_wide = (largest - least > _MOST_BINADES + _LEAST_BINADES) | (largest > _MOST_EXPONENT)
-    is_wide |= (least < _LEAST_EXPONENT) & (least < 255)
-    return not bool(is_wide.any())
+    return PackedGroup(tiles, factors_N.contiguous(), tuple(w.scale for w in parts), widths, rows, layout)
 
 
 def _alternating(gate_FB: Tensor, up_FB: Tensor) -> Tensor:
     """Return the rows of both in `swiglu_order`."""
-    return torch.stack((gate_FB.view(-1, 8, gate_FB.shape[1]), up_FB.view(-1, 8, up_FB.shape[1])), 1).flatten(
-        0, 2
-    )
+    return torch.stack((gate_FB.unflatten(0, (-1, 8)), up_FB.unflatten(0, (-1, 8))), 1).flatten(0, 2)
 
 
-def _put(tiles: Tensor, first_row: int, codes: Tensor, scales: Tensor) -> None:
+def _put(tiles: Tensor, first_row: int, codes: Tensor, scales: Tensor, layout: TileLayout) -> None:
     first = first_row // TILE_ROWS
-    tiles[first : first + len(codes) // TILE_ROWS] = nvfp4_decode.pack(codes, scales)
+    if layout is TileLayout.NVFP4:
+        packed = nvfp4_decode.pack(codes, scales.view(torch.float8_e4m3fn))
+    else:
+        packed = tile_layout.pack(codes, scales.view(torch.float32) if scales.numel() else None, layout)
+    tiles[first : first + len(codes) // TILE_ROWS] = packed
 
 
 def tile_linears(linears: Sequence[QuantLinear], rows: UnpackRows) -> bool:
@@ -260,8 +253,8 @@ def tile_linears(linears: Sequence[QuantLinear], rows: UnpackRows) -> bool:
     weights = [linear.weight for linear in linears]
     if not can_tile(weights, rows):
         return False
-    group = tile_group([weight for weight in weights if isinstance(weight, NVFP4 | MXFP4)], rows)
-    kind = PackedNVFP4 if isinstance(weights[0], NVFP4) else PackedMXFP4
+    group = tile_group([weight for weight in weights if weight is not None], rows)
+    kind = next(kind for own, kind in _KINDS.items() if isinstance(weights[0], own))
     for index, linear in enumerate(linears):
         linear.load_weight(kind(group, index))
     return True

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.errors import UserError
-from qerl.formats import BF16, MXFP4, NVFP4, FP8Flow, PackedWeight
+from qerl.formats import BF16, FP8, INT8, MXFP4, NF4, NVFP4, FP8Flow, PackedWeight
 from qerl.formats.stack import PackedStack
 from qerl.models.architecture import Architecture, LayerKind, Mixture, Rope
 from qerl.models.decoder import Decoder, Layer
@@ -253,6 +253,9 @@ _WEIGHTS: dict[str, Callable[[int, int, torch.Generator], PackedWeight]] = {
     "nvfp4": random_nvfp4,
     "mxfp4": random_mxfp4,
     "bf16": random_bf16,
+    "nf4": lambda n, k, rng: NF4.encode(random_bf16(n, k, rng).weight),
+    "fp8": lambda n, k, rng: FP8.encode(random_bf16(n, k, rng).weight),
+    "int8": lambda n, k, rng: INT8.encode(random_bf16(n, k, rng).weight),
     "fp8-flow": lambda n, k, rng: FP8Flow.encode(random_bf16(n, k, rng).weight),
 }
 

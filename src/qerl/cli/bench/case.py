@@ -14,6 +14,10 @@ from qerl.models.random_weights import random_decoder
 C = TypeVar("C")
 FORMATS = {
     "qerl-nvfp4": "nvfp4",
+    "qerl-mxfp4": "mxfp4",
+    "qerl-nf4": "nf4",
+    "qerl-fp8": "fp8",
+    "qerl-int8": "int8",
     "qerl-bf16": "bf16",
     "qerl-fp8-flow": "fp8-flow",
     "flash-fp8": "bf16",

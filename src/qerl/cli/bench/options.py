@@ -22,12 +22,17 @@ class BenchOptions:
     """Measure a checkout with uncommitted changes; the rows are marked dirty."""
 
 
+DecodeProvider = Literal[
+    "qerl-nvfp4", "qerl-mxfp4", "qerl-nf4", "qerl-fp8", "qerl-int8", "qerl-bf16", "qerl-fp8-flow"
+]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BenchDecodeOptions(BenchOptions):
     batches: tuple[int, ...] = (8, 32, 64, 128, 256)
     """Samples decoded in parallel, one case per value."""
 
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[DecodeProvider, ...] = ("qerl-nvfp4", "qerl-bf16")
     """Formats of the frozen linear weights."""
 
     lora_ranks: tuple[int, ...] = (32,)
@@ -62,64 +67,6 @@ class BenchDecodeOptions(BenchOptions):
         check_not_negative(self, "noise_sigmas")
         check_ranks(self.lora_ranks)
         _check_groups(self.batches, self.group_size)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BenchRolloutOptions(BenchOptions):
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
-    """Formats of the frozen linear weights."""
-
-    num_samples: int = 256
-    """Samples of a rollout."""
-
-    rows: int = 256
-    """Samples decoded at once, as engine.max_num_seqs."""
-
-    group_size: int = 8
-    """Samples per prompt."""
-
-    prompt_tokens: int = 256
-    """Tokens per prompt."""
-
-    lengths: Literal["log-normal", "constant"] = "log-normal"
-    """Distribution of the samples' lengths; each sample ends at its own, and no token stops it before."""
-
-    median_tokens: int = 600
-    """Median length of a sample."""
-
-    sigma: float = 0.8
-    """Standard deviation of a log-normal length's logarithm."""
-
-    max_tokens: int = 4096
-    """Longest sample; a longer one is cut to it."""
-
-    seed: int = 0
-    """Seed of the lengths."""
-
-    lora_rank: int = 32
-    """LoRA rank; 0 is no adapter."""
-
-    kv: Literal["bf16", "fp8"] = "bf16"
-    """Data type of the KV cache, as engine.kv_cache_dtype."""
-
-    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
-    """Format of the LM head, as model.head_format."""
-
-    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
-    """Kernels of decode steps, as engine.kernels."""
-
-    runs: int = 3
-    """Rollouts after the first one; the row holds their median."""
-
-    def __post_init__(self):
-        check_positive(self, "num_samples", "rows", "group_size", "prompt_tokens", "median_tokens", "runs")
-        check_positive(self, "sigma", "max_tokens")
-        check_ranks((self.lora_rank,))
-        size = self.group_size
-        require(
-            self.num_samples % size == 0,
-            f"num_samples must be a multiple of group_size {size}, got {self.num_samples}",
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,8 +120,8 @@ class BenchStepOptions(BenchOptions):
     max_tokens: int = 1024
     """Tokens per sample."""
 
-    recompute: Literal["auto", "none", "layer", "offload"] = "none"
-    """Activations to recompute in the backward pass, as learn.gradient_checkpointing; auto: what fits."""
+    recompute: Literal["none", "layer", "offload"] = "none"
+    """Activations to recompute in the backward pass, as learn.gradient_checkpointing."""
 
     micro_tokens: int = 8192
     """Maximum packed tokens per micro-batch, as learn.max_tokens_per_microbatch."""

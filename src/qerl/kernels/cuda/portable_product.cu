@@ -1,5 +1,5 @@
 // y[m, n] = alpha[n] * sum_k x[m, k] W[n, k] + sum_r u[m, r] B[n, r] + bias[n] + residual[m, n], or silu(gate) * up of it: what
-// nvfp4_decode.cu computes, from the same tiles, on any GPU since Ampere.
+// nvfp4_decode.cu computes, from the same tiles or those of NF4, FP8 and INT8, on any GPU since Ampere.
 //
 // A warp decodes R16 blocks of 16 rows of W straight into the registers of mma.sync's first operand; 8 tokens of x are the second. WR
 // warps take different rows of a tile, WM warps different tokens (and decode the same rows). All threads fill a ring of stages by
@@ -7,14 +7,15 @@
 // but the one with its first k writes its sums to the workspace, and that one adds them in the order of k: the result does not depend
 // on timing. It waits for CTAs that started before it, and all CTAs are on the device at once.
 //
-// Compile-time: MT tokens per tile, WR, WM, R16, KB k per stage, STAGES, CTAS per multiprocessor, RANK of the adapter or 0, SWIGLU.
+// Compile-time: MT tokens per tile, WR, WM, R16, KB k per stage, STAGES, CTAS per multiprocessor, RANK of the adapter or 0, SWIGLU,
+// FORMAT of the tiles.
 #define GIVEN_U 1
 #include "async_copy.cuh"
 #include "launch.cuh"
 #include "memory.cuh"
-#include "nvfp4_codes.cuh"
 #include "packed_epilogue.cuh"
 #include "position.cuh"
+#include "tile_block.cuh"
 
 #define THREADS (WR * WM * 32)
 #define RT (WR * R16 * 16)
@@ -80,19 +81,6 @@ struct Filler {
   __device__ __forceinline__ void next() { at.next(kblocks, token_tiles); }
 };
 
-// A lane's codes and scales of a block of 16 rows and 64 k.
-struct Block {
-  uint4 codes;
-  uint2 scales;
-  __device__ __forceinline__ void load(const u8* tile, int block, int lane) {
-    codes = *(const uint4*)(tile + block % 4 * 512 + lane * 16), scales = *(const uint2*)(tile + 2048 + block % 4 * 64 + lane / 4 * 8);
-  }
-  __device__ __forceinline__ void decode16(int j, u32 top, u32 (&a)[4]) const {
-    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-    decode(words[j], scale_pair(scales, j, top), a);
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __grid_constant__ Epilogue e, const u32* __restrict__ u_MR, u32* workspace,
                  int M, int N, int K) {
@@ -123,8 +111,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
     commit_copies();
   }
 
-  u32 top;  // SCALE_TOP in a register: a LOP3 takes only one immediate
-  asm volatile("or.b32 %0, %1, 0x70007000;" : "=r"(top) : "r"(gridDim.y - 1));
+  const u32 constant = decoding_constant(lane);
   const u32 my_tokens = (wm * NT * 8 + lane % 8) * 128;
   const u32 my_k[2] = {(u32)((lane / 8 ^ lane) & 7) * 16, (u32)(((4 + lane / 8) ^ lane) & 7) * 16};
   Block block[R16];  // the codes that are decoded next
@@ -156,7 +143,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
         for (int half = 0; half < 2; half++) {
           u32 a[R16][2][4];
 #pragma unroll
-          for (int r = 0; r < R16; r++) present[r].decode16(2 * half, top, a[r][0]), present[r].decode16(2 * half + 1, top, a[r][1]);
+          for (int r = 0; r < R16; r++) present[r].decode16(2 * half, constant, a[r][0]), present[r].decode16(2 * half + 1, constant, a[r][1]);
           if (k64 == KB / 64 - 1 && half == 1) {  // the next stage, and copies into the previous one, before this one's last products
             wait_copies<STAGES - 3>();
             __syncthreads();

@@ -50,7 +50,7 @@ USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
 _ROW_MULTIPLE = 64  # a row that holds an adapter's columns too is padded to a multiple of this
 
 
-_TILED_BYTES = {"mxfp4": FORMATS["nvfp4"].bytes_per_weight}  # of a weight in tiles (models/packed_linear.py)
+_TILED_BYTES = {"mxfp4": 0.5625, "nf4": 0.5625}  # of a weight in tiles (models/packed_linear.py)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

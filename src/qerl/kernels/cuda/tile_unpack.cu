@@ -1,12 +1,16 @@
-// out[n, k] = code[n, k] * scale[n, k / 16] in bfloat16, from tiles of 64 rows x 64 k (nvfp4_decode.py has the layout).
+// out[n, k], the operand in bfloat16, from tiles of 64 rows x 64 k (tile_layout.py has the layouts). Compile-time: FORMAT of the tiles.
 //
-// A warp decodes 16 rows of a tile as the decode kernel does: lane 4 g + t then has, for rows g and g + 8, pairs of
-// neighboring k in 8 chunks of 8. Four lanes exchange them until each has whole chunks, so that a store writes 64
-// consecutive bytes of a row.
+// A warp decodes 16 rows of a tile as the products do: lane 4 g + t then has, for rows g and g + 8, pairs of neighboring k in 8 chunks of
+// 8. Four lanes exchange them until each has whole chunks, so that a store writes 64 consecutive bytes of a row.
+#define LOAD(p) __ldcs(p)
 #include "launch.cuh"
-#include "nvfp4_codes.cuh"
+#include "tile_block.cuh"
 
-__device__ __forceinline__ u32 times_2_19(u32 a) {
+// NVFP4's decoded pairs are 2^-19 of the operand's.
+__device__ __forceinline__ u32 finished(u32 a) {
+#if FORMAT != 0
+  return a;
+#else
   u32 d;
 #if __CUDA_ARCH__ >= 900
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(0x49004900u));
@@ -14,6 +18,7 @@ __device__ __forceinline__ u32 times_2_19(u32 a) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x49004900u), "r"(0x80008000u));
 #endif
   return d;
+#endif
 }
 
 // Before: lane t of four has word t of each of four chunks. After: it has all words of chunk t.
@@ -29,26 +34,26 @@ __device__ __forceinline__ void transpose(u32 (&w)[4], int t) {
 
 // Of the i-th 16 rows, row g is written to row i * step + g + first and row g + 8 to i * step + g + second. A negative `first` or
 // `second` skips those rows.
-extern "C" __global__ void __launch_bounds__(256) nvfp4_unpack(const u8* __restrict__ tiles, u16* __restrict__ out, int columns,
+extern "C" __global__ void __launch_bounds__(256) tile_unpack(const u8* __restrict__ tiles, u16* __restrict__ out, int columns,
                                                                int row_stride, int step, int first, int second) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int pairs = (columns + 1) / 2, row_tile = blockIdx.x / pairs, k_tile = blockIdx.x % pairs * 2 + warp / 4;
   if (k_tile >= columns) return;
   const u8* tile = tiles + ((size_t)row_tile * columns + k_tile) * TILE_BYTES;
-  const uint4 codes = __ldcs((const uint4*)(tile + warp % 4 * 512) + lane);
-  const uint2 scales = __ldcs((const uint2*)(tile + 2048) + warp % 4 * 8 + g);
+  Block block;
+  block.load(tile, warp % 4, lane);
+  const u32 constant = decoding_constant(lane);
   launch_dependents();
   grid_dependency_wait();
-  const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
   const long long row = (long long)(row_tile * 4 + warp % 4) * step + g;
   u16* target = out + k_tile * 64 + t * 8;
 #pragma unroll
   for (int s = 0; s < 2; s++) {
     u32 even[4], odd[4];
-    decode(words[2 * s], scale_pair(scales, 2 * s, SCALE_TOP), even);
-    decode(words[2 * s + 1], scale_pair(scales, 2 * s + 1, SCALE_TOP), odd);
+    block.decode16(2 * s, constant, even);
+    block.decode16(2 * s + 1, constant, odd);
 #pragma unroll
-    for (int i = 0; i < 4; i++) even[i] = times_2_19(even[i]), odd[i] = times_2_19(odd[i]);
+    for (int i = 0; i < 4; i++) even[i] = finished(even[i]), odd[i] = finished(odd[i]);
     u32 top[4] = {even[0], even[2], odd[0], odd[2]}, bottom[4] = {even[1], even[3], odd[1], odd[3]};
     transpose(top, t);
     transpose(bottom, t);

@@ -3,8 +3,8 @@ import torch
 
 from qerl.formats import NVFP4
 from qerl.kernels import nvfp4_decode
-from qerl.kernels import nvfp4_unpack as op
-from qerl.kernels.nvfp4_unpack import UnpackRows
+from qerl.kernels import tile_unpack as op
+from qerl.kernels.tile_unpack import UnpackRows
 
 
 def _weight(N, K, rng, device):
