@@ -36,10 +36,10 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TeacherLogprobs:
-    """What a teacher says of the C sampled tokens of a sample; in host memory, fp32 and int64."""
+    """Logprobs by a teacher of the C sampled tokens of a sample; in host memory, fp32 and int64."""
 
     logprob_C: "Tensor"
-    """Of the tokens themselves."""
+    """Logprobs of the tokens themselves."""
     ids_CK: "Tensor | None" = None
     """The teacher's most likely tokens at each place; None where only logprob_C is needed."""
     outcomes_CX: "Tensor | None" = None
@@ -48,7 +48,7 @@ class TeacherLogprobs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """What the model did in one run of an agent."""
+    """One run of an agent, with what the model did in it."""
 
     parts: tuple["Group", ...]
     """What is learned from, groups of one sample each: calls whose prompt extends an earlier one are one
@@ -208,7 +208,7 @@ class TokenLogprob:
 
 
 class RolloutEngine(Protocol):
-    """What the training loop needs of an engine: local, data-parallel, multi-turn or remote."""
+    """The interface of an engine to the training loop: local, data-parallel, multi-turn or remote."""
 
     def generate(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int

@@ -1,4 +1,4 @@
-"""What the agents' process reports of episodes: a line each when one begins and when it ends.
+"""Report episodes from the agents' process: a line each when one begins and when it ends.
 
 Lines go through a pipe and are shorter than PIPE_BUF, so that none is torn: if the process dies, the episodes
 that were over keep their rewards.

@@ -42,7 +42,7 @@ class RecordedCall:
     messages: Sequence[Message] | None
     """None for a plain text."""
     digest: str
-    """Of the messages and of what else the prompt is made of."""
+    """Digest of the messages and of what else the prompt is made of."""
     parent: "RecordedAnswer | None"
     given: Sequence[Message]
     """Messages since the parent's answer."""

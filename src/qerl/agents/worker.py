@@ -24,7 +24,7 @@ from qerl.tasks.guarded import GuardedLoop, InvalidReturn
 from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, missing_arguments, name_of
 
 ARGUMENTS = ("client", "base_url", "api_key", "model", "row", "seed")
-"""What an agent's function may name."""
+"""Parameters that an agent's function may have."""
 _MAX_BLOCK_S = 60.0
 _LATER_S = 5.0  # a client's deadline after the endpoint's, whose error says more
 _LOOPBACK = "127.0.0.1"

@@ -39,7 +39,7 @@ class NormWithNoise(Protocol):
     """NoisedRMSNorm (noised_norm.py), or the noise of another model's norm (module_noise.py)."""
 
     weight: Tensor
-    """What the norm multiplies by, [D]."""
+    """Factors of the norm, [D]."""
     noise: Tensor
     """fp32 [D], or [rows, D]: what is added to the weight."""
 

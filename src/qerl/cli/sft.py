@@ -70,7 +70,7 @@ class SftOptions:
     """With torchrun: a rank that is frozen for this long is lost; the others save the last step and end."""
 
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    """Where metrics are logged besides the run's own files."""
+    """Loggers of metrics besides the run's own files."""
 
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()

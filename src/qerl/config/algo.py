@@ -12,10 +12,10 @@ class SapoConfig:
     """Settings of algo.loss_type sapo."""
 
     temperature_positive: float = 1.0
-    """How fast the gate closes for tokens with a positive advantage."""
+    """Steepness of the gate for tokens with a positive advantage."""
 
     temperature_negative: float = 1.05
-    """How fast it closes for tokens with a negative advantage, whose gradient raises every other token."""
+    """Steepness of the gate for tokens with a negative advantage, whose gradient raises every other token."""
 
     def __post_init__(self):
         check_positive(self, "temperature_positive", "temperature_negative", prefix="algo.sapo.")
@@ -32,10 +32,10 @@ class MaspoConfig:
     """Unlikely tokens may move farther: the width is divided by their old probability to this power."""
 
     beta_high: float = 0.03
-    """How much the width grows with a positive advantage."""
+    """Growth of the width with a positive advantage."""
 
     beta_low: float = 0.03
-    """How much the width shrinks with a negative advantage."""
+    """Shrinkage of the width with a negative advantage."""
 
     def __post_init__(self):
         check_positive(self, "width", prefix="algo.maspo.")

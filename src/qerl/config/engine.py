@@ -43,7 +43,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig:
-    """How tokens are sampled."""
+    """Sampling parameters."""
 
     max_tokens: int = 1024
     """Maximum length of a sample, stop token included; with an environment, of all turns and replies

@@ -34,7 +34,7 @@ class JudgeConfig:
     """Name of the model in requests; None: the first that the endpoint lists."""
 
     rubric: str = RUBRIC
-    """What the judge is asked; {prompt}, {completion}, {least}, {most} and the row's columns in braces are
+    """Question to the judge; {prompt}, {completion}, {least}, {most} and the row's columns in braces are
     filled in. @FILE reads it from a file."""
 
     pattern: str = r"score\W{0,5}(-?\d+(?:\.\d+)?)"
@@ -101,7 +101,7 @@ class RewardModelConfig:
     """A folder or hub id, such as LlamaForSequenceClassification or Qwen2ForSequenceClassification."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where it computes; `qerl plan` does not count it."""
+    """Device of the model; `qerl plan` does not count it."""
 
     dtype: Literal["bf16", "fp32"] = "fp32"
     """Dtype of its weights."""

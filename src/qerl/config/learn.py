@@ -46,7 +46,7 @@ class LearnConfig:
     """Number of rows of logits in memory at a time."""
 
     gradient_checkpointing: Literal["auto", "none", "layer", "offload"] = "auto"
-    """What is kept for the backward pass. none: all activations. layer: each layer's input. offload: the
+    """Activations kept for the backward pass. none: all activations. layer: each layer's input. offload: the
     same, in host memory. auto: the first of these whose planned memory fits the GPU; none on a CPU."""
 
     optim: Literal["adamw", "adamw_8bit"] = "adamw"

@@ -48,7 +48,7 @@ class NoiseConfig:
     schedule: Literal[
         "exponential", "linear", "cosine", "logarithmic", "constant", "none", "adaptive", "plappert"
     ] = "exponential"
-    """How sigma moves from sigma_start to sigma_end; none turns noise off. adaptive and plappert start at
+    """Path of sigma from sigma_start to sigma_end; none turns noise off. adaptive and plappert start at
     sigma_start and control sigma (noise.control)."""
 
     sigma_start: float = 1e-2

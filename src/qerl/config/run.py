@@ -73,7 +73,7 @@ class RayConfig:
     """Number of workers, each with its own GPU if the model is on one."""
 
     max_staleness: int = 0
-    """How many steps ahead workers sample, and so by how many versions their policy is older."""
+    """Number of steps that workers sample ahead, and so of versions by which their policy is older."""
 
     def __post_init__(self):
         check_positive(self, "num_samplers", prefix="ray.")
@@ -116,7 +116,7 @@ class RunConfig:
     """Raise an error, not a notice, where rows or a part of the checkpoint are not used as they are given."""
 
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    """Where metrics are logged besides the run's own files. Each needs the package of its name."""
+    """Loggers of metrics besides the run's own files. Each needs the package of its name."""
 
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()

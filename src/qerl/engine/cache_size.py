@@ -1,4 +1,4 @@
-"""How many pages, and slots for recurrent states, a call of the engine needs, can use and can afford."""
+"""Count the pages and recurrent states' slots that a call of the engine needs, can use and can afford."""
 
 import dataclasses
 import math

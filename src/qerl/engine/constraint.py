@@ -1,4 +1,4 @@
-"""What restricts a sample's next token besides the sampling parameters: a grammar."""
+"""Restrict a sample's next token besides the sampling parameters: by a grammar."""
 
 from typing import Protocol
 

@@ -28,7 +28,7 @@ Carried = dict[int, tuple[Tensor, Tensor]]
 class WindowedForward:
     layers: frozenset[int]
     layout: PagedLayout
-    """Of the spans, whose key rows are those of `keys`."""
+    """Layout of the spans, whose key rows are those of `keys`."""
     carried: Carried | None
     """By layer, filled by `keys`: the last window of the last chunk, if it goes on in the next forward."""
     _cache: KVCache

@@ -1,5 +1,5 @@
-"""What every engine does in one way: prompts become groups of live samples, a Generation runs them, and what
-it leaves becomes samples. The engines differ in the caches and forward passes that they open for a call.
+"""Share what all engines do alike: prompts become groups of live samples, a Generation runs them, and what it
+leaves becomes samples. The engines differ in the caches and forward passes that they open for a call.
 """
 
 import abc

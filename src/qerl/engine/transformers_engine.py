@@ -169,7 +169,7 @@ def _by_length(chunks: list[PrefillChunk], max_tokens: int) -> list[list[Prefill
 
 
 class TransformersRunner:
-    """What Generation needs of a DecodeRunner; a burst is one step, read at once."""
+    """The part of a DecodeRunner that Generation uses; a burst is one step, read at once."""
 
     max_steps, max_unread_bursts = 1, 0
 

@@ -1,4 +1,4 @@
-"""What a multiprocessor of each CUDA architecture holds, and how many CTAs of a kernel it runs at once.
+"""List what a multiprocessor of each CUDA architecture holds, and count the CTAs that it runs at once.
 
 Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and the occupancy
 calculation of cuda_occupancy.h. Bytes are bytes, not KB.
@@ -23,11 +23,11 @@ class CudaArchitecture:
     name: str
     cards: str
     shared_bytes: int
-    """Of one CTA, static and dynamic together."""
+    """Shared memory of one CTA, static and dynamic together."""
     sm_shared_bytes: int
-    """Of all CTAs of a multiprocessor, with SYSTEM_SHARED_BYTES each."""
+    """Shared memory of all CTAs of a multiprocessor, with SYSTEM_SHARED_BYTES each."""
     max_threads: int
-    """Of all CTAs of a multiprocessor."""
+    """Threads of all CTAs of a multiprocessor."""
     max_ctas: int
 
     @property

@@ -173,7 +173,7 @@ def _similar(spans: list[tuple[int, int, Tensor]]) -> list[list[tuple[int, int, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceEnds:
-    """Where the queries and keys of sequences in a row end; the last query of each sees its last key."""
+    """Ends of the queries and keys of sequences in a row; the last query of each sees its last key."""
 
     queries: Tensor
     """int32: 0, then the end of each sequence's queries."""
@@ -201,7 +201,7 @@ class PagedLayout:
     key_slots: Tensor
     """The cache slot of each key row: page * page_tokens + offset in the page."""
     ends: SequenceEnds
-    """Of the spans' rows and key rows."""
+    """Ends of the spans' rows and key rows."""
 
     @classmethod
     def of(cls, spans: list[Span], page_tokens: int, device: torch.device | str) -> "PagedLayout":

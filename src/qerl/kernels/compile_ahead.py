@@ -29,7 +29,7 @@ class CompileReport:
     num_kernels: int
     """Different files with definitions."""
     num_compiled: int
-    """Of these, how many were not in the cache."""
+    """Number of these that were not in the cache."""
     compile_s: float
 
 

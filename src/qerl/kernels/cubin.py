@@ -29,13 +29,13 @@ class KernelUse:
 
     name: str
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     local_bytes: int
-    """Of a thread: the stack frame, which holds what registers cannot (spills) and indexed arrays."""
+    """Stack frame of a thread, which holds what registers cannot (spills) and indexed arrays."""
     shared_bytes: int
     """Static, of a CTA."""
     most_threads: int | None
-    """Of a CTA, by the kernel's own __launch_bounds__."""
+    """Threads of a CTA, by the kernel's own __launch_bounds__."""
 
 
 def kernels_of(cubin: bytes) -> dict[str, KernelUse]:

@@ -34,7 +34,7 @@ def choose_shape(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """What is compiled in: elements that are rotated, and the options in use."""
+    """Constants that are compiled in: elements that are rotated, and the options in use."""
 
     rotary: int
     window: bool

@@ -25,7 +25,7 @@ CASES = ((1, 8, 32, 4, 3), (7, 16, 50, 3, 1), (24, 32, 300, 8, 20), (5, 8, 12, 2
 
 
 class Head(NamedTuple):
-    """What turns hidden states into logits."""
+    """A head, which turns hidden states into logits."""
 
     operand_VD: Tensor
     temperature: float

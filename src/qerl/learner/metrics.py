@@ -45,7 +45,7 @@ class BatchMetrics:
     own_C: Tensor | None = None
     """Logprobs of the learner's own kernels if logprob_C comes from the sampler; else None."""
     routing: RoutingReading | None = None
-    """Of a mixture of experts."""
+    """Routes of a mixture of experts; None for another model."""
 
 
 def divided(values_C: Tensor | None, batches: list[PackedBatch]) -> Sequence[Tensor | None]:
@@ -69,7 +69,7 @@ def regrouped(readings: list[BatchMetrics], batches: list[PackedBatch]) -> list[
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MinibatchMetrics:
-    """What a batch contributed to one update."""
+    """Contribution of a batch to one update."""
 
     before: BatchMetrics
     loss: Tensor
@@ -85,7 +85,7 @@ class Update:
     """One planned optimizer update."""
 
     lessons: list[MinibatchMetrics]
-    """Of this rank."""
+    """Metrics of this rank's batches."""
     is_skipped: bool
     """True if no rank had anything to learn."""
     grad_norm: float | None

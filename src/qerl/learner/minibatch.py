@@ -50,7 +50,7 @@ class MinibatchPart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Minibatch:
-    """What one update learns from, on this rank."""
+    """Samples of one update, on this rank."""
 
     teaching: MinibatchPart
     silent: MinibatchPart

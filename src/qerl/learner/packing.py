@@ -50,7 +50,7 @@ class PackedBatch:
     is_sampled_C: Tensor
     """False for tokens that no policy sampled: their sampler_logprobs_C mean nothing."""
     teacher: TeacherLogprobs | None = None
-    """Of all C tokens, on the decoder's device; None without a teacher."""
+    """Logprobs of all C tokens, on the decoder's device; None without a teacher."""
 
     @property
     def num_samples(self) -> int:

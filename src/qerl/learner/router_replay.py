@@ -17,7 +17,7 @@ from qerl.models.architecture import Architecture
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutingReading:
-    """What one pass over a batch did with the routes."""
+    """Counts of one pass over a batch with routes."""
 
     counts_LE: Tensor
     """Rows of each expert in each layer with a mixture."""

@@ -49,7 +49,7 @@ from qerl.models.stored_names import NamedCheckpoint, language_config, stored_te
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """How a checkpoint stores the tensors of one format."""
+    """Layout of the tensors of one format in a checkpoint."""
 
     format: str
     checkpoint_format: str

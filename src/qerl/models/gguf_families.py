@@ -65,7 +65,7 @@ class GgufKeys:
     metadata: dict[str, Any]
     family: str
     shapes: dict[str, tuple[int, ...]]
-    """Of all tensors, by ggml's names."""
+    """Shapes of all tensors, by ggml's names."""
     rope_tensors: dict[str, Tensor]
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -45,7 +45,7 @@ _TEKKEN_SPLIT = _GPT4O_SPLIT.replace(_ENDING, "").replace(r"\p{N}{1,3}", r"\p{N}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BytePreTokenizer:
-    """How text is split before bytes are merged."""
+    """Pattern that splits text before bytes are merged."""
 
     split: str | None = None
     """None: as GPT-2."""

@@ -67,7 +67,7 @@ class QuantLinear(nn.Module):
         self.a_work: Tensor | None = None
         self.b_work: Tensor | None = None
         self.fused: OperandGroup | None = None
-        """What this weight is fused into (fused_weights.py)."""
+        """Group that this weight is fused into (fused_weights.py)."""
         self.b_fused: Tensor | None = None
         """The place of b_work behind the rows of a fused BF16 weight."""
         self._operand: Tensor | None = None

@@ -20,7 +20,7 @@ from qerl.models.architecture import Architecture, StoredLinear
 from qerl.models.layer_spec import kinds_of_linears
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the names of transformers' model."""
+"""Prefix that PEFT puts before the names of transformers' model."""
 PREFIX = f"{PEFT_PREFIX}model."
 _LANGUAGE = "base_model.model.model.language_model."
 _FUSED = {  # of all families; which one it is, is not known where an adapter is given on the command line

@@ -1,4 +1,4 @@
-"""What adapters, learner and engines need of a model, whoever's code runs it: ours (decoder.py) or
+"""Declare what adapters, learner and engines need of a model, whoever's code runs it: ours (decoder.py) or
 transformers' (transformers_model.py)."""
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class PolicyModel(Protocol):
     notices: Sequence[str]
     """Lines for the user about how the model was loaded."""
     name_prefix: str
-    """What a linear's name lacks of its name in transformers' model: "model." or nothing."""
+    """Prefix that a linear's name lacks of its name in transformers' model: "model." or nothing."""
 
     @property
     def architecture(self) -> Architecture | None:

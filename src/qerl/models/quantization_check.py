@@ -31,7 +31,7 @@ TEXT = (
     " multiply the square of its radius by pi. def add(a, b): return a + b. In 1969, two people walked on the"
     " moon for the first time. She asked him whether he had read the book, and he said that he had not."
 )
-"""What is measured on where there is no task."""
+"""Text to measure on where there is no task."""
 
 
 def prompt_probes(prompts: Sequence[Sequence[int]]) -> list[Probe]:

@@ -81,7 +81,7 @@ def cosine_sine(positions_T: Tensor, frequencies: Tensor, size: float) -> tuple[
 
 
 class Angles(NamedTuple):
-    """What `rotate_heads` rotates the rows of queries and keys by."""
+    """Angles by which `rotate_heads` rotates the rows of queries and keys."""
 
     cosine_T1H: Tensor
     sine_T1H: Tensor

@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors are named, where its names are not the decoder's.
+"""Map the names of a checkpoint's tensors, where its names are not the decoder's.
 
     the decoder                                    the checkpoint
     model.layers.{i}.self_attn.{q,k,v}_proj        ....self_attn.qkv_proj, rows of q, k and v (StoredLinear)

@@ -1,4 +1,4 @@
-"""What every request passes before its route: the size of its headers, and a count of its response."""
+"""Check every request before its route: the size of its headers, and a count of its response."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ class Gate:
 
 
 class BusyApp:
-    """What answers while all connections are taken: only /health and /metrics are passed on."""
+    """Answer while all connections are taken: only /health and /metrics are passed on."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics):
         self._app, self._metrics = app, metrics

@@ -46,7 +46,7 @@ def event(value: Json, name: str | None = None) -> str:
 
 
 class Envelope:
-    """What responses to completions and chats have in common."""
+    """Common part of responses to completions and chats."""
 
     def __init__(self, prefix: str, object: str, chunk_object: str, request: CompletionRequest, model: str):
         self._request, self._object, self._chunk_object = request, object, chunk_object

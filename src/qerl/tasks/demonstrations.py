@@ -55,7 +55,7 @@ class Demonstration:
     """1 for each token that is learned, else 0; never for the first one."""
     prompt_text: str
     answer: str
-    """What the first learned turn says."""
+    """Text of the first learned turn."""
     messages: list[Message] | None
     """The conversation before the first learned turn; None without messages."""
 

@@ -35,7 +35,7 @@ create table if not exists spent (
 
 
 class JudgeFailed(Exception):
-    """What went wrong with one sample."""
+    """Failure of one sample."""
 
 
 def judge(config: TaskConfig) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ class RowView:
     learned_T: bytes
     """1 for each token that is learned; empty for a prompt."""
     prompt: str
-    """What comes before the first learned token."""
+    """Text before the first learned token."""
 
     def parts(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
         """Yield the text of each run of tokens, and whether it is learned."""

@@ -19,7 +19,7 @@ from qerl.types import RolloutEngine
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a step works with."""
+    """The parts that a step works with."""
 
     rollouts: GroupRollouts | BranchingRollouts | DistilRollouts
     engine: RolloutEngine

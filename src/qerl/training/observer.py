@@ -1,4 +1,4 @@
-"""What follows a run from outside, step by step, and may ask it to save or to stop."""
+"""Follow a run from outside, step by step, and ask it to save or to stop."""
 
 import dataclasses
 from typing import Protocol

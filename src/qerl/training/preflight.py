@@ -322,7 +322,7 @@ PARTS: dict[str, tuple[Callable[[Preflight], Found], tuple[str, ...]]] = {
     "reward": (Preflight.reward, ("rows", "functions")),
     "speed": (Preflight.speed, ("tokenizer",)),
 }
-"""What looks at each part, and the parts that it needs."""
+"""The check of each part, and the parts that it needs."""
 _COMPARE = frozenset(NEED_ANSWER) - {"code"}  # rewards of which a row's own answer is a correct sample
 
 

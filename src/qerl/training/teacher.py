@@ -40,7 +40,7 @@ from qerl.training.teacher_endpoint import EndpointTeacher, check_vocabulary
 from qerl.types import Group, RolloutEngine, TeacherLogprobs
 
 Scores = list[list[TeacherLogprobs | Failure]]
-"""Of each sample of each group."""
+"""Logprobs, or the failure, of each sample of each group."""
 Policy = Callable[[], contextlib.AbstractContextManager[Decoder]]
 """Yields the decoder with the teacher's weights and adapter."""
 

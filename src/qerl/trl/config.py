@@ -36,7 +36,7 @@ class GRPOConfig(IgnoredFields, RefusedFields):
     warmup_steps: float = 0
     """Updates; a value below 1 is a share of all updates."""
     warmup_ratio: float = 0.0
-    """Of older versions of TRL: a share of all updates."""
+    """Option of older versions of TRL: a share of all updates."""
     optim: str = "adamw_torch_fused"
     """A name of AdamW: those with 8bit keep the moments in 8 bits."""
     weight_decay: float = 0.0

@@ -40,7 +40,7 @@ Rows = Iterable[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MainProcess:
-    """What scripts use of TRL's trainer.accelerator."""
+    """The part of TRL's trainer.accelerator that scripts use."""
 
     is_main_process: bool = True
     num_processes: int = 1

@@ -53,7 +53,7 @@ class Gpu:
     """A GPU by its data sheet: Gpu(25.2, 1.01e12, 165e12) is an RTX 4090."""
 
     memory_gb: float
-    """What CUDA reports, in units of 1e9 bytes."""
+    """Memory that CUDA reports, in units of 1e9 bytes."""
 
     bytes_per_s: float
     flop_per_s: float

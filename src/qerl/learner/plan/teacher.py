@@ -12,11 +12,11 @@ from qerl.models.peft_reader import adapter_config
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedTeacher:
-    """What a teacher is, as far as memory goes."""
+    """The properties of a teacher that determine its memory."""
 
     architecture: Architecture
     format: str | None
-    """Of its own weights; None if it shares the student's."""
+    """Format of its own weights; None if it shares the student's."""
     adapter: AdapterConfig | None
     """The adapter that the student's base wears for it."""
 

@@ -1,4 +1,4 @@
-"""How quantized checkpoints of other tools store their weights. layout.py says how to add one."""
+"""Read weights as quantized checkpoints of other tools store them. layout.py says how to add one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -15,7 +15,7 @@ from qerl.models.layouts.layout import StoredWeight, TensorFolder, check_finite,
 
 _NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
 _LARGEST_EXPONENT = 252
-"""Of E8M0: 6 * 2^(253 - 127) overflows float32."""
+"""Largest exponent of E8M0 that is read: 6 * 2^(253 - 127) overflows float32."""
 
 
 def nvfp4_weight(

@@ -74,7 +74,7 @@ class Layout:
     unused: frozenset[str] = frozenset()
     """Names of stored tensors that are not needed, such as scales of activations."""
     dropped: tuple[str, ...] = ()
-    """What the checkpoint asks for and is not done: "quantization of activations to 8 bits"."""
+    """Requests of the checkpoint that are not carried out: "quantization of activations to 8 bits"."""
 
 
 def modules_with(folder: TensorFolder, suffix: str) -> list[str]:

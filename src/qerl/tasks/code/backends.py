@@ -55,7 +55,7 @@ class Box:
 class Backend:
     confines: str
     required: tuple[str, ...]
-    """What must be active."""
+    """Names of the parts that must be active."""
     open_box: Callable[[Path], AbstractContextManager[Box]]
     """Make the box of a process that runs this file."""
 

@@ -43,7 +43,7 @@ def main(*arguments: Any) -> int:
 
 
 class _Raised:
-    """What `with raises(...) as raised` gives: raised.value is the exception."""
+    """Result of `with raises(...) as raised`: raised.value is the exception."""
 
     value: Any = None
     type: Any = None

@@ -40,7 +40,7 @@ class Series:
     is_joined: bool = False
     """Dots and rings only: a dotted line joins them."""
     breaks: Sequence[float] = ()
-    """Where noise starts: marked, and no mean reaches across."""
+    """Steps where noise starts: marked, and no mean reaches across."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ _MAX_CHARACTERS = 20_000
 _MAX_TURNS, _MAX_TURN_CHARACTERS = 100, 4000
 _MAX_STEP = 10**15
 _MAX_NUMBER, _MIN_NUMBER = 1e100, 1e-100
-"""What a chart can draw: sums, squares and logarithms of such numbers are finite."""
+"""Limits of the numbers that a chart draws: sums, squares and logarithms of such numbers are finite."""
 
 Points = list[tuple[float, float]]
 Place = tuple[Path, int]
