@@ -1,4 +1,4 @@
-"""Run `python -m benchmarks linear|matrix|parity|serve|tile|table` in a checkout."""
+"""Run `python -m benchmarks BENCHMARK` in a checkout."""
 
 import sys
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from benchmarks.parity import ParityOptions, bench_parity
 from benchmarks.pictures import PicturesOptions, draw_pictures
 from benchmarks.serve import ServeBenchOptions, bench_serve
 from benchmarks.tile import TileOptions, bench_tile
+from benchmarks.vllm_rollout import VllmRolloutOptions, bench_vllm_rollout
 from qerl.cli.arguments import check_known, wants_help
 from qerl.errors import RunError, UserError
 
@@ -26,9 +27,10 @@ benchmarks:
   serve    load `qerl serve` on loopback with one client and with many
   tile     time all tiles of the NVFP4 kernel and write the table that the kernel reads
   table    print the tables of README.md and docs/, or write them with --write
+  vllm-rollout   run vLLM on the lengths of qerl bench rollout, where it is installed
 
-Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn' and 'step' write there too.
-serve prints its row."""
+Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn', 'rollout' and 'step' write
+there too. serve and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "linear": (LinearOptions, bench_linear),
     "matrix": (MatrixOptions, print_matrix),
@@ -37,6 +39,7 @@ BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "serve": (ServeBenchOptions, bench_serve),
     "tile": (TileOptions, bench_tile),
     "table": (TableOptions, write_tables),
+    "vllm-rollout": (VllmRolloutOptions, bench_vllm_rollout),
 }
 
 

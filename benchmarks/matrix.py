@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels import portable_product
+from qerl.kernels import grouped_product, moe_route, portable_product
 from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cubin import KernelUse, kernels_of
@@ -43,6 +43,7 @@ _TABLE_PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 _START, _END = "<!-- kernels -->", "<!-- end of kernels -->"
 _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_MIXTURES = ((32, 4), (128, 8))  # experts, chosen: gpt-oss-20b and Qwen3-30B-A3B
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
 _MOST_LOCAL_BYTES = {"nvfp4_decode.cu": 16, "head_sample.cu": 40}  # which were measured so
 
@@ -96,7 +97,8 @@ def _table(cards: list[CudaArchitecture], uses: dict[str, dict[KernelVariant, Ke
 
 
 def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[KernelVariant]:
-    found = dict.fromkeys([*learner_variants(card), *portable_product.variants(card)])
+    every = (*learner_variants(card), *mixture_variants(card), *portable_product.variants(card))
+    found = dict.fromkeys(every)
     kinds: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
     for model, rows, kv in itertools.product(options.shapes, options.rows, kinds):
         step = decode_variants(
@@ -184,6 +186,17 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
     if card.number >= 89:  # before Ada there are no FP8 conversions
         kernels.append(KernelVariant("fp8_linear.cu", "quantize_rows", (), 256, 0))
     return kernels
+
+
+def mixture_variants(card: CudaArchitecture) -> list[KernelVariant]:
+    """Return the kernels of a mixture of experts in decode steps."""
+    found = grouped_product.variants(card)
+    for experts, chosen in _MIXTURES:
+        for name, threads in (("router_logits", 256), ("route", 1024), ("add_experts", 128)):
+            defines = {"E": experts, "CHOSEN": chosen, "OVER_ALL": 0, "MT": grouped_product.ITEM_ROWS[0]}
+            pairs = () if name == "router_logits" else tuple(sorted(defines.items()))
+            found.append(KernelVariant(moe_route.FILE, name, pairs, threads, 0))
+    return found
 
 
 def decode_variants(

@@ -82,7 +82,9 @@ class Sample:
     starts on a new line with its role."""
     finish: Literal["stop", "length"]
     version: int
-    """Number of learner updates that the sampling policy had taken."""
+    """Number of learner updates that the sampling policy had taken; the last one of `versions`."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(version, number of its tokens) of each policy in turn, if several steps sampled it; else empty."""
     sample_index: int = 0
     """Index in its group when it was sampled; a branch has the index of the sample it branches from. Selects
     the noise if that is per sample."""
@@ -152,6 +154,38 @@ class Group:
     """If not 0, the samples are branches that share this many first tokens with the branched sample."""
     num_sampled: int | None = None
     """Number of samples that the group counts as in means over samples; None: config.num_generations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BegunSample:
+    """A sample as a step leaves it, to be continued by a later one.
+
+    BegunSample(tokens_T=[35, 17], logprobs_T=[-0.1, -0.6], versions=((7, 2),))
+    """
+
+    tokens_T: list[int] = dataclasses.field(default_factory=list)
+    logprobs_T: list[float] = dataclasses.field(default_factory=list)
+    """As in Sample: each under the policy that sampled the token."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """As in Sample, of one version too."""
+    finish: Literal["stop", "length"] | None = None
+    """None: not finished."""
+    routes: bytes | None = None
+    """As in Sample, once it is finished."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BegunGroup:
+    """A prompt and its samples as a step leaves them."""
+
+    prompt: Prompt
+    seed_step: int
+    """The step in the coordinates of its random numbers, whichever step samples a token."""
+    samples_G: list[BegunSample]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sample.finish is not None for sample in self.samples_G)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,3 +125,15 @@ def test_smolagents_call_tools(model):
         (group,) = play(ROW, num_samples=1, max_tokens=200)
     (sample,) = group.samples_G
     assert sample.failure is None and sample.episode.num_turns >= 1 and sample.reward == 1.0
+
+
+def test_a_graph_of_langgraph_is_one_conversation(model):
+    pytest.importorskip("langgraph")
+    pytest.importorskip("langchain_openai")
+    found = {}
+    exec(compile((ROOT / "examples" / "agent_langgraph.py").read_text(), "agent_langgraph.py", "exec"), found)
+    with playing(model, found["agent"]) as play:
+        (group,) = play(ROW)
+    for sample in group.samples_G:
+        assert sample.failure is None and sample.reward == 0.0 and sample.episode.metrics == {"hints": 1.0}
+        assert sample.episode.num_turns == 2 and len(sample.episode.parts) == 1

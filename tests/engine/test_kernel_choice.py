@@ -13,7 +13,7 @@ from qerl.models.families import from_hf_config
 from qerl.models.lm_head import LMHead
 
 WIDE = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
-PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3")
+PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
 
 
 def obstacle(architecture):
@@ -32,6 +32,7 @@ def test_the_decode_kernels_run_plain_layers_and_say_what_else_they_do_not(famil
     heads |= (
         {"head_dim": 64} if family not in ("Phi3", "Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid") else {}
     )
+    heads |= {"moe_intermediate_size": 64} if family == "Qwen3Moe" else {}
     said = obstacle(architecture_of(family, **heads))
     assert (said is None) == (family in PLAIN), said
     assert said is None or said.startswith("they do not compute "), said

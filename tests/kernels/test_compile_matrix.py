@@ -60,6 +60,12 @@ def test_the_portable_products_tiles_fit(name):
 
 
 @pytest.mark.parametrize("name", TESTED)
+def test_the_kernels_of_mixtures_fit(name):
+    variants = matrix.mixture_variants(ARCHITECTURES[name])
+    assert len(variants) > 16 and not faults_of(variants, ARCHITECTURES[name])
+
+
+@pytest.mark.parametrize("name", TESTED)
 def test_attention_of_every_model_fits_every_card(name):
     """Two stages are the least. A CTA is one warp; with heads of 128 in BF16 and 256 rows the cards with
     100 KB run two, which have 64 KB in flight."""

@@ -12,6 +12,7 @@ CUDA = resources.files("qerl.kernels") / "cuda"
 DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
 ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
 SHRINK = {"TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 1, "WARPS": 8, "CLUSTER": 8}
+GROUPED = {"MT": 8, "WR": 4, "R16": 1, "KB": 192, "STAGES": 4, "CTAS": 3}
 PORTABLE = {"MT": 8, "WR": 4, "WM": 1, "R16": 1, "KB": 256, "STAGES": 4, "CTAS": 2, "RANK": 16}
 
 CONFIGURATIONS = (
@@ -20,12 +21,15 @@ CONFIGURATIONS = (
     ("decode_attention_write.cu", ATTENTION | {"FP8": 1}),
     ("fp8_linear.cu", {}),
     ("fused_linear.cu", {"PARTS": 3}),
+    ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0}),
+    ("grouped_product.cu", GROUPED | {"SWIGLU": 0, "GATHER": 0, "EARLY": 1}),
     ("head_finish.cu", {"STEP": 1}),
     *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),
     ("logprob.cu", {"THREADS": 1024}),
     ("lora_shrink.cu", SHRINK | {"NORM": 0, "TABLE": 0}),
     ("lora_shrink.cu", SHRINK | {"NORM": 1, "TABLE": 1}),
     ("lora_shrink_portable.cu", SHRINK | {"TABLE": 1}),
+    ("moe_route.cu", {"E": 128, "CHOSEN": 8, "OVER_ALL": 1, "MT": 16}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0}),
     *(("tile_unpack.cu", {"FORMAT": format}) for format in range(4)),

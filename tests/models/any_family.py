@@ -35,6 +35,16 @@ ROWS = {
     "Falcon": {},  # a linear class of its own
     "RecurrentGemma": {"num_hidden_layers": 3},  # norms of 1 + w; recurrent states
     "Mixtral": {"num_local_experts": 4},  # experts stored one by one, held as one tensor
+    "Gemma4Text": {  # heads that differ by layer, keys shared by layers, embeddings of each layer
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 272,
+    },
     "Llama": {},
 }
 

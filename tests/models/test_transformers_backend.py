@@ -7,9 +7,10 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 import tiny_run
-from models.any_family import ROWS, load, oracle
+from models.any_family import ROWS, SHAPE, load, oracle
 from models.tiny import logits_of
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig, ModelConfig, RunConfig
@@ -34,6 +35,22 @@ def test_logits_are_those_of_transformers(tmp_path, family):
     tokens = torch.randint(3, 270, (2, 20), generator=torch.Generator().manual_seed(1))
     found = load(tmp_path)
     assert len(list(found.linears())) > 0
+    torch.testing.assert_close(found.model(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_of_a_model_for_images_the_language_part_is_packed(tmp_path):
+    torch.manual_seed(0)
+    text = SHAPE | ROWS["Gemma4Text"]
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    model = Gemma4ForConditionalGeneration(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+    model.save_pretrained(tmp_path)
+    assert backend_of(ModelConfig(path=str(tmp_path))) == "transformers"
+    found, tokens = load(tmp_path), torch.arange(3, 23)[None]
+    assert {name.split(".")[1] for name, _ in found.linears()} == {"language_model"}
     torch.testing.assert_close(found.model(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 

@@ -12,6 +12,7 @@ from qerl.config.judge import JudgeConfig, RewardModelConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
 from qerl.config.noise import ControlConfig, NoiseConfig
+from qerl.config.rollout import RolloutConfig
 from qerl.config.run import CheckpointConfig, EvalConfig, RayConfig, RunConfig, SamplesConfig
 from qerl.config.sft import SftConfig
 from qerl.config.task import CodeConfig, EnvironmentConfig, TaskConfig
@@ -35,6 +36,7 @@ __all__ = [
     "NoiseConfig",
     "RayConfig",
     "RewardModelConfig",
+    "RolloutConfig",
     "RunConfig",
     "SampleConfig",
     "SamplesConfig",

@@ -13,6 +13,7 @@ from qerl.config.engine import EngineConfig, SampleConfig
 from qerl.config.learn import LearnConfig
 from qerl.config.model import AdapterConfig, ModelConfig
 from qerl.config.noise import NoiseConfig
+from qerl.config.rollout import RolloutConfig
 from qerl.config.sft import SftConfig
 from qerl.config.task import TaskConfig
 from qerl.errors import require
@@ -123,6 +124,7 @@ class RunConfig:
     task: TaskConfig = TaskConfig()
     agent: AgentConfig = AgentConfig()
     sample: SampleConfig = SampleConfig()
+    rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     noise: NoiseConfig = NoiseConfig()
     algo: AlgoConfig = AlgoConfig()
@@ -166,6 +168,7 @@ class RunConfig:
             "algo.branching deep does not work with ray.address: branches reuse their samples' KV pages",
         )
         self._check_agent()
+        self._check_partial()
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
             not noise.is_controlled or noise.control.warmup_steps < self.num_steps,
@@ -195,6 +198,26 @@ class RunConfig:
             (self.algo.overlong == "shape", "algo.overlong shape: set it to keep or mask"),
         ):
             require(not is_set, f"an agent does not work with {what}")
+
+    def _check_partial(self) -> None:
+        """Refuse what groups that several steps sample cannot do."""
+        if not self.rollout.partial:
+            return
+        algo, extra = self.algo, self.rollout.extra_prompts
+        require(
+            extra <= self.num_prompts,
+            f"rollout.extra_prompts must not exceed num_prompts ({self.num_prompts}), got {extra}",
+        )
+        for is_set, what in (
+            (algo.importance == "none", "algo.importance none: older tokens need a correction"),
+            (algo.branching != "none", f"algo.branching {algo.branching}"),
+            (algo.dynamic_sampling, "algo.dynamic_sampling"),
+            (self.agent.function is not None, "an agent"),
+            (self.distil.is_on, "distil.teacher"),
+            (self.ray.address is not None, "ray.address"),
+            (self.noise.scope != "step", f"noise.scope {self.noise.scope}"),
+        ):
+            require(not is_set, f"rollout.partial does not work with {what}")
 
     def _check_distil(self) -> None:
         algo, distil = self.algo, self.distil

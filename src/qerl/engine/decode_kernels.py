@@ -24,6 +24,7 @@ from torch import Tensor
 
 from qerl.engine.decode_attention_step import AttentionSteps
 from qerl.engine.decode_layer import LayerStep, StepParts, StepRows
+from qerl.engine.decode_mixture_step import MixtureSteps, stack_obstacle
 from qerl.engine.decode_mlp_step import MLPSteps
 from qerl.engine.fused_linear import FusedLinears, PackedLinears
 from qerl.engine.kv_cache import KVCache
@@ -38,7 +39,7 @@ MAX_ROWS = 256
 NO_KERNELS = "they are for NVIDIA GPUs from Ampere on"
 MIXERS = {"attention": AttentionSteps}
 """Steps by LayerKind.mixer."""
-MLPS = {"dense": MLPSteps}
+MLPS = {"dense": MLPSteps, "experts": MixtureSteps}
 """Steps by LayerKind.mlp."""
 
 
@@ -80,7 +81,7 @@ class KernelForward:
             decoder.compute,
             ranks=ranks,
             page_tokens=page_tokens,
-        )
+        ) or stack_obstacle(decoder)
 
     def publish(self) -> None:
         for step in self._steps:
@@ -126,7 +127,8 @@ def kernel_obstacle(
     for steps in (*(MLPS[kind.mlp] for kind in a.kinds), *(MIXERS[kind.mixer] for kind in a.kinds)):
         if (obstacle := steps.obstacle(a, page_tokens)) is not None:
             return obstacle
-    widths = (a.width, a.ff_width, a.num_heads * a.head_size, a.num_kv_heads * a.head_size)
+    has_dense = any(kind.mlp == "dense" for kind in a.kinds)
+    widths = (a.width, a.ff_width * has_dense, a.num_heads * a.head_size, a.num_kv_heads * a.head_size)
     if odd := [width for width in widths if width % 64]:
         return f"they take widths that are multiples of 64, here {odd[0]}"
     if odd := [rank for rank in ranks if rank % 16 or rank > 128]:

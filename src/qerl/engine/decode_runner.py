@@ -11,6 +11,7 @@ bucket, so few graphs serve all of them. On a CPU a step is called directly, wit
 
 import collections
 import dataclasses
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,6 +64,8 @@ class DecodeRunner:
         self.sampler = sampler
         self.num_steps = 0
         """Steps launched since this was last set to 0."""
+        self.record_s = 0.0
+        """Seconds of the first step of each number of rows and of recording it, since this was set to 0."""
         self._forward, self._page_tokens, self._pool = forward, page_tokens, pool
         self._max_steps = max_steps
         self.max_rows, self._min_rows, self._device = max_rows, min_rows, device
@@ -181,11 +184,13 @@ class DecodeRunner:
         if num_rows in self._graphs:
             self._graphs[num_rows].replay()
             return
+        start_s = time.perf_counter()
         self._eager_step(num_rows)  # compiles kernels, which must not happen in a recording
         if self._uses_graphs:
             self._graphs[num_rows] = graph = torch.cuda.CUDAGraph()
             with record_graph(graph, pool=self._pool):
                 self._eager_step(num_rows)
+            self.record_s += time.perf_counter() - start_s
 
     def _eager_step(self, num_rows: int) -> None:
         state = self._state

@@ -47,6 +47,7 @@ from qerl.engine.score import score
 from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
+from qerl.kernels.compile_ahead import CompileReport
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
 from qerl.types import Group, Prompt, Sampling
@@ -115,6 +116,9 @@ class Engine(SamplingEngine):
                 f" below engine.max_num_seqs = {self._config.max_num_seqs}"
             )
         return notices
+
+    def compile_report(self) -> CompileReport | None:
+        return self._runners.compiled
 
     def publish(self, version: int) -> None:
         super().publish(version)
@@ -190,7 +194,7 @@ class Engine(SamplingEngine):
         max_admitted_tokens: int | None = None,
     ) -> Generation:
         config = self._config
-        return Generation(
+        generation = Generation(
             cache,
             Scheduler(
                 groups,
@@ -208,6 +212,8 @@ class Engine(SamplingEngine):
             call,
             stop_token_ids=self.stop_token_ids,
         )
+        generation.stats.compile_s = self._runners.take_compile_s()
+        return generation
 
     def _branching_pages(self, group: LiveGroup, cache: KVCache) -> int:
         """Return the pages of a group that is branched: as many as it needs, or the share of the pages that

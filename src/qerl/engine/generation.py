@@ -53,6 +53,14 @@ class Stats:
     generate_s: float = 0.0
     prefill_s: float = 0.0
     """Part of generate_s: scheduling, prefills and first tokens."""
+    open_s: float = 0.0
+    """Part of generate_s before the first prefill: the KV cache, and compile_s."""
+    compile_s: float = 0.0
+    """Compiling decode kernels that the disk cache does not have, in parallel."""
+    record_s: float = 0.0
+    """Part of generate_s: the first step of each number of rows, and the recording of its CUDA graph."""
+    finish_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds from the start of decoding at which the host read the last token of each sample, ascending."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -96,7 +104,7 @@ class Generation:
         self._stop_token_ids = stop_token_ids
         self._seed, self._step, self._on_token = call.seed, call.step, call.on_token
         self._conversation = call.conversation
-        self._needs_reschedule = True
+        self._needs_reschedule, self._start_s = True, 0.0
 
     def branch(self, groups: list[LiveGroup]) -> None:
         """Add branches of samples that the previous run finished; the next run generates them."""
@@ -131,13 +139,15 @@ class Generation:
         self._scheduler.abort(groups)
         self._needs_reschedule = True
 
-    def run(self) -> None:
+    def run(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Generate until every sample is finished, or is_enough, which is asked after each burst."""
         start_s, scheduler, runner = time.perf_counter(), self._scheduler, self._runner
-        runner.num_steps = 0
-        while not scheduler.is_done:
+        self._start_s, runner.num_steps, runner.record_s = start_s, 0, 0.0
+        while not (scheduler.is_done or is_enough()):
             self.step()
         self.stats.num_preemptions = scheduler.num_preemptions
         self.stats.decode_forwards += runner.num_steps
+        self.stats.record_s += runner.record_s
         self.stats.prefill_tokens = self._prefill.num_tokens
         self.stats.prefill_forwards = self._prefill.num_forwards
         self.stats.generate_s += time.perf_counter() - start_s
@@ -218,13 +228,16 @@ class Generation:
 
     def _limit_turn(self, s: LiveSample) -> None:
         """Set the maximum length of the turn that starts now."""
-        most = None if self._conversation is None else self._conversation.turn_tokens
-        s.max_tokens = s.group.max_tokens if most is None else min(len(s.tokens_T) + most, s.group.max_tokens)
+        turn_tokens = None if self._conversation is None else self._conversation.turn_tokens
+        s.max_tokens = s.group.max_tokens if s.most_tokens is None else min(s.most_tokens, s.group.max_tokens)
+        if turn_tokens is not None:
+            s.max_tokens = min(len(s.tokens_T) + turn_tokens, s.max_tokens)
 
     def _end_turns(self, samples: list[LiveSample]) -> None:
         """Park the samples for their environments; without a conversation they are finished."""
         for s in samples:
             s.routes = self._cache.read_routes(s.pages or s.group.pages, s.num_positions - 1)
+            self.stats.finish_s.append(time.perf_counter() - self._start_s)
         (self._scheduler.finish if self._conversation is None else self._scheduler.park)(samples)
 
     def _start(self, groups: list[LiveGroup]) -> None:
@@ -244,7 +257,7 @@ class Generation:
                 for tokens_T, g in zip(prompts, groups, strict=True)
             ]
         )
-        pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G]
+        pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G if not s.tokens_T]
         for _, s in pairs:
             self._limit_turn(s)
         size = min(_FIRST_TOKEN_ROWS, self._runner.max_rows)
@@ -362,7 +375,8 @@ class Generation:
 
     def _key(self, s: LiveSample) -> int:
         prompt_index = self._prompts_P[s.group.index].index
-        coordinates = (self._seed, self._step, prompt_index, *s.group.seed_path, s.sample_index)
+        step = self._step if s.group.seed_step is None else s.group.seed_step
+        coordinates = (self._seed, step, prompt_index, *s.group.seed_path, s.sample_index)
         return self._runner.sampler.key(coordinates, s.group.prompt_tokens)
 
     def _note_pages(self) -> None:

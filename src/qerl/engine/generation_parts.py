@@ -45,6 +45,7 @@ class StepRunner(Protocol):
     """See decode_runner.py."""
 
     num_steps: int
+    record_s: float
     sampler: Sampler
 
     @property

@@ -130,6 +130,11 @@ class KVCache:
 
         return record
 
+    def routes_of(self, layer_index: int) -> Tensor:
+        """Return where `pages` hold the experts of a layer, uint8 [pages, page_tokens, k]."""
+        assert self.pages.routes is not None
+        return self.pages.routes[self._route_places[layer_index]]
+
     def read_routes(self, pages: list[int], num_positions: int) -> bytes | None:
         """Return the experts of the first positions in these pages, as in Sample; None without a mixture."""
         routes = self.pages.routes

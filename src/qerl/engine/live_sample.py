@@ -35,6 +35,8 @@ class LiveGroup:
     """The sample that this group branches; prompt_tokens then includes the shared tokens of that sample."""
     sampling: Sampling | None = None
     """Parameters of its own, in a LiveBatch."""
+    seed_step: int | None = None
+    """The step in its seed coordinates, if an earlier step began it; None: the call's."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     on_prompt_hidden: Callable[[Tensor], None] | None = None
@@ -77,6 +79,8 @@ class LiveSample:
     """Number of positions in the pages of a parked sample."""
     max_tokens: int = dataclasses.field(init=False)
     """Length at which its turn ends at the latest."""
+    most_tokens: int | None = None
+    """Its own maximum length where it is below the group's; None: the group's."""
     finish: Literal["stop", "length"] | None = None
     routes: bytes | None = None
     """Experts of all computed positions when its latest turn ended, as in Sample; None without a mixture."""

@@ -10,6 +10,7 @@ forward pass, teacher forcing included, has numbers of rows between which the bi
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ class RunnerCache:
         self.compiled: CompileReport | None = None
         """What was compiled before the first step; None if nothing was, as with PyTorch's operations."""
         self._pool: Any = None
+        self._compile_s = 0.0
 
     def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int) -> DecodeRunner:
         """Return the runner for sequences of up to max_pages pages of this cache; without sampling parameters
@@ -80,10 +82,17 @@ class RunnerCache:
                 del self._runners[next(iter(self._runners))]
             self._runners[key] = self._made(key, self._forward)
             if self._is_fast and self.compiled is None:
+                start_s = time.perf_counter()
                 self.compiled = self._runners[key].compile_ahead(self.max_rows)
+                self._compile_s += time.perf_counter() - start_s
         runner = self._runners[key]
         runner.discard_unread()
         return runner
+
+    def take_compile_s(self) -> float:
+        """Return the seconds of compiling since this was last called."""
+        taken, self._compile_s = self._compile_s, 0.0
+        return taken
 
     def teacher_forcing(self) -> TeacherForcing:
         """Return teacher forcing for the same sequences as the latest `of`."""

@@ -4,6 +4,7 @@ leaves becomes samples. The engines differ in the caches and forward passes that
 
 import abc
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -18,9 +19,10 @@ from qerl.engine.generation import Call, Generation, Stats
 from qerl.engine.live_batch import LiveBatch
 from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.errors import UserError
+from qerl.kernels.compile_ahead import CompileReport
 from qerl.models.adapter import publish
 from qerl.models.policy_model import PolicyModel
-from qerl.types import Conversation, Group, Prompt, Sample, Sampling
+from qerl.types import BegunGroup, BegunSample, Conversation, Group, Prompt, Sample, Sampling
 
 # Prompts of a LiveBatch that are prefilled between two bursts: a second of SmolLM2-135M on two cores.
 _CPU_ADMITTED_TOKENS = 512
@@ -67,6 +69,10 @@ class SamplingEngine(abc.ABC):
         """Messages for the user about limits of this engine."""
         return []
 
+    def compile_report(self) -> CompileReport | None:
+        """Return what was compiled before the first decode step; None if nothing was."""
+        return None
+
     def publish(self, version: int) -> None:
         """Sample from the learner's current weights from now on, under this version number."""
         publish(self._model)
@@ -102,8 +108,12 @@ class SamplingEngine(abc.ABC):
         step: int,
         on_token: TokenCallback | None = None,
         conversation: Conversation | None = None,
+        max_tokens_P_G: list[list[int]] | None = None,
     ) -> list[Group]:
-        """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop"."""
+        """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop".
+
+        max_tokens_P_G: each sample's own maximum length, within sampling.max_tokens.
+        """
         assert num_samples > 0
         start_s = time.perf_counter()
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
@@ -111,8 +121,12 @@ class SamplingEngine(abc.ABC):
         if not groups:
             self.stats = Stats()
             return []
+        for group, most_G in zip(groups, max_tokens_P_G or (), strict=max_tokens_P_G is not None):
+            for sample, most in zip(group.samples_G, most_G, strict=True):
+                sample.most_tokens = most
         self._assign_noise_rows(groups, prompts_P)
         with self.open(groups, prompts_P, sampling) as new_generation:
+            open_s = time.perf_counter() - start_s
             callback = None if on_token is None else self._live_callback(on_token, detokenizer)
             call = Call(
                 prompts_P=prompts_P,
@@ -124,9 +138,65 @@ class SamplingEngine(abc.ABC):
             )
             generation = new_generation(groups, call)
             self.stats = generation.stats
+            self.stats.open_s = open_s
             generation.run()
         self.stats.generate_s = time.perf_counter() - start_s
         return [self._to_group(prompts_P[group.index], group, detokenizer) for group in groups]
+
+    @torch.no_grad()
+    def continue_groups(
+        self,
+        begun_P: list[BegunGroup],
+        *,
+        is_enough: Callable[[list[bool]], bool],
+        sampling: Sampling,
+        seed: int,
+    ) -> list[tuple[BegunGroup, Group | None]]:
+        """Sample until is_enough, which gets whether each group is complete, or all are; return each group as
+        it is then, and its samples if it is complete.
+
+        Earlier tokens are computed again by the current weights, and keep the logprobs that they were sampled
+        with.
+        """
+        start_s = time.perf_counter()
+        detokenizer = Detokenizer(self.tokenizer, sampling.stop)
+        prompts_P = [begun.prompt for begun in begun_P]
+        groups = [self._resumed(i, begun, sampling) for i, begun in enumerate(begun_P)]
+        self._assign_noise_rows(groups, prompts_P)
+        unfinished = [g for g in groups if not _is_complete(g)]
+        if unfinished:
+            with self.open(unfinished, prompts_P, sampling) as new_generation:
+                call = Call(prompts_P=prompts_P, detokenizer=detokenizer, seed=seed, step=0)
+                generation = new_generation(unfinished, call)
+                self.stats = generation.stats
+                generation.run(lambda: is_enough([_is_complete(group) for group in groups]))
+                generation.abort([g for g in unfinished if not _is_complete(g)])
+            self.stats.generate_s = time.perf_counter() - start_s
+        left = []
+        for begun, group in zip(begun_P, groups, strict=True):
+            pairs = zip(group.samples_G, begun.samples_G, strict=True)
+            after = dataclasses.replace(
+                begun, samples_G=[_begun_sample(s, before, self.version) for s, before in pairs]
+            )
+            left.append((after, self._whole_group(after, group, detokenizer) if after.is_complete else None))
+        return left
+
+    def _resumed(self, index: int, begun: BegunGroup, sampling: Sampling) -> LiveGroup:
+        group = self._new_group(index, begun.prompt, len(begun.samples_G), sampling)
+        group.seed_step = begun.seed_step
+        for sample, before in zip(group.samples_G, begun.samples_G, strict=True):
+            sample.tokens_T, sample.logprobs_T = list(before.tokens_T), list(before.logprobs_T)
+            sample.finish, sample.routes = before.finish, before.routes
+        return group
+
+    def _whole_group(self, after: BegunGroup, group: LiveGroup, detokenizer: Detokenizer) -> Group:
+        whole = self._to_group(after.prompt, group, detokenizer)
+        versions_G = [sample.versions for sample in after.samples_G]
+        samples_G = [
+            dataclasses.replace(s, version=each[-1][0], versions=each if len(each) > 1 else ())
+            for s, each in zip(whole.samples_G, versions_G, strict=True)
+        ]
+        return dataclasses.replace(whole, samples_G=samples_G)
 
     @contextlib.contextmanager
     def live_batch(self, max_positions: int) -> Iterator[LiveBatch]:
@@ -200,3 +270,19 @@ class SamplingEngine(abc.ABC):
             routes=s.routes,
             sample_index=(s.group.parent or s).sample_index,
         )
+
+
+def _begun_sample(s: LiveSample, before: BegunSample, version: int) -> BegunSample:
+    """Return the sample as it is now; its new tokens are of this version."""
+    num_new = len(s.logprobs_T) - len(before.logprobs_T)
+    return BegunSample(
+        tokens_T=s.tokens_T,
+        logprobs_T=s.logprobs_T,
+        versions=(*before.versions, (version, num_new)) if num_new else before.versions,
+        finish=s.finish,
+        routes=s.routes,
+    )
+
+
+def _is_complete(group: LiveGroup) -> bool:
+    return all(s.finish is not None for s in group.samples_G)

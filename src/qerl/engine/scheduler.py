@@ -164,14 +164,14 @@ class Scheduler:
             P = group.prompt_tokens
             group.window_pages = self.windows.allocate(self.windows.missing({}, P, P))
             group.state = self.states.allocate(self._num_states)
-            group.num_unfinished = len(group.samples_G)
-            num_live += len(group.samples_G)
-            num_new += len(group.samples_G)
-            num_reserved += len(group.samples_G) * self._start_pages(group)
-            num_windowed += len(group.samples_G) * self._start_windowed(group)
+            group.num_unfinished = sum(s.finish is None for s in group.samples_G)
+            num_live += group.num_unfinished
+            num_new += group.num_unfinished
+            num_reserved += group.num_unfinished * self._start_pages(group)
+            num_windowed += group.num_unfinished * self._start_windowed(group)
             self._admitted.append(group)
             admitted.append(group)
-        self._waiting.extend(s for group in admitted for s in group.samples_G)
+        self._waiting.extend(s for group in admitted for s in group.samples_G if s.finish is None)
         return admitted
 
     def schedule(self) -> list[LiveSample]:

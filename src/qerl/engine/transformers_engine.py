@@ -174,7 +174,7 @@ class TransformersRunner:
     max_steps, max_unread_bursts = 1, 0
 
     def __init__(self, model: TransformersModel, sampler: Sampler, caches: PromptCaches):
-        self.num_steps = 0
+        self.num_steps, self.record_s = 0, 0.0
         self.sampler = sampler
         self._model, self._caches = model, caches
         self._samples_B: list[LiveSample] = []

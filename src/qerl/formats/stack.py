@@ -9,12 +9,36 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from qerl.formats.packed import PackedWeight
+
+
+class WeightStack(Protocol):
+    """Weights of one shape and format; stack[e] is one of them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> PackedWeight: ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[E, N, K]"""
+        ...
+
+    @property
+    def alphas(self) -> list[float] | Tensor:
+        """The factors that the operands leave out: one for each weight, or fp32 [E, N]."""
+        ...
+
+    @property
+    def parts(self) -> dict[str, Tensor]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

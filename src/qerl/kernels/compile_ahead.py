@@ -32,6 +32,12 @@ class CompileReport:
     """Number of these that were not in the cache."""
     compile_s: float
 
+    def __str__(self) -> str:
+        cached = self.num_kernels - self.num_compiled
+        return (
+            f"compiled {self.num_compiled} kernels in {self.compile_s:.1f} s, {cached} were in the disk cache"
+        )
+
 
 def compile_launched(
     step: Callable[[], object], device: torch.device, *, workers: int | None = None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.formats.stack import PackedStack
+from qerl.formats.stack import WeightStack
 from qerl.kernels.lora_linear import Adapter, lora_linear
 
 CASES = (((0, 3, 0, 5), 64, 96, 4), ((1, 0, 0, 0), 64, 32, 1), ((9, 4, 17, 2), 128, 64, 8))  # rows, K, N, R
@@ -65,7 +65,7 @@ def reference(
 def grouped_linear(
     x_SK: Tensor,
     offsets: Tensor,
-    experts: PackedStack,
+    experts: WeightStack,
     *,
     bias_EN: Tensor | None = None,
     adapter: GroupedAdapter | None = None,
@@ -85,5 +85,5 @@ def grouped_linear(
     return torch.cat(parts) if parts else x_SK.new_empty(0, num_outputs)
 
 
-def _operand(experts: PackedStack, index: int, dtype: torch.dtype) -> Tensor:
+def _operand(experts: WeightStack, index: int, dtype: torch.dtype) -> Tensor:
     return experts[index].operand(dtype)

@@ -196,7 +196,6 @@ class Architecture:
     def special_part(self) -> str | None:
         """A part that the fused kernels do not compute, in words; None if there is none."""
         parts = {
-            "a mixture of experts": self.mixture is not None,
             "attention sinks": self.attention_sinks,
             "Gated DeltaNet": self.delta is not None,
             "gated attention": self.attention_gate,

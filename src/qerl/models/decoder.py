@@ -38,6 +38,7 @@ from qerl.models.mixture import ExpertLinear, MixtureMLP, Route
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
 from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
+from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -261,6 +262,10 @@ class Layer(nn.Module):
         """Put weights that fit into the decode kernel's tiles (packed_linear.py); free their plain form."""
         for group, linears in zip(self.spec.groups, self.linear_groups, strict=True):
             tile_linears(linears, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
+        if isinstance(self.mlp, MixtureMLP):
+            gate_up, down = self.mlp.stacks
+            tile_experts(gate_up, rows_of_gate_up(self.mlp.mixture.is_interleaved))
+            tile_experts(down, ExpertRows.PLAIN)
 
 
 def run_layer(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from qerl.formats.stack import PackedStack
+from qerl.formats.stack import WeightStack
 from qerl.kernels.clamped_swiglu import clamped_swiglu
 from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
 from qerl.kernels.routing import choose, combine, sort_rows, spread, weigh
@@ -33,7 +33,7 @@ class ExpertLinear(nn.Module):
     def __init__(self, spec: ExpertSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
         self.spec, self.compute, self.device = spec, compute, device
-        self.weight: PackedStack | None = None
+        self.weight: WeightStack | None = None
         self.bias: Tensor | None
         bias = torch.empty(spec.num_experts, spec.out_width, dtype=compute, device=device)
         self.register_buffer("bias", bias if spec.has_bias else None)
@@ -43,7 +43,7 @@ class ExpertLinear(nn.Module):
         self.b_work: Tensor | None = None
         self.adapter_enabled, self.scaling = True, 0.0
 
-    def load_weight(self, stack: PackedStack) -> None:
+    def load_weight(self, stack: WeightStack) -> None:
         assert stack.shape == (self.spec.num_experts, self.spec.out_width, self.spec.in_width), stack.shape
         self.weight = stack
 

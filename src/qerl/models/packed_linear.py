@@ -195,7 +195,7 @@ _KINDS: dict[type[PackedWeight], type[PackedTiles]] = {
 
 def can_tile(weights: Sequence[PackedWeight | None], rows: UnpackRows) -> bool:
     """True if these weights of one input fit into tiles together."""
-    if len({type(weight) for weight in weights}) > 1 or not all(map(fits_tiles, weights)):
+    if len({type(weight) for weight in weights}) != 1 or not all(map(fits_tiles, weights)):
         return False
     shapes = [weight.shape for weight in weights if weight is not None]
     if rows is UnpackRows.GATE_UP:

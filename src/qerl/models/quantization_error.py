@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from qerl.formats import BF16, PackedWeight
-from qerl.formats.stack import PackedStack
 from qerl.models.awq import run_sequences
 from qerl.models.decoder import MLP, Attend, Decoder, Layer, RowContext
 from qerl.models.expert_loading import load_experts
@@ -72,12 +71,13 @@ def quantization_error(
 
 def _last_weights(layer: Layer) -> Iterator[PackedWeight]:
     """Yield the weight of the layer's last linear, or that of each expert."""
-    weight = layer.mlp.down_proj.weight if isinstance(layer.mlp, MLP) else layer.experts[-1].weight
-    assert weight is not None
-    if isinstance(weight, PackedStack):
-        yield from (weight[index] for index in range(len(weight)))
-    else:
-        yield weight
+    if isinstance(layer.mlp, MLP):
+        assert layer.mlp.down_proj.weight is not None
+        yield layer.mlp.down_proj.weight
+        return
+    stack = layer.experts[-1].weight
+    assert stack is not None
+    yield from (stack[index] for index in range(len(stack)))
 
 
 def _squares(exact: PackedWeight, quantized: PackedWeight) -> Tensor:

@@ -64,10 +64,14 @@ def load_transformers_model(
 def _replace_linears(
     model: PreTrainedModel, compute: torch.dtype, device: torch.device
 ) -> dict[str, SequenceLinear]:
-    """Put an empty SequenceLinear in the place of each linear of a layer; return them by name."""
+    """Put an empty SequenceLinear in the place of each linear of a layer of the language model; return them
+    by name. Linears for images and sound stay as they are: nothing runs them."""
     lists = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    language = set(model.get_decoder().modules())
     found: dict[str, SequenceLinear] = {}
     for name, module in list(model.named_modules()):
+        if module not in language:
+            continue
         parent, _, last = name.rpartition(".")
         if not isinstance(module, nn.Linear) or last in _ROUTERS or not name.startswith(lists):
             continue

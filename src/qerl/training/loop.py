@@ -13,6 +13,7 @@ from qerl.learner.learner import Learner
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.training.branching import BranchingRollouts
 from qerl.training.distil import DistilRollouts
+from qerl.training.partial import PartialRollouts
 from qerl.training.rollout import GroupRollouts, drop_overlong
 from qerl.types import RolloutEngine
 
@@ -21,7 +22,7 @@ from qerl.types import RolloutEngine
 class Parts:
     """The parts that a step works with."""
 
-    rollouts: GroupRollouts | BranchingRollouts | DistilRollouts
+    rollouts: GroupRollouts | PartialRollouts | BranchingRollouts | DistilRollouts
     engine: RolloutEngine
     learner: Learner
     aqn: AQN

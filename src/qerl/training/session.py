@@ -41,6 +41,7 @@ from qerl.training.distil import DistilRollouts, read_given_rows
 from qerl.training.loop import Parts, run
 from qerl.training.multi_turn import with_environment
 from qerl.training.observer import NullObserver, Observer
+from qerl.training.partial import PartialRollouts
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import check_task, load_sampler, load_task
 from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
@@ -162,10 +163,12 @@ class _Session:
 
     def _make_rollouts(
         self, tokenizer: PreTrainedTokenizerBase
-    ) -> GroupRollouts | BranchingRollouts | DistilRollouts:
+    ) -> GroupRollouts | PartialRollouts | BranchingRollouts | DistilRollouts:
         config, prompts = self.config, self.task.train_prompts
         if config.algo.branching == "deep":
             return BranchingRollouts(config, self.engine, self.rewards, prompts)
+        if config.rollout.partial:
+            return PartialRollouts(config, self.engine, self.rewards, prompts)
         if not config.distil.is_on:
             return GroupRollouts(config, self.sampler, self.rewards, prompts)
         notice = self.journal.notice
@@ -246,9 +249,12 @@ class _Session:
             self.aqn.load(found.extra["noise"])
         if found is not None and isinstance(self.rollouts, BranchingRollouts):
             self.rollouts.load(found.extra["tries"])
+        if found is not None and isinstance(self.rollouts, PartialRollouts):
+            self.rollouts.load(found.extra.get("begun"), first_step)
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
+        self._first_step = first_step
         self.sampler.publish(self.learner.version)
         if first_step and self.prompts and "before" not in self.evaluations:
             self.journal.notice("evaluations.json has nothing from before the first step")
@@ -289,12 +295,16 @@ class _Session:
         state: dict[str, Any] = {"noise": self.aqn.state()}
         if isinstance(self.rollouts, BranchingRollouts):
             state["tries"] = self.rollouts.state()
+        if isinstance(self.rollouts, PartialRollouts):
+            state["begun"] = self.rollouts.state()
         return state
 
     def after_update(self, step: int, log: StepLog) -> None:
         """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
         log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
         self.report_failures()
+        if step == self._first_step and (report := self.engine.compile_report()) is not None:
+            self.journal.notice(str(report))
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
@@ -379,6 +389,9 @@ def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster:
     is_deep, has_environment = config.algo.branching == "deep", pool.has_environment
     reason = "algo.branching deep needs a single process: branches reuse its KV pages"
     require(not is_deep or ranks.count == 1, reason)
+    is_partial = config.rollout.partial
+    require(not is_partial or ranks.count == 1, "rollout.partial needs a single process")
+    require(not (is_partial and has_environment), "rollout.partial does not work with environments")
     reason = "algo.branching deep does not work with environments: set it to none"
     require(not (is_deep and has_environment), reason)
     require(cluster is None or not has_environment, "environments do not work with --ray: use torchrun")

@@ -32,6 +32,21 @@ def test_each_case_is_a_row(tmp_path):
     assert all(r["used_micro_tokens"] == 8192 and len(r["peaks_gb"]) == 3 for r in rows)
 
 
+def test_the_mode_that_fits_and_its_plan_are_in_the_row(tmp_path):
+    mode = {}
+    for cap_gb in (1.0, 0.003):
+        options = dataclasses.replace(OPTIONS, batches=(4,), recompute="auto", cap_gb=cap_gb)
+        row, _ = rows_of(
+            tmp_path / str(cap_gb), lambda rows, o=options: step.measure_cases("memory", o, TINY, CPU, rows)
+        )
+        mode[cap_gb] = row["recompute"]
+        assert (
+            row["plan_gb"] == min(0.01, round(cap_gb, 2)) and row["plan_error"] == -1
+        )  # a CPU's peaks are 0
+        assert row["compile_s"] == row["num_compiled"] == 0
+    assert mode == {1.0: "none", 0.003: "offload"}
+
+
 def test_it_learns_from_its_samples(tmp_path):
     decoder = random_decoder(TINY, format="nvfp4", rank=16, device=CPU, seed=0)
     before = [p.detach().clone() for p in decoder.parameters()]

@@ -1,4 +1,4 @@
-"""Measure decode, learner and step speed on this GPU."""
+"""Measure decode, rollout, learner and step speed on this GPU."""
 
 import importlib
 
@@ -7,6 +7,7 @@ from qerl.cli.bench.options import (
     BenchDecodeOptions,
     BenchLearnOptions,
     BenchOptions,
+    BenchRolloutOptions,
     BenchStepOptions,
     BenchTuneOptions,
 )
@@ -21,6 +22,7 @@ Measure speed and memory on this GPU, with random weights in the shape of a real
 benchmarks:
   decode   sampling: tokens/s, prefill included
   learn    one update: tokens/s, MFU and peak memory
+  rollout  sampling of a training step, whose samples have different lengths: first and later calls, tails
   tune     the fastest tiles of the portable decode kernels on this GPU, for the engine to use
   step     a whole training step: sampling, update, publishing; --memory measures the peak memory of each step
 
@@ -29,6 +31,7 @@ Run 'qerl bench BENCHMARK --help' for its options."""
 BENCHMARKS: dict[str, tuple[type[BenchOptions | BenchTuneOptions], str]] = {
     "decode": (BenchDecodeOptions, "Measure sampling: tokens/s, prefill included."),
     "learn": (BenchLearnOptions, "Measure one update of the learner: tokens/s, MFU and peak memory."),
+    "rollout": (BenchRolloutOptions, "Measure sampling where samples have different lengths."),
     "tune": (BenchTuneOptions, "Find and keep the fastest tiles of the portable decode kernels."),
     "step": (BenchStepOptions, "Measure a whole training step: sampling, update and publishing."),
 }

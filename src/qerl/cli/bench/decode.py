@@ -3,6 +3,7 @@
     tok_per_s  sampled tokens / wall-clock time of one call of the engine's generate, prefill included
     step_ms    (wall-clock time - prefill) / decode steps
     prefill_s  time of the prefill
+    compile_s  part of start_s: compiling num_compiled kernels in parallel, before the first step
     start_s    time until the engine has sampled for the first time: making the weights on the device (they
                are not read from a disk), compiling kernels or loading them from the cache, recording graphs
                and sampling a few tokens; without imports
@@ -101,10 +102,18 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
         "step_ms": round(statistics.median(step_ms(stats) for stats in each), 4),
         "prefill_s": round(statistics.median(stats.prefill_s for stats in each), 4),
         "start_s": round(ready_s, 2),
+        **compile_figures(engine),
         "peak_gb": meter.peak_gb(),
         "kernels": engine.kernels,
         "runs": runs,
     }
+
+
+def compile_figures(engine: Engine) -> dict[str, float]:
+    """Return the seconds of compiling kernels ahead and their number; 0 with PyTorch's operations."""
+    report = engine.compile_report()
+    compile_s, count = (0.0, 0) if report is None else (report.compile_s, report.num_compiled)
+    return {"compile_s": round(compile_s, 2), "num_compiled": count}
 
 
 def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[Prompt]:

@@ -70,6 +70,64 @@ class BenchDecodeOptions(BenchOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchRolloutOptions(BenchOptions):
+    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    """Formats of the frozen linear weights."""
+
+    num_samples: int = 256
+    """Samples of a rollout."""
+
+    rows: int = 256
+    """Samples decoded at once, as engine.max_num_seqs."""
+
+    group_size: int = 8
+    """Samples per prompt."""
+
+    prompt_tokens: int = 256
+    """Tokens per prompt."""
+
+    lengths: Literal["log-normal", "constant"] = "log-normal"
+    """Distribution of the samples' lengths; each sample ends at its own, and no token stops it before."""
+
+    median_tokens: int = 600
+    """Median length of a sample."""
+
+    sigma: float = 0.8
+    """Standard deviation of a log-normal length's logarithm."""
+
+    max_tokens: int = 4096
+    """Longest sample; a longer one is cut to it."""
+
+    seed: int = 0
+    """Seed of the lengths."""
+
+    lora_rank: int = 32
+    """LoRA rank; 0 is no adapter."""
+
+    kv: Literal["bf16", "fp8"] = "bf16"
+    """Data type of the KV cache, as engine.kv_cache_dtype."""
+
+    head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """Format of the LM head, as model.head_format."""
+
+    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
+    """Kernels of decode steps, as engine.kernels."""
+
+    runs: int = 3
+    """Rollouts after the first one; the row holds their median."""
+
+    def __post_init__(self):
+        check_positive(self, "num_samples", "rows", "group_size", "prompt_tokens", "median_tokens", "runs")
+        check_positive(self, "sigma", "max_tokens")
+        check_ranks((self.lora_rank,))
+        size = self.group_size
+        require(
+            self.num_samples % size == 0,
+            f"num_samples must be a multiple of group_size {size}, got {self.num_samples}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BenchLearnOptions(BenchOptions):
     providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """Formats of the frozen linear weights."""
@@ -120,8 +178,8 @@ class BenchStepOptions(BenchOptions):
     max_tokens: int = 1024
     """Tokens per sample."""
 
-    recompute: Literal["none", "layer", "offload"] = "none"
-    """Activations to recompute in the backward pass, as learn.gradient_checkpointing."""
+    recompute: Literal["auto", "none", "layer", "offload"] = "none"
+    """Activations to recompute in the backward pass, as learn.gradient_checkpointing; auto: what fits."""
 
     micro_tokens: int = 8192
     """Maximum packed tokens per micro-batch, as learn.max_tokens_per_microbatch."""

@@ -11,6 +11,7 @@ tests/cli/bench/test_roofline.py checks it by hand.
 """
 
 import dataclasses
+from typing import Protocol
 
 from qerl import formats
 from qerl.cli.bench.case import FORMATS, DecodeCase
@@ -36,15 +37,35 @@ LIMITS = {"NVIDIA H200": Limit(bytes_per_s=4.5e12, flop_per_s=790e12)}
 """By GPU name; rows of other GPUs have no floor."""
 
 
+class FormatCase(Protocol):
+    """The settings of a case that say what a step must read."""
+
+    @property
+    def provider(self) -> str: ...
+    @property
+    def lora_rank(self) -> int: ...
+    @property
+    def kv(self) -> str: ...
+    @property
+    def head(self) -> str: ...
+
+
 def step_floor_ms(limit: Limit, a: Architecture, case: DecodeCase) -> float:
     """Return the least time of a mean decode step: a token for each of `case.batch` samples."""
+    cached_tokens = case.batch * case.max_tokens / 2 + case.batch / case.group_size * case.prompt_tokens
+    return rows_floor_ms(limit, a, case, case.batch, cached_tokens)
+
+
+def rows_floor_ms(
+    limit: Limit, a: Architecture, case: FormatCase, num_rows: int, cached_tokens: float
+) -> float:
+    """Return the least time of a decode step of num_rows samples that reads the cache of cached_tokens."""
     weights, adapter = layer_weights(a, case.lora_rank)
     head_weights, format = a.vocab_size * a.width, FORMATS[case.provider]
-    cached_tokens = case.batch * case.max_tokens / 2 + case.batch / case.group_size * case.prompt_tokens
     token_bytes = 2 * len(a.layers_with("attention")) * a.num_kv_heads * a.head_size * _KV_BYTES[case.kv]
     num_bytes = weights * formats.FORMATS[format].bytes_per_weight + adapter * ADAPTER_BYTES
     num_bytes += head_weights * formats.FORMATS[format if case.head == "bf16" else case.head].bytes_per_weight
-    num_flop = 2 * case.batch * (weights + head_weights + adapter)
+    num_flop = 2 * num_rows * (weights + head_weights + adapter)
     return limit.least_ms(num_bytes + cached_tokens * token_bytes, num_flop)
 
 

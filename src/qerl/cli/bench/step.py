@@ -3,6 +3,9 @@
     step_s     wall-clock time = rollout_s + learn_s + the time between and after them; medians of the steps
     peaks_gb   peak memory of each step, the warm-up first; peak_gb: the maximum
     growth_gb  peak of the last step - peak of the first after the warm-up
+    plan_gb    with --memory: planned peak, without the CUDA context, which peaks do not have either
+    plan_error peak_gb / plan_gb - 1
+    compile_s  compiling num_compiled kernels in parallel, before the first decode step
 
 The model has random weights in a real shape; the rewards are constant, with half of each prompt's samples
 correct. Samples never stop early. The warm-up step also allocates the KV cache and the optimizer state,
@@ -15,6 +18,7 @@ bench `many`, and peaks are those of the first GPU.
 """
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -24,7 +28,7 @@ from typing import Any
 import torch
 
 from qerl.cli.bench.case import FORMATS, make_case, try_random_decoder
-from qerl.cli.bench.decode import NullTokenizer, random_prompts
+from qerl.cli.bench.decode import NullTokenizer, compile_figures, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import BenchStepOptions
 from qerl.cli.bench.record import RowWriter, row_writer
@@ -90,6 +94,7 @@ def measure_cases(
                 figures = None
                 if decoder is not None:
                     # Unnamed, as a name would hold the decoder while the next one is made.
+                    case = _resolved(case, decoder)
                     figures, error = attempt(partial(measure_case, case, decoder, steps, ranks), device)
                     decoder.zero_grad(set_to_none=True)  # a failed step may leave gradients
                 if ranks.is_first:
@@ -127,6 +132,8 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
         "peak_gb": max(peaks_gb),
         "peaks_gb": peaks_gb,
         "growth_gb": round(peaks_gb[-1] - peaks_gb[1], 2),
+        **(_planned(case, config, decoder, max(peaks_gb)) if case.bench == "memory" else {}),
+        **compile_figures(engine),
         "reserved_gb": max(measured["reserved_gb"] for measured in each),
         "used_micro_tokens": each[-1]["used_micro_tokens"],
         "holds_operands": learner.holds_operands,
@@ -134,6 +141,27 @@ def measure_case(case: StepCase, decoder: Decoder, steps: int, ranks: Ranks = AL
         "steps": steps,
         **({} if ranks.count == 1 else {"gpus": ranks.count, **ranks.take_traffic()}),
     }
+
+
+def _resolved(case: StepCase, decoder: Decoder) -> StepCase:
+    """Return the case with recompute auto replaced by what a run would choose; with the cap, or else with all
+    of this GPU's memory. A CPU is taken to have enough."""
+    gpu_bytes = math.inf if case.cap_gb is None else case.cap_gb * 1e9 + plan.CONTEXT_BYTES
+    if decoder.device.type == "cuda":
+        gpu_bytes = min(gpu_bytes, plan.usable_bytes(decoder.device))
+    resolved = plan.resolve_checkpointing(
+        decoder.architecture, run_config(case), case.prompt_tokens, gpu_bytes
+    )
+    return dataclasses.replace(case, recompute=resolved.learn.gradient_checkpointing)
+
+
+def _planned(case: StepCase, config: RunConfig, decoder: Decoder, peak_gb: float) -> dict[str, float]:
+    """Return the peak that is planned, and how much more was measured as a share of it."""
+    parts = plan.memory_parts(decoder.architecture, config, case.prompt_tokens)
+    plan_gb = (plan.peak_bytes(parts) - plan.CONTEXT_BYTES) / 1e9
+    if case.cap_gb is not None:
+        plan_gb = min(plan_gb, case.cap_gb)  # the cache takes no more than there is
+    return {"plan_gb": round(plan_gb, 2), "plan_error": round(peak_gb / plan_gb - 1, 4)}
 
 
 def _holds_operands(case: StepCase, config: RunConfig, decoder: Decoder) -> bool:

@@ -1,0 +1,161 @@
+"""Measure a training step's sampling on a decoder with random weights: `qerl bench rollout`.
+
+    first_s          wall-clock time of the first call of the engine's generate, prefill included
+    first_open_s     part of it before the first prefill: making the KV cache, compiling decode kernels
+    compile_s        part of that: compiling the decode kernels that the disk cache does not have
+    first_prefill_s  part of it: scheduling, prefills and first tokens
+    record_s         part of it: the first step of each number of rows, and recording its CUDA graph
+    call_s           wall-clock time of a later call
+    tok_per_s        sampled tokens / call_s
+    tail_N_s         part of call_s in which fewer than N samples were unfinished
+    floor_s          least time of the decode steps of this very schedule (schedule.py); prefill not counted
+
+Figures but the first call's are medians of the later calls. Every sample has a length of its own, drawn from
+--seed, and ends there: no token stops it. Prompts are distinct random tokens.
+"""
+
+import dataclasses
+import gc
+import statistics
+from typing import Any
+
+import torch
+
+from qerl.cli.bench.case import FORMATS, make_case
+from qerl.cli.bench.decode import NullTokenizer, random_prompts
+from qerl.cli.bench.measure import Meter, cuda_device
+from qerl.cli.bench.options import BenchRolloutOptions
+from qerl.cli.bench.record import Origin, row_writer
+from qerl.cli.bench.roofline import LIMITS
+from qerl.cli.bench.schedule import Lengths, rollout_floor_s, tail_s
+from qerl.config import EngineConfig
+from qerl.engine import Engine, Stats
+from qerl.errors import RunError
+from qerl.models.decoder import Decoder
+from qerl.models.random_weights import random_decoder, shape
+from qerl.types import Prompt, Sampling
+
+_TAILS = (8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutCase:
+    """Settings of a row."""
+
+    shape: str
+    provider: str
+    lora_rank: int
+    num_samples: int
+    rows: int
+    group_size: int
+    prompt_tokens: int
+    lengths: str
+    median_tokens: int
+    sigma: float
+    max_tokens: int
+    seed: int
+    kv: str
+    head: str
+    kernels: str
+    """As engine.kernels; the row has what the engine chose."""
+
+    @property
+    def lengths_S(self) -> list[int]:
+        return Lengths(
+            kind=self.lengths,
+            median_tokens=self.median_tokens,
+            sigma=self.sigma,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+        ).of(self.num_samples)
+
+
+def bench(options: BenchRolloutOptions) -> None:
+    """Write a row for each provider."""
+    architecture, device, rows = shape(options.shape), cuda_device(), row_writer(options)
+    for provider in options.providers:
+        case = make_case(RolloutCase, options, provider=provider)
+        decoder = random_decoder(
+            architecture,
+            format=FORMATS[provider],
+            rank=case.lora_rank or None,
+            device=device,
+            seed=0,
+            head=case.head,
+        )
+        rows.add(make_row(case, measure_case(case, decoder, options.runs), rows.origin))
+        del decoder
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure_case(case: RolloutCase, decoder: Decoder, runs: int) -> dict[str, Any]:
+    """Measure a new engine's first call, then `runs` calls."""
+    meter = Meter(decoder.device)
+    meter.clear()
+    meter.start()
+    vocab_size = decoder.architecture.vocab_size
+    tokenizer: Any = NullTokenizer(vocab_size)
+    config = EngineConfig(
+        max_num_seqs=case.rows,
+        kv_cache_dtype="auto" if case.kv == "bf16" else "fp8",
+        kernels=case.kernels,  # type: ignore[arg-type]
+    )
+    engine = Engine(decoder, tokenizer, config, stop_token_ids=frozenset())
+    prompts_P = random_prompts(case.num_samples // case.group_size, case.prompt_tokens, vocab_size)
+    first, *later = [_generate(engine, case, prompts_P, step) for step in range(1 + runs)]
+
+    def median(figure: str) -> float:
+        return round(statistics.median(getattr(stats, figure) for stats in later), 4)
+
+    return {
+        **{f"first_{name}": round(getattr(first, name), 3) for name in ("open_s", "prefill_s")},
+        "first_s": round(first.generate_s, 3),
+        "compile_s": round(first.compile_s, 3),
+        "record_s": round(first.record_s, 3),
+        "call_s": median("generate_s"),
+        "prefill_s": median("prefill_s"),
+        "tokens": first.num_tokens,
+        "tok_per_s": round(statistics.median(stats.tokens_per_s for stats in later), 1),
+        "steps": first.decode_forwards,
+        "preemptions": max(stats.num_preemptions for stats in later),
+        **{
+            f"tail_{n}_s": round(statistics.median(tail_s(stats.finish_s, n) for stats in later), 3)
+            for n in _TAILS
+        },
+        "peak_gb": meter.peak_gb(),
+        "kernels": engine.kernels,
+        "runs": runs,
+    }
+
+
+def _generate(engine: Engine, case: RolloutCase, prompts_P: list[Prompt], step: int) -> Stats:
+    lengths_S, size = case.lengths_S, case.group_size
+    groups = engine.generate(
+        prompts_P,
+        num_samples=size,
+        sampling=Sampling(max_tokens=max(lengths_S), temperature=1.0),
+        seed=0,
+        step=step,
+        max_tokens_P_G=[lengths_S[first : first + size] for first in range(0, len(lengths_S), size)],
+    )
+    sampled_S = [len(sample.tokens_T) for group in groups for sample in group.samples_G]
+    if sampled_S != lengths_S:
+        raise RunError(f"the engine sampled {sum(sampled_S)} tokens instead of {sum(lengths_S)}")
+    return engine.stats
+
+
+def make_row(case: RolloutCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
+    limit, floor = LIMITS.get(origin.gpu), {"floor_s": None, "floor_fraction": None}
+    if limit is not None:
+        floor_s = rollout_floor_s(
+            limit,
+            shape(case.shape),
+            case,
+            case.lengths_S,
+            rows=case.rows,
+            group_size=case.group_size,
+            prompt_tokens=case.prompt_tokens,
+        )
+        floor = {"floor_s": round(floor_s, 4), "floor_fraction": round(floor_s / figures["call_s"], 4)}
+    return {"bench": "rollout"} | dataclasses.asdict(case) | figures | floor

@@ -1,0 +1,23 @@
+"""Which samples a step begins and which it waits for."""
+
+import dataclasses
+
+from qerl.config.check import check_not_negative, check_positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    partial: bool = False
+    """Begin more prompts than a step needs and stop sampling when num_prompts groups are complete; the next
+    step continues the others with its own policy (partial rollouts). Not with branching, dynamic sampling,
+    environments, agents, a teacher, Ray or several ranks."""
+
+    extra_prompts: int = 8
+    """partial: prompts in work beyond num_prompts, at most num_prompts."""
+
+    max_staleness: int = 2
+    """partial: a step waits for the groups that were begun this many steps before it."""
+
+    def __post_init__(self):
+        check_not_negative(self, "extra_prompts", prefix="rollout.")
+        check_positive(self, "max_staleness", prefix="rollout.")

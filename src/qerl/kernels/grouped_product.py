@@ -1,0 +1,200 @@
+"""The products of all experts of a layer in one launch, for few rows and weights in NVFP4 tiles.
+
+    y_SN[s] = alpha_EN[e] * x[row(s)] @ (codes * scales)_ENK[e]^T + bias_EN[e]    for the rows s of expert e
+    y_SF = silu(gate) * up        where [gate, up] is such a y with N = 2 F; or that of clamped_swiglu.py
+
+Rows are sorted by expert on the device (moe_route.py), so the grid is fixed and the host waits for nothing:
+CTAs walk over units of one item, up to `GroupedTile.tokens` rows of an expert, and one tile of its weight.
+Every sum runs over all k in one order, so a row's bits do not depend on the other rows of the step. The
+kernel is for any GPU from Ampere on, Hopper included: with few rows for each expert it is bound by memory.
+
+The tiles are those of nvfp4_decode.py with a leading dimension, those of a SwiGLU in `swiglu_order`.
+Letters: S sorted rows, E experts, N output and K input features, F half of N.
+"""
+
+import dataclasses
+import functools
+import math
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.architectures import CudaArchitecture, architecture_of
+from qerl.kernels.cached_method import cached_method
+from qerl.kernels.clamped_swiglu import reference as clamped_reference
+from qerl.kernels.grouped_linear import reference as linear_reference
+from qerl.kernels.moe_route import Routed
+from qerl.kernels.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.nvrtc import KernelVariant, addresses, compiled
+from qerl.kernels.swiglu import reference as swiglu_reference
+
+FILE, NAME = "grouped_product.cu", "grouped_product"
+CASES = ((2880, 2880), (768, 2048), (2048, 768))  # N, K
+ITEM_ROWS = (8, 16, 32, 64)
+_K_BLOCKS = (256, 192, 128, 64)
+_MOST_STAGES, _LEAST_STAGES = 8, 3
+
+
+class TiledExperts(NamedTuple):
+    """The weights of one linear of each expert."""
+
+    tiles: Tensor
+    """uint8 [E, N / 64, K / 64, 2304]."""
+    factors_EN: Tensor
+    """fp32: `nvfp4_decode.row_factors` of each expert, in the order of the tiles."""
+    bias_EN: Tensor | None
+    """fp32, in the same order."""
+
+
+class Activation(NamedTuple):
+    """Activation(None, 7.0): SwiGLU. Activation(1.702, 7.0): the clamped one of gpt-oss."""
+
+    alpha: float | None
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupedTile:
+    """GroupedTile(tokens=8, row_warps=4, row_blocks=1, k_block=256, stages=4, ctas_per_sm=3)"""
+
+    tokens: int
+    row_warps: int
+    row_blocks: int
+    k_block: int
+    stages: int
+    ctas_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_warps * self.row_blocks
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.tokens * self.k_block * 2 + self.rows // TILE_ROWS * self.k_block // TILE_K * TILE_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    def defines(self, swiglu: int, gather: bool) -> dict[str, int]:
+        """swiglu: 0 none, 1 plain, 2 clamped. gather: x has the rows of the step, not sorted ones; then the
+        plan may be from the previous kernel."""
+        return {
+            "MT": self.tokens,
+            "WR": self.row_warps,
+            "R16": self.row_blocks,
+            "KB": self.k_block,
+            "STAGES": self.stages,
+            "CTAS": self.ctas_per_sm,
+            "SWIGLU": swiglu,
+            "GATHER": int(gather),
+            "EARLY": int(not gather),
+        }
+
+
+def reference(
+    x_SK: Tensor,
+    offsets: list[int],
+    weights_ENK: Tensor,
+    bias_EN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """Compute the definition in float64. Rows of a SwiGLU's weights: gate, then up."""
+    y_SN = linear_reference(x_SK, offsets, weights_ENK, bias_EN, None, None, 0.0)
+    if activation is None:
+        return y_SN
+    gate_SF, up_SF = y_SN.chunk(2, 1)
+    if activation.alpha is None:
+        return swiglu_reference(gate_SF, up_SF)
+    return clamped_reference(gate_SF, up_SF, alpha=activation.alpha, limit=activation.limit)
+
+
+def item_rows(rows: int, num_chosen: int, num_experts: int) -> int:
+    """Return the most rows of an item: what most experts do not exceed if rows are spread evenly."""
+    mean = rows * num_chosen / num_experts
+    most = min(rows, mean + 2 * math.sqrt(mean))
+    return next((n for n in ITEM_ROWS if n >= most), ITEM_ROWS[-1])
+
+
+@functools.lru_cache(maxsize=256)
+def grouped_tile(tokens: int, K: int, card: CudaArchitecture) -> GroupedTile:
+    """Return the tile for items of up to this many rows: as many CTAs and k as leave room for four stages."""
+    assert tokens in ITEM_ROWS and K % TILE_K == 0
+    row_blocks, most_ctas = (1, 3) if tokens <= 16 else (2, 2)
+    for least in (4, _LEAST_STAGES):
+        for ctas in range(most_ctas, 0, -1):
+            for k_block in (k for k in _K_BLOCKS if K % k == 0):
+                one = GroupedTile(tokens, 4, row_blocks, k_block, 1, ctas)
+                room = min(card.shared_bytes, card.sm_shared_bytes // ctas - 1024)
+                stages = min(room // one.stage_bytes, _MOST_STAGES)
+                if stages >= least:
+                    return dataclasses.replace(one, stages=stages)
+    raise AssertionError(f"no tile of {tokens} rows fits {card}")
+
+
+class GroupedProduct:
+    """The kernels of one device, compiled on first use."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._card = device, architecture_of(device)
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernel = cached_method(self._compile)
+
+    def swiglu(self, x_BK: Tensor, experts: TiledExperts, routed: Routed, activation: Activation) -> Tensor:
+        """Return y_SF in bfloat16, sorted by expert, from the rows of the step."""
+        kind = 1 if activation.alpha is None else 2
+        y_SF = self._empty(routed, TILE_ROWS // 2 * experts.tiles.shape[1])
+        assert len(x_BK) == len(routed.places_BK)
+        self._launch(x_BK, experts, routed, y_SF, kind, True, activation)
+        return y_SF
+
+    def linear(self, x_SK: Tensor, experts: TiledExperts, routed: Routed) -> Tensor:
+        """Return y_SN in bfloat16 of rows sorted by expert.
+
+        The launch before it must not be the one that made `routed`: it reads the plan early."""
+        y_SN = self._empty(routed, TILE_ROWS * experts.tiles.shape[1])
+        assert len(x_SK) == len(routed.rows_S)
+        self._launch(x_SK, experts, routed, y_SN, 0, False, Activation(None, 0.0))
+        return y_SN
+
+    def _empty(self, routed: Routed, width: int) -> Tensor:
+        return torch.empty(len(routed.rows_S), width, dtype=torch.bfloat16, device=self._device)
+
+    def _launch(self, x, experts, routed, y, swiglu, gather, activation) -> None:
+        num_experts, n, k = len(experts.tiles), TILE_ROWS * experts.tiles.shape[1], x.shape[1]
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
+        assert experts.tiles.shape == (num_experts, n // TILE_ROWS, k // TILE_K, TILE_BYTES)
+        assert experts.tiles.is_contiguous() and experts.tiles.data_ptr() % 16 == 0
+        for values in experts[1:]:
+            assert values is None or (values.shape == (num_experts, n) and values.dtype == torch.float32)
+            assert values is None or values.is_contiguous()
+        tile = grouped_tile(routed.item_rows, k, self._card)
+        tensors = experts.tiles, experts.factors_EN, experts.bias_EN, x, y, routed.plan, routed.rows_S
+        operands = struct.pack(
+            "7Q2i2f", *addresses(*tensors), n, k, activation.alpha or 0.0, activation.limit
+        )
+        most_units = len(routed.rows_S) * -(-n // tile.rows)
+        self._kernel(tile, swiglu, gather).launch(
+            grid=min(most_units, self._num_sms * tile.ctas_per_sm),
+            block_threads=tile.threads,
+            parameters=(operands,),
+        )
+
+    def _compile(self, tile: GroupedTile, swiglu: int, gather: bool):
+        defines = tile.defines(swiglu, gather)
+        return compiled(FILE, NAME, self._device, defines, shared_bytes=tile.shared_bytes)
+
+
+def variants(card: CudaArchitecture) -> list[KernelVariant]:
+    """Return what is launched for the sizes of CASES on a card of this architecture; the plain SwiGLU, which
+    differs from the clamped one by a line, for one of them."""
+    tiles = list(dict.fromkeys(grouped_tile(tokens, K, card) for tokens in ITEM_ROWS for _, K in CASES))
+    forms = [(tile, *form) for tile in tiles for form in ((0, False), (2, True))] + [(tiles[0], 1, True)]
+    each = [(tile, tuple(sorted(tile.defines(swiglu, gather).items()))) for tile, swiglu, gather in forms]
+    return [KernelVariant(FILE, NAME, pairs, tile.threads, tile.shared_bytes) for tile, pairs in each]

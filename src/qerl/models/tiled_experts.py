@@ -1,0 +1,170 @@
+"""Stacks of 4-bit experts in the decode kernels' tiles: the only copy, which decode steps read as they are.
+
+    tiles        uint8 [E, N / 64, K / 64, 2304]    gate | up: rows of an expert in `swiglu_order`
+    factors_EN   fp32, in the order of the tiles    scales   as PackedGroup has them, in the weight's order
+
+Every other pass unpacks one expert for its product (kernels/grouped_linear.py), rows in the order in which
+they were stored. As for linears (packed_linear.py) the permutation is exact, except that codes become 0 where
+a block's scale is 0: tests/models/test_tiled_experts.py.
+"""
+
+import dataclasses
+import enum
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from qerl.formats import MXFP4, NVFP4, PackedWeight
+from qerl.formats.stack import WeightStack
+from qerl.kernels import tile_unpack
+from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
+from qerl.kernels.tile_unpack import UnpackRows
+from qerl.models.mixture import ExpertLinear
+from qerl.models.packed_linear import can_tile, tile_group
+
+
+class ExpertRows(enum.Enum):
+    """The rows of an expert's weight outside the tiles."""
+
+    PLAIN = enum.auto()
+    GATE_UP = enum.auto()
+    """All of gate, then all of up."""
+    ALTERNATING = enum.auto()
+    """Gate 0, up 0, gate 1, ..."""
+
+    def split(self, x_N: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows of gate and of up, or all rows alone."""
+        if self is ExpertRows.PLAIN:
+            return (x_N,)
+        return tuple(x_N.chunk(2)) if self is ExpertRows.GATE_UP else (x_N[::2], x_N[1::2])
+
+    def join(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """Invert `split`."""
+        if self is ExpertRows.ALTERNATING:
+            return torch.stack(parts, 1).flatten(0, 1)
+        return torch.cat(parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TiledExpert(PackedWeight):
+    """One expert of a TiledStack; its tensors are views."""
+
+    name: ClassVar[str] = "tiled expert"
+    bytes_per_weight: ClassVar[float] = NVFP4.bytes_per_weight
+
+    tiles: Tensor
+    scale: Tensor
+    rows: ExpertRows
+
+    @classmethod
+    def encode(cls, weight_NK: Tensor) -> Self:
+        """Return an expert in NVFP4, its rows in their own order."""
+        group = tile_group([NVFP4.encode(weight_NK)], UnpackRows.ALL)
+        return cls(group.tiles, group.scales[0], ExpertRows.PLAIN)
+
+    @property
+    def alpha(self) -> Tensor:  # type: ignore[override]
+        """One number for NVFP4, whose global scale is a divisor; one for each row for MXFP4."""
+        return self.scale.reciprocal().squeeze(0) if len(self.scale) == 1 else self.scale
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return TILE_ROWS * self.tiles.shape[0], TILE_K * self.tiles.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"tiles": self.tiles, "scale": self.scale}
+
+    def operand(self, dtype: torch.dtype) -> Tensor:
+        if self.rows is not ExpertRows.ALTERNATING:
+            rows = UnpackRows.ALL if self.rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
+            return tile_unpack.unpack(self.tiles, rows, dtype)
+        n, k = self.shape
+        out_F2K = torch.empty(n // 2, 2, k, dtype=dtype, device=self.tiles.device)
+        for place, rows in enumerate((UnpackRows.GATE, UnpackRows.UP)):
+            tile_unpack.unpack(self.tiles, rows, dtype, out=out_F2K[:, place])
+        return out_F2K.view(n, k)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TiledStack:
+    """The experts of one linear: stack[e] unpacks one of them."""
+
+    tiles: Tensor
+    factors_EN: Tensor
+    scales: Tensor
+    """NVFP4's global scales [E, 1], or MXFP4's multipliers of the rows [E, N]."""
+    rows: ExpertRows
+
+    def __len__(self) -> int:
+        return len(self.tiles)
+
+    def __getitem__(self, index: int) -> PackedWeight:
+        return TiledExpert(self.tiles[index], self.scales[index], self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self), *self[0].shape
+
+    @property
+    def alphas(self) -> list[float] | Tensor:
+        return self.scales.reciprocal()[:, 0].tolist() if self.scales.shape[1] == 1 else self.scales
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        return {"tiles": self.tiles, "factors_EN": self.factors_EN, "scales": self.scales}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.parts.values())
+
+
+def tile_experts(experts: ExpertLinear, rows: ExpertRows) -> bool:
+    """Put a stack into tiles, expert by expert; return False if its format or shape does not fit."""
+    stack = experts.weight
+    assert stack is not None
+    (num, n, k), width = stack.shape, 64 if rows is ExpertRows.PLAIN else 32
+    if isinstance(stack, TiledStack) or k % TILE_K or n % TILE_ROWS or n // (64 // width) % width:
+        return isinstance(stack, TiledStack)
+    packed_rows = UnpackRows.ALL if rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
+    shape, device = (num, n // TILE_ROWS, k // TILE_K, TILE_BYTES), experts.device
+    tiles = torch.empty(shape, dtype=torch.uint8, device=device)
+    factors, scales = [], []
+    for index in range(num):
+        parts = _split(stack, index, rows)
+        if not can_tile(parts, packed_rows):
+            return False
+        group = tile_group(parts, packed_rows)
+        tiles[index] = group.tiles
+        factors.append(group.factors_N)
+        scales.append(group.scales[0] if isinstance(parts[0], NVFP4) else rows.join(group.scales))
+    experts.load_weight(TiledStack(tiles, torch.stack(factors), torch.stack(scales), rows))
+    return True
+
+
+def rows_of_gate_up(is_alternating: bool) -> ExpertRows:
+    return ExpertRows.ALTERNATING if is_alternating else ExpertRows.GATE_UP
+
+
+def in_tile_order(bias_EN: Tensor, rows: ExpertRows) -> Tensor:
+    """Return biases in the order of the tiles' rows, fp32."""
+    if rows is ExpertRows.PLAIN:
+        return bias_EN.float()
+    gate_FE, up_FE = rows.split(bias_EN.float().T)
+    both = torch.stack((gate_FE.unflatten(0, (-1, 8)), up_FE.unflatten(0, (-1, 8))), 1)
+    return both.flatten(0, 2).T.contiguous()
+
+
+def _split(stack: WeightStack, index: int, rows: ExpertRows) -> list[NVFP4 | MXFP4]:
+    """Return gate and up of an expert, or all its rows; nothing of other formats."""
+    weight = stack[index]
+    if isinstance(weight, NVFP4):
+        parts = zip(rows.split(weight.codes), rows.split(weight.scales.view(torch.uint8)), strict=True)
+        return [
+            NVFP4(codes, scales.view(torch.float8_e4m3fn), weight.global_scale)
+            for codes, scales in ((c.contiguous(), s.contiguous()) for c, s in parts)
+        ]
+    if isinstance(weight, MXFP4):
+        parts = zip(rows.split(weight.codes), rows.split(weight.scales), strict=True)
+        return [MXFP4(codes.contiguous(), scales.contiguous()) for codes, scales in parts]
+    return []

@@ -1,0 +1,192 @@
+"""Partial rollouts: every sample is learned from once, bit for bit what it is without, and a kill changes
+nothing."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+from engine.parts import engine_of, prompts_of
+from models.tiny import tiny
+from qerl.config import (
+    AlgoConfig,
+    EvalConfig,
+    NoiseConfig,
+    RolloutConfig,
+    RunConfig,
+    SampleConfig,
+)
+from qerl.engine.kv_cache import page_bytes
+from qerl.errors import UserError
+from qerl.training.partial import PartialRollouts
+from qerl.training.rollout import GroupRollouts
+from training.test_session import files, goes_on
+
+assert files  # a fixture
+
+STEPS, P, G = 6, 3, 3
+CONFIG = RunConfig(
+    num_steps=STEPS,
+    num_prompts=P,
+    num_generations=G,
+    sample=SampleConfig(max_tokens=24),
+    noise=NoiseConfig(schedule="none"),
+    evaluate=EvalConfig(success_threshold=1.0),
+    rollout=RolloutConfig(partial=True, extra_prompts=2, max_staleness=2),
+)
+
+
+def train_prompts(step, num_prompts, round=0):
+    lengths = [3 + (7 * step + 5 * i) % 11 for i in range(num_prompts)]
+    return prompts_of(*lengths, first_index=step * num_prompts)
+
+
+class Rewards:
+    def score(self, groups):
+        return [[float(s.tokens_T[-1] % 2) for s in group.samples_G] for group in groups]
+
+
+class Log:
+    def __init__(self):
+        self.metrics = {}
+
+    def add(self, **metrics):
+        self.metrics |= metrics
+
+    def span(self, name):
+        return contextlib.nullcontext()
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return tiny()
+
+
+def sampled(rollouts, engine, steps, *, publishes=True):
+    """[(groups, metrics)] of these steps, after each of which the version rises."""
+    found = []
+    for step in steps:
+        log = Log()
+        found.append((rollouts.sample(step, log), log.metrics))
+        if publishes:
+            engine.publish(step + 1)
+    return found
+
+
+def partial_of(decoder, config=CONFIG, **settings):
+    engine = engine_of(decoder, max_num_seqs=6, stop_token_ids=frozenset({0, 1}), **settings)
+    return PartialRollouts(config, engine, Rewards(), train_prompts), engine
+
+
+def drawn(steps):
+    """{(prompt, sample): (tokens, logprobs)}; a sample that comes twice is an error."""
+    samples = [(g.prompt.index, s) for groups, _ in steps for g in groups for s in g.samples_G]
+    found = {(index, s.sample_index): (s.tokens_T, s.logprobs_T, s.finish, s.text) for index, s in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+def test_under_one_policy_the_run_learns_from_the_samples_that_it_has_without(decoder):
+    """None is lost or comes twice, though they are learned from in other steps."""
+    rollouts, engine = partial_of(decoder)
+    steps = sampled(rollouts, engine, range(STEPS))
+    whole_engine = engine_of(decoder, max_num_seqs=6, stop_token_ids=frozenset({0, 1}))
+    whole = sampled(GroupRollouts(CONFIG, whole_engine, Rewards(), train_prompts), engine, range(STEPS))
+    ours, theirs = drawn(steps), drawn(whole)
+    assert ours.keys() == theirs.keys() and len(ours) == STEPS * P * G
+    for key, (tokens_T, logprobs_T, *rest) in theirs.items():
+        assert ours[key][0] == tokens_T and list(ours[key][2:]) == rest
+        assert ours[key][1] == pytest.approx(logprobs_T, abs=1e-4)
+    assert [len(groups) for groups, _ in steps] == [P] * STEPS
+    assert [[g.prompt.index for g in groups] for groups, _ in steps] != [
+        [g.prompt.index for g in groups] for groups, _ in whole
+    ]
+    assert sum(m["carried_samples"] for _, m in steps) > 5 and steps[-1][1]["carried_samples"] == 0
+    assert all(a["carried_samples"] == b["resumed_samples"] for (_, a), (_, b) in itertools.pairwise(steps))
+
+
+def test_every_token_keeps_the_version_that_sampled_it(decoder):
+    rollouts, engine = partial_of(decoder)
+    steps = sampled(rollouts, engine, range(STEPS))
+    several = 0
+    for step, (groups, measured) in enumerate(steps):
+        ages = []
+        for s in (s for group in groups for s in group.samples_G):
+            spans = s.versions or ((s.version, len(s.tokens_T)),)
+            assert sum(count for _, count in spans) == len(s.tokens_T) == len(s.logprobs_T)
+            assert s.version == spans[-1][0] and list(spans) == sorted(set(spans))
+            assert step - CONFIG.rollout.max_staleness <= spans[0][0] <= spans[-1][0] <= step
+            ages += [step - version for version, count in spans for _ in range(count)]
+            several += len(spans) > 1
+        assert measured["staleness"] == pytest.approx(sum(ages) / len(ages))
+    assert several > 3
+
+
+def test_a_step_waits_for_what_is_as_old_as_max_staleness(decoder):
+    """With 1 it learns from no token of the version before the previous one, with 2 it does."""
+    oldest = {}
+    for most in (1, 2):
+        rollout = RolloutConfig(partial=True, extra_prompts=3, max_staleness=most)
+        rollouts, engine = partial_of(decoder, dataclasses.replace(CONFIG, rollout=rollout))
+        oldest[most] = 0
+        for step, (groups, _) in enumerate(sampled(rollouts, engine, range(STEPS))):
+            assert len(groups) == P
+            ages = [step - first_version(s) for group in groups for s in group.samples_G]
+            oldest[most] = max(oldest[most], *ages)
+    assert oldest == {1: 1, 2: 2}
+
+
+def first_version(sample):
+    return sample.versions[0][0] if sample.versions else sample.version
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_state_that_is_stored_and_read_goes_on_alike(decoder, at):
+    rollouts, engine = partial_of(decoder)
+    before = sampled(rollouts, engine, range(at))
+    stored = json.dumps(rollouts.state())
+    rest = sampled(rollouts, engine, range(at, STEPS))
+    again, engine = partial_of(decoder)
+    again.load(json.loads(stored), at)
+    engine.publish(at)
+    assert sampled(again, engine, range(at, STEPS)) == rest
+    assert before[-1][1]["carried_samples"] > 0
+
+
+def test_little_memory_preempts_and_changes_nothing(decoder):
+    """A resumed sample is admitted, and preempted, as any other one."""
+    kv_gb = 24.5 * page_bytes(decoder.architecture, 4, torch.float32) / 1e9
+    rollouts, engine = partial_of(decoder)
+    scarce, small = partial_of(decoder, block_size=4, kv_cache_gb=kv_gb)
+    num_preemptions, ours = 0, []
+    for step in range(STEPS):
+        ours += sampled(scarce, small, [step])
+        num_preemptions += small.stats.num_preemptions
+    assert num_preemptions > 0
+    theirs = sampled(rollouts, engine, range(STEPS))
+    mine, others = drawn(ours), drawn(theirs)
+    assert {key: found[0] for key, found in mine.items()} == {key: found[0] for key, found in others.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"algo": AlgoConfig(importance="none")}, "algo.importance none"),
+        ({"algo": AlgoConfig(dynamic_sampling=True)}, "algo.dynamic_sampling"),
+        ({"noise": NoiseConfig(scope="sample")}, "noise.scope sample"),
+        ({"rollout": RolloutConfig(partial=True, extra_prompts=9)}, "must not exceed num_prompts"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(settings, said):
+    with pytest.raises(UserError, match=said):
+        dataclasses.replace(CONFIG, **settings)
+
+
+def test_killed_and_started_again_a_partial_run_is_the_unbroken_one(files, tmp_path):
+    given = ("--rollout.partial", "--rollout.extra-prompts", "3", "--engine.max-num-seqs", "6")
+    steps = goes_on(files, tmp_path, *given, recipe="demo")
+    assert sum(step["carried_samples"] for step in steps) > 0 and steps[-1]["carried_samples"] == 0
+    assert max(step["staleness"] for step in steps) > 0
