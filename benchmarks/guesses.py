@@ -1,0 +1,140 @@
+"""Measure what guessing tokens from earlier text would bring a decode step: `python -m benchmarks guesses`.
+
+    guess     the up to D tokens after the latest place where the longest suffix of 2 to 8 tokens has stood
+    sources   the prompt, the sample itself, its siblings so far, and all samples of an earlier step
+    accepted  guesses that are the sampled tokens: at any temperature the share that a verification accepts
+    gain      tokens per verification * step_ms(rows) / step_ms(rows * (1 + D))
+
+Samples are SmolLM2's. step_ms is that of the newest rows of `qerl bench decode` (7B shape, NVFP4, rank 32, on
+an H200), interpolated between batches, and that of 8 rows below 8. A verification of D guesses computes 1 + D
+rows of a sample. The earlier step has the same policy, which favours guessing: that of a run has moved.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.rows import read_rows
+from qerl.cli.bench.record import RESULTS, ROOT
+from qerl.config import SampleConfig, TaskConfig
+from qerl.config.check import check_positive
+from qerl.config.recipes import RECIPES
+from qerl.models.device import resolve_device
+from qerl.training.policy import load_sampler, load_task
+from qerl.training.rollout import sampling_of
+
+_SUFFIX_TOKENS = range(8, 1, -1)
+_ROWS = (1, 4, 8, 16)
+TASKS = {
+    "demo": None,
+    "maths": TaskConfig(gym="gsm_symbolic", template="{question} Think step by step."),
+    "code": TaskConfig(
+        gym="gsm_symbolic", template="Write a Python program that prints the answer. {question}"
+    ),
+}
+"""By name; None is the demo's own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GuessesOptions:
+    tasks: tuple[str, ...] = ("demo", "maths", "code")
+    """Which prompts are sampled: demo, maths, code."""
+
+    num_prompts: int = 4
+    """Prompts of each."""
+
+    num_samples: int = 8
+    """Samples of each prompt in a step."""
+
+    max_tokens: int = 160
+    """Longest sample."""
+
+    num_guesses: tuple[int, ...] = (1, 2, 4)
+    """Guessed tokens of a verification."""
+
+    def __post_init__(self):
+        check_positive(self, "num_prompts", "num_samples", "max_tokens", "num_guesses")
+
+
+def bench_guesses(options: GuessesOptions) -> None:
+    """Print a JSON row for each task and number of guesses: accepted share and gain by rows."""
+    ms = step_ms_by_rows()
+    for name in options.tasks:
+        groups = sampled(options, name)
+        for most in options.num_guesses:
+            counts = [count for group in groups for count in verifications(*group, most)]
+            guessed, accepted = (sum(each) for each in zip(*counts, strict=True))
+            per_step = 1 + accepted / len(counts)
+            gains = {rows: round(per_step * gain_of(ms, rows, most), 3) for rows in _ROWS}
+            row = {"bench": "guesses", "task": name, "num_guesses": most, "guessed": guessed}
+            row |= {"accepted": round(accepted / max(guessed, 1), 3), "tokens_per_step": round(per_step, 3)}
+            print(json.dumps(row | {"tokens": len(counts) + accepted, "gain_by_rows": gains}), flush=True)
+
+
+def sampled(options: GuessesOptions, name: str) -> list[tuple[list[int], list[list[int]], list[list[int]]]]:
+    """Return (prompt, samples of an earlier step, samples) of each prompt."""
+    recipe, task = RECIPES["demo"](), TASKS[name]
+    config = dataclasses.replace(
+        recipe,
+        model=resolve_device(recipe.model),
+        task=recipe.task if task is None else task,
+        sample=SampleConfig(max_tokens=recipe.sample.max_tokens if task is None else options.max_tokens),
+    )
+    tokenizer, rows = load_task(config)
+    engine = load_sampler(config, tokenizer)[1]
+    prompts_P = rows.train_prompts(0, options.num_prompts)
+    settings = {"num_samples": options.num_samples, "sampling": sampling_of(config), "seed": config.seed}
+    earlier, now = (engine.generate(prompts_P, step=step, **settings) for step in range(2))
+    return [
+        (a.prompt.tokens_T, [s.tokens_T for s in a.samples_G], [s.tokens_T for s in b.samples_G])
+        for a, b in zip(earlier, now, strict=True)
+    ]
+
+
+def verifications(
+    prompt_T: list[int], earlier: list[list[int]], samples: list[list[int]], most: int
+) -> Iterator[tuple[int, int]]:
+    """Yield (guessed, accepted) of each verification of each sample; its siblings are as long as it is."""
+    for index, sample in enumerate(samples):
+        siblings = [s for other, s in enumerate(samples) if other != index]
+        done = 0
+        while done < len(sample):
+            so_far = prompt_T + sample[:done]
+            guesses = guess(so_far, [*earlier, *(s[:done] for s in siblings), so_far], most)
+            room = len(sample) - done - 1  # the last token is sampled in any case
+            accepted = 0
+            while accepted < min(len(guesses), room) and guesses[accepted] == sample[done + accepted]:
+                accepted += 1
+            yield len(guesses), accepted
+            done += accepted + 1
+
+
+def guess(text_T: list[int], sources: list[list[int]], most: int) -> list[int]:
+    """Return up to `most` tokens that followed the text's longest suffix elsewhere; later sources first."""
+    for length in _SUFFIX_TOKENS:
+        suffix = text_T[-length:]
+        if len(suffix) < length:
+            continue
+        for source in reversed(sources):
+            for start in range(len(source) - length - 1, -1, -1):
+                if source[start : start + length] == suffix:
+                    return source[start + length : start + length + most]
+    return []
+
+
+def step_ms_by_rows() -> dict[int, float]:
+    """Return the time of a decode step by its rows."""
+    case = {"bench": "decode", "shape": "qwen2.5-7b", "provider": "qerl-nvfp4", "lora_rank": 32, "kv": "bf16"}
+    case |= {"head": "bf16", "noise_sigma": 0.0, "group_size": 1}
+    rows = read_rows(ROOT / RESULTS)
+    found = [row for row in rows if all(row.get(name) == value for name, value in case.items())]
+    return {row["batch"]: row["step_ms"] for row in found}  # the newest are last
+
+
+def gain_of(ms_by_rows: dict[int, float], rows: int, num_guesses: int) -> float:
+    """Return step_ms(rows) / step_ms(rows * (1 + num_guesses))."""
+    known = sorted(ms_by_rows)
+    plain, wide = np.interp([rows, rows * (1 + num_guesses)], known, [ms_by_rows[n] for n in known])
+    return float(plain / wide)
