@@ -26,6 +26,8 @@ from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cubin import KernelUse, kernels_of
 from qerl.kernels.decode_attention import DecodeAttention, LayerCache
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.delta_net_step import DeltaNetStep, DeltaWeights, Gates
+from qerl.kernels.gated_delta_net import DeltaShape
 from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
@@ -98,7 +100,7 @@ def _table(cards: list[CudaArchitecture], uses: dict[str, dict[KernelVariant, Ke
 
 def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[KernelVariant]:
     every = (*learner_variants(card), *mixture_variants(card), *portable_product.variants(card))
-    found = dict.fromkeys(every)
+    found = dict.fromkeys((*every, *delta_variants(shape("qwen3.5-9b"), card, 8)))
     kinds: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
     for model, rows, kv in itertools.product(options.shapes, options.rows, kinds):
         step = decode_variants(
@@ -216,11 +218,21 @@ def decode_variants(
     with _pretended(card), dry_run() as variants:
         state = DecodeState.empty(rows, _PAGES, 1, _META)
         _attend(a, state, _KV[kv])
+        if a.delta is not None:
+            _step_delta(a, a.delta, state, rank)
         _multiply(a, card, rows, rank, noise_table)
         for format in heads if card.has_wgmma else ():
             head = HeadSample(_head(format, a), rows, _META)
             stop, temperature = _tensor(1, dtype=torch.int32), _tensor(1, dtype=torch.float32)
             head.step(_tensor(rows, a.width), state, stop, temperature)
+    return list(variants)
+
+
+def delta_variants(a: Architecture, card: CudaArchitecture, rows: int) -> list[KernelVariant]:
+    """Return the kernels of Gated DeltaNet alone."""
+    assert a.delta is not None
+    with _pretended(card), dry_run() as variants:
+        _step_delta(a, a.delta, DecodeState.empty(rows, _PAGES, 1, _META), rank=32)
     return list(variants)
 
 
@@ -241,15 +253,32 @@ def _attend(
     a: Architecture, state: DecodeState, dtype: torch.dtype, options: AttentionOptions = PLAIN
 ) -> None:
     rows, heads = len(state.positions_B), (a.num_heads, a.num_kv_heads, a.head_size)
-    attention = DecodeAttention(*heads, _PAGE, dtype, rows, _PAGES, _META)
+    gated = a.attention_gate
+    attention = DecodeAttention(*heads, _PAGE, dtype, rows, _PAGES, _META, is_gated=gated)
     pages = (_PAGES, _PAGE, a.num_kv_heads)
     cache = LayerCache(_tensor(*pages, a.head_size, dtype=dtype), _tensor(*pages, a.head_size, dtype=dtype))
     if dtype != torch.bfloat16:
         scales = _tensor(*pages, dtype=torch.float32)
         cache = dataclasses.replace(cache, k_scales=scales, v_scales=scales)
-    qkv_BX = _tensor(rows, (a.num_heads + 2 * a.num_kv_heads) * a.head_size)
-    angles = _tensor(_PAGE * _PAGES, a.head_size, dtype=torch.float32)
+    qkv_BX = _tensor(rows, (a.num_heads * (1 + gated) + 2 * a.num_kv_heads) * a.head_size)
+    angles = _tensor(_PAGE * _PAGES, a.rotated, dtype=torch.float32)
     attention.attend_together(qkv_BX, angles, cache, state, options=options)
+
+
+def _step_delta(a: Architecture, shape: DeltaShape, state: DecodeState, rank: int) -> None:
+    """Launch the step of Gated DeltaNet with and without adapters of its gates."""
+    rows, n = len(state.positions_B), shape.num_value_heads
+    is_by_head = a.delta_projections == "by_head"
+    kernel = DeltaNetStep(shape, rows, _META, is_by_head=is_by_head)
+    wide = dict.fromkeys(("a_log_N", "dt_bias_N"), _tensor(n, dtype=torch.float32))
+    conv_CW = _tensor(shape.channels, shape.num_taps, dtype=torch.float32)
+    norm_V = _tensor(shape.value_size, dtype=torch.float32)
+    weights = DeltaWeights(conv_CW=conv_CW, norm_V=norm_V, eps=1e-6, **wide)
+    slots = _tensor(2, *shape.conv_shape), _tensor(2, *shape.state_shape, dtype=torch.float32)
+    y_BX, plain = _tensor(rows, shape.channels + shape.value_width), Gates(x_BN=_tensor(rows, 2 * n))
+    u_BR, b_NR = _tensor(rows, rank * (1 if is_by_head else 2)), _tensor(2 * n, rank)
+    for gates in (plain, dataclasses.replace(plain, u_BR=u_BR, b_NR=b_NR)):
+        kernel.step(y_BX, gates, weights, *slots, state)
 
 
 def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noise_table: bool) -> None:
@@ -259,7 +288,8 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
     weight, rows_B = _tensor(a.width, dtype=torch.float32), _tensor(rows, dtype=torch.int32)
     noise = _tensor(4, a.width, dtype=torch.float32) if noise_table else weight
     rows_M = rows_B if noise_table else None
-    for group in layer_spec(a).groups:
+    attention = next(kind for kind in a.kinds if kind.mixer == "attention")
+    for group in layer_spec(a, attention).groups:
         x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank)
         if adapter is not None and not (card.has_wgmma and pays_to_make_u(rows, group.num_weights)):
             if group.input_from is not None and group.in_width == a.width:

@@ -17,11 +17,13 @@ STEPS = {  # model, rows, cache, whether each row has its own noise
     "7b": ("qwen2.5-7b", 64, "bf16", False),
     "half": ("qwen2.5-0.5b", 8, "fp8", True),
     "wide": ("qwen2.5-72b", 256, "fp8", False),
+    "hybrid": ("qwen3.5-9b", 64, "bf16", False),
 }
 CASES = (  # each architecture once, and the widest tiles on the smallest card and on Hopper
     *(("7b", name) for name in TESTED if name != "sm_86"),
     *(("half", name) for name in ("sm_86", "sm_90a", "sm_120a")),
     *(("wide", name) for name in ("sm_86", "sm_90a")),
+    ("hybrid", "sm_86"),
 )
 
 
@@ -48,6 +50,7 @@ def test_a_decode_steps_kernels_fit(step, name):
     variants = matrix.decode_variants(shape(model), card, rows, rank=32, kv=kv, noise_table=noise_table)
     files = {variant.file for variant in variants}
     assert files >= {"decode_attention.cu", "decode_attention_write.cu"}
+    assert ("delta_net_step.cu" in files) == (shape(model).delta is not None)
     hopper = {"nvfp4_decode.cu", "lora_shrink.cu", "head_sample.cu"}
     assert (files & hopper == hopper) == card.has_wgmma and (files & hopper == set()) != card.has_wgmma
     assert not faults_of(variants, card)
@@ -74,6 +77,15 @@ def test_attention_of_every_model_fits_every_card(name):
         for variant in matrix.attention_variants(a, card, rows, kv):
             assert variant.shared_bytes <= card.shared_bytes
             assert card.resident_ctas(variant.threads, 255, variant.shared_bytes) >= 2
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_the_step_of_gated_deltanet_fits_twice(name):
+    """Two CTAs keep 128 KB of states in registers and load one while they write the other."""
+    card = ARCHITECTURES[name]
+    uses = matrix.measure(matrix.delta_variants(SHAPES["qwen3.5-9b"], card, 8), card)
+    assert len(uses) == 2 and not [fault for v, use in uses.items() for fault in matrix.faults(v, use, card)]
+    assert all(use.local_bytes == 0 and matrix.resident(v, use, card) >= 2 for v, use in uses.items())
 
 
 @pytest.mark.parametrize("name", ["sm_86", "sm_90a"])

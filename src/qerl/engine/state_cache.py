@@ -53,6 +53,11 @@ class StateCache:
         """Device memory that the cache keeps while it is not present."""
         return self.num_bytes if self._memory.is_kept else 0
 
+    def of_layer(self, layer_index: int) -> tuple[Tensor, Tensor]:
+        """Return views of the slots of one layer, [num_slots + 1, W - 1, C] and [num_slots + 1, N, H, V]."""
+        place = self._places[layer_index]
+        return self.conv[place], self.state[place]
+
     def read(self, layer_index: int, slots_S: Tensor, is_new_S: Tensor | None = None) -> DeltaState:
         """Return copies of these slots; zeros where is_new_S, at the beginning of a sequence."""
         place, found = self._places[layer_index], []

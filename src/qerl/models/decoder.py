@@ -259,8 +259,11 @@ class Layer(nn.Module):
         return self.mlp.stacks if isinstance(self.mlp, MixtureMLP) else ()
 
     def tile(self) -> None:
-        """Put weights that fit into the decode kernel's tiles (packed_linear.py); free their plain form."""
+        """Put weights that fit into the decode kernel's tiles (packed_linear.py); free their plain form. The
+        gates of Gated DeltaNet are too narrow and stay as they are."""
         for group, linears in zip(self.spec.groups, self.linear_groups, strict=True):
+            if group.name == "qkv" and isinstance(self.mixer, GatedDeltaNet):
+                linears = self.mixer.wide_projs
             tile_linears(linears, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
         if isinstance(self.mlp, MixtureMLP):
             gate_up, down = self.mlp.stacks

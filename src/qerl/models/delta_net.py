@@ -88,6 +88,16 @@ class GatedDeltaNet(nn.Module):
         return tuple(self.get_submodule(name) for name in self._inputs)  # type: ignore[return-value]
 
     @property
+    def wide_projs(self) -> tuple[QuantLinear, ...]:
+        """Of these, the linears of q | k | v and z."""
+        return self.qkv_projs[: 1 if self._is_by_head else 2]
+
+    @property
+    def gate_projs(self) -> tuple[QuantLinear, ...]:
+        """The linears of b and a."""
+        return self.qkv_projs[len(self.wide_projs) :]
+
+    @property
     def o_proj(self) -> QuantLinear:
         linear = self.out_proj
         assert isinstance(linear, QuantLinear)

@@ -22,8 +22,10 @@ from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.errors import UserError
 from qerl.formats import BF16, FP8, INT8, MXFP4, NF4, NVFP4, FP8Flow, PackedWeight
 from qerl.formats.stack import PackedStack
+from qerl.kernels.gated_delta_net import DeltaShape
 from qerl.models.architecture import Architecture, LayerKind, Mixture, Rope
-from qerl.models.decoder import Decoder, Layer
+from qerl.models.decoder import Attention, Decoder, Layer
+from qerl.models.delta_net import GatedDeltaNet
 from qerl.models.device import has_tile_kernels
 from qerl.models.layer_spec import check_dense
 from qerl.models.linear import QuantLinear
@@ -161,7 +163,32 @@ def _qwen3_moe(
     )
 
 
+def _qwen3_5(
+    num_layers: int, width: int, num_heads: int, num_kv_heads: int, ff_width: int, num_value_heads: int
+) -> Architecture:
+    """Every fourth layer has gated attention, the others Gated DeltaNet."""
+    plain = _qwen3(num_layers, width, num_heads, num_kv_heads, ff_width, theta=1e7)
+    delta = DeltaShape(
+        num_key_heads=16, num_value_heads=num_value_heads, key_size=128, value_size=128, num_taps=4
+    )
+    return dataclasses.replace(
+        plain,
+        family="Qwen3_5ForCausalLM",
+        head_size=256,
+        vocab_size=248_320,
+        max_positions=262_144,
+        rope=dataclasses.replace(plain.rope, original_positions=262_144),
+        qk_norm=True,
+        rotary_size=64,
+        attention_gate=True,
+        norm_offset=1.0,
+        layer_kinds=((LayerKind(mixer="delta"),) * 3 + (LayerKind(),)) * (num_layers // 4),
+        delta=delta,
+    )
+
+
 SHAPES |= {
+    "qwen3.5-9b": _qwen3_5(32, 4096, 16, 4, 12_288, 32),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 4, 768),
@@ -220,8 +247,7 @@ def random_decoder(
                 _fill(linear, format if group.is_quantized else "bf16", rank if has_adapter else None, rng)
         for experts in layer.experts:
             _fill_experts(experts, format, rng)
-        for sinks in (buffer for name, buffer in layer.named_buffers() if name.endswith("sinks")):
-            sinks.normal_(0, 1, generator=rng)
+        _fill_mixer(layer.mixer, rng)
         if is_tiled:
             layer.tile()
     return decoder
@@ -269,6 +295,19 @@ def _fill(linear: QuantLinear, format: str, rank: int | None, rng: torch.Generat
         bound = 1 / math.sqrt(k)
         a_RK = torch.empty(rank, k, device=rng.device).uniform_(-bound, bound, generator=rng)
         linear.add_adapter(a_RK, _normal((n, rank), _STD, torch.float32, rng), _LORA_ALPHA / rank)
+
+
+def _fill_mixer(mixer: Attention | GatedDeltaNet, rng: torch.Generator) -> None:
+    """Fill all but linears and norms. Decays are exp(-A softplus(a + 1)), A uniform from 0 to 16, as models
+    with Gated DeltaNet begin."""
+    if isinstance(mixer, Attention):
+        if mixer.sinks is not None:
+            mixer.sinks.normal_(0, 1, generator=rng)
+        return
+    bound = mixer.shape.num_taps**-0.5
+    mixer.conv1d.weight.uniform_(-bound, bound, generator=rng)
+    mixer.A_log.uniform_(0, 16, generator=rng).log_()
+    mixer.dt_bias.fill_(1)
 
 
 def _fill_experts(experts: ExpertLinear, format: str, rng: torch.Generator) -> None:

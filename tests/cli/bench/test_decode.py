@@ -65,6 +65,7 @@ def test_a_row_has_its_share_of_the_limit():
         ORIGIN,
     )
     assert row["bench"] == "decode" and row["floor_fraction"] == pytest.approx(0.25, abs=1e-4)
+    assert row["floor_ms"] == pytest.approx(1e3 * 8 / 8016, abs=1e-4)
 
 
 def test_the_options_head_is_the_rows():

@@ -81,3 +81,15 @@ def test_a_packed_head_counts_in_its_own_format_and_another_in_the_linears():
 def test_fp8_halves_what_the_cache_costs():
     cache_ms = 8 * 768 * 57_344 / 4.5e12 * 1e3
     assert step_ms(8) - step_ms(8, kv="fp8") == pytest.approx(cache_ms / 2)
+
+
+def test_a_hybrid_reads_and_writes_its_states():
+    """24 layers of 2 MiB of state in fp32 and 3 inputs of the convolution; 8 layers have a cache."""
+    mlp, out, head = 3 * 4096 * 12_288, 4096 * 4096, 248_320 * 4096
+    delta, attention = 4096 * (8192 + 4096 + 64) + out + mlp, 4096 * (8192 + 2 * 1024) + out + mlp
+    weights = 24 * delta + 8 * attention + head
+    state, token = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2), 8 * 2 * 4 * 256 * 2
+    for batch in (8, 64):
+        read = 0.5625 * weights + batch * (2 * state + (256 + 512) * token)
+        found = step_ms(batch, shape="qwen3.5-9b", lora_rank=0)
+        assert found == pytest.approx(1e3 * read / 4.5e12, rel=1e-9)

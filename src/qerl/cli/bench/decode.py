@@ -4,6 +4,7 @@
     step_ms    (wall-clock time - prefill) / decode steps
     prefill_s  time of the prefill
     compile_s  part of start_s: compiling num_compiled kernels in parallel, before the first step
+    floor_ms   least time of a mean step (roofline.py); floor_fraction is its share of batch / tok_per_s
     start_s    time until the engine has sampled for the first time: making the weights on the device (they
                are not read from a disk), compiling kernels or loading them from the cache, recording graphs
                and sampling a few tokens; without imports
@@ -157,8 +158,9 @@ def _generate(engine: Engine, case: DecodeCase, prompts_P: list[Prompt], max_tok
 
 
 def make_row(case: DecodeCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    limit, fraction = LIMITS.get(origin.gpu), None
+    limit, floor = LIMITS.get(origin.gpu), {"floor_ms": None, "floor_fraction": None}
     if limit is not None:
         least_ms = step_floor_ms(limit, shape(case.shape), case)
-        fraction = round(figures["tok_per_s"] * least_ms / 1e3 / case.batch, 4)
-    return {"bench": "decode"} | dataclasses.asdict(case) | figures | {"floor_fraction": fraction}
+        fraction = figures["tok_per_s"] * least_ms / 1e3 / case.batch
+        floor = {"floor_ms": round(least_ms, 4), "floor_fraction": round(fraction, 4)}
+    return {"bench": "decode"} | dataclasses.asdict(case) | figures | floor

@@ -2,19 +2,23 @@
 
     floor = max(bytes / read bandwidth,  operations / matrix rate)
 
-    bytes = weights + head + adapter + KV cache    operations = 2 batch (weights + head + adapter)
+    bytes = weights + head + adapter + KV cache + 2 states    operations = 2 batch (weights + head + adapter)
 
 Weights count in their format, and so does a packed head; a bfloat16 head counts in the format of the
 linears. The adapter counts in bfloat16. The cache counts at the mean context of a sample, prompt +
-max_tokens / 2, where samples share their prompt. Attention's operations and activations are left out.
+max_tokens / 2, where samples share their prompt. Recurrent
+states are read and written once a sample. Attention's operations and activations are left out.
 tests/cli/bench/test_roofline.py checks it by hand.
 """
 
 import dataclasses
 from typing import Protocol
 
+import torch
+
 from qerl import formats
 from qerl.cli.bench.case import FORMATS, DecodeCase
+from qerl.engine.state_cache import slot_bytes
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import layer_specs
 
@@ -65,6 +69,7 @@ def rows_floor_ms(
     token_bytes = 2 * len(a.layers_with("attention")) * a.num_kv_heads * a.head_size * _KV_BYTES[case.kv]
     num_bytes = weights * formats.FORMATS[format].bytes_per_weight + adapter * ADAPTER_BYTES
     num_bytes += head_weights * formats.FORMATS[format if case.head == "bf16" else case.head].bytes_per_weight
+    num_bytes += 2 * num_rows * slot_bytes(a, torch.bfloat16)  # states, read and written
     num_flop = 2 * num_rows * (weights + head_weights + adapter)
     return limit.least_ms(num_bytes + cached_tokens * token_bytes, num_flop)
 
