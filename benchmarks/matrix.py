@@ -176,6 +176,12 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         *norms,
         *(KernelVariant("rotary.cu", "rotate", (("HEAD", h), ("THREADS", 128)), 128, 0) for h in (64, 128)),
         *(KernelVariant("swiglu.cu", name, (), 256, 0) for name in swiglus),
+        *(KernelVariant("stack_unpack.cu", "stack_unpack", (("BLOCK", b),), 256, 0) for b in (16, 32)),
+        *(KernelVariant("routing.cu", f"gather_{name}", (), 256, 0) for name in ("fp32", "bf16", "backward")),
+        *(
+            KernelVariant("clamped_swiglu.cu", f"clamped_swiglu{name}", (), 256, 0)
+            for name in ("", "_backward")
+        ),
         KernelVariant("logprob.cu", "logprob", (("THREADS", 1024),), 1024, 0),
         *(
             KernelVariant("tile_unpack.cu", "tile_unpack", (("FORMAT", layout.define),), 256, 0)

@@ -16,6 +16,7 @@ GROUPED = {"MT": 8, "WR": 4, "R16": 1, "KB": 192, "STAGES": 4, "CTAS": 3}
 PORTABLE = {"MT": 8, "WR": 4, "WM": 1, "R16": 1, "KB": 256, "STAGES": 4, "CTAS": 2, "RANK": 16}
 
 CONFIGURATIONS = (
+    ("clamped_swiglu.cu", {}),
     ("decode_attention.cu", ATTENTION | {"FP8": 0, "STAGES": 4, "CTAS": 6}),
     ("decode_attention.cu", ATTENTION | {"FP8": 1, "STAGES": 4, "CTAS": 6}),
     ("decode_attention_write.cu", ATTENTION | {"FP8": 1}),
@@ -36,6 +37,9 @@ CONFIGURATIONS = (
     *(("portable_product.cu", PORTABLE | {"SWIGLU": s, "FORMAT": f}) for f in range(4) for s in (0, 1)),
     ("rms_norm.cu", {"WIDTH": 96, "THREADS": 32, "X_BYTES": 4, "TABLE": 1}),
     ("rotary.cu", {"HEAD": 64, "THREADS": 128}),
+    ("routing.cu", {}),
+    ("stack_unpack.cu", {"BLOCK": 16}),
+    ("stack_unpack.cu", {"BLOCK": 32}),
     ("swiglu.cu", {}),
 )
 

@@ -9,7 +9,7 @@ from conftest import rms_error
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS, MXFP4, NVFP4
 from qerl.formats.stack import PackedStack
-from qerl.kernels import clamped_swiglu, grouped_linear, routing
+from qerl.kernels import clamped_swiglu, expert_product, grouped_linear, routing, stack_unpack
 from qerl.kernels.grouped_linear import GroupedAdapter
 
 FORMATS_TRIED = ("nvfp4", "mxfp4", "nf4", "int8", "bf16")
@@ -43,7 +43,7 @@ def test_the_product_and_its_gradients_are_the_references(name, case, rng):
     with torch.enable_grad():
         got = grouped_linear.grouped_linear(x_SK, offsets, stack, bias_EN=bias_EN, adapter=adapter)
         masters = adapter.a_ERK, adapter.b_ENR
-        want = grouped_linear.reference(x_SK, offsets.tolist(), weights, bias_EN, *masters, adapter.scaling)
+        want = grouped_linear.reference(x_SK, offsets.tolist(), weights, bias_EN, *masters, 0.5)
         seen = torch.randn(want.shape, generator=rng)
         inputs = x_SK, *masters
         ours = torch.autograd.grad((got * seen).sum(), inputs)
@@ -165,3 +165,139 @@ def test_the_clamped_swiglu_and_its_gradients_are_the_references(T, F, rng):
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
     assert not ours[0][inputs[0] > 0.7].any() and not ours[1][inputs[1].abs() > 0.7].any()
+
+
+def gradients_of(work, inputs, seed):
+    with torch.enable_grad():
+        y = work()
+        rng = torch.Generator(y.device).manual_seed(seed)
+        seen = torch.randn(y.shape, generator=rng, device=y.device)
+        return y, *torch.autograd.grad((y.double() * seen).sum(), inputs)
+
+
+@pytest.mark.parametrize("limit", (1 << 29, 64 * 96 * 4 * 2), ids=("one_part", "parts_of_two"))
+@pytest.mark.parametrize("nums", ((6, 6), (1, 6), (6, 1)), ids=("per_expert", "shared_a", "shared_b"))
+@pytest.mark.parametrize("name", ("nvfp4", "mxfp4", "bf16"))
+def test_expert_products_and_their_gradients_are_the_references(name, nums, limit, rng, monkeypatch):
+    monkeypatch.setattr(expert_product, "BUFFER_BYTES", limit)
+    rows, (k, n, rank) = (3, 0, 7, 1, 0, 5), (96, 64, 4)
+    stack, adapter = stack_of(FORMATS[name], 6, n, k, rng, spread=3.0), adapter_of(*nums, n, k, rank, rng)
+    bias_EN, x_SK = torch.randn(6, n, generator=rng), torch.randn(16, k, generator=rng, requires_grad=True)
+    ends, weights = offsets_of(rows).tolist(), torch.stack([stack[e].decode() for e in range(6)])
+    masters = adapter.a_ERK, adapter.b_ENR
+    found = gradients_of(
+        lambda: expert_product.multiply(x_SK, ends, stack, bias_EN, adapter), (x_SK, *masters), 1
+    )
+    wanted = gradients_of(
+        lambda: grouped_linear.reference(x_SK, ends, weights, bias_EN, *masters, 0.5),
+        (x_SK, *masters),
+        1,
+    )
+    for mine, other in zip(found, wanted, strict=True):
+        assert rms_error(mine, other) < 1e-6
+
+
+def test_a_buffer_holds_what_its_bytes_allow_and_at_least_one_expert():
+    assert expert_product.buffer_experts(128, 5760, 2880) == (1 << 29) // (5760 * 2880 * 2) == 16
+    assert expert_product.buffer_experts(8, 1 << 15, 1 << 15) == 1
+    assert expert_product.buffer_experts(4, 64, 64) == 4
+
+
+def test_a_stack_is_unpacked_into_the_buffer_by_the_chosen_weights(rng):
+    for name, num, n, k in stack_unpack.CASES:
+        stack, chosen = stack_of(FORMATS[name], num, n, k, rng), [0, num - 1]
+        buffer = torch.full((num, n, k), float("nan"))
+        got = stack_unpack.unpack_stack(stack, chosen, torch.tensor(chosen, dtype=torch.int32), buffer)
+        assert torch.equal(got.double(), stack_unpack.reference(stack, chosen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(len(stack_unpack.CASES)))
+def test_the_kernel_unpacks_every_weight_exactly(case, device):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    name, num, n, k = stack_unpack.CASES[case]
+    rng = torch.Generator().manual_seed(case)
+    stack, chosen = stack_of(FORMATS[name], num, n, k, rng, spread=3.0).to("cuda"), [0, num - 1]
+    buffer = torch.full((num, n, k), float("nan"), dtype=torch.bfloat16, device="cuda")
+    chosen_G = torch.tensor(chosen, dtype=torch.int32, device="cuda")
+    got = stack_unpack.unpack_stack(stack, chosen, chosen_G, buffer)
+    assert torch.equal(got.double(), stack_unpack.reference(stack, chosen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nums", ((6, 6), (1, 6), (6, 1)), ids=("per_expert", "shared_a", "shared_b"))
+@pytest.mark.parametrize("name", ("nvfp4", "mxfp4", "bf16"))
+def test_on_a_gpu_expert_products_lose_what_torch_loses(name, nums, monkeypatch, device):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    rng, rows, (k, n, rank) = torch.Generator().manual_seed(0), (33, 0, 70, 1, 0, 150), (320, 256, 4)
+    monkeypatch.setattr(expert_product, "BUFFER_BYTES", k * n * 2 * 2)
+    stack = stack_of(FORMATS[name], 6, n, k, rng, spread=2.0).to("cuda")
+    cpu = adapter_of(*nums, n, k, rank, rng)
+    masters = [m.detach().cuda().bfloat16().float().requires_grad_() for m in cpu[:2]]
+    adapter = GroupedAdapter(*masters, *(m.detach().bfloat16() for m in masters), 0.5)
+    bias_EN = torch.randn(6, n, generator=rng).cuda().bfloat16()
+    x_SK = torch.randn(sum(rows), k, generator=rng).cuda().bfloat16().requires_grad_()
+    ends, weights = offsets_of(rows).tolist(), torch.stack([stack[e].decode() for e in range(6)])
+    inputs = x_SK, *masters
+    assert expert_product.can_multiply(x_SK, stack)
+    offsets = offsets_of(rows).cuda()
+    found = gradients_of(
+        lambda: grouped_linear.grouped_linear(x_SK, offsets, stack, bias_EN=bias_EN, adapter=adapter),
+        inputs,
+        1,
+    )
+    wanted = gradients_of(
+        lambda: grouped_linear.reference(x_SK, ends, weights, bias_EN, *masters, 0.5), inputs, 1
+    )
+    monkeypatch.setattr(grouped_linear, "can_multiply", lambda x, stack: False)
+    plain = gradients_of(
+        lambda: grouped_linear.grouped_linear(x_SK, offsets, stack, bias_EN=bias_EN, adapter=adapter),
+        inputs,
+        1,
+    )
+    for what, mine, other, torchs in zip(("y", "dx", "da", "db"), found, wanted, plain, strict=True):
+        error, theirs = rms_error(mine, other), rms_error(torchs, other)
+        print(f"{name} {what} {error:.2e} torch {theirs:.2e}")
+        assert error <= 1.1 * max(theirs, 2.0**-9), what
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "E", "k", "D"), ((5, 4, 2, 64), (64, 32, 4, 2880), (9, 8, 3, 4104)))
+def test_on_a_gpu_sums_over_a_tokens_rows_and_their_gradients_are_the_references(T, E, k, D, device):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    rng = torch.Generator("cuda").manual_seed(0)
+    x_TD = torch.randn(T, D, generator=rng, device="cuda").bfloat16().requires_grad_()
+    logits_TE = torch.randn(T, E, generator=rng, device="cuda", requires_grad=True)
+    ids_TK = routing.choose(logits_TE, k)
+    rows = routing.sort_rows(ids_TK, E)
+
+    def work(x, dtype):
+        weights_TK = routing.weigh(logits_TE, ids_TK, "chosen").to(dtype)
+        if dtype == torch.float32:
+            return routing.combine(routing.spread(x, rows, k) * 2, weights_TK, rows)
+        return (2 * x[:, None] * weights_TK[..., None]).sum(1)
+
+    found = gradients_of(lambda: work(x_TD, torch.float32), (x_TD, logits_TE), 1)
+    wanted = gradients_of(lambda: work(x_TD.double(), torch.float64), (x_TD, logits_TE), 1)
+    for mine, other, most in zip(found, wanted, (1e-6, 4e-3, 1e-5), strict=True):
+        assert rms_error(mine, other) < most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "F"), clamped_swiglu.CASES)
+def test_on_a_gpu_the_clamped_swiglu_of_pairs_and_its_gradient_are_the_references(T, F, device):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    rng, settings = torch.Generator("cuda").manual_seed(0), {"alpha": 1.702, "limit": 0.7}
+    x_T2F = torch.randn(T, 2 * F, generator=rng, device="cuda").bfloat16().requires_grad_()
+    found = gradients_of(lambda: clamped_swiglu.clamped_swiglu_pairs(x_T2F, **settings), (x_T2F,), 1)
+    wanted = gradients_of(
+        lambda: clamped_swiglu.reference(*x_T2F.double().unflatten(1, (-1, 2)).unbind(2), **settings),
+        (x_T2F,),
+        1,
+    )
+    for mine, other in zip(found, wanted, strict=True):
+        assert rms_error(mine, other) < 2.0**-8

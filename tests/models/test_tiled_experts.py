@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from conftest import rms_error
 from qerl.formats import MXFP4, NVFP4
 from qerl.formats.stack import PackedStack
+from qerl.kernels import expert_product, grouped_linear
 from qerl.kernels.nvfp4_decode import swiglu_order
 from qerl.models.layer_spec import ExpertSpec
 from qerl.models.mixture import ExpertLinear
@@ -63,3 +65,39 @@ def test_what_does_not_fit_tiles_stays_as_it_is():
     experts, plain = experts_of(MXFP4)
     plain.parts["scales"][1, 5] = torch.tensor([90, 130])
     assert not tile_experts(experts, ExpertRows.PLAIN) and experts.weight is plain
+
+
+@pytest.mark.parametrize("rows", ExpertRows)
+@pytest.mark.parametrize("kind", (NVFP4, MXFP4))
+def test_experts_that_follow_each_other_are_unpacked_at_once_and_multiplied_by_one_product(kind, rows, rng):
+    spec = ExpertSpec(name="mlp.experts.x", num_experts=6, in_width=64, out_width=128, has_bias=False)
+    experts = ExpertLinear(spec, torch.float32, torch.device("cpu"))
+    plain = PackedStack.of(6, (kind.encode(torch.randn(128, 64, generator=rng) * 3.0**e) for e in range(6)))
+    experts.load_weight(plain)
+    assert tile_experts(experts, rows)
+    tiled = experts.weight
+    out = torch.full((3, 128, 64), float("nan"))
+    tiled.unpack_range(2, out)
+    assert torch.equal(out, torch.stack([tiled[e].operand(torch.float32) for e in (2, 3, 4)]))
+    if kind is MXFP4:
+        assert torch.equal(tiled.alpha_E.log2(), tiled.alpha_E.log2().round())
+    ends, x_SK = [0, 3, 3, 10, 11, 11, 16], torch.randn(16, 64, generator=rng)
+    weights = torch.stack([plain[e].decode() for e in range(6)])
+    want = grouped_linear.reference(x_SK, ends, weights, None, None, None, 0.0)
+    assert rms_error(expert_product.multiply(x_SK, ends, tiled, None, None), want) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ExpertRows)
+def test_on_a_gpu_a_range_of_experts_is_unpacked_exactly(rows, rng, device):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    spec = ExpertSpec(name="mlp.experts.x", num_experts=6, in_width=192, out_width=256, has_bias=False)
+    experts = ExpertLinear(spec, torch.bfloat16, device)
+    weights = (NVFP4.encode(torch.randn(256, 192, generator=rng).to(device)) for _ in range(6))
+    experts.load_weight(PackedStack.of(6, weights))
+    want = torch.stack([experts.weight[e].operand(torch.bfloat16) for e in range(6)])
+    assert tile_experts(experts, rows)
+    out = torch.full((3, 256, 192), float("nan"), dtype=torch.bfloat16, device=device)
+    experts.weight.unpack_range(2, out)
+    assert torch.equal(out, want[2:5])

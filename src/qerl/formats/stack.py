@@ -9,7 +9,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,10 +35,24 @@ class WeightStack(Protocol):
         ...
 
     @property
+    def alpha_E(self) -> Tensor:
+        """The same on the device, fp32 [E] or [E, N]."""
+        ...
+
+    @property
     def parts(self) -> dict[str, Tensor]: ...
 
     @property
     def num_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class RangeStack(Protocol):
+    """A stack with a kernel for weights that follow each other; alphas of rows are powers of two."""
+
+    def unpack_range(self, first: int, out: Tensor) -> None:
+        """Write the operands of the weights from `first` on to out [G, N, K], bfloat16."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,8 +95,12 @@ class PackedStack:
     @functools.cached_property
     def alphas(self) -> list[float] | Tensor:
         """The factors that the operands leave out: one for each weight, or fp32 [E, N]."""
-        alphas = torch.stack([self[index].alpha for index in range(len(self))])
-        return alphas.tolist() if alphas.dim() == 1 else alphas
+        return self.alpha_E.tolist() if self.alpha_E.dim() == 1 else self.alpha_E
+
+    @functools.cached_property
+    def alpha_E(self) -> Tensor:
+        """The same on the device, fp32 [E] or [E, N]."""
+        return torch.stack([self[index].alpha for index in range(len(self))])
 
     @property
     def num_bytes(self) -> int:

@@ -4,8 +4,9 @@
 
 for offsets[e] <= s < offsets[e + 1]. S rows (each token once for each of its experts), E experts, K input
 features, N outputs, R rank. A layer's experts are never unpacked whole: an expert that has rows is unpacked
-for its product, in the forward pass and again in the backward pass, and the one before it is freed. Experts
-without rows are not read. No sum runs over rows of two experts, so the order of every sum is fixed.
+for its product, in the forward pass and again in the backward pass, and the one before it is freed; on a GPU
+in bfloat16 some of them at a time (expert_product.py). Experts without rows are not read. No sum runs over
+rows of two experts, so the order of every sum is fixed.
 """
 
 import itertools
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats.stack import WeightStack
+from qerl.kernels.expert_product import can_multiply, multiply
 from qerl.kernels.lora_linear import Adapter, lora_linear
 
 CASES = (((0, 3, 0, 5), 64, 96, 4), ((1, 0, 0, 0), 64, 32, 1), ((9, 4, 17, 2), 128, 64, 8))  # rows, K, N, R
@@ -69,12 +71,16 @@ def grouped_linear(
     *,
     bias_EN: Tensor | None = None,
     adapter: GroupedAdapter | None = None,
+    ends: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return y_SN; differentiable in x and the adapter's masters. offsets: int64 [E + 1], from 0 to S."""
+    """Return y_SN; differentiable in x and the adapter's masters. offsets: int64 [E + 1], from 0 to S; ends:
+    the same as numbers, if they are known."""
     num_experts, num_outputs, in_width = experts.shape
-    ends = offsets.tolist()
+    ends = offsets.tolist() if ends is None else ends
     assert len(ends) == num_experts + 1 and ends[0] == 0 and ends[-1] == len(x_SK)
     assert x_SK.dim() == 2 and x_SK.shape[1] == in_width
+    if len(x_SK) and can_multiply(x_SK, experts):
+        return multiply(x_SK, ends, experts, bias_EN, adapter)
     adapters = [None] * num_experts if adapter is None else adapter.unbind(num_experts)
     alphas, parts = experts.alphas, []
     for e, x_sK in enumerate(x_SK.split([end - start for start, end in itertools.pairwise(ends)])):

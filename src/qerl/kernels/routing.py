@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from qerl.kernels import row_kernel
+
 CASES = ((1, 4, 2), (7, 8, 3), (64, 32, 4))  # T, E, k
 
 
@@ -38,25 +40,76 @@ def weigh(logits_TE: Tensor, ids_TK: Tensor, over: Literal["all", "chosen"]) -> 
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int) -> SortedRows:
-    flat_S = ids_TK.flatten()
-    order_S = flat_S.argsort(stable=True)
-    counts_E = torch.bincount(flat_S, minlength=num_experts)
-    assert len(counts_E) == num_experts, "an expert that there is not"
+    assert num_experts <= 256, "an expert's id is sorted as one byte"
+    flat_S, order_S = ids_TK.flatten().to(torch.uint8).sort(stable=True)
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-    return SortedRows(order_S, inverse_S, torch.nn.functional.pad(counts_E.cumsum(0), (1, 0)))
+    experts_E = torch.arange(num_experts + 1, device=order_S.device)
+    return SortedRows(order_S, inverse_S, torch.searchsorted(flat_S.to(torch.int64), experts_E))
 
 
 def spread(x_TD: Tensor, rows: SortedRows, num_chosen: int) -> Tensor:
-    """Return x_SD, sorted; its gradient sums a token's rows in the order of its experts."""
-    T, D = x_TD.shape
-    return x_TD[:, None].expand(T, num_chosen, D).reshape(-1, D)[rows.order_S]
+    """Return x_SD, sorted; its gradient sums a token's rows in the order of its experts, in fp32."""
+    return _Spread.apply(x_TD, rows.order_S, rows.inverse_S, num_chosen)
 
 
 def combine(y_SD: Tensor, weights_TK: Tensor, rows: SortedRows) -> Tensor:
     """Return the weighted sum over each token's experts, fp32 [T, D]."""
-    y_TKD = y_SD[rows.inverse_S].view(*weights_TK.shape, -1)
-    return (y_TKD.float() * weights_TK[..., None]).sum(1)
+    return _Combine.apply(y_SD, weights_TK, rows.inverse_S)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, order_S, inverse_S, num_chosen):
+        ctx.save_for_backward(inverse_S)
+        ctx.num_chosen = num_chosen
+        return x_TD.index_select(0, order_S // num_chosen)
+
+    @staticmethod
+    def backward(ctx, dx_SD):  # type: ignore[override]
+        (inverse_S,) = ctx.saved_tensors
+        return _sums(dx_SD.contiguous(), None, inverse_S, ctx.num_chosen, dx_SD.dtype), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_SD, weights_TK, inverse_S):
+        ctx.save_for_backward(y_SD, weights_TK, inverse_S)
+        return _sums(y_SD, weights_TK, inverse_S, weights_TK.shape[1], torch.float32)
+
+    @staticmethod
+    def backward(ctx, d_TD):  # type: ignore[override]
+        (y_SD, weights_TK, inverse_S), d_TD = ctx.saved_tensors, d_TD.contiguous()
+        dy_SD, dweights_TK = torch.empty_like(y_SD), torch.empty_like(weights_TK)
+        if row_kernel.are_vectors(y_SD) and len(y_SD):
+            parameters = y_SD, weights_TK, inverse_S, d_TD, dy_SD, dweights_TK, *_sizes(y_SD, weights_TK)
+            kernel = row_kernel.kernel("routing.cu", "gather_backward", y_SD.device)
+            kernel.launch(grid=len(y_SD), block_threads=256, parameters=parameters)
+            return dy_SD, dweights_TK, None
+        y_TKD = y_SD[inverse_S].view(*weights_TK.shape, -1)
+        dy_SD[inverse_S] = (d_TD[:, None] * weights_TK[..., None]).to(dy_SD.dtype).flatten(0, 1)
+        return dy_SD, (y_TKD.float() * d_TD[:, None]).sum(2), None
+
+
+def _sizes(y_SD: Tensor, weights_TK: Tensor) -> tuple[int, int]:
+    return weights_TK.shape[1], y_SD.shape[1]
+
+
+def _sums(
+    y_SD: Tensor, weights_TK: Tensor | None, inverse_S: Tensor, num_chosen: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the sum over each token's rows, times their weights, in fp32; rounded to dtype."""
+    S, D = y_SD.shape
+    if row_kernel.are_vectors(y_SD) and y_SD.is_contiguous() and S:
+        out_TD = torch.empty(S // num_chosen, D, dtype=dtype, device=y_SD.device)
+        name, blocks = f"gather_{'fp32' if dtype == torch.float32 else 'bf16'}", -(-D // 2048)
+        parameters = y_SD, weights_TK, inverse_S, out_TD, num_chosen, D, blocks
+        row_kernel.kernel("routing.cu", name, y_SD.device).launch(
+            grid=len(out_TD) * blocks, block_threads=256, parameters=parameters
+        )
+        return out_TD
+    y_TKD = y_SD[inverse_S].view(-1, num_chosen, D).float()
+    return (y_TKD if weights_TK is None else y_TKD * weights_TK[..., None]).sum(1).to(dtype)
 
 
 def reference(logits_TE: Tensor, num_chosen: int, over: Literal["all", "chosen"]) -> tuple[Tensor, Tensor]:

@@ -47,17 +47,21 @@ def unpack(
     layout: TileLayout = TileLayout.NVFP4,
     *,
     out: Tensor | None = None,
+    weight_rows: int | None = None,
 ) -> Tensor:
-    """Return the operand [N, K], written to `out` if given."""
+    """Return the operand [N, K], written to `out` if given. weight_rows: the rows of one weight, of several
+    below each other, each of which has gate and up of its own; None: it is one weight."""
     assert tiles.dtype == torch.uint8 and tiles.shape[2] == layout.tile_bytes and tiles.is_contiguous()
     shape = num_rows(tiles, rows), TILE_K * tiles.shape[1]
     if not tiles.is_cuda or dtype != torch.bfloat16:
-        plain = _plain_operand(tiles, rows, layout, dtype)
+        count = 1 if weight_rows is None else TILE_ROWS * len(tiles) // weight_rows
+        plain = torch.cat([_plain_operand(each, rows, layout, dtype) for each in tiles.chunk(count)])
         return plain if out is None else out.copy_(plain)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=tiles.device)
     assert out.shape == shape and row_kernel.are_vectors(out)
-    step, features = 16 if rows is UnpackRows.ALL else 8, shape[0] // 2
+    step, features = 16 if rows is UnpackRows.ALL else 8, (weight_rows or shape[0]) // 2
+    jump = features if rows is UnpackRows.GATE_UP else 0
     first, second = {
         UnpackRows.ALL: (0, 8),
         UnpackRows.GATE_UP: (0, features),
@@ -68,7 +72,7 @@ def unpack(
     kernel.launch(
         grid=len(tiles) * -(-tiles.shape[1] // 2),
         block_threads=256,
-        parameters=(tiles, out, tiles.shape[1], out.stride(0), step, first, second),
+        parameters=(tiles, out, tiles.shape[1], out.stride(0), step, first, second, features // 8, jump),
     )
     return out
 

@@ -9,13 +9,13 @@ compute dtype, so that rounding changes few routes. `Route` sees each layer's ch
 engine records with it, the learner replays.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from qerl.formats.stack import WeightStack
-from qerl.kernels.clamped_swiglu import clamped_swiglu
+from qerl.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
 from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
 from qerl.kernels.routing import choose, combine, sort_rows, spread, weigh
 from qerl.kernels.swiglu import swiglu
@@ -78,9 +78,9 @@ class ExpertLinear(nn.Module):
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def forward(self, x_SK: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, x_SK: Tensor, offsets: Tensor, ends: Sequence[int] | None = None) -> Tensor:
         assert self.weight is not None, "no weight was loaded"
-        return grouped_linear(x_SK, offsets, self.weight, bias_EN=self.bias, adapter=self.adapter)
+        return grouped_linear(x_SK, offsets, self.weight, bias_EN=self.bias, adapter=self.adapter, ends=ends)
 
 
 class Experts(nn.Module):
@@ -93,16 +93,21 @@ class Experts(nn.Module):
 
     def forward(self, x_SD: Tensor, offsets: Tensor) -> Tensor:
         """Return y_SD of rows sorted by expert."""
-        mixture, gate_up_SF = self._mixture, self.gate_up_proj(x_SD, offsets)
+        ends = offsets.tolist()
+        return self.down_proj(self._activated(self.gate_up_proj(x_SD, offsets, ends)), offsets, ends)
+
+    def _activated(self, gate_up_SF: Tensor) -> Tensor:
+        mixture = self._mixture
+        alpha, limit = mixture.swiglu_alpha, mixture.swiglu_limit
+        if mixture.is_interleaved and alpha is not None:
+            return clamped_swiglu_pairs(gate_up_SF, alpha=alpha, limit=limit)
         if mixture.is_interleaved:
             gate_SF, up_SF = gate_up_SF.unflatten(1, (-1, 2)).unbind(2)
         else:
             gate_SF, up_SF = gate_up_SF.chunk(2, 1)
-        if mixture.swiglu_alpha is None:
-            y_SF = swiglu(gate_SF, up_SF)
-        else:
-            y_SF = clamped_swiglu(gate_SF, up_SF, alpha=mixture.swiglu_alpha, limit=mixture.swiglu_limit)
-        return self.down_proj(y_SF, offsets)
+        if alpha is None:
+            return swiglu(gate_SF, up_SF)
+        return clamped_swiglu(gate_SF, up_SF, alpha=alpha, limit=limit)
 
 
 class MixtureMLP(nn.Module):

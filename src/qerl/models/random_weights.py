@@ -222,8 +222,10 @@ def random_decoder(
     seed: int,
     compute: torch.dtype = torch.bfloat16,
     head: str = "bf16",
+    expert_rank: int = 0,
 ) -> Decoder:
-    """Build a decoder whose adapter has this rank and a non-zero B; rank None adds no adapter."""
+    """Build a decoder whose adapter has this rank and a non-zero B; rank None adds no adapter, nor does an
+    expert_rank of 0 to the experts."""
     if format not in _WEIGHTS:
         raise UserError(f"random weights are supported in {', '.join(_WEIGHTS)}, not in {format}")
     if format == "fp8-flow":
@@ -246,7 +248,7 @@ def random_decoder(
                 has_adapter = group.name != "router"
                 _fill(linear, format if group.is_quantized else "bf16", rank if has_adapter else None, rng)
         for experts in layer.experts:
-            _fill_experts(experts, format, rng)
+            _fill_experts(experts, format, expert_rank, rng)
         _fill_mixer(layer.mixer, rng)
         if is_tiled:
             layer.tile()
@@ -310,13 +312,18 @@ def _fill_mixer(mixer: Attention | GatedDeltaNet, rng: torch.Generator) -> None:
     mixer.dt_bias.fill_(1)
 
 
-def _fill_experts(experts: ExpertLinear, format: str, rng: torch.Generator) -> None:
-    """Make the stack expert by expert; experts get no adapters."""
+def _fill_experts(experts: ExpertLinear, format: str, rank: int, rng: torch.Generator) -> None:
+    """Make the stack expert by expert, each with an adapter of its own."""
     x = experts.spec
     weights = (_WEIGHTS[format](x.out_width, x.in_width, rng) for _ in range(x.num_experts))
     experts.load_weight(PackedStack.of(x.num_experts, weights))
     if experts.bias is not None:
         experts.bias.normal_(0, _STD, generator=rng)
+    if rank:
+        bound, shape = 1 / math.sqrt(x.in_width), (x.num_experts, rank, x.in_width)
+        a_ERK = torch.empty(shape, device=rng.device).uniform_(-bound, bound, generator=rng)
+        b_ENR = torch.empty(x.num_experts, x.out_width, rank, device=rng.device)
+        experts.add_adapter(a_ERK, b_ENR.normal_(0, _STD, generator=rng), _LORA_ALPHA / rank)
 
 
 def _normal(shape: tuple[int, int], std: float, dtype: torch.dtype, rng: torch.Generator) -> Tensor:

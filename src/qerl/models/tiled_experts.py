@@ -10,6 +10,7 @@ a block's scale is 0: tests/models/test_tiled_experts.py.
 
 import dataclasses
 import enum
+import functools
 from typing import ClassVar, Self
 
 import torch
@@ -106,9 +107,23 @@ class TiledStack:
     def shape(self) -> tuple[int, int, int]:
         return len(self), *self[0].shape
 
-    @property
+    @functools.cached_property
     def alphas(self) -> list[float] | Tensor:
-        return self.scales.reciprocal()[:, 0].tolist() if self.scales.shape[1] == 1 else self.scales
+        return self.alpha_E.tolist() if self.alpha_E.dim() == 1 else self.alpha_E
+
+    @functools.cached_property
+    def alpha_E(self) -> Tensor:
+        return self.scales.reciprocal()[:, 0] if self.scales.shape[1] == 1 else self.scales
+
+    def unpack_range(self, first: int, out: Tensor) -> None:
+        """Write the operands of the weights from `first` on to out [G, N, K]."""
+        tiles, (_, n, k) = self.tiles[first : first + len(out)].flatten(0, 1), out.shape
+        if self.rows is ExpertRows.ALTERNATING:
+            for place, rows in enumerate((UnpackRows.GATE, UnpackRows.UP)):
+                tile_unpack.unpack(tiles, rows, out.dtype, out=out.view(-1, 2, k)[:, place])
+        else:
+            rows = UnpackRows.ALL if self.rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
+            tile_unpack.unpack(tiles, rows, out.dtype, out=out.view(-1, k), weight_rows=n)
 
     @property
     def parts(self) -> dict[str, Tensor]:

@@ -52,8 +52,13 @@ def make_case(kind: type[C], options: Any, **own: Any) -> C:
 
 
 def try_random_decoder(
-    architecture: Architecture, provider: str, rank: int, device: torch.device, head: str = "bf16"
+    architecture: Architecture,
+    provider: str,
+    rank: int,
+    device: torch.device,
+    head: str = "bf16",
+    expert_rank: int = 0,
 ) -> tuple[Decoder | None, str]:
     """Return (decoder, ""), or (None, error) if it does not fit."""
     make = partial(random_decoder, architecture, format=FORMATS[provider], rank=rank, device=device, seed=0)
-    return attempt(partial(make, head=head), device)
+    return attempt(partial(make, head=head, expert_rank=expert_rank), device)

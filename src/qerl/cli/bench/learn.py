@@ -46,6 +46,7 @@ class LearnCase:
     tokens: int
     sequence_tokens: int
     micro_tokens: int
+    expert_rank: int = 0
 
 
 def bench(options: BenchLearnOptions) -> None:
@@ -59,7 +60,9 @@ def measure_cases(
 ) -> None:
     for provider in options.providers:
         meter = Meter(device)
-        decoder, error = try_random_decoder(architecture, provider, options.lora_rank, device)
+        decoder, error = try_random_decoder(
+            architecture, provider, options.lora_rank, device, expert_rank=options.expert_rank
+        )
         for case in _cases(options, provider):
             figures = None
             if decoder is not None:
@@ -139,8 +142,10 @@ def make_row(
 
 
 def num_weights(a: Architecture) -> int:
-    """Return the number of weights of the linears and the head."""
+    """Return the number of weights of the linears, of the experts that a token goes through, and of the
+    head."""
     layers = sum(gemm.num_weights for spec in layer_specs(a) for gemm in spec.groups)
+    layers += sum(spec.active_expert_weights(a) for spec in layer_specs(a))
     return layers + a.vocab_size * a.width
 
 

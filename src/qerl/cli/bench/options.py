@@ -129,7 +129,10 @@ class BenchRolloutOptions(BenchOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BenchLearnOptions(BenchOptions):
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[Literal["qerl-nvfp4", "qerl-mxfp4", "qerl-bf16", "qerl-fp8-flow"], ...] = (
+        "qerl-nvfp4",
+        "qerl-bf16",
+    )
     """Formats of the frozen linear weights."""
 
     recomputes: tuple[Literal["none", "layer", "offload"], ...] = ("none", "layer")
@@ -147,12 +150,16 @@ class BenchLearnOptions(BenchOptions):
     lora_rank: int = 32
     """LoRA rank."""
 
+    expert_rank: int = 0
+    """LoRA rank of each expert's adapters, as adapter.expert_rank; 0 is no adapter."""
+
     runs: int = 3
     """Number of updates after a warm-up; the row holds their median."""
 
     def __post_init__(self):
         check_positive(self, "tokens", "sequence_tokens", "runs", "micro_batches")
         check_adapter(self.lora_rank)
+        check_not_negative(self, "expert_rank")
         for name, count in (("micro_batches", max(self.micro_batches, default=1)), ("sequences", 1)):
             if self.tokens % (count * self.sequence_tokens):
                 raise UserError(
@@ -163,7 +170,7 @@ class BenchLearnOptions(BenchOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BenchStepOptions(BenchOptions):
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
+    providers: tuple[Literal["qerl-nvfp4", "qerl-mxfp4", "qerl-bf16"], ...] = ("qerl-nvfp4", "qerl-bf16")
     """Formats of the frozen linear weights."""
 
     batches: tuple[int, ...] = (8, 64)
@@ -208,6 +215,9 @@ class BenchStepOptions(BenchOptions):
     lora_rank: int = 32
     """LoRA rank."""
 
+    expert_rank: int = 0
+    """LoRA rank of each expert's adapters, as adapter.expert_rank; 0 is no adapter."""
+
     cap_gb: float | None = None
     """Maximum GPU memory of this process, in units of 1e9 bytes."""
 
@@ -218,6 +228,7 @@ class BenchStepOptions(BenchOptions):
         check_positive(self, "prompt_tokens", "max_tokens", "batches", "steps")
         check_positive(self, "micro_tokens", "kv_gb", "cap_gb")
         check_adapter(self.lora_rank)
+        check_not_negative(self, "expert_rank")
         require(self.group_size >= 2, f"group_size must be at least 2, got {self.group_size}")
         _check_groups(self.batches, self.group_size)
 

@@ -66,6 +66,7 @@ class StepCase:
     kernels: str
     exact_mode: bool
     cap_gb: float | None
+    expert_rank: int = 0
 
 
 def bench(options: BenchStepOptions) -> None:
@@ -89,7 +90,9 @@ def measure_cases(
     try:
         for provider in options.providers:
             rank, head, steps = options.lora_rank, options.head, options.steps
-            decoder, error = try_random_decoder(architecture, provider, rank, device, head)
+            decoder, error = try_random_decoder(
+                architecture, provider, rank, device, head, options.expert_rank
+            )
             for case in cases(bench, options, provider):
                 figures = None
                 if decoder is not None:
@@ -215,7 +218,11 @@ def run_config(case: StepCase, num_ranks: int = 1) -> RunConfig:
         num_prompts=case.batch // case.group_size,
         num_generations=case.group_size,
         model=ModelConfig(format=FORMATS[case.provider], head_format=case.head),  # type: ignore[arg-type]
-        adapter=AdapterConfig(rank=case.lora_rank),
+        adapter=AdapterConfig(
+            rank=case.lora_rank,
+            experts="per_expert" if case.expert_rank else "none",
+            expert_rank=case.expert_rank or 1,
+        ),
         sample=SampleConfig(max_tokens=case.max_tokens),
         engine=EngineConfig(
             max_num_seqs=-(-case.batch // num_ranks),

@@ -33,9 +33,9 @@ __device__ __forceinline__ void transpose(u32 (&w)[4], int t) {
 }
 
 // Of the i-th 16 rows, row g is written to row i * step + g + first and row g + 8 to i * step + g + second. A negative `first` or
-// `second` skips those rows.
+// `second` skips those rows. After every `units` of 16 rows, which are one weight's, `jump` more rows are left out.
 extern "C" __global__ void __launch_bounds__(256) tile_unpack(const u8* __restrict__ tiles, u16* __restrict__ out, int columns,
-                                                               int row_stride, int step, int first, int second) {
+                                                               int row_stride, int step, int first, int second, int units, int jump) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int pairs = (columns + 1) / 2, row_tile = blockIdx.x / pairs, k_tile = blockIdx.x % pairs * 2 + warp / 4;
   if (k_tile >= columns) return;
@@ -45,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(256) tile_unpack(const u8* __restri
   const u32 constant = decoding_constant(lane);
   launch_dependents();
   grid_dependency_wait();
-  const long long row = (long long)(row_tile * 4 + warp % 4) * step + g;
+  const int unit = row_tile * 4 + warp % 4;
+  const long long row = (long long)unit * step + unit / units * jump + g;
   u16* target = out + k_tile * 64 + t * 8;
 #pragma unroll
   for (int s = 0; s < 2; s++) {

@@ -1,0 +1,241 @@
+"""grouped_linear on a GPU: experts are unpacked into a buffer, some at a time, for one grouped product.
+
+    u = x @ a_e^T        y = alpha_e * (x @ W_e^T) + [scaling * u, 1] @ [b_e, bias_e]^T
+    dx = alpha_e * (dy @ W_e) + scaling * (dy @ b_e) @ a_e
+
+The buffer has at most BUFFER_BYTES (or one expert), is used again for the next group of experts, and freed
+after the product: a layer of gpt-oss-120b has 4.2 GB of gate and up in bfloat16. Only experts with rows are
+unpacked. Grouped products are torch's (grouped_mm): each expert's rows are multiplied by themselves, so no
+sum runs over rows of two experts. Ranks are padded with zeros to a multiple of 8, as its alignment needs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl.formats.stack import RangeStack, WeightStack
+from qerl.kernels.stack_unpack import needs_buffer, unpack_stack
+
+BUFFER_BYTES = 1 << 29
+_ALIGNED = 8
+_GROUPED_MM: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def can_multiply(x_SK: Tensor, experts: WeightStack) -> bool:
+    """True if these are multiplied here: bfloat16 on a GPU from Ampere on; alphas are one for each
+    expert, or powers of two."""
+    return (
+        x_SK.is_cuda
+        and x_SK.dtype == torch.bfloat16
+        and _GROUPED_MM is not None
+        and torch.cuda.get_device_capability(x_SK.device) >= (8, 0)
+        and all(size % _ALIGNED == 0 for size in experts.shape[1:])
+        and (isinstance(experts.alphas, list) or isinstance(experts, RangeStack))
+    )
+
+
+def buffer_experts(num_experts: int, num_outputs: int, in_width: int, element_bytes: int = 2) -> int:
+    """Return how many experts are unpacked at once."""
+    return max(1, min(num_experts, BUFFER_BYTES // (num_outputs * in_width * element_bytes)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """Experts that are unpacked together, and their rows."""
+
+    chosen: list[int]
+    chosen_G: Tensor
+    ends_G: Tensor
+    """Where each one's rows end, counted from the part's first row, int32."""
+    rows: slice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """The experts that have rows, cut into parts of at most `most` experts."""
+
+    parts: list[_Part]
+    whole: _Part
+
+    @classmethod
+    def of(cls, ends: Sequence[int], most: int, device: torch.device) -> "GroupedRows":
+        """ends: E + 1 numbers, from 0 to S."""
+        chosen = [e for e in range(len(ends) - 1) if ends[e + 1] > ends[e]]
+        cuts = [chosen[at : at + most] for at in range(0, len(chosen), most)]
+        relative = [ends[e + 1] - ends[cut[0]] for cut in cuts for e in cut]
+        absolute = [ends[e + 1] for e in chosen]
+        table = torch.tensor([chosen, relative, absolute], dtype=torch.int32).to(device, non_blocking=True)
+        parts, at = [], 0
+        for cut in cuts:
+            columns = slice(at, at + len(cut))
+            rows = slice(ends[cut[0]], ends[cut[-1] + 1])
+            parts.append(_Part(cut, table[0, columns], table[1, columns], rows))
+            at += len(cut)
+        return cls(parts, _Part(chosen, table[0], table[2], slice(0, ends[-1])))
+
+
+def multiply(
+    x_SK: Tensor,
+    ends: Sequence[int],
+    experts: WeightStack,
+    bias_EN: Tensor | None,
+    adapter: tuple[Tensor, Tensor, Tensor, Tensor, float] | None,
+) -> Tensor:
+    """Return y_SN; arguments as those of grouped_linear, adapter: the fields of a GroupedAdapter."""
+    most = buffer_experts(*experts.shape, x_SK.element_size())
+    rows = GroupedRows.of(ends, most, x_SK.device)
+    a_ERK, b_ENR, a_work, b_work, scaling = adapter or (None,) * 5
+    low_rank = _LowRank(a_work, b_work, bias_EN, 0.0 if scaling is None else scaling)
+    return _Grouped.apply(x_SK, rows, experts, low_rank, a_ERK, b_ENR)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LowRank:
+    """What is added to the product: the adapters' and the biases, as one product of [scaling * u, 1]."""
+
+    a_ERK: Tensor | None
+    b_ENR: Tensor | None
+    bias_EN: Tensor | None
+    scaling: float
+
+    def a_of(self, part: _Part) -> Tensor:
+        """Return a_GRK of the part's experts, with rows of zeros."""
+        assert self.a_ERK is not None
+        return _padded(_picked(self.a_ERK, part), 1)
+
+    def b_of(self, part: _Part) -> Tensor:
+        """Return b_GNR, with columns of zeros."""
+        assert self.b_ENR is not None
+        return _padded(_picked(self.b_ENR, part), 2)
+
+    def inputs(self, x_SK: Tensor, whole: _Part) -> tuple[Tensor | None, Tensor | None]:
+        """Return (u_SR, what plus_of multiplies), None without adapters, and without anything to add."""
+        if self.a_ERK is None:
+            ones = None if self.bias_EN is None else _padded(x_SK.new_ones(len(x_SK), 1), 1)
+            return None, ones
+        u_SR = _grouped(x_SK, self.a_of(whole).transpose(1, 2), whole.ends_G)
+        u_SR = u_SR[:, : self.a_ERK.shape[1]]
+        scaled = u_SR * self.scaling
+        if self.bias_EN is not None:
+            scaled = torch.cat([scaled, scaled.new_ones(len(scaled), 1)], 1)
+        return u_SR, _padded(scaled, 1)
+
+    def plus_of(self, inputs_SR: Tensor | None, part: _Part) -> Tensor | None:
+        if inputs_SR is None:
+            return None
+        columns = [] if self.b_ENR is None else [_picked(self.b_ENR, part)]
+        if self.bias_EN is not None:
+            columns.append(_picked(self.bias_EN, part)[:, :, None])
+        b_GNR = _padded(torch.cat(columns, 2), 2)
+        return _grouped(inputs_SR[part.rows], b_GNR.transpose(1, 2), part.ends_G)
+
+    def gradients(self, x_SK: Tensor, u_SR: Tensor, dy_SN: Tensor, whole: _Part) -> tuple[Tensor, ...]:
+        """Return (scaling * du_SR padded, da_ERK, db_ENR), the last two in fp32."""
+        assert self.a_ERK is not None and self.b_ENR is not None
+        du_SR = _grouped(dy_SN, self.b_of(whole), whole.ends_G)
+        da = _outer(du_SR, x_SK, whole, self.a_ERK)[:, : self.a_ERK.shape[1]]
+        db = _outer(dy_SN, _padded(u_SR, 1), whole, self.b_ENR)[:, :, : self.b_ENR.shape[2]]
+        return du_SR * self.scaling, da.mul_(self.scaling), db.mul_(self.scaling)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_SK, rows, experts, low_rank, a_ERK, b_ENR):
+        u_SR, inputs_SR = low_rank.inputs(x_SK, rows.whole)
+        ctx.save_for_backward(None if u_SR is None else x_SK, u_SR)
+        ctx.rows, ctx.experts, ctx.low_rank = rows, experts, low_rank
+        plus = functools.partial(low_rank.plus_of, inputs_SR)
+        return _product(x_SK, experts, rows, plus, transposes=True)
+
+    @staticmethod
+    def backward(ctx, dy_SN):  # type: ignore[override]
+        (x_SK, u_SR), rows, low_rank = ctx.saved_tensors, ctx.rows, ctx.low_rank
+        dy_SN = dy_SN.contiguous()
+        da_ERK = db_ENR = dx_SK = du_SR = None
+        if u_SR is not None:
+            du_SR, da_ERK, db_ENR = low_rank.gradients(x_SK, u_SR, dy_SN, rows.whole)
+
+        def plus(part: _Part) -> Tensor | None:
+            return None if du_SR is None else _grouped(du_SR[part.rows], low_rank.a_of(part), part.ends_G)
+
+        if ctx.needs_input_grad[0]:
+            dx_SK = _product(dy_SN, ctx.experts, rows, plus, transposes=False)
+        return dx_SK, None, None, None, da_ERK, db_ENR
+
+
+def _product(x_SK: Tensor, experts: WeightStack, rows: GroupedRows, plus: Any, *, transposes: bool) -> Tensor:
+    """Return alpha_e * x @ W_e^T (or W_e) + plus(part), part by part."""
+    _, n, k = experts.shape
+    y_SN = x_SK.new_empty(len(x_SK), n if transposes else k)
+    for part, operand_GNK in _operands(experts, rows, x_SK.dtype):
+        if transposes:
+            operand_GNK = operand_GNK.transpose(1, 2)
+        product = _grouped(x_SK[part.rows], operand_GNK, part.ends_G)
+        _add_up(y_SN[part.rows], product, _alphas(experts, part), plus(part))
+    return y_SN
+
+
+def _operands(experts: WeightStack, rows: GroupedRows, dtype: torch.dtype) -> Iterator[tuple[_Part, Tensor]]:
+    _, n, k = experts.shape
+    most = max((len(part.chosen) for part in rows.parts), default=0) if needs_buffer(experts, dtype) else 0
+    buffer = torch.empty(most, n, k, dtype=dtype, device=rows.whole.ends_G.device)
+    for part in rows.parts:
+        operand_GNK = unpack_stack(experts, part.chosen, part.chosen_G, buffer)
+        if experts.alpha_E.dim() == 2:  # powers of two, which change no bit of the operand's mantissas
+            operand_GNK.mul_(experts.alpha_E.index_select(0, part.chosen_G)[:, :, None].to(dtype))
+        yield part, operand_GNK
+
+
+def _alphas(experts: WeightStack, part: _Part) -> Tensor | None:
+    """Return alpha_S1 of the part's rows, fp32; None if all are 1."""
+    alphas = experts.alphas
+    if isinstance(alphas, Tensor) or all(alpha == 1 for alpha in alphas):
+        return None
+    alpha_G = experts.alpha_E.index_select(0, part.chosen_G)
+    lengths_G = torch.diff(part.ends_G, prepend=part.ends_G.new_zeros(1))
+    num_rows = part.rows.stop - part.rows.start
+    return alpha_G.repeat_interleave(lengths_G, output_size=num_rows)[:, None]
+
+
+def _add_up(out: Tensor, product: Tensor, alpha_S1: Tensor | None, plus: Tensor | None) -> None:
+    """Write alpha * product + plus, in fp32 and rounded once."""
+    if alpha_S1 is None:
+        if plus is None:
+            out.copy_(product)
+        else:
+            torch.add(product, plus, out=out)
+    elif plus is None:
+        torch.mul(product, alpha_S1, out=out)
+    else:
+        torch.addcmul(plus, product, alpha_S1, out=out)
+
+
+def _grouped(x_SK: Tensor, w_GKN: Tensor, ends_G: Tensor) -> Tensor:
+    return _GROUPED_MM(x_SK, w_GKN, offs=ends_G)
+
+
+def _outer(y_SN: Tensor, x_SK: Tensor, whole: _Part, like: Tensor) -> Tensor:
+    """Return each expert's y^T @ x, fp32 [E, N, K]; their sum [1, N, K] if `like` is shared."""
+    if len(like) == 1:
+        return (y_SN.T @ x_SK).float()[None]
+    found = _grouped(y_SN.T, x_SK, whole.ends_G).float()
+    if len(whole.chosen) == len(like):
+        return found
+    return found.new_zeros(len(like), *found.shape[1:]).index_copy_(0, whole.chosen_G.long(), found)
+
+
+def _picked(t: Tensor, part: _Part) -> Tensor:
+    """Return the tensors of the part's experts; a shared one for each of them."""
+    if len(t) == 1:
+        return t.expand(len(part.chosen), *t.shape[1:])
+    return t if len(part.chosen) == len(t) else t.index_select(0, part.chosen_G)
+
+
+def _padded(t: Tensor, dim: int) -> Tensor:
+    """Return t, contiguous, with zeros behind it along dim up to a multiple of 8."""
+    missing = -t.shape[dim] % _ALIGNED
+    return torch.nn.functional.pad(t, [0, 0] * (t.dim() - 1 - dim) + [0, missing]).contiguous()
