@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qerl.engine.decode_attention_step import AttentionSteps
+from qerl.engine.decode_delta_step import DeltaSteps
 from qerl.engine.decode_layer import LayerStep, StepParts, StepRows
 from qerl.engine.decode_mixture_step import MixtureSteps, stack_obstacle
 from qerl.engine.decode_mlp_step import MLPSteps
@@ -37,7 +38,7 @@ from qerl.models.device import Kernels, best_kernels
 
 MAX_ROWS = 256
 NO_KERNELS = "they are for NVIDIA GPUs from Ampere on"
-MIXERS = {"attention": AttentionSteps}
+MIXERS = {"attention": AttentionSteps, "delta": DeltaSteps}
 """Steps by LayerKind.mixer."""
 MLPS = {"dense": MLPSteps, "experts": MixtureSteps}
 """Steps by LayerKind.mlp."""

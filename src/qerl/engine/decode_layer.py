@@ -2,6 +2,7 @@
 
     decode_kernels.py          the whole step; its tables MIXERS and MLPS name the steps by the layer's kind
     decode_attention_step.py   h += o W^T of attention
+    decode_delta_step.py       the same of Gated DeltaNet
     decode_mlp_step.py         h += y W^T of the dense MLP
     NormedProducts             the norms and products that a step is made of
 
@@ -58,9 +59,15 @@ class StepRows:
         return self.state.noise_rows_B[: self.num_rows]
 
 
+class Published(Protocol):
+    def publish(self) -> None:
+        """Copy the adapters' present working copies, in place."""
+        ...
+
+
 class LayerStep(Protocol):
     @property
-    def groups(self) -> Sequence[LinearGroup]:
+    def groups(self) -> Sequence[Published]:
         """Linears whose adapters are published."""
         ...
 
