@@ -28,7 +28,7 @@ def train(
     if agent is not None or config.agent.function is not None:
         if rewards:
             raise UserError("train takes rewards or an agent, whose return value is the reward, not both")
-        from qerl.agents import train_with_agent
+        from qerl.serve.agents import train_with_agent
 
         return train_with_agent(config, agent)
     from qerl.training.session import train  # importing torch and transformers takes seconds

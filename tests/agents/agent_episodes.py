@@ -4,8 +4,8 @@ import contextlib
 from pathlib import Path
 
 import tiny_run
-from qerl.agents.rollout import AgentPool
 from qerl.config import AgentConfig, ModelConfig, TaskConfig
+from qerl.serve.agents.rollout import AgentPool
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.types import Prompt, Sampling
 

@@ -9,11 +9,11 @@ import types
 import pytest
 from agent_episodes import load_tiny, playing
 
-from qerl.agents.openenv import OpenEnvAgent, action_of
-from qerl.agents.verifiers import VerifiersAgent
 from qerl.cli.train import read_recipe
 from qerl.config import TaskConfig
 from qerl.errors import UserError
+from qerl.serve.agents.openenv import OpenEnvAgent, action_of
+from qerl.serve.agents.verifiers import VerifiersAgent
 from qerl.tasks import env_packages
 from qerl.tasks.rows import open_rows
 

@@ -20,7 +20,6 @@ FLOORS = (  # a module imports from its own package and from rows above its own
     ("learner",),
     ("training",),
     ("eval", "export", "serve"),
-    ("agents",),
     ("trl",),
     ("cli",),
     ("__main__",),

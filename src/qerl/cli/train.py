@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> None:
     if config.agent.function is None:
         from qerl.training.session import train  # imports torch and transformers, which takes seconds
     else:
-        from qerl.agents import train_with_agent as train
+        from qerl.serve.agents import train_with_agent as train
 
     result = train(config)
     if is_first:

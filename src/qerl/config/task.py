@@ -75,8 +75,8 @@ class TaskConfig:
     """The system message; None leaves it to the chat template."""
 
     chat: Literal["all", "messages"] = "all"
-    """Prompts that get the chat template. all: plain-text prompts too, as user messages. messages: a plain text
-    is given to the model as it is, and rewards receive texts."""
+    """Prompts that get the chat template. all: plain-text prompts too, as user messages. messages: a plain
+    text is given to the model as it is, and rewards receive texts."""
 
     chat_template_kwargs: str = "{}"
     """Variables of the chat template, as a JSON object: `{"enable_thinking": false}`."""

@@ -8,5 +8,5 @@ response.py       samples -> OpenAI's responses            responses.py  the sam
 logprobs.py       logprobs in OpenAI's forms               app.py        routes and access check
 server.py         address, API key, start and shutdown     connections.py  accepting, deadlines, the cap
 gate.py           what all requests pass                   metrics.py    Prometheus' text
-log_limit.py      one log line of a kind per period
+log_limit.py      one log line of a kind per period        agents/        record agents' episodes as samples
 """

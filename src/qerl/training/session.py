@@ -53,7 +53,7 @@ from qerl.types import Prompt, RolloutEngine, Sampling
 
 
 class Agents(Protocol):
-    """Runner of an agent's episodes (qerl.agents), made before a model is loaded."""
+    """Runner of an agent's episodes (qerl.serve.agents), made before a model is loaded."""
 
     function: Callable[..., Any]
 

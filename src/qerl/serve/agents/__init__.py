@@ -12,6 +12,6 @@ agent (worker) --HTTP--> endpoint --> batcher --> engine         one process, an
       +--pipe--> reward                +--> samples --> learner
 """
 
-from qerl.agents.function import train_with_agent
+from qerl.serve.agents.function import train_with_agent
 
 __all__ = ["train_with_agent"]

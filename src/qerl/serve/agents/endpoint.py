@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qerl.agents.parser import EpisodeParser, OpenEpisode
-from qerl.agents.record import EpisodeRecord
 from qerl.config import AgentConfig
 from qerl.config.options import ServeOptions
 from qerl.errors import RunError
+from qerl.serve.agents.parser import EpisodeParser, OpenEpisode
+from qerl.serve.agents.record import EpisodeRecord
 from qerl.serve.app import make_app
 from qerl.serve.batcher import Batcher
 from qerl.serve.fields import ApiError

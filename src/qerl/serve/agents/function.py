@@ -4,12 +4,12 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from qerl.agents.openenv import OpenEnvAgent
-from qerl.agents.rollout import AgentPool
-from qerl.agents.verifiers import VerifiersAgent
-from qerl.agents.worker import agent_arguments, agent_fault
 from qerl.config import RunConfig
 from qerl.errors import UserError, require
+from qerl.serve.agents.openenv import OpenEnvAgent
+from qerl.serve.agents.rollout import AgentPool
+from qerl.serve.agents.verifiers import VerifiersAgent
+from qerl.serve.agents.worker import agent_arguments, agent_fault
 from qerl.tasks.env_packages import VERIFIERS, is_environment_name, require_package
 from qerl.tasks.reward import imported
 from qerl.training.session import train

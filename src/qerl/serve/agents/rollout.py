@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from qerl.agents.endpoint import MODEL_NAME, Endpoint
-from qerl.agents.outcomes import Outcome, OutcomePipe
-from qerl.agents.parser import OpenEpisode
-from qerl.agents.record import EpisodeRecord
-from qerl.agents.worker import AgentCall, AgentWorker
 from qerl.algo.seeds import mix
 from qerl.config import AgentConfig, TaskConfig
 from qerl.engine.sampling_engine import SamplingEngine
+from qerl.serve.agents.endpoint import MODEL_NAME, Endpoint
+from qerl.serve.agents.outcomes import Outcome, OutcomePipe
+from qerl.serve.agents.parser import OpenEpisode
+from qerl.serve.agents.record import EpisodeRecord
+from qerl.serve.agents.worker import AgentCall, AgentWorker
 from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from qerl.agents.outcomes import MAX_METRICS, Outcome, OutcomePipe
 from qerl.config import AgentConfig
+from qerl.serve.agents.outcomes import MAX_METRICS, Outcome, OutcomePipe
 from qerl.tasks.guarded import GuardedLoop, InvalidReturn
 from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, missing_arguments, name_of
 

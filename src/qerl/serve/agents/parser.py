@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from qerl.agents.record import EpisodeRecord, Message, RecordedCall
 from qerl.algo.seeds import mix
+from qerl.serve.agents.record import EpisodeRecord, Message, RecordedCall
 from qerl.serve.batcher import PendingRequest
 from qerl.serve.fields import ApiError, ChatBody, RequestBody
 from qerl.serve.grammar import Grammars
