@@ -39,6 +39,7 @@ from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
 from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
 from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
+from qerl.models.untried import are_used, tiles_are_used
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -259,13 +260,15 @@ class Layer(nn.Module):
         return self.mlp.stacks if isinstance(self.mlp, MixtureMLP) else ()
 
     def tile(self) -> None:
-        """Put weights that fit into the decode kernel's tiles (packed_linear.py); free their plain form. The
-        gates of Gated DeltaNet are too narrow and stay as they are."""
+        """Put weights that fit into the decode kernels' tiles (packed_linear.py), if their format's tiles are
+        used; free their plain form. The gates of Gated DeltaNet are too narrow and stay as they are."""
         for group, linears in zip(self.spec.groups, self.linear_groups, strict=True):
             if group.name == "qkv" and isinstance(self.mixer, GatedDeltaNet):
                 linears = self.mixer.wide_projs
-            tile_linears(linears, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
-        if isinstance(self.mlp, MixtureMLP):
+            weight = linears[0].weight
+            if weight is not None and tiles_are_used(weight.name):
+                tile_linears(linears, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
+        if isinstance(self.mlp, MixtureMLP) and are_used():
             gate_up, down = self.mlp.stacks
             tile_experts(gate_up, rows_of_gate_up(self.mlp.mixture.is_interleaved))
             tile_experts(down, ExpertRows.PLAIN)
