@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.linear import linear_floor_ms
 from qerl.cli.bench.case import DecodeCase
-from qerl.cli.bench.roofline import LIMITS, Limit, step_floor_ms
+from qerl.cli.bench.roofline import LIMITS, Limit, experts_read, step_floor_ms
 from qerl.models.layer_spec import layer_spec
 from qerl.models.random_weights import SHAPES
 
@@ -93,3 +93,16 @@ def test_a_hybrid_reads_and_writes_its_states():
         read = 0.5625 * weights + batch * (2 * state + (256 + 512) * token)
         found = step_ms(batch, shape="qwen3.5-9b", lora_rank=0)
         assert found == pytest.approx(1e3 * read / 4.5e12, rel=1e-9)
+
+
+def test_a_step_reads_the_experts_that_its_rows_choose():
+    """gpt-oss-20b: 4 of 32 experts, each of 24 layers with 3 x 2880 x 2880 weights; the rest in BF16."""
+    a = SHAPES["gpt-oss-20b"]
+    assert experts_read(SHAPES["qwen2.5-7b"], 8) == 0
+    assert [experts_read(a, batch) for batch in (1, 2)] == [pytest.approx(4), pytest.approx(7.5)]
+    experts = 24 * 3 * 2880 * 2880 * experts_read(a, 8) * 17 / 32
+    attention = 24 * 2 * (2880 * (4096 + 2 * 512) + 4096 * 2880)
+    router = 24 * 2 * 32 * 2880
+    head, cache = 201_088 * 2880 * 17 / 32, 8 * 768 * 24 * 2 * 8 * 64 * 2
+    least_ms = 1e3 * (experts + attention + router + head + cache) / 4.5e12
+    assert step_ms(8, shape="gpt-oss-20b", format="mxfp4", lora_rank=0) == pytest.approx(least_ms)

@@ -8,6 +8,9 @@ Weights count in their format, and so does a packed head; a bfloat16 head counts
 linears. The adapter counts in bfloat16. The cache counts at the mean context of a sample, prompt +
 max_tokens / 2, where samples share their prompt. Recurrent
 states are read and written once a sample. Attention's operations and activations are left out.
+
+Of a mixture's E experts a step reads those that its rows chose, E (1 - (1 - k / E)^rows) of them if each row
+chooses k at random. Linears that stay in bfloat16, such as routers, count so, and routers have no adapter.
 tests/cli/bench/test_roofline.py checks it by hand.
 """
 
@@ -64,19 +67,31 @@ def rows_floor_ms(
     limit: Limit, a: Architecture, case: FormatCase, num_rows: int, cached_tokens: float
 ) -> float:
     """Return the least time of a decode step of num_rows samples that reads the cache of cached_tokens."""
-    weights, adapter = layer_weights(a, case.lora_rank)
+    specs, (weights, adapter) = layer_specs(a), layer_weights(a, case.lora_rank)
+    plain = sum(group.num_weights for spec in specs for group in spec.groups if not group.is_quantized)
+    expert_weights = sum(x.num_weights // x.num_experts for spec in specs for x in spec.experts)
+    quantized = weights - plain + expert_weights * experts_read(a, num_rows)
     head_weights, format = a.vocab_size * a.width, FORMATS[case.provider]
     token_bytes = 2 * len(a.layers_with("attention")) * a.num_kv_heads * a.head_size * _KV_BYTES[case.kv]
-    num_bytes = weights * formats.FORMATS[format].bytes_per_weight + adapter * ADAPTER_BYTES
+    num_bytes = quantized * formats.FORMATS[format].bytes_per_weight + (plain + adapter) * ADAPTER_BYTES
     num_bytes += head_weights * formats.FORMATS[format if case.head == "bf16" else case.head].bytes_per_weight
     num_bytes += 2 * num_rows * slot_bytes(a, torch.bfloat16)  # states, read and written
-    num_flop = 2 * num_rows * (weights + head_weights + adapter)
+    chosen = 0 if a.mixture is None else a.mixture.num_chosen
+    num_flop = 2 * num_rows * (weights + chosen * expert_weights + head_weights + adapter)
     return limit.least_ms(num_bytes + cached_tokens * token_bytes, num_flop)
 
 
+def experts_read(a: Architecture, num_rows: int) -> float:
+    """Return how many experts of a layer a step of so many rows is expected to read."""
+    if a.mixture is None:
+        return 0
+    experts, chosen = a.mixture.num_experts, a.mixture.num_chosen
+    return experts * (1 - (1 - chosen / experts) ** num_rows)
+
+
 def layer_weights(a: Architecture, rank: int) -> tuple[int, int]:
-    """Return the number of frozen weights and of adapter weights of all layers."""
+    """Return the number of frozen weights and of adapter weights of all layers, without experts."""
     each = [group for spec in layer_specs(a) for group in spec.groups]
     weights = sum(gemm.num_weights for gemm in each)
-    adapter = sum(gemm.num_adapter_weights(rank) for gemm in each)
+    adapter = sum(gemm.num_adapter_weights(rank) for gemm in each if gemm.name != "router")
     return weights, adapter
