@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import rms_error
-from qerl.formats import MXFP4, NVFP4
+from qerl.formats import BF16, MXFP4, NVFP4
 from qerl.formats.stack import PackedStack
 from qerl.kernels import expert_product, grouped_linear
 from qerl.kernels.nvfp4_decode import swiglu_order
@@ -62,6 +62,9 @@ def test_biases_follow_the_rows_of_the_tiles(rows, order):
 def test_what_does_not_fit_tiles_stays_as_it_is():
     experts, plain = experts_of(NVFP4, n=96)
     assert not tile_experts(experts, ExpertRows.PLAIN) and experts.weight is plain
+    for rows in ExpertRows:
+        experts, plain = experts_of(BF16)
+        assert not tile_experts(experts, rows) and experts.weight is plain
     experts, plain = experts_of(MXFP4)
     plain.parts["scales"][1, 5] = torch.tensor([90, 130])
     assert not tile_experts(experts, ExpertRows.PLAIN) and experts.weight is plain

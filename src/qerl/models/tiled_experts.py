@@ -147,7 +147,7 @@ def tile_experts(experts: ExpertLinear, rows: ExpertRows) -> bool:
     factors, scales = [], []
     for index in range(num):
         parts = _split(stack, index, rows)
-        if not can_tile(parts, packed_rows):
+        if not parts or not can_tile(parts, packed_rows):
             return False
         group = tile_group(parts, packed_rows)
         tiles[index] = group.tiles
