@@ -8,8 +8,8 @@ import torch
 from engine.test_decode_steps import PAGES, ROWS, decoder_of, forward_of, state_of
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
-from qerl.engine.decode_delta_step import DeltaSteps
 from qerl.engine.decode_forward import TorchForward
+from qerl.engine.decode_kernels import kernel_obstacle
 from qerl.engine.kv_cache import KVCache
 from qerl.engine.state_cache import StateCache
 from qerl.kernels import delta_net_step, row_kernel
@@ -90,6 +90,10 @@ def test_the_layers_are_the_decoders(architecture, rank):
     check(decoder_of(architecture, rank))
 
 
+def test_gated_attention_with_partial_rotation_is_the_decoders():
+    check(decoder_of(replace(SMALL, head_size=256, rotary_size=64, attention_gate=True)))
+
+
 def test_each_rows_noise_acts():
     decoder = decoder_of(SMALL)
     quiet = both(decoder)[0][0]
@@ -119,7 +123,11 @@ def test_packed_layers_make_the_gates_beside_the_norm(targets):
     check(decoder)
 
 
-def test_other_heads_are_refused():
-    odd = replace(SMALL, delta=replace(DELTA, key_size=64))
-    said = "Gated DeltaNet takes heads of 128 and 4 taps; here heads of 64 and 128, 4 taps"
-    assert DeltaSteps.obstacle(SMALL, 16) is None and DeltaSteps.obstacle(odd, 16) == said
+def test_a_9b_hybrid_is_computed_and_other_heads_are_not():
+    whole = SHAPES["qwen3.5-9b"]
+    odd = replace(whole, delta=replace(DELTA, key_size=64))
+    said = (
+        "they do not compute Gated DeltaNet with heads of 64 and 128 and 4 taps, only with heads of 128 and"
+    )
+    for a, wrong in ((whole, None), (odd, f"{said} 4 taps")):
+        assert kernel_obstacle(a, "portable", torch.bfloat16, ranks={16}, page_tokens=16) == wrong

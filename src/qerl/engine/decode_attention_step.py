@@ -35,15 +35,18 @@ class AttentionSteps:
             max_pages=parts.max_pages,
             device=device,
             chunk=parts.chunk,
+            is_gated=a.attention_gate,
         )
 
     @staticmethod
     def obstacle(a: Architecture, page_tokens: int) -> str | None:
-        if supports(a.num_heads, a.num_kv_heads, a.head_size, page_tokens):
+        if supports(a.num_heads, a.num_kv_heads, a.head_size, page_tokens, a.rotated):
             return None
         return (
-            "attention takes heads of 64 or 128, up to 16 to a key, and pages of a multiple of 16 tokens;"
-            f" here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, pages of {page_tokens}"
+            "attention takes heads of 64 or 128, up to 16 to a key, or of 256, up to 8, of which a multiple"
+            " of 32 elements is rotated, and pages of a multiple of 16 tokens;"
+            f" here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, {a.rotated} rotated, pages of"
+            f" {page_tokens}"
         )
 
     def __call__(self, layer_index: int, layer: Layer) -> LayerStep:
@@ -75,9 +78,10 @@ class _AttentionStep:
 
 
 def angles_of(decoder: Decoder, positions_T: Tensor) -> Tensor:
-    """Return fp32 [positions, H]: the cosines of all frequencies, then their sines."""
+    """Return fp32 [positions, R]: the cosines of all frequencies, then their sines. R elements of a head are
+    rotated."""
     a = decoder.architecture
-    half = a.head_size // 2
+    half = a.rotated // 2
     cosine_T1H, sine_T1H = cosine_sine(
         positions_T, inverse_frequencies(a.rope, a.rotated).to(decoder.device), magnitude(a.rope)
     )

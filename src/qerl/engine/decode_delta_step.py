@@ -37,8 +37,8 @@ class DeltaSteps:
         if shape is None or supports(shape):
             return None
         return (
-            "Gated DeltaNet takes heads of 128 and 4 taps; here heads of"
-            f" {shape.key_size} and {shape.value_size}, {shape.num_taps} taps"
+            f"they do not compute Gated DeltaNet with heads of {shape.key_size} and {shape.value_size} and"
+            f" {shape.num_taps} taps, only with heads of 128 and 4 taps"
         )
 
     def __call__(self, layer_index: int, layer: Layer) -> LayerStep:

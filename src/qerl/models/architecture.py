@@ -197,14 +197,12 @@ class Architecture:
         """A part that the fused kernels do not compute, in words; None if there is none."""
         parts = {
             "attention sinks": self.attention_sinks,
-            "Gated DeltaNet": self.delta is not None,
-            "gated attention": self.attention_gate,
             "sliding windows": any(kind.window is not None for kind in self.kinds),
             "layers with different ropes": any(kind.rope != "main" for kind in self.kinds),
             "norms in other places": self.norms != PRE_NORMS,
             f"the activation {self.activation}": self.activation != "silu",
             "norms over all heads": self.qk_norm and self.qk_norm_over != "head",
-            "partial or interleaved rotation": self.rotated != self.head_size or self.rope_is_interleaved,
+            "interleaved rotation": self.rope_is_interleaved,
             "a scale of its own for attention": self.attention_scale is not None,
             "soft caps": (self.attention_softcap, self.logit_softcap) != (None, None),
             "factors of embedding or residuals": (self.embedding_scale, self.residual_scale) != (1.0, 1.0),
