@@ -1,12 +1,17 @@
 """Which samples a step begins and which it waits for."""
 
 import dataclasses
+from typing import Literal
 
 from qerl.config.check import check_not_negative, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
+    admission: Literal["given", "longest_first"] = "given"
+    """Order in which a step's prompts are sampled where not all samples run at once: given is the task's;
+    longest_first begins with the prompts whose latest samples were longest."""
+
     partial: bool = False
     """Begin more prompts than a step needs and stop sampling when num_prompts groups are complete; the next
     step continues the others with its own policy (partial rollouts). Not with branching, dynamic sampling,

@@ -169,6 +169,12 @@ class RunConfig:
         )
         self._check_agent()
         self._check_partial()
+        is_plain = not self.rollout.partial and self.algo.branching == "none" and not self.distil.is_on
+        require(
+            self.rollout.admission == "given" or (is_plain and self.ray.address is None),
+            "rollout.admission longest_first does not work with rollout.partial, algo.branching,"
+            " distil.teacher or ray.address",
+        )
         noise, updates, buffer = self.noise, self.learn.updates_per_step, self.algo.overlong_buffer
         require(
             not noise.is_controlled or noise.control.warmup_steps < self.num_steps,

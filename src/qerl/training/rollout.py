@@ -15,6 +15,7 @@ from qerl.algo.overlong import OVERLONG
 from qerl.config import RunConfig
 from qerl.tasks import RewardPool
 from qerl.tracking import StepLog
+from qerl.training.admission import ADMISSION, PromptLengths
 from qerl.training.data_parallel import DataParallelRewards
 from qerl.types import Episode, Group, Prompt, RolloutEngine, Sample, Sampling
 
@@ -31,6 +32,7 @@ class GroupRollouts:
     ):
         self._config, self._engine, self._rewards = config, engine, rewards
         self._train_prompts = train_prompts
+        self.lengths = PromptLengths()
 
     def sample(self, step: int, log: StepLog) -> list[Group]:
         """Return the step's groups with rewards and advantages."""
@@ -39,13 +41,7 @@ class GroupRollouts:
         for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
             prompts_P = self._train_prompts(step, config.num_prompts, round)
             with log.span("rollout"):
-                groups_P = self._engine.generate(
-                    prompts_P,
-                    num_samples=config.num_generations,
-                    sampling=sampling,
-                    seed=config.seed,
-                    step=step,
-                )
+                groups_P = self._generate(prompts_P, sampling, step)
             with log.span("reward"):
                 rewards_P_G = self._rewards.score(groups_P)
             groups_P = with_advantages(config, groups_P, rewards_P_G)
@@ -55,6 +51,22 @@ class GroupRollouts:
                 break
         log.add(**rollout_metrics(config, sampled_P), rounds=round + 1)
         return kept_P
+
+    def _generate(self, prompts_P: list[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        """Return the groups of the prompts, in order, whichever is sampled first."""
+        config, admission = self._config, self._config.rollout.admission
+        order = ADMISSION[admission](prompts_P, self.lengths)
+        sampled_P = self._engine.generate(
+            [prompts_P[i] for i in order],
+            num_samples=config.num_generations,
+            sampling=sampling,
+            seed=config.seed,
+            step=step,
+        )
+        if admission != "given":
+            self.lengths.add(sampled_P)
+        by_place = dict(zip(order, sampled_P, strict=True))
+        return [by_place[i] for i in range(len(prompts_P))]
 
 
 def sampling_of(config: RunConfig) -> Sampling:

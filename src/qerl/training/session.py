@@ -249,6 +249,8 @@ class _Session:
             self.aqn.load(found.extra["noise"])
         if found is not None and isinstance(self.rollouts, BranchingRollouts):
             self.rollouts.load(found.extra["tries"])
+        if found is not None and isinstance(self.rollouts, GroupRollouts):
+            self.rollouts.lengths.load(found.extra.get("lengths"))
         if found is not None and isinstance(self.rollouts, PartialRollouts):
             self.rollouts.load(found.extra.get("begun"), first_step)
         for notice in [*notices, *self.engine.notices]:
@@ -295,6 +297,8 @@ class _Session:
         state: dict[str, Any] = {"noise": self.aqn.state()}
         if isinstance(self.rollouts, BranchingRollouts):
             state["tries"] = self.rollouts.state()
+        if isinstance(self.rollouts, GroupRollouts) and self.config.rollout.admission != "given":
+            state["lengths"] = self.rollouts.lengths.state()
         if isinstance(self.rollouts, PartialRollouts):
             state["begun"] = self.rollouts.state()
         return state
@@ -389,9 +393,8 @@ def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster:
     is_deep, has_environment = config.algo.branching == "deep", pool.has_environment
     reason = "algo.branching deep needs a single process: branches reuse its KV pages"
     require(not is_deep or ranks.count == 1, reason)
-    is_partial = config.rollout.partial
-    require(not is_partial or ranks.count == 1, "rollout.partial needs a single process")
-    require(not (is_partial and has_environment), "rollout.partial does not work with environments")
+    reason = "rollout.partial needs a single process and no environment"
+    require(not config.rollout.partial or (ranks.count == 1 and not has_environment), reason)
     reason = "algo.branching deep does not work with environments: set it to none"
     require(not (is_deep and has_environment), reason)
     require(cluster is None or not has_environment, "environments do not work with --ray: use torchrun")
