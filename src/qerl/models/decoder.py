@@ -29,6 +29,7 @@ from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.tile_unpack import UnpackRows
+from qerl.kernels.untried import are_used
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
@@ -39,7 +40,7 @@ from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
 from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
 from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
-from qerl.models.untried import are_used, tiles_are_used
+from qerl.models.untried import tiles_are_used
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {

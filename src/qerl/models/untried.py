@@ -4,18 +4,11 @@ but nothing uses them unless QERL_UNTRIED=1 is set: what they would run, PyTorch
 A part leaves this file when its tests marked gpu have passed on a GPU (CONTRIBUTING.md).
 """
 
-import os
-
+from qerl.kernels.untried import VARIABLE, are_used
 from qerl.models.architecture import PRE_NORMS, Architecture
 
-_VARIABLE = "QERL_UNTRIED"
 _TRIED_TILES = ("nvfp4",)
 """Formats whose tiles have been multiplied and unpacked on a GPU."""
-
-
-def are_used() -> bool:
-    """True if the user asks for kernels that no GPU has run."""
-    return os.environ.get(_VARIABLE) == "1"
 
 
 def tiles_are_used(format: str) -> bool:
@@ -26,7 +19,7 @@ def tiles_are_used(format: str) -> bool:
 def untried_obstacle(a: Architecture) -> str | None:
     """Return why the decode kernels are not used for such a decoder yet; None if they are."""
     part = None if are_used() else _untried_part(a)
-    return part and f"no GPU has run their {part} yet ({_VARIABLE}=1 uses them)"
+    return part and f"no GPU has run their {part} yet ({VARIABLE}=1 uses them)"
 
 
 def _untried_part(a: Architecture) -> str | None:
