@@ -1,14 +1,19 @@
 """Adapters of a mixture: merged with the same logits, and refused where PEFT could not read them."""
 
+import dataclasses
+
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from export.test_export import exported, refusal, run_of
+from export.test_export import decoder_of, exported, refusal, run_of
 from models.family_rows import oracle
 from models.family_rows import save as save_oracle
 from models.tiny import logits_of
 from qerl.config import AdapterConfig
+from qerl.models.adapter import adapter_tensors, add_adapter, load_adapter
+from qerl.models.peft_reader import adapter_config, read_adapter
 
 TOKENS_T = torch.arange(40) * 7 % 61
 EXPERTS = AdapterConfig(rank=4, alpha=8.0, experts="per_expert", expert_rank=2)
@@ -20,14 +25,41 @@ def save(folder, family):
 
 
 @pytest.mark.parametrize("family", ["Olmoe", "GraniteMoe", "GptOss"])
-@pytest.mark.parametrize("name", ["experts", "router"])
-def test_adapters_that_peft_could_not_read_are_refused_and_merged(tmp_path, name, family):
-    adapter = EXPERTS if name == "experts" else ROUTER
-    _, config, decoder = run_of(tmp_path, family, format="bf16", adapter=adapter, save=save)
+def test_adapters_of_the_router_are_refused_for_peft_and_merged(tmp_path, family):
+    _, config, decoder = run_of(tmp_path, family, format="bf16", adapter=ROUTER, save=save)
     said = refusal(lambda: exported(tmp_path, config, "peft"))
-    assert said.endswith(f"adapter.{name} is not written in PEFT's layout; use --as merged")
+    assert said.endswith("adapter.router is not written in PEFT's layout; use --as merged")
     assert not (tmp_path / "peft").exists()
     model = AutoModelForCausalLM.from_pretrained(exported(tmp_path, config, "merged", dtype="fp32"))
     with torch.no_grad():
         theirs_TV = model(TOKENS_T[None]).logits[0]
     torch.testing.assert_close(theirs_TV, logits_of(decoder, TOKENS_T), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern")  # PEFT 0.21 looks for linears only
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("kind", ["per_expert", "shared_a", "shared_b"])
+@pytest.mark.parametrize("family", ["Olmoe", "GraniteMoe", "GptOss"])
+def test_peft_loads_experts_adapters_with_the_same_logits_and_training_continues_from_them(
+    tmp_path, family, kind
+):
+    adapter = dataclasses.replace(EXPERTS, experts=kind)
+    _, config, decoder = run_of(tmp_path, family, format="bf16", adapter=adapter, save=save)
+    out = exported(tmp_path, config, "peft")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        plain_TV = base(TOKENS_T[None]).logits[0]
+        theirs_TV = PeftModel.from_pretrained(base, out)(TOKENS_T[None]).logits[0]
+    assert not torch.allclose(theirs_TV, plain_TV, atol=1e-2)
+    torch.testing.assert_close(theirs_TV, logits_of(decoder, TOKENS_T), rtol=1e-4, atol=1e-4)
+    again = adapter_config(str(out))
+    assert (again.experts, again.expert_rank, again.rank) == ("per_expert", 2, 4)
+    other = decoder_of(dataclasses.replace(config, adapter=again))
+    add_adapter(other, again, seed=3)
+    load_adapter(other, read_adapter(str(out), again))
+    torch.testing.assert_close(logits_of(other, TOKENS_T), logits_of(decoder, TOKENS_T), rtol=1e-5, atol=1e-5)
+    same = decoder_of(config)
+    add_adapter(same, adapter, seed=3)
+    load_adapter(same, read_adapter(str(out), dataclasses.replace(again, experts=kind)))
+    for name, master in adapter_tensors(decoder).items():
+        assert torch.equal(adapter_tensors(same)[name], master)

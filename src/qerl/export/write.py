@@ -58,9 +58,8 @@ def export(config: RunConfig, options: ExportOptions) -> None:
 def write_peft(run: Path, config: RunConfig, out: Path) -> None:
     if config.adapter.kind != "lora":
         raise UserError(f"{run}: has no adapter, as adapter.kind is full; use --as merged or --as nvfp4")
-    if config.adapter.router or config.adapter.experts != "none":
-        name = "adapter.router" if config.adapter.experts == "none" else "adapter.experts"
-        raise UserError(f"{run}: {name} is not written in PEFT's layout; use --as merged")
+    if config.adapter.router:
+        raise UserError(f"{run}: adapter.router is not written in PEFT's layout; use --as merged")
     adapter, description = latest_described_adapter(run / "checkpoints")
     description |= {"base_model_name_or_path": base_name(config.model.path)}
     with hf_writer.atomic_folder(out) as folder:

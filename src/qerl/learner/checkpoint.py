@@ -29,6 +29,7 @@ from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.learner import Learner
 from qerl.models.adapter import targets_of
+from qerl.models.peft_experts import expert_parameters
 from qerl.models.peft_names import peft_targets, peft_tensors
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.policy_model import PolicyModel
@@ -181,6 +182,7 @@ def peft_config(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name(config.model.path),
         **peft_targets(model.architecture, targets_of(model, adapter), adapter.rank, adapter.alpha),
+        **_expert_targets(config, model),
         "lora_dropout": config.adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -190,6 +192,15 @@ def peft_config(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
         "use_dora": False,
         "use_rslora": False,
     }
+
+
+def _expert_targets(config: RunConfig, model: PolicyModel) -> dict[str, Any]:
+    if config.adapter.experts == "none":
+        return {}
+    parameters, targets = expert_parameters(model.architecture), targets_of(model, config.adapter)
+    linears = peft_targets(model.architecture, targets, config.adapter.rank, config.adapter.alpha)
+    ranks = dict.fromkeys(parameters, config.adapter.expert_rank)
+    return {"target_parameters": parameters, "rank_pattern": linears.get("rank_pattern", {}) | ranks}
 
 
 def adapter_description(config: RunConfig, model: PolicyModel) -> dict[str, Any]:

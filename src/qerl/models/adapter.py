@@ -21,6 +21,7 @@ from qerl.models.decoder import Decoder, Layer
 from qerl.models.layer_spec import adapter_targets
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear, MixtureMLP
+from qerl.models.peft_experts import shared
 from qerl.models.peft_names import PEFT_PREFIX, PREFIX, decoder_tensors
 from qerl.models.policy_model import PolicyModel
 
@@ -207,6 +208,7 @@ def load_adapter(decoder: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
         problem = "lacks" if differing[0] in masters else "has an unknown"
         raise UserError(f"the adapter {problem} tensor {differing[0]} ({len(differing)} names differ)")
     for name, master in masters.items():
+        tensors[name] = shared(name, tensors[name], len(master))
         if master.shape != tensors[name].shape:
             raise UserError(
                 f"{name} must have the shape {tuple(master.shape)}, got {tuple(tensors[name].shape)}"

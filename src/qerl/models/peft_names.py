@@ -18,6 +18,7 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.models.architecture import Architecture, StoredLinear
 from qerl.models.layer_spec import kinds_of_linears
+from qerl.models.peft_experts import from_peft, to_peft
 
 PEFT_PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of transformers' model."""
@@ -37,7 +38,7 @@ def peft_tensors(architecture: Architecture | None, tensors: Mapping[str, Tensor
     if architecture is None:
         return dict(tensors)
     prefix = PREFIX if architecture.part_of is None else _LANGUAGE
-    found = dict(tensors)
+    found = to_peft(architecture, tensors)
     for stored, at in _places(architecture, found):
         parts = _present(stored, at, found)
         a = [found.pop(f"{at}{part}.lora_A.weight") for part in parts]
@@ -55,6 +56,7 @@ def decoder_tensors(
         return dict(tensors)
     found = {name.replace(_LANGUAGE, PREFIX, 1): tensor for name, tensor in tensors.items()}
     wanted = dict.fromkeys(masters, torch.empty(0))
+    found = from_peft(architecture, found, wanted)
     for stored, at in _places(architecture, wanted):
         names = [f"{at}{stored.name}.lora_{side}.weight" for side in "AB"]
         if not all(name in found for name in names):

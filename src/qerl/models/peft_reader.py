@@ -10,6 +10,7 @@ from torch import Tensor
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.models.model_folder import read_json
+from qerl.models.peft_experts import experts_of_settings, without_experts
 from qerl.models.peft_names import check_patterns, decoder_targets
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -21,7 +22,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": ([], None),
-    "target_parameters": ([], None),
     "trainable_token_indices": ([], None),
     # others, such as pissa, change the model's weights
     "init_lora_weights": (True, False, "gaussian", None),
@@ -44,10 +44,21 @@ def read_adapter(path: str, config: AdapterConfig) -> dict[str, Tensor]:
         raise UserError(
             f"{folder}: targets {targets}, adapter.target_modules are {sorted(set(config.target_modules))}"
         )
+    _check_experts(folder, settings, config)
     try:
         return load_file(folder / ADAPTER)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / ADAPTER}: cannot be read: {error}") from error
+
+
+def _check_experts(folder: Path, settings: dict[str, Any], config: AdapterConfig) -> None:
+    found = experts_of_settings(settings)
+    rank = None if config.experts == "none" else config.expert_rank
+    if found.get("expert_rank") != rank:
+        raise UserError(
+            f"{folder}: the adapters of experts have rank {found.get('expert_rank')},"
+            f" adapter.experts {config.experts} needs {rank}"
+        )
 
 
 def adapter_config(path: str) -> AdapterConfig:
@@ -67,6 +78,7 @@ def adapter_config(path: str) -> AdapterConfig:
         alpha=float(alpha),
         target_modules=tuple(targets),
         init_from=path,
+        **experts_of_settings(settings),
     )
 
 
@@ -83,7 +95,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
                 f"{folder}: {key} is {settings[key]!r}; only plain LoRA is supported, {allowed[0]!r}"
             )
     try:
-        check_patterns(settings)
+        experts_of_settings(settings)
+        check_patterns(without_experts(settings))
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     return settings
