@@ -119,7 +119,13 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_names():
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_the_command_knows_every_gpu(capsys, gpu):
+def test_every_gpu_has_a_speed(gpu):
+    speed = estimated(gpu, {"provider": "qerl-nvfp4", "shape": "qwen3-0.6b"})
+    assert speed.sampled_tokens_per_s > 100 and speed.learned_tokens_per_s > 100
+
+
+@pytest.mark.parametrize("gpu", ["rtx-3060-ti", "h100"])
+def test_the_command_finds_a_gpu_by_its_name(capsys, gpu):
     command(["plan", "qwen3-0.6b", "--gpu", gpu, "--engine.kv-cache-gb", "2"])
     text = capsys.readouterr().out
     (rate,) = re.findall(r"sampling ([\d,]+) tokens/s", text)
