@@ -35,6 +35,7 @@ from qerl.kernels.lora_shrink import LoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import Kernels, best_kernels
+from qerl.models.untried import untried_obstacle
 
 MAX_ROWS = 256
 NO_KERNELS = "they are for NVIDIA GPUs from Ampere on"
@@ -76,13 +77,17 @@ class KernelForward:
     def obstacle(decoder: Decoder, page_tokens: int, kernels: Kernels | None = None) -> str | None:
         """Return why the kernels cannot run this decoder; None if they can. kernels: default, the best."""
         ranks = {linear.rank for _, linear in decoder.linears()}
-        return kernel_obstacle(
-            decoder.architecture,
-            kernels or best_kernels(decoder.device),
-            decoder.compute,
-            ranks=ranks,
-            page_tokens=page_tokens,
-        ) or stack_obstacle(decoder)
+        return (
+            untried_obstacle(decoder.architecture)
+            or kernel_obstacle(
+                decoder.architecture,
+                kernels or best_kernels(decoder.device),
+                decoder.compute,
+                ranks=ranks,
+                page_tokens=page_tokens,
+            )
+            or stack_obstacle(decoder)
+        )
 
     def publish(self) -> None:
         for step in self._steps:
