@@ -139,4 +139,4 @@ def kernel_obstacle(
         return f"they take widths that are multiples of 64, here {odd[0]}"
     if odd := [rank for rank in ranks if rank % 16 or rank > 128]:
         return f"they take ranks of 16, 32, ... 128, here {odd[0]}"
-    return None
+    return untried_obstacle(a)
