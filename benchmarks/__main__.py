@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import tyro
 
+from benchmarks.families import FamiliesOptions, print_families
 from benchmarks.guesses import GuessesOptions, bench_guesses
 from benchmarks.linear import LinearOptions, bench_linear
 from benchmarks.matrix import MatrixOptions, print_matrix
@@ -21,6 +22,7 @@ USAGE = """\
 usage: python -m benchmarks BENCHMARK [OPTIONS]
 
 benchmarks:
+  families print what computes each family of models, or write it with --write; needs no GPU
   guesses  what guessing tokens from earlier text would bring a decode step; needs no GPU
   linear   time the linears of a decode step beside other libraries
   matrix   compile every CUDA kernel for every architecture and print what it uses; needs no GPU
@@ -34,6 +36,7 @@ benchmarks:
 Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn', 'rollout' and 'step' write
 there too. serve and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
+    "families": (FamiliesOptions, print_families),
     "guesses": (GuessesOptions, bench_guesses),
     "linear": (LinearOptions, bench_linear),
     "matrix": (MatrixOptions, print_matrix),

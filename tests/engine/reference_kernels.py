@@ -49,8 +49,8 @@ class ReferenceLinears(TorchLinears):
         self.calls.append("linear" if residual_BN is None else "linear onto")
         return super().linear(x_BK, group, u_BR, residual_BN)
 
-    def swiglu(self, x_BK, group, u_BR):
-        y_BF = super().swiglu(x_BK, group, u_BR)
+    def swiglu(self, x_BK, group, u_BR, activation="silu"):
+        y_BF = super().swiglu(x_BK, group, u_BR, activation)
         self.calls[-1] = "swiglu"
         return y_BF
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from engine.reference_kernels import ReferenceAttention, ReferenceLinears, ReferenceShrink
+from engine.test_kernel_choice import HEADS, MIXTURES, OBSTACLES, architecture_of
+from models.family_rows import ROWS as FAMILIES
 from qerl.aqn.norm_noise import noised
 from qerl.engine.decode_forward import TorchForward
 from qerl.engine.decode_kernels import KernelForward
@@ -17,6 +19,7 @@ from qerl.models.random_weights import SHAPES, random_decoder
 SMALL = replace(
     SHAPES["qwen2.5-0.5b"], num_layers=4, width=128, num_heads=4, num_kv_heads=2, ff_width=192, vocab_size=256
 )
+DENSE = [f for f in FAMILIES if f not in (*OBSTACLES, *MIXTURES)]
 ROWS, PAGES = 5, 4
 A_LAYER = ["norm_shrink", "linear", "attend", "shrink", "linear onto", "norm_shrink", "swiglu", "shrink"]
 
@@ -88,6 +91,34 @@ def check(decoder):
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_plain_layers_are_the_decoders(rank, qk_norm):
     check(decoder_of(replace(SMALL, qk_norm=qk_norm), rank))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_the_layers_of_every_family_are_the_decoders(family):
+    """Windows of 7 and 9, caps, other places of norms, factors, ropes: as family_rows.py has them."""
+    architecture = architecture_of(family, vocab_size=256, **HEADS.get(family, {}))
+    for rank in (None, 16):
+        decoder = decoder_of(architecture, rank)
+        check(decoder)
+        with noised(decoder.noise_table, sigma=0.1, unit="absolute", seed=0, step=1):
+            check(decoder)
+
+
+CHANGES = {
+    "biases": {"mlp_bias": True},
+    "gelu": {"activation": "gelu"},
+    "gate": {"attention_gate": True},
+    "sinks": {"attention_sinks": True},
+    "partial rotation": {"rotary_size": 32},
+    "norms over projections": {"qk_norm": True, "qk_norm_over": "projection"},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_part_of_a_layer_is_the_decoders(name):
+    architecture = replace(SMALL, head_size=64, **CHANGES[name])
+    decoder = decoder_of(architecture)
+    check(decoder)
 
 
 def test_each_rows_noise_acts():

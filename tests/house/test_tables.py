@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.families import filled
 from benchmarks.pages import fill, pages
 from benchmarks.rows import read_rows
 from qerl.cli.bench.record import RESULTS, ROOT
@@ -11,3 +12,9 @@ from qerl.cli.bench.record import RESULTS, ROOT
 def test_every_marked_table_is_current(page):
     text = page.read_text()
     assert fill(text, read_rows(ROOT / RESULTS), page.name) == text
+
+
+def test_the_table_of_families_is_current():
+    """`python -m benchmarks families --write` changes nothing."""
+    page = (ROOT / "docs" / "families.md").read_text()
+    assert filled(page) == page

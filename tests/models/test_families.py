@@ -1,7 +1,6 @@
 """Every family computes what transformers computes: a row each (family_rows.py)."""
 
 import copy
-import dataclasses
 import functools
 import json
 import statistics
@@ -33,7 +32,6 @@ from qerl.kernels.attention import Span
 from qerl.learner.activation_checkpointing import RECOMPUTE
 from qerl.learner.plan.memory import embedding_bytes, weight_bytes
 from qerl.models.adapter import adapter_tensors
-from qerl.models.architecture import LayerKind, NormNames
 from qerl.models.awq import awq, collect_inputs
 from qerl.models.compressed_tensors import encode_weights, skipped_notices
 from qerl.models.families import FAMILIES, MULTIMODAL, from_hf_config
@@ -242,41 +240,6 @@ def test_a_family_that_is_not_there_is_refused_with_the_list():
     said = refusal(lambda: from_hf_config({"architectures": ["Gemma4ForConditionalGeneration"]}))
     assert said.startswith("architecture Gemma4ForConditionalGeneration is not supported; supported: Llama")
     assert all(name in said for name in (*FAMILIES, *MULTIMODAL))
-
-
-def test_the_kernels_run_plain_layers_only(pairs):
-    """Llama's parts alone are computed by the fused kernels; each other part is named."""
-    parts = {family: pairs.of(family)[2].architecture.special_part for family in ROWS}
-    plain = {family for family, part in parts.items() if part is None}
-    assert plain == {"Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"}
-    assert parts["Gemma2"] == parts["Phi3"] == "sliding windows"
-    assert parts["Olmo2"] == "norms in other places"
-    assert parts["Granite"] == "a scale of its own for attention"
-    assert parts["Glm4"] == "norms in other places"
-    config = pairs.of("Phi3")[0].config.to_dict() | {"architectures": ["Phi3ForCausalLM"]}
-    phi4 = from_hf_config(config | {"sliding_window": None, "rope_parameters": None})
-    assert phi4.special_part is None and phi4.stored_linears
-
-
-def test_each_special_part_alone_keeps_the_kernels_away(pairs):
-    plain = pairs.of("Llama")[2].architecture
-    assert plain.special_part is None
-    for change in (
-        {"layer_kinds": (LayerKind(window=5),) * 4},
-        {"layer_kinds": (LayerKind(), LayerKind(rope="none"), LayerKind(), LayerKind())},
-        {"norms": NormNames(after_mlp="post_mlp_layernorm")},
-        {"activation": "gelu"},
-        {"qk_norm": True, "qk_norm_over": "projection"},
-        {"rotary_size": 8},
-        {"rope_is_interleaved": True},
-        {"attention_scale": 0.2},
-        {"attention_softcap": 5.0},
-        {"logit_softcap": 5.0},
-        {"embedding_scale": 2.0},
-        {"residual_scale": 0.5},
-        {"rope": dataclasses.replace(plain.rope, query_growth=0.1)},
-    ):
-        assert dataclasses.replace(plain, **change).special_part is not None, change
 
 
 @pytest.mark.parametrize("family", ROWS)

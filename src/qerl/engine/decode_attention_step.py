@@ -1,30 +1,38 @@
 """The attention of a layer in a decode step: three launches, four with u of o made apart.
 
-x = norm(h)   q|k|v = x W^T + u B^T + bias   o = attention(rope(q|k|v))   h += o W^T + u B^T
+    x = norm(h)   q|k|v = x W^T + u B^T + bias   o = attention(rope(q|k|v))   h += o W^T + u B^T
+
+Windows, soft caps, sinks, gates, scales and partial rotation are computed by the attention kernel. Norms over
+all heads, and queries that grow with the position, are launches of PyTorch's before it; norms after o are
+launches behind the product, which then does not add the residual stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from qerl.engine.decode_layer import LayerStep, NormedProducts, StepParts, StepRows
+from qerl.engine.decode_layer import LayerStep, NormedProducts, StepParts, StepRows, norm_of
 from qerl.engine.fused_linear import LinearGroup
 from qerl.kernels.decode_attention import Norms, supports
-from qerl.models.architecture import Architecture
-from qerl.models.decoder import Decoder, Layer
+from qerl.models.architecture import Architecture, Rope
+from qerl.models.decoder import Layer
 from qerl.models.norm import RMSNorm
-from qerl.models.rope import cosine_sine, inverse_frequencies, magnitude
+from qerl.models.rope import angles_of, cosine_sine, inverse_frequencies, magnitude
+
+Edit = Callable[[Tensor, StepRows], Tensor]
+"""Changes q|k|v before attention."""
 
 
 class AttentionSteps:
-    """What the attention of all layers shares: the kernels, their workspace and the table of angles."""
+    """What the attention of all layers shares: the kernels, their workspace and the tables of angles."""
 
     def __init__(self, parts: StepParts):
         a, cache, device = parts.decoder.architecture, parts.cache, parts.decoder.device
         self.parts = parts
         positions_T = torch.arange(parts.max_pages * cache.page_tokens, device=device)
-        self.angles = angles_of(parts.decoder, positions_T)
+        self.angles = angle_tables(a, positions_T)
+        self.growth = growth_tables(a, positions_T, parts.decoder.compute)
         self.kernel = parts.attention(
             num_heads=a.num_heads,
             num_kv_heads=a.num_kv_heads,
@@ -40,14 +48,21 @@ class AttentionSteps:
 
     @staticmethod
     def obstacle(a: Architecture, page_tokens: int) -> str | None:
-        if supports(a.num_heads, a.num_kv_heads, a.head_size, page_tokens, a.rotated):
-            return None
-        return (
-            "attention takes heads of 64 or 128, up to 16 to a key, or of 256, up to 8, of which a multiple"
-            " of 32 elements is rotated, and pages of a multiple of 16 tokens;"
-            f" here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, {a.rotated} rotated, pages of"
-            f" {page_tokens}"
-        )
+        if a.rope_is_interleaved:
+            return "they do not compute interleaved rotation"
+        if a.qk_norm and a.qk_norm_over == "head" and _grows(a):
+            return "they do not compute queries that are normed and grow with the position"
+        if a.qk_norm and a.qk_norm_over == "projection" and a.attention_gate:
+            return "they do not compute gated attention with norms over all heads"
+        if not supports(a.num_heads, a.num_kv_heads, a.head_size, page_tokens):
+            return (
+                "attention takes heads of 64 or 128, up to 16 to a key, or of 256, up to 8, and pages of a"
+                f" multiple of 16 tokens; here {a.num_heads} / {a.num_kv_heads} heads of {a.head_size}, pages"
+                f" of {page_tokens}"
+            )
+        if not supports(a.num_heads, a.num_kv_heads, a.head_size, page_tokens, a.rotated):
+            return f"attention rotates a multiple of 32 elements of a head, here {a.rotated}"
+        return None
 
     def __call__(self, layer_index: int, layer: Layer) -> LayerStep:
         return _AttentionStep(self, layer_index, layer)
@@ -55,13 +70,23 @@ class AttentionSteps:
 
 class _AttentionStep:
     def __init__(self, shared: AttentionSteps, layer_index: int, layer: Layer):
-        self._shared, self._index, self._layer = shared, layer_index, layer
-        self._products = NormedProducts(shared.parts, layer.linear_groups[:2])
+        attention, norms = layer.self_attn, layer.norms
+        self._shared, self._index = shared, layer_index
+        self._before = norm_of(layer, norms.before_attention)
+        after = norm_of(layer, norms.after_attention)
+        self._products = NormedProducts(shared.parts, layer.linear_groups[:2], after)
         self._qkv, self._o = self._products.groups
-        q_norm, k_norm = layer.self_attn.q_norm, layer.self_attn.k_norm
+        self._angles, self._options = shared.angles[attention.rope], attention.options
         self._head_norms: Norms | None = None
+        self._edits: list[Edit] = []
+        q_norm, k_norm = attention.q_norm, attention.k_norm
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
-            self._head_norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+            if shared.parts.decoder.architecture.qk_norm_over == "head":
+                self._head_norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+            else:
+                self._edits.append(_ProjectionNorms(q_norm, k_norm))
+        if (growth_T1 := shared.growth.get(attention.rope)) is not None:
+            self._edits.append(_Growth(growth_T1, self._qkv.ends[0]))
 
     @property
     def groups(self) -> Sequence[LinearGroup]:
@@ -69,20 +94,68 @@ class _AttentionStep:
 
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
         products, shared, cache = self._products, self._shared, self._shared.parts.cache
-        x_BD, u = products.normed(h_BD, self._layer.input_layernorm, self._qkv, rows)
+        x_BD, u = products.normed(h_BD, self._before, self._qkv, rows)
         qkv_BX = products.products.linear(x_BD, self._qkv, u, None)
+        for edit in self._edits:
+            qkv_BX = edit(qkv_BX, rows)
         attend = shared.kernel.attend_together if rows.is_together else shared.kernel.attend
-        tables = cache.state_of(self._index, rows.state)
-        o_BX = attend(qkv_BX, shared.angles, cache.layer(self._index), tables, norms=self._head_norms)
-        return products.added(h_BD, o_BX, self._o)
+        tables, pages = cache.state_of(self._index, rows.state), cache.layer(self._index)
+        o_BX = attend(qkv_BX, self._angles, pages, tables, norms=self._head_norms, options=self._options)
+        return products.added(h_BD, o_BX, self._o, rows)
 
 
-def angles_of(decoder: Decoder, positions_T: Tensor) -> Tensor:
-    """Return fp32 [positions, R]: the cosines of all frequencies, then their sines. R elements of a head are
-    rotated."""
-    a = decoder.architecture
-    half = a.rotated // 2
-    cosine_T1H, sine_T1H = cosine_sine(
-        positions_T, inverse_frequencies(a.rope, a.rotated).to(decoder.device), magnitude(a.rope)
-    )
-    return torch.cat((cosine_T1H[:, 0, :half], sine_T1H[:, 0, half:]), dim=-1).contiguous()
+class _ProjectionNorms:
+    """Norms of q and of k, each over all heads together."""
+
+    def __init__(self, q_norm: RMSNorm, k_norm: RMSNorm):
+        self._q_norm, self._k_norm = q_norm, k_norm
+        self._ends = len(q_norm.weight), len(q_norm.weight) + len(k_norm.weight)
+
+    def __call__(self, qkv_BX: Tensor, rows: StepRows) -> Tensor:
+        q_BN, k_BK, v_BK = qkv_BX.tensor_split(self._ends, dim=1)
+        return torch.cat((self._q_norm(q_BN), self._k_norm(k_BK), v_BK), dim=1)
+
+
+class _Growth:
+    """Queries times a factor of their position; -1, an empty row, takes the last one."""
+
+    def __init__(self, factors_T1: Tensor, q_width: int):
+        self._factors_T1, self._q_width = factors_T1, q_width
+
+    def __call__(self, qkv_BX: Tensor, rows: StepRows) -> Tensor:
+        positions_B = rows.state.positions_B[: rows.num_rows].long()
+        qkv_BX[:, : self._q_width].mul_(self._factors_T1[positions_B])
+        return qkv_BX
+
+
+def _ropes(a: Architecture) -> dict[str, Rope]:
+    """Return the ropes that layers with attention use."""
+    used = {kind.rope for kind in a.kinds if kind.mixer == "attention"}
+    ropes = {"main": a.rope} | ({} if a.local_rope is None else {"local": a.local_rope})
+    return {name: rope for name, rope in ropes.items() if name in used}
+
+
+def _grows(a: Architecture) -> bool:
+    return any(rope.query_growth for rope in _ropes(a).values())
+
+
+def angle_tables(a: Architecture, positions_T: Tensor) -> dict[str, Tensor]:
+    """Return, by LayerKind.rope, fp32 [positions, R]: the cosines of all frequencies, then their sines. R
+    elements of a head are rotated; none without a rope."""
+    half, tables = a.rotated // 2, {"none": torch.zeros(len(positions_T), 0, device=positions_T.device)}
+    for name, rope in _ropes(a).items():
+        frequencies = inverse_frequencies(rope, a.rotated).to(positions_T.device)
+        cosine_T1R, sine_T1R = cosine_sine(positions_T, frequencies, magnitude(rope))
+        tables[name] = torch.cat((cosine_T1R[:, 0, :half], sine_T1R[:, 0, half:]), dim=-1).contiguous()
+    return tables
+
+
+def growth_tables(a: Architecture, positions_T: Tensor, compute: torch.dtype) -> dict[str, Tensor]:
+    """Return, by LayerKind.rope, the factor [positions, 1] of queries that grow with the position."""
+    found = {}
+    for name, rope in _ropes(a).items():
+        frequencies = inverse_frequencies(rope, a.rotated).to(positions_T.device)
+        scale_T11 = angles_of(rope, positions_T, frequencies).query_scale_T11
+        if scale_T11 is not None:
+            found[name] = scale_T11[:, 0].to(compute)
+    return found

@@ -103,6 +103,8 @@ class KernelForward:
     def _run(self, rows: StepRows) -> Tensor:
         decoder = self._decoder
         h_BD = self._shrink.embed(rows.state.tokens_B[: rows.num_rows], decoder.embed_tokens.weight)
+        if decoder.embedding_scale != 1:
+            h_BD.mul_(decoder.embedding_scale)
         for step in self._steps:
             h_BD = step(h_BD, rows)
         return self._shrink.norm(h_BD, decoder.norm.weight, None, decoder.norm.eps)
@@ -128,8 +130,6 @@ def kernel_obstacle(
         return NO_KERNELS
     if compute != torch.bfloat16:
         return "they compute in bf16"
-    if a.special_part is not None:
-        return f"they do not compute {a.special_part}"
     for steps in (*(MLPS[kind.mlp] for kind in a.kinds), *(MIXERS[kind.mixer] for kind in a.kinds)):
         if (obstacle := steps.obstacle(a, page_tokens)) is not None:
             return obstacle

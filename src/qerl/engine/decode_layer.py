@@ -25,6 +25,7 @@ from qerl.kernels.lora_shrink import LoraShrink
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.linear import QuantLinear
+from qerl.models.norm import RMSNorm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -85,29 +86,57 @@ class Steps(Protocol):
     def __call__(self, layer_index: int, layer: Layer) -> LayerStep: ...
 
 
+Norm = NoisedRMSNorm | RMSNorm
+
+
+def norm_of(layer: Layer, name: str | None) -> Norm | None:
+    """Return the layer's norm of this name, as NormNames has it; None: there is no norm in this place."""
+    if name is None:
+        return None
+    norm = getattr(layer, name)
+    assert isinstance(norm, Norm)
+    return norm
+
+
 class NormedProducts:
     """Linears of one step, grouped as they are launched, with norms and residual."""
 
-    def __init__(self, parts: StepParts, linear_groups: Sequence[Sequence[QuantLinear]]):
+    def __init__(
+        self, parts: StepParts, linear_groups: Sequence[Sequence[QuantLinear]], after: Norm | None = None
+    ):
+        """after: of the step's output, before it is added to the residual stream."""
+        self._after, self._residual_scale = after, parts.decoder.architecture.residual_scale
         self.groups = tuple(map(LinearGroup, linear_groups))
         self.shrink = parts.shrink
         is_packed = all(group.tiles is not None for group in self.groups)
         self.products: FusedLinears = parts.packed if is_packed else TorchLinears(self.groups[-1].room)
 
     def normed(
-        self, h_BD: Tensor, norm: NoisedRMSNorm, group: LinearGroup, rows: StepRows
+        self, h_BD: Tensor, norm: Norm | None, group: LinearGroup, rows: StepRows
     ) -> tuple[Tensor, Tensor | None]:
-        """Return x = norm(h), which the group reads, and u; None if the product makes u or has none."""
-        noise, rows_B = norm.noise_of(rows.noise_rows_B)
+        """Return x = norm(h), which the group reads, and u; None if the product makes u or has none. Without
+        a norm x is h, rounded."""
+        if norm is None:
+            x_BD, _, u = self._shrunk(h_BD.to(group.linears[0].compute), group)
+            return x_BD, u
+        noise, rows_B = norm.noise_of(rows.noise_rows_B) if isinstance(norm, NoisedRMSNorm) else (None, None)
         operands = h_BD, norm.weight, noise, norm.eps
         if group.a is None or self.products.makes_u(len(h_BD), group):
             return self.shrink.norm(*operands, rows_M=rows_B), None
         out = group.empty_input(len(h_BD), group.a) if group.room else None
         return self.shrink.norm_shrink(*operands, group.a, group.scaling, rows_M=rows_B, out=out)
 
-    def added(self, h_BD: Tensor, x_BK: Tensor, group: LinearGroup) -> Tensor:
-        """Return h + the group's product of x."""
-        return self.products.linear(*self._shrunk(x_BK, group), h_BD)
+    def added(self, h_BD: Tensor, x_BK: Tensor, group: LinearGroup, rows: StepRows) -> Tensor:
+        """Return h + the group's product of x, normed and scaled as the family does; h may be overwritten."""
+        if self._after is None and self._residual_scale == 1:
+            return self.products.linear(*self._shrunk(x_BK, group), h_BD)
+        return self.add_normed(h_BD, self.products.linear(*self._shrunk(x_BK, group), None), rows)
+
+    def add_normed(self, h_BD: Tensor, y_BD: Tensor, rows: StepRows) -> Tensor:
+        """Return h + y, normed and scaled as the family does; h is overwritten."""
+        if self._after is not None:
+            y_BD = self._after.normed(y_BD, rows.noise_rows_B)
+        return h_BD.add_(y_BD, alpha=self._residual_scale)
 
     def _shrunk(self, x_BK: Tensor, group: LinearGroup) -> tuple[Tensor, LinearGroup, Tensor | None]:
         """Return (x, group, u); x is copied if u must lie behind its rows and they have no free columns."""

@@ -1,14 +1,15 @@
-"""The dense MLP of a layer in a decode step: three launches, more with u made apart.
+"""The dense MLP of a layer in a decode step: three launches, more with u made apart or a norm after it.
 
-x = norm(h)   y = silu(gate) * up of x W^T + u B^T   h += y W^T + u B^T
+x = norm(h)   y = silu(gate) * up of x W^T + u B^T + bias   h += y W^T + u B^T + bias
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from qerl.engine.decode_layer import LayerStep, NormedProducts, StepParts, StepRows
+from qerl.engine.decode_layer import LayerStep, NormedProducts, StepParts, StepRows, norm_of
 from qerl.engine.fused_linear import LinearGroup
+from qerl.kernels.swiglu import Activation
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Layer
 
@@ -19,7 +20,7 @@ class MLPSteps:
 
     @staticmethod
     def obstacle(a: Architecture, page_tokens: int) -> str | None:
-        return "they take no biases in the MLP" if a.mlp_bias else None
+        return None
 
     def __call__(self, layer_index: int, layer: Layer) -> LayerStep:
         return _MLPStep(self.parts, layer)
@@ -27,9 +28,11 @@ class MLPSteps:
 
 class _MLPStep:
     def __init__(self, parts: StepParts, layer: Layer):
-        self._layer = layer
-        self._products = NormedProducts(parts, layer.linear_groups[2:])
+        self._before = norm_of(layer, layer.norms.before_mlp)
+        after = norm_of(layer, layer.norms.after_mlp)
+        self._products = NormedProducts(parts, layer.linear_groups[2:], after)
         self._gate_up, self._down = self._products.groups
+        self._activation: Activation = parts.decoder.architecture.activation
 
     @property
     def groups(self) -> Sequence[LinearGroup]:
@@ -37,6 +40,6 @@ class _MLPStep:
 
     def __call__(self, h_BD: Tensor, rows: StepRows) -> Tensor:
         products = self._products
-        x_BD, u = products.normed(h_BD, self._layer.post_attention_layernorm, self._gate_up, rows)
-        y_BF = products.products.swiglu(x_BD, self._gate_up, u)
-        return products.added(h_BD, y_BF, self._down)
+        x_BD, u = products.normed(h_BD, self._before, self._gate_up, rows)
+        y_BF = products.products.swiglu(x_BD, self._gate_up, u, self._activation)
+        return products.added(h_BD, y_BF, self._down, rows)

@@ -1,7 +1,7 @@
 """The products of a decode step: linears of the same input in one call, with their adapters.
 
 linear   y = x W^T + u B^T + bias + residual         q|k|v, o, down; u = scaling * x @ A^T
-swiglu   y = silu(gate) * up                         gate|up
+swiglu   y = silu(gate) * up, or gelu                gate|up
 
 A residual is in fp32, and so is the product added to it; any other y is in x's dtype.
 
@@ -25,7 +25,7 @@ from qerl.kernels.matmul_fp32 import add_product
 from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u, swiglu_order
 from qerl.kernels.nvfp4_tile import MAX_TOKENS
 from qerl.kernels.portable_product import PortableProduct
-from qerl.kernels.swiglu import swiglu
+from qerl.kernels.swiglu import Activation, gated
 from qerl.kernels.tile_layout import TileLayout
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.fused_weights import FusedBF16, fuse_fp8_weights, fuse_weights
@@ -115,7 +115,12 @@ class LinearGroup:
         assert len(biases) in (0, len(self.linears))
         if not biases:
             return None
-        return torch.cat(biases) if self.tiles is None else torch.cat(biases).float()
+        if self.tiles is None:
+            return torch.cat(biases)
+        bias_N = torch.cat(biases).float()
+        if self._is_interleaved:
+            bias_N = bias_N[swiglu_order(len(biases[0]), bias_N.device)]
+        return bias_N
 
 
 class FusedLinears(Protocol):
@@ -129,7 +134,11 @@ class FusedLinears(Protocol):
         """Return y_BN; it may be stored in the residual's memory."""
         ...
 
-    def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor: ...
+    def swiglu(
+        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, activation: Activation = "silu"
+    ) -> Tensor:
+        """Return activation(gate) * up."""
+        ...
 
 
 class PackedLinears:
@@ -173,11 +182,15 @@ class PackedLinears:
             *(x_BK, u_BR, residual_BN),
         )
 
-    def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
-        assert group.tiles is not None and group.bias_N is None
-        kernel, tiles, factors_N = self._kernels[group.tiles.layout], group.tiles.tiles, group.tiles.factors_N
+    def swiglu(
+        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, activation: Activation = "silu"
+    ) -> Tensor:
+        assert group.tiles is not None
+        kernel = self._kernels[group.tiles.layout]
+        operands = group.tiles.tiles, group.tiles.factors_N
+        last = {"bias_N": group.bias_N, "activation": activation}
         return self._by_slices(
-            lambda x, u: kernel.swiglu(x, tiles, factors_N, adapter=group.adapter(u)), x_BK, u_BR
+            lambda x, u: kernel.swiglu(x, *operands, adapter=group.adapter(u), **last), x_BK, u_BR
         )
 
     def _by_slices(self, product: Callable[..., Tensor], x_BK: Tensor, *others: Tensor | None) -> Tensor:
@@ -210,9 +223,11 @@ class TorchLinears:
         residual_BN.add_(y_BN)
         return residual_BN if u_BR is None or group.b is None else add_product(residual_BN, u_BR, group.b.T)
 
-    def swiglu(self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None) -> Tensor:
+    def swiglu(
+        self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, activation: Activation = "silu"
+    ) -> Tensor:
         gate_BF, up_BF = self.linear(x_BK, group, u_BR, None).chunk(2, dim=-1)
-        return swiglu(gate_BF, up_BF, room=self._swiglu_room)
+        return gated(gate_BF, up_BF, activation, room=self._swiglu_room)
 
     def _joined(
         self, x_BC: Tensor, w_NC: Tensor, bias_N: Tensor | None, residual_BN: Tensor | None

@@ -5,7 +5,7 @@
     p = softmax([s, sink])       with sinks: one logit a head, which only takes probability
     a query at position i sees the positions j with i - window < j <= i
 
-`AttentionOptions()` is plain attention, the only kind that the fused kernels compute.
+`AttentionOptions()` is plain attention, the only kind that FlashAttention computes.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
     u_MR = scaling * x_MK @ a_RK^T                                      rounded to bfloat16
     y_MN = alpha_N * (x_MK @ (codes * scales)_NK^T) + u_MR @ b_NR^T + bias_N + residual_MN
-    y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F
+    y_MF = silu(gate_MF) * up_MF         where [gate, up] is such a y with N = 2 F; or gelu, or its tanh form
 
 M tokens (1 to 256), N output and K input features (multiples of 64), R the adapter's rank; alpha is fp32,
 one number per row. u is computed in the same launch (nvfp4_shrink.cuh) and waited for only where it is
@@ -40,7 +40,7 @@ from qerl.formats import e2m1
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_BYTES, TILE_K, TILE_ROWS, Tile, choose_tile
 from qerl.kernels.nvrtc import addresses, compiled, tensor_map
-from qerl.kernels.packed_product import PackedAdapter, PackedProduct
+from qerl.kernels.packed_product import PackedAdapter, PackedProduct, gate_defines
 
 CASES = ((1, 64, 64, 0), (8, 192, 576, 16), (17, 3584, 1024, 32), (33, 640, 3584, 64), (100, 1152, 896, 128))
 MAX_LOW_RANK_ROWS = 384  # of all adapters that read one x
@@ -172,7 +172,7 @@ class NVFP4Decode(PackedProduct[Tile]):
             "CTAS": tile.ctas_per_sm,
             "GROUP": 4 if tile.k_block % 128 == 0 else 2,
             "RANK": rank,
-            "SWIGLU": swiglu,
+            **gate_defines(swiglu),
             "SPLIT": split,
             "U_WORDS": _U_WORDS,
             "GIVEN_U": given_u,

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, TILE_K, TILE_ROWS
 from qerl.kernels.nvrtc import addresses
+from qerl.kernels.swiglu import Activation
 from qerl.kernels.tile_layout import TileLayout
 
+GATES: dict[Activation, int] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
+"""SWIGLU and GATE of packed_epilogue.cuh in one number, which kernels take as `swiglu`; 0: neither."""
 _NO_GROUP = 2**31 - 1
 
 
@@ -30,6 +33,11 @@ class AnyTile(Protocol):
 
 
 T = TypeVar("T", bound=AnyTile)
+
+
+def gate_defines(swiglu: int) -> dict[str, int]:
+    """Return the constants of the epilogue; GATE only where it is not silu."""
+    return {"SWIGLU": int(swiglu > 0)} | ({"GATE": swiglu} if swiglu > 1 else {})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,13 +95,22 @@ class PackedProduct(abc.ABC, Generic[T]):
         return y_MN
 
     def swiglu(
-        self, x_MK: Tensor, tiles: Tensor, factors_N: Tensor, *, adapter: PackedAdapter | None = None
+        self,
+        x_MK: Tensor,
+        tiles: Tensor,
+        factors_N: Tensor,
+        *,
+        adapter: PackedAdapter | None = None,
+        bias_N: Tensor | None = None,
+        activation: Activation = "silu",
     ) -> Tensor:
-        """Return silu(gate) * up [M, F] in bfloat16; tiles, factors and b are in `swiglu_order`."""
+        """Return activation(gate) * up [M, F] in bfloat16; tiles, factors, b and bias are in
+        `swiglu_order`."""
         features = TILE_ROWS // 2 * tiles.shape[0]
         y_MF = torch.empty(x_MK.shape[0], features, dtype=torch.bfloat16, device=x_MK.device)
         assert adapter is None or not adapter.starts
-        self._launch(x_MK, tiles, factors_N, adapter, 2, None, None, y_MF, swiglu=1)
+        gate = GATES[activation]
+        self._launch(x_MK, tiles, factors_N, adapter, 2, bias_N, None, y_MF, swiglu=gate)
         return y_MF
 
     def _launch(self, x_MK, tiles, factors_N, adapter, groups, bias_N, residual_MN, y, *, swiglu) -> None:

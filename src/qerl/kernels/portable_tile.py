@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from qerl.kernels.architectures import CudaArchitecture
 from qerl.kernels.nvfp4_tile import MOST_TOKENS, TILE_K, TILE_ROWS
 from qerl.kernels.nvrtc import KernelVariant
+from qerl.kernels.packed_product import gate_defines
 from qerl.kernels.tile_layout import TileLayout
 
 FILE, NAME = "portable_product.cu", "portable_product"
@@ -85,7 +86,7 @@ class PortableTile:
             "STAGES": self.stages,
             "CTAS": self.ctas_per_sm,
             "RANK": rank,
-            "SWIGLU": swiglu,
+            **gate_defines(swiglu),
             "FORMAT": self.layout.define,
         }
 

@@ -13,6 +13,8 @@ as the backward pass of a fused product needs them. Elsewhere torch's own operat
 With a gate of 0, up would be lost; 2 ** -60 keeps it exactly in y, where it is too small to change any sum.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,9 @@ from qerl.kernels import row_kernel
 CASES = ((1, 8), (5, 96), (33, 2056), (7, 18_944))  # T, F
 _BLOCK_THREADS = 256
 _LEAST_GATE = 2.0**-60
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""Function of the gate; gelu_tanh approximates gelu by tanh."""
 
 
 def reference(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
@@ -35,6 +40,13 @@ def swiglu(gate_TF: Tensor, up_TF: Tensor, *, room: int = 0) -> Tensor:
     if row_kernel.are_vectors(gate_TF, up_TF) and gate_TF.stride() == up_TF.stride():
         return _SwiGLU.apply(gate_TF, up_TF, room)
     return F.silu(gate_TF) * up_TF
+
+
+def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, room: int = 0) -> Tensor:
+    """Return y = activation(gate) * up, by PyTorch's operations unless it is silu; room as in `swiglu`."""
+    if activation == "silu":
+        return swiglu(gate_TF, up_TF, room=room)
+    return F.gelu(gate_TF, approximate="tanh" if activation == "gelu_tanh" else "none") * up_TF
 
 
 class _SwiGLU(torch.autograd.Function):

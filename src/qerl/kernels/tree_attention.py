@@ -115,13 +115,17 @@ def tree_attention(
 ) -> Tensor:
     """Return o_TNH, differentiable in q, k and v; deterministic."""
     assert len(q_TNH) == len(k_TKH) == len(layout.own_T) and k_TKH.shape == v_TKH.shape
-    head_size = q_TNH.shape[2]
-    is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32 and options.is_plain
-    if is_flash and head_size % 8 == 0 and head_size <= _MAX_FLASH_HEAD:
+    is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
+    if is_flash and is_for_flash(q_TNH.shape[2], options):
         return over_runs(
             q_TNH, k_TKH, v_TKH, layout, lambda q, k, v, runs: flash_attention(q, k, v, runs.ends)
         )
     return packed_attention(q_TNH, k_TKH, v_TKH, layout.windowed(options.window), options)
+
+
+def is_for_flash(head_size: int, options: AttentionOptions) -> bool:
+    """True if FlashAttention computes such attention, on a GPU in 16 bits."""
+    return options.is_plain and head_size % 8 == 0 and head_size <= _MAX_FLASH_HEAD
 
 
 def over_runs(

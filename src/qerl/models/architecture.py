@@ -8,6 +8,7 @@ import dataclasses
 from typing import Literal
 
 from qerl.kernels.gated_delta_net import DeltaShape
+from qerl.kernels.swiglu import Activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +141,7 @@ class Architecture:
     layer_kinds: tuple[LayerKind, ...] = ()
     """Of each layer; empty: every layer is LayerKind()."""
     norms: NormNames = PRE_NORMS
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     """Function of the MLP's gate."""
     rotary_size: int | None = None
     """Elements of a head that are rotated, its first ones; None: all."""
@@ -191,21 +192,3 @@ class Architecture:
     def rotated(self) -> int:
         """Elements of a head that are rotated."""
         return self.head_size if self.rotary_size is None else self.rotary_size
-
-    @property
-    def special_part(self) -> str | None:
-        """A part that the fused kernels do not compute, in words; None if there is none."""
-        parts = {
-            "attention sinks": self.attention_sinks,
-            "sliding windows": any(kind.window is not None for kind in self.kinds),
-            "layers with different ropes": any(kind.rope != "main" for kind in self.kinds),
-            "norms in other places": self.norms != PRE_NORMS,
-            f"the activation {self.activation}": self.activation != "silu",
-            "norms over all heads": self.qk_norm and self.qk_norm_over != "head",
-            "interleaved rotation": self.rope_is_interleaved,
-            "a scale of its own for attention": self.attention_scale is not None,
-            "soft caps": (self.attention_softcap, self.logit_softcap) != (None, None),
-            "factors of embedding or residuals": (self.embedding_scale, self.residual_scale) != (1.0, 1.0),
-            "queries that grow with the position": self.rope.query_growth > 0,
-        }
-        return next((part for part, is_there in parts.items() if is_there), None)

@@ -17,7 +17,6 @@ Gated DeltaNet they differ in a second function, recur.
 Submodules have Hugging Face's names without the leading "model.".
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.swiglu import Activation, gated
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.kernels.untried import are_used
 from qerl.models.architecture import Architecture, LayerKind
@@ -43,10 +43,6 @@ from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
 from qerl.models.untried import tiles_are_used
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
 
 
 class RowContext(NamedTuple):
@@ -147,7 +143,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, arch: Architecture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
         super().__init__()
-        self._activation = arch.activation
+        self._activation: Activation = arch.activation
         gate_up, down = spec.mlp
         self.gate_proj, self.up_proj = _linears(gate_up, compute, device)
         (self.down_proj,) = _linears(down, compute, device)
@@ -157,7 +153,7 @@ class MLP(nn.Module):
         if self._activation == "silu":
             return project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
         gate_TF, up_TF = project(x_TD, self.gate_up_projs, gaps_are_free=True)
-        return _GATES[self._activation](gate_TF) * up_TF
+        return gated(gate_TF, up_TF, self._activation)
 
     @property
     def gate_up_projs(self) -> tuple[QuantLinear, QuantLinear]:
@@ -300,7 +296,7 @@ class Decoder(nn.Module):
         )
         self.lm_head = LMHead(table.weight, scale=arch.logit_scale, softcap=arch.logit_softcap)
         # rounded, as the models that scale it were trained
-        self._embedding_scale = torch.tensor(arch.embedding_scale, dtype=compute).item()
+        self.embedding_scale = torch.tensor(arch.embedding_scale, dtype=compute).item()
         ropes = {"main": arch.rope} | ({} if arch.local_rope is None else {"local": arch.local_rope})
         self._ropes = {
             name: (rope, inverse_frequencies(rope, arch.rotated).to(device)) for name, rope in ropes.items()
@@ -323,8 +319,8 @@ class Decoder(nn.Module):
         angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
         context = RowContext(angles, noise_rows_T, recur, route)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
-        if self._embedding_scale != 1:
-            h_TD.mul_(self._embedding_scale)
+        if self.embedding_scale != 1:
+            h_TD.mul_(self.embedding_scale)
         for layer_index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             h_TD = run_layer(layer, h_TD, context, layer_index, attend)

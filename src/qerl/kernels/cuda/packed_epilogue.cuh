@@ -1,7 +1,7 @@
 // The end of a packed product: y = alpha * sums + u B^T + bias + residual, or silu(gate) * up of it, from the sums of a warp's 16 rows.
 //
 // A lane holds rows g and g + 8 of tokens 2 t and 2 t + 1 of each group of 8: the result layout of mma.sync and of a warp of wgmma.
-// Compile-time: RANK of the adapter or 0, SWIGLU, GIVEN_U.
+// Compile-time: RANK of the adapter or 0, SWIGLU, GIVEN_U. If given: GATE, the function of the gate: 2 gelu, 3 its tanh form.
 #pragma once
 #include "bfloat16.cuh"
 #include "mma.cuh"
@@ -41,7 +41,18 @@ __device__ __forceinline__ void wait_u(const u32* from, int width, int m, int M,
 }
 #endif
 
-__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
+#ifndef GATE
+#define GATE 1
+#endif
+__device__ __forceinline__ float activation(float v) {
+#if GATE == 2
+  return .5f * v * (1.f + erff(v * 0.70710678f));
+#elif GATE == 3  // v (1 + tanh(z)) / 2 = v / (1 + e^(-2 z))
+  return __fdividef(v, 1.f + __expf(-1.59576912f * fmaf(.044715f * v * v, v, v)));
+#else
+  return __fdividef(v, 1.f + __expf(-v));
+#endif
+}
 
 struct Epilogue {
   const float* alpha;
@@ -134,7 +145,7 @@ __device__ __forceinline__ void finish(float (&acc)[COUNT][4], const Epilogue& e
   for (int n = 0; n < COUNT; n++) {
     const int m = m0 + n * 8 + g;
 #if SWIGLU
-    const float v0 = silu(acc[n][0]) * acc[n][2], v1 = silu(acc[n][1]) * acc[n][3];
+    const float v0 = activation(acc[n][0]) * acc[n][2], v1 = activation(acc[n][1]) * acc[n][3];
     const u32 o = transpose8x8(pack2(v0, v1));
     if (m < e.M) *(u32*)((u16*)e.y + (size_t)m * (e.N / 2) + row0 / 2 + 2 * t) = o;
 #else
