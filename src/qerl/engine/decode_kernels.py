@@ -77,17 +77,13 @@ class KernelForward:
     def obstacle(decoder: Decoder, page_tokens: int, kernels: Kernels | None = None) -> str | None:
         """Return why the kernels cannot run this decoder; None if they can. kernels: default, the best."""
         ranks = {linear.rank for _, linear in decoder.linears()}
-        return (
-            untried_obstacle(decoder.architecture)
-            or kernel_obstacle(
-                decoder.architecture,
-                kernels or best_kernels(decoder.device),
-                decoder.compute,
-                ranks=ranks,
-                page_tokens=page_tokens,
-            )
-            or stack_obstacle(decoder)
-        )
+        return kernel_obstacle(
+            decoder.architecture,
+            kernels or best_kernels(decoder.device),
+            decoder.compute,
+            ranks=ranks,
+            page_tokens=page_tokens,
+        ) or stack_obstacle(decoder)
 
     def publish(self) -> None:
         for step in self._steps:

@@ -7,7 +7,8 @@ mfu and layer_s depend on the kernels of decode steps (`engine.kernels`):
 
     hopper     within 15 % of the rows in benchmarks/results, which tests/learner/test_plan_speed.py holds
     portable   fitted to an H200, the only GPU where they were measured. The larger of bytes and operations
-               instead of their sum would miss those figures by 7 %; the sum misses by 5 %. For another GPU
+               instead of their sum fits those figures less well (by 7 %; the test holds the sum to 8 %
+               with rounded rates). For another GPU
                both rates come from its data sheet: an estimate. mfu is a share of the rate of wgmma, which
                these kernels do not use, so GPUs without it may be faster than this.
     torch      of one H100 (7B, rank 32: 141 and 998 tokens/s at batch 8 and 64; 735 and 3,772 with BF16
