@@ -50,7 +50,19 @@ TAKEN = {
     "learn": bench_options.BenchLearnOptions,
     "tune": bench_options.BenchTuneOptions,
 }
-SHORT = {"teacher", "model", "task", "reward", "answer_column", "ray", "init_adapter", "as", "help", "debug"}
+SHORT = {
+    "teacher",
+    "model",
+    "task",
+    "reward",
+    "answer_column",
+    "ray",
+    "env",
+    "init_adapter",
+    "as",
+    "help",
+    "debug",
+}
 PLACEHOLDERS = {"my_recipe", "RECIPE"}
 
 

@@ -92,14 +92,22 @@ class PackedStack:
         """[E, N, K]"""
         return len(self), *self[0].shape
 
-    @functools.cached_property
+    @property
     def alphas(self) -> list[float] | Tensor:
         """The factors that the operands leave out: one for each weight, or fp32 [E, N]."""
+        return self._alphas
+
+    @property
+    def alpha_E(self) -> Tensor:
+        """The same on the device, fp32 [E] or [E, N]."""
+        return self._alpha_E
+
+    @functools.cached_property
+    def _alphas(self) -> list[float] | Tensor:
         return self.alpha_E.tolist() if self.alpha_E.dim() == 1 else self.alpha_E
 
     @functools.cached_property
-    def alpha_E(self) -> Tensor:
-        """The same on the device, fp32 [E] or [E, N]."""
+    def _alpha_E(self) -> Tensor:
         return torch.stack([self[index].alpha for index in range(len(self))])
 
     @property

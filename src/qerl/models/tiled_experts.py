@@ -107,12 +107,20 @@ class TiledStack:
     def shape(self) -> tuple[int, int, int]:
         return len(self), *self[0].shape
 
-    @functools.cached_property
+    @property
     def alphas(self) -> list[float] | Tensor:
+        return self._alphas
+
+    @property
+    def alpha_E(self) -> Tensor:
+        return self._alpha_E
+
+    @functools.cached_property
+    def _alphas(self) -> list[float] | Tensor:
         return self.alpha_E.tolist() if self.alpha_E.dim() == 1 else self.alpha_E
 
     @functools.cached_property
-    def alpha_E(self) -> Tensor:
+    def _alpha_E(self) -> Tensor:
         return self.scales.reciprocal()[:, 0] if self.scales.shape[1] == 1 else self.scales
 
     def unpack_range(self, first: int, out: Tensor) -> None:
