@@ -6,6 +6,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from qerl.serve.tools import ToolCallStream
 from serve import parts
 from serve.test_app import events
 
@@ -199,8 +200,26 @@ def test_arguments_that_are_no_plain_json_stay_text(client, arguments):
     choices(client, CHAT, HELLO | {"messages": [message, *HELLO["messages"]]})
 
 
-def test_a_template_without_tools_refuses_them(tmp_path):
-    app, _ = parts.app_of(parts.load_tiny(tmp_path))
+def test_a_template_without_tools_has_them_in_the_system_message(tmp_path):
+    model = parts.load_tiny(tmp_path)
+    calls = [{"id": "1", "type": "function", "function": {"name": "paint", "arguments": '{"color": "red"}'}}]
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "paint"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+    ask = HELLO | {"messages": messages, "tools": TOOLS, "return_token_ids": True, "max_tokens": 1}
+    app, _ = parts.app_of(model, max_prompt_tokens=1000)
     with TestClient(app, base_url="http://localhost") as client:
-        error = client.post(CHAT, json=HELLO | {"tools": TOOLS}).json()["error"]
-        assert error["param"] == "tools" and "does not describe tools" in error["message"]
+        text = model.tokenizer.decode(client.post(CHAT, json=ask).json()["prompt_token_ids"])
+    system, *others = text.replace("<|im_end|>", "").split("<|im_start|>")[1:]
+    listed = system.split("\n")
+    assert listed[0] == "Be kind." and [json.loads(line)["name"] for line in listed[3:-1]] == [
+        "paint",
+        "wait",
+    ]
+    call = '<tool_call>{"name": "paint", "arguments": {"color": "red"}}</tool_call>'
+    assert others == ["paint", call, "done", ""]
+    (found,) = ToolCallStream({"paint"}, is_parallel=True).add(call)[1]
+    assert found.arguments == '{"color": "red"}'

@@ -13,7 +13,7 @@ from qerl.serve.batcher import PendingRequest
 from qerl.serve.fields import ApiError, ChatBody, CompletionBody, RequestBody
 from qerl.serve.grammar import Grammars, JsonGrammar
 from qerl.serve.loaded_model import LoadedModel
-from qerl.serve.tools import ToolCallStream, call_schema
+from qerl.serve.tools import ToolCallStream, call_schema, with_described_tools
 from qerl.tasks.prompt import render_chat
 from qerl.types import Prompt, Sampling
 
@@ -90,12 +90,11 @@ class RequestParser:
             plain = render_chat(self.model.tokenizer, messages, variables)
             tools = [tool.function.for_template() for tool in body.tools]
             prompt = render_chat(self.model.tokenizer, messages, variables | {"tools": tools})
+            if prompt == plain:  # the template has no place for tools
+                prompt = render_chat(self.model.tokenizer, with_described_tools(messages, tools), variables)
+            return prompt
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
-        if prompt == plain and not body.is_forced_call:
-            message = "the model's chat template does not describe tools to the model"
-            raise ApiError(400, message + "; tool_choice 'required' works without", param="tools")
-        return prompt
 
     def _tokenized(self, prompt: str | list[int]) -> tuple[str, list[int]]:
         if isinstance(prompt, str):

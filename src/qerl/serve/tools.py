@@ -1,4 +1,4 @@
-"""Find tool calls in an answer, whole or piece by piece.
+"""Describe tools to a model whose chat template does not, and find tool calls in an answer.
 
     <tool_call>{"name": ..., "arguments": {...}}</tool_call>    Hermes, Qwen: anywhere, any number
     {"name": ..., "parameters": {...}}                          Llama 3: the whole answer, divided by ;
@@ -9,11 +9,13 @@ Text that looks like a call but is none, or calls a function that was not offere
 import dataclasses
 import json
 import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl.errors import UserError
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_HOW_TO_CALL = f'To call one, answer with {_OPEN}{{"name": NAME, "arguments": {{...}}}}{_CLOSE}'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +92,28 @@ class ToolCallStream:
             calls = calls[: max(1 - self.num_calls, 0)]
         self.num_calls += len(calls)
         return calls
+
+
+def with_described_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the messages for a chat template that ignores tools: their JSON is in the system message, and
+    earlier calls are in the text of their messages, in the form in which calls are found."""
+    functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    text = "\n".join(["You can call these functions:", *functions, _HOW_TO_CALL])
+    written = list(map(_with_written_calls, messages))
+    if written[0]["role"] == "system":
+        head = written.pop(0)
+        text = f"{head['content']}\n\n{text}"
+    return [{"role": "system", "content": text}, *written]
+
+
+def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [
+        f"{_OPEN}{json.dumps(each['function'], ensure_ascii=False)}{_CLOSE}"
+        for each in message.get("tool_calls", ())
+    ]
+    return {**message, "content": "\n".join(filter(None, [message["content"], *calls]))}
 
 
 def call_schema(functions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
