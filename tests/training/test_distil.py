@@ -123,6 +123,20 @@ def test_another_model_in_its_own_format_teaches(files, tmp_path):
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
+def test_what_quantizing_a_teacher_changed_is_said_once(files, tmp_path):
+    """A teacher that is the student's base, with or without an adapter, is told with the student."""
+    tiny_run.write_model(tmp_path / "large", width=128)
+    lines = {}
+    for name, path in ("own", tmp_path / "large"), ("shared", files / "teacher"), ("base", files):
+        for num_steps in "1", "2":  # the second goes on
+            distilled(files, tmp_path / name, "--teacher", str(path), "--num-steps", num_steps)
+        events = (tmp_path / name / "events.jsonl").read_text().splitlines()
+        lines[name] = [text for e in events if "KL to the float" in (text := json.loads(e).get("text", ""))]
+    assert [len(lines[name]) for name in ("own", "shared", "base")] == [2, 1, 1]
+    student, teacher = lines["own"]
+    assert student.startswith("nvfp4: KL") and teacher.startswith(f"teacher {tmp_path / 'large'}: nvfp4: KL")
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(files, tmp_path):
     other = tiny_run.write_model(tmp_path / "other")
     tokenizer = AutoTokenizer.from_pretrained(other)

@@ -75,6 +75,21 @@ def unbroken(files, tmp_path_factory):
     return out
 
 
+def test_what_quantizing_the_model_changed_is_said_once(files, tmp_path):
+    for num_steps in "1", "2":  # the second goes on
+        command(["sft", *options(files, tmp_path, "--max-steps", num_steps)])
+    texts = [
+        json.loads(line).get("text", "") for line in (tmp_path / "events.jsonl").read_text().splitlines()
+    ]
+    (line,) = [text for text in texts if "KL to the float weights" in text]
+    assert line.startswith("nvfp4: KL") and line.endswith("tokens of the data's rows")
+
+
+def test_calibration_is_refused_with_the_command_that_does_it(files, tmp_path):
+    with pytest.raises(UserError, match=r"qerl quantize .* OUT --calibrate gptq --data FILE"):
+        command(["sft", *options(files, tmp_path, "--model.calibrate", "gptq")])
+
+
 def cross_entropy(files, rows):
     """The mean loss of the assistant's tokens by transformers, without an adapter."""
     tokenizer, model = AutoTokenizer.from_pretrained(files), AutoModelForCausalLM.from_pretrained(files)

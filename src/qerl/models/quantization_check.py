@@ -53,10 +53,12 @@ def check_quantization(
     format: str,
     prompts: Sequence[Sequence[int]],
     of: str = "the task's prompts",
+    advice: str = ADVICE,
 ) -> str | None:
     """Return the line about a decoder loaded from `path`; None if it was not quantized at load. `of` says
-    whose tokens the prompts are. Codes of a quantized checkpoint that fit the format are loaded without a
-    change, so there is no line; others are compared to what they decode to, and the line names the layout."""
+    whose tokens the prompts are; a warning ends with the advice. Codes of a quantized checkpoint that fit the
+    format are loaded without a change, so there is no line; others are compared to what they decode to, and
+    the line names the layout."""
     if not isinstance(decoder, Decoder):  # the float weights of transformers' model are not kept
         return None
     checkpoint = locate(path).open()
@@ -67,10 +69,12 @@ def check_quantization(
         format = f"{format} of {kinds(layout)} in {layout.name}'s layout"
     note = read_note(checkpoint.path, decoder.architecture.vocab_size)
     probes = prompt_probes(prompts) if note is None else note.probes
-    return describe(quantization_error(decoder, checkpoint, probes), format, note, of)
+    return describe(quantization_error(decoder, checkpoint, probes), format, note, of, advice)
 
 
-def describe(error: QuantizationError, format: str, note: MergeNote | None, of: str) -> str:
+def describe(
+    error: QuantizationError, format: str, note: MergeNote | None, of: str, advice: str = ADVICE
+) -> str:
     kl = f"KL to the float weights {error.kl:.3f} nats a token"
     if note is not None:
         kept = note.kept(error.kl)
@@ -78,7 +82,7 @@ def describe(error: QuantizationError, format: str, note: MergeNote | None, of: 
             f"{format} keeps {kept:.0%} of what {note.run} learned: {kl}, of the model before training"
             f" {note.base_kl:.3f} ({error.num_tokens} tokens of its samples)"
         )
-        return line if kept >= MIN_KEPT else f"warning: {line}; {ADVICE}"
+        return line if kept >= MIN_KEPT else f"warning: {line}; {advice}"
     line = (
         f"{format}: {kl}, same most likely token for {error.agreement:.0%}, {error.num_tokens} tokens of {of}"
     )
@@ -90,4 +94,4 @@ def describe(error: QuantizationError, format: str, note: MergeNote | None, of: 
         )
     elif error.kl <= MAX_KL:
         return line
-    return f"warning: {line}; {ADVICE}"
+    return f"warning: {line}; {advice}"

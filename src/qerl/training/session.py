@@ -48,7 +48,7 @@ from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
 from qerl.training.signals import StopSignal, echo_s
-from qerl.training.teacher import Teacher, load_teacher
+from qerl.training.teacher import Teacher, check_teacher, load_teacher
 from qerl.types import Prompt, RolloutEngine, Sampling
 
 
@@ -269,9 +269,10 @@ class _Session:
 
     def check_quantization(self) -> None:
         """Report what quantizing the weights at load changed."""
-        model, prompts = self.config.model, self.task.train_prompts(0, self.config.num_prompts)
-        line = check_quantization(self.decoder, model.path, model.format, [p.tokens_T for p in prompts])
-        if line is not None:
+        config, model = self.config, self.config.model
+        prompts = [prompt.tokens_T for prompt in self.task.train_prompts(0, config.num_prompts)]
+        own = check_quantization(self.decoder, model.path, model.format, prompts)
+        for line in filter(None, (own, check_teacher(self.teacher, config, self.decoder, prompts))):
             self.journal.notice(line)
 
     def save(self, step: int) -> bool:
@@ -313,15 +314,7 @@ class _Session:
         if every is not None and (step + 1) % every == 0 and self.prompts:
             with log.span("evaluate"):
                 figures = self.held_out_figures()
-            for name in (
-                "accuracy",
-                "greedy",
-                "reward",
-                "greedy_reward",
-                "reward_error",
-                "greedy_reward_error",
-            ):
-                log.add(**{f"eval_{name}": figures[name]} if name in figures else {})
+            log.add(**{f"eval_{name}": value for name, value in figures.items()})
         self.metrics = dict(log.metrics)
 
     def evaluate(self, moment: str) -> None:

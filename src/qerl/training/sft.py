@@ -25,6 +25,7 @@ from qerl.models.backend import max_positions_of
 from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
+from qerl.models.quantization_check import check_quantization
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks.rows import file_sources
@@ -33,6 +34,7 @@ from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.training.backend_limits import check_backend
+from qerl.training.calibrated import refuse_calibration
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import load_sampler
@@ -41,12 +43,17 @@ from qerl.training.signals import StopSignal, echo_s
 from qerl.types import Sampling
 
 _KEPT = "entropy", "grad_norm", "learning_rate", "learn_tokens", "trained_samples", "micro_tokens"
+_ADVICE = (
+    "keep the adapter apart (--init-adapter), use --model.format fp8 or bf16, or quantize the model first:"
+    " qerl quantize --calibrate gptq"
+)
 _KEPT += "lora_dropout", "skipped_updates", "nonfinite_updates"
 
 
 def fine_tune(config: RunConfig, *, max_steps: int | None = None) -> dict[str, Any]:
     """Imitate config.sft.data; config.num_prompts rows are a step, and num_steps follows from the epochs, or
     is max_steps. Return the losses before and after, and the run's folder."""
+    refuse_calibration(config.model)
     config = dataclasses.replace(config, model=resolve_device(config.model))
     with join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks:
         tokenizer = load_tokenizer(config.model.path)
@@ -202,6 +209,8 @@ class _SftSession:
     def resume(self) -> int:
         """Load the newest intact checkpoint and return the step to continue with."""
         found = self.checkpoints.load_latest()
+        if found is None and self.ranks.is_first:
+            self.check_quantization()
         if found is None and self.config.adapter.init_from is not None:
             load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
         first_step, notices = (0, []) if found is None else (found.next_step, found.notices)
@@ -212,6 +221,14 @@ class _SftSession:
         self.journal.resume(first_step)
         self.engine.publish(self.learner.version)
         return first_step
+
+    def check_quantization(self) -> None:
+        """Report what quantizing the weights at load changed, on the first rows."""
+        model, groups = self.config.model, self.rows.batch(0, self.config.num_prompts)
+        tokens = [[*group.prompt.tokens_T, *group.samples_G[0].tokens_T] for group in groups]
+        line = check_quantization(self.decoder, model.path, model.format, tokens, "the data's rows", _ADVICE)
+        if line is not None:
+            self.journal.notice(line)
 
     def save(self, step: int) -> bool:
         """Save if due. A signal to any rank stops all of them, after the first one has saved."""

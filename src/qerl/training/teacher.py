@@ -10,7 +10,7 @@ must have the student's vocabulary.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -33,6 +33,8 @@ from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
 from qerl.models.peft_reader import adapter_config, read_adapter
+from qerl.models.policy_model import PolicyModel
+from qerl.models.quantization_check import check_quantization
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks.scoring import Failure
@@ -43,6 +45,7 @@ Scores = list[list[TeacherLogprobs | Failure]]
 """Logprobs, or the failure, of each sample of each group."""
 Policy = Callable[[], contextlib.AbstractContextManager[Decoder]]
 """Yields the decoder with the teacher's weights and adapter."""
+_ADVICE = "set --distil.format fp8 or bf16, or give a teacher from: qerl quantize --calibrate gptq"
 
 
 class Teacher(Protocol):
@@ -69,13 +72,13 @@ def load_teacher(
 
 def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerBase) -> Policy:
     distil, model = config.distil, config.model
-    folder = adapter_folder(distil.teacher)
+    folder, format = adapter_folder(distil.teacher), _format(config)
     shares = config.adapter.kind == "lora"
     if folder is not None:
         require(shares, "a teacher that is an adapter needs adapter.kind lora: its base must stay as it is")
         settings = adapter_config(str(folder))
         return OtherAdapter(student, settings, read_adapter(str(folder), settings)).worn
-    source, format = locate(distil.teacher), distil.format or model.format
+    source = locate(distil.teacher)
     check_vocabulary(tokenizer, load_tokenizer(distil.teacher), distil.teacher)
     if shares and source == locate(model.path) and format == model.format:
         return partial(_without_adapter, student)
@@ -87,6 +90,24 @@ def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerB
         resident=model.operand == "resident",
     )
     return lambda: contextlib.nullcontext(decoder)
+
+
+def _format(config: RunConfig) -> str:
+    return config.distil.format or config.model.format
+
+
+def check_teacher(
+    teacher: Teacher | None, config: RunConfig, student: PolicyModel, prompts: Sequence[Sequence[int]]
+) -> str | None:
+    """Return the line of `check_quantization` about a teacher with a decoder of its own; else None."""
+    if not isinstance(teacher, LocalTeacher):
+        return None
+    path = config.distil.teacher
+    with teacher.policy() as decoder:
+        if decoder is student:
+            return None
+        line = check_quantization(decoder, path, _format(config), prompts, advice=_ADVICE)
+    return None if line is None else f"teacher {path}: {line}"
 
 
 @contextlib.contextmanager
@@ -106,7 +127,7 @@ class LocalTeacher:
         tokenizer: PreTrainedTokenizerBase,
         notice: Callable[[str], None],
     ):
-        self._policy, self._config, self._tokenizer = policy, config, tokenizer
+        self.policy, self._config, self._tokenizer = policy, config, tokenizer
         self._device, self._vocab_size = student.device, student.architecture.vocab_size
         self._fit = OomRetry(config.learn.max_tokens_per_microbatch, student.device, notice)
 
@@ -115,7 +136,7 @@ class LocalTeacher:
         if not samples:
             return [[] for _ in groups]
         part = MinibatchPart([(group, [1.0] * len(group.samples_G)) for group in groups], self._device)
-        with torch.no_grad(), self._policy() as decoder:
+        with torch.no_grad(), self.policy() as decoder:
             found = iter(self._fit.run(part, lambda batches: self._score_all(decoder, batches)))
         return [[_finite(next(found)) for _ in group.samples_G] for group in groups]
 
@@ -152,7 +173,7 @@ class LocalTeacher:
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[RolloutEngine]:
-        with self._policy() as decoder:
+        with self.policy() as decoder:
             stop_ids = stop_token_ids(self._tokenizer, locate(self._config.model.path))
             yield Engine(decoder, self._tokenizer, self._config.engine, stop_token_ids=stop_ids)
 
