@@ -46,6 +46,19 @@ class TeacherLogprobs:
     """Logprobs of these tokens, then of all others together; X = K + 1."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """The tokens that a grammar allowed in place of each of a sample's C sampled tokens.
+
+    AllowedTokens(sets=(b"\\x05",), set_C=[None, 0]): any token, then token 0 or 2.
+    """
+
+    sets: tuple[bytes, ...]
+    """One bit for each token of the vocabulary; token 0 is the lowest bit of the first byte."""
+    set_C: list[int | None]
+    """Index in `sets`; None: every token was allowed."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
     """One run of an agent, with what the model did in it."""
@@ -95,6 +108,8 @@ class Sample:
     """Index ranges in tokens_T written by an environment: they have no logprob, loss, entropy or KL."""
     messages: list[dict[str, str]] | None = None
     """Messages after the prompt, turn by turn; None without an environment."""
+    allowed: AllowedTokens | None = None
+    """What a grammar allowed; its logprobs are those of the choice among these. None: no grammar."""
     routes: bytes | None = None
     """Of a mixture, the experts that each row went to: one byte an expert, those of a layer ascending, layer
     by layer, for each token of the prompt and of the sample but its last. None: not recorded."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from qerl.engine.constraint import TokenConstraint
+from qerl.engine.constraint import AllowedLog, TokenConstraint
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Generation
 from qerl.engine.live_sample import LiveGroup, LiveSample
@@ -34,6 +34,8 @@ class LiveRequest:
     """Called with (sample index, newest token, the sample if that token ended it)."""
     constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one sample."""
+    keeps_allowed: bool = False
+    """True if a sample keeps what its constraint allowed: Sample.allowed."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -115,11 +117,14 @@ class LiveBatch:
             group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
         for sample in group.samples_G:
             sample.constraint = None if request.constraint is None else request.constraint()
+            sample.allowed_log = AllowedLog() if sample.constraint and request.keeps_allowed else None
         return group
 
     def _on_token(self, s: LiveSample) -> bool:
         live = self._live[s.group.index]
         is_complete = live.detokenizer.has_stop(s.tokens_T)
+        if s.allowed_log is not None and s.allowed_V is not None:
+            s.allowed_log.add(s.allowed_V)
         if s.constraint is not None:
             s.constraint.accept(s.tokens_T[-1])
             is_complete |= s.constraint.is_complete

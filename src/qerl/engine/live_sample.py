@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from qerl.engine.constraint import TokenConstraint
+from qerl.engine.constraint import AllowedLog, TokenConstraint
 from qerl.types import Sampling
 
 
@@ -85,6 +85,10 @@ class LiveSample:
     routes: bytes | None = None
     """Experts of all computed positions when its latest turn ended, as in Sample; None without a mixture."""
     constraint: TokenConstraint | None = None
+    allowed_V: Tensor | None = None
+    """What the constraint allowed in place of the newest token; bool, on the CPU."""
+    allowed_log: AllowedLog | None = None
+    """Of all its tokens, if the request asks for it."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """The most likely tokens in place of the newest."""
 

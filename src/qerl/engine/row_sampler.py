@@ -51,8 +51,8 @@ class RowSampler:
         M, logits_MV = len(hidden_MD), self._decoder.logits(hidden_MD)
         for b, s in self._constrained:
             if s.finish is None and s.constraint is not None:
-                allowed_V = s.constraint.allowed_V().to(self._device)
-                logits_MV[b].masked_fill_(~allowed_V, -torch.inf)
+                s.allowed_V = s.constraint.allowed_V()
+                logits_MV[b].masked_fill_(~s.allowed_V.to(self._device), -torch.inf)
         scaled_MV = logits_MV / self._temperatures_B1[:M]
         for truncation, rows in self._truncations:
             row_logits = scaled_MV[rows]

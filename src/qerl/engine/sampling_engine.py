@@ -267,6 +267,7 @@ class SamplingEngine(abc.ABC):
             finish=s.finish,
             version=self.version,
             environment_spans=tuple(s.environment_spans),
+            allowed=None if s.allowed_log is None else s.allowed_log.tokens(),
             routes=s.routes,
             sample_index=(s.group.parent or s).sample_index,
         )

@@ -4,6 +4,7 @@
     with a soft cap: l_CV = cap * tanh(scale * hidden_TD[rows_C] @ head_VD.T / cap) / temperature
     logprob_C = l_C[target] - logsumexp(l_CV)         entropy_C = logsumexp(l_CV) - sum_v p_CV * l_CV
     d logprob_C / d hidden_TD[rows_C] = (onehot(target) - p_CV) @ head_VD / temperature
+    where only some tokens were allowed (token_mask.py), the sum of exp in logsumexp and p are over these
 
     hidden_TD   any float    its rows predict           head_VD   fp32 or 16 bits: the products' operands
     rows_C      int64        the row of each target     logits, probabilities, gradients' sums: fp32
@@ -25,16 +26,27 @@ from torch import Tensor
 
 from qerl.kernels import row_kernel
 from qerl.kernels.matmul_fp32 import product
+from qerl.kernels.token_mask import TokenMask
 
 CASES = ((1, 8, 32, 4), (7, 16, 50, 3), (24, 32, 1000, 8), (33, 64, 4099, 64))  # T, D, V, chunk_tokens
 _THREADS = 1024
 
 
-def reference(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, temperature: float):
-    """The definition above in float64, differentiable, all logits at once."""
-    logprobs_TV = (hidden_TD.double() @ head_VD.double().T / temperature).log_softmax(-1)
+def reference(
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float,
+    allowed_TV: Tensor | None = None,
+):
+    """The definition above in float64, differentiable, all logits at once. allowed_TV: bool; None: all."""
+    logits_TV = hidden_TD.double() @ head_VD.double().T / temperature
+    if allowed_TV is not None:
+        logits_TV = logits_TV.masked_fill(~allowed_TV, -torch.inf)
+    logprobs_TV = logits_TV.log_softmax(-1)
     logprob_T = logprobs_TV.gather(1, targets_T[:, None]).squeeze(1)
-    return logprob_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    return logprob_T, -(logprobs_TV.exp() * logprobs_TV.clamp(min=-1e9)).sum(-1)
 
 
 def _chunk(
@@ -106,6 +118,7 @@ def _walk(
     chunk_tokens: int,
     softcap: Softcap | None,
     slope_CD: Tensor | None,
+    mask: TokenMask | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprob_C, entropy_C), by chunks; fill slope_CD (fp32), if given, with d logprob / d hidden."""
     logprob_C = torch.empty(len(rows_C), dtype=torch.float32, device=hidden_TD.device)
@@ -117,6 +130,8 @@ def _walk(
         if softcap is not None:
             cap_(logits_CV.mul_(softcap.scale), softcap.cap)
             bend_CV = softcap.slope(logits_CV)
+        if mask is not None:
+            mask.fill_(logits_CV, start)
         logprob_C[some], entropy_C[some], slope_CV = _chunk(
             logits_CV, head_VD, targets_C[some, None], temperature, slope_CD is not None
         )
@@ -142,10 +157,10 @@ def scatter_rows(
 
 class _Logprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap):
+    def forward(ctx: Any, hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap, mask):
         slope_CD = torch.empty(len(rows_C), hidden_TD.shape[1], dtype=torch.float32, device=hidden_TD.device)
         logprob_C, entropy_C = _walk(
-            hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap, slope_CD
+            hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap, slope_CD, mask
         )
         ctx.save_for_backward(slope_CD, rows_C)
         ctx.shape, ctx.dtype, ctx.chunk_tokens = hidden_TD.shape, hidden_TD.dtype, chunk_tokens
@@ -156,7 +171,7 @@ class _Logprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         slope_CD, rows_C = ctx.saved_tensors
         d_TD = scatter_rows(slope_CD, rows_C, grads[0], ctx.shape, ctx.chunk_tokens)
-        return d_TD.to(ctx.dtype), None, None, None, None, None, None
+        return d_TD.to(ctx.dtype), *[None] * 7
 
 
 def chunked_logprob(
@@ -168,10 +183,11 @@ def chunked_logprob(
     chunk_tokens: int,
     rows_C: Tensor | None = None,
     softcap: Softcap | None = None,
+    mask: TokenMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 (logprob_C, entropy_C). logprob is differentiable in hidden_TD; entropy has no gradient.
 
-    rows_C: None means one target per row.
+    rows_C: None means one target per row. mask: None means every token is allowed.
     """
     if rows_C is None:
         rows_C = torch.arange(len(hidden_TD), device=hidden_TD.device)
@@ -179,5 +195,6 @@ def chunked_logprob(
     assert head_VD.ndim == 2 and head_VD.shape[1] == hidden_TD.shape[1] and head_VD.is_contiguous()
     assert temperature > 0 and chunk_tokens > 0
     if hidden_TD.requires_grad and torch.is_grad_enabled():
-        return _Logprob.apply(hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap)
-    return _walk(hidden_TD.detach(), rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap, None)
+        return _Logprob.apply(hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap, mask)
+    hidden_TD = hidden_TD.detach()
+    return _walk(hidden_TD, rows_C, head_VD, targets_C, temperature, chunk_tokens, softcap, None, mask)

@@ -48,6 +48,7 @@ class DecoderForward:
             temperature=head.temperature,
             softcap=head.softcap,
             chunk_tokens=head.chunk_tokens,
+            mask=batch.mask,
         )
 
     def hidden(self, batch: PackedBatch) -> Tensor:

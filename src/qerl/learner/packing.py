@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qerl.algo.segment import Segments
+from qerl.kernels.token_mask import TokenMask
 from qerl.kernels.tree_attention import TreeLayout
 from qerl.types import Group, Prompt, Sample, TeacherLogprobs, Tree
 
@@ -49,6 +50,8 @@ class PackedBatch:
     """Which of the C tokens belong to one sample; no sample is in two batches."""
     is_sampled_C: Tensor
     """False for tokens that no policy sampled: their sampler_logprobs_C mean nothing."""
+    mask: TokenMask | None = None
+    """What grammars allowed in place of the C tokens; None: every token."""
     teacher: TeacherLogprobs | None = None
     """Logprobs of all C tokens, on the decoder's device; None without a teacher."""
 
@@ -139,6 +142,9 @@ def _lay_out(batch: list[_Branches], device: torch.device) -> PackedBatch:
         routes_T=_routes(batch, device),
         spans=Segments.of([len(sample.logprobs_T) for sample, _ in samples], device),
         is_sampled_C=torch.tensor([not s.is_given for s, _ in samples for _ in s.logprobs_T], device=device),
+        mask=TokenMask.joined(
+            [s.allowed for s, _ in samples], [len(s.logprobs_T) for s, _ in samples], device
+        ),
         teacher=_joined([sample.teacher for sample, _ in samples], device),
     )
 

@@ -32,7 +32,10 @@ class TransformersForward:
         first = int(positions_C.min()) if self._keeps_logits else 0
         kept = {"logits_to_keep": tokens_ST.shape[1] - first} if self._keeps_logits else {}
         logits_STV = self._model.model(tokens_ST, use_cache=False, **kept).logits
-        logits_CV = logits_STV[samples_C, positions_C - first].float() / self._temperature
+        logits_CV = logits_STV[samples_C, positions_C - first].float()
+        if batch.mask is not None:
+            batch.mask.fill_(logits_CV, 0)
+        logits_CV = logits_CV / self._temperature
         logprobs_CV = logits_CV.log_softmax(-1)
         logprob_C = logprobs_CV.gather(1, batch.targets_C[:, None])[:, 0]
         known_CV = logprobs_CV.detach()

@@ -168,7 +168,8 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the metrics of samples that are episodes of an agent; empty if none is.
 
     turns: mean number of the model's answers. tool_failures: results of tools that say that they are an
-    error. waiting_share: mean share of an episode's time in which no call of the model was running.
+    error. restricted_tokens: sampled where a grammar did not allow every token. waiting_share: mean share
+    of an episode's time in which no call of the model was running.
     episode_parts: mean number of samples that an episode is learned from as.
     """
     episodes = [sample.episode for sample in samples if sample.episode is not None]
@@ -179,12 +180,18 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
         "tool_calls": sum(episode.num_tool_calls for episode in episodes),
         "tool_failures": sum(episode.num_tool_failures for episode in episodes),
         "given_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
+        "restricted_tokens": sum(map(_num_restricted, episodes)),
         "learned_tokens": sum(len(s.logprobs_T) for s in samples if s.reward is not None),
         "episode_parts": fmean(len(episode.parts) for episode in episodes),
         "waiting_share": fmean(episode.waiting_share for episode in episodes),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
         **own_metrics(episodes),
     }
+
+
+def _num_restricted(episode: Episode) -> int:
+    allowed = [sample.allowed for part in episode.parts for sample in part.samples_G]
+    return sum(index is not None for each in allowed if each is not None for index in each.set_C)
 
 
 def own_metrics(episodes: list[Episode]) -> dict[str, float]:

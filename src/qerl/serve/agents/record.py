@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import UserError
 from qerl.tasks.prompt import chat_reply_tokens, special_end
-from qerl.types import Group, Prompt, Sample
+from qerl.types import AllowedTokens, Group, Prompt, Sample
 
 Message = Mapping[str, Any]
 _IS_ERROR = re.compile(r"\W*(an )?error\b", re.IGNORECASE)
@@ -212,6 +212,7 @@ class EpisodeRecord:
                 version=chain[-1].sample.version,
                 sample_index=self._sample_index,
                 environment_spans=spans,
+                allowed=_joined_sets(chain),
                 messages=[each for answer in chain for each in _shown(answer)],
             )
             own = dataclasses.replace(prompt, text="", tokens_T=first.prompt_T, messages=None)
@@ -240,6 +241,18 @@ def _joined(chain: list[RecordedAnswer]) -> tuple[list[int], tuple[range, ...]]:
             spans.append(range(len(tokens_T), len(tokens_T) + len(given_T)))
         tokens_T += given_T + answer.sample.tokens_T
     return tokens_T, tuple(spans)
+
+
+def _joined_sets(chain: list[RecordedAnswer]) -> AllowedTokens | None:
+    """Return what grammars allowed in place of the sampled tokens of all answers."""
+    if all(answer.sample.allowed is None for answer in chain):
+        return None
+    sets, set_C = dict[bytes, int](), list[int | None]()
+    for sample in (answer.sample for answer in chain):
+        allowed = sample.allowed or AllowedTokens((), [None] * len(sample.logprobs_T))
+        own = [sets.setdefault(bits, len(sets)) for bits in allowed.sets]
+        set_C += [None if index is None else own[index] for index in allowed.set_C]
+    return AllowedTokens(tuple(sets), set_C)
 
 
 def _shown(answer: RecordedAnswer) -> Iterator[dict[str, str]]:
