@@ -59,9 +59,10 @@ def test_values_and_gradients_are_those_of_autograd_in_float64(
     (mine,) = torch.autograd.grad(got_T, hidden_TD, weights_T)
     plain_T = eager(hidden_TD, head_VD, teacher, f, temperature)
     (other,) = torch.autograd.grad(plain_T, hidden_TD, weights_T)
-    # p of the others is summed and scaled as a whole: up to 2.5 times torch's error where one token is most
-    assert rms_error(got_T, truth_T) <= max(3 * rms_error(plain_T, truth_T), 1e-5)
-    assert rms_error(mine, want) <= max(3 * rms_error(other, want), 1e-5)
+    assert rms_error(got_T, truth_T) <= max(3 * rms_error(plain_T, truth_T), 1e-6)
+    # Over 30 seeds at most 4.5e-6, where torch's reaches 7.5e-4: it subtracts nearly equal terms where one
+    # token has most of the probability.
+    assert rms_error(mine, want) <= max(1.1 * rms_error(other, want), 5e-6)
     logprobs_TV = (hidden_TD.detach() @ head_VD.T / temperature).log_softmax(-1)
     torch.testing.assert_close(logprob_T, logprobs_TV.gather(1, targets_T[:, None]).squeeze(1))
     torch.testing.assert_close(entropy_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1))

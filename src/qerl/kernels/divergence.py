@@ -8,6 +8,9 @@
     g_x = d f / d s_x, G = sum_x g_x:     d f / d l_v = g_v - G p_v                  v one of the K
                                           d f / d l_v = p_v (g_rest / p_rest - G)    v one of the others
 
+As g and p sum to G and 1, g_x - G p_x = g_x sum_{y != x} p_y - p_x sum_{y != x} g_y, which subtracts no
+nearly equal terms where p_x is nearly 1. That of the rest over p_rest is the factor of the others' p_v.
+
 The gradient of a row's divergence is one number that scales d divergence / d hidden, which the forward pass
 computes while the logits exist (logprob.py). No tensor is larger than [chunk_tokens, V].
 """
@@ -141,13 +144,13 @@ def _slope(
     others_CV: Tensor, rest_C1: Tensor, s_CX: Tensor, g_CX: Tensor, ids_CK: Tensor, least: float
 ) -> Tensor:
     """Return d divergence / d logits, in the place of others_CV: p of the others, 0 for the K tokens."""
-    total_C1 = g_CX.sum(1, keepdim=True)
     is_there_C1 = s_CX[:, -1:] > least
-    rest_g_C1 = torch.where(is_there_C1, g_CX[:, -1:], 0.0)
-    total_C1 = total_C1 - torch.where(is_there_C1, 0.0, g_CX[:, -1:])
-    share_C1 = torch.where(is_there_C1, rest_g_C1 / rest_C1, 0.0)
-    others_CV.mul_(share_C1 - total_C1)
-    return others_CV.scatter_(1, ids_CK, g_CX[:, :-1] - total_C1 * s_CX[:, :-1].exp())
+    g_CX = torch.cat([g_CX[:, :-1], torch.where(is_there_C1, g_CX[:, -1:], 0.0)], 1)
+    p_CX = torch.cat([s_CX[:, :-1].exp(), rest_C1], 1)
+    all_but_one_XX = 1 - torch.eye(g_CX.shape[1], device=g_CX.device)
+    slope_CX = g_CX * (p_CX @ all_but_one_XX) - p_CX * (g_CX @ all_but_one_XX)
+    others_CV.mul_(slope_CX[:, -1:] / rest_C1.clamp(min=torch.finfo(torch.float32).tiny))
+    return others_CV.scatter_(1, ids_CK, slope_CX[:, :-1])
 
 
 def chunked_divergence(
