@@ -20,6 +20,7 @@ CONFIGURATIONS = (
     ("decode_attention.cu", ATTENTION | {"FP8": 0, "STAGES": 4, "CTAS": 6}),
     ("decode_attention.cu", ATTENTION | {"FP8": 1, "STAGES": 4, "CTAS": 6}),
     ("decode_attention_write.cu", ATTENTION | {"FP8": 1}),
+    *(("delta_net_step.cu", {"KEY_HEADS": 2, "GROUP": 2, "BY_HEAD": b, "RANK": 16 * b}) for b in (0, 1)),
     ("fp8_linear.cu", {}),
     ("fused_linear.cu", {"PARTS": 3}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0}),

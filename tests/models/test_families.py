@@ -74,12 +74,15 @@ def test_paged_decoding_in_pieces_is_what_transformers_computes(pairs, family):
         at = torch.tensor([position])
         attend = cache.decode(table_X[None], at + 1)
         got.append(decoder(TOKENS_T[at], at, attend, recur=cache.recur))
-    torch.testing.assert_close(decoder.logits(torch.cat(got)), theirs_TV, atol=1e-4, rtol=0)
+    truth_TV = copy.deepcopy(model).double()(TOKENS_T[None]).logits[0]
+    error, their_error = (
+        (x_TV - truth_TV).abs().max() for x_TV in (decoder.logits(torch.cat(got)), theirs_TV)
+    )
+    assert error <= max(1e-4, 2 * their_error)
 
 
-# Norms of the delta rule's small outputs enlarge a rounding, and a rounding may change a route: one model
-# says little, in either direction.
-NUM_MODELS = dict.fromkeys(("Qwen3_5", "Qwen3Next", "GptOss", "GraniteMoe", "Olmoe", "Qwen3Moe"), 6)
+# Norms of the delta rule's small outputs enlarge a rounding: one model says little, in either direction.
+NUM_MODELS = dict.fromkeys(("Qwen3_5", "Qwen3Next"), 6)
 
 
 @pytest.mark.parametrize("family", ROWS)
@@ -92,8 +95,10 @@ def test_bf16_loses_no_more_than_transformers_in_bf16(pairs, family, tmp_path):
         folder = save(model, tmp_path / str(index))
         ours.append(logits_of(load(folder, compute=torch.bfloat16), TOKENS_T))
     assert ours[0].dtype == torch.float32
-    truth_TV, theirs_TV, ours_TV = (torch.cat(each) for each in (truth, theirs, ours))
-    assert rms_error(ours_TV, truth_TV) <= 1.1 * rms_error(theirs_TV, truth_TV)
+    truth_TV, theirs_TV, ours_TV = (torch.cat(each).double() for each in (truth, theirs, ours))
+    # The median of the tokens: one that a rounding sends to another expert says nothing of the others.
+    error, their_error = ((x_TV - truth_TV).norm(dim=1).median() for x_TV in (ours_TV, theirs_TV))
+    assert error <= 1.1 * their_error
 
 
 PROMPT, BRANCHES = 11, (9, 0, 14)

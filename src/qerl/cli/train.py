@@ -12,8 +12,8 @@ from qerl.config import AdapterConfig, RunConfig
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
 from qerl.config.renamed import refuse_former_names
+from qerl.config.task import is_environment_name
 from qerl.errors import UserError
-from qerl.tasks.env_packages import is_environment_name
 
 USAGE = """\
 usage: qerl train RECIPE [--FIELD VALUE ...]

@@ -12,7 +12,7 @@ class AgentConfig:
     function: str | None = None
     """module:function or file.py:function, async or not, that is called for every sample with a client of the
     endpoint and the row, and returns the reward; it replaces task.rewards. verifiers:NAME or openenv:PLACE,
-    as task.name, is an agent that plays that environment: --env. None: no agent."""
+    as task.name, is an agent that plays that environment. None: no agent."""
 
     context_tokens: int = 8192
     """Longest prompt and answer of one call together, in tokens; the model's positions if those are fewer."""

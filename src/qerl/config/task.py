@@ -8,6 +8,13 @@ from qerl.config.check import check_not_negative, check_positive
 from qerl.config.judge import JudgeConfig, RewardModelConfig
 from qerl.errors import require
 
+VERIFIERS, OPENENV = "verifiers:", "openenv:"
+
+
+def is_environment_name(name: str) -> bool:
+    """Return if a task or an agent is named as an environment of verifiers or OpenEnv."""
+    return name.startswith((VERIFIERS, OPENENV))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CodeConfig:
@@ -55,8 +62,8 @@ class EnvironmentConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
     name: str = "reasoning-gym"
-    """reasoning-gym, gsm8k, a .jsonl, .json, .parquet or .csv file, the id of a hub data set, or, with --env,
-    verifiers:NAME or openenv:PLACE."""
+    """reasoning-gym, gsm8k, a .jsonl, .json, .parquet or .csv file, the id of a hub data set, or
+    verifiers:NAME or openenv:PLACE, an environment of that package."""
 
     env_options: str = "{}"
     """Settings of that environment, as a JSON object: `{"taskset": {"game": "Hangman-v0"}}`;

@@ -15,14 +15,10 @@ import json
 from typing import Any
 
 from qerl.config import TaskConfig
+from qerl.config.task import OPENENV, VERIFIERS
 from qerl.errors import UserError
 
-VERIFIERS, OPENENV = "verifiers:", "openenv:"
 _PIP = {VERIFIERS: "pip install 'qerl[verifiers]'", OPENENV: "pip install 'qerl[openenv]'"}
-
-
-def is_environment_name(name: str) -> bool:
-    return name.startswith((VERIFIERS, OPENENV))
 
 
 def require_package(name: str) -> None:

@@ -28,8 +28,9 @@ from typing import Any
 from qerl.algo.seeds import mix
 from qerl.config import TaskConfig
 from qerl.config.recipes.paper import GSM8K_REQUEST
+from qerl.config.task import is_environment_name
 from qerl.errors import UserError, did_you_mean
-from qerl.tasks.env_packages import environment_rows, is_environment_name
+from qerl.tasks.env_packages import environment_rows
 from qerl.tasks.row_values import is_unicode
 from qerl.tasks.sources import file_digest
 

@@ -23,6 +23,7 @@ import torch
 
 from qerl.algo.seeds import mix
 from qerl.config import RunConfig
+from qerl.config.task import is_environment_name
 from qerl.engine.decode_kernels import NO_KERNELS, kernel_obstacle
 from qerl.errors import RunError, UserError, printable, redact, require
 from qerl.models.backend import backend_of, language_limits, transformers_config
@@ -34,7 +35,7 @@ from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import RewardPool
 from qerl.tasks.code.runner import SandboxUnavailable
 from qerl.tasks.code.sandbox import choose
-from qerl.tasks.env_packages import is_environment_name, require_package
+from qerl.tasks.env_packages import require_package
 from qerl.tasks.environment import Close, Reset
 from qerl.tasks.graders import NEED_ANSWER
 from qerl.tasks.prompt import render_chat

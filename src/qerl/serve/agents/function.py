@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from qerl.config import RunConfig
+from qerl.config.task import VERIFIERS, is_environment_name
 from qerl.errors import UserError, require
 from qerl.serve.agents.openenv import OpenEnvAgent
 from qerl.serve.agents.rollout import AgentPool
 from qerl.serve.agents.verifiers import VerifiersAgent
 from qerl.serve.agents.worker import agent_arguments, agent_fault
-from qerl.tasks.env_packages import VERIFIERS, is_environment_name, require_package
+from qerl.tasks.env_packages import require_package
 from qerl.tasks.reward import imported
 from qerl.training.session import train
 

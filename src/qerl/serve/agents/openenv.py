@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl.config import TaskConfig
+from qerl.config.task import OPENENV
 from qerl.errors import RunError
-from qerl.tasks.env_packages import OPENENV
 
 _TOOL_SCHEMAS = {"Action", "CallToolAction", "ListToolsAction"}
 _START_TIMEOUT_S = 60.0
