@@ -1,4 +1,5 @@
 """Run a study or write its page again: `python -m studies run NAME` or `python -m studies pages [NAME ...]`.
+`python -m studies mixture` trains a small mixture of experts.
 
 Run it from a checkout of the repository. `run` executes the runs that have no line in OUT/NAME/results.jsonl
 yet and then writes the page; `pages` writes the pages and studies/findings.md from the stored lines
@@ -6,6 +7,7 @@ and runs nothing.
 """
 
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,11 +19,13 @@ from qerl.errors import RunError, UserError, did_you_mean
 from studies.catalog import STUDIES
 from studies.findings import write_findings
 from studies.run import rewrite_pages, run_study
+from studies.small_mixture import MixtureOptions, train_mixture
 from studies.study import select
 
 USAGE = f"""\
 usage: python -m studies run NAME [--workers N] [--seeds N] [--arms A B] [--tasks T] [--out DIR]
        python -m studies pages [NAME ...]
+       python -m studies mixture [--num-steps N] [--seed N] [--out DIR]
 
 Studies: {", ".join(STUDIES)}. `python -m studies run NAME --help` lists the options."""
 
@@ -59,8 +63,11 @@ def main(arguments: list[str]) -> None:
         for name in rest or STUDIES:
             print(rewrite_pages(STUDIES[_known(name)](), folder / name))
         print(write_findings(folder))
+    elif command == "mixture":
+        options = tyro.cli(MixtureOptions, args=rest, prog="python -m studies mixture")
+        print(json.dumps(train_mixture(options)))
     else:
-        raise UserError(f"no command {command}; use run or pages")
+        raise UserError(f"no command {command}; use run, pages or mixture")
 
 
 def _run(arguments: list[str]) -> None:
