@@ -22,7 +22,6 @@ from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 from qerl.export.merge_note import make_note
 from qerl.export.policy import load_fp32_policy
-from qerl.export.transformers_merged import write_transformers_merged
 from qerl.learner.checkpoint import latest_described_adapter
 from qerl.models import hf_writer
 from qerl.models.adapter import merged_expert, merged_weight
@@ -78,6 +77,8 @@ def write_merged_model(run: Path, config: RunConfig, out: Path) -> None:
 
 def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) -> None:
     if backend_of(config.model) == "transformers":
+        from qerl.export.transformers_merged import write_transformers_merged  # takes seconds to import
+
         write_transformers_merged(run, config, out, dtype)
         return
     decoder, source = load_fp32_policy(run, config, torch.device("cpu")), locate(config.model.path)

@@ -11,11 +11,10 @@ transformers_loader.py makes it.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.aqn.module_noise import ModuleNoise, add_noise
 from qerl.aqn.noise_table import NoiseTable
@@ -24,6 +23,9 @@ from qerl.kernels.matmul_fp32 import product
 from qerl.models.backend import language_limits
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # takes seconds to import, which only this backend needs
 
 
 class SequenceLinear(QuantLinear):
@@ -64,7 +66,7 @@ class TransformersModel(nn.Module):
     name_prefix = ""
     architecture = None
 
-    def __init__(self, model: PreTrainedModel, compute: torch.dtype, device: torch.device):
+    def __init__(self, model: "PreTrainedModel", compute: torch.dtype, device: torch.device):
         """model: with weights."""
         super().__init__()
         self.model, self.compute, self.device = model, compute, device
@@ -93,6 +95,8 @@ class TransformersModel(nn.Module):
 
     def checkpoint_layers(self) -> None:
         """Keep only each layer's input for the backward pass."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         if not self.model.supports_gradient_checkpointing:
             raise UserError(
                 f"learn.gradient_checkpointing: transformers' {self.family} has none; set it to none"

@@ -23,7 +23,6 @@ from qerl.models.quantization_check import TEXT, check_quantization
 from qerl.models.sampler_copy import make_sampler_copy
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
-from qerl.models.transformers_loader import load_transformers_model
 from qerl.tasks import RewardPool, Task, build_task
 from qerl.tasks.prompt import set_template_variables
 from qerl.training.backend_limits import check_backend
@@ -74,6 +73,8 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     stop_ids, compute = stop_token_ids(tokenizer, source), COMPUTE[model.dtype]
     device, resident = torch.device(model.device), model.operand == "resident"
     if backend_of(model) == "transformers":
+        from qerl.models.transformers_loader import load_transformers_model  # takes seconds to import
+
         check_backend(config)
         found = load_transformers_model(
             source, format=model.format, compute=compute, device=device, resident=resident
