@@ -8,7 +8,7 @@ from material import jsonl
 from qerl.config import TaskConfig
 from qerl.config.recipes.paper import GSM8K_REQUEST
 from qerl.errors import UserError
-from qerl.tasks.rows import open_rows
+from qerl.tasks.rows import file_sources, open_rows
 
 SUMS = (
     ("min_terms", 2),
@@ -124,6 +124,19 @@ def test_a_data_set_that_is_nowhere_is_refused_in_one_line(tmp_path, monkeypatch
 def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path):
     (tmp_path / "x.txt").write_text("1 + 1")
     assert "ends in .jsonl, .json, .parquet, .csv" in refused(name=str(tmp_path / "x.txt"))
+
+
+def test_files_of_the_same_name_are_both_hashed(tmp_path):
+    for name in "train", "test":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_text(f'{{"prompt": "{name}"}}')
+    places = [str(tmp_path / name / "x.jsonl") for name in ("train", "test")]
+    before = file_sources(*places, None, "reasoning-gym", "")
+    assert [*before] == ["rows of x.jsonl", "rows of x.jsonl'"]
+    for name, place in zip(before, places, strict=True):
+        (tmp_path / place).write_text('{"prompt": "other"}')
+        after = file_sources(*places)
+        assert after[name] != before[name]
 
 
 def test_jsonl_rows_have_the_columns_of_all_lines(tmp_path):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import tiny_run
 from qerl.config import ModelConfig
 from qerl.config.options import ExportOptions, QuantizeOptions
-from qerl.config.stored import read_run_config
+from qerl.config.stored import read_run_config, with_stored_base
 from qerl.errors import UserError
 from qerl.export import export
 from qerl.learner.distributed import Ranks
@@ -18,7 +18,7 @@ from qerl.models.device import resolve_device
 from qerl.models.quantize import quantize
 from qerl.models.tokenizer import load_tokenizer
 from qerl.tasks import RewardPool, build_task
-from qerl.training.calibrated import refuse_calibration, with_calibrated_base
+from qerl.training.calibrated import NOTE, refuse_calibration, with_calibrated_base
 from qerl.training.evaluation import sample_and_score
 from qerl.training.policy import load_sampler
 from qerl.training.rollout import sampling_of
@@ -107,9 +107,22 @@ def test_a_run_trains_its_calibrated_base_and_is_evaluated_over_it(merged):
     said = [json.loads(line)["text"] for line in (out / "events.jsonl").read_text().splitlines()]
     assert sum("nvfp4 by gptq keeps" in text for text in said) == 1
     assert not any("KL to the float weights" in text and "gptq" not in text for text in said)
-    stored = read_run_config(str(out))
-    assert stored.model.path == str(out / "base")
+    assert json.loads((out / "run.json").read_text())["config"]["model"]["path"] == str(path)
+    moved = out.rename(files / "moved")
+    stored = read_run_config(str(moved))
+    assert stored.model.path == str(moved / "base")
     assert accuracy(model_of(stored, stored.model.path, calibrate="none")) > 0.9
+
+
+def test_another_model_in_the_folder_of_a_calibrated_one_is_refused_by_name(merged, tmp_path):
+    config, path = merged
+    first = dataclasses.replace(model_of(config, path, calibrate="gptq"), out=str(tmp_path))
+    with pytest.raises(UserError, match="has no folder base with the calibrated model"):
+        with_stored_base(first, tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / NOTE).write_text(json.dumps({"model": "another"}))
+    with pytest.raises(UserError, match=f"base: was made of another, not of {path}; choose another folder"):
+        with_calibrated_base(first, Ranks(0, 1), pytest.fail)
 
 
 def test_commands_without_a_task_and_other_formats_refuse_to_calibrate():

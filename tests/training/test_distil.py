@@ -103,6 +103,16 @@ def test_rows_replace_their_share_of_the_samples_without_a_reward(files, tmp_pat
     assert "mismatch_abs" not in whole[0] and whole[-1]["loss"] < whole[0]["loss"]
 
 
+def test_edited_rows_to_imitate_are_refused_by_their_name(files, tmp_path):
+    (tmp_path / "mine.jsonl").write_text((files / "rows.jsonl").read_text())
+    shared = "--distil.loss", "jsd", "--distil.data", str(tmp_path / "mine.jsonl"), "--task.rewards"
+    more = *shared, "--distil.off-policy-share", "1", "--num-steps", "1"
+    distilled(files, tmp_path / "run", *more)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 24)
+    with pytest.raises(UserError, match=r"another rows of mine\.jsonl"):
+        distilled(files, tmp_path / "run", *more)
+
+
 def test_a_run_that_is_resumed_ends_as_the_unbroken_one(files, tmp_path):
     more = "--distil.loss", "jsd"
     unbroken = distilled(files, tmp_path / "a", *more)

@@ -204,6 +204,17 @@ def test_without_data_the_line_says_what_is_missing():
         command(["sft"])
 
 
+def test_strict_makes_an_error_of_activations_that_are_not_quantized(files, tmp_path):
+    command(["quantize", str(files), str(tmp_path / "packed")])
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] = group["weights"]
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    more = "--strict", "--model.path", str(tmp_path / "packed")
+    with pytest.raises(UserError, match=r"strict: .*packed: .*activations"):
+        command(["sft", *options(files, tmp_path / "run", *more)])
+
+
 def test_strict_makes_an_error_of_a_bad_row(files, tmp_path):
     data = tmp_path / "chats.jsonl"
     data.write_text(

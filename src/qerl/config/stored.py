@@ -9,6 +9,18 @@ from qerl.config.regular_file import parse_json, read_regular
 from qerl.config.renamed import with_present_names
 from qerl.errors import UserError
 
+BASE = "base"
+"""Folder in a run's with the checkpoint that model.calibrate made of the model."""
+
+
+def with_stored_base(config: RunConfig, run: Path) -> RunConfig:
+    """Return the config with the run's calibrated checkpoint as its model, if the run calibrates it."""
+    if config.model.calibrate == "none":
+        return config
+    if not (run / BASE).is_dir():
+        raise UserError(f"{run}: has no folder {BASE} with the calibrated model; `qerl train` writes it")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(run / BASE)))
+
 
 def parse_run_config(data: dict[str, Any]) -> RunConfig:
     """Return the RunConfig of plain values (of `asdict` or JSON); an unknown key is an error."""
@@ -22,13 +34,14 @@ def read_run_config(source: str) -> RunConfig | None:
 
 
 def read_config_file(path: Path) -> RunConfig:
-    """Return the config in this run.json."""
+    """Return the config in this run.json; its model is the one that the run trains."""
     try:
-        return parse_run_config(parse_json(read_regular(path))["config"])
+        config = parse_run_config(parse_json(read_regular(path))["config"])
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: is damaged ({error})") from None
+    return with_stored_base(config, path.parent)
 
 
 def _build(cls: type, data: Any, where: str) -> Any:

@@ -1,7 +1,9 @@
 """Write a decoder whose linears are in NVFP4 as a compressed-tensors checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +12,20 @@ from qerl.formats import NVFP4
 from qerl.models.compressed_tensors import LAYOUTS, ignored_modules, write_quantized_config
 from qerl.models.decoder import Decoder
 from qerl.models.expert_names import expert_names
-from qerl.models.hf_writer import atomic_folder, write_shards, write_tokenizer
+from qerl.models.hf_writer import atomic_folder, write_json, write_shards, write_tokenizer
 from qerl.models.source import ModelSource
 from qerl.models.state_dict import HEAD, tensor_shapes
 from qerl.models.stored_names import is_shifted_norm, language_config, stored_tensors
 
 
-def write_packed(decoder: Decoder, source: ModelSource, out: Path) -> None:
-    """Write the folder, with config and tokenizer of the source."""
+def write_packed(
+    decoder: Decoder,
+    source: ModelSource,
+    out: Path,
+    *,
+    notes: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+) -> None:
+    """Write the folder, with config and tokenizer of the source, and the notes, JSON by file name."""
     with atomic_folder(out) as folder:
         tensors = stored_tensors(decoder.architecture, _packed_tensors(decoder), torch.bfloat16)
         write_shards(folder, tensors)
@@ -25,6 +33,8 @@ def write_packed(decoder: Decoder, source: ModelSource, out: Path) -> None:
         ignored = ignored_modules(decoder.architecture)
         write_quantized_config(folder, with_dtype(config, torch.bfloat16), LAYOUTS["nvfp4"], ignored)
         write_tokenizer(folder, source)
+        for name, note in notes.items():
+            write_json(folder / name, note)
 
 
 def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

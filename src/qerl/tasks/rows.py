@@ -82,11 +82,17 @@ def open_rows(config: TaskConfig) -> tuple[RowTable, RowTable | None]:
     return _splits(config, lambda split: _hub(config.name, split, config.prompt_column))
 
 
-def file_sources(config: TaskConfig) -> dict[str, str]:
-    """Return {"rows of sums.jsonl": SHA-256} for each file with rows; {} if they come from elsewhere."""
-    paths = [Path(name) for name in (config.name, config.held_out_split) if name is not None]
-    files = [path for path in paths if path.suffix in _READERS and path.is_file()]
-    return {f"rows of {path.name}": file_digest(path) for path in files}
+def file_sources(*places: str | None) -> dict[str, str]:
+    """Return {"rows of sums.jsonl": SHA-256} for each place that is a file with rows; of another file with
+    the same name, {"rows of sums.jsonl'": SHA-256}."""
+    found: dict[str, str] = {}
+    for path in (Path(place) for place in places if place is not None):
+        if path.suffix in _READERS and path.is_file():
+            name = f"rows of {path.name}"
+            while name in found:
+                name += "'"
+            found[name] = file_digest(path)
+    return found
 
 
 def _read_file(field: str, path: Path, config: TaskConfig) -> RowTable:

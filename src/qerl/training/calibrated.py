@@ -2,7 +2,8 @@
 
 What a model learned shows in its completions: the float model samples them, in bf16, then gptq.py chooses the
 codes layer by layer. The result is an NVFP4 checkpoint in the run's folder, base, which takes the place of
-model.path: the run trains it, resumes with it, and is exported and evaluated over it.
+model.path: the run trains it, resumes with it, and is exported and evaluated over it. run.json keeps the
+model.path that was given.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, RunConfig
+from qerl.config.stored import BASE, with_stored_base
 from qerl.engine.engine import Engine
 from qerl.errors import UserError, require
 from qerl.learner.distributed import Ranks
@@ -21,6 +23,7 @@ from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.gptq import requantize
 from qerl.models.loader import build_decoder
+from qerl.models.model_folder import read_json
 from qerl.models.packed_writer import write_packed
 from qerl.models.quantization_check import check_quantization
 from qerl.models.source import Checkpoint, layout_of, locate
@@ -30,7 +33,7 @@ from qerl.tasks import Task, build_task
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.rollout import sampling_of
 
-BASE = "base"
+NOTE = "qerl_calibrated.json"
 NUM_SAMPLES, MAX_SAMPLE_TOKENS = 4, 256
 _MAX_CALLS = 32
 
@@ -41,8 +44,10 @@ def with_calibrated_base(config: RunConfig, ranks: Ranks, notice: Callable[[str]
         return config
     require(config.ray.address is None, "model.calibrate does not work with --ray: run `qerl quantize` first")
     base = Path(config.out) / BASE
-    ranks.from_first(lambda: base.exists() or _write_base(config, base, notice))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(base)))
+    ranks.from_first(
+        lambda: _check_base(config, base) if base.exists() else _write_base(config, base, notice)
+    )
+    return with_stored_base(config, base.parent)
 
 
 def refuse_calibration(model: ModelConfig) -> None:
@@ -51,6 +56,16 @@ def refuse_calibration(model: ModelConfig) -> None:
         raise UserError(
             "model.calibrate is for train; here, write the calibrated model first:"
             f" qerl quantize {model.path} OUT --calibrate {model.calibrate} --data FILE"
+        )
+
+
+def _check_base(config: RunConfig, base: Path) -> None:
+    """Raise UserError if the folder was made of another model."""
+    made_of = read_json(base / NOTE).get("model") if (base / NOTE).is_file() else None
+    if made_of != config.model.path:
+        raise UserError(
+            f"{base}: was made of {made_of or 'an unknown model'}, not of {config.model.path};"
+            " choose another folder with --out"
         )
 
 
@@ -70,7 +85,7 @@ def _write_base(config: RunConfig, base: Path, notice: Callable[[str], None]) ->
     prompts = [prompt.tokens_T for prompt in task.train_prompts(0, config.num_prompts)]
     if (line := check_quantization(decoder, model.path, f"nvfp4 by {model.calibrate}", prompts)) is not None:
         notice(line)
-    write_packed(decoder, source, base)
+    write_packed(decoder, source, base, notes={NOTE: {"model": model.path, "calibrate": model.calibrate}})
 
 
 def _sampled(

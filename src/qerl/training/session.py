@@ -93,8 +93,8 @@ def _train(
         stop = StopSignal(journal.notice, echo_s=echo_s(ranks.count))
         agent = None if agents is None else agents.function
         with stop.handling(), RewardPool(config.task, functions=rewards, agent=agent) as pool:
-            config = with_calibrated_base(config, ranks, journal.notice)
-            journal.start(config, {**pool.sources, **file_sources(config.task)} if ranks.is_first else {})
+            rows = config.task.name, config.task.held_out_split, config.distil.data
+            journal.start(config, {**pool.sources, **file_sources(*rows)} if ranks.is_first else {})
             if ranks.is_first:
                 remember_started(folder, config.task.rewards)
             finished = complete_result(folder, journal, ranks)
@@ -104,6 +104,7 @@ def _train(
             threshold = pool.success_threshold(config.evaluate.success_threshold)
             evaluate = dataclasses.replace(config.evaluate, success_threshold=threshold)
             config = dataclasses.replace(config, evaluate=evaluate)
+            config = with_calibrated_base(config, ranks, journal.notice)
             result = _Session(config, folder, journal, pool, stop, ranks, cluster, observer, agents).run()
             journal.finish(result)
             if ranks.is_first:

@@ -29,7 +29,7 @@ from qerl.models.quantization_check import check_quantization
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks.rows import file_sources
-from qerl.tasks.sft_rows import SftRows, tables_of
+from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
@@ -89,8 +89,10 @@ def _finished(
     tokenizer: PreTrainedTokenizerBase,
     rows: SftRows,
 ) -> dict[str, Any]:
-    require(not (config.strict and rows.notices), f"strict: {'; '.join(rows.notices)}")
-    journal.start(config, file_sources(tables_of(config.sft)) if ranks.is_first else {})
+    layout = checkpoint_notices(locate(config.model.path).open(), config.model.format)
+    notices = [*rows.notices, *layout]
+    require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
+    journal.start(config, file_sources(config.sft.data, config.sft.eval_data) if ranks.is_first else {})
     journal.check_sources(rows.sources, ("data set ",))
     finished = complete_result(folder, journal, ranks)
     if finished is not None:

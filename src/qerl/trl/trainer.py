@@ -14,6 +14,7 @@ from typing import Any
 from transformers.trainer_utils import TrainOutput
 
 from qerl.config import NoiseConfig, RunConfig
+from qerl.config.stored import with_stored_base
 from qerl.errors import UserError, require
 from qerl.export.write import write_merged_model, write_peft
 from qerl.learner import checkpoint
@@ -173,6 +174,7 @@ class GRPOTrainer:
         path = write_rows("eval_dataset", given or (), Path(self.config.out))
         task = dataclasses.replace(self.config.task, held_out_split=str(path), num_held_out=_num_rows(path))
         config = dataclasses.replace(self.config, task=task, model=resolve_device(self.config.model))
+        config = with_stored_base(config, Path(config.out))
         num_samples = self.args.num_generations_eval or self.config.num_generations
         found = evaluate(config, self._rewards, num_samples=num_samples)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
@@ -190,8 +192,9 @@ class GRPOTrainer:
         with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as temporary:
             folder = Path(temporary) / "model"
             write = write_peft if self.config.adapter.kind == "lora" else write_merged_model
-            write(Path(self.config.out), self.config, folder)
-            write_tokenizer(folder, locate(self.config.model.path))
+            config = with_stored_base(self.config, Path(self.config.out))
+            write(Path(config.out), config, folder)
+            write_tokenizer(folder, locate(config.model.path))
             for file in folder.iterdir():
                 os.replace(file, out / file.name)
         if self.args.push_to_hub and not _internal_call:
