@@ -14,8 +14,8 @@ from datasets import Dataset
 from qerl.config import AdapterConfig, ModelConfig, RunConfig
 from qerl.errors import UserError
 from qerl.trl import GRPOConfig, GRPOTrainer
-from qerl.trl.ignored import IgnoredFields
-from qerl.trl.refused import RefusedFields
+from qerl.trl.ignored import GRPOIgnoredFields
+from qerl.trl.refused import GRPORefusedFields
 
 TRL = json.loads((Path(__file__).parent / "fields.json").read_text())
 """Names of the fields of trl.GRPOConfig, in order: [f.name for f in dataclasses.fields(trl.GRPOConfig)]."""
@@ -36,12 +36,12 @@ def names(kind):
 
 
 def mapped():
-    return names(GRPOConfig) - names(IgnoredFields) - names(RefusedFields)
+    return names(GRPOConfig) - names(GRPOIgnoredFields) - names(GRPORefusedFields)
 
 
 def test_every_field_of_trl_is_here_once():
     assert names(GRPOConfig) == {*TRL["fields"], "warmup_ratio"}
-    assert not names(IgnoredFields) & names(RefusedFields)
+    assert not names(GRPOIgnoredFields) & names(GRPORefusedFields)
 
 
 def test_the_defaults_are_those_of_trl():
@@ -58,8 +58,8 @@ def test_the_defaults_are_those_of_trl():
 def test_the_page_lists_every_field_under_what_happens_to_it():
     sections = re.split(r"^### ", PAGE.read_text(), flags=re.M)
     found = {text.split("\n")[0]: set(re.findall(r"`(\w+)`", text)) for text in sections[1:]}
-    assert names(IgnoredFields) == found["No effect"]
-    assert names(RefusedFields) <= found["Refused"]
+    assert names(GRPOIgnoredFields) == found["No effect"]
+    assert names(GRPORefusedFields) <= found["Refused"]
     assert mapped() <= found["Mapped"] and not mapped() & found["Refused"]
 
 
@@ -151,7 +151,7 @@ def test_a_mapped_field_changes_the_run(field, tmp_path, monkeypatch):
     assert plain != changed
 
 
-@pytest.mark.parametrize("field", sorted(names(RefusedFields)))
+@pytest.mark.parametrize("field", sorted(names(GRPORefusedFields)))
 def test_a_refused_field_is_named_with_what_to_do(field, tmp_path):
     args = GRPOConfig(str(tmp_path), max_steps=1)
     setattr(args, field, "another value")

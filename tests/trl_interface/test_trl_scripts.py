@@ -1,8 +1,9 @@
 """Scripts written for TRL run after a change of their import, on a tiny model with local rows.
 
 TRL's source package has no examples/. The scripts in scripts/ have the shapes of those examples, in words of
-their own: their fields, data sets, parsers, rewards, tools and environments; trl/scripts/grpo.py is of TRL.
-A script's hub ids of models are replaced by a folder, load_dataset and HfApi by stand-ins. With TRL's source,
+their own: their fields, data sets, parsers, rewards, tools and environments; trl/scripts/grpo.py and sft.py
+are of TRL. A script's hub ids of models are replaced by a folder, load_dataset and HfApi by stand-ins. With
+TRL's source,
 
     python tests/trl_interface/test_trl_scripts.py CHECKOUT/examples/scripts/grpo_agent.py --max_steps 2 ...
 
@@ -30,7 +31,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
-OWN = "GRPOConfig", "GRPOTrainer"
+OWN = "GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer"
 SHORT = (
     "--max_steps 2 --max_completion_length 8 --logging_steps 1 --model_name_or_path MODEL --output_dir out "
 )
@@ -56,6 +57,9 @@ RUNS = {
     "continue_peft": "--steps 2",
     "trl/scripts/grpo.py": SHORT + "--dataset_name trl-lib/DeepMath-103K --use_peft --push_to_hub True"
     " --lora_r 4 --reward_funcs think_format_reward get_soft_overlong_punishment",
+    "trl/scripts/sft.py": "--model_name_or_path MODEL --output_dir out --dataset_name trl-lib/Capybara"
+    " --num_train_epochs 0.5 --per_device_train_batch_size 4 --packing --max_length 256 --use_peft --lora_r 4"
+    " --eval_strategy steps --eval_steps 1 --logging_steps 1 --push_to_hub True --report_to none",
 }
 """Arguments by the script's name; MODEL stands for the tiny model's folder."""
 QUESTIONS = [{"question": f"Does {i} and {i} make {2 * i}?", "answer": f"so #### {2 * i}"} for i in range(24)]
@@ -67,12 +71,20 @@ ROWS = {
     "trl-lib/DeepMath-103K": [
         {"prompt": [{"role": "user", "content": row["question"]}], "solution": "2"} for row in QUESTIONS
     ],
+    "trl-lib/Capybara": [
+        {
+            "messages": [
+                {"role": r, "content": row[k]} for r, k in (("user", "question"), ("assistant", "answer"))
+            ]
+        }
+        for row in QUESTIONS
+    ],
     "mixed/tasks": [{"prompt": f"Task {i}:", "task": ("math", "code")[i % 2]} for i in range(24)],
 }
 
 
 def changed_import(source, model):
-    """Return the script with GRPOConfig and GRPOTrainer of qerl.trl and a local model."""
+    """Return the script with the trainers and configs of qerl.trl and a local model."""
 
     def split(match):
         names = re.findall(r"\w+", match[2])

@@ -23,11 +23,15 @@ class SftConfig:
     eval_fraction: float = 0.05
     """Share of the rows, from the last, that is kept for evaluation if there is no eval_data."""
 
-    num_train_epochs: int = 1
+    num_train_epochs: float = 1.0
     """Number of passes over the rows."""
 
-    max_length: int = 2048
-    """Tokens of a row; what is beyond is cut off."""
+    max_length: int | None = 2048
+    """Tokens of a row; what is beyond is cut off. None: as many as the model has positions."""
+
+    packing: bool = False
+    """Count blocks instead of rows in a batch: whole rows, of max_length tokens together at most. Nothing is
+    padded in either case."""
 
     assistant_only_loss: bool = True
     """Learn only what the assistant says, or the completion; else every token after the first. A text without

@@ -119,7 +119,8 @@ class Demonstrator:
         made = [self._tokenized(*each) for each in FORMS[form](self, row)]
         kept = [each for each in made if each.num_learned]
         if not kept:
-            raise BadRow(f"has nothing to learn in its first {self._config.max_length} tokens")
+            limit = self._config.max_length
+            raise BadRow("has nothing to learn" + (f" in its first {limit} tokens" if limit else ""))
         return kept
 
     def chat(self, row: Row) -> list[Rendered]:
@@ -150,14 +151,20 @@ class Demonstrator:
         if not prompt:
             raise BadRow("its prompt is empty")
         learns_all = not self._config.assistant_only_loss
-        pieces = [Piece(prompt, learns_all, is_plain=True), Piece(completion, True, is_ended=True)]
+        is_ended = not self._is_ended(completion)
+        pieces = [Piece(prompt, learns_all, is_plain=True), Piece(completion, True, is_ended=is_ended)]
         return [(pieces, None)]
 
     def text(self, row: Row) -> list[Rendered]:
         text = row[self._config.text_column]
         if not isinstance(text, str) or not text:
             raise BadRow(f"{self._config.text_column} is not a text")
-        return [([Piece(text, True, is_plain=True, is_ended=True)], None)]
+        return [([Piece(text, True, is_plain=True, is_ended=not self._is_ended(text))], None)]
+
+    def _is_ended(self, text: str) -> bool:
+        """True if the text ends with the stop token already."""
+        end = self._tokenizer.eos_token
+        return isinstance(end, str) and text.endswith(end)
 
     def _of_messages(self, messages: list[Message], first: int, row: Row) -> list[Rendered]:
         """Return the pieces of a conversation whose turns from `first` on are learned."""
@@ -217,7 +224,7 @@ class Demonstrator:
             tokens_T.extend(ids)
             learned_T += bytes([piece.is_learned]) * len(ids)
         limit = self._config.max_length
-        self.num_cut += len(tokens_T) > limit
+        self.num_cut += limit is not None and len(tokens_T) > limit
         learned_T[:1] = b"\0" * min(1, len(learned_T))  # nothing predicts the first token
         reply = next((piece.text for piece in pieces[1:] if piece.is_learned), "")
         for stop in self._stop_texts:
@@ -266,11 +273,12 @@ def messages_of(messages: Any) -> list[Message]:
     return found
 
 
-def check_columns(name: str, columns: Sequence[str], text_column: str) -> None:
-    """Raise UserError if no row of a table with these columns can be learned from."""
+def check_columns(name: str, columns: Sequence[str], text_column: str, option: str = "--text-column") -> None:
+    """Raise UserError if no row of a table with these columns can be learned from. option: where the user
+    says text_column."""
     has_pair = {"prompt", "completion"} <= set(columns)
     if not has_pair and not {"messages", "conversations", text_column} & set(columns):
         raise UserError(
             f"{name}: rows to imitate have messages, prompt and completion, or {text_column}"
-            f" (--text-column); its columns are {', '.join(columns)}"
+            f" ({option}); its columns are {', '.join(columns)}"
         )

@@ -4,9 +4,10 @@ Bad rows are left out and counted. A training row whose tokens are those of an e
 The order of each epoch is a function of (seed, epoch), so a step's batch depends on its number alone.
 """
 
+import bisect
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import torch
@@ -35,10 +36,16 @@ class SftRows:
         notices: list[str],
         sources: dict[str, str],
         seed: int,
+        block_tokens: int | None = None,
     ):
         """notices: a line for each table of which rows are changed or left out. sources: fingerprints of hub
-        data sets."""
+        data sets. block_tokens: a batch counts blocks of whole rows, each of at most so many tokens; None: it
+        counts rows."""
         self.learned, self.evaluated, self.notices, self.sources = learned, evaluated, notices, sources
+        lengths = [len(each.tokens_T) for each in learned]
+        self._blocks = (
+            [[i] for i in range(len(learned))] if block_tokens is None else best_fit(lengths, block_tokens)
+        )
         self._order = functools.lru_cache(maxsize=1)(self._shuffled)
         self._seed = seed
 
@@ -74,16 +81,35 @@ class SftRows:
         if not fresh:
             raise UserError(f"{rows.name}: no row is left to learn from")
         sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
-        return cls(fresh, evaluated, notices=notices, sources=sources, seed=seed)
+        block_tokens = config.max_length if config.packing else None
+        return cls(fresh, evaluated, notices=notices, sources=sources, seed=seed, block_tokens=block_tokens)
+
+    @classmethod
+    def read_evaluated(
+        cls, config: SftConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]
+    ) -> Self:
+        """Read all rows of config.data as evaluation rows."""
+        table, _ = open_rows(tables_of(config))
+        check_columns(table.name, table.columns, config.text_column)
+        found, notice = _demonstrations(table, Demonstrator(tokenizer, config, stop_ids), config)
+        if not found:
+            raise UserError(f"{table.name}: no row is left to evaluate")
+        return cls([], found, notices=[] if notice is None else [notice], sources={}, seed=0)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(each.tokens_T) for each in [*self.learned, *self.evaluated])
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of batches in which each demonstration comes once; the last may be smaller."""
-        return math.ceil(len(self.learned) / batch_size)
+        """Return the number of batches in which each demonstration comes once; the last may be smaller.
+        batch_size: rows, or blocks."""
+        return math.ceil(len(self._blocks) / batch_size)
 
     def batch(self, step: int, batch_size: int) -> list[Group]:
         epoch, place = divmod(step, self.steps_per_epoch(batch_size))
-        indices = self._order(epoch)[place * batch_size : (place + 1) * batch_size]
-        return [self.learned[index].group(index) for index in indices]
+        chosen = self._order(epoch)[place * batch_size : (place + 1) * batch_size]
+        return [self.learned[index].group(index) for block in chosen for index in self._blocks[block]]
 
     def evaluation(self) -> list[Group]:
         """Return the evaluation rows; their indices follow those of the training rows."""
@@ -91,7 +117,24 @@ class SftRows:
 
     def _shuffled(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(mix(self._seed, _SFT_EPOCH, epoch))
-        return torch.randperm(len(self.learned), generator=generator).tolist()
+        return torch.randperm(len(self._blocks), generator=generator).tolist()
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return the indices of the lengths in blocks: the longest first, each into the fullest block that has
+    room for it (best-fit decreasing). No length may exceed the capacity."""
+    blocks: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []  # sorted: room that is left, number of the block
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect.bisect_left(spaces, (lengths[index], -1))
+        if place == len(spaces):
+            space, block = capacity, len(blocks)
+            blocks.append([])
+        else:
+            space, block = spaces.pop(place)
+        blocks[block].append(index)
+        bisect.insort(spaces, (space - lengths[index], block))
+    return blocks
 
 
 def tables_of(config: SftConfig) -> TaskConfig:

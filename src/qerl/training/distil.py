@@ -96,7 +96,7 @@ def read_given_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Sf
     distil, source = config.distil, locate(config.model.path)
     if not distil.off_policy_share:
         return None
-    max_length = min(SftConfig().max_length, architecture_of(source.open()).max_positions)
+    max_length = min(2048, architecture_of(source.open()).max_positions)  # that of qerl sft
     given = SftConfig(data=distil.data, split=distil.split, eval_fraction=0.0, max_length=max_length)
     stop_ids = stop_token_ids(tokenizer, source)
     return SftRows.read(given, tokenizer, stop_ids, max_evaluated=0, seed=config.seed)

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.config import RunConfig
+from qerl.config import RunConfig, SftConfig
 from qerl.errors import require
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
@@ -36,6 +36,7 @@ from qerl.tracking.report import write_report
 from qerl.training.backend_limits import check_backend
 from qerl.training.calibrated import refuse_calibration
 from qerl.training.evaluation import EVALUATION_STEP
+from qerl.training.observer import NullObserver, Observer
 from qerl.training.planned_learner import planned_learner
 from qerl.training.policy import load_sampler
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
@@ -50,34 +51,61 @@ _ADVICE = (
 _KEPT += "lora_dropout", "skipped_updates", "nonfinite_updates"
 
 
-def fine_tune(config: RunConfig, *, max_steps: int | None = None) -> dict[str, Any]:
+def fine_tune(
+    config: RunConfig,
+    *,
+    max_steps: int | None = None,
+    observer: Observer | None = None,
+    rows: SftRows | None = None,
+) -> dict[str, Any]:
     """Imitate config.sft.data; config.num_prompts rows are a step, and num_steps follows from the epochs, or
-    is max_steps. Return the losses before and after, and the run's folder."""
+    is max_steps. Return the losses before and after, and the run's folder. The observer follows the steps of
+    a run that is not complete yet; rows: those of `read_rows`, if they are read already."""
     refuse_calibration(config.model)
     config = dataclasses.replace(config, model=resolve_device(config.model))
+    observer = observer or NullObserver()
     with join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks:
         tokenizer = load_tokenizer(config.model.path)
-        rows = _read_rows(config, tokenizer)
-        epochs = config.sft.num_train_epochs * rows.steps_per_epoch(config.num_prompts)
+        rows = rows or read_rows(config, tokenizer)
+        epochs = math.ceil(config.sft.num_train_epochs * rows.steps_per_epoch(config.num_prompts))
         config = dataclasses.replace(config, num_steps=max_steps or epochs)
         folder = Path(config.out)
         with Journal(folder, num_steps=config.num_steps) if ranks.is_first else NullJournal() as journal:
             stop = StopSignal(journal.notice, echo_s=echo_s(ranks.count))
             with stop.handling():
-                return _finished(config, folder, journal, stop, ranks, tokenizer, rows)
+                return _finished(config, folder, journal, stop, ranks, tokenizer, rows, observer)
 
 
-def _read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
+def read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
+    """Read the rows to imitate and those to evaluate, as tokens of the model."""
     check_backend(config)
-    source = locate(config.model.path)
-    max_length = min(config.sft.max_length, max_positions_of(config.model))
     return SftRows.read(
-        dataclasses.replace(config.sft, max_length=max_length),
+        _within_positions(config),
         tokenizer,
-        stop_token_ids(tokenizer, source),
+        stop_token_ids(tokenizer, locate(config.model.path)),
         max_evaluated=config.evaluate.num_prompts,
         seed=config.seed,
     )
+
+
+def _within_positions(config: RunConfig) -> SftConfig:
+    most, given = max_positions_of(config.model), config.sft.max_length
+    return dataclasses.replace(config.sft, max_length=most if given is None else min(given, most))
+
+
+def held_out_loss(config: RunConfig, data: str) -> tuple[float, int]:
+    """Return the mean loss of the rows in a file, in nats per token, and their number, with the newest
+    checkpoint of the run in config.out or, without one, the model before training."""
+    config = dataclasses.replace(config, model=resolve_device(config.model))
+    with join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks:
+        tokenizer, journal = load_tokenizer(config.model.path), NullJournal()
+        given = dataclasses.replace(_within_positions(config), data=data, eval_data=None)
+        stop_ids = stop_token_ids(tokenizer, locate(config.model.path))
+        rows = SftRows.read_evaluated(given, tokenizer, stop_ids)
+        stop, observer = StopSignal(journal.notice), NullObserver()
+        session = _SftSession(config, Path(config.out), journal, stop, ranks, tokenizer, rows, observer)
+        session.resume()
+        return session.mean_loss(), len(rows.evaluated)
 
 
 def _finished(
@@ -88,6 +116,7 @@ def _finished(
     ranks: Ranks,
     tokenizer: PreTrainedTokenizerBase,
     rows: SftRows,
+    observer: Observer,
 ) -> dict[str, Any]:
     layout = checkpoint_notices(locate(config.model.path).open(), config.model.format)
     notices = [*rows.notices, *layout]
@@ -98,7 +127,7 @@ def _finished(
     if finished is not None:
         return finished
     check_vanished(config, folder, journal)
-    result = _SftSession(config, folder, journal, stop, ranks, tokenizer, rows).run()
+    result = _SftSession(config, folder, journal, stop, ranks, tokenizer, rows, observer).run()
     journal.finish(result)
     if ranks.is_first:
         write_report([folder], folder / "report.html")
@@ -117,23 +146,25 @@ class _SftSession:
         ranks: Ranks,
         tokenizer: PreTrainedTokenizerBase,
         rows: SftRows,
+        observer: Observer,
     ):
         self.config, self.folder, self.journal, self.stop = config, folder, journal, stop
-        self.ranks, self.rows = ranks, rows
+        self.ranks, self.rows, self.observer = ranks, rows, observer
+        self.metrics: dict[str, float] = {}
+        self.is_compile_told = False
         checkpoint = locate(config.model.path).open()
         layout = checkpoint_notices(checkpoint, config.model.format)
         for text in [*rows.notices, *layout, *skipped_notices(checkpoint)]:
             journal.notice(text)
         self.decoder, self.engine = load_sampler(config, tokenizer)
-        self.learner = planned_learner(
-            self.decoder, config, config.sft.max_length, notice=journal.notice, ranks=ranks
-        )
+        self.learner = planned_learner(self.decoder, config, rows.longest, notice=journal.notice, ranks=ranks)
         self.checkpoints = RunCheckpoints(folder, config.checkpoint, self.learner, journal, ranks)
         path = folder / "evaluations.json"
         self.losses = ranks.from_first(lambda: read_object(path) if path.exists() else {})
 
     def run(self) -> dict[str, Any]:
         first_step = self.resume()
+        self.observer.begin(first_step)
         if first_step == 0:
             self.losses = {}
             self.evaluate("before")
@@ -170,6 +201,7 @@ class _SftSession:
             elif step + 1 == config.num_steps:
                 self.look(log)
             log.add(**self.ranks.take_traffic())
+            self.metrics = dict(log.metrics)
 
     def look(self, log: StepLog) -> None:
         """Record greedy answers to the first evaluation rows."""
@@ -186,6 +218,9 @@ class _SftSession:
                 prompts, num_samples=1, sampling=sampling, seed=self.config.seed, step=EVALUATION_STEP
             )
         log.samples(groups)
+        if not self.is_compile_told and (report := self.engine.compile_report()) is not None:
+            self.journal.notice(str(report))
+            self.is_compile_told = True
 
     def mean_loss(self) -> float:
         """Return the mean negative log-likelihood of the evaluation rows' learned tokens."""
@@ -211,7 +246,7 @@ class _SftSession:
     def resume(self) -> int:
         """Load the newest intact checkpoint and return the step to continue with."""
         found = self.checkpoints.load_latest()
-        if found is None and self.ranks.is_first:
+        if found is None and self.ranks.is_first and self.rows.learned:
             self.check_quantization()
         if found is None and self.config.adapter.init_from is not None:
             load_adapter(self.decoder, read_adapter(self.config.adapter.init_from, self.config.adapter))
@@ -235,14 +270,19 @@ class _SftSession:
     def save(self, step: int) -> bool:
         """Save if due. A signal to any rank stops all of them, after the first one has saved."""
         self.checkpoints.finished(step + 1)
-        requested, next_step = max(self.ranks.gather(self.stop.requested or 0)), step + 1
-        if requested or self.checkpoints.is_due(next_step, self.config.num_steps):
+        asked, next_step = self.observer.after_step(step, self.metrics), step + 1
+        all_asked = self.ranks.gather((self.stop.requested or 0, asked.save, asked.stop))
+        requested, asks_save, asks_stop = map(max, zip(*all_asked, strict=True))
+        is_due = self.checkpoints.is_due(next_step, self.config.num_steps)
+        saves = bool(requested or is_due or asks_save or asks_stop)
+        if saves:
             self.checkpoints.save(next_step)
+        self.observer.finished(step, is_saved=saves)
         self.ranks.take_traffic()
         if requested:
             self.ranks.gather(None)
             self.stop.request(requested)  # when one rank ends, torchrun signals the others
-        return requested > 0
+        return bool(requested or asks_stop)
 
     def result(self) -> dict[str, float]:
         return {f"eval_nll_{moment}": figures["nll"] for moment, figures in self.losses.items()}

@@ -15,7 +15,7 @@ from transformers import TrainerControl, TrainerState
 
 from qerl.tracking.json_lines import read_lines
 from qerl.training.observer import Asked
-from qerl.trl.config import GRPOConfig
+from qerl.trl.config import TrainFields
 from qerl.trl.translate import Batch, plain
 
 _OF_TRL = {
@@ -23,6 +23,8 @@ _OF_TRL = {
     "cut_fraction": "completions/clipped_ratio",
     "kl_reference": "kl",
     "sampled_tokens": "num_tokens",
+    "nll": "loss",
+    "eval_nll": "eval_loss",
 }
 """TRL's names, beside those of docs/metrics.md."""
 
@@ -30,7 +32,7 @@ _OF_TRL = {
 class CallbackObserver:
     """The observer of a run; see qerl.training.observer."""
 
-    def __init__(self, callbacks: Iterable[Any], args: GRPOConfig, batch: Batch, folder: Path, **given: Any):
+    def __init__(self, callbacks: Iterable[Any], args: TrainFields, batch: Batch, folder: Path, **given: Any):
         """given: what callbacks receive by name, such as processing_class."""
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.control, self._args, self._batch, self._folder, self._given = (
@@ -75,7 +77,7 @@ class CallbackObserver:
         if self._every is not None and ((step + 1) % self._every == 0 or self.control.should_log):
             entries.append(_means(self._pending))
             self._pending = []
-        entries += [held_out] if held_out else []
+        entries += [_with_names_of_trl(held_out)] if held_out else []
         at = {"epoch": state.epoch, "step": state.global_step}
         entries = [entry | at for entry in entries]
         state.log_history += entries
@@ -110,4 +112,8 @@ def _means(records: list[dict[str, float]]) -> dict[str, float]:
         for name in names
         if any(record.get(name) is not None for record in records)
     }
-    return means | {theirs: means[ours] for ours, theirs in _OF_TRL.items() if ours in means}
+    return _with_names_of_trl(means)
+
+
+def _with_names_of_trl(values: dict[str, float]) -> dict[str, float]:
+    return values | {theirs: values[ours] for ours, theirs in _OF_TRL.items() if ours in values}

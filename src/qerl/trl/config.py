@@ -1,6 +1,6 @@
-"""GRPOConfig: every field of TRL 1.16's, with its name, default and meaning.
+"""GRPOConfig and SFTConfig: every field of TRL 1.16's, with its name, default and meaning.
 
-A plain dataclass, which TrlParser and HfArgumentParser read and a script may assign to.
+Plain dataclasses, which TrlParser and HfArgumentParser read and a script may assign to.
 """
 
 import dataclasses
@@ -8,8 +8,8 @@ import json
 from typing import Any
 
 from qerl.errors import UserError
-from qerl.trl.ignored import IgnoredFields
-from qerl.trl.refused import RefusedFields
+from qerl.trl.ignored import GRPOIgnoredFields, IgnoredFields, SFTIgnoredFields
+from qerl.trl.refused import GRPORefusedFields, RefusedFields, SFTRefusedFields
 
 _OBJECTS = (
     "model_init_kwargs",
@@ -17,13 +17,14 @@ _OBJECTS = (
     "chat_template_kwargs",
     "lr_scheduler_kwargs",
     "gradient_checkpointing_kwargs",
+    "dataset_kwargs",
 )
 """Fields that a command line gives as JSON."""
 
 
 @dataclasses.dataclass
-class GRPOConfig(IgnoredFields, RefusedFields):
-    """The fields below have an effect. docs/trl.md says what the inherited ones do: nothing, or an error."""
+class TrainFields(IgnoredFields, RefusedFields):
+    """The fields that GRPOConfig and SFTConfig share and that have an effect."""
 
     output_dir: str | None = None
     """The run's folder; None: trainer_output."""
@@ -53,13 +54,53 @@ class GRPOConfig(IgnoredFields, RefusedFields):
 
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    """Updates."""
+
+    model_init_kwargs: dict[str, Any] | str | None = None
+    """quantization_config is used; what says where and how a model is loaded has no effect."""
+    seed: int = 42
+
+    report_to: None | str | list[str] = "none"  # noqa: RUF036 (HfArgumentParser's order)
+    run_name: str | None = None
+    logging_strategy: str = "steps"
+    logging_steps: float = 10
+    """Updates between two entries of state.log_history; metrics.jsonl has every step."""
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    eval_on_start: bool = False
+    save_strategy: str = "steps"
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    """None: as `base` says, by default 2."""
+
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_strategy: str = "every_save"
+    """With push_to_hub, `save_model` pushes, whatever the strategy."""
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+    hub_revision: str | None = None
+
+    def __post_init__(self):
+        self.output_dir = self.output_dir or "trainer_output"
+        for name in _OBJECTS:
+            if isinstance(value := getattr(self, name, None), str):
+                setattr(self, name, _parsed(name, value))
+
+
+@dataclasses.dataclass
+class GRPOConfig(TrainFields, GRPOIgnoredFields, GRPORefusedFields):
+    """The fields below and in TrainFields have an effect. docs/trl.md says what the others do: nothing, or an
+    error. max_steps counts updates, not rollouts, and is rounded up to whole rollouts."""
+
+    _: dataclasses.KW_ONLY
+
     num_generations: int | None = 8
     generation_batch_size: int | None = None
     steps_per_generation: int | None = None
     num_iterations: int = 1
-    num_train_epochs: float = 3.0
-    max_steps: int = -1
-    """Updates, not rollouts: rounded up to whole rollouts."""
 
     max_completion_length: int | None = 512
     temperature: float = 1.0
@@ -90,41 +131,33 @@ class GRPOConfig(IgnoredFields, RefusedFields):
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
     vllm_importance_sampling_cap: float | None = None
-
-    model_init_kwargs: dict[str, Any] | str | None = None
-    """quantization_config is used; what says where and how a model is loaded has no effect."""
-    seed: int = 42
-
-    report_to: None | str | list[str] = "none"  # noqa: RUF036 (HfArgumentParser's order)
-    run_name: str | None = None
-    logging_strategy: str = "steps"
-    logging_steps: float = 10
-    """Updates between two entries of state.log_history; metrics.jsonl has every step."""
-    eval_strategy: str = "no"
-    eval_steps: float | None = None
-    eval_on_start: bool = False
     num_generations_eval: int | None = None
     """Samples per prompt of `GRPOTrainer.evaluate`."""
-    save_strategy: str = "steps"
-    save_steps: float = 500
-    save_total_limit: int | None = None
-    """None: as `base` says, by default 2."""
-
-    push_to_hub: bool = False
-    hub_model_id: str | None = None
-    hub_strategy: str = "every_save"
-    """With push_to_hub, `GRPOTrainer.save_model` pushes, whatever the strategy."""
-    hub_token: str | None = None
-    hub_private_repo: bool | None = None
-    hub_revision: str | None = None
 
     def __post_init__(self):
-        self.output_dir = self.output_dir or "trainer_output"
+        TrainFields.__post_init__(self)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        for name in _OBJECTS:
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, _parsed(name, value))
+
+
+@dataclasses.dataclass
+class SFTConfig(TrainFields, SFTIgnoredFields, SFTRefusedFields):
+    """The fields below and in TrainFields have an effect. docs/trl.md says what the others do: nothing, or an
+    error."""
+
+    _: dataclasses.KW_ONLY
+
+    learning_rate: float = 2e-5
+    max_length: int | None = 1024
+    """Tokens of a row; what is beyond is cut off. None: as many as the model has positions."""
+    packing: bool = False
+    """True: a batch counts blocks of up to max_length tokens of whole rows, not rows. Nothing is
+    padded in either case."""
+    assistant_only_loss: bool = False
+    """Chats: learn only what the assistant says, else every token."""
+    completion_only_loss: bool | None = None
+    """Rows of prompt and completion: False learns the prompt too."""
+    dataset_text_field: str = "text"
 
 
 def _parsed(name: str, text: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Fields of TRL 1.16's GRPOConfig that change no result here. `GRPOTrainer` names in one line those that are
-not at their default."""
+"""Fields of TRL 1.16's GRPOConfig and SFTConfig that change no result here. The trainers name in one line
+those that are not at their default."""
 
 import dataclasses
 from typing import Any, Literal
@@ -37,7 +37,6 @@ class IgnoredFields:
     fsdp: str | None = None
     fsdp_config: dict[str, Any] | str | None = None
     deepspeed: dict | str | None = None
-    ds3_gather_for_generation: bool = True
     local_rank: int = -1
     # Logging: metrics.jsonl has every step, samples.jsonl every sample.
     logging_first_step: bool = False
@@ -51,11 +50,6 @@ class IgnoredFields:
     trackio_space_id: str | None = None
     trackio_bucket_id: str | None = None
     trackio_static_space_id: str | None | Literal[False] = None  # noqa: RUF036 (HfArgumentParser's order)
-    log_completions: bool = False
-    log_multimodal: bool = True
-    num_completions_to_print: int | None = None
-    log_unique_prompts: bool = False
-    log_completions_hub_repo: str | None = None
     skip_memory_metrics: bool = True
     debug: str = ""
     # Evaluation: one pass over all prompts, whatever the batch.
@@ -80,23 +74,35 @@ class IgnoredFields:
     do_train: bool = False
     do_eval: bool = False
     do_predict: bool = False
-    # Data: rows are read in this process; functions get the columns that they name; nothing is padded.
+    # Data: rows are read in this process; nothing is padded.
     data_seed: int | None = None
-    dataloader_drop_last: bool = False
     dataloader_num_workers: int = 0
     dataloader_pin_memory: bool = True
     dataloader_persistent_workers: bool = False
     dataloader_prefetch_factor: int | None = None
     dataloader_multiprocessing_context: str | None = None
     dataloader_in_order: bool = True
-    remove_unused_columns: bool | None = False
     label_names: list[str] | None = None
-    label_smoothing_factor: float = 0.0
-    train_sampling_strategy: str = "random"
     length_column_name: str = "length"
     pad_to_multiple_of: int | str | None = "auto"
-    # The model: no code of a model is run, the base has no dropout, logits are accumulated in fp32.
+    # The model: no code of a model is run.
     trust_remote_code: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class GRPOIgnoredFields(IgnoredFields):
+    ds3_gather_for_generation: bool = True
+    log_completions: bool = False
+    log_multimodal: bool = True
+    num_completions_to_print: int | None = None
+    log_unique_prompts: bool = False
+    log_completions_hub_repo: str | None = None
+    # Data: functions get the columns that they name; TRL's sampler draws the groups whatever these say.
+    dataloader_drop_last: bool = False
+    remove_unused_columns: bool | None = False
+    label_smoothing_factor: float = 0.0
+    train_sampling_strategy: str = "random"
+    # The model: the base has no dropout, logits are accumulated in fp32.
     disable_dropout: bool = False
     cast_lm_head_to_fp32: bool = False
     # Sampling: qerl has its own engine.
@@ -115,7 +121,7 @@ class IgnoredFields:
     vllm_gpu_memory_utilization: float = 0.3
     vllm_max_model_length: int | None = None
     vllm_tensor_parallel_size: int = 1
-    # Settings of what `RefusedFields` refuses.
+    # Settings of what `GRPORefusedFields` refuses.
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
     vespo_k_pos: float = 2.0
@@ -128,8 +134,20 @@ class IgnoredFields:
     entropy_target: float = 0.2
 
 
-def ignored(args: IgnoredFields) -> list[str]:
-    """Return the names of the fields above that are not at their default."""
-    defaults = IgnoredFields()
-    names = (field.name for field in dataclasses.fields(IgnoredFields))
+@dataclasses.dataclass(kw_only=True)
+class SFTIgnoredFields(IgnoredFields):
+    # Rows are packed without padding, read in this process, and drawn in a random order in any case.
+    dataset_num_proc: int | None = None
+    padding_free: bool = False
+    eval_packing: bool | None = None
+    pad_token: str | None = None
+    remove_unused_columns: bool | None = True
+    shuffle_dataset: bool = False
+    activation_offloading: bool = False
+
+
+def ignored(args: IgnoredFields, kind: type[IgnoredFields]) -> list[str]:
+    """Return the names of the fields of `kind`, one of the classes above, that are not at their default."""
+    defaults = kind()
+    names = (field.name for field in dataclasses.fields(kind))
     return [name for name in names if getattr(args, name) != getattr(defaults, name)]

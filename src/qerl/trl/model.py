@@ -1,4 +1,4 @@
-"""Translate the model of a GRPOTrainer, its tokenizer and its quantization to ModelConfig."""
+"""Translate a trainer's model, its tokenizer and its quantization to ModelConfig."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.config import AdapterConfig, ModelConfig
 from qerl.errors import UserError, require
-from qerl.trl.config import GRPOConfig
+from qerl.trl.config import TrainFields
 from qerl.trl.weights import with_tokenizer, write_model, write_start_adapter
 
 _FORMATS = {"mxfp4": "mxfp4", "fp8": "fp8", "fbgemm_fp8": "fp8"}
@@ -48,7 +48,7 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> tuple[str, AdapterCo
     return str(write_model(model, tokenizer, folder)), adapter
 
 
-def model_config(model: str, quantization: Any, args: GRPOConfig, base: ModelConfig) -> ModelConfig:
+def model_config(model: str, quantization: Any, args: TrainFields, base: ModelConfig) -> ModelConfig:
     """quantization: the trainer's argument; args.model_init_kwargs may have one too."""
     assert not isinstance(args.model_init_kwargs, str)
     options = dict(args.model_init_kwargs or {})

@@ -1,5 +1,5 @@
-"""Fields of TRL 1.16's GRPOConfig that would change the result and are not implemented: any value but the
-ones here is refused, with what to do."""
+"""Fields of TRL 1.16's GRPOConfig and SFTConfig that would change the result and are not implemented: any
+value but the ones here is refused, with what to do."""
 
 import dataclasses
 from typing import Any
@@ -15,6 +15,10 @@ class RefusedFields:
     neftune_noise_alpha: float | None = None
     load_best_model_at_end: bool = False
     router_aux_loss_coef: float | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class GRPORefusedFields(RefusedFields):
     shuffle_dataset: bool | None = True
     repetition_penalty: float = 1.0
     vllm_structured_outputs_regex: str | None = None
@@ -25,6 +29,19 @@ class RefusedFields:
     entropy_coef: float = 0.0
     use_adaptive_entropy: bool = False
     off_policy_mask_threshold: float | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class SFTRefusedFields(RefusedFields):
+    chat_template_path: str | None = None
+    dataset_kwargs: dict[str, Any] | str | None = None
+    eos_token: str | None = None
+    truncation_mode: str = "keep_start"
+    packing_strategy: str = "bfd"
+    loss_type: str = "nll"
+    label_smoothing_factor: float = 0.0
+    dataloader_drop_last: bool = False
+    train_sampling_strategy: str = "random"
 
 
 _CLIPPED = "the loss is clipped by epsilon and epsilon_high; a KL penalty is beta"
@@ -46,16 +63,28 @@ _ADVICE = {
     "entropy_coef": f"set 0.0; {_ENTROPY}",
     "use_adaptive_entropy": f"remove it; {_ENTROPY}",
     "off_policy_mask_threshold": "remove it; base=RunConfig(algo=AlgoConfig(reject=...)) rejects samples",
+    "chat_template_path": "set chat_template of a tokenizer and pass it as processing_class",
+    "dataset_kwargs": "remove it; the trainer prepares the rows: messages, prompt and completion, or texts",
+    "eos_token": "set eos_token of a tokenizer and pass it as processing_class",
+    "truncation_mode": "use keep_start",
+    "packing_strategy": "use bfd; no row is split",
+    "loss_type": "use nll",
+    "label_smoothing_factor": "set 0.0; the loss is the cross entropy",
+    "dataloader_drop_last": "remove it; the last update of an epoch has the rows that are left",
+    "train_sampling_strategy": "use random; rows are drawn in a random order by seed",
 }
 _ALSO_ACCEPTED: dict[str, tuple[Any, ...]] = {
     "lr_scheduler_kwargs": ({},),
     "router_aux_loss_coef": (0.0,),
+    "dataset_kwargs": ({}, {"skip_prepare_dataset": False}),
+    "loss_type": ("chunked_nll",),
 }
 
 
-def check_refused(args: RefusedFields) -> None:
-    """Raise UserError for the first field above that is not at a value that is accepted."""
-    for field in dataclasses.fields(RefusedFields):
+def check_refused(args: RefusedFields, kind: type[RefusedFields]) -> None:
+    """Raise UserError for the first field of `kind`, one of the classes above, that is not at a value that is
+    accepted."""
+    for field in dataclasses.fields(kind):
         value = getattr(args, field.name)
         if value != field.default and value not in _ALSO_ACCEPTED.get(field.name, ()):
             raise UserError(f"{field.name} = {value!r} is not supported: {_ADVICE[field.name]}")

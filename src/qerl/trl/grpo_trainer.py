@@ -1,0 +1,161 @@
+"""GRPOTrainer of TRL over `qerl.train`."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl.config import NoiseConfig, RunConfig
+from qerl.config.stored import with_stored_base
+from qerl.errors import require
+from qerl.models.device import resolve_device
+from qerl.tasks.scoring import name_of
+from qerl.training.session import train
+from qerl.trl.config import GRPOConfig
+from qerl.trl.data import write_rows
+from qerl.trl.evaluation import evaluate
+from qerl.trl.ignored import GRPOIgnoredFields, ignored
+from qerl.trl.refused import GRPORefusedFields, check_refused
+from qerl.trl.run_trainer import Rows, RunTrainer, all_rows, based, num_rows
+from qerl.trl.tools import make_environment, of_conversations, takes_environments
+from qerl.trl.translate import Batch, length, plain
+from qerl.trl.translate_grpo import batch_of, run_config
+
+
+class GRPOTrainer(RunTrainer):
+    method = "GRPO"
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] = (),
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        base: RunConfig | None = None,
+    ):
+        """`model` is a folder, a hub id, a PreTrainedModel or a PeftModel. `train_dataset` is a
+        datasets.Dataset or a list of rows with a column `prompt`: messages, or a text that is given to the
+        model unchanged. `base` has the fields that TRL does not, such as model.format, noise and engine; the
+        default has NVFP4 weights and no noise."""
+        self.args = args or GRPOConfig()
+        check_refused(self.args, GRPORefusedFields)
+        require(
+            all(part is None for part in optimizers or ()),
+            "optimizers is not supported: set optim, learning_rate and lr_scheduler_type in GRPOConfig",
+        )
+        self.model, self.processing_class = model, processing_class
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        require(rollout_func is None, "rollout_func is not supported: write an environment_factory")
+        self.reward_funcs = _functions(reward_funcs)
+        self._rewards, self._weights, self._schemas = _with_tools(
+            self.reward_funcs, self.args, tools or (), environment_factory
+        )
+        base = based(
+            base or RunConfig(noise=NoiseConfig(schedule="none")),
+            model,
+            self.args,
+            processing_class=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        self._batch = batch_of(self.args, length(train_dataset))
+        self.config = self._run_config(base, Path(str(self.args.output_dir)))
+        names = ignored(self.args, GRPOIgnoredFields)
+        self._start(self._batch, names, callbacks, model=model, processing_class=processing_class)
+
+    def _run_config(self, base: RunConfig, folder: Path) -> RunConfig:
+        args, rows = self.args, self.train_dataset
+        eval_rows = None if plain(args.eval_strategy) == "no" else all_rows(self.eval_dataset)
+        held_out = None if eval_rows is None else write_rows("eval_dataset", eval_rows, folder)
+        num_held_out = 0 if held_out is None else num_rows(held_out)
+        if rows is None and self._schemas:  # the environment gives the prompts
+            rows = itertools.repeat({"prompt": [{"role": "user", "content": ""}]})
+        path = write_rows("train_dataset", rows or (), folder, most=_most_rows(rows, self._batch))
+        return dataclasses.replace(
+            run_config(args, base, self._batch, num_held_out=num_held_out),
+            task=dataclasses.replace(
+                base.task,
+                name=str(path),
+                held_out_split=None if held_out is None else str(held_out),
+                num_held_out=num_held_out,
+                template="{prompt}",
+                chat="messages",
+                chat_template_kwargs=json.dumps(_template_variables(args, self._schemas)),
+                rewards=tuple(map(name_of, self._rewards)),
+                reward_weights=self._weights,
+                environment=dataclasses.replace(base.task.environment, max_turns=_max_turns(args, base)),
+            ),
+        )
+
+    def _train(self) -> dict[str, Any]:
+        return train(self.config, rewards=self._rewards, observer=self._observer)
+
+    def _held_out(self, path: Path, num_rows: int) -> dict[str, float]:
+        task = dataclasses.replace(self.config.task, held_out_split=str(path), num_held_out=num_rows)
+        config = dataclasses.replace(self.config, task=task, model=resolve_device(self.config.model))
+        config = with_stored_base(config, Path(config.out))
+        num_samples = self.args.num_generations_eval or self.config.num_generations
+        return evaluate(config, self._rewards, num_samples=num_samples)
+
+
+def _functions(given: Any) -> list[Callable[..., Any]]:
+    functions = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    for function in functions:
+        require(
+            callable(function) and not hasattr(function, "get_input_embeddings"),
+            f"reward_funcs must be functions, got {function!r}; reward models are not supported:"
+            " call one in a function of its own, on a CPU or over HTTP",
+        )
+    return functions
+
+
+def _with_tools(
+    functions: list[Callable[..., Any]], args: GRPOConfig, tools: Sequence[Callable[..., Any]], factory: Any
+) -> tuple[list[Callable[..., Any]], tuple[float, ...], list[dict[str, Any]]]:
+    """Return the rewards, an environment among them if there are tools, their weights, the tools' schemas."""
+    weights = list(args.reward_weights or [1.0] * len(functions))
+    require(
+        len(weights) == len(functions),
+        f"reward_weights must be one for each of {len(functions)} reward_funcs, got {len(weights)}",
+    )
+    if not tools and factory is None:
+        require(bool(functions), "reward_funcs: there is no reward function")
+        return functions, tuple(args.reward_weights or ()), []
+    pairs = list(zip(functions, weights, strict=True))
+    inside = [pair for pair in pairs if takes_environments(pair[0])]
+    environment, schemas = make_environment(tools, factory, inside)
+    names = {schema["function"]["name"] for schema in schemas}
+    others = [pair for pair in pairs if pair not in inside]
+    outside = [(of_conversations(function, names), weight) for function, weight in others]
+    has_reward = bool(outside) or callable(environment.score)
+    require(has_reward, "reward_funcs: there is none, nor a get_reward")
+    return [f for f, _ in outside] + [environment], (*(w for _, w in outside), 1.0), schemas
+
+
+def _template_variables(args: GRPOConfig, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    assert not isinstance(args.chat_template_kwargs, str)
+    return {**(args.chat_template_kwargs or {}), **({"tools": schemas} if schemas else {})}
+
+
+def _max_turns(args: GRPOConfig, base: RunConfig) -> int:
+    """TRL has no limit but the tokens; one turn more than rounds of calls."""
+    most = args.max_tool_calling_iterations
+    return 1 + most if most is not None else max(base.task.environment.max_turns, base.sample.max_tokens)
+
+
+def _most_rows(rows: Rows | None, batch: Batch) -> int | None:
+    """Return the number of rows that a stream must give; None for a data set."""
+    return None if length(rows) is not None else batch.num_steps * batch.num_prompts

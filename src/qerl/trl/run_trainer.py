@@ -1,0 +1,246 @@
+"""The part that GRPOTrainer and SFTTrainer share: the run's state and callbacks, saving, the hub."""
+
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import TrainOutput
+
+from qerl.config import RunConfig
+from qerl.config.stored import with_stored_base
+from qerl.errors import UserError, require
+from qerl.export.write import write_merged_model, write_peft
+from qerl.learner import checkpoint
+from qerl.models.hf_writer import write_tokenizer
+from qerl.models.source import locate
+from qerl.trl.callbacks import CallbackObserver
+from qerl.trl.config import TrainFields
+from qerl.trl.data import write_rows
+from qerl.trl.hub import model_card, push_folder
+from qerl.trl.lora import adapter_config
+from qerl.trl.model import model_config, model_path
+from qerl.trl.translate import Batch
+
+_logger = logging.getLogger("qerl.trl")
+Rows = Iterable[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MainProcess:
+    """The part of TRL's trainer.accelerator that scripts use."""
+
+    is_main_process: bool = True
+    num_processes: int = 1
+    process_index: int = 0
+
+    def print(self, *values: Any, **options: Any) -> None:
+        print(*values, **options)
+
+
+class RunTrainer:
+    """A trainer of transformers over a run of qerl. A subclass sets `config` and calls `_start`, and says how
+    to train and to evaluate."""
+
+    args: Any
+    config: RunConfig
+    eval_dataset: Rows | Mapping[str, Rows] | None
+    method: str
+    """The method's name on a model card."""
+
+    def _start(self, batch: Batch, ignored: list[str], callbacks: Sequence[Any], **given: Any) -> None:
+        """Name what has no effect, and make the observer that calls the callbacks with what is given."""
+        args, folder = self.args, Path(self.config.out)
+        if ignored:
+            _logger.warning("%s: no effect here: %s", type(args).__name__, ", ".join(ignored))
+        self.accelerator, self.hub_model_id = MainProcess(), args.hub_model_id or folder.resolve().name
+        self._observer = CallbackObserver(callbacks or (), args, batch, folder, **given)
+        self._observer.call("on_init_end")
+
+    def _train(self) -> dict[str, Any]:
+        """Train with the observer, or resume; return the run's result."""
+        raise NotImplementedError
+
+    def _held_out(self, path: Path, num_rows: int) -> dict[str, float]:
+        """Return the metrics of these rows with the newest checkpoint, or of the model before training."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> Any:
+        """transformers' TrainerState: log_history, global_step, epoch, max_steps."""
+        return self._observer.state
+
+    def add_callback(self, callback: Any) -> None:
+        self._observer.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        kept = [c for c in self._observer.callbacks if c is not callback and type(c) is not callback]
+        self._observer.callbacks = kept
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train, or resume the run in output_dir, whatever resume_from_checkpoint says; a path must be one of
+        its checkpoints, or, where there are none yet, one of another run, with which this one begins."""
+        begin_s = time.perf_counter()
+        _take_checkpoint(resume_from_checkpoint, Path(self.config.out) / "checkpoints")
+        result = self._train()
+        self._observer.restore()
+        self._observer.call("on_train_end")
+        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+        loss = sum(losses) / len(losses) if losses else 0.0
+        metrics = {"train_runtime": round(time.perf_counter() - begin_s, 3), "train_loss": loss, **result}
+        return TrainOutput(self.state.global_step, loss, metrics)
+
+    def evaluate(
+        self,
+        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Return the metrics of the newest checkpoint, or of the model before training, on eval_dataset: of
+        GRPOTrainer the mean reward and length of samples, of SFTTrainer the loss; log them."""
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if given is None:
+            raise UserError("evaluate needs an eval_dataset")
+        if isinstance(given, Mapping):
+            each = [
+                self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
+                for name, rows in given.items()
+            ]
+            return {name: value for metrics in each for name, value in metrics.items()}
+        path = self._write_eval_rows(given)
+        found = self._held_out(path, num_rows(path))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        entry = metrics | {"epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append(entry)
+        self._observer.call("on_evaluate", metrics=metrics)
+        self._observer.call("on_log", logs=entry)
+        return metrics
+
+    def _write_eval_rows(self, rows: Rows) -> Path:
+        return write_rows("eval_dataset", rows, Path(self.config.out))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the trained adapter in PEFT's format, and the tokenizer, into a folder, by default
+        output_dir; with adapter.kind full, the model."""
+        out = Path(output_dir or self.config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as temporary:
+            folder = Path(temporary) / "model"
+            write = write_peft if self.config.adapter.kind == "lora" else write_merged_model
+            config = with_stored_base(self.config, Path(self.config.out))
+            write(Path(config.out), config, folder)
+            write_tokenizer(folder, locate(config.model.path))
+            for file in folder.iterdir():
+                os.replace(file, out / file.name)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        *,
+        dataset_name: str | None = None,
+        model_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> Any:
+        """Upload what save_model writes, with a model card, to hub_model_id; return the hub's answer."""
+        named = [tags] if isinstance(tags, str) else list(tags or ())
+        card = model_card(
+            model_name or self.hub_model_id.rpartition("/")[2],
+            base_model=self.config.model.path,
+            dataset=dataset_name,
+            method=self.method,
+            tags=[*named, self.method.lower(), "qerl"],
+        )
+        with tempfile.TemporaryDirectory() as temporary:
+            self.save_model(temporary, _internal_call=True)
+            return push_folder(
+                Path(temporary),
+                self.hub_model_id,
+                card=card,
+                token=token or self.args.hub_token,
+                private=self.args.hub_private_repo,
+                revision=revision or self.args.hub_revision,
+                commit_message=commit_message,
+            )
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        print(f"{split} metrics: " + ", ".join(f"{name} {value}" for name, value in metrics.items()))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Write <split>_results.json into output_dir."""
+        path = Path(self.config.out) / f"{split}_results.json"
+        path.write_text(json.dumps(dict(metrics), indent=2) + "\n")
+
+    def save_state(self) -> None:
+        """Write trainer_state.json into output_dir."""
+        self.state.save_to_json(str(Path(self.config.out) / "trainer_state.json"))
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    def end(self) -> None:
+        """Nothing is left open after train."""
+
+
+def based(
+    base: RunConfig,
+    model: Any,
+    args: TrainFields,
+    *,
+    processing_class: Any,
+    quantization_config: Any,
+    peft_config: Any,
+) -> RunConfig:
+    """Return base with the trainer's model and adapter."""
+    path, adapter = model_path(model, processing_class, Path(str(args.output_dir)))
+    quantization = quantization_config or _own_quantization(model)
+    return dataclasses.replace(
+        base,
+        model=model_config(path, quantization, args, base.model),
+        adapter=adapter or adapter_config(peft_config, base.adapter),
+    )
+
+
+def _own_quantization(model: Any) -> Any:
+    return None if isinstance(model, str) else getattr(model.config, "quantization_config", None)
+
+
+def all_rows(rows: Rows | Mapping[str, Rows] | None) -> list[dict[str, Any]] | None:
+    """Return the rows of all evaluation sets."""
+    if rows is None:
+        return None
+    return [row for each in (rows.values() if isinstance(rows, Mapping) else [rows]) for row in each]
+
+
+def num_rows(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+def _take_checkpoint(given: bool | str | None, own: Path) -> None:
+    """Check that the run will resume the checkpoint that was asked for; copy one of another run."""
+    if not given:
+        return
+    newest, _ = checkpoint.find_latest(own)
+    if given is True:
+        require(newest is not None, f"resume_from_checkpoint: {own} holds no checkpoint")
+        return
+    path = Path(str(given))
+    if newest is not None and newest.resolve() == path.resolve():
+        return
+    damage = checkpoint.find_damage(path)
+    require(damage is None, f"resume_from_checkpoint {path}: {damage}")
+    if newest is not None:
+        raise UserError(
+            f"resume_from_checkpoint: {own} holds {newest.name}, with which the run goes on;"
+            " remove the checkpoints after yours, or set another output_dir"
+        )
+    checkpoint.copy(path, own)
