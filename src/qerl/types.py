@@ -256,12 +256,27 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+OnBurst = Callable[[list[tuple[int, Group]]], None]
+"""Called after each burst of decode steps with (index of the prompt in the call, its group) of each group
+that has ended in it, so often with an empty list."""
+
+
 class RolloutEngine(Protocol):
     """The interface of an engine to the training loop: local, data-parallel, multi-turn or remote."""
 
     def generate(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> list[Group]: ...
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_burst: OnBurst | None = None,
+    ) -> list[Group]:
+        """Return the samples of each prompt, in order. on_burst is not called by engines that learn only at
+        the end what a sample is: those of environments, agents, Ray and endpoints."""
+        ...
 
     def publish(self, version: int) -> None:
         """Sample from the learner's current weights from now on, under this version number."""

@@ -159,6 +159,7 @@ def logged_metrics() -> set[str]:
         *keys_of("training/sft.py", "step"),
         *keys_of("training/distil.py", "sample"),
         *keys_of("training/partial.py", "_metrics"),
+        *keys_of("training/overlap.py", "metrics"),
         *keys_of("tracking/journal.py", "_record"),
         *ray_metrics(),
         *(f"{phase}_s" for phase in phases()),

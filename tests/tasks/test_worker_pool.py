@@ -56,6 +56,38 @@ def test_outcomes_come_in_the_order_of_items(pool):
     assert pool(work).run([], deadline_s=5) == []
 
 
+def test_a_poll_waits_for_no_job_and_later_items_come_with_the_first(pool, tmp_path):
+    """The first job ends only after the poll that began it has returned."""
+
+    def work(item):
+        while item == 0 and not (tmp_path / "polled").exists():
+            time.sleep(0.01)
+        return item * 10
+
+    jobs = pool(work).begin(deadline_s=20)
+    assert jobs.add([0, 1]) == range(2)
+    jobs.poll()
+    (tmp_path / "polled").touch()
+    assert jobs.add([2]) == range(2, 3)
+    assert jobs.wait() == [0, 10, 20] and jobs.busy_s > 0
+
+
+def test_jobs_that_nobody_waited_for_are_no_later_ones_outcomes(pool, tmp_path):
+    def work(item):
+        (tmp_path / f"{item}").touch()
+        time.sleep(60 if item < 2 else 0)
+        return item
+
+    workers = pool(work)
+    given_up = workers.begin(deadline_s=100)
+    given_up.add([0, 1])
+    given_up.poll()
+    assert wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    assert workers.run([5, 6], deadline_s=20) == [5, 6]
+    with pytest.raises(AssertionError, match="another batch"):
+        given_up.poll()
+
+
 def test_a_closure_is_run_as_it_is_without_pickling(pool):
     lock = threading.Lock()  # cannot be pickled
 

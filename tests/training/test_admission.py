@@ -45,7 +45,7 @@ class Engine:
     def __init__(self):
         self.asked = []
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step):
+    def generate(self, prompts_P, *, num_samples, sampling, seed, step, on_burst=None):
         self.asked.append([p.index for p in prompts_P])
         return [group(p.index, *[10 - p.index] * num_samples) for p in prompts_P]
 

@@ -129,8 +129,9 @@ def alone(files, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(files, tmp_path_factory):
+    """Its ranks score their own groups while they sample."""
     out = tmp_path_factory.mktemp("runs") / "both"
-    return out, finish(files, out, *EXACT)
+    return out, finish(files, out, *EXACT, "--task.reward-overlap", "always")
 
 
 def test_two_ranks_make_the_run_of_one(alone, both):

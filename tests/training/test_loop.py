@@ -21,7 +21,7 @@ class Bandit:
         self.version, self.p = 0, 0.5
         self.learned_from: list[list[Group]] = []
 
-    def generate(self, prompts_P, *, num_samples, sampling, seed, step):
+    def generate(self, prompts_P, *, num_samples, sampling, seed, step, on_burst=None):
         rng = random.Random(seed * 1000 + step)
         return [
             Group(prompt=prompt, samples_G=[self._draw(rng) for _ in range(num_samples)])

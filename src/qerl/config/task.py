@@ -122,6 +122,11 @@ class TaskConfig:
     reward_workers: int = 2
     """Number of processes that compute rewards."""
 
+    reward_overlap: Literal["auto", "always", "never"] = "auto"
+    """Begin to score a group when its last sample ends, while others are sampled; reward models, environments
+    and agents are scored after sampling. The rewards are the same. auto: where a GPU samples, and elsewhere
+    if `judge` is the only reward: computing workers slow PyTorch on the same CPU cores."""
+
     reward_memory_gb: float = 8.0
     """Memory that each of them may map beyond what it starts with; more raises MemoryError (Linux only)."""
 

@@ -22,7 +22,7 @@ from qerl.errors import UserError
 from qerl.kernels.compile_ahead import CompileReport
 from qerl.models.adapter import publish
 from qerl.models.policy_model import PolicyModel
-from qerl.types import BegunGroup, BegunSample, Conversation, Group, Prompt, Sample, Sampling
+from qerl.types import BegunGroup, BegunSample, Conversation, Group, OnBurst, Prompt, Sample, Sampling
 
 # Prompts of a LiveBatch that are prefilled between two bursts: a second of SmolLM2-135M on two cores.
 _CPU_ADMITTED_TOKENS = 512
@@ -107,14 +107,16 @@ class SamplingEngine(abc.ABC):
         seed: int,
         step: int,
         on_token: TokenCallback | None = None,
+        on_burst: OnBurst | None = None,
         conversation: Conversation | None = None,
         max_tokens_P_G: list[list[int]] | None = None,
     ) -> list[Group]:
         """Return num_samples samples of each prompt, in order. If on_token ends a turn, finish is "stop".
 
-        max_tokens_P_G: each sample's own maximum length, within sampling.max_tokens.
+        max_tokens_P_G: each sample's own maximum length, within sampling.max_tokens. on_burst: not with a
+        conversation, whose samples go on after a turn.
         """
-        assert num_samples > 0
+        assert num_samples > 0 and (on_burst is None or conversation is None)
         start_s = time.perf_counter()
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         groups = [self._new_group(i, prompt, num_samples, sampling) for i, prompt in enumerate(prompts_P)]
@@ -139,9 +141,10 @@ class SamplingEngine(abc.ABC):
             generation = new_generation(groups, call)
             self.stats = generation.stats
             self.stats.open_s = open_s
-            generation.run()
+            ended = _Ended(groups, lambda g: self._to_group(prompts_P[g.index], g, detokenizer), on_burst)
+            generation.run(ended.tell)
         self.stats.generate_s = time.perf_counter() - start_s
-        return [self._to_group(prompts_P[group.index], group, detokenizer) for group in groups]
+        return [group for _, group in ended.all()]
 
     @torch.no_grad()
     def continue_groups(
@@ -151,9 +154,11 @@ class SamplingEngine(abc.ABC):
         is_enough: Callable[[list[bool]], bool],
         sampling: Sampling,
         seed: int,
+        on_burst: OnBurst | None = None,
     ) -> list[tuple[BegunGroup, Group | None]]:
         """Sample until is_enough, which gets whether each group is complete, or all are; return each group as
-        it is then, and its samples if it is complete.
+        it is then, and its samples if it is complete. on_burst: as in generate, of all groups that are
+        complete.
 
         Earlier tokens are computed again by the current weights, and keep the logprobs that they were sampled
         with.
@@ -164,22 +169,31 @@ class SamplingEngine(abc.ABC):
         groups = [self._resumed(i, begun, sampling) for i, begun in enumerate(begun_P)]
         self._assign_noise_rows(groups, prompts_P)
         unfinished = [g for g in groups if not _is_complete(g)]
+
+        def whole(group: LiveGroup) -> Group:
+            return self._whole_group(self._left(begun_P[group.index], group), group, detokenizer)
+
+        ended = _Ended(groups, whole, on_burst)
         if unfinished:
             with self.open(unfinished, prompts_P, sampling) as new_generation:
                 call = Call(prompts_P=prompts_P, detokenizer=detokenizer, seed=seed, step=0)
                 generation = new_generation(unfinished, call)
                 self.stats = generation.stats
-                generation.run(lambda: is_enough([_is_complete(group) for group in groups]))
+                generation.run(lambda: ended.tell() or is_enough([_is_complete(group) for group in groups]))
                 generation.abort([g for g in unfinished if not _is_complete(g)])
             self.stats.generate_s = time.perf_counter() - start_s
-        left = []
-        for begun, group in zip(begun_P, groups, strict=True):
-            pairs = zip(group.samples_G, begun.samples_G, strict=True)
-            after = dataclasses.replace(
-                begun, samples_G=[_begun_sample(s, before, self.version) for s, before in pairs]
-            )
-            left.append((after, self._whole_group(after, group, detokenizer) if after.is_complete else None))
-        return left
+        whole_by_index = dict(ended.all())
+        return [
+            (self._left(begun, group), whole_by_index.get(group.index))
+            for begun, group in zip(begun_P, groups, strict=True)
+        ]
+
+    def _left(self, begun: BegunGroup, group: LiveGroup) -> BegunGroup:
+        """Return the group as it is now."""
+        pairs = zip(group.samples_G, begun.samples_G, strict=True)
+        return dataclasses.replace(
+            begun, samples_G=[_begun_sample(s, before, self.version) for s, before in pairs]
+        )
 
     def _resumed(self, index: int, begun: BegunGroup, sampling: Sampling) -> LiveGroup:
         group = self._new_group(index, begun.prompt, len(begun.samples_G), sampling)
@@ -271,6 +285,31 @@ class SamplingEngine(abc.ABC):
             routes=s.routes,
             sample_index=(s.group.parent or s).sample_index,
         )
+
+
+class _Ended:
+    """Groups of a call in the form that it returns, made when on_burst is first told of each."""
+
+    def __init__(self, groups: list[LiveGroup], made: Callable[[LiveGroup], Group], on_burst: OnBurst | None):
+        self._left, self._made, self._on_burst = list(groups), made, on_burst
+        self._ended: dict[int, Group] = {}
+
+    def tell(self) -> bool:
+        """Tell of the groups that have ended since; False: the generation goes on."""
+        if self._on_burst is not None:
+            self._on_burst(self._take())
+        return False
+
+    def all(self) -> list[tuple[int, Group]]:
+        """Return the groups that have ended with their indices, in order."""
+        self._take()
+        return sorted(self._ended.items())
+
+    def _take(self) -> list[tuple[int, Group]]:
+        new = [(group.index, self._made(group)) for group in self._left if _is_complete(group)]
+        self._ended |= new
+        self._left = [group for group in self._left if group.index not in self._ended]
+        return new
 
 
 def _begun_sample(s: LiveSample, before: BegunSample, version: int) -> BegunSample:

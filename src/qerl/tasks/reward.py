@@ -40,11 +40,14 @@ from qerl.tasks.scoring import (
     score,
 )
 from qerl.tasks.sources import function_sources
-from qerl.tasks.worker_pool import WorkerLost, WorkerPool
+from qerl.tasks.worker_pool import Jobs, WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
 
 REWARDS = {**BUILT_IN, "judge": judge, "reward_model": RewardModel, "higher_lower": higher_lower}
 _GRADED = frozenset({"judge", "reward_model"})  # 1 is not a correct sample
+Arguments = dict[str, list[Any]]
+Outcome = float | Failure | WorkerLost | None
+RewardsPG = list[list[float | None]]
 
 
 class RewardPool:
@@ -167,12 +170,16 @@ class RewardPool:
     def attempt(self, groups: list[Group]) -> list[list[float | None]]:
         """Return the reward of each sample of each group, None where it failed. It includes the environment's
         reward (sample.reward)."""
-        for group in groups[:1]:
-            self.check(group.prompt)
-        pairs = [(group.prompt, sample) for group in groups for sample in group.samples_G]
-        calls = [_call(*pair) for pair in pairs if pair[1].failure is None]
+        return self.begin().rewards(list(enumerate(groups)))
+
+    def begin(self) -> "Scoring":
+        """Return a Scoring, to which groups are given as they end."""
         pool = self._function_pool
-        found = pool.run(calls, deadline_s=self._deadline_s) if pool else [None] * len(calls)
+        return Scoring(self, None if pool is None else pool.begin(deadline_s=self._deadline_s))
+
+    def total(self, groups: list[Group], calls: list[Arguments], found: list[Outcome]) -> RewardsPG:
+        """Return the groups' rewards by the functions' outcomes and what else there is to add, and count the
+        failures. calls and found: of the samples that have not failed before."""
         for model, weight in self._models:
             values = model.score([(call["prompts"][0], call["completions"][0]) for call in calls])
             found = [_added(outcome, weight, value) for outcome, value in zip(found, values, strict=True)]
@@ -200,9 +207,7 @@ class RewardPool:
             f" {self._examples[cause]}"
         )
 
-    def _total(
-        self, sample: Sample, outcomes: Iterator[float | Failure | WorkerLost | None]
-    ) -> float | Failure | WorkerLost | None:
+    def _total(self, sample: Sample, outcomes: Iterator[Outcome]) -> Outcome:
         """Add the environment's or the agent's reward to the functions' outcome, taken from the iterator."""
         if sample.failure is not None:
             return Failure(*sample.failure)
@@ -212,7 +217,7 @@ class RewardPool:
             return outcome
         return finite_number("the weighted sum", (outcome or 0.0) + self._episode_weight * sample.reward)
 
-    def _count(self, outcome: float | Failure | WorkerLost | None, failures: Counter[str]) -> float | None:
+    def _count(self, outcome: Outcome, failures: Counter[str]) -> float | None:
         """Return a reward as it is. Count a failure by cause, with its message as an example."""
         if not isinstance(outcome, Failure | WorkerLost):
             return outcome
@@ -225,6 +230,48 @@ class RewardPool:
         taken = {cause: (count, self._examples[cause]) for cause, count in self.failures.items()}
         self.failures.clear()
         return taken
+
+
+class Scoring:
+    """Rewards of groups that end one after the other: the functions run while others are sampled.
+
+    The rewards and failures are those of `RewardPool.attempt`. Reward models run at the end, for all samples
+    together: a batch of others may round differently.
+    """
+
+    def __init__(self, pool: RewardPool, jobs: Jobs | None):
+        """jobs: None without reward functions."""
+        self._pool, self._jobs = pool, jobs
+        self._begun: dict[int, tuple[list[Arguments], range]] = {}
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which functions ran before `rewards` was called, to the time between two polls."""
+        return 0.0 if self._jobs is None else self._jobs.busy_s
+
+    def add(self, key: int, group: Group) -> None:
+        """Begin to score a group, which `rewards` gets under the same key; raise UserError as `attempt`."""
+        if not self._begun:
+            self._pool.check(group.prompt)
+        calls = [_call(group.prompt, sample) for sample in group.samples_G if sample.failure is None]
+        self._begun[key] = calls, range(0) if self._jobs is None else self._jobs.add(calls)
+
+    def poll(self) -> None:
+        """Keep the workers busy; does not wait for them."""
+        if self._jobs is not None:
+            self._jobs.poll()
+
+    def rewards(self, keyed_P: list[tuple[int, Group]]) -> RewardsPG:
+        """Return the reward of each sample of each group, those added before and others."""
+        for key, group in keyed_P:
+            if key not in self._begun:
+                self.add(key, group)
+        outcomes = None if self._jobs is None else self._jobs.wait()
+        calls, found = [], []
+        for own_calls, places in (self._begun[key] for key, _ in keyed_P):
+            calls += own_calls
+            found += [None] * len(own_calls) if outcomes is None else [outcomes[i] for i in places]
+        return self._pool.total([group for _, group in keyed_P], calls, found)
 
 
 def _environments(functions: Sequence[Reward]) -> list[Reward]:
@@ -242,9 +289,7 @@ def _environments(functions: Sequence[Reward]) -> list[Reward]:
     return found
 
 
-def _added(
-    outcome: float | Failure | WorkerLost | None, weight: float, value: float | Failure
-) -> float | Failure | WorkerLost | None:
+def _added(outcome: Outcome, weight: float, value: float | Failure) -> Outcome:
     """Add a reward model's value to the outcome; a failure of either is the sample's."""
     if isinstance(outcome, Failure | WorkerLost):
         return outcome
@@ -259,7 +304,7 @@ def format_failures(failures: Mapping[str, tuple[int, str]]) -> Iterator[str]:
         yield printable(f"no reward for {count} samples: {cause}: {example}")
 
 
-def _call(prompt: Prompt, sample: Sample) -> dict[str, list[Any]]:
+def _call(prompt: Prompt, sample: Sample) -> Arguments:
     if prompt.messages is None and sample.messages is None:
         return reward_arguments(prompt.text, sample.text, sample.tokens_T, prompt.columns)
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]

@@ -78,27 +78,51 @@ class WorkerPool:
         self._work, self._num_workers, self._memory_bytes = work, num_workers, memory_bytes
         self._workers: list[_Worker] = []
         self._output: int | None = None
+        self.jobs: Jobs | None = None
+        """The latest batch of jobs, the only one that goes on."""
         self._start()
 
     def run(self, items: list[Any], *, deadline_s: float) -> list[Any]:
         """Return the outcome of each item in order: a WorkerLost if it took too long or its worker ended."""
-        outcomes: list[Any] = [None] * len(items)
-        waiting = deque(range(len(items)))
+        jobs = self.begin(deadline_s=deadline_s)
+        jobs.add(items)
+        return jobs.wait()
+
+    def begin(self, *, deadline_s: float) -> "Jobs":
+        """Return an empty batch of jobs. One that was not waited for is given up."""
+        processes = [self._forwarder, *(worker.keeper for worker in self._workers)]
+        is_whole = len(self._workers) == self._num_workers and all(p.poll() is None for p in processes)
+        if not is_whole or not all(w.item is None and w.channel.is_idle() for w in self._workers):
+            self.stop()
+        self.jobs = Jobs(self, deadline_s)
+        return self.jobs
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a worker has a job."""
+        return any(worker.item is not None for worker in self._workers)
+
+    def advance(
+        self,
+        items: list[Any],
+        waiting: deque[int],
+        outcomes: list[Any],
+        *,
+        deadline_s: float,
+        waits: bool,
+    ) -> None:
+        """Give idle workers the waiting items, and store the outcomes that have come; waits: wait for one."""
         try:
-            processes = [self._forwarder, *(worker.keeper for worker in self._workers)]
-            is_whole = len(self._workers) == self._num_workers and all(p.poll() is None for p in processes)
-            if not is_whole or not all(worker.channel.is_idle() for worker in self._workers):
-                self.stop()
-            while waiting or any(worker.item is not None for worker in self._workers):
-                self._send_items(items, waiting, deadline_s)
-                self._collect(outcomes, deadline_s)
+            self._collect(outcomes, deadline_s, waits=False)
+            self._send_items(items, waiting, deadline_s)
+            if waits:
+                self._collect(outcomes, deadline_s, waits=True)
         except BaseException:  # pending outcomes must not be mistaken for those of the next items
             self.stop()
             raise
-        return outcomes
 
     def _send_items(self, items: list[Any], waiting: deque[int], deadline_s: float) -> None:
-        if not self._workers:
+        if waiting and not self._workers:
             self.stop()  # also kills processes that may have filled the process table
             self._start()
         for worker in self._workers:
@@ -106,12 +130,13 @@ class WorkerPool:
                 worker.item, worker.end_s = waiting.popleft(), time.monotonic() + deadline_s
                 worker.channel.send(items[worker.item], end_s=worker.end_s)
 
-    def _collect(self, outcomes: list[Any], deadline_s: float) -> None:
+    def _collect(self, outcomes: list[Any], deadline_s: float, *, waits: bool) -> None:
         busy = [worker for worker in self._workers if worker.item is not None]
         if not busy:
             return
-        left_s = min(worker.end_s for worker in busy) - time.monotonic()
-        wait([worker.channel.socket for worker in busy], max(0.0, min(left_s, _POLL_S)))
+        if waits:
+            left_s = min(worker.end_s for worker in busy) - time.monotonic()
+            wait([worker.channel.socket for worker in busy], max(0.0, min(left_s, _POLL_S)))
         for worker in busy:
             outcome = worker.outcome(deadline_s)
             if outcome is not None:
@@ -168,3 +193,52 @@ class WorkerPool:
         if self._output is not None:
             os.close(self._output)
             self._output = None
+
+
+class Jobs:
+    """Items that the workers of a pool compute while others are still to come.
+
+    Items are sent and outcomes taken in `poll` and `wait` only: a thread for it would have to fork the
+    workers that replace lost ones, and a worker ends with the thread that forked it.
+    """
+
+    def __init__(self, pool: WorkerPool, deadline_s: float):
+        self._pool, self._deadline_s = pool, deadline_s
+        self._items: list[Any] = []
+        self._outcomes: list[Any] = []
+        self._waiting: deque[int] = deque()
+        self._polled_s: float | None = None
+        self.busy_s = 0.0
+        """Seconds between polls at whose beginning a worker had a job."""
+
+    def add(self, items: list[Any]) -> range:
+        """Append items; return their indices among the outcomes."""
+        added = range(len(self._items), len(self._items) + len(items))
+        self._items += items
+        self._outcomes += [None] * len(items)
+        self._waiting += added
+        return added
+
+    def poll(self) -> None:
+        """Give idle workers items and take the outcomes that have come, without waiting for any. A job's time
+        is up where a poll finds it so."""
+        self._note_busy()
+        self._advance(waits=False)
+        self._polled_s = time.monotonic() if self._pool.is_busy else None
+
+    def wait(self) -> list[Any]:
+        """Return the outcome of each item in order: a WorkerLost if it took too long or its worker ended."""
+        self._note_busy()
+        while self._waiting or self._pool.is_busy:
+            self._advance(waits=True)
+        return self._outcomes
+
+    def _advance(self, *, waits: bool) -> None:
+        assert self._pool.jobs is self, "another batch of jobs has begun"
+        items, outcomes = self._items, self._outcomes
+        self._pool.advance(items, self._waiting, outcomes, deadline_s=self._deadline_s, waits=waits)
+
+    def _note_busy(self) -> None:
+        if self._polled_s is not None:
+            self.busy_s += time.monotonic() - self._polled_s
+            self._polled_s = None

@@ -8,12 +8,14 @@ and learning is balanced by the samples' lengths. Tests: tests/training/test_dis
 """
 
 import dataclasses
+import functools
 from array import array
 from typing import Any
 
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
-from qerl.types import Group, Prompt, RolloutEngine, Sample, Sampling
+from qerl.tasks.reward import Scoring
+from qerl.types import Group, OnBurst, Prompt, RolloutEngine, Sample, Sampling
 
 
 class DataParallelEngine:
@@ -21,10 +23,22 @@ class DataParallelEngine:
         self._engine, self._ranks = engine, ranks
 
     def generate(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_burst: OnBurst | None = None,
     ) -> list[Group]:
         own_P = self._engine.generate(
-            self._ranks.own(prompts_P), num_samples=num_samples, sampling=sampling, seed=seed, step=step
+            self._ranks.own(prompts_P),
+            num_samples=num_samples,
+            sampling=sampling,
+            seed=seed,
+            step=step,
+            on_burst=None if on_burst is None else functools.partial(self._tell, on_burst),
         )
         if self._ranks.count == 1:
             return own_P
@@ -37,6 +51,10 @@ class DataParallelEngine:
                 prompts_P, self._ranks.interleave(self._ranks.gather(packed)), strict=True
             )
         ]
+
+    def _tell(self, on_burst: OnBurst, ended: list[tuple[int, Group]]) -> None:
+        """Tell of this rank's groups by their indices among those of all ranks."""
+        on_burst([(self._ranks.index + i * self._ranks.count, group) for i, group in ended])
 
     def publish(self, version: int) -> None:
         self._engine.publish(version)
@@ -51,6 +69,9 @@ class DataParallelRewards:
 
     def attempt(self, groups: list[Group]) -> list[list[float | None]]:
         return self._ranks.interleave(self._ranks.gather(self._pool.attempt(self._ranks.own(groups))))
+
+    def begin(self) -> "DataParallelScoring":
+        return DataParallelScoring(self._pool.begin(), self._ranks)
 
     def check_some(self, rewards_P_G: list[list[float | None]]) -> None:
         self._pool.check_some(rewards_P_G)
@@ -69,6 +90,34 @@ class DataParallelRewards:
                 before, first = taken.get(cause, (0, example))
                 taken[cause] = (before + count, first)
         return taken
+
+
+class DataParallelScoring:
+    """A Scoring of each rank: of the groups that it was given while it sampled, and of its share of those
+    that no rank was."""
+
+    def __init__(self, scoring: Scoring, ranks: Ranks):
+        self._scoring, self._ranks = scoring, ranks
+        self._added: set[int] = set()
+
+    @property
+    def busy_s(self) -> float:
+        return self._scoring.busy_s
+
+    def add(self, key: int, group: Group) -> None:
+        self._added.add(key)
+        self._scoring.add(key, group)
+
+    def poll(self) -> None:
+        self._scoring.poll()
+
+    def rewards(self, keyed_P: list[tuple[int, Group]]) -> list[list[float | None]]:
+        added = set().union(*self._ranks.gather(self._added))
+        own = [pair for pair in keyed_P if pair[0] in self._added]
+        own += self._ranks.own([pair for pair in keyed_P if pair[0] not in added])
+        found = dict(zip((key for key, _ in own), self._scoring.rewards(own), strict=True))
+        merged = {key: rewards_G for each in self._ranks.gather(found) for key, rewards_G in each.items()}
+        return [merged[key] for key, _ in keyed_P]
 
 
 def _packed(sample: Sample) -> Any:

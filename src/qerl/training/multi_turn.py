@@ -32,7 +32,7 @@ from qerl.tasks.prompt import (
     special_end,
 )
 from qerl.tasks.scoring import Failure
-from qerl.types import Conversation, Group, Prompt, Sample, Sampling, Turn
+from qerl.types import Conversation, Group, OnBurst, Prompt, Sample, Sampling, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
@@ -71,7 +71,14 @@ class MultiTurnEngine:
         return {"environment_s": self.waited_s}
 
     def generate(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_burst: OnBurst | None = None,
     ) -> list[Group]:
         if step != self._step:
             self._step, self.waited_s = step, 0.0

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 from qerl.config import RunConfig
 from qerl.tracking import StepLog
-from qerl.training.rollout import Rewards, TrainPrompts, rollout_metrics, sampling_of, with_advantages
-from qerl.types import BegunGroup, BegunSample, Group, Sampling
+from qerl.training.overlap import OverlappedRewards, Rewards
+from qerl.training.rollout import TrainPrompts, rollout_metrics, sampling_of, with_advantages
+from qerl.types import BegunGroup, BegunSample, Group, OnBurst, Sampling
 
 
 class ContinuingEngine(Protocol):
@@ -27,7 +28,13 @@ class ContinuingEngine(Protocol):
     version: int
 
     def continue_groups(
-        self, begun_P: list[BegunGroup], *, is_enough: Any, sampling: Sampling, seed: int
+        self,
+        begun_P: list[BegunGroup],
+        *,
+        is_enough: Any,
+        sampling: Sampling,
+        seed: int,
+        on_burst: OnBurst | None = None,
     ) -> list[tuple[BegunGroup, Group | None]]: ...
 
 
@@ -51,25 +58,32 @@ class PartialRollouts:
             has_due = all(is_complete for is_complete, must in zip(complete_P, must_end, strict=True) if must)
             return has_due and sum(complete_P) >= config.num_prompts
 
+        # Whatever else ends, the first num_prompts are learned from if they are complete.
+        P = config.num_prompts
+        keys = [index if index < P else None for index in range(len(begun))]
+        scores = OverlappedRewards(config, self._rewards)
         with log.span("rollout"):
             left = self._engine.continue_groups(
                 [group for _, _, group in begun],
                 is_enough=is_enough,
                 sampling=sampling_of(config),
                 seed=config.seed,
+                on_burst=scores.on_burst(keys),
             )
         ends = [index for index, (_, group) in enumerate(left) if group is not None]
-        learned = set(ends[: config.num_prompts])
+        learned = ends[:P]
         self._carried = [
             (number, first, after)
             for index, ((number, first, _), (after, _)) in enumerate(zip(begun, left, strict=True))
             if index not in learned
         ]
-        groups_P = [group for index, (_, group) in enumerate(left) if index in learned and group is not None]
+        keyed_P = [(index, group) for index in learned if (group := left[index][1]) is not None]
+        groups_P = [group for _, group in keyed_P]
         with log.span("reward"):
-            rewards_P_G = self._rewards.score(groups_P)
+            rewards_P_G = scores.rewards(keyed_P)
         groups_P = with_advantages(config, groups_P, rewards_P_G)
-        log.add(**rollout_metrics(config, groups_P), rounds=1, **self._metrics(groups_P, resumed))
+        log.add(**rollout_metrics(config, groups_P), rounds=1, **scores.metrics)
+        log.add(**self._metrics(groups_P, resumed))
         return groups_P
 
     def _begin(self, step: int) -> list[tuple[int, int, BegunGroup]]:

@@ -29,7 +29,7 @@ from qerl.learner.distributed import Ranks
 from qerl.models.adapter import load_adapter
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
-from qerl.types import Group, Prompt, Sample, Sampling
+from qerl.types import Group, OnBurst, Prompt, Sample, Sampling
 
 _MAX_ATTEMPTS = 3
 _REACHING_S = 5.0
@@ -207,7 +207,14 @@ class RemoteEngine:
         self._version, self._published = version, [self._cluster.ray.put(masters)]
 
     def generate(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_burst: OnBurst | None = None,
     ) -> list[Group]:
         asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed}
         if step != EVALUATION_STEP:

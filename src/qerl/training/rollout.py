@@ -5,6 +5,7 @@ unequal rewards.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
 
@@ -13,13 +14,11 @@ from qerl.algo.dynamic_sampling import fill
 from qerl.algo.estimate import pass_at_powers
 from qerl.algo.overlong import OVERLONG
 from qerl.config import RunConfig
-from qerl.tasks import RewardPool
 from qerl.tracking import StepLog
 from qerl.training.admission import ADMISSION, PromptLengths
-from qerl.training.data_parallel import DataParallelRewards
+from qerl.training.overlap import OverlappedRewards, Rewards
 from qerl.types import Episode, Group, Prompt, RolloutEngine, Sample, Sampling
 
-Rewards = RewardPool | DataParallelRewards
 TrainPrompts = Callable[[int, int, int], list[Prompt]]
 """(step, num_prompts, round) -> the prompts of that round."""
 
@@ -37,22 +36,26 @@ class GroupRollouts:
     def sample(self, step: int, log: StepLog) -> list[Group]:
         """Return the step's groups with rewards and advantages."""
         config, sampling = self._config, sampling_of(self._config)
-        kept_P, sampled_P, round = [], [], 0
+        kept_P, sampled_P, overlap, round = [], [], Counter[str](), 0
         for round in range(config.algo.max_rounds if config.algo.dynamic_sampling else 1):
             prompts_P = self._train_prompts(step, config.num_prompts, round)
+            scores = OverlappedRewards(config, self._rewards)
             with log.span("rollout"):
-                groups_P = self._generate(prompts_P, sampling, step)
+                groups_P = self._generate(prompts_P, sampling, step, scores)
             with log.span("reward"):
-                rewards_P_G = self._rewards.score(groups_P)
+                rewards_P_G = scores.rewards(list(enumerate(groups_P)))
+            overlap.update(scores.metrics)
             groups_P = with_advantages(config, groups_P, rewards_P_G)
             sampled_P += groups_P
             kept_P = fill(kept_P, groups_P, config.num_prompts) if config.algo.dynamic_sampling else groups_P
             if len(kept_P) == config.num_prompts:
                 break
-        log.add(**rollout_metrics(config, sampled_P), rounds=round + 1)
+        log.add(**rollout_metrics(config, sampled_P), **overlap, rounds=round + 1)
         return kept_P
 
-    def _generate(self, prompts_P: list[Prompt], sampling: Sampling, step: int) -> list[Group]:
+    def _generate(
+        self, prompts_P: list[Prompt], sampling: Sampling, step: int, scores: OverlappedRewards
+    ) -> list[Group]:
         """Return the groups of the prompts, in order, whichever is sampled first."""
         config, admission = self._config, self._config.rollout.admission
         order = ADMISSION[admission](prompts_P, self.lengths)
@@ -62,6 +65,7 @@ class GroupRollouts:
             sampling=sampling,
             seed=config.seed,
             step=step,
+            on_burst=scores.on_burst(order),
         )
         if admission != "given":
             self.lengths.add(sampled_P)

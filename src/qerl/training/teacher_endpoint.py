@@ -22,7 +22,7 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Failure
-from qerl.types import Group, Prompt, RolloutEngine, Sample, Sampling, TeacherLogprobs
+from qerl.types import Group, OnBurst, Prompt, RolloutEngine, Sample, Sampling, TeacherLogprobs
 
 KEY_VARIABLE = "QERL_TEACHER_KEY"
 _PROBES = (
@@ -143,7 +143,14 @@ class EndpointTeacher:
         yield self
 
     def generate(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_burst: OnBurst | None = None,
     ) -> list[Group]:
         """Sample from the endpoint; raise UserError if it fails."""
         places = [(prompt, g) for prompt in prompts_P for g in range(num_samples)]

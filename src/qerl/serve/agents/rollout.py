@@ -21,7 +21,7 @@ from qerl.serve.agents.worker import AgentCall, AgentWorker
 from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
-from qerl.types import Episode, Group, Prompt, Sample, Sampling
+from qerl.types import Episode, Group, OnBurst, Prompt, Sample, Sampling
 
 _AGENT = 5  # keeps these seeds apart from other draws
 _SPARE_S = 60.0
@@ -125,7 +125,14 @@ class AgentEngine:
         return {}
 
     def generate(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_burst: OnBurst | None = None,
     ) -> list[Group]:
         """Return a sample for each episode: num_samples of each row."""
         records, rows, places = [], [], []
