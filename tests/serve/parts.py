@@ -46,9 +46,9 @@ def batcher_of(model: LoadedModel, *, max_waiting: int = 8) -> Batcher:
     return Batcher(model.engine, max_waiting=max_waiting, max_positions=model.max_positions)
 
 
-def app_of(model: LoadedModel, *, key: str | None = None, **options):
+def app_of(model: LoadedModel, *, key: str | None = None, max_waiting: int = 8, **options):
     """(the app, its batcher)."""
-    batcher = batcher_of(model)
+    batcher = batcher_of(model, max_waiting=max_waiting)
     parser = RequestParser(model=model, options=ServeOptions(**(LIMITS | options)), name=NAME)
     return make_app(parser, batcher, api_key=key), batcher
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_run
+from qerl.config import ModelConfig, RunConfig
 from qerl.errors import UserError
 from qerl.trl import GRPOConfig, GRPOTrainer
 
@@ -285,6 +286,18 @@ def test_evaluate_gives_the_mean_reward_of_samples_of_the_newest_checkpoint(mode
     assert recorder.events[-2:] == [("evaluate", 2), ("log", 2)]
     named = trainer.evaluate({"one": PLAIN[:2], "two": PLAIN[:5]}, metric_key_prefix="test")
     assert named["test_two_reward"] == after["eval_reward"] and named["test_one_num_prompts"] == 2
+
+
+def test_a_calibrated_model_is_what_is_evaluated_and_named(model, tmp_path):
+    base = RunConfig(model=ModelConfig(calibrate="gptq"))
+    trainer = GRPOTrainer(model, reward_codes, arguments(tmp_path, max_steps=1), PLAIN, base=base)
+    with pytest.raises(UserError, match="has no folder base"):
+        trainer.evaluate(PLAIN[:5])
+    trainer.train()
+    assert trainer.evaluate(PLAIN[:5])["eval_num_prompts"] == 5
+    trainer.save_model()
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert Path(saved["base_model_name_or_path"]) == tmp_path / "base"
 
 
 class LocalHub:
