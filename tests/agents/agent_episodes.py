@@ -2,9 +2,11 @@
 
 import contextlib
 from pathlib import Path
+from unittest import mock
 
 import tiny_run
 from qerl.config import AgentConfig, ModelConfig, TaskConfig
+from qerl.engine import Engine
 from qerl.serve.agents.rollout import AgentPool
 from qerl.serve.loaded_model import LoadedModel, load_model
 from qerl.types import Prompt, Sampling
@@ -45,3 +47,29 @@ def playing(model: LoadedModel, agent, **settings):
             )
 
         yield play
+
+
+@contextlib.contextmanager
+def noting_samples():
+    """A list that gets (tokens, logprobs) of each sample that an engine ends."""
+    sampled, to_sample = [], Engine._to_sample
+
+    def note(self, s, detokenizer):
+        sampled.append((list(s.tokens_T), list(s.logprobs_T)))
+        return to_sample(self, s, detokenizer)
+
+    with mock.patch.object(Engine, "_to_sample", note):
+        yield sampled
+
+
+def turns_of(part):
+    """[(prompt tokens, sampled tokens, logprobs)] of each turn of a recorded sample."""
+    (s,) = part.samples_G
+    edges = [0, *(edge for span in s.environment_spans for edge in (span.start, span.stop)), len(s.tokens_T)]
+    turns, left = [], list(s.logprobs_T)
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        count = stop - start
+        turns.append((part.prompt.tokens_T + s.tokens_T[:start], s.tokens_T[start:stop], left[:count]))
+        left = left[count:]
+    assert not left
+    return turns

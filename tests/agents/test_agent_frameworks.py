@@ -1,11 +1,14 @@
-"""Agents of other packages: each does a small task with the tiny model, and what it did is recorded."""
+"""Agents of other packages, and the examples: each plays with the tiny model, and the record of its tokens is
+exactly what the engine sampled."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from agent_episodes import load_tiny, playing
+from agent_episodes import load_tiny, noting_samples, playing, turns_of
+
+from qerl.tasks.reward import imported
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
@@ -19,14 +22,33 @@ def model(tmp_path_factory):
     return load_tiny(tmp_path_factory.mktemp("model"), max_positions=8192)
 
 
-def test_the_example_of_the_repository_runs(model):
-    found = {}
-    exec(compile((ROOT / "examples" / "agent_openai.py").read_text(), "agent_openai.py", "exec"), found)
-    with playing(model, found["agent"]) as play:
-        (group,) = play(ROW)
-    for sample in group.samples_G:
-        assert sample.failure is None and sample.reward == 0.0 and sample.episode.metrics == {"hints": 1.0}
+def play_recorded(model, agent, *rows, **settings):
+    """Play, and return the samples of all episodes once their record is proved: each turn that the engine
+    sampled is in it once, with its tokens and logprobs, and after the tokens that stand before it there."""
+    with noting_samples() as sampled, playing(model, agent) as play:
+        groups = play(*rows, **settings)
+    samples = [sample for group in groups for sample in group.samples_G]
+    assert [sample.failure for sample in samples] == [None] * len(samples)
+    turns = [turn for sample in samples for part in sample.episode.parts for turn in turns_of(part)]
+    assert sorted(turn[1:] for turn in turns) == sorted(sampled)
+    for prompt_T, tokens_T, logprobs_T in turns:
+        assert prompt_T and len(tokens_T) == len(logprobs_T) > 0
+    return samples
+
+
+def example(name):
+    return imported(f"{ROOT / 'examples' / name}:agent", "agent")
+
+
+def test_the_openai_client_alone(model):
+    for sample in play_recorded(model, example("agent_openai.py"), ROW):
+        assert sample.reward == 0.0 and sample.episode.metrics == {"hints": 1.0}
         assert sample.episode.num_turns == 2 and len(sample.episode.parts) == 1
+
+
+def test_a_program_with_nothing_but_an_address_and_a_key(model):
+    for sample in play_recorded(model, example("agent_subprocess.py"), ROW):
+        assert sample.reward == 0.0 and sample.episode.num_turns == 1
 
 
 CLIENT = """
@@ -53,11 +75,9 @@ def in_a_subprocess(base_url, api_key, row):
 
 
 def test_a_plain_http_client_in_a_process_of_its_own(model):
-    with playing(model, in_a_subprocess) as play:
-        (group,) = play(ROW)
-    for sample in group.samples_G:
+    for sample in play_recorded(model, in_a_subprocess, ROW):
         (part,) = sample.episode.parts
-        assert sample.failure is None and sample.reward > 0 and len(part.samples_G[0].environment_spans) == 1
+        assert sample.reward > 0 and len(part.samples_G[0].environment_spans) == 1
 
 
 async def with_openai_agents(base_url, api_key, row):
@@ -89,14 +109,24 @@ async def with_openai_agents(base_url, api_key, row):
     return {"reward": 1.0, "is_second": float(result.last_agent is second), "items": len(result.new_items)}
 
 
-@pytest.mark.parametrize("api", ["chat", "responses"])
-def test_openai_agents_call_tools_and_hand_off(model, api):
+def require_openai_agents():
     if not hasattr(pytest.importorskip("agents"), "Runner"):  # the folder of these tests has this name too
         pytest.skip("openai-agents is not installed")
-    with playing(model, with_openai_agents) as play:
-        rows = [ROW | {"api": api, "does": does} for does in ("tool", "handoff")]
-        tool, handoff = (group.samples_G[0] for group in play(*rows, num_samples=1, max_tokens=120))
-    assert tool.failure is None and handoff.failure is None, (tool.failure, handoff.failure)
+
+
+def test_the_example_of_openai_agents_hands_off_and_calls_its_tool(model):
+    require_openai_agents()
+    samples = play_recorded(model, example("agent_openai_agents.py"), ROW, num_samples=8, max_tokens=120)
+    found = {sample.episode.metrics["handed_off"]: sample for sample in samples}
+    assert found[0.0].reward == 0.0 and found[1.0].reward == 0.25
+    assert len(found[1.0].episode.parts) == 2 and '"add"' in found[1.0].text
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_openai_agents_call_tools_and_hand_off(model, api):
+    require_openai_agents()
+    rows = [ROW | {"api": api, "does": does} for does in ("tool", "handoff")]
+    tool, handoff = play_recorded(model, with_openai_agents, *rows, num_samples=1, max_tokens=120)
     assert len(tool.episode.parts) == 1 and tool.episode.num_turns == 2 and tool.episode.num_tool_calls == 1
     assert handoff.episode.metrics["is_second"] == 1.0 and len(handoff.episode.parts) == 2
 
@@ -121,19 +151,13 @@ def with_smolagents(base_url, api_key, row):
 
 def test_smolagents_call_tools(model):
     pytest.importorskip("smolagents")
-    with playing(model, with_smolagents) as play:
-        (group,) = play(ROW, num_samples=1, max_tokens=200)
-    (sample,) = group.samples_G
-    assert sample.failure is None and sample.episode.num_turns >= 1 and sample.reward == 1.0
+    (sample,) = play_recorded(model, with_smolagents, ROW, num_samples=1, max_tokens=200)
+    assert sample.episode.num_turns >= 1 and sample.reward == 1.0
 
 
 def test_a_graph_of_langgraph_is_one_conversation(model):
     pytest.importorskip("langgraph")
     pytest.importorskip("langchain_openai")
-    found = {}
-    exec(compile((ROOT / "examples" / "agent_langgraph.py").read_text(), "agent_langgraph.py", "exec"), found)
-    with playing(model, found["agent"]) as play:
-        (group,) = play(ROW)
-    for sample in group.samples_G:
-        assert sample.failure is None and sample.reward == 0.0 and sample.episode.metrics == {"hints": 1.0}
+    for sample in play_recorded(model, example("agent_langgraph.py"), ROW):
+        assert sample.reward == 0.0 and sample.episode.metrics == {"hints": 1.0}
         assert sample.episode.num_turns == 2 and len(sample.episode.parts) == 1

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent_episodes import load_tiny, playing
+from agent_episodes import load_tiny, noting_samples, playing, turns_of
 
 from engine.parts import packed_logprobs
-from qerl.engine import Engine
 from qerl.training.rollout import learned_parts
 
 pytest.importorskip("fastapi")
@@ -46,32 +45,12 @@ async def three_turns(client, row):
 @pytest.fixture(scope="module")
 def conversations(model, tmp_path_factory):
     """(groups, what each row's clients saw, all that the engine sampled)."""
-    folder, sampled = tmp_path_factory.mktemp("seen"), []
+    folder = tmp_path_factory.mktemp("seen")
     rows = [{"say": f"hello {i}", "file": str(folder / str(i))} for i in range(3)]
-    to_sample, patch = Engine._to_sample, pytest.MonkeyPatch()
-
-    def note(self, s, detokenizer):
-        sampled.append((list(s.tokens_T), list(s.logprobs_T)))
-        return to_sample(self, s, detokenizer)
-
-    with patch.context() as patched, playing(model, three_turns) as play:
-        patched.setattr(Engine, "_to_sample", note)
+    with noting_samples() as sampled, playing(model, three_turns) as play:
         groups = play(*rows, num_samples=1)
     seen = [[json.loads(line) for line in Path(row["file"]).read_text().splitlines()] for row in rows]
     return groups, seen, sampled
-
-
-def turns_of(part):
-    """[(prompt tokens, sampled tokens, logprobs)] of each turn of a recorded sample."""
-    (s,) = part.samples_G
-    edges = [0, *(edge for span in s.environment_spans for edge in (span.start, span.stop)), len(s.tokens_T)]
-    turns, left = [], list(s.logprobs_T)
-    for start, stop in zip(edges[::2], edges[1::2], strict=True):
-        count = stop - start
-        turns.append((part.prompt.tokens_T + s.tokens_T[:start], s.tokens_T[start:stop], left[:count]))
-        left = left[count:]
-    assert not left
-    return turns
 
 
 def test_the_record_is_what_the_engine_sampled_and_what_the_client_saw(conversations):
