@@ -15,7 +15,7 @@ import urllib.request
 
 
 def agent(base_url, api_key, row):
-    """Return 1 if the program prints just the right number, 1/2 for another number, else 0."""
+    """Return 1 if the last number that the program prints is right, 1/4 if it is another one, else 0."""
     done = subprocess.run(
         [sys.executable, __file__, row["prompt"][-1]["content"]],
         env=os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
@@ -23,9 +23,9 @@ def agent(base_url, api_key, row):
         text=True,
         check=True,
     )
-    said = done.stdout.strip().rstrip(".")
-    is_right = said == row["answer"]
-    return {"reward": 1.0 if is_right else 0.5 * bool(re.fullmatch(r"\d+", said)), "right": is_right}
+    numbers = re.findall(r"-?\d+", done.stdout)
+    is_right = bool(numbers) and numbers[-1] == row["answer"]
+    return {"reward": 1.0 if is_right else 0.25 * bool(numbers), "right": is_right}
 
 
 def main(question):

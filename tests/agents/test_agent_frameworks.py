@@ -105,7 +105,13 @@ async def with_openai_agents(base_url, api_key, row):
             handoffs=[second] if row["does"] == "handoff" else [],
             model_settings=forced,
         )
-        result = await agents.Runner.run(first, row["prompt"][-1]["content"], max_turns=4)
+        ask = row["prompt"][-1]["content"]
+        if row["is_stream"]:
+            result = agents.Runner.run_streamed(first, ask, max_turns=4)
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await agents.Runner.run(first, ask, max_turns=4)
     return {"reward": 1.0, "is_second": float(result.last_agent is second), "items": len(result.new_items)}
 
 
@@ -125,10 +131,17 @@ def test_the_example_of_openai_agents_hands_off_and_calls_its_tool(model):
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_openai_agents_call_tools_and_hand_off(model, api):
     require_openai_agents()
-    rows = [ROW | {"api": api, "does": does} for does in ("tool", "handoff")]
-    tool, handoff = play_recorded(model, with_openai_agents, *rows, num_samples=1, max_tokens=120)
-    assert len(tool.episode.parts) == 1 and tool.episode.num_turns == 2 and tool.episode.num_tool_calls == 1
-    assert handoff.episode.metrics["is_second"] == 1.0 and len(handoff.episode.parts) == 2
+    rows = [
+        ROW | {"api": api, "does": does, "is_stream": is_stream}
+        for is_stream in (False, True)
+        for does in ("tool", "handoff")
+    ]
+    played = play_recorded(model, with_openai_agents, *rows, num_samples=1, max_tokens=120)
+    for tool in played[::2]:
+        assert len(tool.episode.parts) == 1 and tool.episode.num_turns == 2
+        assert tool.episode.num_tool_calls == 1
+    for handoff in played[1::2]:
+        assert handoff.episode.metrics["is_second"] == 1.0 and len(handoff.episode.parts) == 2
 
 
 def with_smolagents(base_url, api_key, row):

@@ -64,7 +64,7 @@ class HttpSession:
     def __init__(self, base_url):
         import httpx
 
-        self._http, self._is_open = httpx.AsyncClient(base_url=f"{base_url}/{id(self)}"), False
+        self._http, self._is_open = httpx.AsyncClient(base_url=f"{base_url}/{id(self)}", timeout=60.0), False
 
     async def connect(self):
         if HttpSession.open_ones >= 1:
@@ -308,3 +308,56 @@ def test_the_real_openenv_serves_sessions_one_after_the_other(model, tmp_path):
     with playing(model, OpenEnvAgent(open_env(tmp_path / "echoes.py:app"))) as play:
         (group,) = play({"prompt": "a", "reset": {"seed": 0}}, num_samples=2)
     assert [sample.reward for sample in group.samples_G] == [0.75, 0.75]
+
+
+FRAGILE = """
+import os
+
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Say(Action):
+    message: str
+
+
+class Fragile(Environment):
+    turn = 0
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.seed, self.turn = seed, 0
+        return Observation(done=False, reward=0.0)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.turn += 1
+        if self.turn == 2 and self.seed == 1:
+            raise ValueError("the bridge has fallen")
+        if self.turn == 2 and self.seed == 2:
+            os._exit(7)
+        return Observation(done=self.turn == 2, reward=0.25)
+
+    @property
+    def state(self):
+        return State(episode_id="0", step_count=self.turn)
+
+
+app = create_app(Fragile, Say, Observation, env_name="fragile", max_concurrent_envs=1)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_openenv_that_fails_in_an_episode_costs_that_episode(model, tmp_path):
+    if importlib.util.find_spec("openenv") is None:
+        pytest.skip("openenv is not installed")
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    rows = [{"prompt": str(seed), "reset": {"seed": seed}} for seed in range(4)]
+    with playing(model, OpenEnvAgent(open_env(tmp_path / "fragile.py:app"))) as play:
+        first = [group.samples_G[0] for group in play(*rows, num_samples=1)]
+        later = [group.samples_G[0] for group in play(*rows[::3], num_samples=1, step=1)]
+    for sample in (first[0], first[3], *later):
+        assert sample.failure is None and sample.reward == 0.5 and sample.episode.num_turns == 2
+    raised, ended = first[1], first[2]
+    assert raised.reward is None and "the bridge has fallen" in raised.failure[1]
+    assert ended.reward is None and "ended with exit code 7" in ended.failure[1]
+    assert [sample.episode.num_turns for sample in (raised, ended)] == [2, 2]

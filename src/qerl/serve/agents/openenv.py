@@ -28,6 +28,8 @@ from qerl.errors import RunError
 _TOOL_SCHEMAS = {"Action", "CallToolAction", "ListToolsAction"}
 _START_TIMEOUT_S = 60.0
 _BUSY_S = 0.2
+_ENDING_S = 0.2
+_MAX_STARTS = 3
 _PR_SET_PDEATHSIG = 1
 
 
@@ -103,22 +105,28 @@ class OpenEnvAgent:
     @contextlib.asynccontextmanager
     async def _session(self) -> AsyncIterator[Any]:
         """Open a session of the server; wait while it has as many as it takes."""
-        client_kind = importlib.import_module("openenv").GenericEnvClient
+        client_kind, num_starts = importlib.import_module("openenv").GenericEnvClient, 0
         while True:
             url = await self._ready_url()
-            session = client_kind(base_url=url)
+            session, process = client_kind(base_url=url), self._process
             try:
                 await session.connect()
                 await session.state()  # the server refuses a session with its first message
                 break
-            except (ConnectionError, RuntimeError) as error:
+            except Exception as error:
                 with contextlib.suppress(Exception):
                     await session.close()
                 if "CAPACITY" not in str(error):
-                    raise
+                    num_starts += 1  # another episode may have ended the server
+                    if num_starts > _MAX_STARTS or process is None or await _exit_code(process) is None:
+                        raise
             await asyncio.sleep(_BUSY_S)
         try:
             yield session
+        except Exception as error:
+            if process is not None and (code := await _exit_code(process)) is not None:
+                raise RunError(f"the server of {self.__name__} ended with exit code {code}") from error
+            raise
         finally:
             with contextlib.suppress(Exception):
                 await session.close()
@@ -167,6 +175,15 @@ class OpenEnvAgent:
                 self._process.wait(0.1)
                 break
         raise RunError(f"the server of {self.__name__} did not start; its error is above")
+
+
+async def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the process's exit code; None if it still runs. A lost connection may tell of its end first."""
+    for _ in range(int(_ENDING_S / 0.02)):
+        if (code := process.poll()) is not None:
+            return code
+        await asyncio.sleep(0.02)
+    return None
 
 
 def action_of(said: str, schema: dict[str, Any]) -> dict[str, Any] | None:
