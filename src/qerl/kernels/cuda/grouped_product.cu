@@ -9,19 +9,13 @@
 //
 // Compile-time: MT, WR warps, R16, KB k per stage, STAGES, CTAS per multiprocessor, SWIGLU (0 none, 1 plain, 2 clamped), GATHER (x has
 // a row per token, else one per sorted row), EARLY (the plan is older than the previous kernel: read weights before that ends).
-#include "async_copy.cuh"
+#define FORMAT 0  // NVFP4
+#define WM 1
 #include "bfloat16.cuh"
 #include "launch.cuh"
 #include "memory.cuh"
-#include "mma.cuh"
-#include "nvfp4_codes.cuh"
+#include "tile_product.cuh"
 
-#define THREADS (WR * 32)
-#define RT (WR * R16 * 16)
-#define NT (MT / 8)
-#define W_SEG (KB / 64 * TILE_BYTES)
-#define X_STAGE (MT * KB * 2)
-#define STAGE_BYTES (X_STAGE + RT / 64 * W_SEG)
 #define NO_ROW 0xFFFFFFFFu
 
 struct Operands {
@@ -44,7 +38,7 @@ struct Item {
 // This thread's share of the copies that fill a stage: pieces of 16 bytes, of W one after the other; of x, whose stage has lines of 64 k
 // of a row, one piece of each of several lines.
 struct Filler {
-  static constexpr int SEGMENTS = RT / 64, PIECES = W_SEG / 16, LINES = THREADS / 8, K64 = KB / 64;
+  static constexpr int SEGMENTS = RT / 64, LINES = THREADS / 8, K64 = KB / 64;
   static constexpr bool SHORT = LINES % MT == 0;  // the threads take all rows of several k at once, else of one k
   static constexpr int MINE = SHORT ? 1 : (MT + LINES - 1) / LINES;
   const Operands& o;
@@ -71,11 +65,7 @@ struct Filler {
     const u32 to = stage + X_STAGE + threadIdx.x * 16;
 #pragma unroll
     for (int s = 0; s < SEGMENTS; s++, from += row)
-      if (SEGMENTS == 1 || s < segments) {
-#pragma unroll
-        for (int i = 0; i < PIECES; i += THREADS)
-          if (i + THREADS <= PIECES || i + threadIdx.x < PIECES) copy_async(to + (s * PIECES + i) * 16, from + i * 16);
-      }
+      if (SEGMENTS == 1 || s < segments) copy_segment(to, s, from);
   }
   // The eight pieces of a line are permuted by the row, so that ldmatrix reads eight rows without conflicts.
   __device__ __forceinline__ void tokens(u32 stage) const {
@@ -102,19 +92,6 @@ struct Filler {
       kb = 0, unit += gridDim.x;
       if (unit < units) aim();
     }
-  }
-};
-
-// A lane's codes and scales of a block of 16 rows and 64 k.
-struct Block {
-  uint4 codes;
-  uint2 scales;
-  __device__ __forceinline__ void load(const u8* tile, int block, int lane) {
-    codes = *(const uint4*)(tile + block % 4 * 512 + lane * 16), scales = *(const uint2*)(tile + 2048 + block % 4 * 64 + lane / 4 * 8);
-  }
-  __device__ __forceinline__ void decode16(int j, u32 top, u32 (&a)[4]) const {
-    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-    decode(words[j], scale_pair(scales, j, top), a);
   }
 };
 
@@ -158,15 +135,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) grouped_product(cons
     commit_copies();
   }
 
-  u32 top;  // SCALE_TOP in a register: a LOP3 takes only one immediate
-  asm volatile("or.b32 %0, %1, 0x70007000;" : "=r"(top) : "r"(gridDim.y - 1));
+  const u32 constant = decoding_constant(lane);
   const u32 my_rows = lane % 8 * 128;
   const u32 my_k[2] = {(u32)((lane / 8 ^ lane) & 7) * 16, (u32)(((4 + lane / 8) ^ lane) & 7) * 16};
   Block block[R16];  // the codes that are decoded next
   auto load = [&](u32 stage, int k64) {
 #pragma unroll
-    for (int r = 0; r < R16; r++)
-      block[r].load(raw + (stage - smem0) + X_STAGE + (warp * R16 + r) / 4 * W_SEG + k64 * TILE_BYTES, warp * R16 + r, lane);
+    for (int r = 0; r < R16; r++) block[r].load(raw + (stage - smem0) + X_STAGE + (warp * R16 + r) / 4 * W_SEG + k64 * TILE_BYTES, warp * R16 + r, lane);
   };
   wait_copies<STAGES - 2>();
   __syncthreads();
@@ -200,8 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) grouped_product(cons
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           u32 a[R16][2][4];
-#pragma unroll
-          for (int r = 0; r < R16; r++) present[r].decode16(2 * half, top, a[r][0]), present[r].decode16(2 * half + 1, top, a[r][1]);
+          decode_blocks(present, half, constant, a);
           if (k64 == KB / 64 - 1 && half == 1) {  // the next stage, and copies into the previous one, before this one's last products
             wait_copies<STAGES - 3>();
             __syncthreads();
@@ -219,11 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) grouped_product(cons
             if (n == 0 || n < groups) {
               u32 b[4];
               ldmatrix_x4(b, x_stage + (k64 * MT + n * 8) * 128 + my_k[half]);
-#pragma unroll
-              for (int r = 0; r < R16; r++) {
-                mma(acc[r][n], a[r][0][0], a[r][0][1], a[r][0][2], a[r][0][3], b[0], b[1]);
-                mma(acc[r][n], a[r][1][0], a[r][1][1], a[r][1][2], a[r][1][3], b[2], b[3]);
-              }
+              multiply(acc, n, a, b);
             }
         }
       }

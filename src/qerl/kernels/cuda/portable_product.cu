@@ -10,19 +10,12 @@
 // Compile-time: MT tokens per tile, WR, WM, R16, KB k per stage, STAGES, CTAS per multiprocessor, RANK of the adapter or 0, SWIGLU,
 // FORMAT of the tiles.
 #define GIVEN_U 1
-#include "async_copy.cuh"
 #include "launch.cuh"
 #include "memory.cuh"
 #include "packed_epilogue.cuh"
 #include "position.cuh"
-#include "tile_block.cuh"
+#include "tile_product.cuh"
 
-#define THREADS (WR * WM * 32)
-#define RT (WR * R16 * 16)
-#define NT (MT / 8 / WM)
-#define W_SEG (KB / 64 * TILE_BYTES)
-#define X_STAGE (MT * KB * 2)
-#define STAGE_BYTES (X_STAGE + RT / 64 * W_SEG)
 #define PIECE (NT > 8 && NT % 4 == 0 ? 4 : NT % 8 ? NT % 6 ? NT : 6 : 8)  // groups of 8 tokens that are finished together
 #define SLOT (WR * WM * R16 * NT * 128)  // words of a tile's sums
 
@@ -35,7 +28,7 @@ __device__ __forceinline__ int fresh(int v) {
 // This thread's share of the copies that fill a stage: pieces of 16 bytes, of W one after the other; of x, whose stage has lines of 64 k
 // of a token, one piece of each of several lines.
 struct Filler {
-  static constexpr int SEGMENTS = RT / 64, PIECES = W_SEG / 16, LINES = THREADS / 8, K64 = KB / 64;
+  static constexpr int SEGMENTS = RT / 64, LINES = THREADS / 8, K64 = KB / 64;
   static constexpr bool SHORT = LINES % MT == 0;  // the threads take all tokens of several k at once, else of one k
   const u8* w;
   const u16* x;
@@ -49,11 +42,7 @@ struct Filler {
     const u32 to = stage + X_STAGE + threadIdx.x * 16;
 #pragma unroll
     for (int s = 0; s < SEGMENTS; s++, from += row)
-      if (SEGMENTS == 1 || at.rt * SEGMENTS + s < N / 64) {
-#pragma unroll
-        for (int i = 0; i < PIECES; i += THREADS)
-          if (i + THREADS <= PIECES || i + threadIdx.x < PIECES) copy_async(to + (s * PIECES + i) * 16, from + i * 16);
-      }
+      if (SEGMENTS == 1 || at.rt * SEGMENTS + s < N / 64) copy_segment(to, s, from);
   }
   // The eight pieces of a line are permuted by the token, so that ldmatrix reads eight tokens without conflicts. Nothing is copied for
   // tokens past the last, whose sums are not stored.
@@ -142,8 +131,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           u32 a[R16][2][4];
-#pragma unroll
-          for (int r = 0; r < R16; r++) present[r].decode16(2 * half, constant, a[r][0]), present[r].decode16(2 * half + 1, constant, a[r][1]);
+          decode_blocks(present, half, constant, a);
           if (k64 == KB / 64 - 1 && half == 1) {  // the next stage, and copies into the previous one, before this one's last products
             wait_copies<STAGES - 3>();
             __syncthreads();
@@ -160,11 +148,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
           for (int n = 0; n < NT; n++) {
             u32 b[4];
             ldmatrix_x4(b, x_stage + (k64 * MT + n * 8) * 128 + my_k[half]);
-#pragma unroll
-            for (int r = 0; r < R16; r++) {
-              mma(acc[r][n], a[r][0][0], a[r][0][1], a[r][0][2], a[r][0][3], b[0], b[1]);
-              mma(acc[r][n], a[r][1][0], a[r][1][1], a[r][1][2], a[r][1][3], b[2], b[3]);
-            }
+            multiply(acc, n, a, b);
           }
         }
       }
