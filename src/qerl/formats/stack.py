@@ -24,26 +24,28 @@ class WeightStack(Protocol):
 
     def __getitem__(self, index: int) -> PackedWeight: ...
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the format's tensors by name, each with a leading dimension."""
+        ...
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """[E, N, K]"""
-        ...
+        return len(self), *self[0].shape
 
-    @property
+    @functools.cached_property
     def alphas(self) -> list[float] | Tensor:
         """The factors that the operands leave out: one for each weight, or fp32 [E, N]."""
-        ...
+        return self.alpha_E.tolist() if self.alpha_E.dim() == 1 else self.alpha_E
 
-    @property
+    @functools.cached_property
     def alpha_E(self) -> Tensor:
         """The same on the device, fp32 [E] or [E, N]."""
-        ...
+        return torch.stack([self[index].alpha for index in range(len(self))])
 
     @property
-    def parts(self) -> dict[str, Tensor]: ...
-
-    @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 @runtime_checkable
@@ -56,7 +58,7 @@ class RangeStack(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedStack:
+class PackedStack(WeightStack):
     """PackedStack.of(128, (NVFP4.encode(weight_NK) for weight_NK in weights))"""
 
     kind: type[PackedWeight]
@@ -87,32 +89,5 @@ class PackedStack:
         one: Any = {name: tensor[index] for name, tensor in self.parts.items()}
         return self.kind(**one)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """[E, N, K]"""
-        return len(self), *self[0].shape
-
-    @property
-    def alphas(self) -> list[float] | Tensor:
-        """The factors that the operands leave out: one for each weight, or fp32 [E, N]."""
-        return self._alphas
-
-    @property
-    def alpha_E(self) -> Tensor:
-        """The same on the device, fp32 [E] or [E, N]."""
-        return self._alpha_E
-
-    @functools.cached_property
-    def _alphas(self) -> list[float] | Tensor:
-        return self.alpha_E.tolist() if self.alpha_E.dim() == 1 else self.alpha_E
-
-    @functools.cached_property
-    def _alpha_E(self) -> Tensor:
-        return torch.stack([self[index].alpha for index in range(len(self))])
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.parts.values())
-
-    def to(self, device: torch.device | str) -> "PackedStack":
-        return PackedStack(self.kind, {name: tensor.to(device) for name, tensor in self.parts.items()})
+    def tensors(self) -> dict[str, Tensor]:
+        return self.parts

@@ -32,7 +32,7 @@ def unpack_stack(stack: WeightStack, chosen: Sequence[int], chosen_G: Tensor, bu
     device."""
     (_, n, k), count = stack.shape, len(chosen)
     if not needs_buffer(stack, buffer.dtype):
-        whole = stack.parts["weight"]
+        whole = stack.tensors()["weight"]
         is_run = chosen[-1] - chosen[0] == count - 1
         return whole[chosen[0] : chosen[-1] + 1] if is_run else whole.index_select(0, chosen_G)
     assert buffer.shape[1:] == (n, k) and len(buffer) >= count and chosen_G.dtype == torch.int32

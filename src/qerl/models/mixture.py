@@ -71,7 +71,7 @@ class ExpertLinear(nn.Module):
 
     @property
     def tensors(self) -> list[Tensor]:
-        packed = [] if self.weight is None else list(self.weight.parts.values())
+        packed = [] if self.weight is None else list(self.weight.tensors().values())
         return packed if self.bias is None else [*packed, self.bias]
 
     @property

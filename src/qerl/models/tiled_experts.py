@@ -88,7 +88,7 @@ class TiledExpert(PackedWeight):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TiledStack:
+class TiledStack(WeightStack):
     """The experts of one linear: stack[e] unpacks one of them."""
 
     tiles: Tensor
@@ -103,24 +103,11 @@ class TiledStack:
     def __getitem__(self, index: int) -> PackedWeight:
         return TiledExpert(self.tiles[index], self.scales[index], self.rows)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return len(self), *self[0].shape
+    def tensors(self) -> dict[str, Tensor]:
+        return {"tiles": self.tiles, "factors_EN": self.factors_EN, "scales": self.scales}
 
-    @property
-    def alphas(self) -> list[float] | Tensor:
-        return self._alphas
-
-    @property
+    @functools.cached_property
     def alpha_E(self) -> Tensor:
-        return self._alpha_E
-
-    @functools.cached_property
-    def _alphas(self) -> list[float] | Tensor:
-        return self.alpha_E.tolist() if self.alpha_E.dim() == 1 else self.alpha_E
-
-    @functools.cached_property
-    def _alpha_E(self) -> Tensor:
         return self.scales.reciprocal()[:, 0] if self.scales.shape[1] == 1 else self.scales
 
     def unpack_range(self, first: int, out: Tensor) -> None:
@@ -132,14 +119,6 @@ class TiledStack:
         else:
             rows = UnpackRows.ALL if self.rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
             tile_unpack.unpack(tiles, rows, out.dtype, out=out.view(-1, k), weight_rows=n)
-
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        return {"tiles": self.tiles, "factors_EN": self.factors_EN, "scales": self.scales}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.parts.values())
 
 
 def tile_experts(experts: ExpertLinear, rows: ExpertRows) -> bool:
