@@ -85,14 +85,8 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
     meter.clear()  # free the engine of the previous case
     meter.start()
     start_s = time.perf_counter()
+    engine = endless_engine(decoder, max_num_seqs=case.batch, kv=case.kv, kernels=case.kernels)
     vocab_size = decoder.architecture.vocab_size
-    tokenizer: Any = NullTokenizer(vocab_size)
-    config = EngineConfig(
-        max_num_seqs=case.batch,
-        kv_cache_dtype="auto" if case.kv == "bf16" else "fp8",
-        kernels=case.kernels,  # type: ignore[arg-type]
-    )
-    engine = Engine(decoder, tokenizer, config, stop_token_ids=frozenset())
     prompts_P = random_prompts(case.batch // case.group_size, case.prompt_tokens, vocab_size)
     with _noise(decoder, case.noise_sigma):
         _generate(engine, case, prompts_P, max_tokens=_FIRST_TOKENS, step=0)
@@ -108,6 +102,17 @@ def measure_case(case: DecodeCase, decoder: Decoder, ready_s: float, runs: int) 
         "kernels": engine.kernels,
         "runs": runs,
     }
+
+
+def endless_engine(decoder: Decoder, *, max_num_seqs: int, kv: str, kernels: str) -> Engine:
+    """Return an engine whose samples end by length alone. kv: bf16 or fp8; kernels: as in EngineConfig."""
+    tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        kv_cache_dtype="auto" if kv == "bf16" else "fp8",
+        kernels=kernels,  # type: ignore[arg-type]
+    )
+    return Engine(decoder, tokenizer, config, stop_token_ids=frozenset())
 
 
 def compile_figures(engine: Engine) -> dict[str, float]:

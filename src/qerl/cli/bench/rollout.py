@@ -22,13 +22,12 @@ from typing import Any
 import torch
 
 from qerl.cli.bench.case import FORMATS, make_case
-from qerl.cli.bench.decode import NullTokenizer, random_prompts
+from qerl.cli.bench.decode import endless_engine, random_prompts
 from qerl.cli.bench.measure import Meter, cuda_device
 from qerl.cli.bench.options import BenchRolloutOptions
 from qerl.cli.bench.record import Origin, row_writer
 from qerl.cli.bench.roofline import LIMITS
 from qerl.cli.bench.schedule import Lengths, rollout_floor_s, tail_s
-from qerl.config import EngineConfig
 from qerl.engine import Engine, Stats
 from qerl.errors import RunError
 from qerl.models.decoder import Decoder
@@ -94,14 +93,8 @@ def measure_case(case: RolloutCase, decoder: Decoder, runs: int) -> dict[str, An
     meter = Meter(decoder.device)
     meter.clear()
     meter.start()
+    engine = endless_engine(decoder, max_num_seqs=case.rows, kv=case.kv, kernels=case.kernels)
     vocab_size = decoder.architecture.vocab_size
-    tokenizer: Any = NullTokenizer(vocab_size)
-    config = EngineConfig(
-        max_num_seqs=case.rows,
-        kv_cache_dtype="auto" if case.kv == "bf16" else "fp8",
-        kernels=case.kernels,  # type: ignore[arg-type]
-    )
-    engine = Engine(decoder, tokenizer, config, stop_token_ids=frozenset())
     prompts_P = random_prompts(case.num_samples // case.group_size, case.prompt_tokens, vocab_size)
     first, *later = [_generate(engine, case, prompts_P, step) for step in range(1 + runs)]
 
