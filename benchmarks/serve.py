@@ -41,7 +41,7 @@ _REQUEST_S, _HEAD_START_S = 1800, 2
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServeBenchOptions:
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = "smollm2-135m-instruct"
-    """What `qerl serve` takes."""
+    """A model as `qerl serve` takes it."""
 
     num_clients: int = 64
     """Clients at once."""

@@ -45,7 +45,7 @@ class Evidence:
     by_task: dict[str, Paired]
     num_units: int
     p: float
-    """Of the exact test, not corrected."""
+    """The p-value of the exact test, not corrected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

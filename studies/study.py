@@ -32,7 +32,7 @@ class Arm:
     about: str = ""
     fields: Fields = dataclasses.field(default_factory=dict)
     weights: str = "plain"
-    """How frozen weights come from the checkpoint: a name in `untrained.WEIGHTS`; training takes plain."""
+    """The treatment of the checkpoint's weights: a name in `untrained.WEIGHTS`; training takes plain."""
     rates: tuple[float, ...] | None = None
     """Learning rates to choose from; None: the study's."""
 

@@ -175,7 +175,7 @@ def started(
 
 
 def _environment() -> dict[str, str]:
-    """What a process needs to find this checkout's package and to use one thread."""
+    """Return the variables with which a process finds this checkout's package and uses one thread."""
     paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -196,7 +196,7 @@ def launched(
 
 
 def options(folder: Path, out: Path) -> list[str]:
-    """What follows `qerl train demo` for the tiny run; the files must lie in `folder`."""
+    """Return the options of `qerl train demo` for the tiny run; the files must lie in `folder`."""
     given = {
         "out": out,
         "num-steps": 6,

@@ -64,8 +64,8 @@ class Episode:
     """One run of an agent, with what the model did in it."""
 
     parts: tuple["Group", ...]
-    """What is learned from, groups of one sample each: calls whose prompt extends an earlier one are one
-    sample; others have prompts and samples of their own."""
+    """The samples that are learned from, each in a group of its own: calls whose prompt extends an earlier
+    one are one sample; others have prompts and samples of their own."""
     num_turns: int
     """Answers of the model."""
     num_tool_calls: int
@@ -109,9 +109,9 @@ class Sample:
     messages: list[dict[str, str]] | None = None
     """Messages after the prompt, turn by turn; None without an environment."""
     allowed: AllowedTokens | None = None
-    """What a grammar allowed; its logprobs are those of the choice among these. None: no grammar."""
+    """The tokens that a grammar allowed; logprobs are those of the choice among them. None: no grammar."""
     routes: bytes | None = None
-    """Of a mixture, the experts that each row went to: one byte an expert, those of a layer ascending, layer
+    """The experts that a mixture sent each row to: one byte an expert, those of a layer ascending, layer
     by layer, for each token of the prompt and of the sample but its last. None: not recorded."""
     failure: tuple[str, str] | None = None
     """(cause, message) if the environment or the agent failed: the sample then gets no reward."""

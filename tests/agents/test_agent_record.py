@@ -1,4 +1,4 @@
-"""What is recorded of an agent's episodes is what the engine sampled."""
+"""An agent's episodes are recorded as the engine sampled them."""
 
 import asyncio
 import json

@@ -85,8 +85,8 @@ def test_a_run_learns_from_episodes_and_tells_of_broken_ones(unbroken, files):
 
 
 def first_step(out):
-    """What the model said in the first step: later ones depend on the last bits of its logprobs, and so on
-    which requests happened to be computed together."""
+    """Return the model's answers in the first step: later ones depend on the last bits of its logprobs, and
+    so on which requests happened to be computed together."""
     return [sample["text"] for sample in read_lines(out / "samples.jsonl") if sample["step"] == 0]
 
 

@@ -57,7 +57,7 @@ def step(game: str, body: dict):
 
 
 class HttpSession:
-    """What GenericEnvClient has, over plain requests; a second session while the first is open is refused."""
+    """GenericEnvClient's interface over plain requests; refuses a second session while the first is open."""
 
     open_ones = 0
 

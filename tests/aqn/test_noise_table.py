@@ -16,7 +16,7 @@ def decoder_per(per, num_keys=4):
 
 
 def logits_of(decoder, tokens_T, lengths, noise_rows_T=None):
-    """Of sequences, packed."""
+    """Return the logits of packed sequences."""
     positions_T, attend = packed(forest(*((length, ()) for length in lengths)))
     return decoder.logits(decoder(tokens_T, positions_T, attend, noise_rows_T=noise_rows_T))
 

@@ -1,4 +1,4 @@
-"""What is timed is what it says it is."""
+"""Each provider times the product that it names."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ def test_logprobs_are_the_packed_forwards(name, rank, format, which):
 
 
 def test_greedy_tokens_are_those_of_pytorch():
-    """Where the two differ, the other token is as likely but for rounding."""
+    """A token may differ only where the other is as likely but for rounding."""
     decoder, prompts_P = decoder_of(architecture=ARCHITECTURES["by part"]), small_prompts(*LENGTHS)
     ours, theirs = (
         drawn(

@@ -365,7 +365,7 @@ def test_who_decodes_is_said(decoder):
 
 
 def test_the_torch_path_draws_from_the_same_policy(decoder):
-    """What other GPUs run."""
+    """Other GPUs run this path."""
     plain = decoder_of(compute=torch.float32)
     assert KernelForward.obstacle(plain, 16) is not None
     prompts_P = small_prompts(*LENGTHS)

@@ -24,7 +24,7 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def plain(decoder):
-    """What a roomy engine draws for LENGTHS."""
+    """Return the samples of an engine with room for all of LENGTHS."""
     return drawn(engine_of(decoder), prompts_of(*LENGTHS))
 
 

@@ -32,7 +32,7 @@ def sampled(decoder, prompts_P=None, *, num_samples=3, max_tokens=MAX_TOKENS, **
 
 @pytest.fixture(scope="module")
 def plain(decoder):
-    """What a roomy engine draws for LENGTHS."""
+    """Return the samples of an engine with room for all of LENGTHS."""
     return sampled(decoder)[0]
 
 

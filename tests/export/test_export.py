@@ -1,4 +1,4 @@
-"""What is exported is what was learned: in PEFT, in transformers, in 4 bits; and an adapter goes on."""
+"""Exports compute what was learned: in PEFT, in transformers, in 4 bits; and an adapter trains on."""
 
 import dataclasses
 import json

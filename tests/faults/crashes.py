@@ -48,7 +48,7 @@ class Recording:
     config: RunConfig
     sources: dict[str, str]
     adapters: dict[int, dict[str, Any]]
-    """Of each checkpoint, by its number of steps."""
+    """The adapter of each checkpoint, by its number of steps."""
 
     @property
     def num_cuts(self) -> int:
@@ -111,7 +111,7 @@ def small_files() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Declared:
-    """What the run held to be on the disk."""
+    """The progress that the run took to be on the disk."""
 
     begun: bool = False
     saved: int = 0
@@ -146,7 +146,7 @@ class Loaded:
 
 
 def wrong(recording: Recording, out: Path, declared: Declared) -> str | None:
-    """What is wrong with how a run goes on with this folder; None if nothing is."""
+    """Resume a run in this folder and return what is wrong with it; None if nothing is."""
     try:
         return _gone_on(recording, out, declared)
     except (UserError, RunError) as error:

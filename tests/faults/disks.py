@@ -10,7 +10,7 @@ from faults import runs
 
 
 def num_syncs(files: Path, out: Path) -> int:
-    """How often an unbroken run, left in `out`, asks for its writes to reach the disk."""
+    """Count the fsyncs of an unbroken run, which is left in `out`."""
     count = out.with_name("syncs")
     sync = os.fsync
 
@@ -62,7 +62,7 @@ def turning_read_only(allowed: int):
 
 
 def read_only_trial(files: Path, out: Path, whole: Path, allowed: int) -> str | None:
-    """What is wrong with a run whose disk turns read-only after so many syncs, and then is not; None:
+    """Return what is wrong with a run whose disk turns read-only after so many syncs, and then is not; None:
     nothing."""
     run = runs.start(files, out, first=lambda: turning_read_only(allowed))
     wrong = _clean_end(run, os.strerror(errno.EROFS))
@@ -72,7 +72,8 @@ def read_only_trial(files: Path, out: Path, whole: Path, allowed: int) -> str | 
 
 
 def sync_trial(files: Path, out: Path, whole: Path, allowed: int) -> str | None:
-    """What is wrong with a run whose disk is full after so many syncs, and then is not; None: nothing."""
+    """Return what is wrong with a run whose disk is full after so many syncs, and then is not; None if
+    nothing is."""
     run = runs.start(files, out, first=lambda: refusing(allowed))
     wrong = _clean_end(run)
     # How often the logger's thread asks depends on its speed: a run may have come to its end before.

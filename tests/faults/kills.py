@@ -43,7 +43,7 @@ def trial(files: Path, out: Path, whole: Path, moment_s: float) -> dict[str, obj
 
 
 def place(out: Path) -> str:
-    """Where a kill came, by what it left."""
+    """Return the place of a kill, by the files that it left."""
     if (out / "result.json").exists():
         return "after the result"
     checkpoints = list((out / "checkpoints").glob("*"))

@@ -49,7 +49,7 @@ class Names:
     folder: int
     nodes: dict[str, int | None]
     made: bytes | dict[str, int] | None = None
-    """What a new node holds at first."""
+    """The first content of a new node."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _unpickled(file: io.BufferedReader) -> Iterator[Operation]:
 
 
 class Disk:
-    """What is on the disk for certain, and what a power cut may keep or drop."""
+    """The nodes that are on the disk for certain, and the operations that a power cut may keep or drop."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, Any] = {TOP: {}}
@@ -254,7 +254,7 @@ class Disk:
 
 
 def _torn(operation: Write | Truncate, rng: random.Random) -> Iterable[Write | Truncate]:
-    """What reaches the disk of an operation that is not dropped as a whole."""
+    """Return the parts that reach the disk of an operation that is not dropped as a whole."""
     if isinstance(operation, Truncate) or rng.random() < 0.5:
         return [operation]
     file, offset, data = operation.file, operation.offset, operation.data

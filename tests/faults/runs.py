@@ -107,7 +107,8 @@ def num_steps(out: Path) -> int:
 
 
 def difference(a: Path, b: Path) -> str | None:
-    """What two ended runs differ in beside times; None: the same adapter, moments, metrics and samples."""
+    """Return what differs between two ended runs beside times; None: the same adapter, moments, metrics and
+    samples."""
     if _metrics(a) != _metrics(b):
         return "metrics.jsonl"
     if list(read_samples(a)) != list(read_samples(b)):

@@ -80,7 +80,7 @@ def refusal(work: Callable[[], object]) -> str:
 
 
 def load(model: Path) -> None:
-    """What a run does with a model before it samples."""
+    """Load a model as a run does before it samples."""
     checkpoint = locate(str(model)).open()
     architecture_of(checkpoint)
     stop_token_ids(load_tokenizer(str(model)), locate(str(model)))

@@ -1,4 +1,4 @@
-"""What comes from others: code that is never run, templates that are boxed in, files that may hold anything.
+"""Input from others: code that is never run, templates that are boxed in, files that may hold anything.
 
 The loaders of models are fuzzed in tests/models/test_fuzz.py; here are rows, a run's own files and adapters.
 `python tests/faults/test_untrusted.py 20000` tries so many inputs of each kind.
@@ -55,7 +55,7 @@ ROWS = st.dictionaries(
 
 
 def one_line(work):
-    """What it gives, or None where it refused in one line of a readable length."""
+    """Return the work's result, or None if it refused in one line of a readable length."""
     try:
         return work()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What holds for every format."""
+"""Claims that hold for every format."""
 
 import typing
 

@@ -10,7 +10,7 @@ TIES = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0
 
 
 def rounded(numbers):
-    """What the numbers become, through both nibbles of a byte."""
+    """Encode and decode the numbers, through both nibbles of a byte."""
     pairs = torch.tensor(numbers, dtype=torch.float32).repeat_interleave(2)[None]
     low, high = e2m1.decode(e2m1.encode(pairs), torch.float32)[0].view(-1, 2).unbind(1)
     assert torch.equal(low, high)

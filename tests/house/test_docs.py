@@ -1,4 +1,4 @@
-"""What the pages tell a reader to type exists: commands, recipes, options; and the sections they quote."""
+"""Commands, recipes and options that the pages tell a reader to type exist; so do the sections they quote."""
 
 import ast
 import dataclasses

@@ -20,7 +20,7 @@ QUOTES = {"loop": the_loop}
 
 
 def block(text: str, mark: str) -> str:
-    """What stands between a mark and the next heading."""
+    """Return the text between a mark and the next heading."""
     found = re.search(rf"<!-- {mark} -->\n\n(.*?)\n\n## ", text, flags=re.DOTALL)
     assert found, f"README.md has no block marked {mark}"
     return found[1]

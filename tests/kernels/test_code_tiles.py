@@ -137,7 +137,7 @@ CPU_HEADERS = {
             }
         }""",
 }
-"""What the CUDA source needs to run on a CPU, lane by lane."""
+"""Stand-ins with which the CUDA source runs on a CPU, lane by lane."""
 
 
 @by_name

@@ -1,4 +1,4 @@
-"""What the reader of cubins finds is what ptxas says when it compiles them."""
+"""The reader of cubins finds what ptxas reports when it compiles them."""
 
 import re
 

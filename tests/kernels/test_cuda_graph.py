@@ -11,7 +11,7 @@ from qerl.kernels.cuda_graph import record_graph
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What torch was asked to record with, and a stand-in that records nothing."""
+    """Return torch's arguments for recording; a stand-in records nothing."""
     asked = []
 
     @contextlib.contextmanager

@@ -80,7 +80,7 @@ def step(lengths, N, K, H, rng, *, page_tokens=16, kv_dtype=torch.bfloat16, grou
 
 
 def plain(step, norms=None, options=PLAIN, is_gated=False):
-    """What torch does in 16 bits: `paged_decode` of a cache that has this step's token."""
+    """Compute it in torch's 16 bits: `paged_decode` of a cache that has this step's token."""
     K, positions = step.cache.k.shape[2], step.state.positions_B[: len(step.qkv)]
     op.reference(step.qkv, step.angles, step.cache, step.state, norms, options, is_gated)
     k, v = (

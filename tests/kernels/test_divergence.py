@@ -28,7 +28,7 @@ def operands(T, D, V, K, rng):
 
 
 def eager(hidden_TD, head_VD, teacher, f, temperature):
-    """What torch users write, in fp32."""
+    """Compute it as torch users write it, in fp32."""
     s_TV = (hidden_TD @ head_VD.T / temperature).log_softmax(-1)
     rest_T1 = s_TV.exp().scatter(1, teacher.ids_CK, 0.0).sum(-1, keepdim=True).log().clamp(min=LEAST_LOGPROB)
     return f(torch.cat([s_TV.gather(1, teacher.ids_CK), rest_T1], 1), teacher.logprobs_CX)

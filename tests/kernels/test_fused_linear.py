@@ -199,7 +199,7 @@ def test_gate_is_kept_for_the_gradient_alone_and_up_never(device, rng, monkeypat
 
 
 def test_the_result_is_kept_once_for_its_own_gradient_and_the_next_products(device, rng):
-    """Whose u goes behind its rows meanwhile."""
+    """The u of the next products is stored behind its rows meanwhile."""
     x, operand, parts, _ = _case(37, 128, (64, 64), 16, torch.bfloat16, device, rng)
     _, down, last, dy = _case(37, 64, (96,), 16, torch.bfloat16, device, rng)
     h, found = torch.zeros(37, 96, device=device), []

@@ -56,7 +56,7 @@ def logits_of(ids_BK, E, rng):
 
 
 def torch_path(x_SK, offsets, each, bias, activation):
-    """What PyTorch's 16-bit operations compute."""
+    """Compute it by PyTorch's 16-bit operations."""
     y = []
     for e, (start, end) in enumerate(itertools.pairwise(offsets)):
         product = (x_SK[start:end] @ each[e].operand(torch.bfloat16).T).float() * each[e].alpha

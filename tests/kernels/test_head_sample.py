@@ -119,7 +119,8 @@ EXTRA = ((40, 1088, 256), (256, 4160, 3584), (300, 832, 384))
 
 
 def torch_error(D, rng):
-    """Of torch's product of 16-bit operands with fp32 sums and results, so large that it does not split k."""
+    """Return the error of torch's product of 16-bit operands with fp32 sums and results, so large that it
+    does not split k."""
     hidden = torch.randn(256, D, generator=rng).bfloat16().cuda()
     weight = torch.randn(16_640, D, generator=rng).bfloat16().cuda()
     got = torch.mm(hidden, weight.T, out_dtype=torch.float32)

@@ -15,7 +15,7 @@ def operands(T, D, V, device, rng, dtype=torch.float32):
 
 
 def eager(hidden_TD, head_VD, targets_T, temperature):
-    """What torch users write: log_softmax over the logits in the operands' dtype, upcast."""
+    """Compute it as torch users write it: log_softmax over the logits in the operands' dtype, upcast."""
     logprobs_TV = ((hidden_TD @ head_VD.T).float() / temperature).log_softmax(-1)
     entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
     return logprobs_TV.gather(1, targets_T[:, None]).squeeze(1), entropy_T
@@ -125,7 +125,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(dtype, device, rng):
 
 
 def test_nothing_of_a_chunk_outlives_it(device, rng):
-    """What the autograd graph keeps is [T, D], however large the vocabulary."""
+    """The autograd graph keeps [T, D], however large the vocabulary."""
     hidden_TD, head_VD, targets_T = operands(12, 8, 3000, device, rng)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):

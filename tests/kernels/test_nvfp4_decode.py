@@ -66,7 +66,7 @@ def test_a_packed_word_decodes_to_code_times_scale():
 
 
 def decoded(words):
-    """What a kernel makes of words before it multiplies by scales: rows g and g + 8, then both at k + 8."""
+    """Decode words as a kernel does before it multiplies by scales: rows g and g + 8, then both at k + 8."""
     source = resources.files("qerl.kernels").joinpath("cuda", "nvfp4_codes.cuh").read_text()
     (mask,) = re.findall(r"const u32 m = (0x\w+)u", source)
     assigned = re.findall(r"a\[(\d)\] = mul_\w*\((.*), s\)", source)
@@ -120,7 +120,7 @@ def low_ranks(x, a, scaling=1.0):
 
 
 def torch_path(codes, scales, x, alpha, u=None, b=None, bias=None, residual=None):
-    """What torch does with the weight unpacked to bfloat16, each step rounded."""
+    """Compute it in torch with the weight unpacked to bfloat16, each step rounded."""
     w = (e2m1.decode(codes, torch.bfloat16) * scales.bfloat16().repeat_interleave(16, 1)).float()
     y = x @ (w * alpha[:, None]).bfloat16().T
     y = y if u is None else y + u @ b.T

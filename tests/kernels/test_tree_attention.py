@@ -36,7 +36,7 @@ def _truth(trees, q, k, v, do):
 
 
 def _run_by_run(q_TNH, k_RKH, v_RKH, layout):
-    """What varlen_attn computes of a layout, written out."""
+    """Compute what varlen_attn computes from a layout, run by run."""
     parts, group = [], q_TNH.shape[1] // k_RKH.shape[1]
     k_RNH, v_RNH = (x.repeat_interleave(group, 1) for x in (k_RKH, v_RKH))
     ends = list(zip(layout.ends.queries.tolist(), layout.ends.keys.tolist(), strict=True))

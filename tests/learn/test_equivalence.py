@@ -1,4 +1,4 @@
-"""What may not change what is learned: how a batch is split, shared, ordered; and what the formulas say."""
+"""The split, sharing and order of a batch do not change what is learned, which is what the formulas say."""
 
 from dataclasses import replace
 

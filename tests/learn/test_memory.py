@@ -1,4 +1,4 @@
-"""What a step leaves behind on the GPU: nothing, however many there are. All samples are of one length."""
+"""A step leaves nothing behind on the GPU, however many there are. All samples are of one length."""
 
 import pytest
 import torch

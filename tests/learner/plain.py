@@ -101,7 +101,7 @@ def token_loss(config, logprob_T, before_T, reference_T, sample):
 
 
 def whole_loss(config, decoder, groups, before, reference):
-    """Of one update; before and reference hold each sample's logprobs by id."""
+    """Return the loss of one update; before and reference hold each sample's logprobs by id."""
     tokens = sum(len(s.sampled_indices) for _, s in pairs(groups))
     samples = len(groups) * config.num_generations
     total = torch.zeros(())

@@ -47,7 +47,7 @@ def test_recomputation_changes_no_bit_of_what_is_learned(recompute, algo, groups
 
 @MODES
 def test_of_a_layer_only_its_input_is_kept(recompute):
-    """What autograd saves of a whole pass are the masters' names and the last norm's input."""
+    """Autograd saves the masters' names and the last norm's input of a whole pass."""
     decoder, sizes = tiny_decoder(), {"none": 0, recompute: 0}
     for mode in sizes:
 

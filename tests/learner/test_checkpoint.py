@@ -141,7 +141,7 @@ def test_the_folder_is_an_adapter_as_peft_writes_it(folder):
 
 
 def test_the_adapter_alone_can_be_read_while_the_run_goes_on(folder):
-    """Of the newest whole checkpoint; what a save is just writing is left alone."""
+    """The newest whole checkpoint is read; what a save is just writing is left alone."""
     saved(folder, 5, 10)
     flip(folder / "step-000010" / "optimizer.safetensors")
     (folder / ".unfinished-step-000015").mkdir()
@@ -333,7 +333,7 @@ def test_a_checkpoint_error_is_one_line_for_the_command_line(folder, tmp_path):
 def test_a_checkpoint_reaches_the_disk_before_it_has_its_name_and_has_it_before_others_go(
     folder, monkeypatch
 ):
-    """What a power cut would test: the order of flushes (by file name) and renames."""
+    """A power cut would test this order of flushes (by file name) and renames."""
     saved(folder, 5)
     events, fsync, rename = [], os.fsync, os.rename
 

@@ -27,7 +27,7 @@ def with_given(one, *, at, tokens_T):
 
 @pytest.fixture
 def groups(rng):
-    """Of some samples with two turns or more, and some with one."""
+    """Return groups of some samples with two turns or more, and some with one."""
     groups = random_groups(4, 3, vocab=VOCAB, rng=rng)
     for group in groups:
         for g, one in enumerate(group.samples_G[:2]):

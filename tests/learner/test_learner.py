@@ -35,7 +35,7 @@ def without_advantage(group):
 
 
 def forwards(learner):
-    """Whether each forward of the decoder from here on had a gradient to keep."""
+    """Record for each forward of the decoder from here on whether it had a gradient to keep."""
     seen = []
     learner.decoder.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     return seen

@@ -18,7 +18,7 @@ def steps(rng):
 
 
 def eight_bit_learner():
-    """Of rank 128: A of 128 x 32 has the 4,096 elements from which on moments take 8 bits."""
+    """Return a learner of rank 128: A of 128 x 32 has the 4,096 elements from which moments take 8 bits."""
     pytest.importorskip("bitsandbytes")
     decoder = tiny_decoder(adapter=AdapterConfig(rank=128))
     return Learner(decoder, run_config(learn=EIGHT_BIT))

@@ -1,4 +1,4 @@
-"""What the published config.json of each model says, as far as it concerns the decoder."""
+"""The published config.json of each model, as far as it concerns the decoder."""
 
 from typing import Any
 

@@ -242,7 +242,7 @@ def test_an_unpacked_operand_serves_the_next_product(fuses, rng, monkeypatch):
 @pytest.mark.parametrize("ranks", [(16, 8, 16), (4, 0, 12)], ids=str)
 @pytest.mark.parametrize("format", JOINED)
 def test_on_a_gpu_it_is_the_definition(format, ranks, device, rng):
-    """Of ranks for which a kernel places b, and of others."""
+    """The ranks: some for which a kernel places b, and others."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     linears = linears_of(rng, format=format, ranks=ranks, device=device)

@@ -50,7 +50,7 @@ CHANGES = st.dictionaries(st.sampled_from(KEYS), JSON | ROPE, max_size=4)
 
 
 def only_user_errors(work):
-    """What it gives, or None where it refused in one line of a readable length."""
+    """Return the work's result, or None if it refused in one line of a readable length."""
     try:
         return work()
     except UserError as error:

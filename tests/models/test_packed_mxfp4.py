@@ -60,7 +60,7 @@ def test_scales_near_the_ends_of_their_range_stay_as_they_are(rng):
 
 
 def tiled_outputs(compute):
-    """Of a decoder before and after tiling."""
+    """Return the outputs of a decoder before and after tiling."""
     decoder = decoder_of(compute, MXFP4)
     before = outputs(decoder)
     decoder.zero_grad()

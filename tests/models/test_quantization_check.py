@@ -1,4 +1,4 @@
-"""What quantizing changes is measured against the float model, and said in one line that fits the case."""
+"""Changes by quantizing are measured against the float model, and said in one line that fits the case."""
 
 import dataclasses
 import json

@@ -56,7 +56,7 @@ def test_of_a_model_for_images_the_language_part_is_packed(tmp_path):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8", "int8", "bf16"])
 def test_a_format_is_read_as_our_loader_reads_it(tmp_path, format):
-    """Of linears that share no scale; of q, k and v in NVFP4 our loader shares one."""
+    """Linears that share no scale are compared; q, k and v in NVFP4 share one in our loader."""
     oracle("Llama").save_pretrained(tmp_path)
     linears = dict(load(tmp_path, format=format).linears())
     ours = build_decoder(

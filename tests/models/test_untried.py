@@ -1,4 +1,4 @@
-"""What no GPU has run stays on PyTorch operations until it is asked for."""
+"""Kernels that no GPU has run are replaced by PyTorch operations until they are asked for."""
 
 import dataclasses
 

@@ -92,7 +92,7 @@ def packed(trees: list[Tree], device: torch.device | str = "cpu"):
 
 
 def logits_of(decoder: Decoder, tokens_T: Tensor, route=None) -> Tensor:
-    """Of one sequence."""
+    """Return the logits of one sequence."""
     trees = forest((len(tokens_T), ()))
     positions_T, attend = packed(trees, decoder.device)
     recur = recur_over(trees, decoder.device)

@@ -107,7 +107,7 @@ def test_pauses_and_scores_in_many_lots_change_no_bit():
 
 @pytest.mark.parametrize("broken", ["rows", "prefill"])
 def test_each_part_of_the_mode_is_needed(broken, monkeypatch):
-    """Of the rows in fp32: on this project's CPUs bf16's products are the same at every number of rows."""
+    """Rows are tried in fp32: on this project's CPUs bf16's products are the same at every number of rows."""
     decoder = policy(torch.float32 if broken == "rows" else torch.bfloat16)
     if broken == "rows":
         monkeypatch.setattr(RunnerCache, "_exact_rows", lambda self: (1, 6))
@@ -132,7 +132,7 @@ def _replay(decoder, rows):
 @COMPUTES
 @torch.no_grad()
 def test_prefill_in_one_piece_is_prefill_in_chunks_is_decode(compute):
-    """Of a run cut in two, and of one computed token by token, in chunks of the same rows."""
+    """A run is cut in two, and one is computed token by token, in chunks of the same rows."""
     replay: TeacherForcing = _replay(policy(compute), rows=16)
     tokens_T, pages = prompts_of(60)[0].tokens_T, list(range(15))
     whole = torch.cat(

@@ -1,4 +1,4 @@
-"""How far the learner's logprobs may be from the engine's on a GPU, noise off, without exact mode.
+"""Bounds on how far the learner's logprobs are from the engine's on a GPU, noise off, without exact mode.
 
     d_t = learner_t - engine_t of every sampled token     mean |d| in nats     kl = mean(exp(d) - 1 - d)
 

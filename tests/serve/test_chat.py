@@ -105,7 +105,7 @@ class Terminal:
         os.write(self._end, text.encode())
 
     def wait_for(self, text, *, most_s=60):
-        """What was shown until the text was."""
+        """Wait until the text is shown, and return everything shown by then."""
         end_s = time.monotonic() + most_s
         while text not in self.shown:
             assert time.monotonic() < end_s, self.shown

@@ -1,4 +1,4 @@
-"""What clients besides a chat send: token ids, echo, logprobs, truncation, tools, JSON schemas."""
+"""Fields that clients besides a chat send: token ids, echo, logprobs, truncation, tools, JSON schemas."""
 
 import json
 

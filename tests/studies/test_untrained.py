@@ -1,4 +1,4 @@
-"""What is said of an untrained policy, on a tiny model and by hand."""
+"""Measurements of an untrained policy, on a tiny model and by hand."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What a run would do silently with rows is counted and said in one line a table."""
+"""Silent effects of rows on a run are counted and reported in one line a table."""
 
 import pytest
 from material import jsonl, tokenizer

@@ -32,7 +32,7 @@ def causes(outcomes):
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it still runs; one that only waits to be reaped does not."""
+    """True if the process still runs; one that only waits to be reaped does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

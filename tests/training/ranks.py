@@ -29,7 +29,7 @@ class StartedRanks:
         return self.returncode
 
     def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
-        """What all ranks wrote, rank after rank."""
+        """Return the output of all ranks, rank after rank."""
         stdouts, stderrs = zip(
             *(process.communicate(timeout=timeout) for process in self.processes), strict=True
         )

@@ -50,7 +50,7 @@ class FakeEngine:
 
 
 class Rewards:
-    """Of prompt 0's samples 0, 0.5 and failed, of prompt 1's 0 each; a branch has its own number."""
+    """Rewards of prompt 0's samples: 0, 0.5, failed; of prompt 1's: 0 each; a branch has its own number."""
 
     def attempt(self, groups):
         firsts = {0: [0.0, 0.5, None], 1: [0.0, -1.0, 0.0]}
@@ -149,7 +149,7 @@ def test_a_pivots_place_is_named_by_seed_step_prompt_and_sample():
 
 
 def test_tries_steer_later_steps_and_survive_a_checkpoint():
-    """Where pivots after one token of four never succeeded and those after three always did."""
+    """Pivots after one token of four never succeeded and those after three always did."""
     one, other, engine = rollouts_of(FakeEngine(), CONFIG), rollouts_of(FakeEngine(), CONFIG), FakeEngine()
     one.load([[0.25, 0.0], [0.75, 1.0]] * 500)
     third = rollouts_of(engine, CONFIG)

@@ -39,7 +39,7 @@ def decoder(folder):
 
 
 def routes_of(decoder, tokens_T):
-    """Of the packed forward, as Sample has them."""
+    """Return the routes of the packed forward, as Sample has them."""
     seen = {}
 
     def watch(layer_index, ids_TK):
@@ -113,7 +113,7 @@ def windowed(request, tmp_path_factory):
 
 
 def assert_all_recorded(decoder, groups):
-    """Of samples that are much longer than the window."""
+    """Check the routes of samples that are much longer than the window."""
     assert max(len(s.tokens_T) for group in groups for s in group.samples_G) >= 40
     for group in groups:
         for sample in group.samples_G:

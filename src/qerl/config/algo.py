@@ -125,8 +125,8 @@ class AlgoConfig:
     """veto: a token this much less likely under the learner than under the sampler rejects its sample."""
 
     router_replay: bool = True
-    """Of a mixture of experts: the learner sends each token to the experts that the sampler sent it to, and
-    computes only their weights (R3). false: to those that its own router chooses."""
+    """Mixtures of experts: true: the learner sends each token to the experts that the sampler sent it to, and
+    computes only their weights (R3). false: the learner's own router chooses the experts."""
 
     branching: Literal["none", "deep"] = "none"
     """deep: failed samples are branched where another attempt may succeed, and each branch is compared with

@@ -14,7 +14,7 @@ class ModelConfig:
     smollm2-135m-instruct."""
 
     backend: Literal["auto", "qerl", "transformers"] = "auto"
-    """Whose code runs the model. qerl: the package's decoder, for the families that it supports.
+    """The code that runs the model. qerl: the package's decoder, for the families that it supports.
     transformers: the class in transformers, with quantized linears and adapters in it, slowly. auto: qerl if
     it supports the class, else transformers."""
 

@@ -74,8 +74,8 @@ class NoiseConfig:
     """sampler: only the sampling policy has noise (the paper). both: the learner's forward pass too."""
 
     router: bool = True
-    """Of a mixture of experts: the noise of the norm before the experts moves their router too and changes
-    routes. false: the router reads the norm without noise."""
+    """Mixtures of experts: true: the router reads the norm with its noise, so noise changes which experts are
+    chosen. false: the router reads the norm without noise."""
 
     control: ControlConfig = ControlConfig()
 

@@ -25,7 +25,7 @@ Edit = Callable[[Tensor, StepRows], Tensor]
 
 
 class AttentionSteps:
-    """What the attention of all layers shares: the kernels, their workspace and the tables of angles."""
+    """Everything that the attention of all layers shares: kernels, their workspace and tables of angles."""
 
     def __init__(self, parts: StepParts):
         a, cache, device = parts.decoder.architecture, parts.cache, parts.decoder.device

@@ -22,7 +22,7 @@ from qerl.models.packed_linear import tiles_of
 
 
 class DeltaSteps:
-    """What the Gated DeltaNet of all layers shares: the kernel."""
+    """The kernel of Gated DeltaNet, which all layers share."""
 
     def __init__(self, parts: StepParts):
         a = parts.decoder.architecture

@@ -30,7 +30,7 @@ from qerl.models.norm import RMSNorm
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class StepParts:
-    """What the steps of all layers share."""
+    """Everything that the decode steps of all layers share."""
 
     decoder: Decoder
     cache: KVCache

@@ -106,7 +106,7 @@ class Engine(SamplingEngine):
 
     @property
     def kernels(self) -> Kernels:
-        """What decode steps run."""
+        """The kernels that decode steps use."""
         return "torch" if self._runners.obstacle is not None else self._runners.kernels
 
     @property

@@ -1,4 +1,4 @@
-"""What a Generation needs of the caches, the prefill and the runner of a call: the paged ones of our decoder
+"""Interfaces of the caches, the prefill and the runner that a Generation uses: the paged ones of our decoder
 (kv_cache.py, prefill.py, decode_runner.py), or those of transformers' model (transformers_engine.py)."""
 
 from typing import Protocol

@@ -86,9 +86,9 @@ class LiveSample:
     """Experts of all computed positions when its latest turn ended, as in Sample; None without a mixture."""
     constraint: TokenConstraint | None = None
     allowed_V: Tensor | None = None
-    """What the constraint allowed in place of the newest token; bool, on the CPU."""
+    """The tokens that the constraint allowed in place of the newest one; bool, on the CPU."""
     allowed_log: AllowedLog | None = None
-    """Of all its tokens, if the request asks for it."""
+    """The same for each of its tokens, if the request asks for it."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """The most likely tokens in place of the newest."""
 

@@ -47,9 +47,9 @@ class RunnerCache:
     def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
         self._decoder, self._config = decoder, config
         self.kernels: Kernels = choose_kernels(config.kernels, decoder.device)
-        """Of decode steps, unless there is an obstacle."""
+        """The kernels of decode steps, unless there is an obstacle."""
         self.obstacle = KernelForward.obstacle(decoder, config.block_size, self.kernels)
-        """Why decode steps use PyTorch operations; None if they use the kernels."""
+        """The reason why decode steps use PyTorch operations; None if they use the kernels."""
         self._is_fast = self.obstacle is None
         self.max_rows = min(config.max_num_seqs, MAX_ROWS) if self._is_fast else config.max_num_seqs
         self._min_rows, self._rows = 1, bucket_of(self.max_rows, self.max_rows)
@@ -62,7 +62,7 @@ class RunnerCache:
         self._runners: dict[Sampling | None, DecodeRunner] = {}
         self._teacher_forcing: TeacherForcing | None = None
         self.compiled: CompileReport | None = None
-        """What was compiled before the first step; None if nothing was, as with PyTorch's operations."""
+        """The kernels compiled before the first step; None if none were, as with PyTorch's operations."""
         self._pool: Any = None
         self._compile_s = 0.0
 

@@ -1,4 +1,4 @@
-"""What a layer's attention computes besides softmax(q k^T / sqrt(H)) v.
+"""Options of a layer's attention beyond softmax(q k^T / sqrt(H)) v.
 
     s = scale * q k^T            scale: 1 / sqrt(H) if none is given
     s = cap * tanh(s / cap)      with a soft cap

@@ -52,7 +52,7 @@ class _Part:
     chosen: list[int]
     chosen_G: Tensor
     ends_G: Tensor
-    """Where each one's rows end, counted from the part's first row, int32."""
+    """The end of each expert's rows, counted from the part's first row, int32."""
     rows: slice
 
 
@@ -97,7 +97,7 @@ def multiply(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LowRank:
-    """What is added to the product: the adapters' and the biases, as one product of [scaling * u, 1]."""
+    """The adapters and the biases, which one product with [scaling * u, 1] adds to the experts' own."""
 
     a_ERK: Tensor | None
     b_ENR: Tensor | None

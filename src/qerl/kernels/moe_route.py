@@ -40,7 +40,7 @@ class Routed(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Where the ids of a layer are written, at the slots of the rows' positions."""
+    """The destination of a layer's ids: the slots of the rows' positions."""
 
     routes: Tensor
     """uint8 [pages, page_tokens, K]."""

@@ -23,7 +23,7 @@ _NO_GROUP = 2**31 - 1
 
 
 class AnyTile(Protocol):
-    """How a kernel cuts M x N x K into units, and these into CTAs."""
+    """The division of M x N x K into units of work, and of these among CTAs."""
 
     def units(self, M: int, N: int, K: int) -> int: ...
 

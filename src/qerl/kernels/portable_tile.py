@@ -93,7 +93,7 @@ class PortableTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PortableChoice:
-    """What is chosen up to some number of tokens: token_tiles=1, row_warps=4, ..., ctas_per_sm=2."""
+    """A tile's settings up to some number of tokens: token_tiles=1, row_warps=4, ..., ctas_per_sm=2."""
 
     token_tiles: int
     """Number of tiles for M tokens; each weight is decoded this many times."""

@@ -22,7 +22,7 @@ CASES = ((1, 4, 2), (7, 8, 3), (64, 32, 4))  # T, E, k
 class SortedRows(NamedTuple):
     order_S: Tensor
     inverse_S: Tensor
-    """Where each pair's row is after sorting."""
+    """The place of each pair's row after sorting."""
     offsets: Tensor
 
 

@@ -50,7 +50,7 @@ class TreeLayout:
     trees: tuple[Tree, ...]
     key_rows_R: Tensor
     ends: SequenceEnds
-    """Of each run's rows and gathered keys."""
+    """The ends of each run's rows and gathered keys."""
     own_T: Tensor
     """The index among the R keys of each row's key in its own run."""
     copies: tuple[tuple[Tensor, Tensor], ...]

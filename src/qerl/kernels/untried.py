@@ -1,4 +1,4 @@
-"""Whether kernels are used that no GPU has run yet. models/untried.py says which decoders they serve."""
+"""The switch for kernels that no GPU has run yet. models/untried.py says which decoders they serve."""
 
 import os
 

@@ -51,7 +51,7 @@ class PackedBatch:
     is_sampled_C: Tensor
     """False for tokens that no policy sampled: their sampler_logprobs_C mean nothing."""
     mask: TokenMask | None = None
-    """What grammars allowed in place of the C tokens; None: every token."""
+    """The tokens that grammars allowed in place of the C tokens; None: every token."""
     teacher: TeacherLogprobs | None = None
     """Logprobs of all C tokens, on the decoder's device; None without a teacher."""
 

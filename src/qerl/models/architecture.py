@@ -45,8 +45,8 @@ class LayerKind:
     """LayerKind(window=1024, rope="local"): attention to the last 1,024 positions, with its own rope."""
 
     mixer: Literal["attention", "delta"] = "attention"
-    """What mixes tokens: attention, or Gated DeltaNet, which has recurrent states instead of keys and
-    values (delta_net.py)."""
+    """The part that mixes tokens: attention, or Gated DeltaNet, which has recurrent states instead of keys
+    and values (delta_net.py)."""
     window: int | None = None
     """Positions that a query sees, its own included; None: all before it."""
     rope: Literal["main", "local", "none"] = "main"
@@ -61,7 +61,7 @@ class NormNames:
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    """Of the attention's output, before it is added to the residual stream."""
+    """The norm of the attention's output, before it is added to the residual stream."""
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
 
@@ -108,7 +108,7 @@ class Mixture:
     has_bias: bool = False
     """Router and experts have biases."""
     swiglu_alpha: float | None = None
-    """Of the clamped SwiGLU of gpt-oss (kernels/clamped_swiglu.py); None: plain SwiGLU."""
+    """Factor of the clamped SwiGLU of gpt-oss (kernels/clamped_swiglu.py); None: plain SwiGLU."""
     swiglu_limit: float = 7.0
     is_interleaved: bool = False
     """Rows of gate and up alternate: gate 0, up 0, gate 1, ..."""
@@ -139,7 +139,7 @@ class Architecture:
     """Norms of queries and keys act on each head, or on all heads together."""
     local_rope: Rope | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
-    """Of each layer; empty: every layer is LayerKind()."""
+    """The kind of each layer; empty: every layer is LayerKind()."""
     norms: NormNames = PRE_NORMS
     activation: Activation = "silu"
     """Function of the MLP's gate."""
@@ -156,13 +156,13 @@ class Architecture:
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual stream."""
     norm_offset: float = 0.0
-    """What is added to the stored weights of norms."""
+    """A number added to the stored weights of norms."""
     attention_gate: bool = False
     """q_proj has a gate behind each head's query; its sigmoid multiplies the head's output."""
     attention_sinks: bool = False
     """Each head has a logit that takes part in the softmax and has no value."""
     mixture: Mixture | None = None
-    """Of the layers whose kind has experts."""
+    """The experts of the layers whose kind has them."""
     delta: DeltaShape | None = None
     """Shape of the layers with Gated DeltaNet."""
     delta_projections: Literal["by_part", "by_head"] = "by_part"

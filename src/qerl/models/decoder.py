@@ -49,11 +49,11 @@ class RowContext(NamedTuple):
     """Inputs of the layers that belong to rows."""
 
     angles: dict[str, Angles]
-    """Of each row's position, by LayerKind.rope."""
+    """The angles of each row's position, by LayerKind.rope."""
     noise_rows_T: Tensor | None
     """Index of each row's noise in the noise table, int32; None uses no table."""
     recur: Recur | None
-    """Of layers with Gated DeltaNet; None: there are none."""
+    """The recurrence of layers with Gated DeltaNet; None: there are no such layers."""
     route: Route | None = None
     """Sees and may replace the experts that routers choose; None: their own choice."""
 

@@ -89,7 +89,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def wide_projs(self) -> tuple[QuantLinear, ...]:
-        """Of these, the linears of q | k | v and z."""
+        """The linears of q | k | v and z among them."""
         return self.qkv_projs[: 1 if self._is_by_head else 2]
 
     @property

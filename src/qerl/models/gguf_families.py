@@ -1,4 +1,4 @@
-"""What llama.cpp's architectures are in Hugging Face's words: names of tensors, order of rows, config.
+"""Translate llama.cpp's architectures to Hugging Face's: names of tensors, order of rows, config.
 
     general.architecture   class                   what the file has in another way
     llama, mistral3        Llama, Mistral 3        rows of q and k in rotary pairs (0, H/2, 1, H/2 + 1, ...)

@@ -58,7 +58,7 @@ class PackedGroup:
 
     tiles: Tensor
     factors_N: Tensor
-    """What the kernels multiply each row's sum by, in the order of the tiles."""
+    """The kernels' multiplier of each row's sum, in the order of the tiles."""
     scales: tuple[Tensor, ...]
     """fp32 of each linear: NVFP4's global scale [1], MXFP4's or INT8's multiplier of each row [N], else one
     [1]."""

@@ -25,13 +25,13 @@ class Tileable:
 
     layout: TileLayout
     factors: Tensor
-    """What the kernels multiply the sums by; fp32, one number or [N]."""
+    """The kernels' multiplier of the sums; fp32, one number or [N]."""
     scale: Tensor
     """As PackedGroup has it."""
     codes: Callable[[slice], Tensor]
     """uint8 of some rows, as `pack` of the layout takes them."""
     scales: Callable[[slice], Tensor]
-    """Of some rows, likewise; [rows, 0] if the tiles have none."""
+    """The scales of some rows, likewise; [rows, 0] if the tiles have none."""
 
 
 def fits_tiles(weight: PackedWeight | None) -> bool:

@@ -57,7 +57,7 @@ class PendingRequest:
     is_cancelled: bool = False
     """Set when the client is gone (`Batcher.cancel`)."""
     entered_s: float = 0.0
-    """When the request entered the queue, by the monotonic clock."""
+    """The time at which the request entered the queue, by the monotonic clock."""
     first_token_s: float | None = None
     future: Future[list[Sample]] = dataclasses.field(default_factory=Future)
     """All choices, set when the last of them has ended."""

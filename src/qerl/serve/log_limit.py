@@ -21,7 +21,7 @@ class OncePerPeriod(logging.Filter):
         super().__init__()
         self._period_s = period_s
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
-        """When each kind was last passed, and how many were left out since."""
+        """The time at which each kind was last passed, and the number left out since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         now_s, error = time.monotonic(), record.exc_info[0] if record.exc_info else None

@@ -31,7 +31,7 @@ SVG = "http://www.w3.org/2000/svg"
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements with their attributes, scripts, and the visible text."""
+    """A page as a browser sees it: elements with their attributes, scripts, and the visible text."""
 
     def __init__(self, path):
         super().__init__()

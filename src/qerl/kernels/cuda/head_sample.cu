@@ -110,7 +110,7 @@ struct Scratch {
   float totals[SPLIT ? 1 : WG][2][4][REDUCE];
 };
 
-// What a warp needs to reduce its sums. `turn` selects the half of Scratch's results to use next.
+// The state with which a warp reduces its sums. `turn` selects the half of Scratch's results to use next.
 struct Reducer {
   const Operands& e;
   Scratch& scratch;

@@ -44,7 +44,7 @@ __device__ __forceinline__ u32 key_of(float v) {
   return max(bits >> 31 ? ~bits : bits | 0x80000000u, 1u);
 }
 
-// Where the chosen experts of each row are recorded: a layer's bytes [slots, CHOSEN], or null.
+// The record of each row's chosen experts: a layer's bytes [slots, CHOSEN], or null.
 struct Record {
   u8* routes;
   const int* tables;  // [rows, stride] pages

@@ -1,4 +1,4 @@
-// Where a unit of work of a packed product lies; units are numbered k block first, then token tile, then row tile.
+// The place of a unit of work in a packed product; units are numbered k block first, then token tile, then row tile.
 #pragma once
 
 // The row tile, token tile and k block of a unit.

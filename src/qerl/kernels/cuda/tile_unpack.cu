@@ -32,7 +32,7 @@ __device__ __forceinline__ void transpose(u32 (&w)[4], int t) {
   else w[2] = a, w[3] = b;
 }
 
-// Of the i-th 16 rows, row g is written to row i * step + g + first and row g + 8 to i * step + g + second. A negative `first` or
+// Row g of the i-th 16 rows is written to row i * step + g + first, and row g + 8 to i * step + g + second. A negative `first` or
 // `second` skips those rows. After every `units` of 16 rows, which are one weight's, `jump` more rows are left out.
 extern "C" __global__ void __launch_bounds__(256) tile_unpack(const u8* __restrict__ tiles, u16* __restrict__ out, int columns,
                                                                int row_stride, int step, int first, int second, int units, int jump) {

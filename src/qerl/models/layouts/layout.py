@@ -1,4 +1,4 @@
-"""What a layout of quantized weights tells about a checkpoint, and what layouts share: reading and checking.
+"""The description of a checkpoint's quantized weights, and the reading and checking that all layouts share.
 
 A layout is one file of this package with one function (folder, quantization_config) -> Layout, and one row
 in READERS of __init__.py, by `quant_method`. The function looks at names, shapes and dtypes of the stored

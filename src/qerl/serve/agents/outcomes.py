@@ -36,7 +36,7 @@ class OutcomePipe:
         self._changed = threading.Condition()
         self._call, self._on_end = 0, _ignore
         self.begun_s: dict[int, float] = {}
-        """When each episode of this call began, by the monotonic clock."""
+        """The time at which each episode of this call began, by the monotonic clock."""
         self.ended_s: dict[int, float] = {}
         self.outcomes: dict[int, Outcome] = {}
         self._thread = threading.Thread(target=self._read, name="outcomes", daemon=True)

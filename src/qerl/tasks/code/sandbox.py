@@ -20,11 +20,11 @@ class Sandbox:
     active: frozenset[str]
     """Which of landlock and seccomp are active in the process."""
     skipped: dict[str, str]
-    """Why each better backend does not work."""
+    """The reason why each better backend does not work."""
     cgroup: Path | None
     """Group in which each process gets one of its own."""
     without_cgroup: str
-    """Why there is none."""
+    """The reason why there is no cgroup."""
 
     def __str__(self) -> str:
         skipped = "".join(f"; {name} skipped: {reason}" for name, reason in self.skipped.items())
