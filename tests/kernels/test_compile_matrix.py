@@ -38,7 +38,7 @@ def faults_of(variants, card):
 
 
 def sums_of(variant):
-    """What a thread's registers depend on most: its part of the tile, and how many CTAs must run at once."""
+    """Return what a thread's registers depend on most: its part of the tile, and how many CTAs run."""
     defines = dict(variant.defines)
     return tuple(defines.get(key, 1) for key in ("MT", "R16", "WM", "WR", "CTAS"))
 
