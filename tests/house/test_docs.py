@@ -156,6 +156,7 @@ def logged_metrics() -> set[str]:
         *keys_of("training/multi_turn.py", "take_metrics"),
         *keys_of("training/loop.py", "run"),
         *keys_of("training/session.py", "after_update"),
+        *(f"eval_{name}" for name in keys_of("training/session.py", "held_out_figures")),
         *keys_of("training/sft.py", "step"),
         *keys_of("training/distil.py", "sample"),
         *keys_of("training/partial.py", "_metrics"),
@@ -210,7 +211,7 @@ def expanded(key: ast.expr | None, values: dict[str, list[str]]) -> list[str]:
                 return ["pass_at_K"]
             return [
                 "".join(part.value if isinstance(part, ast.Constant) else value for part in parts)
-                for value in values[name]
+                for value in values.get(name, [])
             ]
     return []
 
