@@ -39,17 +39,17 @@ from qerl.engine.scheduler import num_pages, own_pages
 from qerl.engine.state_cache import slot_bytes
 from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
+from qerl.learner.plan import mixture
 from qerl.learner.plan.teacher import planned_teacher
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
-from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_specs
+from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, adapter_targets, layer_specs
+from qerl.models.untried import tiles_are_used
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
 _CHECKPOINTING_MODES = "none", "layer", "offload"
 USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
 _ROW_MULTIPLE = 64  # a row that holds an adapter's columns too is padded to a multiple of this
-
-
 _TILED_BYTES = {"mxfp4": 0.5625, "nf4": 0.5625}  # of a weight in tiles (models/packed_linear.py)
 
 
@@ -61,20 +61,20 @@ class MemoryPart:
 
 
 def weight_bytes(a: Architecture, format: str) -> float:
-    """Return the bytes of the packed linears and experts, their biases, one factor for each output of a
-    linear and for each expert, and of routers in BF16."""
+    """Return the bytes of the packed linears, their biases, one factor for each output, of routers in BF16
+    and of experts. In tiles where those of the format are used (models/untried.py)."""
     groups = [group for spec in layer_specs(a) for group in spec.groups]
     linears = [linear for group in groups if group.is_quantized for linear in group.linears]
     plain = [linear for group in groups if not group.is_quantized for linear in group.linears]
     experts = [x for spec in layer_specs(a) for x in spec.experts]
     bytes_per_weight = FORMATS[format].bytes_per_weight
-    packed = sum(x.num_weights for x in experts) * bytes_per_weight + sum(2 * x.num_weights for x in plain)
-    packed += sum(x.num_weights for x in linears) * _TILED_BYTES.get(format, bytes_per_weight)
+    if tiles_are_used(format):
+        bytes_per_weight = _TILED_BYTES.get(format, bytes_per_weight)
+    packed = sum(mixture.stack_bytes(x, format) for x in experts) + sum(2 * x.num_weights for x in plain)
+    packed += sum(x.num_weights for x in linears) * bytes_per_weight
     factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
-    factors += 0 if format == "bf16" else sum(4 * x.num_experts for x in experts)
     biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
     biases += sum((4 if x.short_name == "router" else 2) * x.out_width for x in plain if x.has_bias)
-    biases += sum(2 * x.num_experts * x.out_width for x in experts if x.has_bias)
     return packed + factors + biases
 
 
@@ -102,10 +102,12 @@ def embedding_bytes(
 def num_trained_weights(a: Architecture, config: RunConfig) -> int:
     """Return the number of weights that learn: the adapters', or the target linears' own."""
     linears = [x for spec in layer_specs(a) for x in spec.linears]
-    linears = [x for x in linears if x.short_name in config.adapter.target_modules]
+    targets = adapter_targets(a, config.adapter)
+    linears = [x for x in linears if x.short_name in targets]
     if config.adapter.kind == "full":
         return sum(x.num_weights for x in linears)
-    return config.adapter.rank * sum(x.out_width + x.in_width for x in linears)
+    of_experts = mixture.num_adapter_weights(a, config.adapter)
+    return config.adapter.rank * sum(x.out_width + x.in_width for x in linears) + of_experts
 
 
 def optimizer_bytes(num_weights: int, optimizer: str) -> float:
@@ -136,26 +138,31 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
 def pass_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     """Return the bytes of a forward pass without gradient: one layer's activations, gate and up (in fp32 for
     some rows, except in FP8's kernels), and the layer's largest operand."""
-    qkv_width = max(x.qkv.out_width for x in layer_specs(a))
-    gate_up = 2 * element_bytes(config) * rows if _saves_up(config) else 8 * min(rows, WIDE_ROWS)
-    row = element_bytes(config) * (4 * a.width + 2 * qkv_width + a.ff_width)
+    specs, size = layer_specs(a), element_bytes(config)
+    gate_up = 2 * size * rows if _saves_up(config) else 8 * min(rows, WIDE_ROWS)
+    row = size * (4 * a.width + 2 * max(x.qkv.out_width for x in specs))
     row += 0 if a.delta is None else a.delta.working_bytes
-    return rows * row + gate_up * a.ff_width + max(max(each) for each in operand_bytes(a, config))
+    mlp = max(
+        rows * mixture.pass_bytes_per_row(a, size) if x.experts else (rows * size + gate_up) * a.ff_width
+        for x in specs
+    )
+    unpacked = mixture.unpacked_bytes(a, config.model.format, size)
+    return rows * row + mlp + max(unpacked, *(max(each) for each in operand_bytes(a, config)))
 
 
 def operand_bytes(a: Architecture, config: RunConfig) -> list[list[float]]:
-    """Return the bytes of each layer's four unpacked operands, whose rows end with the adapter's columns.
-    BF16 weights computed in bf16 are their own operands."""
+    """Return the bytes of each layer's unpacked operands, whose rows end with the adapter's columns; those of
+    experts are apart (mixture.py). BF16 weights computed in bf16 are their own operands."""
     if config.model.format == "bf16" and element_bytes(config) == 2:
         return [[0.0]] * a.num_layers
-    return [
-        [
-            element_bytes(config) * group.out_width * _row_width(group.in_width, group, config)
-            for group in spec.groups
-        ]
-        + [float(element_bytes(config) * x.in_width * x.out_width) for x in spec.experts]  # of one at a time
-        for spec in layer_specs(a)
-    ]
+    return [[_operand_bytes(group, config) for group in spec.groups] for spec in layer_specs(a)]
+
+
+def _operand_bytes(group: LinearGroupSpec, config: RunConfig) -> float:
+    if not group.is_quantized:  # BF16; routers compute in fp32
+        size = 4 if group.name == "router" else element_bytes(config)
+        return 0.0 if size == 2 else float(size * group.num_weights)
+    return element_bytes(config) * group.out_width * _row_width(group.in_width, group, config)
 
 
 def adapter_column_bytes(a: Architecture, config: RunConfig) -> int:
@@ -193,16 +200,19 @@ def _saved_bytes(a: Architecture, config: RunConfig, spec: LayerSpec) -> float:
     Saved in fp32: inputs of the norms, and the softmax's sums. In a layer with Gated DeltaNet: what its
     linears return, the convolution's result in both dtypes, and the output before and after its norm.
     """
-    gate_up = (1 + _saves_up(config) if a.activation == "silu" else 3) * a.ff_width
+    gate_up = (1 + _saves_up(config) if a.activation == "silu" else 3) * a.ff_width * (not spec.experts)
     gate_up += a.width * sum(norm is not None for norm in (a.norms.after_attention, a.norms.after_mlp))
-    inputs = sum(_row_width(group.in_width, group, config) for group in spec.groups)
+    groups = spec.groups[:2] if spec.experts else spec.groups
+    inputs = sum(_row_width(group.in_width, group, config) for group in groups)
+    size = element_bytes(config)
+    experts = mixture.saved_bytes_per_row(a, config.adapter, size) if spec.experts else 0
     if spec.kind.mixer == "delta":
         assert a.delta is not None
         mixed = spec.qkv.out_width + a.delta.channels + 2 * a.delta.value_width
         fp32 = 2 * a.width + 2 * a.delta.channels + a.delta.value_width
-        return element_bytes(config) * (inputs + gate_up + mixed) + 4 * fp32
+        return size * (inputs + gate_up + mixed) + 4 * fp32 + experts
     q, k, v = spec.qkv.out_widths
-    return element_bytes(config) * (inputs + gate_up + 2 * q + k + v) + 4 * (2 * a.width + a.num_heads)
+    return size * (inputs + gate_up + 2 * q + k + v) + 4 * (2 * a.width + a.num_heads) + experts
 
 
 def backward_bytes_per_row(a: Architecture, config: RunConfig) -> float:
@@ -211,7 +221,10 @@ def backward_bytes_per_row(a: Architecture, config: RunConfig) -> float:
     Counted: gate, up and h in the compute dtype, h twice in fp32, and swiglu's own gradient, which overwrites
     its input where that is not read again.
     """
-    return element_bytes(config) * ((3 - _saves_up(config)) * a.ff_width + a.width) + 4 * 2 * a.width
+    size, specs = element_bytes(config), layer_specs(a)
+    dense = size * ((3 - _saves_up(config)) * a.ff_width + a.width) * any(not x.experts for x in specs)
+    experts = 0 if a.mixture is None else mixture.backward_bytes_per_row(a, size) + size * a.width
+    return max(dense, experts) + 4 * 2 * a.width
 
 
 def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
@@ -230,9 +243,12 @@ def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
 
 
 def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
-    """Return the bytes of operands unpacked at a time: one, or a layer's if the layer is recomputed."""
-    is_one = config.learn.gradient_checkpointing == "none"
-    return max(max(each) if is_one else sum(each) for each in operand_bytes(a, config))
+    """Return the bytes of operands unpacked at a time: one, or a layer's if the layer is recomputed; besides
+    a layer's, some of its experts."""
+    experts = mixture.unpacked_bytes(a, config.model.format, element_bytes(config))
+    if config.learn.gradient_checkpointing == "none":
+        return max(experts, *(max(each) for each in operand_bytes(a, config)))
+    return experts + max(map(sum, operand_bytes(a, config)))
 
 
 def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:

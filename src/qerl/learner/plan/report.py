@@ -141,6 +141,8 @@ def format_plan(
         lines.append(f"{'calibration in BF16':36}{calibration / 1e9:8.2f} GB   before training")
     auto = " (auto)" if resolved != config else ""
     trained = f"rank {config.adapter.rank}" if config.adapter.kind == "lora" else "full weights trained"
+    if config.adapter.experts != "none":
+        trained += f", experts of rank {config.adapter.expert_rank}"
     return "\n".join(
         [
             f"{model} in {config.model.format}, {config.num_prompts * config.num_generations} samples of up"

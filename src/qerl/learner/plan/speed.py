@@ -3,6 +3,9 @@
     decode step = bytes / bandwidth + operations / (matrix rate * mfu) + num_layers * layer_s
     update      = tokens * (4 or 6) * weights / (matrix rate * mfu)            6 if layers are recomputed
 
+Of a mixture, weights are those of the experts that a token goes through; a decode step reads the experts that
+some row chose, if all are equally likely, and an update unpacks all of them in every micro-batch's passes.
+
 mfu and layer_s depend on the kernels of decode steps (`engine.kernels`):
 
     hopper     within 15 % of the rows in benchmarks/results, which tests/learner/test_plan_speed.py holds
@@ -22,7 +25,15 @@ import torch
 from qerl.config import RunConfig
 from qerl.engine.state_cache import slot_bytes
 from qerl.errors import UserError, did_you_mean, require
-from qerl.learner.plan.memory import kv_cache_bytes, num_trained_weights, weight_bytes
+from qerl.formats import FORMATS
+from qerl.learner.plan.memory import kv_cache_bytes, microbatch_rows, num_trained_weights, weight_bytes
+from qerl.learner.plan.mixture import (
+    learner_unpack_bytes,
+    num_active_weights,
+    num_touched,
+    stack_bytes,
+    touched_share,
+)
 from qerl.models.architecture import Architecture
 from qerl.models.device import Kernels
 from qerl.models.layer_spec import layer_specs
@@ -30,7 +41,11 @@ from qerl.models.untried import untried_obstacle
 
 _BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, measured on an H200
 _UNPACK_BYTES = 24  # moved by PyTorch's operations to unpack a 4-bit weight
+_UNPACK_PASSES = {"none": 2, "layer": 3, "offload": 3}
 _LEARN_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
+_EXPERT_S = 86e-6
+"""PyTorch's operations for one expert with rows: two of the seven linears that take 300 us in a layer. An
+estimate: no mixture has been measured."""
 _TORCH_MFU_SHARE = 0.82  # 10,057 of 12,019 tokens/s, layers recomputed
 
 
@@ -162,7 +177,10 @@ def estimate_speed(
     mode = config.learn.gradient_checkpointing
     mfu = _LEARN_MFU[mode] * (1 if gpu.is_hopper else _TORCH_MFU_SHARE)
     flop = (4 if mode == "none" else 6) * _num_weights(a)
-    learn_rate = _MATRIX_SHARE * gpu.flop_per_s * mfu / flop
+    rows = microbatch_rows(config, prompt_tokens)
+    unpacked = _UNPACK_PASSES[mode] * learner_unpack_bytes(a, config, _UNPACK_BYTES)
+    token_s = flop / (_MATRIX_SHARE * gpu.flop_per_s * mfu)
+    learn_rate = 1 / (token_s + unpacked / (_BANDWIDTH_SHARE * gpu.bytes_per_s) / rows)
     learned = config.num_prompts * prompt_tokens + num_samples * mean_tokens
     return SpeedEstimate(
         sampled_tokens_per_s=rate,
@@ -181,22 +199,28 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
     """Return the time of a decode step of so many samples that read so many tokens of the cache."""
     bandwidth, matrix = _BANDWIDTH_SHARE * gpu.bytes_per_s, _MATRIX_SHARE * gpu.flop_per_s
     format = config.model.sampler_format or config.model.format
-    weights = weight_bytes(a, format)
-    kernels = planned_kernels(gpu, a, config)
+    experts = [x for spec in layer_specs(a) for x in spec.experts]
+    idle, kernels = 1 - touched_share(a, running), planned_kernels(gpu, a, config)
+    weights = weight_bytes(a, format) - idle * sum(stack_bytes(x, format) for x in experts)
     if kernels == "torch" and format != "bf16":
-        weights = _UNPACK_BYTES * _layer_weights(a)
+        read = _packed_weights(a) + (1 - idle) * sum(x.num_weights for x in experts)
+        weights += (_UNPACK_BYTES - FORMATS[format].bytes_per_weight) * read
     adapter = 2 * num_trained_weights(a, config) if config.adapter.kind == "lora" else 0
     states = 2 * running * slot_bytes(a, torch.bfloat16)  # read and written
     cache = cached_tokens * _kv_bytes(a, config) + states
     num_bytes = weights + 2 * a.vocab_size * a.width + adapter + cache
     rates = _DECODE[kernels]
     operations = 2 * running * _num_weights(a)
-    return num_bytes / bandwidth + operations / (rates.mfu * matrix) + a.num_layers * rates.layer_s
+    launches = a.num_layers * rates.layer_s + (kernels == "torch") * _EXPERT_S * num_touched(a, running)
+    return num_bytes / bandwidth + operations / (rates.mfu * matrix) + launches
 
 
-def _layer_weights(a: Architecture) -> int:
-    return sum(linear.num_weights for spec in layer_specs(a) for linear in spec.linears)
+def _packed_weights(a: Architecture) -> int:
+    groups = [group for spec in layer_specs(a) for group in spec.groups]
+    return sum(group.num_weights for group in groups if group.is_quantized)
 
 
 def _num_weights(a: Architecture) -> int:
-    return _layer_weights(a) + a.vocab_size * a.width
+    """Return the number of weights that one token is multiplied by."""
+    layers = sum(linear.num_weights for spec in layer_specs(a) for linear in spec.linears)
+    return layers + num_active_weights(a) + a.vocab_size * a.width
