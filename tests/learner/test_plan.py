@@ -20,6 +20,7 @@ from qerl.config import (
     EngineConfig,
     LearnConfig,
     ModelConfig,
+    RolloutConfig,
     RunConfig,
     SampleConfig,
 )
@@ -122,6 +123,8 @@ def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
     assert op.kv_cache_bytes(SMALL, few, PROMPT) == (3 * 3 + 3 * 7 + 1) * page
     kept = dataclasses.replace(few, algo=AlgoConfig(branching="deep"))
     assert op.kv_cache_bytes(SMALL, kept, PROMPT) == (3 * 3 + (8 + 3) * 7 + 1) * page
+    partial = dataclasses.replace(CONFIG, rollout=RolloutConfig(partial=True, extra_prompts=2))
+    assert op.kv_cache_bytes(SMALL, partial, PROMPT) == (6 * 3 + 12 * 7 + 1) * page
     little = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_cache_gb=1e-4))
     assert op.kv_cache_bytes(SMALL, little, PROMPT) == 1e5
     fp8 = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, kv_cache_dtype="fp8"))

@@ -220,6 +220,21 @@ def test_two_ranks_go_on_with_what_one_began(files, alone, tmp_path):
     assert_same_run(out, alone)
 
 
+def test_a_partial_run_of_two_ranks_goes_on_where_it_was(files, tmp_path):
+    """Killed after the third step, one checkpoint behind it."""
+    given = ("--rollout.partial", "--rollout.extra-prompts", "3", "--engine.max-num-seqs", "6")
+    finish(files, tmp_path / "whole", *given)
+    process = start(files, tmp_path / "broken", *given)
+    wait_for_steps(process, tmp_path / "broken", 3)
+    for rank in process.processes:
+        rank.kill()
+    process.communicate()
+    finish(files, tmp_path / "broken", *given)
+    assert_same_run(tmp_path / "broken", tmp_path / "whole")
+    steps = metrics(tmp_path / "whole")
+    assert sum(step["carried_samples"] for step in steps) > 0 == steps[-1]["carried_samples"]
+
+
 def test_a_signal_to_one_rank_stops_both(files, tmp_path):
     out = tmp_path / "run"
     process = start(files, out, "--num-steps", "2000")

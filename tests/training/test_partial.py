@@ -5,6 +5,9 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from qerl.config import (
 )
 from qerl.engine.kv_cache import page_bytes
 from qerl.errors import UserError
+from qerl.learner.distributed import ALONE, Ranks
 from qerl.training.partial import PartialRollouts
 from qerl.training.rollout import GroupRollouts
 from training.test_session import files, goes_on
@@ -76,9 +80,9 @@ def sampled(rollouts, engine, steps, *, publishes=True):
     return found
 
 
-def partial_of(decoder, config=CONFIG, **settings):
+def partial_of(decoder, config=CONFIG, ranks=ALONE, **settings):
     engine = engine_of(decoder, max_num_seqs=6, stop_token_ids=frozenset({0, 1}), **settings)
-    return PartialRollouts(config, engine, Rewards(), train_prompts), engine
+    return PartialRollouts(config, engine, Rewards(), train_prompts, ranks), engine
 
 
 def drawn(steps):
@@ -139,6 +143,58 @@ def test_a_step_waits_for_what_is_as_old_as_max_staleness(decoder):
     assert oldest == {1: 1, 2: 2}
 
 
+class Together(Ranks):
+    """A rank that is a thread: `gather` waits for the others."""
+
+    def __init__(self, index, barrier, values):
+        super().__init__(index, barrier.parties)
+        self.barrier, self.values = barrier, values
+
+    def gather(self, value):
+        self.values[self.index] = pickle.dumps(value)
+        self.barrier.wait(60)
+        found = list(map(pickle.loads, self.values))
+        self.barrier.wait(60)
+        return found
+
+
+def two_ranks(steps, states=(None, None)):
+    """[(rollouts, its steps)] of two ranks, begun with these states."""
+    barrier, values = threading.Barrier(2), [None, None]
+    made = [partial_of(tiny(), ranks=Together(index, barrier, values)) for index in range(2)]
+
+    def run(index):
+        rollouts, engine = made[index]
+        rollouts.load(json.loads(json.dumps(states[index])))
+        engine.publish(steps.start)
+        return rollouts, sampled(rollouts, engine, steps)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def test_two_ranks_learn_from_every_sample_once_and_go_on_with_what_they_carry(decoder):
+    """Under one policy the samples are those of the run without. Of 3 prompts and 2 more, 2 + 1 and 1 + 1."""
+    (_, ours), (_, theirs) = two_ranks(range(STEPS))
+    assert ours == theirs and [len(groups) for groups, _ in ours] == [P] * STEPS
+    engine = engine_of(decoder, max_num_seqs=6, stop_token_ids=frozenset({0, 1}))
+    whole = drawn(sampled(GroupRollouts(CONFIG, engine, Rewards(), train_prompts), engine, range(STEPS)))
+    found = drawn(ours)
+    assert {key: (tokens_T, *rest) for key, (tokens_T, _, *rest) in found.items()} == {
+        key: (tokens_T, *rest) for key, (tokens_T, _, *rest) in whole.items()
+    }
+    places = [{g.prompt.index % P % 2 for g in groups} for groups, _ in ours]
+    assert places == [{0, 1}] * STEPS
+    assert ours[2][1]["carried_samples"] > 0 and ours[-1][1]["carried_samples"] == 0
+    broken = two_ranks(range(3))
+    states = [rollouts.state() for rollouts, _ in broken]
+    assert states[0] == states[1] and broken[0][1] == ours[:3]
+    assert two_ranks(range(3, STEPS), states)[1][1] == ours[3:]
+    alone, _ = partial_of(decoder)
+    with pytest.raises(UserError, match="continue it with 2, not 1"):
+        alone.load(states[0])
+
+
 def first_version(sample):
     return sample.versions[0][0] if sample.versions else sample.version
 
@@ -150,7 +206,7 @@ def test_a_state_that_is_stored_and_read_goes_on_alike(decoder, at):
     stored = json.dumps(rollouts.state())
     rest = sampled(rollouts, engine, range(at, STEPS))
     again, engine = partial_of(decoder)
-    again.load(json.loads(stored), at)
+    again.load(json.loads(stored))
     engine.publish(at)
     assert sampled(again, engine, range(at, STEPS)) == rest
     assert before[-1][1]["carried_samples"] > 0

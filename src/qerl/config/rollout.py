@@ -15,7 +15,7 @@ class RolloutConfig:
     partial: bool = False
     """Begin more prompts than a step needs and stop sampling when num_prompts groups are complete; the next
     step continues the others with its own policy (partial rollouts). Not with branching, dynamic sampling,
-    environments, agents, a teacher, Ray or several ranks."""
+    environments, agents, a teacher or Ray."""
 
     extra_prompts: int = 8
     """partial: prompts in work beyond num_prompts, at most num_prompts."""

@@ -15,7 +15,7 @@ from typing import Any
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
-from qerl.types import Group, OnBurst, Prompt, RolloutEngine, Sample, Sampling
+from qerl.types import BegunSample, Group, OnBurst, Prompt, RolloutEngine, Sample, Sampling
 
 
 class DataParallelEngine:
@@ -44,11 +44,11 @@ class DataParallelEngine:
             return own_P
         own = zip(self._ranks.own(prompts_P), own_P, strict=True)
         # only a prompt that an environment has extended is unknown to the other ranks
-        packed = [(None if g.prompt is p else g.prompt, [_packed(s) for s in g.samples_G]) for p, g in own]
+        own_packed = [(None if g.prompt is p else g.prompt, [packed(s) for s in g.samples_G]) for p, g in own]
         return [
-            Group(prompt=opened or prompt, samples_G=[_unpacked(sample) for sample in packed_G])
+            Group(prompt=opened or prompt, samples_G=[unpacked(sample) for sample in packed_G])
             for prompt, (opened, packed_G) in zip(
-                prompts_P, self._ranks.interleave(self._ranks.gather(packed)), strict=True
+                prompts_P, self._ranks.interleave(self._ranks.gather(own_packed)), strict=True
             )
         ]
 
@@ -120,12 +120,13 @@ class DataParallelScoring:
         return [merged[key] for key, _ in keyed_P]
 
 
-def _packed(sample: Sample) -> Any:
+def packed(sample: Sample | BegunSample) -> Any:
     """Return the sample with arrays, which pickle to a third of the bytes of lists, and much faster."""
     tokens_T, logprobs_T = array("i", sample.tokens_T), array("d", sample.logprobs_T)
     return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)
 
 
-def _unpacked(sample: Any) -> Sample:
+def unpacked(sample: Any) -> Any:
+    """Return a Sample or BegunSample with lists again."""
     tokens_T, logprobs_T = sample.tokens_T.tolist(), sample.logprobs_T.tolist()
     return dataclasses.replace(sample, tokens_T=tokens_T, logprobs_T=logprobs_T)

@@ -9,14 +9,23 @@ The n-th prompt of the run is the one that it would be without this, and so are 
 policies of its tokens differ, which importance weights correct token by token. No sample is thrown away, as
 that would prefer short ones: near the run's end no more are begun than are still learned from. As
 extra_prompts <= num_prompts, the groups that must be complete are never more than a step learns from.
+
+Several ranks divide a step's prompts and the extra ones by place, each as above with its share: a rank
+samples and carries its own, and waits for the others only where the step's groups are gathered. So which
+groups a step learns from depends on the number of ranks, but not on how fast they are.
 """
 
 import base64
+import dataclasses
+from operator import itemgetter
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from qerl.config import RunConfig
+from qerl.errors import require
+from qerl.learner.distributed import ALONE, Ranks
 from qerl.tracking import StepLog
+from qerl.training.data_parallel import packed, unpacked
 from qerl.training.overlap import OverlappedRewards, Rewards
 from qerl.training.rollout import TrainPrompts, rollout_metrics, sampling_of, with_advantages
 from qerl.types import BegunGroup, BegunSample, Group, OnBurst, Sampling
@@ -38,62 +47,114 @@ class ContinuingEngine(Protocol):
     ) -> list[tuple[BegunGroup, Group | None]]: ...
 
 
+class InWork(NamedTuple):
+    """A group that is sampled: its prompt's number in the run, and the step that began it."""
+
+    number: int
+    first_step: int
+    begun: BegunGroup
+
+
 class PartialRollouts:
     def __init__(
-        self, config: RunConfig, engine: ContinuingEngine, rewards: Rewards, train_prompts: TrainPrompts
+        self,
+        config: RunConfig,
+        engine: ContinuingEngine,
+        rewards: Rewards,
+        train_prompts: TrainPrompts,
+        ranks: Ranks = ALONE,
     ):
         self._config, self._engine, self._rewards = config, engine, rewards
-        self._train_prompts = train_prompts
-        self._num_begun = 0
-        self._carried: list[tuple[int, int, BegunGroup]] = []
-        """(number of the prompt in the run, step that began it, group), the oldest first."""
+        self._train_prompts, self._ranks = train_prompts, ranks
+        self._carried: list[InWork] = []
+        """Those of all ranks, by number."""
 
     def sample(self, step: int, log: StepLog) -> list[Group]:
         """Return the step's groups with rewards and advantages."""
         config, resumed = self._config, self._carried
-        begun = [*resumed, *self._begin(step)]
-        must_end = [step - first >= config.rollout.max_staleness for _, first, _ in begun]
+        in_work = sorted([*resumed, *self._begin(step)], key=lambda each: each.number)
+        own = [each for each in in_work if self._rank_of(each.number) == self._ranks.index]
+        scores = OverlappedRewards(config, self._rewards)
+        with log.span("rollout"):
+            learned, carried = self._sample_own(own, step, scores)
+            learned, carried = self._gather(in_work, learned, carried)
+        self._carried = carried
+        groups_P = [group for _, group in learned]
+        with log.span("reward"):
+            rewards_P_G = scores.rewards(learned)
+        groups_P = with_advantages(config, groups_P, rewards_P_G)
+        log.add(**rollout_metrics(config, groups_P), rounds=1, **scores.metrics)
+        log.add(**self._metrics(groups_P, resumed, step))
+        return groups_P
+
+    def _sample_own(
+        self, own: list[InWork], step: int, scores: OverlappedRewards
+    ) -> tuple[list[tuple[int, Group]], list[InWork]]:
+        """Sample until this rank's share is complete; return its groups by number, and what is carried."""
+        config = self._config
+        share = len(self._ranks.own(list(range(config.num_prompts))))
+        must_end = [step - each.first_step >= config.rollout.max_staleness for each in own]
 
         def is_enough(complete_P: list[bool]) -> bool:
             has_due = all(is_complete for is_complete, must in zip(complete_P, must_end, strict=True) if must)
-            return has_due and sum(complete_P) >= config.num_prompts
+            return has_due and sum(complete_P) >= share
 
-        # Whatever else ends, the first num_prompts are learned from if they are complete.
-        P = config.num_prompts
-        keys = [index if index < P else None for index in range(len(begun))]
-        scores = OverlappedRewards(config, self._rewards)
-        with log.span("rollout"):
-            left = self._engine.continue_groups(
-                [group for _, _, group in begun],
-                is_enough=is_enough,
-                sampling=sampling_of(config),
-                seed=config.seed,
-                on_burst=scores.on_burst(keys),
-            )
-        ends = [index for index, (_, group) in enumerate(left) if group is not None]
-        learned = ends[:P]
-        self._carried = [
-            (number, first, after)
-            for index, ((number, first, _), (after, _)) in enumerate(zip(begun, left, strict=True))
-            if index not in learned
-        ]
-        keyed_P = [(index, group) for index in learned if (group := left[index][1]) is not None]
-        groups_P = [group for _, group in keyed_P]
-        with log.span("reward"):
-            rewards_P_G = scores.rewards(keyed_P)
-        groups_P = with_advantages(config, groups_P, rewards_P_G)
-        log.add(**rollout_metrics(config, groups_P), rounds=1, **scores.metrics)
-        log.add(**self._metrics(groups_P, resumed))
-        return groups_P
+        left = self._engine.continue_groups(
+            [each.begun for each in own],
+            is_enough=is_enough,
+            sampling=sampling_of(config),
+            seed=config.seed,
+            # Whatever else ends, the first are learned from if they are complete.
+            on_burst=scores.on_burst([each.number if i < share else None for i, each in enumerate(own)]),
+        )
+        learned, carried = [], []
+        for each, (after, group) in zip(own, left, strict=True):
+            if group is not None and len(learned) < share:
+                learned.append((each.number, group))
+            else:
+                carried.append(each._replace(begun=after))
+        return learned, carried
 
-    def _begin(self, step: int) -> list[tuple[int, int, BegunGroup]]:
-        """Return new groups, up to the number in work, but no more than the run still learns from."""
-        config, P = self._config, self._config.num_prompts
-        in_work = min(P + config.rollout.extra_prompts, (config.num_steps - step) * P)
-        numbers = range(self._num_begun, self._num_begun + max(in_work - len(self._carried), 0))
-        self._num_begun = numbers.stop
-        fresh = [BegunSample()] * config.num_generations
-        return [(number, step, self._group(number, fresh)) for number in numbers]
+    def _gather(
+        self, in_work: list[InWork], learned: list[tuple[int, Group]], carried: list[InWork]
+    ) -> tuple[list[tuple[int, Group]], list[InWork]]:
+        """Return those of all ranks, by number."""
+        if self._ranks.count == 1:
+            return learned, carried
+        by_number = {each.number: each for each in in_work}
+        own_learned = [(number, [packed(s) for s in group.samples_G]) for number, group in learned]
+        own_carried = [(each.number, [packed(s) for s in each.begun.samples_G]) for each in carried]
+        learned, carried = [], []
+        for rank_learned, rank_carried in self._ranks.gather((own_learned, own_carried)):
+            for number, samples_G in rank_learned:
+                prompt = by_number[number].begun.prompt
+                learned.append((number, Group(prompt=prompt, samples_G=[unpacked(s) for s in samples_G])))
+            for number, samples_G in rank_carried:
+                each = by_number[number]
+                begun = dataclasses.replace(each.begun, samples_G=[unpacked(s) for s in samples_G])
+                carried.append(each._replace(begun=begun))
+        return sorted(learned, key=itemgetter(0)), sorted(carried, key=itemgetter(0))
+
+    def _begin(self, step: int) -> list[InWork]:
+        """Return new groups of all ranks, up to the number in work, but no more than the run still learns
+        from. A rank has learned from its share of each earlier step, and begun that and what it carries."""
+        config, begun = self._config, []
+        places = list(range(config.num_prompts))
+        for index in range(self._ranks.count):
+            rank = Ranks(index, self._ranks.count)
+            own, extra = rank.own(places), rank.own(places[: config.rollout.extra_prompts])
+            num_carried = sum(self._rank_of(each.number) == index for each in self._carried)
+            most = min(len(own) + len(extra), (config.num_steps - step) * len(own))
+            first = step * len(own) + num_carried
+            for k in range(first, first + most - num_carried):
+                number = k // len(own) * config.num_prompts + own[k % len(own)]
+                fresh = [BegunSample()] * config.num_generations
+                begun.append(InWork(number, step, self._group(number, fresh)))
+        return begun
+
+    def _rank_of(self, number: int) -> int:
+        """Return the rank that samples the run's prompt of this number."""
+        return number % self._config.num_prompts % self._ranks.count
 
     def _group(self, number: int, samples_G: list[BegunSample]) -> BegunGroup:
         """Return the run's prompt of this number, which would be learned from at seed_step otherwise."""
@@ -101,9 +162,9 @@ class PartialRollouts:
         prompt = self._train_prompts(seed_step, self._config.num_prompts, 0)[place]
         return BegunGroup(prompt=prompt, seed_step=seed_step, samples_G=samples_G)
 
-    def _metrics(self, learned: list[Group], resumed: list[tuple[int, int, BegunGroup]]) -> dict[str, float]:
+    def _metrics(self, learned: list[Group], resumed: list[InWork], step: int) -> dict[str, float]:
         """Return what was carried and resumed, in unfinished samples, and the learned tokens' staleness: the
-        versions since theirs, in the mean."""
+        versions since theirs, and the share of tokens of earlier versions."""
         version = self._engine.version
         of_tokens = [
             version - each
@@ -114,33 +175,40 @@ class PartialRollouts:
         ]
         return {
             "carried_samples": _num_unfinished(self._carried),
-            "carried_tokens": sum(len(s.tokens_T) for _, _, g in self._carried for s in g.samples_G),
+            "carried_tokens": sum(len(s.tokens_T) for each in self._carried for s in each.begun.samples_G),
+            "carried_complete_groups": sum(each.begun.is_complete for each in self._carried),
             "resumed_samples": _num_unfinished(resumed),
             "staleness": fmean(of_tokens),
+            "staleness_max": max(of_tokens),
+            "stale_fraction": fmean(age > 0 for age in of_tokens),
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores, as JSON values."""
+        """Return what a checkpoint stores, as JSON values: on every rank what all ranks carry."""
         groups = [
-            {"number": number, "first_step": first, "samples": [_stored(s) for s in group.samples_G]}
-            for number, first, group in self._carried
+            {"number": number, "first_step": first, "samples": [_stored(s) for s in begun.samples_G]}
+            for number, first, begun in self._carried
         ]
-        return {"num_begun": self._num_begun, "groups": groups}
+        return {"num_ranks": self._ranks.count, "groups": groups}
 
-    def load(self, state: dict[str, Any] | None, next_step: int) -> None:
-        """Continue with this state; None: a checkpoint of a run that carried nothing."""
-        if state is None:
-            self._num_begun, self._carried = next_step * self._config.num_prompts, []
-            return
-        self._num_begun = state["num_begun"]
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Continue with this state; None: a checkpoint of a run that carried nothing. Raise UserError if
+        groups are carried and the number of ranks, which divide them, is another."""
+        stored = {"groups": []} if state is None else state
+        saved_by, count = stored.get("num_ranks", 1), self._ranks.count
+        require(
+            not stored["groups"] or saved_by == count,
+            f"this run carries unfinished samples of {saved_by} ranks (rollout.partial): continue it with"
+            f" {saved_by}, not {count}",
+        )
         self._carried = [
-            (g["number"], g["first_step"], self._group(g["number"], [_read(s) for s in g["samples"]]))
-            for g in state["groups"]
+            InWork(g["number"], g["first_step"], self._group(g["number"], [_read(s) for s in g["samples"]]))
+            for g in stored["groups"]
         ]
 
 
-def _num_unfinished(groups: list[tuple[int, int, BegunGroup]]) -> int:
-    return sum(s.finish is None for _, _, group in groups for s in group.samples_G)
+def _num_unfinished(groups: list[InWork]) -> int:
+    return sum(s.finish is None for each in groups for s in each.begun.samples_G)
 
 
 def _stored(sample: BegunSample) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class _Session:
         if config.algo.branching == "deep":
             return BranchingRollouts(config, self.engine, self.rewards, prompts)
         if config.rollout.partial:
-            return PartialRollouts(config, self.engine, self.rewards, prompts)
+            return PartialRollouts(config, self.engine, self.rewards, prompts, self.ranks)
         if not config.distil.is_on:
             return GroupRollouts(config, self.sampler, self.rewards, prompts)
         notice = self.journal.notice
@@ -253,7 +253,7 @@ class _Session:
         if found is not None and isinstance(self.rollouts, GroupRollouts):
             self.rollouts.lengths.load(found.extra.get("lengths"))
         if found is not None and isinstance(self.rollouts, PartialRollouts):
-            self.rollouts.load(found.extra.get("begun"), first_step)
+            self.rollouts.load(found.extra.get("begun"))
         for notice in [*notices, *self.engine.notices]:
             self.journal.notice(notice)
         self.journal.resume(first_step)
@@ -387,8 +387,9 @@ def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster:
     is_deep, has_environment = config.algo.branching == "deep", pool.has_environment
     reason = "algo.branching deep needs a single process: branches reuse its KV pages"
     require(not is_deep or ranks.count == 1, reason)
-    reason = "rollout.partial needs a single process and no environment"
-    require(not config.rollout.partial or (ranks.count == 1 and not has_environment), reason)
+    reason = f"rollout.partial needs a prompt for each of {ranks.count} ranks, and no environment"
+    can_be_partial = config.num_prompts >= ranks.count and not has_environment
+    require(not config.rollout.partial or can_be_partial, reason)
     reason = "algo.branching deep does not work with environments: set it to none"
     require(not (is_deep and has_environment), reason)
     require(cluster is None or not has_environment, "environments do not work with --ray: use torchrun")

@@ -118,8 +118,9 @@ def optimizer_bytes(num_weights: int, optimizer: str) -> float:
 def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     engine, max_tokens = config.engine, config.sample.max_tokens
     dtype = FP8 if engine.kv_cache_dtype == "fp8" else _compute_dtype(config)
-    running = min(config.num_prompts * config.num_generations, engine.max_num_seqs)
-    prompts = min(config.num_prompts, engine.max_num_seqs)
+    in_work = config.num_prompts + (config.rollout.extra_prompts if config.rollout.partial else 0)
+    running = min(in_work * config.num_generations, engine.max_num_seqs)
+    prompts = min(in_work, engine.max_num_seqs)
     pages = prompts * num_pages(prompt_tokens, engine.block_size)
     kept = 0 if config.algo.branching == "none" else config.num_prompts * config.num_generations
     own = own_pages(prompt_tokens, max_tokens, engine.block_size)

@@ -39,6 +39,8 @@ CHARTS = (
     ("distinct", "Distinct samples", "share of a group's samples with different text"),
     ("effective_fraction", "Effective sample size", "share of the tokens, after importance weights"),
     ("mean_tokens", "Completion length", "mean tokens per sample"),
+    ("staleness", "Staleness", "policy versions between sampling and learning"),
+    ("carried_samples", "Carried samples", "unfinished samples left to the next step"),
     ("grad_norm", "Gradient norm", "before clipping"),
     ("tokens_per_s", "Sampling speed", "tokens per second"),
 )
