@@ -1,6 +1,8 @@
 """Export what a run learned: a PEFT adapter, or a merged model."""
 
-from qerl.cli.arguments import parse_options
+import sys
+
+from qerl.cli.arguments import announce, parse_options
 from qerl.config.options import ExportOptions
 from qerl.config.stored import read_config_file
 from qerl.errors import UserError
@@ -11,6 +13,7 @@ def run(arguments: list[str]) -> None:
     run_json = options.run / "run.json"
     if not run_json.is_file():
         raise UserError(f"{options.run}: not the folder of a run (it has no run.json)")
+    announce(f"export {options.run}: {options.form}, {options.out}", sys.stderr)
     from qerl.export import export
 
     export(read_config_file(run_json), options)

@@ -1,6 +1,8 @@
 """Generate an answer to a prompt, or chat with a model or a run in the terminal."""
 
-from qerl.cli.arguments import parse_options, split_names, wants_help
+import sys
+
+from qerl.cli.arguments import announce, parse_options, split_names, wants_help
 from qerl.config import ModelConfig
 from qerl.config.options import GenerateOptions
 from qerl.config.renamed import refuse_former_options
@@ -33,6 +35,8 @@ def run(arguments: list[str]) -> None:
             max_tokens=config.sample.max_tokens,
         )
     options = parse_options(GenerateOptions, arguments, f"generate {source}", default, DESCRIPTION)
+    if not sys.stderr.isatty():
+        announce(f"generate {source}: {options.model.format}, loading", sys.stderr)
     from qerl.serve.chat import generate
 
     generate(source, config, names[1] if len(names) == 2 else None, options)
