@@ -17,8 +17,7 @@ bytes instead of 2:
     activations      of the layers, by learn.gradient_checkpointing  unpacked         operands of one layer
     head             logits and their gradient for one chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
 
-A head in bf16 that is tied to the embedding takes nothing. A packed head takes V D in its format, tied or
-not.
+A bf16 head that is tied to the embedding takes nothing, a packed head V D in its format, tied or not.
 
 tests/learner/test_plan.py checks each part by hand and the sum against benchmarks. Learning from 8,192 rows
 at the 7B shape on an H200, model included, took 41.19 GB with gradient_checkpointing none and 13.19 GB with
