@@ -81,7 +81,7 @@ class _DeltaStep:
         o_BX = shared.kernel.step(
             y_BX, gates, self._weights, conv_SWC, state_SNHV, rows.state, room=self._o.room
         )
-        return products.products.linear(o_BX, self._o, self._u_of(o_BX), h_BD)
+        return products.added(h_BD, o_BX, self._o, rows)
 
     def _normed(
         self, h_BD: Tensor, rows: StepRows, gates: "_GateLinears"
@@ -96,15 +96,6 @@ class _DeltaStep:
         operands = h_BD, norm.weight, noise, norm.eps, gates.a_RK, gates.scaling
         x_BD, made_BR = products.shrink.norm_shrink(*operands, rows_M=rows_B)
         return x_BD, None, made_BR
-
-    def _u_of(self, o_BX: Tensor) -> Tensor | None:
-        """Return u of out_proj, behind the rows of its input where they have room; None if there is none or
-        the product makes it."""
-        group, products = self._o, self._products
-        if group.a is None or products.products.makes_u(len(o_BX), group):
-            return None
-        out = group.behind(o_BX) if group.room else None
-        return products.shrink.shrink(o_BX, group.a, group.scaling, out=out)
 
     @property
     def _first_gate(self) -> int:
