@@ -9,7 +9,6 @@ import dataclasses
 import torch
 
 REGISTERS, MAX_REGISTERS = 65536, 255  # 32-bit registers: of a multiprocessor and of a CTA; most of a thread
-STATIC_SHARED_BYTES = 48 * 1024  # more must be dynamic
 SYSTEM_SHARED_BYTES = 1024  # taken from the multiprocessor's memory for each CTA
 _PARTITIONS = 4  # of a multiprocessor, each with a quarter of the registers
 _REGISTER_UNIT = 256  # registers of a warp are allocated in these

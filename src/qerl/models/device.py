@@ -9,7 +9,6 @@ from qerl.config import ModelConfig
 from qerl.errors import UserError, require
 
 Kernels = Literal["hopper", "portable", "torch"]
-NOT_PORTABLE = "engine.kernels is portable, but this is no NVIDIA GPU from Ampere on; use auto"
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

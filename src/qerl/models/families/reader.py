@@ -43,9 +43,6 @@ class ConfigReader:
             )
         return value
 
-    def optional_count(self, name: str) -> int | None:
-        return None if self.get(name) is None else self.count(name)
-
     def number(self, name: str, default: float) -> float:
         """Return a positive finite number."""
         value = self.get(name)
