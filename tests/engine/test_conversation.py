@@ -77,8 +77,9 @@ def test_a_samples_tokens_are_its_turns_and_what_it_was_given_between_them(decod
         assert [turn.num_left for turn in turns] == left
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("settings", [{}, {"decode_steps_per_sync": 4, "block_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "temperature"), [({}, 1.0), ({"decode_steps_per_sync": 4, "block_size": 4}, 0.7)], ids=str
+)
 def test_logprobs_of_every_turn_are_those_of_one_forward_over_the_whole_string(
     decoder, settings, temperature
 ):
@@ -100,10 +101,16 @@ def test_pages_are_continued_so_only_what_was_given_is_computed(decoder):
     assert talk.rounds[0] == len(samples) and len(talk.rounds) == 3, "all who wait are answered together"
 
 
-@pytest.mark.parametrize("burst_steps", [1, 3])
-@pytest.mark.parametrize("num_pages, page_tokens", [(28, 4), (34, 4), (110, 1)])
-def test_a_conversation_does_not_depend_on_the_pages_there_are(decoder, num_pages, page_tokens, burst_steps):
-    plain = talked(engine_of(decoder), Talk())
+@pytest.fixture(scope="module")
+def plain(decoder):
+    """The samples of an engine with room for all."""
+    return talked(engine_of(decoder), Talk())
+
+
+@pytest.mark.parametrize(("num_pages", "page_tokens", "burst_steps"), [(28, 4, 1), (28, 4, 3), (110, 1, 3)])
+def test_a_conversation_does_not_depend_on_the_pages_there_are(
+    decoder, plain, num_pages, page_tokens, burst_steps
+):
     talk = Talk()
     engine = engine_of(
         decoder,
@@ -122,8 +129,8 @@ def test_a_conversation_does_not_depend_on_the_pages_there_are(decoder, num_page
 @pytest.mark.parametrize(
     "settings", [{"max_num_seqs": 2}, {"exact": True}, {"max_num_batched_tokens": 3}], ids=str
 )
-def test_a_conversation_does_not_depend_on_the_engines_settings(decoder, settings):
-    assert_same(talked(engine_of(decoder, **settings), Talk()), talked(engine_of(decoder), Talk()))
+def test_a_conversation_does_not_depend_on_the_engines_settings(decoder, plain, settings):
+    assert_same(talked(engine_of(decoder, **settings), Talk()), plain)
 
 
 @pytest.mark.parametrize("burst_steps", [1, 4])

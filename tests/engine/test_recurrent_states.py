@@ -69,9 +69,17 @@ def test_a_sample_does_not_depend_on_the_engines_settings(decoder, plain, settin
     assert_same(sampled(decoder, **settings)[0], plain)
 
 
+LONG = {"num_samples": 2, "max_tokens": 70}
+
+
+@pytest.fixture(scope="module")
+def long_samples(decoder):
+    return sampled(decoder, prompts_of(31, 20), **LONG)[0]
+
+
 @pytest.mark.parametrize("burst_steps", [1, 5])
-def test_a_sample_does_not_depend_on_pauses(decoder, burst_steps):
-    prompts_P, length = prompts_of(31, 20), {"num_samples": 2, "max_tokens": 70}
+def test_a_sample_does_not_depend_on_pauses(decoder, long_samples, burst_steps):
+    prompts_P = prompts_of(31, 20)
     got, stats = sampled(
         decoder,
         prompts_P,
@@ -80,9 +88,9 @@ def test_a_sample_does_not_depend_on_pauses(decoder, burst_steps):
         kv_cache_gb=gb_for(decoder, 176, 5, 1),
         max_num_batched_tokens=11,
         decode_steps_per_sync=burst_steps,
-        **length,
+        **LONG,
     )
-    assert_same(got, sampled(decoder, prompts_P, **length)[0])
+    assert_same(got, long_samples)
     assert stats.num_preemptions > 0 and stats.prefill_tokens > 51
 
 
@@ -146,7 +154,7 @@ def test_branches_come_in_batches_that_leave_a_slot(decoder):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"decode_steps_per_sync": 4, "block_size": 4}, {"max_num_seqs": 3, "decode_steps_per_sync": 3}],
+    [{"block_size": 4}, {"max_num_seqs": 3, "decode_steps_per_sync": 3}],
     ids=str,
 )
 def test_a_parked_sample_goes_on_where_its_turn_ended(decoder, settings):

@@ -109,8 +109,7 @@ def test_fp8_pages_are_given_back_too(windows, both):
     assert given == without
 
 
-@pytest.mark.parametrize("burst_steps", [1, 4])
-@pytest.mark.parametrize("windows", [MIXED, ALL], ids=["mixed", "all"])
+@pytest.mark.parametrize(("windows", "burst_steps"), [(MIXED, 4), (ALL, 1)], ids=["mixed", "all"])
 def test_a_sample_of_any_length_holds_the_pages_of_its_window(windows, burst_steps, most_held):
     decoder, held = windowed(windows), []
     for max_tokens in (40, 200):
@@ -149,8 +148,7 @@ def test_pages_that_were_given_back_are_never_read(windows, monkeypatch):
     assert found(drawn(engine, prompts_of(*LENGTHS), max_tokens=60)) == plain and len(given) > 20
 
 
-@pytest.mark.parametrize("burst_steps", [1, 3])
-@pytest.mark.parametrize("windows", [MIXED, ALL], ids=["mixed", "all"])
+@pytest.mark.parametrize(("windows", "burst_steps"), [(MIXED, 3), (ALL, 1)], ids=["mixed", "all"])
 def test_a_preempted_sample_goes_on_as_if_it_had_not_been(windows, burst_steps):
     decoder = windowed(windows)
     settings = {"block_size": 4, "max_num_batched_tokens": 11, "stop_token_ids": FEW}
