@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
@@ -22,10 +23,31 @@ def model(tmp_path_factory):
 @pytest.fixture
 def files(model, tmp_path):
     """Rows and rewards of their own, which each test may edit."""
-    tiny_run.write_task(tmp_path)
+    return write_files(model, tmp_path)
+
+
+def write_files(model, folder):
+    tiny_run.write_task(folder)
     for path in model.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    return tmp_path
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kept(model, tmp_path_factory):
+    """(a folder with a finished run, a copy of it): the run knows its rows and rewards by their paths."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    folder.mkdir()
+    finish(write_files(model, folder))
+    return folder, shutil.copytree(folder, folder.with_name("copy"), symlinks=True)
+
+
+@pytest.fixture
+def finished(kept):
+    """The folder with a run of two steps as the first test had it."""
+    folder, copy = kept
+    shutil.rmtree(folder)
+    return shutil.copytree(copy, folder, symlinks=True)
 
 
 def finish(files, *more):
@@ -73,63 +95,59 @@ def num_steps(files):
         ("sums.jsonl", '"answer": "1"', '"answer": "2"', r"another rows of sums\.jsonl \([0-9a-f]{8}, now"),
     ],
 )
-def test_a_finished_run_with_an_edited_file_is_refused_by_its_name(files, name, old, new, named):
-    finish(files)
-    finish(files)  # the same command again is fine
-    edited(files / name, old, new)
+def test_a_finished_run_with_an_edited_file_is_refused_by_its_name(finished, name, old, new, named):
+    finish(finished)  # the same command again is fine
+    edited(finished / name, old, new)
     with pytest.raises(UserError, match=named + ".*--accept-changes"):
-        finish(files)
-    assert "history" not in run_json(files)
+        finish(finished)
+    assert "history" not in run_json(finished)
 
 
-def test_accepted_changes_and_more_steps_are_recorded_with_their_step(files):
-    finish(files)
-    before = run_json(files)["sources"]["reward even (even.py)"]
-    edited(files / "even.py", "% 2 == 0", "% 2 == 1")
-    finish(files, "--num-steps", "4", "--accept-changes")
-    now = run_json(files)
+def test_accepted_changes_and_more_steps_are_recorded_with_their_step(finished):
+    before = run_json(finished)["sources"]["reward even (even.py)"]
+    edited(finished / "even.py", "% 2 == 0", "% 2 == 1")
+    finish(finished, "--num-steps", "4", "--accept-changes")
+    now = run_json(finished)
     after = now["sources"]["reward even (even.py)"]
     changed = {"config.num_steps": [2, 4], "sources.reward even (even.py)": [before, after]}
     assert before != after and now["history"] == [{"step": 2, "changed": changed}]
-    said = [text for text in texts(files) if "from step 3 on" in text]
+    said = [text for text in texts(finished) if "from step 3 on" in text]
     assert len(said) == 2 and any(
         f"was {before[:8]} and is {after[:8]}" in text and "of the former one" in text for text in said
     )
-    assert num_steps(files) == 4
-    finish(files, "--num-steps", "4")  # accepted once, it is the run's own
-    assert len(run_json(files)["history"]) == 1
+    assert num_steps(finished) == 4
+    finish(finished, "--num-steps", "4")  # accepted once, it is the run's own
+    assert len(run_json(finished)["history"]) == 1
 
 
-def test_a_finished_run_given_more_steps_goes_on_as_a_run_of_so_many(files):
-    finish(files)
-    finish(files, "--num-steps", "4")
-    records = [json.loads(line) for line in (files / "run" / "metrics.jsonl").read_text().splitlines()]
+def test_a_finished_run_given_more_steps_goes_on_as_a_run_of_so_many(finished):
+    finish(finished, "--num-steps", "4")
+    records = [json.loads(line) for line in (finished / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2, 3]
-    finish(files, "--num-steps", "4", "--out", str(files / "whole"))
-    whole = [json.loads(line) for line in (files / "whole" / "metrics.jsonl").read_text().splitlines()]
+    finish(finished, "--num-steps", "4", "--out", str(finished / "whole"))
+    whole = [json.loads(line) for line in (finished / "whole" / "metrics.jsonl").read_text().splitlines()]
     for name in ("learning_rate", "sigma"):
         assert [record[name] for record in records[2:]] == [record[name] for record in whole[2:]]
     assert any(
-        "learning rate and sigma are then those of a run of so many steps" in text for text in texts(files)
+        "learning rate and sigma are then those of a run of so many steps" in text for text in texts(finished)
     )
-    evaluations = json.loads((files / "run" / "evaluations.json").read_text())
+    evaluations = json.loads((finished / "run" / "evaluations.json").read_text())
     assert list(evaluations) == ["before", "after_2_steps", "after"]
-    assert parse_run_config(run_json(files)["config"]).num_steps == 4
+    assert parse_run_config(run_json(finished)["config"]).num_steps == 4
     with pytest.raises(UserError, match="num_steps = 4, not 2"):
-        finish(files)
+        finish(finished)
 
 
-def test_a_run_killed_after_it_was_given_more_steps_is_not_taken_for_complete(files, monkeypatch):
-    finish(files)
+def test_a_run_killed_after_it_was_given_more_steps_is_not_taken_for_complete(finished, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(
             "qerl.training.session.run", lambda *given, **more: (_ for _ in ()).throw(MemoryError)
         )
         with pytest.raises(MemoryError):
-            finish(files, "--num-steps", "4")
-    assert num_steps(files) == 2
-    finish(files, "--num-steps", "4")
-    assert num_steps(files) == 4
+            finish(finished, "--num-steps", "4")
+    assert num_steps(finished) == 2
+    finish(finished, "--num-steps", "4")
+    assert num_steps(finished) == 4
 
 
 def test_a_function_given_to_train_is_compared_by_its_body(files):
@@ -152,13 +170,12 @@ def test_a_function_given_to_train_is_compared_by_its_body(files):
         qerl.train(config)
 
 
-def test_a_run_of_a_former_version_has_no_hashes_and_gets_them(files):
-    finish(files)
-    facts = run_json(files)
+def test_a_run_of_a_former_version_has_no_hashes_and_gets_them(finished):
+    facts = run_json(finished)
     del facts["sources"]
-    (files / "run" / "run.json").write_text(json.dumps(facts))
-    finish(files)
-    assert set(run_json(files)["sources"]) == {"reward even (even.py)", "rows of sums.jsonl"}
+    (finished / "run" / "run.json").write_text(json.dumps(facts))
+    finish(finished)
+    assert set(run_json(finished)["sources"]) == {"reward even (even.py)", "rows of sums.jsonl"}
 
 
 def test_a_trainers_reward_is_compared_by_its_body_and_may_be_accepted(files):

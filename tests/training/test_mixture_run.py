@@ -100,7 +100,7 @@ def test_turns_of_a_conversation_have_routes_too(decoder):
         assert_recorded(decoder, prompts_P[index // num_samples], sample)
 
 
-@pytest.fixture(scope="module", params=["mixed", "all"])
+@pytest.fixture(scope="module")
 def windowed(request, tmp_path_factory):
     """gpt-oss with windows of 6 positions in every other layer, as it has them, or in all."""
     changes = {"sliding_window": 6}
@@ -120,17 +120,19 @@ def assert_all_recorded(decoder, groups):
             assert_recorded(decoder, group.prompt, sample)
 
 
-@pytest.mark.parametrize("is_short", [False, True], ids=["roomy", "preempted"])
+@pytest.mark.parametrize(
+    ("windowed", "is_short"),
+    [("all", False), ("mixed", True)],
+    indirect=["windowed"],
+    ids=["roomy", "preempted"],
+)
 def test_routes_outlive_the_pages_of_windows(windowed, is_short):
     settings, prompts_P = (
         {"block_size": 4, "stop_token_ids": FEW, "max_num_batched_tokens": 11},
         prompts_of(*LENGTHS),
     )
     if is_short:
-        num_pages = 26 if None in [kind.window for kind in windowed.architecture.kinds] else 12
-        settings["kv_cache_gb"] = (
-            (num_pages + 0.5) * page_bytes(windowed.architecture, 4, torch.float32) / 1e9
-        )
+        settings["kv_cache_gb"] = 26.5 * page_bytes(windowed.architecture, 4, torch.float32) / 1e9
     engine = engine_of(windowed, decode_steps_per_sync=4, **settings)
     samples = drawn(engine, prompts_P, num_samples=3, max_tokens=50)
     groups = [Group(prompt=p, samples_G=samples[3 * i : 3 * i + 3]) for i, p in enumerate(prompts_P)]
@@ -139,6 +141,7 @@ def test_routes_outlive_the_pages_of_windows(windowed, is_short):
     assert (engine.stats.num_preemptions > 0) == is_short
 
 
+@pytest.mark.parametrize("windowed", ["mixed"], indirect=True)
 def test_branches_of_a_windowed_mixture_have_routes(windowed):
     engine = engine_of(windowed, block_size=4, stop_token_ids=FEW, max_num_batched_tokens=11)
     groups, branches, _, _ = branched(engine, prompts_of(9, 31, 14), max_tokens=50)
@@ -176,7 +179,7 @@ def learned(folder, format, *, is_replayed, sigma=0.0, checkpointing="none", com
     return learner.step(groups_of(decoder, sigma=sigma)), learner
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "bf16"])
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
 def test_replay_lowers_the_mismatch_that_noise_makes_and_changes_nothing_without(folder, format):
     with_replay, without = (
         learned(folder, format, is_replayed=is_replayed, sigma=0.02)[0] for is_replayed in (True, False)

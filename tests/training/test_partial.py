@@ -85,6 +85,12 @@ def partial_of(decoder, config=CONFIG, ranks=ALONE, **settings):
     return PartialRollouts(config, engine, Rewards(), train_prompts, ranks), engine
 
 
+@pytest.fixture(scope="module")
+def unbroken(decoder):
+    """All steps of one run."""
+    return sampled(*partial_of(decoder), range(STEPS))
+
+
 def drawn(steps):
     """{(prompt, sample): (tokens, logprobs)}; a sample that comes twice is an error."""
     samples = [(g.prompt.index, s) for groups, _ in steps for g in groups for s in g.samples_G]
@@ -93,12 +99,10 @@ def drawn(steps):
     return found
 
 
-def test_under_one_policy_the_run_learns_from_the_samples_that_it_has_without(decoder):
+def test_under_one_policy_the_run_learns_from_the_samples_that_it_has_without(decoder, unbroken):
     """None is lost or comes twice, though they are learned from in other steps."""
-    rollouts, engine = partial_of(decoder)
-    steps = sampled(rollouts, engine, range(STEPS))
-    whole_engine = engine_of(decoder, max_num_seqs=6, stop_token_ids=frozenset({0, 1}))
-    whole = sampled(GroupRollouts(CONFIG, whole_engine, Rewards(), train_prompts), engine, range(STEPS))
+    engine, steps = engine_of(decoder, max_num_seqs=6, stop_token_ids=frozenset({0, 1})), unbroken
+    whole = sampled(GroupRollouts(CONFIG, engine, Rewards(), train_prompts), engine, range(STEPS))
     ours, theirs = drawn(steps), drawn(whole)
     assert ours.keys() == theirs.keys() and len(ours) == STEPS * P * G
     for key, (tokens_T, logprobs_T, *rest) in theirs.items():
@@ -112,11 +116,9 @@ def test_under_one_policy_the_run_learns_from_the_samples_that_it_has_without(de
     assert all(a["carried_samples"] == b["resumed_samples"] for (_, a), (_, b) in itertools.pairwise(steps))
 
 
-def test_every_token_keeps_the_version_that_sampled_it(decoder):
-    rollouts, engine = partial_of(decoder)
-    steps = sampled(rollouts, engine, range(STEPS))
+def test_every_token_keeps_the_version_that_sampled_it(unbroken):
     several = 0
-    for step, (groups, measured) in enumerate(steps):
+    for step, (groups, measured) in enumerate(unbroken):
         ages = []
         for s in (s for group in groups for s in group.samples_G):
             spans = s.versions or ((s.version, len(s.tokens_T)),)
@@ -200,30 +202,27 @@ def first_version(sample):
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_state_that_is_stored_and_read_goes_on_alike(decoder, at):
+def test_a_state_that_is_stored_and_read_goes_on_alike(decoder, unbroken, at):
     rollouts, engine = partial_of(decoder)
     before = sampled(rollouts, engine, range(at))
     stored = json.dumps(rollouts.state())
-    rest = sampled(rollouts, engine, range(at, STEPS))
     again, engine = partial_of(decoder)
     again.load(json.loads(stored))
     engine.publish(at)
-    assert sampled(again, engine, range(at, STEPS)) == rest
+    assert sampled(again, engine, range(at, STEPS)) == unbroken[at:]
     assert before[-1][1]["carried_samples"] > 0
 
 
-def test_little_memory_preempts_and_changes_nothing(decoder):
+def test_little_memory_preempts_and_changes_nothing(decoder, unbroken):
     """A resumed sample is admitted, and preempted, as any other one."""
     kv_gb = 24.5 * page_bytes(decoder.architecture, 4, torch.float32) / 1e9
-    rollouts, engine = partial_of(decoder)
     scarce, small = partial_of(decoder, block_size=4, kv_cache_gb=kv_gb)
     num_preemptions, ours = 0, []
     for step in range(STEPS):
         ours += sampled(scarce, small, [step])
         num_preemptions += small.stats.num_preemptions
     assert num_preemptions > 0
-    theirs = sampled(rollouts, engine, range(STEPS))
-    mine, others = drawn(ours), drawn(theirs)
+    mine, others = drawn(ours), drawn(unbroken)
     assert {key: found[0] for key, found in mine.items()} == {key: found[0] for key, found in others.items()}
 
 

@@ -320,7 +320,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(files, tmp_path):
 
 @pytest.mark.parametrize(("per", "draws"), [("step", 1), ("group", 4), ("sample", 4)])
 def test_in_exact_mode_the_learner_reads_the_samplers_logprobs_to_the_bit(per, draws, files, tmp_path):
-    exact = ("--engine.exact", "--engine.max-num-seqs", "16", "--noise.scope", per)
+    exact = ("--engine.exact", "--engine.max-num-seqs", "16", "--noise.scope", per, "--num-steps", "3")
     finish(files, tmp_path / "both", *exact, "--noise.noise-in", "both")
     finish(files, tmp_path / "sampler", *exact)
     both, sampler = metrics(tmp_path / "both"), metrics(tmp_path / "sampler")
