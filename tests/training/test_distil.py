@@ -3,9 +3,11 @@
 import contextlib
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_session import metrics
 from transformers import AutoTokenizer
 
@@ -101,6 +103,20 @@ def test_rows_replace_their_share_of_the_samples_without_a_reward(files, tmp_pat
     assert half[0]["trained_samples"] == whole[0]["trained_samples"] == 16
     assert "reward" not in half[0] and half[0]["mismatch_abs"] < 0.01 and half[-1]["loss"] < half[0]["loss"]
     assert "mismatch_abs" not in whole[0] and whole[-1]["loss"] < whole[0]["loss"]
+
+
+def test_a_run_is_not_resumed_with_other_weights_of_its_teacher(files, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(files / "teacher" / "checkpoints" / "step-000008", teacher)
+    more = "--teacher", str(teacher), "--learn.lr-scheduler-type", "constant", "--num-steps"
+    distilled(files, tmp_path / "run", *more, "1")
+    weights = load_file(teacher / "adapter_model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, teacher / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"began with another teacher .*/teacher \(\w{8}, now \w{8}\)"):
+        distilled(files, tmp_path / "run", *more, "2")
+    assert len(distilled(files, tmp_path / "run", *more, "2", "--accept-changes")) == 2
+    sources = json.loads((tmp_path / "run" / "run.json").read_text())["sources"]
+    assert [name for name in sources if name.startswith("teacher ")] == [f"teacher {teacher}"]
 
 
 def test_edited_rows_to_imitate_are_refused_by_their_name(files, tmp_path):

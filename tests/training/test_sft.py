@@ -173,7 +173,7 @@ def test_two_ranks_learn_what_one_does(files, unbroken, tmp_path):
 
 def test_reinforcement_learning_goes_on_from_it(files, unbroken, tmp_path, capsys):
     start = unbroken / "checkpoints" / f"step-{STEPS:06d}"
-    more = "--init-adapter", str(start), "--num-steps", "1", "--evaluate.num-prompts", "0"
+    more = "--init-adapter", str(unbroken), "--num-steps", "1", "--evaluate.num-prompts", "0"
     command(["train", "demo", *tiny_run.options(files, tmp_path), *more, "--noise.schedule", "none"])
     config = json.loads((tmp_path / "run.json").read_text())["config"]
     assert config["adapter"]["init_from"] == str(start) and config["sft"]["data"] == ""

@@ -28,11 +28,11 @@ from qerl.errors import UserError, require
 DESCRIPTION = f"""{__doc__}
 
   qerl sft --data chats.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --out runs/sft
-  qerl train --init-adapter runs/sft/checkpoints/step-000100 --task ... goes on with rewards
+  qerl train --init-adapter runs/sft --task ... goes on with rewards
 
 short options:
   --model MODEL           same as --model.path
-  --init-adapter FOLDER   continue from a PEFT adapter, with its rank, alpha and target modules"""
+  --init-adapter FOLDER   continue from a PEFT adapter or a run's, with its rank, alpha and target modules"""
 _SHORT = {"--model": "--model.path"}
 _LEARN = LearnConfig(learning_rate=2e-4, warmup_ratio=0.03)
 _CHECKPOINT = CheckpointConfig(every=50)

@@ -36,7 +36,7 @@ short options:
   --agent FILE.py:NAME    same as --agent.function: an agent that calls the model itself (docs/agent.md)
   --env PACKAGE:NAME      same as --task.name and --agent.function: an environment of verifiers or OpenEnv
   --ray ADDRESS           same as --ray.address
-  --init-adapter FOLDER   continue from a PEFT adapter, with its rank, alpha and target modules
+  --init-adapter FOLDER   continue from a PEFT adapter or a run's, with its rank, alpha and target modules
 
 Run 'qerl train RECIPE --help' for all fields and the recipe's values."""
 SHORT = {
@@ -70,12 +70,13 @@ def run(arguments: list[str]) -> None:
 
 def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[str]]:
     """Return the config of --init-adapter's adapter, None without the option, and the other arguments."""
-    folder, arguments = take_option(arguments, "--init-adapter", "the folder of a PEFT adapter")
+    folder, arguments = take_option(arguments, "--init-adapter", "the folder of a PEFT adapter or of a run")
     if folder is None:
         return None, arguments
+    from qerl.learner.checkpoint import adapter_folder
     from qerl.models.peft_reader import adapter_config
 
-    return adapter_config(folder), arguments
+    return adapter_config(str(adapter_folder(folder) or folder)), arguments
 
 
 def read_recipe(arguments: list[str], command: str) -> tuple[str, RunConfig, list[str]]:

@@ -48,7 +48,7 @@ from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
 from qerl.training.signals import StopSignal, echo_s
-from qerl.training.teacher import Teacher, check_teacher, load_teacher
+from qerl.training.teacher import Teacher, check_teacher, load_teacher, teacher_sources
 from qerl.types import Prompt, RolloutEngine, Sampling
 
 
@@ -132,6 +132,7 @@ class _Session:
         _check_supported(config, pool, ranks, cluster)
         tokenizer, self.task = load_task(config)
         journal.check_sources(self.task.sources, ("data set ",))
+        journal.check_sources(teacher_sources(config) if ranks.is_first else {}, ("teacher ",))
         for text in [*pool.notices, *check_task(config, self.task, pool)]:
             journal.notice(text)
         self.decoder, self.engine = load_sampler(config, tokenizer)

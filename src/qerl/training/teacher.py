@@ -10,6 +10,7 @@ must have the student's vocabulary.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -23,7 +24,7 @@ from qerl.config import RunConfig
 from qerl.engine.engine import Engine
 from qerl.errors import require
 from qerl.kernels.divergence import top_outcomes
-from qerl.learner.checkpoint import adapter_folder
+from qerl.learner.checkpoint import OPTIMIZER, adapter_folder
 from qerl.learner.minibatch import MinibatchPart
 from qerl.learner.oom_retry import OomRetry
 from qerl.learner.packed_forward import head_of, packed_hidden
@@ -32,17 +33,19 @@ from qerl.models.adapter import OtherAdapter, adapter_off
 from qerl.models.decoder import Decoder
 from qerl.models.device import COMPUTE
 from qerl.models.loader import build_decoder
-from qerl.models.peft_reader import adapter_config, read_adapter
+from qerl.models.peft_reader import ADAPTER_CONFIG, adapter_config, read_adapter
 from qerl.models.policy_model import PolicyModel
 from qerl.models.quantization_check import check_quantization
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks.scoring import Failure
+from qerl.tasks.sources import file_digest
 from qerl.training.teacher_endpoint import EndpointTeacher, check_vocabulary
 from qerl.types import Group, RolloutEngine, TeacherLogprobs
 
 Scores = list[list[TeacherLogprobs | Failure]]
 """Logprobs, or the failure, of each sample of each group."""
+_DESCRIPTIONS = ADAPTER_CONFIG, "config.json"
 Policy = Callable[[], contextlib.AbstractContextManager[Decoder]]
 """Yields the decoder with the teacher's weights and adapter."""
 _ADVICE = "set --distil.format fp8 or bf16, or give a teacher from: qerl quantize --calibrate gptq"
@@ -68,6 +71,20 @@ def load_teacher(
         return EndpointTeacher(config, tokenizer, vocab_size=student.architecture.vocab_size)
     policy = _policy(config, student, tokenizer)
     return LocalTeacher(policy, config, student, tokenizer, notice)
+
+
+def teacher_sources(config: RunConfig) -> dict[str, str]:
+    """Return {"teacher runs/demo": SHA-256} of the weights of a teacher in this process and of the files that
+    describe them; {} without one. An endpoint's cannot be read."""
+    distil = config.distil
+    if not distil.is_on or distil.is_endpoint:
+        return {}
+    place = adapter_folder(distil.teacher) or locate(distil.teacher).path
+    found = [*map(place.joinpath, _DESCRIPTIONS), *sorted(place.glob("*.safetensors"))]
+    files = [place] if place.is_file() else [file for file in found if file.name != OPTIMIZER]
+    digests = [f"{file.name} {file_digest(file)}" for file in files if file.is_file()]
+    digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    return {f"teacher {distil.teacher}": digest}
 
 
 def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerBase) -> Policy:
