@@ -148,6 +148,24 @@ def test_a_bad_row_is_refused_with_its_reason(tokenizer, row, reason):
         made(tokenizer, row)
 
 
+def test_a_call_that_the_template_leaves_out_is_refused_and_one_that_it_shows_is_learned(tokenizer):
+    call = {"type": "function", "function": {"name": "look", "arguments": {"place": "Rome"}}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "sun"},
+            {"role": "assistant", "content": "sunny"},
+        ]
+    }
+    with pytest.raises(BadRow, match="the chat template leaves out the tool_calls of message 2"):
+        made(tokenizer, row)
+    calls = "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}"
+    shown = tiny_run.CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}" + calls)
+    (one,) = made(tokenizer, row, shown)
+    assert "look<|im_end|>" in learned(tokenizer, one)
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -176,7 +176,9 @@ class Demonstrator:
             (self._render(messages[:i], True, variables), self._render(messages[: i + 1], False, variables))
             for i in turns
         ]
-        for before, after in rendered:
+        for i, (before, after) in zip(turns, rendered, strict=True):
+            if not all(name in after[len(before) :] for name in _called_names(messages[i])):
+                raise BadRow(f"the chat template leaves out the tool_calls of message {i + 1}")
             if not after.startswith(before):
                 raise BadRow("the chat template does not render an assistant's turn after its own opening")
         starts = messages[: turns[0]]
@@ -271,6 +273,13 @@ def messages_of(messages: Any) -> list[Message]:
             raise BadRow(f"message {number} has no content")
         found.append({"content": "", **given})
     return found
+
+
+def _called_names(message: Message) -> list[str]:
+    """Return the names of the functions that an assistant's message calls."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function", call) for call in calls or () if isinstance(call, dict)]
+    return [function["name"] for function in functions if isinstance(function.get("name"), str)]
 
 
 def check_columns(name: str, columns: Sequence[str], text_column: str, option: str = "--text-column") -> None:
