@@ -58,6 +58,10 @@ class AllowedTokens:
     set_C: list[int | None]
     """Index in `sets`; None: every token was allowed."""
 
+    def of(self, places: slice) -> "AllowedTokens":
+        """Return the same for these tokens only."""
+        return AllowedTokens(self.sets, self.set_C[places])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:

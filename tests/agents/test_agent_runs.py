@@ -118,7 +118,6 @@ def test_two_ranks_have_an_endpoint_each_and_make_the_same_episodes(files, unbro
     [
         (["--ray", "local"], "an agent does not work with --ray: use torchrun"),
         (["--algo.branching", "deep"], "an agent does not work with algo.branching deep: set it to none"),
-        (["--engine.exact"], "an agent does not work with engine.exact"),
         (["--noise.scope", "sample"], "an agent does not work with noise.scope sample: set it to step"),
         (["--sample.max-tokens", "9000"], "sample.max_tokens must be under agent.context_tokens (8192)"),
         (["--agent", "no.py:agent"], "agent.function no.py:agent: cannot import no.py"),

@@ -40,6 +40,7 @@ from qerl.engine.kv_cache import FP8, KVCache
 from qerl.engine.live_sample import LiveGroup
 from qerl.engine.page_pool import PagePool
 from qerl.engine.prefill import Prefill
+from qerl.engine.row_sampler import RowSampler
 from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.sampling_engine import NewGeneration, SamplingEngine
 from qerl.engine.scheduler import Scheduler, num_pages
@@ -167,9 +168,10 @@ class Engine(SamplingEngine):
                 self.stats += generation.stats
 
     @torch.no_grad()
-    def score(self, groups: list[Group], *, sampling: Sampling) -> Tensor:
+    def score(self, groups: list[Group], *, sampling: Sampling, by_requests: bool = False) -> Tensor:
         """Return each sampled token's logprob under the current weights and noise: fp32 [tokens], group by
-        group. Bit for bit what `generate` recorded under the same weights and noise. Needs engine.exact."""
+        group. Bit for bit what `generate` recorded under the same weights and noise, or with by_requests a
+        LiveBatch. Needs engine.exact."""
         assert self._config.exact and any(group.samples_G for group in groups)
         groups = [group for group in groups if group.samples_G]
         prompts_P, live = [group.prompt for group in groups], []
@@ -178,7 +180,9 @@ class Engine(SamplingEngine):
             each = dataclasses.replace(sampling, max_tokens=longest)
             live.append(self._new_group(index, group.prompt, len(group.samples_G), each))
         with self._present_cache(live, prompts_P) as cache:
-            runner = self._runners.of(cache, sampling, self._max_pages(live))
+            runner = self._runners.of(cache, None if by_requests else sampling, self._max_pages(live))
+            if isinstance(runner.sampler, RowSampler):
+                runner.sampler.bind_scores(sampling.temperature)
             self._runners.publish()
             noise_rows = self._decoder.noise_table.rows(
                 [(g.prompt.index, [s.sample_index for s in g.samples_G]) for g in groups]

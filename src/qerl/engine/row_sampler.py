@@ -5,6 +5,8 @@ a CUDA graph. If any row is truncated, constrained or reports its most likely to
 host must see its tokens. A row's tokens do not depend on the other rows: the randomness is TorchSampler's.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -71,8 +73,18 @@ class RowSampler:
         tokens_B, logprobs_B = self.sample(hidden_BD, state.keys_B[:B], state.positions_B[:B])
         state.advance(tokens_B, logprobs_B, self._stop_tokens)
 
-    def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
-        raise NotImplementedError("rows of requests are not scored")
+    def bind_scores(self, temperature: float) -> None:
+        """Score tokens that were sampled at this temperature from now on."""
+        self._temperatures_B1.fill_(temperature or 1.0)
+
+    def score(
+        self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        logits_MV = self._decoder.logits(hidden_MD)
+        if leave_out is not None:
+            leave_out(logits_MV)
+        p_MV = (logits_MV / self._temperatures_B1[: len(hidden_MD)]).softmax(-1)
+        return p_MV.gather(1, tokens_M[:, None])[:, 0].log()
 
     def _report(self, p_MV: Tensor) -> None:
         if self._reported:

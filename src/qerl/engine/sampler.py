@@ -9,6 +9,7 @@ step, prompt, sample, token index in the sample), with the last round computed o
 every device (tests/engine/test_sampler.py). FusedSampler uses the kernel's own generator.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -43,8 +44,11 @@ class Sampler(Protocol):
         """Sample for the first B rows and advance them; see kernels/decode_state.py."""
         ...
 
-    def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
-        """Return logprobs_M of these int64 tokens, bitwise as if they were sampled from as many rows."""
+    def score(
+        self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Return logprobs_M of these int64 tokens, bitwise as if they were sampled from as many rows.
+        leave_out: fills in place the logits of tokens that a grammar did not allow."""
         ...
 
 
@@ -68,7 +72,10 @@ class TorchSampler:
         tokens_B, logprobs_B = self.sample(hidden_BD, state.keys_B[:B], state.positions_B[:B])
         state.advance(tokens_B, logprobs_B, self._stop_tokens)
 
-    def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
+    def score(
+        self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        assert leave_out is None, "only rows of requests have grammars"
         return score_tokens(self._decoder.logits(hidden_MD), self._sampling, tokens_M)
 
 
@@ -91,5 +98,8 @@ class FusedSampler:
     def step(self, hidden_BD: Tensor, state: DecodeState) -> None:
         self._kernel.step(hidden_BD, state, self._stop_tokens, self._temperature)
 
-    def score(self, hidden_MD: Tensor, tokens_M: Tensor) -> Tensor:
+    def score(
+        self, hidden_MD: Tensor, tokens_M: Tensor, leave_out: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        assert leave_out is None, "only rows of requests have grammars"
         return self._kernel.score(hidden_MD, tokens_M, self._temperature)

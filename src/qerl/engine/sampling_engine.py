@@ -93,7 +93,7 @@ class SamplingEngine(abc.ABC):
     ) -> Iterator[BranchBatch]:
         raise UserError("this engine cannot branch samples: set algo.branching to none")
 
-    def score(self, groups: list[Group], *, sampling: Sampling) -> Tensor:
+    def score(self, groups: list[Group], *, sampling: Sampling, by_requests: bool = False) -> Tensor:
         raise UserError("this engine has no exact mode: unset engine.exact")
 
     # Not inference_mode: the learner also uses tensors that the decoder caches during a call.

@@ -9,6 +9,7 @@ for bit those recorded during sampling if weights and noise are the same: tests/
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -20,7 +21,8 @@ from qerl.engine.prefill import PrefillChunk
 from qerl.engine.sampler import Sampler
 from qerl.engine.scheduler import num_pages, own_pages
 from qerl.engine.teacher_forcing import TeacherForcing
-from qerl.types import Group
+from qerl.kernels.token_mask import TokenMask
+from qerl.types import AllowedTokens, Group, Sample
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,6 +34,8 @@ class _ScoreBatch:
     """All tokens of each sample, the last one too, which is predicted and not computed."""
     prompt_indices: list[int] = dataclasses.field(default_factory=list)
     """For each sample, the index of its prompt."""
+    allowed: list[AllowedTokens | None] = dataclasses.field(default_factory=list)
+    """What grammars allowed in place of each sample's tokens, given ones included."""
 
 
 def score(
@@ -66,6 +70,7 @@ def _split_batches(
             pages = prompt_pages[: P // page_tokens] + pool.allocate(num_own)
             batch.samples.append(PrefillChunk(sample.tokens_T, P, pages, noise_row))
             batch.prompt_indices.append(len(batch.prompts) - 1)
+            batch.allowed.append(_of_all_tokens(sample))
     return batches
 
 
@@ -76,7 +81,9 @@ def _score_batch(
     hidden_PD = teacher_forcing(batch.prompts)
     device = hidden_PD.device
     hidden_BD = _padded(hidden_PD[torch.tensor(batch.prompt_indices, device=device)], rows).split(rows)
-    first_S = _logprobs(sampler, hidden_BD, [s.tokens_T[0] for s in batch.samples], rows, device)
+    first = [each and each.of(slice(1)) for each in batch.allowed]
+    first_mask = TokenMask.joined(first, [1] * len(first), device)
+    first_S = _logprobs(sampler, hidden_BD, [s.tokens_T[0] for s in batch.samples], rows, first_mask)
     pairs = zip(batch.samples, batch.prompt_indices, strict=True)
     longer = [(s, batch.prompts[index].pages) for s, index in pairs if len(s.tokens_T) > 1]
     if not longer:
@@ -84,7 +91,9 @@ def _score_batch(
     cache.copy_partial_pages([(s.first_position, pages, s.pages) for s, pages in longer])
     chunks = [dataclasses.replace(s, tokens_T=s.tokens_T[:-1]) for s, _ in longer]
     later_tokens = [token for s, _ in longer for token in s.tokens_T[1:]]
-    later_T = _logprobs(sampler, teacher_forcing.hidden_states(chunks), later_tokens, rows, device)
+    later = [each and each.of(slice(1, None)) for each in batch.allowed]
+    later_mask = TokenMask.joined(later, [len(s.tokens_T) - 1 for s in batch.samples], device)
+    later_T = _logprobs(sampler, teacher_forcing.hidden_states(chunks), later_tokens, rows, later_mask)
     lengths = torch.tensor([len(s.tokens_T) for s in batch.samples])
     is_first_T = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     is_first_T[lengths.cumsum(0) - lengths] = True
@@ -95,13 +104,26 @@ def _score_batch(
 
 
 def _logprobs(
-    sampler: Sampler, hidden: Iterable[Tensor], tokens: list[int], rows: int, device: torch.device
+    sampler: Sampler, hidden: Iterable[Tensor], tokens: list[int], rows: int, mask: TokenMask | None
 ) -> Tensor:
-    """Return the logprob of each token after its hidden state; these come [rows, D] at a time, padded."""
-    parts, tokens_CB = [], _padded(torch.tensor(tokens), rows).to(device).view(-1, rows)
+    """Return the logprob of each token after its hidden state; these come [rows, D] at a time, padded. mask:
+    what grammars allowed in place of the tokens."""
+    parts, tokens_CB = [], _padded(torch.tensor(tokens), rows).view(-1, rows)
     for hidden_BD in hidden:
-        parts.append(sampler.score(hidden_BD, tokens_CB[len(parts)]))
+        leave_out = None if mask is None else functools.partial(mask.fill_, start=rows * len(parts))
+        tokens_B = tokens_CB[len(parts)].to(hidden_BD.device)
+        parts.append(sampler.score(hidden_BD, tokens_B, leave_out))
     return torch.cat(parts)[: len(tokens)]
+
+
+def _of_all_tokens(sample: Sample) -> AllowedTokens | None:
+    """Return what was allowed in place of all tokens of the sample, given ones included."""
+    if sample.allowed is None:
+        return None
+    set_T: list[int | None] = [None] * len(sample.tokens_T)
+    for index, own in zip(sample.sampled_indices, sample.allowed.set_C, strict=True):
+        set_T[index] = own
+    return AllowedTokens(sample.allowed.sets, set_T)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

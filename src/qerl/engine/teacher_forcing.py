@@ -45,6 +45,10 @@ class TeacherForcing:
         ends = torch.tensor([len(chunk.tokens_T) for chunk in chunks]).cumsum(0) - 1
         last, first = [], 0
         for hidden_BD in self.hidden_states(chunks):
+            for chunk, end in zip(chunks, ends.tolist(), strict=True):
+                start = max(end + 1 - len(chunk.tokens_T) - first, 0)
+                if chunk.on_hidden is not None and start < min(end + 1 - first, len(hidden_BD)):
+                    chunk.on_hidden(hidden_BD[start : end + 1 - first])
             here = ends[(ends >= first) & (ends < first + len(hidden_BD))] - first
             last.append(hidden_BD[here.to(hidden_BD.device)])
             first += len(hidden_BD)

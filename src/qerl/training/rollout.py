@@ -110,13 +110,15 @@ def drop_overlong(config: RunConfig, groups: list[Group]) -> list[Group]:
 
 def learned_parts(group: Group) -> list[Group]:
     """Return a group for each prompt of the agents' episodes, whose parts have their episode's advantage; a
-    group without episodes as it is."""
+    group without episodes as it is. An episode's parts are in the order of their tokens: sums in the learner
+    then do not depend on which of two requests came first."""
     if all(sample.episode is None for sample in group.samples_G):
         return [group]
     by_prompt: dict[tuple[int, ...], Group] = {}
     for episode in group.samples_G:
         own = {"reward": episode.reward, "advantage": episode.advantage}
-        for part in episode.episode.parts if episode.episode is not None else ():
+        parts = episode.episode.parts if episode.episode is not None else ()
+        for part in sorted(parts, key=lambda each: (each.prompt.tokens_T, each.samples_G[0].tokens_T)):
             found = by_prompt.setdefault(
                 tuple(part.prompt.tokens_T), Group(prompt=part.prompt, samples_G=[], num_sampled=0)
             )

@@ -9,8 +9,9 @@ them, so nothing is tokenized twice. Any other request, with a shorter history o
 the template's rendering; if that happens to begin with the tokens of an earlier prompt and answer, it
 continues that one too.
 
-Each answer is learned from once. The first request that continues an answer goes on in the same sample; a
-second one (two continuations of one answer) begins a sample, whose prompt has the tokens before it.
+Each answer is learned from once. Of the requests that continue an answer one goes on in the same sample, and
+each other begins a sample, whose prompt has the tokens before it. It is chosen by its tokens, not by its
+arrival: the samples of requests that run beside each other do not depend on which is faster.
 """
 
 import dataclasses
@@ -201,7 +202,8 @@ class EpisodeRecord:
         with self._lock:
             answers = sorted(self._answers, key=lambda each: (each.call.number, each.choice))
         parts = []
-        for chain in (_chain(each) for each in answers if _begins(each)):
+        following = _following(answers)
+        for chain in (_chain(each, following) for each in answers if _begins(each, following)):
             first = chain[0].call
             tokens_T, spans = _joined(chain)
             sample = Sample(
@@ -220,14 +222,29 @@ class EpisodeRecord:
         return parts
 
 
-def _begins(answer: RecordedAnswer) -> bool:
+def _following(answers: list[RecordedAnswer]) -> dict[RecordedAnswer, RecordedAnswer]:
+    """Return for each answer that is continued the one that goes on in its sample."""
+    continued: dict[RecordedAnswer, list[RecordedAnswer]] = {}
+    for answer in answers:
+        if answer.call.parent is not None:
+            continued.setdefault(answer.call.parent, []).append(answer)
+    return {parent: min(each, key=_content) for parent, each in continued.items()}
+
+
+def _content(answer: RecordedAnswer) -> tuple[list[int], list[int], int]:
+    return answer.call.prompt_T, answer.sample.tokens_T, answer.choice
+
+
+def _begins(answer: RecordedAnswer, following: Mapping[RecordedAnswer, RecordedAnswer]) -> bool:
     """True if a sample begins with this answer."""
-    return answer.call.parent is None or answer.call.parent.child is not answer
+    return answer.call.parent is None or following[answer.call.parent] is not answer
 
 
-def _chain(answer: RecordedAnswer) -> list[RecordedAnswer]:
+def _chain(
+    answer: RecordedAnswer, following: Mapping[RecordedAnswer, RecordedAnswer]
+) -> list[RecordedAnswer]:
     chain = [answer]
-    while (child := chain[-1].child) is not None:
+    while (child := following.get(chain[-1])) is not None:
         chain.append(child)
     return chain
 

@@ -172,7 +172,7 @@ def _sample(prompt: Prompt, record: EpisodeRecord, outcome: Outcome, took_s: flo
         tokens_T=tokens_T,
         logprobs_T=logprobs_T,
         text="\n".join(f"{message['role']}: {message['content']}" for message in messages),
-        finish=parts[-1].samples_G[0].finish if parts else "stop",
+        finish="length" if any(part.samples_G[0].finish == "length" for part in parts) else "stop",
         version=version,
         environment_spans=tuple(spans),
         messages=messages,
