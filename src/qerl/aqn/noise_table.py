@@ -8,8 +8,9 @@ Row 0 has no noise. The other rows are filled when first needed, from (seed, ste
 noise depends neither on its row nor on other keys, batches or preemption: tests/aqn/test_noise_table.py.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -72,6 +73,20 @@ class NoiseTable:
     def stop(self) -> None:
         """Make every token use row 0."""
         self._rows, self._fill = {}, None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Remove all noise within the context."""
+        before, fill = [norm.noise.clone() for norm in self.norms], self._fill
+        try:
+            self._fill = None
+            for norm in self.norms:
+                norm.noise.zero_()
+            yield
+        finally:
+            self._fill = fill
+            for norm, noise in zip(self.norms, before, strict=True):
+                norm.noise.copy_(noise)
 
     def rows(self, members: Sequence[Members]) -> list[tuple[int, list[int]]]:
         """Return (the prompt's row, its samples' rows) of each member, valid until the next call, which may

@@ -28,7 +28,8 @@ class JudgeConfig:
     QERL_JUDGE_KEY."""
 
     url: str = ""
-    """An OpenAI-compatible endpoint, up to and including /v1."""
+    """An OpenAI-compatible endpoint, up to and including /v1; base: the model that is trained, without its
+    adapter, in the run's own process."""
 
     model: str | None = None
     """Name of the model in requests; None: the first that the endpoint lists."""

@@ -169,6 +169,7 @@ class RunConfig:
         )
         self._check_agent()
         self._check_partial()
+        self._check_judge()
         is_plain = not self.rollout.partial and self.algo.branching == "none" and not self.distil.is_on
         require(
             self.rollout.admission == "given" or (is_plain and self.ray.address is None),
@@ -199,11 +200,21 @@ class RunConfig:
         for is_set, what in (
             (self.ray.address is not None, "--ray: use torchrun"),
             (self.algo.branching != "none", "algo.branching deep: set it to none"),
-            (self.engine.exact, "engine.exact: unset it"),
             (self.noise.scope != "step", f"noise.scope {self.noise.scope}: set it to step"),
             (self.algo.overlong == "shape", "algo.overlong shape: set it to keep or mask"),
         ):
             require(not is_set, f"an agent does not work with {what}")
+
+    def _check_judge(self) -> None:
+        """Refuse what the run's own base model cannot be a judge beside."""
+        if self.task.judge.url != "base" or "judge" not in self.task.rewards:
+            return
+        for is_set, what in (
+            (self.ray.address is not None, "--ray: give the URL of an endpoint"),
+            (self.algo.branching != "none", f"algo.branching {self.algo.branching}: its KV cache stays open"),
+            (self.adapter.kind != "lora", f"adapter.kind {self.adapter.kind}: the base model changes"),
+        ):
+            require(not is_set, f"task.judge.url base does not work with {what}")
 
     def _check_partial(self) -> None:
         """Refuse what groups that several steps sample cannot do."""

@@ -41,7 +41,7 @@ class JudgeFailed(Exception):
 def judge(config: TaskConfig) -> Callable[..., Any]:
     """Return the reward; raise UserError if its settings cannot work."""
     settings = config.judge
-    require(settings.url != "", "the reward judge needs task.judge.url: the URL of an endpoint")
+    require(settings.url != "", "the reward judge needs task.judge.url: the URL of an endpoint, or base")
     made = Judge(settings)
 
     def judge(prompts: list[Text], completions: list[Text], **columns: list[Any]) -> list[float]:
@@ -64,10 +64,39 @@ def readable(text: Text) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in text)
 
 
+class Rubric:
+    """What a judge is asked about a sample, and the reward in its reply."""
+
+    def __init__(self, settings: JudgeConfig):
+        self._settings, self._text = settings, _rubric(settings.rubric)
+
+    def message(self, prompt: str, completion: str, row: dict[str, Any]) -> str:
+        settings, own = self._settings, {"prompt": prompt, "completion": completion}
+        own |= {"least": f"{settings.least:g}", "most": f"{settings.most:g}"}
+        return _filled(self._text, row | own)
+
+    def key(self, message: str) -> str:
+        """Return the key of the reply to a message in the file of replies."""
+        asked = json.dumps([self._settings.url, self._settings.model, self._settings.max_tokens, message])
+        return hashlib.sha256(asked.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+    def reward(self, reply: str) -> float:
+        """Return a number in [0, 1]; raise JudgeFailed if the reply has no score, or one out of range."""
+        settings = self._settings
+        found = re.findall(settings.pattern, reply[-20_000:], flags=re.IGNORECASE)
+        try:
+            score = float(found[-1])
+        except (IndexError, ValueError):
+            raise JudgeFailed(f"no score in the reply {reply[-80:]!r}") from None
+        if not settings.least <= score <= settings.most:
+            raise JudgeFailed(f"the score {score:g} is not in {settings.least:g} to {settings.most:g}")
+        return (score - settings.least) / (settings.most - settings.least)
+
+
 class Judge:
     def __init__(self, settings: JudgeConfig):
         self._settings, self._model = settings, settings.model
-        self._rubric = _rubric(settings.rubric)
+        self._rubric = Rubric(settings)
         self._client = OpenAIClient(
             settings.url,
             key_variable=KEY_VARIABLE,
@@ -78,20 +107,15 @@ class Judge:
 
     def reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
         """Return a number in [0, 1]; raise JudgeFailed."""
-        settings = self._settings
-        own = {"prompt": prompt, "completion": completion}
-        own |= {"least": f"{settings.least:g}", "most": f"{settings.most:g}"}
-        message = _filled(self._rubric, row | own)
-        asked = json.dumps([settings.url, settings.model, settings.max_tokens, message])
-        key = hashlib.sha256(asked.encode("utf-8", errors="surrogatepass")).hexdigest()
+        message = self._rubric.message(prompt, completion, row)
+        key = self._rubric.key(message)
         reply = self._ledger.reply(key)
-        if reply is None:
-            reply = self._ask(message)
-            score = self._score(reply)
-            self._ledger.keep(key, reply)  # only what can be read: another try may be better
-        else:
-            score = self._score(reply)
-        return (score - settings.least) / (settings.most - settings.least)
+        if reply is not None:
+            return self._rubric.reward(reply)
+        reply = self._ask(message)
+        reward = self._rubric.reward(reply)
+        self._ledger.keep(key, reply)  # only what can be read: another try may be better
+        return reward
 
     def _ask(self, message: str) -> str:
         try:
@@ -114,17 +138,6 @@ class Judge:
         if not isinstance(content, str):
             raise JudgeFailed("the endpoint's answer has no message")
         return content
-
-    def _score(self, reply: str) -> float:
-        settings = self._settings
-        found = re.findall(settings.pattern, reply[-20_000:], flags=re.IGNORECASE)
-        try:
-            score = float(found[-1])
-        except (IndexError, ValueError):
-            raise JudgeFailed(f"no score in the reply {reply[-80:]!r}") from None
-        if not settings.least <= score <= settings.most:
-            raise JudgeFailed(f"the score {score:g} is not in {settings.least:g} to {settings.most:g}")
-        return score
 
 
 class Ledger:

@@ -29,6 +29,7 @@ from qerl.tasks.environment import Call, EnvironmentReply, EnvironmentWorker, is
 from qerl.tasks.graders import BUILT_IN, NEED_ANSWER, Reward
 from qerl.tasks.higher_lower import higher_lower
 from qerl.tasks.judge import judge
+from qerl.tasks.own_judge import BASE, OwnJudge
 from qerl.tasks.reward_model import RewardModel
 from qerl.tasks.scoring import (
     RESERVED,
@@ -43,7 +44,12 @@ from qerl.tasks.sources import function_sources
 from qerl.tasks.worker_pool import Jobs, WorkerLost, WorkerPool
 from qerl.types import Group, Prompt, Sample
 
-REWARDS = {**BUILT_IN, "judge": judge, "reward_model": RewardModel, "higher_lower": higher_lower}
+
+def _judge(config: TaskConfig) -> Any:
+    return OwnJudge(config) if config.judge.url == BASE else judge(config)
+
+
+REWARDS = {**BUILT_IN, "judge": _judge, "reward_model": RewardModel, "higher_lower": higher_lower}
 _GRADED = frozenset({"judge", "reward_model"})  # 1 is not a correct sample
 Arguments = dict[str, list[Any]]
 Outcome = float | Failure | WorkerLost | None
@@ -82,8 +88,8 @@ class RewardPool:
         environments = _environments(functions)
         self.scores_episodes = any(callable(getattr(made, "score", None)) for made in environments)
         self.extends_prompt = any(getattr(made, "extends_prompt", False) for made in environments)
-        self._models = [(each, weight) for each, weight in pairs if isinstance(each, RewardModel)]
-        pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel)]
+        self._models = [(each, weight) for each, weight in pairs if isinstance(each, RewardModel | OwnJudge)]
+        pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel | OwnJudge)]
         self._functions = [function for function, _ in pairs if not is_environment(function)]
         weights = [weight for function, weight in pairs if not is_environment(function)]
         memory_bytes = int(config.reward_memory_gb * 1e9)
@@ -110,6 +116,11 @@ class RewardPool:
         """Lines for the log: which sandbox the reward code uses."""
         found = (getattr(function, "notice", None) for function in self._functions)
         return [text for text in found if isinstance(text, str)]
+
+    @property
+    def own_judges(self) -> list[OwnJudge]:
+        """Rewards that the run's own model gives."""
+        return [each for each, _ in self._models if isinstance(each, OwnJudge)]
 
     def reads_answer(self, column: str) -> bool:
         """True if a built-in reward compares with this column, or a function of the user's names it."""
@@ -181,7 +192,7 @@ class RewardPool:
         """Return the groups' rewards by the functions' outcomes and what else there is to add, and count the
         failures. calls and found: of the samples that have not failed before."""
         for model, weight in self._models:
-            values = model.score([(call["prompts"][0], call["completions"][0]) for call in calls])
+            values = model.score_calls(calls)
             found = [_added(outcome, weight, value) for outcome, value in zip(found, values, strict=True)]
         outcomes = iter(found)
         failures: Counter[str] = Counter()

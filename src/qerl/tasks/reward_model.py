@@ -6,6 +6,7 @@ model's own chat template; without one, texts are joined. Values are those of tr
 (tests/tasks/test_reward_model.py).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class RewardModel:
         if config.label is not None and config.label >= num_labels:
             raise UserError(f"task.reward_model.label must be under {num_labels}, got {config.label}")
         self._model = model.to(config.device).eval().requires_grad_(False)
+
+    def score_calls(self, calls: Sequence[Mapping[str, list[Any]]]) -> list[float | Failure]:
+        """Return the rewards of reward functions' arguments, one sample each."""
+        return self.score([(call["prompts"][0], call["completions"][0]) for call in calls])
 
     def score(self, pairs: list[tuple[Text, Text]]) -> list[float | Failure]:
         """Return the reward of each prompt and completion; raise UserError if the model cannot be loaded."""

@@ -247,6 +247,9 @@ class Preflight:
             self._reset_environment(prompts_P[0])
             yield "ok", f"{names}: the environment begins an episode", {}
             return
+        if self._pool.own_judges:
+            yield "ok", f"{names}: the model without its adapter is the judge; it is not tried here", {}
+            return
         column = self._config.task.answer_column
         answers = [prompt.columns.get(column) for prompt in prompts_P]
         texts = ["" if answer is None else str(answer) for answer in answers]

@@ -34,6 +34,7 @@ from qerl.tracking.atomic_file import encode, read_object, write_atomic
 from qerl.tracking.report import write_report
 from qerl.tracking.trust import remember_started
 from qerl.training import evaluation
+from qerl.training.base_judge import let_base_judge
 from qerl.training.branching import BranchingRollouts
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
@@ -136,6 +137,7 @@ class _Session:
         for text in [*pool.notices, *check_task(config, self.task, pool)]:
             journal.notice(text)
         self.decoder, self.engine = load_sampler(config, tokenizer)
+        let_base_judge(pool, self.decoder, self.engine, tokenizer, config)
         self.rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)
         first_P = self.task.train_prompts(0, config.num_prompts)
         self.learner = planned_learner(
@@ -143,7 +145,9 @@ class _Session:
             config,
             self._longest_prompt(first_P),
             notice=journal.notice,
-            score=partial(self.engine.score, sampling=sampling_of(config)) if config.engine.exact else None,
+            score=partial(self.engine.score, sampling=sampling_of(config), by_requests=agents is not None)
+            if config.engine.exact
+            else None,
             ranks=ranks,
         )
         self.checkpoints = RunCheckpoints(folder, config.checkpoint, self.learner, journal, ranks)

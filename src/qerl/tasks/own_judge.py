@@ -1,0 +1,75 @@
+"""The reward `judge` with task.judge.url base: the run's own model without its adapter rates each sample.
+
+Rubric, score, file of replies and limits are those of judge.py. The replies come from this process, all of a
+step at once: `answer_by` says from what. They are greedy, so a second try would say the same: there are no
+retries.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qerl.config import TaskConfig
+from qerl.errors import UserError, require
+from qerl.tasks.judge import JudgeFailed, Ledger, Rubric, readable
+from qerl.tasks.scoring import Failure, failure_of
+
+BASE = "base"
+"""task.judge.url of this judge."""
+Answer = Callable[[list[str]], list[str | Failure]]
+"""Messages -> replies."""
+
+
+class OwnJudge:
+    __name__ = "judge"
+
+    def __init__(self, config: TaskConfig):
+        self._settings = config.judge
+        name = config.judge.model
+        require(name is None, f"task.judge.url base is the run's own model: unset task.judge.model {name}")
+        self._rubric = Rubric(self._settings)
+        self._answer: Answer | None = None
+
+    def answer_by(self, answer: Answer, name: str) -> None:
+        """Take replies from here. name: of the model, under which they are kept."""
+        settings = dataclasses.replace(self._settings, model=name)
+        self._answer, self._rubric, self._ledger = answer, Rubric(settings), Ledger(settings)
+
+    def score_calls(self, calls: Sequence[dict[str, list[Any]]]) -> list[float | Failure]:
+        """Return the reward of each call's sample, or why it has none."""
+        if self._answer is None:
+            raise UserError(
+                "task.judge.url base rates samples while a model is trained; set the URL of an endpoint"
+            )
+        messages = [self._message(call) for call in calls]
+        replies = {message: self._ledger.reply(self._rubric.key(message)) for message in messages}
+        found: dict[str, float | Failure] = {}
+        unknown = [message for message, reply in replies.items() if reply is None]
+        asked = [message for message in unknown if self._takes_turn(message, found)]
+        for message, reply in zip(asked, self._answer(asked) if asked else (), strict=True):
+            found[message] = reply if isinstance(reply, Failure) else self._reward(reply)
+            if isinstance(reply, str) and isinstance(found[message], float):
+                self._ledger.keep(self._rubric.key(message), reply)
+        for message, reply in replies.items():
+            if reply is not None:
+                found[message] = self._reward(reply)
+        return [found[message] for message in messages]
+
+    def _message(self, call: dict[str, list[Any]]) -> str:
+        row = {name: values[0] for name, values in call.items()}
+        prompt, completion = readable(row.pop("prompts")), readable(row.pop("completions"))
+        return self._rubric.message(prompt, completion, row)
+
+    def _takes_turn(self, message: str, found: dict[str, float | Failure]) -> bool:
+        """Count a request; False, with the failure in `found`, if a limit is reached."""
+        try:
+            self._ledger.take_turn()
+        except JudgeFailed as error:
+            found[message] = failure_of("judge", error)
+        return message not in found
+
+    def _reward(self, reply: str) -> float | Failure:
+        try:
+            return self._rubric.reward(reply)
+        except JudgeFailed as error:
+            return failure_of("judge", error)
