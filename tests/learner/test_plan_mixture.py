@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to the plan, by hand: sums are written out, not computed the same way."""
+"""A mixture of experts in the plan, by hand: sums are written out, not computed the same way."""
 
 import dataclasses
 
@@ -98,7 +98,7 @@ def test_operands_of_layers_that_are_recomputed_and_some_experts_are_unpacked_at
 
 
 def test_a_row_saves_what_its_experts_save(monkeypatch):
-    """Of each chosen expert: gate and up, y, its weight and two indices; x and h for adapters."""
+    """Count for each chosen expert: gate and up, y, its weight and two indices; x and h for adapters."""
     attention = 2 * (192 + 192 + 128 + 64 + 64 + 128) + 4 * (2 * 128 + 4)
     each = 2 * (2 * 64 + 128) + 4 + 16
     assert op.saved_bytes_per_row(MIXED, with_experts("none")) == attention + 2 * each + 4 * 8

@@ -1,4 +1,4 @@
-"""What the experts of a mixture add to the plan of memory and speed.
+"""The share of a mixture's experts in the plan of memory and speed.
 
     weights      as their format packs them; with kernels that no GPU has run, in the decode kernels' tiles,
                  0.5625 bytes a weight in NVFP4 and MXFP4, and two factors for each output
