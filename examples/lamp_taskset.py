@@ -45,3 +45,7 @@ class LampTaskset(vf.Taskset[LampTask, vf.TasksetConfig]):
             wanted = "on" if number % 2 else "off"
             data = LampData(prompt=f"Lamp {number}: switch it {wanted}.", wanted=wanted)
             yield LampTask(data, self.config.task)
+
+
+if __name__ == "__main__":  # verifiers starts this file as the tool's own process
+    Lamp.run()

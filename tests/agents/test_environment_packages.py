@@ -2,12 +2,14 @@
 packages where they are installed. (They need different versions of one package, so never both.)"""
 
 import importlib.util
+import json
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
-from agent_episodes import load_tiny, playing
+from agent_episodes import load_tiny, noting_samples, playing, turns_of
 
 from qerl.cli.train import read_recipe
 from qerl.config import TaskConfig
@@ -97,8 +99,6 @@ def model(tmp_path_factory):
 
 
 def open_env(place, **options):
-    import json
-
     return TaskConfig(name=f"openenv:{place}", env_options=json.dumps(options), num_rows=2)
 
 
@@ -272,6 +272,25 @@ def test_the_real_verifiers_plays_and_scores(model, tmp_path, monkeypatch):
         fine, bad = play({"prompt": "a", "task": 0}, {"prompt": "b", "task": 1}, num_samples=1)
     assert fine.samples_G[0].reward == 0.5 and fine.samples_G[0].episode.metrics == {"spoke": 1.0}
     assert "no rubric" in bad.samples_G[0].failure[1]
+
+
+@pytest.mark.slow
+def test_a_tool_of_the_real_verifiers_is_called_and_rewarded(model, monkeypatch):
+    if importlib.util.find_spec("verifiers") is None:
+        pytest.skip("verifiers is not installed")
+    examples = str(Path(__file__).parents[2] / "examples")
+    monkeypatch.syspath_prepend(examples)
+    monkeypatch.setenv("PYTHONPATH", examples, prepend=os.pathsep)  # of the tools' own process
+    options = {"agent": {"max_turns": 2, "sampling": {"tool_choice": "required"}}}
+    config = TaskConfig(name="verifiers:lamp_taskset", env_options=json.dumps(options), num_rows=2)
+    with noting_samples() as sampled, playing(model, VerifiersAgent(config)) as play:
+        (group,) = play({"prompt": "a", "task": 1}, num_samples=1, max_tokens=300)
+    (sample,) = group.samples_G
+    assert sample.failure is None and sample.episode.metrics["called"] == 1.0, sample.failure
+    assert sample.reward == 0.5 + 0.5 * sample.episode.metrics["right"]
+    assert "tool: the lamp is" in sample.text and sample.episode.num_tool_calls == 1
+    turns = [turn for part in sample.episode.parts for turn in turns_of(part)]
+    assert sorted(turn[1:] for turn in turns) == sorted(sampled) and len(turns) == 2
 
 
 ECHOES = """

@@ -62,3 +62,13 @@ def test_definitions_of_functions_are_one_table():
     assert schema["$defs"] == {"p": {"type": "string"}} and len(schema["anyOf"]) == 2
     with pytest.raises(UserError, match="'p' differently"):
         call_schema([("f", point), ("g", {"$defs": {"p": number}})])
+
+
+def test_a_call_has_no_arguments_that_its_schema_does_not_name():
+    def arguments(**schema):
+        return call_schema([("f", schema)])["properties"]["arguments"]
+
+    named = {"a": {"type": "boolean"}}
+    assert arguments(properties=named)["additionalProperties"] is False
+    assert arguments(properties=named, additionalProperties=True)["additionalProperties"] is True
+    assert "additionalProperties" not in arguments(properties=named, allOf=[{"required": ["b"]}])

@@ -17,6 +17,8 @@ from qerl.errors import UserError
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HOW_TO_CALL = f'To call one, answer with {_OPEN}{{"name": NAME, "arguments": {{...}}}}{_CLOSE}'
 
+_PARTS = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # with these, others may name arguments
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParsedCall:
@@ -119,7 +121,8 @@ def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 def call_schema(functions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return the JSON schema of one call of one of these (name, schema of the arguments).
 
-    A reference names a definition at the top of its schema, so the definitions become one table."""
+    A reference names a definition at the top of its schema, so the definitions become one table. Arguments
+    that a schema does not name are not sampled unless it says that there may be others."""
     definitions: dict[str, dict[str, Any]] = {}
     for _, schema in functions:
         for kind in {"$defs", "definitions"} & schema.keys():
@@ -129,10 +132,15 @@ def call_schema(functions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
+            "properties": {"name": {"const": name}, "arguments": _closed(schema)},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
         for name, schema in functions
     ]
     return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    is_plain = "properties" in schema and not _PARTS & schema.keys()
+    return {"additionalProperties": False, **schema} if is_plain else schema
