@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_run
 from qerl.cli.main import command
+from qerl.engine.engine import Engine
 from qerl.errors import UserError
 from training.ranks import StartedRanks
 
@@ -169,6 +170,12 @@ def test_two_ranks_learn_what_one_does(files, unbroken, tmp_path):
         torch.testing.assert_close(value, adapter(unbroken)[name], rtol=1e-3, atol=1e-5)
     ours, theirs = ([step["nll"] for step in metrics(each)] for each in (out, unbroken))
     assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_what_was_compiled_to_sample_is_said_once(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Engine, "compile_report", lambda self: "kernels: 3 compiled in 2 s")
+    command(["sft", *options(files, tmp_path)])  # two looks
+    assert capsys.readouterr().out.count("kernels: 3 compiled in 2 s") == 1
 
 
 def test_reinforcement_learning_goes_on_from_it(files, unbroken, tmp_path, capsys):
