@@ -25,6 +25,12 @@ class PageCounts(NamedTuple):
         """Return this share of the pages, rounded up, or the least."""
         return PageCounts(*(max(n, math.ceil(share * m)) for n, m in zip(least, self, strict=True)))
 
+    def times(self, share: float) -> "PageCounts":
+        return PageCounts(*(math.ceil(share * n) for n in self))
+
+    def covers(self, other: "PageCounts") -> bool:
+        return self.pages >= other.pages and self.windowed >= other.windowed
+
     def __str__(self) -> str:
         return f"{self.pages} pages" if not self.windowed else f"{self.pages} and {self.windowed} pages"
 

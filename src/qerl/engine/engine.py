@@ -126,6 +126,10 @@ class Engine(SamplingEngine):
     def compile_report(self) -> CompileReport | None:
         return self._runners.compiled
 
+    def expect(self, num_positions: int) -> None:
+        super().expect(num_positions)
+        self._runners.expected_pages = num_pages(self._expected_positions, self._config.block_size)
+
     def publish(self, version: int) -> None:
         super().publish(version)
         self._runners.publish()
@@ -244,8 +248,10 @@ class Engine(SamplingEngine):
         size, prompts = self._size, [prompts_P[group.index].index for group in groups]
         num_slots, left_bytes = size.affordable(groups, new_cache_bytes(*budget))
         least, useful = size.needed_pages(groups, prompts, left_bytes)
-        chosen = size.choose(left_bytes, least, useful)
-        enough = useful if chosen == useful else chosen.at_least(_WORTH_KEEPING, least)
+        # A cache for the longest call that is expected: a larger one later would drop the recorded graphs.
+        share = max(self._runners.expected_pages / self._max_pages(groups), 1.0)
+        chosen = size.choose(left_bytes, least, useful.times(share))
+        enough = useful if chosen.covers(useful) else chosen.at_least(_WORTH_KEEPING, least)
         if self._cache is not None:
             present = PageCounts(self._cache.num_pages, self._cache.num_window_pages)
             is_large = enough.pages <= present.pages and enough.windowed <= present.windowed

@@ -24,6 +24,7 @@ from qerl.engine.fused_linear import ONE_ORDER_ROWS, PackedLinears
 from qerl.engine.kv_cache import KVCache
 from qerl.engine.row_sampler import RowSampler
 from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
+from qerl.engine.scheduler import num_pages
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8, PackedWeight
 from qerl.kernels.chunked_attention import chunked_decode
@@ -41,6 +42,9 @@ _GPU_STEPS = 16
 _WHOLE_ROWS = 16
 _MOST_RUNNERS = 8  # users of a server choose temperatures; each runner may hold graphs for every bucket
 _PAGES_AT_ONCE = 16  # tables are made a little wider than needed, for the next call
+# A wider table drops all recorded graphs, so the second one is wider by a quarter at least: prompts that grow
+# from call to call widen it a few times in a run, not at each of them.
+_GROWTH = 1.25
 
 
 class RunnerCache:
@@ -59,6 +63,8 @@ class RunnerCache:
         self._head: HeadSample | None = None
         self._forward: DecodeForward | None = None
         self._max_pages = 0
+        self.expected_pages = 0
+        """Pages of the longest sequence that later calls are expected to have: no table is narrower."""
         self._runners: dict[Sampling | None, DecodeRunner] = {}
         self._teacher_forcing: TeacherForcing | None = None
         self.compiled: CompileReport | None = None
@@ -71,7 +77,7 @@ class RunnerCache:
         every row has its own."""
         if max_pages > self._max_pages:
             self.clear()
-            self._max_pages = -(-max_pages // _PAGES_AT_ONCE) * _PAGES_AT_ONCE
+            self._max_pages = self._table_pages(max_pages)
         if self._forward is None:
             self._forward = self._make_forward()(self._decoder, cache, self._rows, self._max_pages)
         key = None  # max_tokens and stop are not seen by a runner
@@ -88,6 +94,13 @@ class RunnerCache:
         runner = self._runners[key]
         runner.discard_unread()
         return runner
+
+    def _table_pages(self, max_pages: int) -> int:
+        """Return the width of a new table for sequences of max_pages pages and those that are expected, which
+        is at most a little wider than the model's longest sequence."""
+        most = num_pages(self._decoder.max_positions, self._config.block_size)
+        wanted = min(max(self.expected_pages, int(_GROWTH * self._max_pages)), most)
+        return -(-max(max_pages, wanted) // _PAGES_AT_ONCE) * _PAGES_AT_ONCE
 
     def take_compile_s(self) -> float:
         """Return the seconds of compiling since this was last called."""

@@ -59,6 +59,7 @@ class SamplingEngine(abc.ABC):
         """Stats of the latest call."""
         self._model, self.tokenizer, self.stop_token_ids = model, tokenizer, stop_token_ids
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._expected_positions = 0
 
     @property
     def vocab_size(self) -> int:
@@ -72,6 +73,11 @@ class SamplingEngine(abc.ABC):
     def compile_report(self) -> CompileReport | None:
         """Return what was compiled before the first decode step; None if nothing was."""
         return None
+
+    def expect(self, num_positions: int) -> None:
+        """Note how long the longest prompt and sample of the run are together, in tokens: a call with longer
+        ones than those before drops what was recorded. Nothing depends on it but time and memory."""
+        self._expected_positions = min(num_positions, self._model.max_positions)
 
     def publish(self, version: int) -> None:
         """Sample from the learner's current weights from now on, under this version number."""

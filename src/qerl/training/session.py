@@ -245,6 +245,8 @@ class _Session:
 
     def resume(self) -> int:
         """Load the newest intact checkpoint and return the step to continue with."""
+        known_P = [*self.task.train_prompts(0, self.config.num_prompts), *self.prompts]
+        self.engine.expect(self._longest_prompt(known_P) + self.config.sample.max_tokens)
         found = self.checkpoints.load_latest()
         if found is None and self.ranks.is_first:
             self.check_quantization()
@@ -392,9 +394,7 @@ def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster:
     is_deep, has_environment = config.algo.branching == "deep", pool.has_environment
     reason = "algo.branching deep needs a single process: branches reuse its KV pages"
     require(not is_deep or ranks.count == 1, reason)
-    reason = f"rollout.partial needs a prompt for each of {ranks.count} ranks, and no environment"
-    can_be_partial = config.num_prompts >= ranks.count and not has_environment
-    require(not config.rollout.partial or can_be_partial, reason)
-    reason = "algo.branching deep does not work with environments: set it to none"
-    require(not (is_deep and has_environment), reason)
+    is_refused = config.rollout.partial and (has_environment or config.num_prompts < ranks.count)
+    require(not is_refused, "rollout.partial needs a prompt for each rank, and no environment")
+    require(not (is_deep and has_environment), "algo.branching deep does not work with environments")
     require(cluster is None or not has_environment, "environments do not work with --ray: use torchrun")
