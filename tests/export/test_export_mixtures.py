@@ -7,13 +7,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from conftest import rms_error
 from export.test_export import decoder_of, exported, refusal, run_of
 from models.family_rows import oracle
 from models.family_rows import save as save_oracle
 from models.tiny import logits_of
 from qerl.config import AdapterConfig
 from qerl.models.adapter import adapter_tensors, add_adapter, load_adapter
+from qerl.models.compressed_tensors import write_quantized
+from qerl.models.loader import build_decoder
 from qerl.models.peft_reader import adapter_config, read_adapter
+from qerl.models.source import locate
+from qerl.models.tokenizer import load_tokenizer
 
 TOKENS_T = torch.arange(40) * 7 % 61
 EXPERTS = AdapterConfig(rank=4, alpha=8.0, experts="per_expert", expert_rank=2)
@@ -63,3 +68,34 @@ def test_peft_loads_experts_adapters_with_the_same_logits_and_training_continues
     load_adapter(same, read_adapter(str(out), dataclasses.replace(again, experts=kind)))
     for name, master in adapter_tensors(decoder).items():
         assert torch.equal(adapter_tensors(same)[name], master)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers and compressed-tensors on what a CPU lacks
+@pytest.mark.parametrize(
+    ("family", "format"), [("GptOss", "mxfp4"), ("Olmoe", "nvfp4"), ("Qwen3Moe", "mxfp4")]
+)
+def test_merged_experts_in_4_bits_keep_what_was_learned(tmp_path, family, format):
+    """Closer to the policy than rounding the merged weights to the nearest codes is."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    sizes |= {"moe_intermediate_size": 64} if family == "Qwen3Moe" else {}
+
+    def save_wide(folder, name):
+        save_oracle(oracle(name, vocab_size=320, **sizes), folder)
+
+    _, config, decoder = run_of(tmp_path, family, format=format, adapter=EXPERTS, save=save_wide)
+    ours = load(exported(tmp_path, config, format), format)
+    write_quantized(str(exported(tmp_path, config, "merged")), tmp_path / "nearest", format=format)
+    tokens_T = torch.tensor(load_tokenizer(config.model.path).encode("3 plus 1 is what, and why?"))
+    truth, plain = logits_of(decoder, tokens_T), logits_of(load(tmp_path / "nearest", format), tokens_T)
+    assert rms_error(logits_of(ours, tokens_T), truth) < 0.8 * rms_error(plain, truth)
+    if family == "GptOss":
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / format, dtype=torch.float32)
+        with torch.no_grad():
+            theirs_TV = model(TOKENS_T[None]).logits[0]
+        torch.testing.assert_close(theirs_TV, logits_of(ours, TOKENS_T), rtol=1e-3, atol=1e-3)
+
+
+def load(folder, format):
+    cpu = torch.device("cpu")
+    checkpoint = locate(str(folder)).open()
+    return build_decoder(checkpoint, format=format, compute=torch.float32, device=cpu, resident=False)

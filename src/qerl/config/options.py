@@ -100,15 +100,17 @@ class ExportOptions:
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
 
-    form: Annotated[Literal["peft", "merged", "nvfp4", "gguf-ready"], tyro.conf.arg(name="as")] = "peft"
-    """peft: the adapter. merged: the merged model. nvfp4: the merged model in 4 bits. gguf-ready: same
-    as merged, which llama.cpp's convert_hf_to_gguf.py reads."""
+    form: Annotated[Literal["peft", "merged", "nvfp4", "mxfp4", "gguf-ready"], tyro.conf.arg(name="as")] = (
+        "peft"
+    )
+    """peft: the adapter. merged: the merged model. nvfp4, mxfp4: the merged model in 4 bits, gpt-oss only
+    in mxfp4. gguf-ready: same as merged, which llama.cpp's convert_hf_to_gguf.py reads."""
 
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Data type of a merged model."""
 
     calibration_tokens: int = 8192
-    """Tokens of the run's prompts and samples, newest first, to calibrate nvfp4 on."""
+    """Tokens of the run's prompts and samples, newest first, to calibrate nvfp4 and mxfp4 on."""
 
     def __post_init__(self):
         check_positive(self, "calibration_tokens")

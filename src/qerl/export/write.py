@@ -4,6 +4,7 @@
     merged   a plain model: round(W + scaling * B @ A), summed in float64 from the frozen weight in its format
              and rounded once. Hugging Face's names, which llama.cpp's convert_hf_to_gguf.py reads
     nvfp4    the merged model in compressed-tensors' nvfp4-pack-quantized, rounded for its outputs (gptq.py)
+    mxfp4    the same in mxfp4-pack-quantized; of gpt-oss the experts as it is published, all else in BF16
 
 Tensors other than the linears' weights are the checkpoint's, also a head that the run had packed.
 """
@@ -22,6 +23,7 @@ from qerl.config.options import ExportOptions
 from qerl.errors import UserError
 from qerl.export.merge_note import make_note
 from qerl.export.policy import load_fp32_policy
+from qerl.formats import MXFP4, NVFP4
 from qerl.learner.checkpoint import latest_described_adapter
 from qerl.models import hf_writer
 from qerl.models.adapter import merged_expert, merged_weight
@@ -38,6 +40,7 @@ from qerl.models.source import base_name, locate
 from qerl.models.stored_names import language_config, stored_tensors
 from qerl.models.tokenizer import load_tokenizer
 
+_KINDS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -47,9 +50,10 @@ def export(config: RunConfig, options: ExportOptions) -> None:
     hf_writer.check_output_folder(out)
     if options.form == "peft":
         write_peft(run, config, out)
-    elif options.form == "nvfp4":
+    elif options.form in _KINDS:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        write_nvfp4(run, config, out, device=device, calibration_tokens=options.calibration_tokens)
+        tokens = options.calibration_tokens
+        write_four_bit(run, config, out, options.form, device=device, calibration_tokens=tokens)
     else:
         write_merged(run, config, out, DTYPES[options.dtype])
 
@@ -92,8 +96,8 @@ def write_merged(run: Path, config: RunConfig, out: Path, dtype: torch.dtype) ->
             write_note(folder, note)
 
 
-def write_nvfp4(
-    run: Path, config: RunConfig, out: Path, *, device: torch.device, calibration_tokens: int
+def write_four_bit(
+    run: Path, config: RunConfig, out: Path, format: str, *, device: torch.device, calibration_tokens: int
 ) -> None:
     if backend_of(config.model) == "transformers":
         raise UserError(
@@ -102,8 +106,9 @@ def write_nvfp4(
     decoder, source = load_fp32_policy(run, config, device), locate(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     rows = load_calibration(run, tokenizer, max_tokens=calibration_tokens, device=device)
-    requantize(decoder, rows, notice=partial(print, "nvfp4:", file=sys.stderr))
-    write_packed(decoder, source, out)
+    notice = partial(print, f"{format}:", file=sys.stderr)
+    requantize(decoder, rows, notice=notice, kind=_KINDS[format])
+    write_packed(decoder, source, out, format=format)
 
 
 def _merged_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -30,9 +30,9 @@ def as_written(a: Architecture, format: str) -> Architecture:
     mixture = a.mixture
     if mixture is None or mixture.stored == "separate":
         return a
-    if mixture.stored == "transposed" and format == MXFP4.name:
+    if mixture.stored in ("transposed", "blocks") and format == MXFP4.name:
         return dataclasses.replace(a, mixture=dataclasses.replace(mixture, stored="blocks"))
-    formats = "mxfp4" if mixture.stored == "transposed" else "no 4-bit format"
+    formats = "mxfp4" if mixture.stored in ("transposed", "blocks") else "no 4-bit format"
     raise UserError(f"the experts of {a.family} can be written in {formats}, not in {format}")
 
 
@@ -44,13 +44,20 @@ def expert_tensors(
         at = f"model.layers.{layer}."
         for x in spec.experts:
             weights = (expert_weight(checkpoint, a, at, x, e, format, encode) for e in range(x.num_experts))
-            if a.mixture is not None and a.mixture.stored == "separate":
-                yield from _separate(a, at, x, weights, suffixes)
-            else:
-                stack = PackedStack.of(x.num_experts, weights)
-                yield from mxfp4_blocks.block_tensors(f"{at}{x.name}", **_block_parts(stack)).items()
+            yield from stack_tensors(a, at, x, weights, suffixes)
             if x.has_bias:
                 yield f"{at}{x.name}_bias", read_float(checkpoint, f"{at}{x.name}_bias")
+
+
+def stack_tensors(
+    a: Architecture, at: str, x: ExpertSpec, weights: Iterator[PackedWeight], suffixes: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of one stack, from each expert's weight in order."""
+    if a.mixture is not None and a.mixture.stored == "separate":
+        yield from _separate(a, at, x, weights, suffixes)
+    else:
+        stack = PackedStack.of(x.num_experts, weights)
+        yield from mxfp4_blocks.block_tensors(f"{at}{x.name}", **_block_parts(stack)).items()
 
 
 def _separate(

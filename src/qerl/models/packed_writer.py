@@ -1,4 +1,5 @@
-"""Write a decoder whose linears are in NVFP4 as a compressed-tensors checkpoint."""
+"""Write a decoder whose linears are in NVFP4 or MXFP4 as a compressed-tensors checkpoint, or as gpt-oss is
+published."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.formats import NVFP4
-from qerl.models.compressed_tensors import LAYOUTS, ignored_modules, write_quantized_config
+from qerl.formats import FORMATS
+from qerl.models.adapter import merged_weight
+from qerl.models.architecture import Architecture
+from qerl.models.compressed_tensors import (
+    LAYOUTS,
+    CheckpointLayout,
+    ignored_modules,
+    without_quantization,
+    write_quantized_config,
+)
 from qerl.models.decoder import Decoder
 from qerl.models.expert_names import expert_names
+from qerl.models.expert_writing import as_written, blocks_config, stack_tensors
 from qerl.models.hf_writer import atomic_folder, write_json, write_shards, write_tokenizer
 from qerl.models.source import ModelSource
-from qerl.models.state_dict import HEAD, tensor_shapes
+from qerl.models.state_dict import HEAD, tensor_shapes, unquantized_linears
 from qerl.models.stored_names import is_shifted_norm, language_config, stored_tensors
 
 
@@ -23,27 +33,44 @@ def write_packed(
     source: ModelSource,
     out: Path,
     *,
+    format: str = "nvfp4",
     notes: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> None:
     """Write the folder, with config and tokenizer of the source, and the notes, JSON by file name."""
+    written = as_written(decoder.architecture, format)
     with atomic_folder(out) as folder:
-        tensors = stored_tensors(decoder.architecture, _packed_tensors(decoder), torch.bfloat16)
-        write_shards(folder, tensors)
-        config = language_config(source.open().config)
-        ignored = ignored_modules(decoder.architecture)
-        write_quantized_config(folder, with_dtype(config, torch.bfloat16), LAYOUTS["nvfp4"], ignored)
+        tensors = _packed_tensors(decoder, written, LAYOUTS[format])
+        write_shards(folder, stored_tensors(decoder.architecture, tensors, torch.bfloat16))
+        config = with_dtype(language_config(source.open().config), torch.bfloat16)
+        if written.mixture is not None and written.mixture.stored == "blocks":
+            write_json(folder / "config.json", blocks_config(without_quantization(config)))
+        else:
+            write_quantized_config(folder, config, LAYOUTS[format], ignored_modules(written))
         write_tokenizer(folder, source)
         for name, note in notes.items():
             write_json(folder / name, note)
 
 
-def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+def _packed_tensors(
+    decoder: Decoder, written: Architecture, layout: CheckpointLayout
+) -> Iterator[tuple[str, Tensor]]:
     yield from other_tensors(decoder, torch.bfloat16)
+    plain = unquantized_linears(written)
     for name, linear in decoder.linears():
-        assert isinstance(linear.weight, NVFP4)
+        if f"model.{name}" in plain:
+            yield f"model.{name}.weight", merged_weight(linear).bfloat16().cpu()
+            continue
+        assert isinstance(linear.weight, FORMATS[layout.format])
         tensors = linear.weight.tensors()
-        for field, suffix in LAYOUTS["nvfp4"].suffixes.items():
+        for field, suffix in layout.suffixes.items():
             yield f"model.{name}.{suffix}", tensors[field].to("cpu", copy=True)
+    for name, experts in decoder.expert_linears():
+        at, x, stack = f"model.{name.removesuffix(experts.spec.name)}", experts.spec, experts.weight
+        assert stack is not None
+        weights = (stack[e].to("cpu") for e in range(x.num_experts))
+        yield from stack_tensors(written, at, x, weights, layout.suffixes)
+        if experts.bias is not None:
+            yield f"{at}{x.name}_bias", experts.bias.to("cpu", torch.bfloat16, copy=True)
 
 
 def other_tensors(decoder: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
