@@ -29,9 +29,14 @@ class AgentConfig:
     episode_timeout_s: float = 900.0
     """An episode that is not over after so many seconds is broken: its sample gets no reward."""
 
+    step_timeout_s: float | None = None
+    """Episodes of a step that are not over so many seconds after the first began are broken; None: no limit
+    besides each episode's own."""
+
     max_body_bytes: int = 4_194_304
     """Maximum size of one request, in bytes."""
 
     def __post_init__(self):
         check_positive(self, "context_tokens", "max_calls", "max_concurrent", prefix="agent.")
         check_positive(self, "call_timeout_s", "episode_timeout_s", "max_body_bytes", prefix="agent.")
+        check_positive(self, "step_timeout_s", prefix="agent.")

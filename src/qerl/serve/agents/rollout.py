@@ -7,6 +7,7 @@ others are learned from.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,9 @@ class AgentPool:
         with self._endpoint.opened(records, sampling) as episodes:
             endpoint = self._endpoint
             pipe.listen(self._num_rollouts, lambda index: endpoint.close_episode(episodes[index]))
-            calls = [self._call(i, *each) for i, each in enumerate(zip(episodes, rows, strict=True))]
+            most_s = self._config.step_timeout_s
+            ends_s = None if most_s is None else time.monotonic() + most_s
+            calls = [self._call(i, *each, ends_s) for i, each in enumerate(zip(episodes, rows, strict=True))]
             while calls:
                 lost = self._run(calls)
                 pipe.drain(len(episodes) if lost is None else 0)
@@ -88,7 +91,7 @@ class AgentPool:
         seconds = [ended_s.get(i, 0.0) - begun_s.get(i, 0.0) for i in range(len(records))]
         return [pipe.outcomes[i] for i in range(len(records))], seconds
 
-    def _call(self, index: int, episode: OpenEpisode, row: dict[str, Any]) -> AgentCall:
+    def _call(self, index: int, episode: OpenEpisode, row: dict[str, Any], ends_s: float | None) -> AgentCall:
         return AgentCall(
             call=self._num_rollouts,
             index=index,
@@ -97,6 +100,7 @@ class AgentPool:
             model=MODEL_NAME,
             row=row,
             seed=episode.seed,
+            ends_s=ends_s,
         )
 
     def _run(self, calls: list[AgentCall]) -> Failure | None:

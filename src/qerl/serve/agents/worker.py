@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,6 +43,8 @@ class AgentCall:
     model: str
     row: dict[str, Any]
     seed: int
+    ends_s: float | None
+    """When the step's deadline is, by the monotonic clock; None: it has none."""
 
 
 class AgentWorker:
@@ -79,8 +82,23 @@ class AgentWorker:
         return bool(self._in_threads)
 
     async def _episode(self, call: AgentCall) -> Outcome:
+        late = InvalidReturn(
+            "over the step's deadline", f"not done {self._config.step_timeout_s} s after the first"
+        )
+        if call.ends_s is None:
+            self._pipe.say_begun(call.call, call.index)
+            return await self._result(call)
+        if (left_s := call.ends_s - time.monotonic()) <= 0:
+            raise late
         self._pipe.say_begun(call.call, call.index)
-        return await self._result(call)
+        clock = asyncio.timeout(left_s)
+        try:
+            async with clock:
+                return await self._result(call)
+        except TimeoutError:
+            if clock.expired():
+                raise late from None
+            raise
 
     async def _result(self, call: AgentCall) -> Outcome:
         arguments = self._arguments(call)
