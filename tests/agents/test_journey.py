@@ -21,7 +21,7 @@ SMALL = {
     "train": "--model.dtype fp32 --num-steps 2 --num-prompts 2 --num-generations 4 --sample.max-tokens 8"
     " --evaluate.num-prompts 2 --agent.context-tokens 256",
 }
-"""What makes the page's commands small; the rest is as the page has it."""
+"""Options that make the page's commands small; the rest is as the page has it."""
 
 
 def code_blocks():

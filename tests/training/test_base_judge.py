@@ -30,7 +30,7 @@ def judge_of(model, **settings):
 
 
 def sampled(engine, tokenizer):
-    """What the run's engine says to the same messages, greedily."""
+    """Return what the run's engine says to the same messages, greedily."""
     prompts = [
         Prompt(index=i, text="", tokens_T=list(tokenizer(text)["input_ids"]), messages=None, columns={})
         for i, text in enumerate(ASKED)

@@ -35,7 +35,7 @@ class _ScoreBatch:
     prompt_indices: list[int] = dataclasses.field(default_factory=list)
     """For each sample, the index of its prompt."""
     allowed: list[AllowedTokens | None] = dataclasses.field(default_factory=list)
-    """What grammars allowed in place of each sample's tokens, given ones included."""
+    """The tokens that grammars allowed in place of each sample's, given ones included."""
 
 
 def score(

@@ -65,7 +65,7 @@ def readable(text: Text) -> str:
 
 
 class Rubric:
-    """What a judge is asked about a sample, and the reward in its reply."""
+    """The question to a judge about a sample, and the reward in its reply."""
 
     def __init__(self, settings: JudgeConfig):
         self._settings, self._text = settings, _rubric(settings.rubric)
