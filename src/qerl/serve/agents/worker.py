@@ -44,7 +44,7 @@ class AgentCall:
     row: dict[str, Any]
     seed: int
     ends_s: float | None
-    """When the step's deadline is, by the monotonic clock; None: it has none."""
+    """The step's deadline by the monotonic clock; None: it has none."""
 
 
 class AgentWorker:
