@@ -391,10 +391,10 @@ class _Session:
 
 
 def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster: Cluster | None) -> None:
-    is_deep, has_environment = config.algo.branching == "deep", pool.has_environment
+    is_deep, has_env = config.algo.branching == "deep", pool.has_environment
     reason = "algo.branching deep needs a single process: branches reuse its KV pages"
     require(not is_deep or ranks.count == 1, reason)
-    is_refused = config.rollout.partial and (has_environment or config.num_prompts < ranks.count)
+    is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
     require(not is_refused, "rollout.partial needs a prompt for each rank, and no environment")
-    require(not (is_deep and has_environment), "algo.branching deep does not work with environments")
-    require(cluster is None or not has_environment, "environments do not work with --ray: use torchrun")
+    require(not (is_deep and has_env), "algo.branching deep does not work with environments: set it to none")
+    require(cluster is None or not has_env, "environments do not work with --ray: use torchrun")
