@@ -1,0 +1,105 @@
+"""Hundreds of episodes at once: none waits for another's tool, in a cache that holds a few of them."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from agent_episodes import CHATML, playing
+
+import tiny_run
+from qerl.config import EngineConfig, ModelConfig, NoiseConfig, RunConfig
+from qerl.engine.kv_cache import page_bytes
+from qerl.models.source import locate
+from qerl.models.tokenizer import stop_token_ids
+from qerl.serve.loaded_model import LoadedModel
+from qerl.training.policy import load_sampler, load_tokenizer_and_limit
+from qerl.training.rollout import agent_metrics
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+NUM_PAGES = 40
+SLEEP_S = 0.4
+WAITING = []  # in the agents' process
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose cache has 40 pages of 16 tokens: about ten requests of this file."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_run.write_model(folder, max_positions=256)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    config = RunConfig(
+        model=ModelConfig(path=str(folder), dtype="fp32", device="cpu"),
+        noise=NoiseConfig(schedule="none"),
+    )
+    tokenizer, _ = load_tokenizer_and_limit(config)
+    decoder, _ = load_sampler(config, tokenizer)
+    gb = NUM_PAGES * page_bytes(decoder.architecture, 16, decoder.compute) / 1e9
+    engine = EngineConfig(block_size=16, kv_cache_gb=gb, max_num_seqs=64)
+    _, engine = load_sampler(dataclasses.replace(config, engine=engine), tokenizer)
+    stop_tokens = stop_token_ids(tokenizer, locate(str(folder)))
+    return LoadedModel(engine=engine, tokenizer=tokenizer, stop_tokens=stop_tokens, max_positions=256)
+
+
+async def ask(client, messages, **options):
+    got = await client.chat.completions.create(model="m", messages=messages, **options)
+    return got.choices[0].message.to_dict()
+
+
+async def with_tools(client, row):
+    """An answer, a tool that takes its time and may fail, and a second answer."""
+    messages = [{"role": "user", "content": f"row {row['index']}"}]
+    said = await ask(client, messages, max_tokens=6)
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    WAITING.append(row["index"])
+    num_waiting = len(WAITING)
+    await asyncio.sleep(SLEEP_S)
+    WAITING.pop()
+    if row["index"] == 3:
+        raise RuntimeError("the tool is gone")
+    result = "Error: nothing there" if row["index"] == 7 else "found"
+    messages += [{**said, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": result}]
+    await ask(client, messages)
+    return {"reward": 1.0, "beside": num_waiting}
+
+
+@pytest.fixture(scope="module")
+def played(model):
+    """The samples of 200 episodes."""
+    rows = [{"index": i} for i in range(50)]
+    with playing(model, with_tools, max_concurrent=256) as play:
+        groups = play(*rows, num_samples=4, max_tokens=6)
+    return [s for group in groups for s in group.samples_G]
+
+
+def test_no_episode_waits_for_the_tools_of_others(played):
+    samples = played
+    beside = [s.episode.metrics["beside"] for s in samples if s.failure is None]
+    assert len(samples) == 200 and max(beside) > 4
+    assert {s.failure and s.failure[0] for s in samples} == {None, "raised RuntimeError"}
+    assert sum(s.failure is not None for s in samples) == 4  # its own episodes only
+
+
+def test_what_is_recorded_under_page_pressure_is_whole(played):
+    """A request that lost its pages goes on with the tokens that it had."""
+    for sample in played:
+        for part in sample.episode.parts:
+            (own,) = part.samples_G
+            assert len(own.logprobs_T) == len(own.sampled_indices) and all(x <= 0 for x in own.logprobs_T)
+
+
+def test_metrics_tell_of_turns_tools_and_waiting(played):
+    samples = [dataclasses.replace(s, reward=None if s.failure else 1.0) for s in played]
+    metrics = agent_metrics(samples)
+    assert metrics["turns"] == (2 * 196 + 4) / 200 and metrics["num_failed_episodes"] == 4
+    assert (metrics["tool_calls"], metrics["tool_failures"]) == (196, 4)
+    assert metrics["learned_tokens"] == sum(len(s.logprobs_T) for s in samples if s.reward is not None) > 0
+    assert 0 < metrics["waiting_share"] < 1
+
+
+def test_an_answer_does_not_depend_on_how_many_pages_there_are(played, model):
+    """The same episodes one after the other, where no request loses its pages."""
+    with playing(model, with_tools, max_concurrent=1) as play:
+        (group,) = play({"index": 0}, num_samples=2, max_tokens=6)
+    alone, beside = group.samples_G, played[:2]
+    assert [s.tokens_T for s in alone] == [s.tokens_T for s in beside]
