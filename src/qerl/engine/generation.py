@@ -233,10 +233,14 @@ class Generation:
         if turn_tokens is not None:
             s.max_tokens = min(len(s.tokens_T) + turn_tokens, s.max_tokens)
 
+    def keep_routes(self, s: LiveSample) -> None:
+        """Keep the experts that the sample's rows so far went to, in s.routes."""
+        s.routes = self._cache.read_routes(s.pages or s.group.pages, s.num_positions - 1)
+
     def _end_turns(self, samples: list[LiveSample]) -> None:
         """Park the samples for their environments; without a conversation they are finished."""
         for s in samples:
-            s.routes = self._cache.read_routes(s.pages or s.group.pages, s.num_positions - 1)
+            self.keep_routes(s)
             self.stats.finish_s.append(time.perf_counter() - self._start_s)
         (self._scheduler.finish if self._conversation is None else self._scheduler.park)(samples)
 

@@ -34,8 +34,8 @@ class LiveRequest:
     """Called with (sample index, newest token, the sample if that token ended it)."""
     constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one sample."""
-    keeps_allowed: bool = False
-    """True if a sample keeps what its constraint allowed: Sample.allowed."""
+    is_learned: bool = False
+    """True if a sample keeps what a learner needs: Sample.allowed and Sample.routes."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -117,7 +117,7 @@ class LiveBatch:
             group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
         for sample in group.samples_G:
             sample.constraint = None if request.constraint is None else request.constraint()
-            sample.allowed_log = AllowedLog() if sample.constraint and request.keeps_allowed else None
+            sample.allowed_log = AllowedLog() if sample.constraint and request.is_learned else None
         return group
 
     def _on_token(self, s: LiveSample) -> bool:
@@ -131,6 +131,8 @@ class LiveBatch:
         if s.finish is None and is_complete:
             s.finish = "stop"
         token = TokenLogprob(s.tokens_T[-1], s.logprobs_T[-1], s.top_logprobs)
+        if s.finish is not None and live.request.is_learned:
+            self._generation.keep_routes(s)
         ended = None if s.finish is None else self._to_sample(s, live.detokenizer)
         live.request.on_token(s.sample_index, token, ended)
         if all(each.finish is not None for each in live.group.samples_G):

@@ -42,8 +42,8 @@ class PendingRequest:
     sampling: Sampling
     constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one choice."""
-    keeps_allowed: bool = False
-    """True if samples keep what their constraints allowed."""
+    is_learned: bool = False
+    """True if samples keep what a learner needs: Sample.allowed and Sample.routes."""
     num_top_logprobs: int = 0
     prompt_logprobs_P: list[PromptLogprobs] | None = None
     """To be filled, one for each prompt."""
@@ -88,7 +88,7 @@ class PendingRequest:
             sampling=self.sampling,
             on_token=lambda g, token, ended: self._add_token(i * self.num_samples + g, token, ended),
             constraint=self.constraint,
-            keeps_allowed=self.keeps_allowed,
+            is_learned=self.is_learned,
             num_top_logprobs=self.num_top_logprobs,
             prompt_logprobs=None if self.prompt_logprobs_P is None else self.prompt_logprobs_P[i],
         )

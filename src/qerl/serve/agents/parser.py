@@ -90,7 +90,7 @@ class EpisodeParser(RequestParser):
         def add(choice: int, sample: Sample) -> None:
             record.add(call, choice, sample, None if call.messages is None else _reply(asked, sample))
 
-        pending.on_choice, pending.timeout_s, pending.keeps_allowed = add, self.timeout_s, True
+        pending.on_choice, pending.timeout_s, pending.is_learned = add, self.timeout_s, True
 
         def end(future: Future[list[Sample]]) -> None:
             running.discard(pending)

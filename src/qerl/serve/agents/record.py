@@ -215,6 +215,7 @@ class EpisodeRecord:
                 sample_index=self._sample_index,
                 environment_spans=spans,
                 allowed=_joined_sets(chain),
+                routes=_joined_routes(chain),
                 messages=[each for answer in chain for each in _shown(answer)],
             )
             own = dataclasses.replace(prompt, text="", tokens_T=first.prompt_T, messages=None)
@@ -270,6 +271,18 @@ def _joined_sets(chain: list[RecordedAnswer]) -> AllowedTokens | None:
         own = [sets.setdefault(bits, len(sets)) for bits in allowed.sets]
         set_C += [None if index is None else own[index] for index in allowed.set_C]
     return AllowedTokens(tuple(sets), set_C)
+
+
+def _joined_routes(chain: list[RecordedAnswer]) -> bytes | None:
+    """Return the experts of all rows but the last, those of a row from the call that sampled after it."""
+    joined, start = [], 0
+    for answer in chain:
+        routes, num_rows = answer.sample.routes, len(answer.all_T) - 1
+        if routes is None:
+            return None
+        joined.append(routes[start * (len(routes) // num_rows) :])
+        start = num_rows
+    return b"".join(joined)
 
 
 def _shown(answer: RecordedAnswer) -> Iterator[dict[str, str]]:
