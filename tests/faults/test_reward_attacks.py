@@ -70,7 +70,7 @@ def test_a_signal_to_the_parent_does_not_reach_the_run(pool):
         if os.getppid() == RUN:
             return "the run is its parent"
         os.kill(os.getppid(), number)
-        time.sleep(0.05)
+        time.sleep(0.05 if number != signal.SIGKILL else 5)  # a busy machine takes its time to end the parent
         return "fine"
 
     ignored = sorted(signal.valid_signals() - {signal.SIGKILL})

@@ -56,7 +56,7 @@ def test_the_defaults_are_those_of_trl():
 
 
 def test_the_page_lists_every_field_under_what_happens_to_it():
-    sections = re.split(r"^### ", PAGE.read_text(), flags=re.M)
+    sections = re.split(r"^##+ ", PAGE.read_text(), flags=re.M)
     found = {text.split("\n")[0]: set(re.findall(r"`(\w+)`", text)) for text in sections[1:]}
     assert names(GRPOIgnoredFields) == found["No effect"]
     assert names(GRPORefusedFields) <= found["Refused"]

@@ -28,6 +28,12 @@ from qerl.tasks.prompt import set_template_variables
 from qerl.training.backend_limits import check_backend
 
 
+def load_policy(config: RunConfig) -> tuple[PolicyModel, SamplingEngine, Task]:
+    """Build the task first, so that its errors appear before weights are read. config.model has no `auto`."""
+    tokenizer, task = load_task(config)
+    return *load_sampler(config, tokenizer), task
+
+
 def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     tokenizer, max_prompt_tokens = load_tokenizer_and_limit(config)
     check_prompt_fits(max_prompt_tokens, config.sample.max_tokens, "sample.max_tokens")
