@@ -128,6 +128,14 @@ def test_an_answer_follows_its_schema_and_stops_there(client, is_stream):
     assert finish == "stop"
 
 
+@pytest.mark.parametrize(("limit", "finish"), [(5, "length"), (6, "stop")])
+def test_an_answer_that_is_complete_with_its_last_token_was_not_cut(client, limit, finish):
+    """Clients that parse structured output raise an error for "length"."""
+    format = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "abcd"}}}}
+    (choice,) = choices(client, CHAT, HELLO | format | {"max_tokens": limit})
+    assert choice["finish_reason"] == finish and choice["message"]["content"] == '"abcd"'[:limit]
+
+
 def test_each_choice_follows_the_schema_beside_rows_without_one(client):
     """Rows of one batch with and without a grammar; greedy ones, too."""
     format = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["aa", "bb"]}}}}

@@ -128,7 +128,7 @@ class LiveBatch:
         if s.constraint is not None:
             s.constraint.accept(s.tokens_T[-1])
             is_complete |= s.constraint.is_complete
-        if s.finish is None and is_complete:
+        if is_complete:  # also with the last token that the limit allows
             s.finish = "stop"
         token = TokenLogprob(s.tokens_T[-1], s.logprobs_T[-1], s.top_logprobs)
         if s.finish is not None and live.request.is_learned:
