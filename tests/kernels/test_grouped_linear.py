@@ -19,10 +19,10 @@ def offsets_of(rows):
     return torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()])
 
 
-def stack_of(kind, num, n, k, rng, spread=1.0):
-    return PackedStack.of(
-        num, (kind.encode(torch.randn(n, k, generator=rng) * spread**e) for e in range(num))
-    )
+def stack_of(kind, num, n, k, rng, spread=1.0, device="cpu"):
+    weights = (kind.encode(torch.randn(n, k, generator=rng) * spread**e) for e in range(num))
+    stack = PackedStack.of(num, weights)
+    return PackedStack(kind, {name: tensor.to(device) for name, tensor in stack.parts.items()})
 
 
 def adapter_of(num_a, num_b, n, k, rank, rng, dtype=torch.float32):
@@ -218,7 +218,7 @@ def test_the_kernel_unpacks_every_weight_exactly(case, device):
         pytest.skip("needs a CUDA device")
     name, num, n, k = stack_unpack.CASES[case]
     rng = torch.Generator().manual_seed(case)
-    stack, chosen = stack_of(FORMATS[name], num, n, k, rng, spread=3.0).to("cuda"), [0, num - 1]
+    stack, chosen = stack_of(FORMATS[name], num, n, k, rng, 3.0, "cuda"), [0, num - 1]
     buffer = torch.full((num, n, k), float("nan"), dtype=torch.bfloat16, device="cuda")
     chosen_G = torch.tensor(chosen, dtype=torch.int32, device="cuda")
     got = stack_unpack.unpack_stack(stack, chosen, chosen_G, buffer)
@@ -233,7 +233,7 @@ def test_on_a_gpu_expert_products_lose_what_torch_loses(name, nums, monkeypatch,
         pytest.skip("needs a CUDA device")
     rng, rows, (k, n, rank) = torch.Generator().manual_seed(0), (33, 0, 70, 1, 0, 150), (320, 256, 4)
     monkeypatch.setattr(expert_product, "BUFFER_BYTES", k * n * 2 * 2)
-    stack = stack_of(FORMATS[name], 6, n, k, rng, spread=2.0).to("cuda")
+    stack = stack_of(FORMATS[name], 6, n, k, rng, 2.0, "cuda")
     cpu = adapter_of(*nums, n, k, rank, rng)
     masters = [m.detach().cuda().bfloat16().float().requires_grad_() for m in cpu[:2]]
     adapter = GroupedAdapter(*masters, *(m.detach().bfloat16() for m in masters), 0.5)
@@ -274,11 +274,15 @@ def test_on_a_gpu_sums_over_a_tokens_rows_and_their_gradients_are_the_references
     ids_TK = routing.choose(logits_TE, k)
     rows = routing.sort_rows(ids_TK, E)
 
+    # Experts that did the same would leave the logits no gradient; powers of two are exact in bf16.
+    factors_TK1 = 2.0 ** (ids_TK[..., None] % 5)
+
     def work(x, dtype):
         weights_TK = routing.weigh(logits_TE, ids_TK, "chosen").to(dtype)
         if dtype == torch.float32:
-            return routing.combine(routing.spread(x, rows, k) * 2, weights_TK, rows)
-        return (2 * x[:, None] * weights_TK[..., None]).sum(1)
+            factors_S1 = factors_TK1.flatten(0, 1)[rows.order_S].to(x.dtype)
+            return routing.combine(routing.spread(x, rows, k) * factors_S1, weights_TK, rows)
+        return (x[:, None] * factors_TK1 * weights_TK[..., None]).sum(1)
 
     found = gradients_of(lambda: work(x_TD, torch.float32), (x_TD, logits_TE), 1)
     wanted = gradients_of(lambda: work(x_TD.double(), torch.float64), (x_TD, logits_TE), 1)

@@ -79,6 +79,7 @@ __device__ __forceinline__ void add_chunks(const Parameters& p, const Unit& u, S
       }
     }
     scale(f, n, exp2_fast(f.largest[n].x - m.x), exp2_fast(f.largest[n].y - m.y));
+    f.largest[n] = m;
     constexpr int BATCH = H == 256 ? 1 : NT == 1 ? 3 : 2;  // chunks whose loads are in flight together
     for (int c0 = 0; c0 < others; c0 += BATCH) {
       u32 x[BATCH][4], v[BATCH][KT][4];

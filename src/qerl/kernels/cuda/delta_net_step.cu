@@ -86,11 +86,11 @@ struct Convolution {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_net_step(Operands o) {
-  __shared__ float parts[4][HEAD];  // q, k, v after the convolution; silu(z)
+  __shared__ __align__(16) float parts[4][HEAD];  // q, k, v after the convolution; silu(z)
   __shared__ float lengths[4];      // sums of squares of the halves of q and of k
   __shared__ float gates[2];        // beta, decay
-  __shared__ float sums[2][WARPS][HEAD], products[WARPS];
-  __shared__ float updates[HEAD], squares[HEAD / 32];
+  __shared__ __align__(16) float sums[2][WARPS][HEAD], products[WARPS];
+  __shared__ __align__(16) float updates[HEAD], squares[HEAD / 32];
   __shared__ int is_last;
   const int row = blockIdx.x / VALUE_HEADS, head = blockIdx.x % VALUE_HEADS;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
