@@ -22,7 +22,9 @@ chunk, M chunks.
 import dataclasses
 import functools
 import importlib.util
+import warnings
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -159,11 +161,17 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
 
 
+@functools.cache
+def _fla_kernels() -> ModuleType:
+    with warnings.catch_warnings():  # a missing flash-attn and old torch.jit in parts not used here
+        warnings.simplefilter("ignore")
+        from fla.ops import gated_delta_rule  # type: ignore[import-not-found]
+    return gated_delta_rule
+
+
 def _by_fla(name: str, q, k, v, log_decay, beta, ends: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Call a kernel of fla-core: one packed row of sequences that end at `ends`."""
-    from fla.ops import gated_delta_rule  # type: ignore[import-not-found]
-
-    o, state = getattr(gated_delta_rule, f"{name}_gated_delta_rule")(
+    o, state = getattr(_fla_kernels(), f"{name}_gated_delta_rule")(
         *(x.contiguous()[None] for x in (q, k, v)),
         g=log_decay.float().contiguous()[None],
         beta=beta.contiguous()[None],
