@@ -129,6 +129,22 @@ def test_edited_rows_to_imitate_are_refused_by_their_name(files, tmp_path):
         distilled(files, tmp_path / "run", *more)
 
 
+def test_another_data_set_to_imitate_is_refused_by_its_name(files, tmp_path):
+    """One that `datasets` opens: a folder of data files here, a name of the hub elsewhere."""
+    folder, rows = tmp_path / "chats", (files / "rows.jsonl").read_text()
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(rows)
+    shared = "--distil.loss", "jsd", "--distil.data", str(folder), "--task.rewards"
+    more = *shared, "--distil.off-policy-share", "1", "--num-steps"
+    distilled(files, tmp_path / "run", *more, "1")
+    distilled(files, tmp_path / "run", *more, "2")  # the same rows go on
+    (folder / "train.jsonl").write_text(rows.replace("a", "b"))
+    with pytest.raises(UserError, match=r"another data set .*chats \(train\) .*--accept-changes"):
+        distilled(files, tmp_path / "run", *more, "3")
+    sources = json.loads((tmp_path / "run" / "run.json").read_text())["sources"]
+    assert [name for name in sources if name.startswith("data set ")] == [f"data set {folder} (train)"]
+
+
 def test_a_run_that_is_resumed_ends_as_the_unbroken_one(files, tmp_path):
     more = "--distil.loss", "jsd", "--learn.lr-scheduler-type", "constant"
     whole = distilled(files, tmp_path / "whole", *more)

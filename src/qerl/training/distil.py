@@ -94,7 +94,7 @@ def with_teacher(group: Group, found_G: list[TeacherLogprobs | Failure]) -> Grou
 def read_given_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows | None:
     """Read distil.data as `qerl sft` does; None without off_policy_share."""
     distil, source = config.distil, locate(config.model.path)
-    if not distil.off_policy_share:
+    if not (distil.is_on and distil.off_policy_share):
         return None
     max_length = min(2048, architecture_of(source.open()).max_positions)  # that of qerl sft
     given = SftConfig(data=distil.data, split=distil.split, eval_fraction=0.0, max_length=max_length)

@@ -132,7 +132,9 @@ class _Session:
         self.observer, self.metrics = observer, {}
         _check_supported(config, pool, ranks, cluster)
         tokenizer, self.task = load_task(config)
-        journal.check_sources(self.task.sources, ("data set ",))
+        self.given = read_given_rows(config, tokenizer)
+        sources = self.task.sources | ({} if self.given is None else self.given.sources)
+        journal.check_sources(sources, ("data set ",))
         journal.check_sources(teacher_sources(config) if ranks.is_first else {}, ("teacher ",))
         for text in [*pool.notices, *check_task(config, self.task, pool)]:
             journal.notice(text)
@@ -177,21 +179,19 @@ class _Session:
             return PartialRollouts(config, self.engine, self.rewards, prompts, self.ranks)
         if not config.distil.is_on:
             return GroupRollouts(config, self.sampler, self.rewards, prompts)
-        notice = self.journal.notice
         assert isinstance(self.decoder, Decoder)  # check_backend
-        self.teacher = load_teacher(config, self.decoder, tokenizer, notice)
-        rows = read_given_rows(config, tokenizer)
-        for text in [] if rows is None else rows.notices:
-            notice(text)
+        self.teacher = load_teacher(config, self.decoder, tokenizer, self.journal.notice)
+        for text in [] if self.given is None else self.given.notices:
+            self.journal.notice(text)
         return DistilRollouts(
             config,
             self.sampler,
             self.rewards,
             prompts,
             teacher=self.teacher,
-            rows=rows,
+            rows=self.given,
             ranks=self.ranks,
-            notice=notice,
+            notice=self.journal.notice,
         )
 
     def _make_sampler(
