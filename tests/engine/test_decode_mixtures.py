@@ -43,8 +43,10 @@ def shape_of(mixture, num_layers=3):
     )
 
 
-def decoder_of(mixture, format, rank, device):
-    decoder = random_decoder(shape_of(mixture), format=format, rank=rank, device=device, seed=3)
+def decoder_of(mixture, format, rank, device, expert_rank=0):
+    decoder = random_decoder(
+        shape_of(mixture), format=format, rank=rank, device=device, seed=3, expert_rank=expert_rank
+    )
     with torch.no_grad():
         decoder.lm_head.weight.mul_(8)
         for layer in decoder.layers:
@@ -54,7 +56,7 @@ def decoder_of(mixture, format, rank, device):
     return decoder
 
 
-def test_experts_outside_tiles_or_with_adapters_are_left_to_pytorch():
+def test_experts_outside_tiles_or_with_adapters_of_other_ranks_are_left_to_pytorch():
     cpu = torch.device("cpu")
     decoder = random_decoder(shape_of(PLAIN), format="nvfp4", rank=None, device=cpu, seed=0)
     assert stack_obstacle(decoder) == "they take experts in NVFP4 or MXFP4"
@@ -62,10 +64,10 @@ def test_experts_outside_tiles_or_with_adapters_are_left_to_pytorch():
         layer.tile()
     assert all(isinstance(each.weight, TiledStack) for _, each in decoder.expert_linears())
     assert stack_obstacle(decoder) is None
-    add_adapter(
-        decoder, AdapterConfig(rank=4, target_modules=("q_proj",), experts="each", expert_rank=2), seed=0
-    )
-    assert stack_obstacle(decoder) == "they do not compute adapters of experts"
+    for rank, said in ((4, None), (2, "they take adapters of experts of rank 4, 8, 12, 16, here 2")):
+        config = AdapterConfig(rank=4, target_modules=("q_proj",), experts="per_expert", expert_rank=rank)
+        add_adapter(decoder, config, seed=0)
+        assert stack_obstacle(decoder) == said
 
 
 @pytest.fixture
@@ -76,11 +78,12 @@ def device():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("expert_rank", [0, 4])
 @pytest.mark.parametrize(("mixture", "format"), [(PLAIN, "nvfp4"), (CLAMPED, "nvfp4"), (CLAMPED, "mxfp4")])
 @pytest.mark.parametrize("rows", [1, 9, 40])
 @torch.no_grad()
-def test_hidden_states_and_recorded_experts_are_those_of_pytorch(mixture, format, rows, device):
-    decoder = decoder_of(mixture, format, 16, device)
+def test_hidden_states_and_recorded_experts_are_those_of_pytorch(mixture, format, rows, expert_rank, device):
+    decoder = decoder_of(mixture, format, 16, device, expert_rank)
     a = decoder.architecture
     assert KernelForward.obstacle(decoder, PAGE_TOKENS) is None
     caches = [KVCache(a, rows * PAGES, PAGE_TOKENS, torch.bfloat16, device) for _ in range(2)]
@@ -94,6 +97,10 @@ def test_hidden_states_and_recorded_experts_are_those_of_pytorch(mixture, format
         state.tables_BX.copy_(torch.arange(rows * PAGES, device=device).view(rows, PAGES))
         errors, agreements = [], []
         for position in range(20):
+            if position == 10 and expert_rank:
+                for _, experts in decoder.expert_linears():
+                    experts.lora_B.mul_(-2)
+                    experts.publish()
             state.tokens_B.copy_(torch.randint(0, 1024, (rows,), generator=rng, device=device))
             state.positions_B.fill_(position)
             ours, theirs = (forward(state, rows).float() for forward in forwards)

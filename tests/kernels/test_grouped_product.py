@@ -9,7 +9,15 @@ from qerl.kernels import grouped_product as op
 from qerl.kernels import nvfp4_decode, routing
 from qerl.kernels.architectures import ARCHITECTURES, TESTED
 from qerl.kernels.clamped_swiglu import clamped_swiglu
-from qerl.kernels.grouped_product import Activation, GroupedProduct, TiledExperts, grouped_tile, item_rows
+from qerl.kernels.grouped_product import (
+    Activation,
+    AdapterRows,
+    ExpertAdapter,
+    GroupedProduct,
+    TiledExperts,
+    grouped_tile,
+    item_rows,
+)
 from qerl.kernels.moe_route import MoERoute
 from qerl.kernels.swiglu import swiglu
 from qerl.models.random_weights import random_nvfp4
@@ -49,17 +57,25 @@ def tiled(each, bias, order=None):
     return TiledExperts(torch.stack(tiles), factors, bias)
 
 
+def adapter_of(E, N, K, rows, rng):
+    a, b = (torch.randn(E, *shape, device=rng.device, generator=rng).bfloat16() for shape in ((4, K), (N, 4)))
+    return ExpertAdapter(a, b, 0.1, rows)
+
+
 def logits_of(ids_BK, E, rng):
     """Return logits whose largest are those of ids."""
     logits = torch.rand(len(ids_BK), E, device=rng.device, generator=rng)
     return logits.scatter(1, ids_BK, torch.rand(ids_BK.shape, device=rng.device, generator=rng) + 2)
 
 
-def torch_path(x_SK, offsets, each, bias, activation):
+def torch_path(x_SK, offsets, each, bias, activation, adapter=None):
     """Compute it by PyTorch's 16-bit operations."""
     y = []
     for e, (start, end) in enumerate(itertools.pairwise(offsets)):
         product = (x_SK[start:end] @ each[e].operand(torch.bfloat16).T).float() * each[e].alpha
+        if adapter is not None:
+            a, b = (t[e if len(t) > 1 else 0] for t in adapter[:2])
+            product += (x_SK[start:end] @ a.T * adapter[2]) @ b.T
         product = (product if bias is None else product + bias[e]).bfloat16()
         y.append(product)
     y_SN = torch.cat(y)
@@ -123,12 +139,47 @@ def test_no_less_exact_than_torch_for_every_group_size(counts, activation, devic
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rank", [4, 16])
+@pytest.mark.parametrize("nums", [(4, 4), (1, 4), (4, 1)], ids=("each", "shared_a", "shared_b"))
+@pytest.mark.parametrize("rows", list(AdapterRows), ids=lambda rows: rows.name)
+def test_adapters_are_no_less_exact_than_torch(rows, nums, rank, device):
+    rng = torch.Generator(device).manual_seed(rank)
+    counts, N, K = (5, 0, 70, 33), 192, 320
+    ids = ids_for(counts, 1).to(device)
+    each, bias = experts_of(len(counts), N, K, rng, biased=True)
+    x = torch.randn(len(ids), K, device=device, generator=rng).bfloat16()
+    sorted_rows = routing.sort_rows(ids, len(counts))
+    offsets, x_SK = sorted_rows.offsets.tolist(), x[sorted_rows.order_S].contiguous()
+    a = (torch.randn(nums[0], rank, K, device=device, generator=rng) / K**0.5).bfloat16()
+    b = torch.randn(nums[1], N, rank, device=device, generator=rng).bfloat16()
+    activation = None if rows is AdapterRows.AS_TILES else Activation(1.702, 7.0)
+    weights, adapter = torch.stack([w.decode() for w in each]), (a, b, 0.5)
+    truth = op.reference(x_SK, offsets, weights, bias, activation, adapter)
+    without = op.reference(x_SK, offsets, weights, bias, activation)
+    plain = torch_path(x_SK, offsets, each, bias, activation, adapter)
+    kernels, routes = GroupedProduct(device), MoERoute(device)
+    stored = torch.stack(b.chunk(2, 1), 2).flatten(1, 2) if rows is AdapterRows.ALTERNATING else b
+    for tokens in op.ITEM_ROWS:
+        routed = routes.route(logits_of(ids, len(counts), rng), 1, "chosen", tokens)
+        order = None if activation is None else nvfp4_decode.swiglu_order(N // 2, device)
+        experts = tiled(each, bias, order)._replace(adapter=ExpertAdapter(a, stored, 0.5, rows))
+        if activation is None:
+            got = kernels.linear(x_SK, experts, routed)
+        else:
+            got = kernels.swiglu(x, experts, routed, activation)
+        assert rms_error(got, truth) <= 1.1 * rms_error(plain, truth), tokens
+    assert rms_error(without, truth) > 0.1
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("F", "D", "E", "chosen"), [(2880, 2880, 8, 4), (768, 2048, 16, 8), (64, 64, 4, 2)])
 def test_a_row_does_not_depend_on_its_batch(F, D, E, chosen, device):
     rng = torch.Generator(device).manual_seed(0)
     each, bias = experts_of(E, 2 * F, D, rng, biased=True)
     gate_up = tiled(each, bias, nvfp4_decode.swiglu_order(F, device))
+    gate_up = gate_up._replace(adapter=adapter_of(E, 2 * F, D, AdapterRows.GATE_UP, rng))
     down = tiled(*experts_of(E, D, F, rng, biased=True))
+    down = down._replace(adapter=adapter_of(E, D, F, AdapterRows.AS_TILES, rng))
     x = torch.randn(256, D, device=device, generator=rng).bfloat16()
     logits = torch.randn(256, E, device=device, generator=rng)
     h = torch.randn(256, D, device=device, generator=rng)

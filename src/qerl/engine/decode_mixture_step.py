@@ -5,7 +5,7 @@
 
 moe_route.py and grouped_product.py have the kernels. A router with an adapter, or not in BF16, multiplies by
 its module. The chosen ids are recorded in the cache's pages, as the PyTorch path does. Adapters of experts
-are not computed here: `stack_obstacle`.
+take a launch more for each product.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,27 @@ from qerl.engine.decode_layer import LayerStep, StepParts, StepRows
 from qerl.engine.fused_linear import LinearGroup
 from qerl.formats import BF16
 from qerl.kernels import moe_route
-from qerl.kernels.grouped_product import Activation, GroupedProduct, TiledExperts, item_rows
+from qerl.kernels.grouped_product import (
+    RANKS,
+    Activation,
+    AdapterRows,
+    ExpertAdapter,
+    GroupedProduct,
+    TiledExperts,
+    item_rows,
+)
 from qerl.kernels.moe_route import MoERoute, Record
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.linear import QuantLinear
 from qerl.models.mixture import ExpertLinear, MixtureMLP
-from qerl.models.tiled_experts import TiledStack, in_tile_order
+from qerl.models.tiled_experts import ExpertRows, TiledStack, in_tile_order
+
+_ADAPTER_ROWS = {
+    ExpertRows.PLAIN: AdapterRows.AS_TILES,
+    ExpertRows.GATE_UP: AdapterRows.GATE_UP,
+    ExpertRows.ALTERNATING: AdapterRows.ALTERNATING,
+}
 
 
 class MixtureSteps:
@@ -51,8 +65,9 @@ class MixtureSteps:
 def stack_obstacle(decoder: Decoder) -> str | None:
     """Return why the kernels cannot multiply by this decoder's experts; None if they can."""
     for _, experts in decoder.expert_linears():
-        if experts.lora_A is not None:
-            return "they do not compute adapters of experts"
+        if experts.a_work is not None and (rank := experts.a_work.shape[1]) not in RANKS:
+            ranks = ", ".join(map(str, RANKS))
+            return f"they take adapters of experts of rank {ranks}, here {rank}"
         if not isinstance(experts.weight, TiledStack):
             return "they take experts in NVFP4 or MXFP4"
     return None
@@ -100,4 +115,8 @@ def _tiled(experts: ExpertLinear) -> TiledExperts:
     stack, bias = experts.weight, experts.bias
     assert isinstance(stack, TiledStack)
     in_order = None if bias is None else in_tile_order(bias, stack.rows)
-    return TiledExperts(stack.tiles, stack.factors_EN, in_order)
+    a_ERK, b_ENR = experts.a_work, experts.b_work  # which publishing writes in place
+    if a_ERK is None or b_ENR is None:
+        return TiledExperts(stack.tiles, stack.factors_EN, in_order)
+    adapter = ExpertAdapter(a_ERK, b_ENR, experts.scaling, _ADAPTER_ROWS[stack.rows])
+    return TiledExperts(stack.tiles, stack.factors_EN, in_order, adapter)

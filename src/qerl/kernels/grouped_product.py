@@ -2,6 +2,7 @@
 
     y_SN[s] = alpha_EN[e] * x[row(s)] @ (codes * scales)_ENK[e]^T + bias_EN[e]    for the rows s of expert e
     y_SF = silu(gate) * up        where [gate, up] is such a y with N = 2 F; or that of clamped_swiglu.py
+    with adapters y_SN[s] += scaling * (x[row(s)] @ a_ERK[e]^T) @ b_ENR[e]^T
 
 Rows are sorted by expert on the device (moe_route.py), so the grid is fixed and the host waits for nothing:
 CTAs walk over units of one item, up to `GroupedTile.tokens` rows of an expert, and one tile of its weight.
@@ -9,10 +10,11 @@ Every sum runs over all k in one order, so a row's bits do not depend on the oth
 kernel is for any GPU from Ampere on, Hopper included: with few rows for each expert it is bound by memory.
 
 The tiles are those of nvfp4_decode.py with a leading dimension, those of a SwiGLU in `swiglu_order`.
-Letters: S sorted rows, E experts, N output and K input features, F half of N.
+Letters: S sorted rows, E experts, N output and K input features, F half of N, R the adapters' rank.
 """
 
 import dataclasses
+import enum
 import functools
 import math
 import struct
@@ -31,10 +33,34 @@ from qerl.kernels.nvrtc import KernelVariant, addresses, compiled
 from qerl.kernels.swiglu import reference as swiglu_reference
 
 FILE, NAME = "grouped_product.cu", "grouped_product"
+SHRINK_FILE, SHRINK_NAME = "expert_shrink.cu", "expert_shrink"
+RANKS = (4, 8, 12, 16)
 CASES = ((2880, 2880), (768, 2048), (2048, 768))  # N, K
 ITEM_ROWS = (8, 16, 32, 64)
 _K_BLOCKS = (256, 192, 128, 64)
 _MOST_STAGES, _LEAST_STAGES = 8, 3
+_SHRINK_THREADS = 256
+
+
+class AdapterRows(enum.IntEnum):
+    """The order of B's rows."""
+
+    AS_TILES = 0
+    GATE_UP = 1
+    """All of gate, then all of up."""
+    ALTERNATING = 2
+    """Gate 0, up 0, gate 1, ..."""
+
+
+class ExpertAdapter(NamedTuple):
+    """The adapters of one linear of each expert; a or b with a leading dimension of 1 is that of all."""
+
+    a_ERK: Tensor
+    """bfloat16."""
+    b_ENR: Tensor
+    """bfloat16, rows in the order of `rows`."""
+    scaling: float
+    rows: AdapterRows
 
 
 class TiledExperts(NamedTuple):
@@ -46,6 +72,7 @@ class TiledExperts(NamedTuple):
     """fp32: `nvfp4_decode.row_factors` of each expert, in the order of the tiles."""
     bias_EN: Tensor | None
     """fp32, in the same order."""
+    adapter: ExpertAdapter | None = None
 
 
 class Activation(NamedTuple):
@@ -82,10 +109,11 @@ class GroupedTile:
     def shared_bytes(self) -> int:
         return self.stages * self.stage_bytes
 
-    def defines(self, swiglu: int, gather: bool) -> dict[str, int]:
+    def defines(self, swiglu: int, gather: bool, rank: int = 0, order: int = 0) -> dict[str, int]:
         """swiglu: 0 none, 1 plain, 2 clamped. gather: x has the rows of the step, not sorted ones; then the
-        plan may be from the previous kernel."""
-        return {
+        plan may be from the previous kernel. rank: of the adapters; 0 is none. order: an AdapterRows."""
+        adapter = {"RANK": rank, "ORDER": order} if rank else {}
+        return adapter | {
             "MT": self.tokens,
             "WR": self.row_warps,
             "R16": self.row_blocks,
@@ -104,9 +132,10 @@ def reference(
     weights_ENK: Tensor,
     bias_EN: Tensor | None = None,
     activation: Activation | None = None,
+    adapter: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Compute the definition in float64. Rows of a SwiGLU's weights: gate, then up."""
-    y_SN = linear_reference(x_SK, offsets, weights_ENK, bias_EN, None, None, 0.0)
+    """Compute the definition in float64. Rows of a SwiGLU's weights, and of b_ENR: gate, then up."""
+    y_SN = linear_reference(x_SK, offsets, weights_ENK, bias_EN, *(adapter or (None, None, 0.0)))
     if activation is None:
         return y_SN
     gate_SF, up_SF = y_SN.chunk(2, 1)
@@ -145,6 +174,7 @@ class GroupedProduct:
         self._device, self._card = device, architecture_of(device)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernel = cached_method(self._compile)
+        self._shrink_kernel = cached_method(self._compile_shrink)
 
     def swiglu(self, x_BK: Tensor, experts: TiledExperts, routed: Routed, activation: Activation) -> Tensor:
         """Return y_SF in bfloat16, sorted by expert, from the rows of the step."""
@@ -171,30 +201,63 @@ class GroupedProduct:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
         assert experts.tiles.shape == (num_experts, n // TILE_ROWS, k // TILE_K, TILE_BYTES)
         assert experts.tiles.is_contiguous() and experts.tiles.data_ptr() % 16 == 0
-        for values in experts[1:]:
+        for values in (experts.factors_EN, experts.bias_EN):
             assert values is None or (values.shape == (num_experts, n) and values.dtype == torch.float32)
             assert values is None or values.is_contiguous()
+        adapter: ExpertAdapter | None = experts.adapter
+        u_SR = None if adapter is None else self._shrink(x, adapter, n, routed, gather)
         tile = grouped_tile(routed.item_rows, k, self._card)
         tensors = experts.tiles, experts.factors_EN, experts.bias_EN, x, y, routed.plan, routed.rows_S
         operands = struct.pack(
             "7Q2i2f", *addresses(*tensors), n, k, activation.alpha or 0.0, activation.limit
         )
+        if adapter is not None:
+            stride = 0 if len(adapter.b_ENR) == 1 else adapter.b_ENR.stride(0)
+            operands += struct.pack("2Qi4x", *addresses(adapter.b_ENR, u_SR), stride)
+        form = (0, 0) if adapter is None else (adapter.a_ERK.shape[1], int(adapter.rows))
         most_units = len(routed.rows_S) * -(-n // tile.rows)
-        self._kernel(tile, swiglu, gather).launch(
+        self._kernel(tile, swiglu, gather, *form).launch(
             grid=min(most_units, self._num_sms * tile.ctas_per_sm),
             block_threads=tile.threads,
             parameters=(operands,),
         )
 
-    def _compile(self, tile: GroupedTile, swiglu: int, gather: bool):
-        defines = tile.defines(swiglu, gather)
+    def _shrink(self, x: Tensor, adapter: ExpertAdapter, n: int, routed: Routed, gather: bool) -> Tensor:
+        """Return u_SR = scaling * x[row(s)] @ a_ERK[e]^T in fp32."""
+        a, b, S = adapter.a_ERK, adapter.b_ENR, len(routed.rows_S)
+        rank, k = a.shape[1:]
+        assert rank in RANKS and k == x.shape[1] and b.shape[1:] == (n, rank)
+        for each in (a, b):
+            assert each.dtype == torch.bfloat16 and each.is_contiguous() and each.data_ptr() % 16 == 0
+        u_SR = torch.empty(S, rank, device=self._device)
+        stride = 0 if len(a) == 1 else a.stride(0)
+        pointers = addresses(a, x, u_SR, routed.plan, routed.rows_S)
+        self._shrink_kernel(rank, gather).launch(
+            grid=S,
+            block_threads=_SHRINK_THREADS,
+            parameters=(struct.pack("5Q2if4x", *pointers, k, stride, adapter.scaling),),
+        )
+        return u_SR
+
+    def _compile(self, tile: GroupedTile, swiglu: int, gather: bool, rank: int, order: int):
+        defines = tile.defines(swiglu, gather, rank, order)
         return compiled(FILE, NAME, self._device, defines, shared_bytes=tile.shared_bytes)
+
+    def _compile_shrink(self, rank: int, gather: bool):
+        return compiled(SHRINK_FILE, SHRINK_NAME, self._device, {"RANK": rank, "GATHER": int(gather)})
 
 
 def variants(card: CudaArchitecture) -> list[KernelVariant]:
     """Return what is launched for the sizes of CASES on a card of this architecture; the plain SwiGLU, which
-    differs from the clamped one by a line, for one of them."""
+    differs from the clamped one by a line, for one of them, and adapters for the smallest and largest."""
     tiles = list(dict.fromkeys(grouped_tile(tokens, K, card) for tokens in ITEM_ROWS for _, K in CASES))
     forms = [(tile, *form) for tile in tiles for form in ((0, False), (2, True))] + [(tiles[0], 1, True)]
-    each = [(tile, tuple(sorted(tile.defines(swiglu, gather).items()))) for tile, swiglu, gather in forms]
-    return [KernelVariant(FILE, NAME, pairs, tile.threads, tile.shared_bytes) for tile, pairs in each]
+    adapters = ((0, False, 4, 0), (0, False, 16, 0), (2, True, 4, 2), (1, True, 16, 1))
+    forms += [(tile, *form) for tile in (tiles[0], tiles[-1]) for form in adapters]
+    each = [(tile, tuple(sorted(tile.defines(*form).items()))) for tile, *form in forms]
+    products = [KernelVariant(FILE, NAME, pairs, tile.threads, tile.shared_bytes) for tile, pairs in each]
+    shrinks = [
+        KernelVariant(SHRINK_FILE, SHRINK_NAME, (("GATHER", gather), ("RANK", rank)), _SHRINK_THREADS, 0)
+        for gather, rank in ((1, 4), (0, 16))
+    ]
+    return products + shrinks

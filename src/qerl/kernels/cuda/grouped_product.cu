@@ -1,4 +1,5 @@
-// y[s, n] = alpha[e, n] * sum_k x[row(s), k] W[e, n, k] + bias[e, n], or the SwiGLU of it, for the sorted rows s of each expert e.
+// y[s, n] = alpha[e, n] * sum_k x[row(s), k] W[e, n, k] + bias[e, n], or the SwiGLU of it, for the sorted rows s of each expert e; with
+// adapters plus sum_r u[s, r] B[e, n, r] (expert_shrink.cu).
 //
 // Weights are in the tiles of nvfp4_decode.py, one expert after the other. `plan` (moe_route.cu) lists items: up to MT rows of one
 // expert. A unit of work is an item and a tile of RT rows of W, over all k. The grid is fixed; a CTA takes every gridDim-th unit, and its
@@ -8,7 +9,8 @@
 // that an item does not have are left out.
 //
 // Compile-time: MT, WR warps, R16, KB k per stage, STAGES, CTAS per multiprocessor, SWIGLU (0 none, 1 plain, 2 clamped), GATHER (x has
-// a row per token, else one per sorted row), EARLY (the plan is older than the previous kernel: read weights before that ends).
+// a row per token, else one per sorted row), EARLY (the plan is older than the previous kernel: read weights before that ends). If given: RANK of the adapters, a multiple of 4,
+// and ORDER of B's rows (0: that of the tiles; 1: all of gate, then all of up; 2: gate 0, up 0, gate 1, ...).
 #define FORMAT 0  // NVFP4
 #define WM 1
 #include "bfloat16.cuh"
@@ -17,6 +19,9 @@
 #include "tile_product.cuh"
 
 #define NO_ROW 0xFFFFFFFFu
+#ifndef RANK
+#define RANK 0
+#endif
 
 struct Operands {
   const u8* w;
@@ -28,6 +33,11 @@ struct Operands {
   const u16* rows;  // the token of each sorted row
   int N, K;
   float swiglu_alpha, swiglu_limit;
+#if RANK
+  const u16* b;  // [E or 1, N, RANK]
+  const float* u;
+  int b_stride;  // elements from one expert's B to the next one's; 0: all have the same
+#endif
 };
 
 struct Item {
@@ -103,6 +113,38 @@ __device__ __forceinline__ float activated(float gate, float up, const Operands&
   return up * __fdividef(gate, 1.f + __expf(-gate));
 #endif
 }
+
+#if RANK
+// B's row of a row of the tiles, whose blocks of 16 have 8 of gate and 8 of up.
+__device__ __forceinline__ int adapter_row(int row, int N) {
+#if ORDER == 0
+  return row;
+#else
+  const int feature = row / 16 * 8 + row % 8, is_up = row / 8 % 2;
+  return ORDER == 1 ? is_up * (N / 2) + feature : 2 * feature + is_up;
+#endif
+}
+
+// Add the adapters' part of 16 rows of W and 8 sorted rows: v as mma.sync leaves it.
+__device__ __forceinline__ void add_adapter(const Operands& o, const Item& item, int row, int n, float (&v)[4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const u16* b = o.b + (size_t)item.expert * o.b_stride;
+  const uint2* upper = (const uint2*)(b + (size_t)adapter_row(row + g, o.N) * RANK);
+  const uint2* lower = (const uint2*)(b + (size_t)adapter_row(row + 8 + g, o.N) * RANK);
+  const int last = item.count - 1, m = n * 8 + 2 * t;
+  const float4* left = (const float4*)(o.u + (size_t)(item.first + min(m, last)) * RANK);
+  const float4* right = (const float4*)(o.u + (size_t)(item.first + min(m + 1, last)) * RANK);
+#pragma unroll
+  for (int q = 0; q < RANK / 4; q++) {
+    const uint2 high_row = __ldg(upper + q), low_row = __ldg(lower + q);
+    const float4 a = left[q], c = right[q];
+    const float h[4] = {low(high_row.x), high(high_row.x), low(high_row.y), high(high_row.y)};
+    const float l[4] = {low(low_row.x), high(low_row.x), low(low_row.y), high(low_row.y)};
+    v[0] += a.x * h[0] + a.y * h[1] + a.z * h[2] + a.w * h[3], v[1] += c.x * h[0] + c.y * h[1] + c.z * h[2] + c.w * h[3];
+    v[2] += a.x * l[0] + a.y * l[1] + a.z * l[2] + a.w * l[3], v[3] += c.x * l[0] + c.y * l[1] + c.z * l[2] + c.w * l[3];
+  }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) grouped_product(const __grid_constant__ Operands o) {
   extern __shared__ __align__(128) u8 raw[];
@@ -208,6 +250,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) grouped_product(cons
           float(&v)[4] = acc[r][n];
 #pragma unroll
           for (int i = 0; i < 4; i++) v[i] = fmaf(v[i], alpha[r][i / 2], bias[r][i / 2]);
+#if RANK
+          add_adapter(o, item, row, n, v);
+#endif
           const int m = n * 8 + g;
           const size_t s = item.first + m;
 #if SWIGLU
