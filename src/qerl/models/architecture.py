@@ -178,7 +178,7 @@ class Architecture:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        return tuple(self.kind(index) for index in range(self.num_layers))
+        return self.layer_kinds or (LayerKind(),) * self.num_layers
 
     @property
     def layers_with_experts(self) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ memory plan, the engine and the benchmarks take a layer's geometry from here.
 """
 
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Callable
 
 from qerl.config import AdapterConfig
@@ -128,8 +130,16 @@ class LayerSpec:
 
 def layer_specs(a: Architecture) -> list[LayerSpec]:
     """Return the geometry of each layer."""
-    specs = {kind: layer_spec(a, kind) for kind in dict.fromkeys(a.kinds)}
-    return [specs[kind] for kind in a.kinds]
+    kinds = a.kinds
+    specs = {kind: layer_spec(a, kind) for kind in dict.fromkeys(kinds)}
+    return [specs[kind] for kind in kinds]
+
+
+@functools.lru_cache(maxsize=4)
+def counted_specs(a: Architecture) -> tuple[tuple[LayerSpec, int], ...]:
+    """Return the geometry of each kind of layer, with the number of layers of this kind."""
+    counts = Counter(a.layer_kinds) or {LayerKind(): a.num_layers}
+    return tuple((layer_spec(a, kind), count) for kind, count in counts.items())
 
 
 def kinds_of_linears(a: Architecture) -> tuple[LinearSpec, ...]:

@@ -42,7 +42,7 @@ from qerl.learner.plan import mixture
 from qerl.learner.plan.teacher import planned_teacher
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
-from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, adapter_targets, layer_specs
+from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, adapter_targets, counted_specs
 from qerl.models.untried import tiles_are_used
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
@@ -62,14 +62,16 @@ class MemoryPart:
 def weight_bytes(a: Architecture, format: str) -> float:
     """Return the bytes of the packed linears, their biases, one factor for each output, of routers in BF16
     and of experts. In tiles where those of the format are used (models/untried.py)."""
-    groups = [group for spec in layer_specs(a) for group in spec.groups]
-    linears = [linear for group in groups if group.is_quantized for linear in group.linears]
-    plain = [linear for group in groups if not group.is_quantized for linear in group.linears]
-    experts = [x for spec in layer_specs(a) for x in spec.experts]
+    return sum(count * _layer_weight_bytes(spec, format) for spec, count in counted_specs(a))
+
+
+def _layer_weight_bytes(spec: LayerSpec, format: str) -> float:
+    linears = [linear for group in spec.groups if group.is_quantized for linear in group.linears]
+    plain = [linear for group in spec.groups if not group.is_quantized for linear in group.linears]
     bytes_per_weight = FORMATS[format].bytes_per_weight
     if tiles_are_used(format):
         bytes_per_weight = _TILED_BYTES.get(format, bytes_per_weight)
-    packed = sum(mixture.stack_bytes(x, format) for x in experts) + sum(2 * x.num_weights for x in plain)
+    packed = sum(mixture.stack_bytes(x, format) for x in spec.experts) + sum(2 * x.num_weights for x in plain)
     packed += sum(x.num_weights for x in linears) * bytes_per_weight
     factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)
     biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
@@ -90,9 +92,11 @@ def embedding_bytes(
     a: Architecture, head_format: str = "bf16", num_noise_rows: int = 1, element_bytes: int = 2
 ) -> float:
     """Return the bytes of the embedding, the head, the norms and their noise, and what else is not packed."""
-    others = (math.prod(shape) for spec in layer_specs(a) for shape in spec.other_shapes.values())
-    norm_widths = sum(sum(spec.norm_widths.values()) for spec in layer_specs(a)) + sum(others)
-    norms = 4 * (norm_widths + (2 * num_noise_rows * a.num_layers + 1) * a.width)
+    in_fp32 = sum(
+        count * (sum(spec.norm_widths.values()) + sum(map(math.prod, spec.other_shapes.values())))
+        for spec, count in counted_specs(a)
+    )
+    norms = 4 * (in_fp32 + (2 * num_noise_rows * a.num_layers + 1) * a.width)
     plain_head = 0 if a.tied_head else element_bytes
     head = plain_head if head_format == "bf16" else FORMATS[head_format].bytes_per_weight
     return a.vocab_size * a.width * (element_bytes + head) + norms
@@ -100,13 +104,12 @@ def embedding_bytes(
 
 def num_trained_weights(a: Architecture, config: RunConfig) -> int:
     """Return the number of weights that learn: the adapters', or the target linears' own."""
-    linears = [x for spec in layer_specs(a) for x in spec.linears]
     targets = adapter_targets(a, config.adapter)
-    linears = [x for x in linears if x.short_name in targets]
+    linears = [(x, n) for spec, n in counted_specs(a) for x in spec.linears if x.short_name in targets]
     if config.adapter.kind == "full":
-        return sum(x.num_weights for x in linears)
+        return sum(n * x.num_weights for x, n in linears)
     of_experts = mixture.num_adapter_weights(a, config.adapter)
-    return config.adapter.rank * sum(x.out_width + x.in_width for x in linears) + of_experts
+    return config.adapter.rank * sum(n * (x.out_width + x.in_width) for x, n in linears) + of_experts
 
 
 def optimizer_bytes(num_weights: int, optimizer: str) -> float:
@@ -138,7 +141,7 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
 def pass_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     """Return the bytes of a forward pass without gradient: one layer's activations, gate and up (in fp32 for
     some rows, except in FP8's kernels), and the layer's largest operand."""
-    specs, size = layer_specs(a), element_bytes(config)
+    specs, size = [spec for spec, _ in counted_specs(a)], element_bytes(config)
     gate_up = 2 * size * rows if _saves_up(config) else 8 * min(rows, WIDE_ROWS)
     row = size * (4 * a.width + 2 * max(x.qkv.out_width for x in specs))
     row += 0 if a.delta is None else a.delta.working_bytes
@@ -147,15 +150,16 @@ def pass_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
         for x in specs
     )
     unpacked = mixture.unpacked_bytes(a, config.model.format, size)
-    return rows * row + mlp + max(unpacked, *(max(each) for each in operand_bytes(a, config)))
+    return rows * row + mlp + max(unpacked, *(max(each) for each, _ in operand_bytes(a, config)))
 
 
-def operand_bytes(a: Architecture, config: RunConfig) -> list[list[float]]:
-    """Return the bytes of each layer's unpacked operands, whose rows end with the adapter's columns; those of
-    experts are apart (mixture.py). BF16 weights computed in bf16 are their own operands."""
+def operand_bytes(a: Architecture, config: RunConfig) -> list[tuple[list[float], int]]:
+    """Return the bytes of the unpacked operands of each kind of layer, whose rows end with the adapter's
+    columns, and the number of layers; those of experts are apart (mixture.py). BF16 weights computed in bf16
+    are their own operands."""
     if config.model.format == "bf16" and element_bytes(config) == 2:
-        return [[0.0]] * a.num_layers
-    return [[_operand_bytes(group, config) for group in spec.groups] for spec in layer_specs(a)]
+        return [([0.0], a.num_layers)]
+    return [([_operand_bytes(x, config) for x in spec.groups], n) for spec, n in counted_specs(a)]
 
 
 def _operand_bytes(group: LinearGroupSpec, config: RunConfig) -> float:
@@ -171,15 +175,17 @@ def adapter_column_bytes(a: Architecture, config: RunConfig) -> int:
     if config.model.format != "bf16" or element_bytes(config) != 2:
         return 0
     return 2 * sum(
-        group.out_width * (_row_width(group.in_width, group, config) - group.in_width)
-        for spec in layer_specs(a)
+        count * group.out_width * (_row_width(group.in_width, group, config) - group.in_width)
+        for spec, count in counted_specs(a)
         for group in spec.groups
     )
 
 
 def operand_cache_bytes(a: Architecture, config: RunConfig) -> float:
     """Return the bytes of all layers' operands; FP8 multiplies its codes directly (kernels/fp8_linear.py)."""
-    return 0.0 if config.model.format == "fp8-flow" else sum(map(sum, operand_bytes(a, config)))
+    if config.model.format == "fp8-flow":
+        return 0.0
+    return sum(n * sum(each) for each, n in operand_bytes(a, config))
 
 
 def _saves_up(config: RunConfig) -> bool:
@@ -189,7 +195,7 @@ def _saves_up(config: RunConfig) -> bool:
 
 def saved_bytes_per_row(a: Architecture, config: RunConfig) -> float:
     """Return the bytes that the largest layer's forward pass saves for its backward pass, for each row."""
-    return max(_saved_bytes(a, config, spec) for spec in layer_specs(a))
+    return max(_saved_bytes(a, config, spec) for spec, _ in counted_specs(a))
 
 
 def _saved_bytes(a: Architecture, config: RunConfig, spec: LayerSpec) -> float:
@@ -221,8 +227,8 @@ def backward_bytes_per_row(a: Architecture, config: RunConfig) -> float:
     Counted: gate, up and h in the compute dtype, h twice in fp32, and swiglu's own gradient, which overwrites
     its input where that is not read again.
     """
-    size, specs = element_bytes(config), layer_specs(a)
-    dense = size * ((3 - _saves_up(config)) * a.ff_width + a.width) * any(not x.experts for x in specs)
+    size, has_dense = element_bytes(config), any(kind.mlp == "dense" for kind in a.kinds)
+    dense = size * ((3 - _saves_up(config)) * a.ff_width + a.width) * has_dense
     experts = 0 if a.mixture is None else mixture.backward_bytes_per_row(a, size) + size * a.width
     return max(dense, experts) + 4 * 2 * a.width
 
@@ -232,10 +238,10 @@ def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
 
     none: all layers' saved rows. layer: each layer's input and one layer's saved rows. offload: four inputs.
     """
-    each, inputs = [_saved_bytes(a, config, spec) for spec in layer_specs(a)], 4 * a.width
-    one = max(each)
+    each = [(_saved_bytes(a, config, spec), count) for spec, count in counted_specs(a)]
+    one, inputs = max(num_bytes for num_bytes, _ in each), 4 * a.width
     saved = {
-        "none": sum(each),
+        "none": sum(count * num_bytes for num_bytes, count in each),
         "layer": a.num_layers * inputs + one,
         "offload": min(4, a.num_layers) * inputs + one,
     }
@@ -247,8 +253,8 @@ def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
     a layer's, some of its experts."""
     experts = mixture.unpacked_bytes(a, config.model.format, element_bytes(config))
     if config.learn.gradient_checkpointing == "none":
-        return max(experts, *(max(each) for each in operand_bytes(a, config)))
-    return experts + max(map(sum, operand_bytes(a, config)))
+        return max(experts, *(max(each) for each, _ in operand_bytes(a, config)))
+    return experts + max(sum(each) for each, _ in operand_bytes(a, config))
 
 
 def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
@@ -337,13 +343,6 @@ def _teacher_parts(a: Architecture, config: RunConfig, rows: int) -> list[Memory
         MemoryPart("teacher's adapter", adapter, "always"),
         MemoryPart("teacher's pass", work, "teaching"),
     ]
-
-
-def calibration_bytes(a: Architecture) -> float:
-    """Return the bytes of model.calibrate gptq, before training: the BF16 model, and four float64 matrices of
-    the widest input's products."""
-    widest = max(linear.in_width for spec in layer_specs(a) for linear in spec.linears)
-    return weight_bytes(a, "bf16") + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
 
 
 def peak_bytes(parts: list[MemoryPart]) -> float:

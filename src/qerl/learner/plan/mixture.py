@@ -15,7 +15,7 @@ from qerl.formats import FORMATS
 from qerl.kernels import untried
 from qerl.kernels.expert_product import buffer_experts
 from qerl.models.architecture import Architecture
-from qerl.models.layer_spec import ExpertSpec, layer_specs
+from qerl.models.layer_spec import ExpertSpec, counted_specs
 
 _TILED = ("nvfp4", "mxfp4")
 _TILE_BYTES = 0.5625
@@ -39,9 +39,9 @@ def num_adapter_weights(a: Architecture, adapter: AdapterConfig) -> int:
     if adapter.experts == "none":
         return 0
     return adapter.expert_rank * sum(
-        (1 if adapter.experts == "shared_a" else x.num_experts) * x.in_width
-        + (1 if adapter.experts == "shared_b" else x.num_experts) * x.out_width
-        for spec in layer_specs(a)
+        count * (1 if adapter.experts == "shared_a" else x.num_experts) * x.in_width
+        + count * (1 if adapter.experts == "shared_b" else x.num_experts) * x.out_width
+        for spec, count in counted_specs(a)
         for x in spec.experts
     )
 
@@ -51,7 +51,7 @@ def unpacked_bytes(a: Architecture, format: str, element_bytes: int) -> float:
     computed in bf16."""
     if format == "bf16" and element_bytes == 2:
         return 0.0
-    stacks = [x for spec in layer_specs(a) for x in spec.experts]
+    stacks = [x for spec, _ in counted_specs(a) for x in spec.experts]
     return max((_num_unpacked(x, element_bytes) * _expert_bytes(x, element_bytes) for x in stacks), default=0)
 
 
@@ -99,7 +99,7 @@ def _clamps_in_fp32(a: Architecture) -> bool:
 
 def num_active_weights(a: Architecture) -> int:
     """Return the number of expert weights that one token is multiplied by."""
-    return sum(spec.active_expert_weights(a) for spec in layer_specs(a))
+    return sum(count * spec.active_expert_weights(a) for spec, count in counted_specs(a))
 
 
 def touched_share(a: Architecture, num_rows: int) -> float:
@@ -119,5 +119,5 @@ def learner_unpack_bytes(a: Architecture, config: RunConfig, torch_bytes: float)
     """Return the bytes moved to unpack all experts once; torch_bytes: of a weight by PyTorch's operations."""
     if config.model.format == "bf16":
         return 0.0
-    weights = sum(x.num_weights for spec in layer_specs(a) for x in spec.experts)
+    weights = sum(count * x.num_weights for spec, count in counted_specs(a) for x in spec.experts)
     return weights * (_KERNEL_UNPACK_BYTES if untried.are_used() else torch_bytes)

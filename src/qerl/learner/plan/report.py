@@ -8,16 +8,18 @@ from qerl.config import RunConfig
 from qerl.errors import UserError
 from qerl.learner.plan.memory import (
     USABLE_SHARE,
-    calibration_bytes,
     can_cache_operands,
+    embedding_bytes,
     memory_parts,
     operand_cache_bytes,
     peak_bytes,
     resolve_checkpointing,
+    weight_bytes,
 )
 from qerl.learner.plan.shapes import read_architecture, read_layout
 from qerl.learner.plan.speed import Gpu, estimate_speed, planned_kernels
 from qerl.models.architecture import Architecture
+from qerl.models.layer_spec import counted_specs
 
 KERNEL_NAMES = {
     "hopper": "Hopper kernels",
@@ -33,7 +35,12 @@ def _needed_bytes(a: Architecture, config: RunConfig, prompt_tokens: int, gpu_by
 
 
 def _calibration(a: Architecture, config: RunConfig) -> float:
-    return 0.0 if config.model.calibrate == "none" else calibration_bytes(a)
+    """Return the bytes of model.calibrate gptq, before training: the BF16 model, and four float64 matrices of
+    the widest input's products."""
+    if config.model.calibrate == "none":
+        return 0.0
+    widest = max(linear.in_width for spec, _ in counted_specs(a) for linear in spec.linears)
+    return weight_bytes(a, "bf16") + embedding_bytes(a, element_bytes=4) + 4 * 8 * widest**2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

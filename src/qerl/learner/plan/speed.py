@@ -36,7 +36,7 @@ from qerl.learner.plan.mixture import (
 )
 from qerl.models.architecture import Architecture
 from qerl.models.device import Kernels
-from qerl.models.layer_spec import layer_specs
+from qerl.models.layer_spec import counted_specs
 from qerl.models.untried import untried_obstacle
 
 _BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, measured on an H200
@@ -199,11 +199,11 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
     """Return the time of a decode step of so many samples that read so many tokens of the cache."""
     bandwidth, matrix = _BANDWIDTH_SHARE * gpu.bytes_per_s, _MATRIX_SHARE * gpu.flop_per_s
     format = config.model.sampler_format or config.model.format
-    experts = [x for spec in layer_specs(a) for x in spec.experts]
+    experts = [(x, count) for spec, count in counted_specs(a) for x in spec.experts]
     idle, kernels = 1 - touched_share(a, running), planned_kernels(gpu, a, config)
-    weights = weight_bytes(a, format) - idle * sum(stack_bytes(x, format) for x in experts)
+    weights = weight_bytes(a, format) - idle * sum(n * stack_bytes(x, format) for x, n in experts)
     if kernels == "torch" and format != "bf16":
-        read = _packed_weights(a) + (1 - idle) * sum(x.num_weights for x in experts)
+        read = _packed_weights(a) + (1 - idle) * sum(n * x.num_weights for x, n in experts)
         weights += (_UNPACK_BYTES - FORMATS[format].bytes_per_weight) * read
     adapter = 2 * num_trained_weights(a, config) if config.adapter.kind == "lora" else 0
     states = 2 * running * slot_bytes(a, torch.bfloat16)  # read and written
@@ -216,11 +216,11 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
 
 
 def _packed_weights(a: Architecture) -> int:
-    groups = [group for spec in layer_specs(a) for group in spec.groups]
-    return sum(group.num_weights for group in groups if group.is_quantized)
+    groups = [(group, count) for spec, count in counted_specs(a) for group in spec.groups]
+    return sum(count * group.num_weights for group, count in groups if group.is_quantized)
 
 
 def _num_weights(a: Architecture) -> int:
     """Return the number of weights that one token is multiplied by."""
-    layers = sum(linear.num_weights for spec in layer_specs(a) for linear in spec.linears)
+    layers = sum(n * linear.num_weights for spec, n in counted_specs(a) for linear in spec.linears)
     return layers + num_active_weights(a) + a.vocab_size * a.width
