@@ -228,9 +228,17 @@ def decode_variants(
             _step_delta(a, a.delta, state, rank)
         _multiply(a, card, rows, rank, noise_table)
         for format in heads if card.has_wgmma else ():
-            head = HeadSample(_head(format, a), rows, _META)
-            stop, temperature = _tensor(1, dtype=torch.int32), _tensor(1, dtype=torch.float32)
-            head.step(_tensor(rows, a.width), state, stop, temperature)
+            _sample(HeadSample(_head(format, a), rows, _META), state, a.width)
+    return list(variants)
+
+
+def head_variants(
+    a: Architecture, card: CudaArchitecture, rows: int, format: type, *, scale: float, softcap: float | None
+) -> list[KernelVariant]:
+    """Return Hopper's kernels of sampling alone, with a factor and a cap of the logits."""
+    with _pretended(card), dry_run() as variants:
+        head = HeadSample(_head(format, a), rows, _META, scale=scale, softcap=softcap)
+        _sample(head, DecodeState.empty(rows, _PAGES, 1, _META), a.width)
     return list(variants)
 
 
@@ -269,6 +277,11 @@ def _attend(
     qkv_BX = _tensor(rows, (a.num_heads * (1 + gated) + 2 * a.num_kv_heads) * a.head_size)
     angles = _tensor(_PAGE * _PAGES, a.rotated, dtype=torch.float32)
     attention.attend_together(qkv_BX, angles, cache, state, options=options)
+
+
+def _sample(head: HeadSample, state: DecodeState, width: int) -> None:
+    stop, temperature = _tensor(1, dtype=torch.int32), _tensor(1, dtype=torch.float32)
+    head.step(_tensor(len(state.positions_B), width), state, stop, temperature)
 
 
 def _step_delta(a: Architecture, shape: DeltaShape, state: DecodeState, rank: int) -> None:

@@ -27,6 +27,7 @@ from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.scheduler import num_pages
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8, PackedWeight
+from qerl.kernels import untried
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.compile_ahead import CompileReport
 from qerl.kernels.decode_shape import CHUNK
@@ -184,9 +185,9 @@ class RunnerCache:
         if head is None:
             return TorchSampler(self._decoder, sampling, self._stop_tokens)
         if self._head is None:
-            self._head = head_sampler(
-                head, self._rows, self._decoder.device, on_hopper=self.kernels == "hopper"
-            )
+            lm_head, on_hopper = self._decoder.lm_head, self.kernels == "hopper"
+            factors = {"scale": lm_head.scale, "softcap": lm_head.softcap}
+            self._head = head_sampler(head, self._rows, self._decoder.device, on_hopper=on_hopper, **factors)
         return FusedSampler(self._head, sampling.temperature, self._stop_tokens)
 
 
@@ -194,7 +195,7 @@ def kernel_head(decoder: Decoder, kernels: Kernels) -> Head | None:
     """Return the decoder's own head in the form of a sampling kernel; None if none of these supports it."""
     head, (vocab_size, width) = decoder.lm_head, decoder.lm_head.shape
     fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
-    if kernels == "torch" or not fits or not head.is_plain:
+    if kernels == "torch" or not fits or not (head.is_plain or untried.are_used()):
         return None
     if isinstance(head.packed, FP8):
         return head.packed

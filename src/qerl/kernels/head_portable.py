@@ -1,6 +1,6 @@
 """head_sample.py in Triton for BF16 and FP8 heads, on GPUs without Hopper's product instructions.
 
-    score_Mv = y_Mv - log E(key, position, v)     y_MV = logits_MV / temperature     E: head_sample.py
+    score_Mv = y_Mv - log E(key, position, v)     y_MV = logits_MV / temperature     E, logits: head_sample.py
     per 64 v: best score, its v, its y, log sum exp y
 
 It has the same API and the same generator, hence samples the same tokens unless two scores differ by
@@ -42,6 +42,21 @@ def _bits(keys, positions, v):
     return tl.where(v % 4 < 2, low, tl.where(v % 2 == 0, words[2], words[3]))
 
 
+@triton.jit
+def _capped(z, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(z / SOFTCAP), NaN if z is not finite; a small tanh uses a series, because 1 minus a
+    number near 1 would lose its last bits."""
+    x = z / SOFTCAP
+    size = tl.abs(x)
+    large = 1 - 2 / (tl.exp(2 * tl.minimum(size, 20.0)) + 1)
+    x2 = tl.minimum(x * x, 1.0)
+    series = -0.33333326 + x2 * (
+        0.13332961 + x2 * (-0.05390003 + x2 * (0.0213066 + x2 * -0.00666816))
+    )  # to 1e-9 of tanh(x) below 1/2
+    tanh = tl.where(size < 0.5, x + x * x2 * series, tl.where(x < 0, -large, large))
+    return tanh * SOFTCAP + z * 0
+
+
 @triton.jit(do_not_specialize=["is_given"])
 def _chunk(
     hidden,  # bfloat16 [M, D]
@@ -58,6 +73,8 @@ def _chunk(
     is_given,  # 1: a row's key is the token to score
     IS_FP8: tl.constexpr,
     DRAWS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # or None
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -77,6 +94,10 @@ def _chunk(
             acc += tl.dot((code * 1.329227995784916e36).to(tl.bfloat16), x) * scale
         else:
             acc = tl.dot(w, x, acc)
+    if SCALE != 1:
+        acc *= SCALE
+    if SOFTCAP is not None:
+        acc = _capped(acc, SOFTCAP)
     if DRAWS:
         t = tl.load(temperature)
         y = acc * (1 / tl.where(t > 0, t, 1.0))
@@ -102,8 +123,16 @@ def _chunk(
 class PortableHeadSample(HeadSample):
     """HeadSample with the product in Triton; head_finish.cu is the same."""
 
-    def __init__(self, head: BF16 | FP8, max_rows: int, device: torch.device):
-        super().__init__(head, max_rows, device)
+    def __init__(
+        self,
+        head: BF16 | FP8,
+        max_rows: int,
+        device: torch.device,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ):
+        super().__init__(head, max_rows, device, scale=scale, softcap=softcap)
         self._scales = head.scales if isinstance(head, FP8) else None
         self._weight = head.codes.view(torch.uint8) if isinstance(head, FP8) else head.weight
 
@@ -132,6 +161,8 @@ class PortableHeadSample(HeadSample):
             int(output == SCORES),
             IS_FP8=not is_bf16,
             DRAWS=output != LOGITS,
+            SCALE=self._scale,
+            SOFTCAP=self._softcap,
             BLOCK_V=CHUNK,
             BLOCK_M=block_m,
             BLOCK_K=BLOCK if has_wide_k and not (is_bf16 and block_m > 32) else 64,

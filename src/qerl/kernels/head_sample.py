@@ -1,13 +1,15 @@
 """Sample each row's next token from the LM head's logits without writing them, and advance the rows.
 
     logits_MV = x_MD @ head_VD^T                        bf16 operands, fp32 sums
+    logits_MV = scale * logits_MV                       of models that have a factor
+    logits_MV = softcap * tanh(logits_MV / softcap)     of models that have a cap
     token_M = argmax_v (logits_Mv / temperature - log E(key, position, v))       E = -log(1 - u), u in (0, 1)
     logprob_M = log_softmax(logits_MV / temperature)[token]
 
 u = (bits + 1/2) / 2^32, where bits is word v % 4 of Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel
 random numbers: as easy as 1, 2, 3; SC 2011) of the counter (v // 4, position, 0, 0) under the key: a sample
 depends on (key, position, v) only. Temperature 0 takes the first of the largest logits, with the logprob of
-temperature 1. A row with a logit that is not finite gets logprob NaN and ends.
+temperature 1. A row with a product or a logit that is not finite gets logprob NaN and ends.
 
     BF16    weight bfloat16 [V, D]                    the embedding's own storage, if they are tied
     FP8     codes float8_e4m3fn [V, D], scales float32 [ceil(V / 128), D / 128]    formats/fp8.py
@@ -70,11 +72,25 @@ def gumbels(bits: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32))
 
 
+def reference_logits(
+    hidden_MD: Tensor, weight_VD: Tensor, scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """The definition above in float64."""
+    logits_MV = scale * (hidden_MD.double() @ weight_VD.double().T)
+    return logits_MV if softcap is None else softcap * (logits_MV / softcap).tanh()
+
+
 def reference(
-    hidden_MD: Tensor, weight_VD: Tensor, keys_M: Tensor, positions_M: Tensor, temperature: float
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    keys_M: Tensor,
+    positions_M: Tensor,
+    temperature: float,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition above in float64: (tokens_M, logprobs_M, margin of the best score)."""
-    logits_MV = hidden_MD.double() @ weight_VD.double().T
+    logits_MV = reference_logits(hidden_MD, weight_VD, scale, softcap)
     scaled_MV = logits_MV / temperature if temperature else logits_MV
     scores_MV = scaled_MV
     if temperature:
@@ -195,23 +211,41 @@ def choose_tile(M: int, head_format: int, D: int) -> HeadTile:
     return HeadTile(0, tokens, 2, 64, 1, split=int(tokens <= 128))
 
 
-def head_sampler(head: Head, max_rows: int, device: torch.device, *, on_hopper: bool) -> "HeadSample":
+def head_sampler(
+    head: Head,
+    max_rows: int,
+    device: torch.device,
+    *,
+    on_hopper: bool,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> "HeadSample":
     """Return the sampler for a Hopper GPU, or the one for any."""
     if on_hopper:
-        return HeadSample(head, max_rows, device)
+        return HeadSample(head, max_rows, device, scale=scale, softcap=softcap)
     if isinstance(head, NVFP4Head):
         raise ValueError("an nvfp4 head needs a Hopper GPU; use bf16 or fp8 on this one")
     from qerl.kernels.head_portable import PortableHeadSample  # triton is installed only with a GPU
 
-    return PortableHeadSample(head, max_rows, device)
+    return PortableHeadSample(head, max_rows, device, scale=scale, softcap=softcap)
 
 
 class HeadSample:
     """The kernels for one head, compiled on first use, and their workspace. Use one object per stream."""
 
-    def __init__(self, head: Head, max_rows: int, device: torch.device):
+    def __init__(
+        self,
+        head: Head,
+        max_rows: int,
+        device: torch.device,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ):
+        """scale, softcap: of the logits, compiled in; of an NVFP4 head, scale is beside its row factors."""
         check_head(head)
-        self.head, self._device = head, device
+        assert softcap is None or softcap > 0
+        self.head, self._device, self._scale, self._softcap = head, device, scale, softcap
         self._format, (self._v, self._d) = _FORMATS[type(head)], head.shape
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._partials = torch.empty(max_rows, -(-self._v // CHUNK), 4, device=device)
@@ -282,6 +316,9 @@ class HeadSample:
         else:
             tiles, factors = self.head.tiles, self.head.factors_V
         pointers = (keys, positions, temperature, factors, self._partials, logits_MV)
+        operands = struct.pack("6Q4i", *addresses(*pointers), m, self._v, self._d, 0)
+        if self._options:
+            operands += struct.pack("2f", self._scale, self._softcap or 0.0)
         self._kernel(tile, output).launch(
             grid=min(self._num_sms * tile.ctas_per_sm, -(-self._v // CHUNK)),
             block_threads=tile.threads,
@@ -289,9 +326,15 @@ class HeadSample:
                 weight_map,
                 tensor_map(hidden_MD, tile.tokens, tile.k_block),
                 tiles,
-                struct.pack("6Q4i", *addresses(*pointers), m, self._v, self._d, 0),
+                operands,
             ),
         )
+
+    @property
+    def _options(self) -> dict[str, int]:
+        """Return the definitions of what the logits have beside the product."""
+        has = {"SCALE": self._scale != 1, "SOFTCAP": self._softcap is not None}
+        return {name: 1 for name, is_there in has.items() if is_there}
 
     def _in_code_order(self, hidden_MD: Tensor) -> Tensor:
         """Reorder each 64 k, 16 t + 4 j + 2 pair + parity, to [j, parity, t, pair], as decode4 expects."""
@@ -305,7 +348,7 @@ class HeadSample:
         self._finish_kernel(step).launch(grid=m, block_threads=512, parameters=(finish,))
 
     def _compile(self, tile: HeadTile, output: int):
-        defines = {**tile.defines, "OUTPUT": output}
+        defines = {**tile.defines, **self._options, "OUTPUT": output}
         return compiled(
             "head_sample.cu", "head_sample", self._device, defines, shared_bytes=tile.shared_bytes
         )

@@ -1,6 +1,6 @@
 // The head's logits of M tokens, and from them either the logits or, for each 64 of the vocabulary, what a sampled token needs:
 //
-//   y[m, v] = inverse temperature * sum_k x[m, k] W[v, k]          score[m, v] = y[m, v] + gumbel(key[m], position[m], v)
+//   y[m, v] = inverse temperature * logit(sum_k x[m, k] W[v, k])          score[m, v] = y[m, v] + gumbel(key[m], position[m], v)
 //   partials[m, v / 64] = (best score, its v, its y, log sum exp y)
 //
 // A CTA owns consecutive tiles of 64 rows of W. It takes WG of them at a time, one per warpgroup, against MT tokens; one warp
@@ -14,9 +14,11 @@
 //
 // Compile-time: FORMAT (0 BF16, 1 FP8, 2 NVFP4), MT tokens per tile, WG warpgroups, KB k per stage, STAGES, CTAS per multiprocessor,
 // REDUCE tokens that are reduced together, SPLIT, OUTPUT (0 the partials of a sampled token, 1 the logits, 2 the partials of the
-// token that the row's key names), REGISTERS per multiplying thread, taken from the then 4 copying warps, or 0.
+// token that the row's key names), REGISTERS per multiplying thread, taken from the then 4 copying warps, or 0. If given: SCALE, SOFTCAP
+// (1: logits have one); a product is its logit otherwise.
 #include "head_product.cuh"
 #include "launch.cuh"
+#include "logit.cuh"
 
 #define STRIDE (SPLIT && MT > 32 ? MT + 8 : REDUCE == 32 ? 40 : 20)  // words of a row of sums
 #define COLUMNS (REDUCE == 8 ? 8 : 16)  // tokens that a warp reduces at once
@@ -51,6 +53,16 @@ __device__ __forceinline__ float log2_exponential(u32 bits) {
   float series = fmaf(a, 1.f / 6, 1.f / 5);
   series = fmaf(a, series, 1.f / 4), series = fmaf(a, series, 1.f / 3), series = fmaf(a, series, 1.f / 2);
   return log2_fast(is_small ? fmaf(a * a, series, a) : -0.693147181f * log2_fast(a));
+}
+
+__device__ __forceinline__ float logit(const Operands& e, float product) {
+#if SCALE
+  product *= e.scale;
+#endif
+#if SOFTCAP
+  product = capped_logit(product, e.softcap);
+#endif
+  return product;
 }
 
 struct Best {
@@ -147,7 +159,7 @@ struct Reducer {
         const bool is_used = m < e.M;
         float l[ROWS];
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) l[i] = sums[(part * ROWS + i) * STRIDE + column];
+        for (int i = 0; i < ROWS; i++) l[i] = logit(e, sums[(part * ROWS + i) * STRIDE + column]);
 #if OUTPUT == 1
         if (is_used) {
           float4* to = (float4*)(e.logits + (size_t)m * e.V + v);

@@ -1,7 +1,14 @@
-// Segment size and parameters of head_sample.cu.
+// Segment size and parameters of head_sample.cu, which lists the compile-time constants.
 #pragma once
 #include "nvfp4_codes.cuh"
 #include "stage.cuh"
+
+#ifndef SCALE
+#define SCALE 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
 
 #if FORMAT == 0
 #define W_SEG (KB * 128)
@@ -19,4 +26,7 @@ struct Operands {
   float4* partials;
   float* logits;
   int M, V, D, pad;
+#if SCALE || SOFTCAP
+  float scale, softcap;
+#endif
 };

@@ -1,0 +1,168 @@
+"""Sampling from logits with a factor and a soft cap, in both sampling kernels."""
+# pyright: reportIndexIssue=false
+
+import pytest
+import torch
+
+from benchmarks import matrix
+from conftest import rms_error
+from kernels.test_head_sample import (
+    FORMATS,
+    chi_square_in_deviations,
+    cuda,
+    fits,
+    heat,
+    make_head,
+    portable,
+    rows,
+    torch_error,
+)
+from qerl.formats import BF16, FP8
+from qerl.kernels import head_sample as op
+from qerl.kernels.architectures import ARCHITECTURES
+from qerl.models.lm_head import LMHead
+from qerl.models.random_weights import SHAPES
+
+__all__ = ["cuda", "portable"]  # fixtures
+
+OPTIONS = [(0.25, None), (1.0, 30.0), (1.0, 2.0), (0.5, 6.0)]  # Granite; Gemma; a narrow cap; both
+
+
+def test_the_reference_is_the_heads_own_logits(rng):
+    hidden, weight = torch.randn(5, 32, generator=rng), torch.randn(48, 32, generator=rng)
+    for scale, softcap in OPTIONS:
+        logits = LMHead(weight, scale=scale, softcap=softcap).logits(hidden)
+        truth = op.reference_logits(hidden, weight, scale, softcap)
+        assert rms_error(logits, truth) < 1e-6
+        keys, positions = torch.arange(5), torch.arange(5, dtype=torch.int32)
+        tokens, logprobs, _ = op.reference(hidden, weight, keys, positions, 0.7, scale, softcap)
+        assert torch.allclose(logprobs, (truth / 0.7).log_softmax(1)[range(5), tokens])
+
+
+def definitions(scale=1.0, softcap=None):
+    """What the product is compiled with."""
+    card, a = ARCHITECTURES["sm_90a"], SHAPES["qwen2.5-0.5b"]
+    variants = matrix.head_variants(a, card, 8, BF16, scale=scale, softcap=softcap)
+    return [dict(variant.defines) for variant in variants if variant.file == "head_sample.cu"]
+
+
+def test_a_plain_head_is_compiled_without_the_options():
+    (plain,) = definitions()
+    assert not {"SCALE", "SOFTCAP"} & set(plain)
+    assert definitions(scale=0.5) == [plain | {"SCALE": 1}]
+    assert definitions(softcap=9.0) == [plain | {"SOFTCAP": 1}]
+    assert definitions(scale=0.5, softcap=9.0) == [plain | {"SCALE": 1, "SOFTCAP": 1}]
+
+
+@pytest.mark.parametrize("scale_and_cap", OPTIONS)
+def test_the_portable_kernel_samples_from_capped_logits_in_the_interpreter(scale_and_cap, rng):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    from qerl.kernels import head_portable
+
+    (M, V, D), (scale, softcap) = (5, 208, 128), scale_and_cap
+    hidden = torch.randn(M, D, generator=rng).half()
+    weight = (torch.randn(V, D, generator=rng) * 6 / D**0.5).half()
+    keys = torch.randint(0, 2**62, (M,), generator=rng)
+    positions = torch.randint(0, 5000, (M,), generator=rng, dtype=torch.int32)
+    logits, partials = torch.empty(M, V), torch.empty(M, -(-V // op.CHUNK), 4)
+    sizes = {"BLOCK_V": op.CHUNK, "BLOCK_M": 16, "BLOCK_K": 64, "SCALE": scale, "SOFTCAP": softcap}
+    for draws in (False, True):
+        head_portable._chunk[(1, -(-V // op.CHUNK))](
+            *(hidden, weight, None, keys, positions, torch.tensor([0.7]), partials, logits, M, V, D, 0),
+            IS_FP8=False,
+            DRAWS=draws,
+            **sizes,
+        )
+    assert rms_error(logits, op.reference_logits(hidden, weight, scale, softcap)) < 3e-7
+    best_M1 = partials[:, :, 0].argmax(1, keepdim=True)
+    tokens_M = partials[:, :, 2].contiguous().view(torch.int32).gather(1, best_M1)[:, 0]
+    logprobs_M = partials[:, :, 1].gather(1, best_M1)[:, 0] - partials[:, :, 3].logsumexp(1)
+    truth_M, truth_logprobs_M, _ = op.reference(hidden, weight, keys, positions, 0.7, scale, softcap)
+    assert torch.equal(tokens_M.long(), truth_M)
+    assert (logprobs_M - truth_logprobs_M).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "head"), [(8, BF16), (8, FP8), (64, op.NVFP4Head)])
+def test_the_kernels_with_both_options_fit_hopper(rows, head):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    card, a = ARCHITECTURES["sm_90a"], SHAPES["qwen2.5-7b"]
+    variants = matrix.head_variants(a, card, rows, head, scale=0.5, softcap=30.0)
+    uses = matrix.measure(variants, card)
+    assert len(uses) == 2 and not [f for v, use in uses.items() for f in matrix.faults(v, use, card)]
+
+
+def compare(kernel, weight, hidden, keys, positions, temperature, scale, softcap, rng):
+    """As without options: the float64 token unless two scores differ by rounding."""
+    tokens, logprobs = kernel.draw(hidden, keys, positions, heat(temperature))
+    truth, truth_logprobs, lead = op.reference(hidden, weight, keys, positions, temperature, scale, softcap)
+    logits, exact = kernel.logits(hidden), op.reference_logits(hidden, weight, scale, softcap)
+    plain = (hidden.float() @ weight.float().T) * scale  # as far from float64 as torch's tanh brings it
+    bent = plain if softcap is None else (plain / softcap).tanh() * softcap
+    most = max(rms_error(bent, exact), torch_error(hidden.shape[1], rng))
+    assert rms_error(logits, exact) <= 1.1 * most
+    slack = 2 * (logits - exact).abs().max() / (temperature or 1) + 1e-5
+    differs = tokens.long() != truth
+    assert slack < 2e-4 and not (differs & (lead > slack)).any()
+    assert (logprobs - truth_logprobs)[~differs].abs().max() < slack
+    assert torch.equal(kernel.score(hidden, tokens.long(), heat(temperature)), logprobs)
+    if temperature == 0:
+        assert torch.equal(tokens.long(), logits.argmax(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("scale", "softcap"), OPTIONS)
+@pytest.mark.parametrize(
+    ("M", "V", "D"), [(1, 1008, 192), (8, 2064, 3584), (65, 640, 1024), (256, 1616, 320)]
+)
+def test_capped_draws_are_those_of_float64(name, temperature, scale, softcap, M, V, D, cuda, rng):
+    if not fits(name, V, D):
+        V, D = -(-V // 64) * 64, -(-D // 128) * 128
+    head, weight = make_head(name, V, D, rng)
+    kernel = op.HeadSample(head, M, cuda, scale=scale, softcap=softcap)
+    compare(kernel, weight, *rows(M, D, rng), temperature, scale, softcap, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("scale", "softcap"), OPTIONS)
+@pytest.mark.parametrize(("M", "V", "D"), [(1, 1008, 128), (65, 2064, 384), (256, 640, 1024)])
+def test_the_portable_kernel_draws_capped_tokens(
+    name, temperature, scale, softcap, M, V, D, cuda, portable, rng
+):
+    head, weight = make_head(name, V, D, rng)
+    kernel = portable(head, 300, cuda, scale=scale, softcap=softcap)
+    compare(kernel, weight, *rows(M, D, rng), temperature, scale, softcap, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("poison_value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_portable", [False, True])
+def test_a_cap_hides_no_row_that_is_not_finite(is_portable, poison_value, cuda, portable, rng):
+    head, _ = make_head("bf16", 1040, 192, rng)
+    hidden, keys, positions = rows(64, 192, rng)
+    kernel = (portable if is_portable else op.HeadSample)(head, 64, cuda, softcap=30.0)
+    _, good = kernel.draw(hidden, keys, positions, heat(1.0))
+    hidden[3, 17] = poison_value
+    _, logprobs = kernel.draw(hidden, keys, positions, heat(1.0))
+    others = torch.arange(64, device=cuda) != 3
+    assert logprobs[3].isnan() and torch.equal(logprobs[others], good[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_portable", [False, True])
+def test_100000_capped_draws_have_the_softmax_distribution(is_portable, cuda, portable, rng):
+    M, V, D = 4000, 48, 128
+    head, weight = make_head("bf16", V, D, rng)
+    kernel = (portable if is_portable else op.HeadSample)(head, M, cuda, scale=2.0, softcap=3.0)
+    hidden = torch.randn(1, D, generator=rng).bfloat16().cuda().expand(M, D).contiguous()
+    counts = torch.zeros(V, dtype=torch.int64, device=cuda)
+    for position in range(25):
+        keys, positions = torch.arange(M).cuda(), torch.full((M,), position, dtype=torch.int32).cuda()
+        counts += kernel.draw(hidden, keys, positions, heat(0.7))[0].bincount(minlength=V)
+    p = (op.reference_logits(hidden[:1], weight, 2.0, 3.0)[0] / 0.7).softmax(0)
+    assert counts.sum() == 100_000 and abs(chi_square_in_deviations(counts, p)) < 5
