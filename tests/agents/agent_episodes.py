@@ -26,9 +26,9 @@ def load_tiny(folder: Path, *, max_positions: int = 2048) -> LoadedModel:
 
 
 @contextlib.contextmanager
-def playing(model: LoadedModel, agent, **settings):
+def playing(model: LoadedModel, agent, *, task: TaskConfig | None = None, **settings):
     """play(*rows, ...) -> the groups of the rows; the agent's process ends with the block."""
-    with AgentPool(agent, AgentConfig(**settings), TaskConfig()) as pool:
+    with AgentPool(agent, AgentConfig(**settings), task or TaskConfig()) as pool:
         engine = pool.engine(
             model.engine, max_positions=model.max_positions, stop_tokens=model.engine.stop_token_ids
         )

@@ -4,13 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from agent_episodes import load_tiny, playing
+from agent_episodes import CHATML, load_tiny, playing
 
-from qerl.config import LearnConfig, NoiseConfig, RunConfig
+import tiny_run
+from qerl.config import LearnConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.learner import Learner
 from qerl.learner.forward import DecoderForward
 from qerl.learner.packing import pack
 from qerl.models.adapter import adapter_tensors, publish
+from qerl.models.transformers_model import TransformersModel
+from qerl.serve.loaded_model import load_model
 from qerl.training.rollout import agent_metrics, learned_parts
 
 pytest.importorskip("fastapi")
@@ -66,7 +69,7 @@ def learned(model, parts):
     """The metrics of a step, which leaves the model as it was."""
     learn = LearnConfig(max_tokens_per_microbatch=500)
     config = RunConfig(noise=NoiseConfig(schedule="none"), learn=learn, num_steps=2)
-    decoder = model.engine._decoder
+    decoder = model.engine._model
     before = {name: master.detach().clone() for name, master in adapter_tensors(decoder).items()}
     metrics = Learner(decoder, config).step(parts)
     for name, master in adapter_tensors(decoder).items():
@@ -108,7 +111,7 @@ def test_without_the_grammar_the_learner_would_correct_for_another_policy(groups
 
 def test_the_gradient_is_that_of_the_choice_among_the_allowed(groups, model):
     """By finite differences of the whole answer's masked logprob along the update's direction."""
-    decoder, parts = model.engine._decoder, lesson(groups)
+    decoder, parts = model.engine._model, lesson(groups)
     config = RunConfig(noise=NoiseConfig(schedule="none"))
     batches = pack([(p, [1.0] * len(p.samples_G)) for p in parts], max_tokens=9999, device=decoder.device)
     forward, masters = DecoderForward(decoder, config), list(adapter_tensors(decoder).values())
@@ -134,6 +137,30 @@ def test_the_gradient_is_that_of_the_choice_among_the_allowed(groups, model):
             master.grad = None
         publish(decoder)
     assert (values[0] - values[1]) / 2e-2 == pytest.approx(norm, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def transformers_model(tmp_path_factory):
+    """The same model, run by transformers' code."""
+    folder = tiny_run.write_model(tmp_path_factory.mktemp("transformers"), max_positions=2048)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    given = ModelConfig(path=str(folder), dtype="fp32", backend="transformers")
+    return load_model(str(folder), None, given, with_adapter=True)
+
+
+def test_a_model_of_transformers_learns_the_choice_among_the_allowed_too(transformers_model):
+    assert isinstance(transformers_model.engine._model, TransformersModel)
+    with playing(transformers_model, structured) as play:
+        groups = play({}, num_samples=2, max_tokens=60)
+    assert [sample.failure for sample in groups[0].samples_G] == [None, None]
+    parts = lesson(groups)
+    samples = [sample for part in parts for sample in part.samples_G]
+    assert sum(index is not None for s in samples for index in s.allowed.set_C) > 60
+    metrics = learned(transformers_model, parts)
+    assert metrics["mismatch_max"] < 1e-4 and metrics["grad_norm"] > 0
+    for part in parts:
+        part.samples_G[:] = [dataclasses.replace(s, allowed=None) for s in part.samples_G]
+    assert learned(transformers_model, parts)["mismatch_max"] > 1.0
 
 
 def test_restricted_tokens_are_counted(groups):

@@ -115,6 +115,42 @@ def test_histories_that_do_not_continue_are_samples_that_share_the_reward(model)
     assert [each.num_sampled for each in learned_parts(group)] == [2, 2, 2]  # one for each prompt
 
 
+CHATS_WITHOUT_ANSWERS = {
+    "answer left out": [["user"], ["user", "user"]],
+    "system alone": [["system"]],
+    "result of a tool": [["user", "tool"], ["user", "tool", "tool"]],
+    "no message": [["user"], []],
+}
+
+
+async def never_answered(client, row):
+    """Sends chats in which nobody has answered yet."""
+    for roles in row["chats"]:
+        extra = {"tool": {"tool_call_id": "1"}}
+        await answer(
+            client,
+            [{"role": r, "content": f"{r} {i}", **extra.get(r, {})} for i, r in enumerate(roles)],
+            max_tokens=4,
+        )
+    return 0.25
+
+
+def test_chats_without_an_assistants_turn_are_each_a_sample_with_the_reward(model):
+    with playing(model, never_answered) as play:
+        groups = play(*({"chats": chats} for chats in CHATS_WITHOUT_ANSWERS.values()), num_samples=1)
+    left_out, system, tool, empty = (group.samples_G[0] for group in groups)
+    assert [len(s.episode.parts) for s in (left_out, system, tool)] == [2, 1, 2]
+    assert [s.episode.num_tool_calls for s in (left_out, system, tool)] == [0, 0, 2]
+    for sample, chats in zip((left_out, system, tool), CHATS_WITHOUT_ANSWERS.values(), strict=False):
+        assert sample.failure is None and sample.reward == 0.25
+        for part, roles in zip(sample.episode.parts, chats, strict=True):
+            said = "".join(f"<|im_start|>{r} {r} {i}<|im_end|>" for i, r in enumerate(roles))
+            assert model.tokenizer.decode(part.prompt.tokens_T) == f"{said}<|im_start|>assistant "
+            assert not part.samples_G[0].environment_spans  # all of its tokens are learned
+    cause, message = empty.failure
+    assert cause == "raised BadRequestError" and "messages: " in message and empty.reward is None
+
+
 async def echoing(client, row):
     """Sends the answer back in another form: changed, as parts, with blanks, twice."""
     messages = [{"role": "user", "content": "begin"}]

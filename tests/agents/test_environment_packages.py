@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from agent_episodes import load_tiny, noting_samples, playing, turns_of
 
+import tiny_run
+from qerl.cli import main
 from qerl.cli.train import read_recipe
 from qerl.config import TaskConfig
 from qerl.errors import UserError
@@ -231,13 +233,43 @@ def test_env_is_short_for_the_task_and_the_agent():
         read_recipe(["--env", "gym:a"], "train")
 
 
-@pytest.mark.parametrize("name", ["verifiers:worlds", "openenv:http://127.0.0.1:9"])
-def test_a_missing_package_is_named_with_the_line_that_installs_it(name):
-    package = name.partition(":")[0]
-    if importlib.util.find_spec(package) is not None:
-        pytest.skip(f"{package} is installed")
-    with pytest.raises(UserError, match=rf"needs {package}: pip install 'qerl\[{package}\]'"):
-        open_rows(TaskConfig(name=name))
+def run_without(package, *arguments):
+    """Run qerl where a package cannot be imported; return what it writes to stderr."""
+
+    def work():
+        for name in [name for name in sys.modules if name.startswith(("qerl.serve", f"{package}."))]:
+            del sys.modules[name]
+        sys.modules[package] = None
+        sys.argv = ["qerl", *map(str, arguments)]
+        main.main()
+
+    process = tiny_run.Forked(work)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    return stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "given", "line"),
+    [
+        ("verifiers", ("--env", "verifiers:a"), "verifiers:a needs verifiers: pip install 'qerl[verifiers]'"),
+        ("openenv", ("--env", "openenv:a:b"), "openenv:a:b needs openenv: pip install 'qerl[openenv]'"),
+        ("openai", ("--agent", "{my}:agent"), "an agent needs openai: pip install openai"),
+        ("fastapi", ("--agent", "{my}:agent"), "an agent needs fastapi: pip install fastapi"),
+        ("uvicorn", ("--agent", "{my}:agent"), "an agent needs uvicorn: pip install uvicorn"),
+    ],
+    ids=["verifiers", "openenv", "openai", "fastapi", "uvicorn"],
+)
+def test_a_missing_package_is_named_with_the_line_that_installs_it(package, given, line, tmp_path):
+    (tmp_path / "my.py").write_text("def agent(client):\n    return 1.0\n")
+    given = [each.format(my=tmp_path / "my.py") for each in given]
+    out = (
+        "--out",
+        tmp_path / "run",
+        "--model",
+        tmp_path / "no-model",
+    )  # it is told before a model is looked for
+    assert run_without(package, "train", "demo", *given, *out) == f"qerl: {line}\n"
 
 
 TASKSET = """

@@ -1,14 +1,20 @@
 """Hundreds of episodes at once: none waits for another's tool, in a cache that holds a few of them."""
 
 import asyncio
+import contextlib
 import dataclasses
+from unittest import mock
 
 import pytest
-from agent_episodes import CHATML, playing
+import torch
+from agent_episodes import CHATML, playing, turns_of
 
 import tiny_run
+from engine.parts import packed_logprobs
 from qerl.config import EngineConfig, ModelConfig, NoiseConfig, RunConfig
 from qerl.engine.kv_cache import page_bytes
+from qerl.engine.page_pool import PagePool
+from qerl.engine.scheduler import Scheduler
 from qerl.models.source import locate
 from qerl.models.tokenizer import stop_token_ids
 from qerl.serve.loaded_model import LoadedModel
@@ -18,6 +24,7 @@ from qerl.training.rollout import agent_metrics
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 NUM_PAGES = 40
+NUM_LONG = 10
 SLEEP_S = 0.4
 WAITING = []  # in the agents' process
 
@@ -47,9 +54,10 @@ async def ask(client, messages, **options):
 
 
 async def with_tools(client, row):
-    """An answer, a tool that takes its time and may fail, and a second answer."""
+    """An answer, a tool that takes its time and may fail, and a second answer. The first answers are long:
+    those that run together need more pages than there are."""
     messages = [{"role": "user", "content": f"row {row['index']}"}]
-    said = await ask(client, messages, max_tokens=6)
+    said = await ask(client, messages, max_tokens=64 if row["index"] < NUM_LONG else 6)
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     WAITING.append(row["index"])
     num_waiting = len(WAITING)
@@ -59,17 +67,63 @@ async def with_tools(client, row):
         raise RuntimeError("the tool is gone")
     result = "Error: nothing there" if row["index"] == 7 else "found"
     messages += [{**said, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": result}]
-    await ask(client, messages)
+    await ask(client, messages, max_tokens=6)
     return {"reward": 1.0, "beside": num_waiting}
 
 
+class Counted:
+    """The pages that samples got, the fewest that were free, and the samples that lost theirs."""
+
+    def __init__(self):
+        self.num_allocated, self.fewest_free = 0, NUM_PAGES
+        self.preempted: list[list[int]] = []
+        """The tokens that they had."""
+
+    @contextlib.contextmanager
+    def counting(self):
+        allocate, preempt = PagePool.allocate, Scheduler._preempt
+
+        def counted_allocate(pool, num):
+            pages = allocate(pool, num)
+            if pool.num_pages == NUM_PAGES:  # others have no pages: the model has no windows
+                self.num_allocated += num
+                self.fewest_free = min(self.fewest_free, pool.num_free)
+            return pages
+
+        def counted_preempt(scheduler, sample):
+            self.preempted.append(list(sample.tokens_T))
+            preempt(scheduler, sample)
+
+        with (
+            mock.patch.object(PagePool, "allocate", counted_allocate),
+            mock.patch.object(Scheduler, "_preempt", counted_preempt),
+        ):
+            yield
+
+
 @pytest.fixture(scope="module")
-def played(model):
+def counted():
+    return Counted()
+
+
+@pytest.fixture(scope="module")
+def played(model, counted):
     """The samples of 200 episodes."""
     rows = [{"index": i} for i in range(50)]
-    with playing(model, with_tools, max_concurrent=256) as play:
-        groups = play(*rows, num_samples=4, max_tokens=6)
+    with playing(model, with_tools, max_concurrent=256) as play, counted.counting():
+        groups = play(*rows, num_samples=4, max_tokens=64)
     return [s for group in groups for s in group.samples_G]
+
+
+def test_pages_run_out_are_given_up_and_are_used_again(played, counted):
+    num_tokens = [
+        len(part.prompt.tokens_T) + len(part.samples_G[0].tokens_T)
+        for sample in played
+        for part in sample.episode.parts
+    ]
+    assert sum(num_tokens) / 16 > 20 * NUM_PAGES  # all conversations together have no place
+    assert counted.num_allocated > 20 * NUM_PAGES and counted.fewest_free <= 1
+    assert len(counted.preempted) > 4
 
 
 def test_no_episode_waits_for_the_tools_of_others(played):
@@ -80,12 +134,21 @@ def test_no_episode_waits_for_the_tools_of_others(played):
     assert sum(s.failure is not None for s in samples) == 4  # its own episodes only
 
 
-def test_what_is_recorded_under_page_pressure_is_whole(played):
-    """A request that lost its pages goes on with the tokens that it had."""
+def test_what_is_recorded_under_page_pressure_is_whole(played, counted, model):
+    """A request that lost its pages goes on with the tokens that it had, as if it had kept them."""
     for sample in played:
         for part in sample.episode.parts:
             (own,) = part.samples_G
             assert len(own.logprobs_T) == len(own.sampled_indices) and all(x <= 0 for x in own.logprobs_T)
+    parts = [part for sample in played for part in sample.episode.parts]
+    told = [tokens_T for tokens_T in counted.preempted if len(tokens_T) >= 4]  # enough to know it again
+    assert told
+    for tokens_T in told:
+        (part,) = (p for p in parts if any(t[1][: len(tokens_T)] == tokens_T for t in turns_of(p)))
+        (own,) = part.samples_G
+        truth_TV = packed_logprobs(model.engine._decoder, part.prompt, own)
+        truth_T = truth_TV[own.sampled_indices, torch.tensor(own.tokens_T)[own.sampled_indices]]
+        assert own.logprobs_T == pytest.approx(truth_T.tolist(), abs=1e-4)
 
 
 def test_metrics_tell_of_turns_tools_and_waiting(played):
@@ -100,6 +163,6 @@ def test_metrics_tell_of_turns_tools_and_waiting(played):
 def test_an_answer_does_not_depend_on_how_many_pages_there_are(played, model):
     """The same episodes one after the other, where no request loses its pages."""
     with playing(model, with_tools, max_concurrent=1) as play:
-        (group,) = play({"index": 0}, num_samples=2, max_tokens=6)
+        (group,) = play({"index": 0}, num_samples=2, max_tokens=64)
     alone, beside = group.samples_G, played[:2]
     assert [s.tokens_T for s in alone] == [s.tokens_T for s in beside]

@@ -6,7 +6,15 @@ import torch
 import tiny_run
 from agents.agent_episodes import load_tiny
 from qerl.aqn.norm_noise import noised
-from qerl.config import AdapterConfig, JudgeConfig, NoiseConfig, RunConfig, TaskConfig
+from qerl.config import (
+    AdapterConfig,
+    AlgoConfig,
+    JudgeConfig,
+    NoiseConfig,
+    RayConfig,
+    RunConfig,
+    TaskConfig,
+)
 from qerl.errors import UserError
 from qerl.models.adapter import adapter_off, adapter_tensors, publish
 from qerl.tasks.own_judge import OwnJudge
@@ -115,9 +123,11 @@ def test_only_training_has_the_model(tmp_path):
     ("more", "line"),
     [
         ({"adapter": AdapterConfig(kind="full")}, "adapter.kind full: the base model changes"),
+        ({"ray": RayConfig(address="local")}, "does not work with --ray: give the URL of an endpoint"),
+        ({"algo": AlgoConfig(branching="deep")}, "algo.branching deep: its KV cache stays open"),
         ({"task": TaskConfig(judge=JudgeConfig(url="base", model="x"), rewards=("judge",))}, "unset"),
     ],
-    ids=["full", "model"],
+    ids=["full", "ray", "branching", "model"],
 )
 def test_what_cannot_be_is_refused_in_one_line(more, line):
     given = {"task": TaskConfig(judge=JudgeConfig(url="base"), rewards=("judge",))} | more

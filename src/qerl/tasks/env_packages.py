@@ -18,6 +18,8 @@ from qerl.config import TaskConfig
 from qerl.config.task import OPENENV, VERIFIERS
 from qerl.errors import UserError
 
+ENDPOINT_PACKAGES = "fastapi", "uvicorn"
+"""Packages that the endpoint of an agent needs."""
 _PIP = {VERIFIERS: "pip install 'qerl[verifiers]'", OPENENV: "pip install 'qerl[openenv]'"}
 
 
@@ -26,6 +28,12 @@ def require_package(name: str) -> None:
     prefix = VERIFIERS if name.startswith(VERIFIERS) else OPENENV
     if importlib.util.find_spec(prefix[:-1]) is None:
         raise UserError(f"{name} needs {prefix[:-1]}: {_PIP[prefix]}")
+
+
+def require_installed(who: str, *packages: str) -> None:
+    """Raise UserError with the line that installs the packages that are missing."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise UserError(f"{who} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def environment_rows(config: TaskConfig) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import RewardPool
 from qerl.tasks.code.runner import SandboxUnavailable
 from qerl.tasks.code.sandbox import choose
-from qerl.tasks.env_packages import require_package
+from qerl.tasks.env_packages import ENDPOINT_PACKAGES, require_installed, require_package
 from qerl.tasks.environment import Close, Reset
 from qerl.tasks.graders import NEED_ANSWER
 from qerl.tasks.prompt import render_chat
@@ -162,6 +162,7 @@ class Preflight:
     def functions(self) -> Found:
         """Import the reward functions. Their processes are forked, so before a model is read."""
         if (agent := self._config.agent.function) is not None:
+            require_installed("an agent", *ENDPOINT_PACKAGES)
             if is_environment_name(agent):
                 require_package(agent)
             else:

@@ -12,6 +12,20 @@ agent (worker) --HTTP--> endpoint --> batcher --> engine         one process, an
       +--pipe--> reward                +--> samples --> learner
 """
 
-from qerl.serve.agents.function import train_with_agent
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["train_with_agent"]
+from qerl.config import RunConfig
+from qerl.tasks.env_packages import ENDPOINT_PACKAGES, require_installed
+
+
+def train_with_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Train with `agent`, or with the one that config.agent.function names. See `qerl.train`. Raise UserError
+    if a package that the endpoint needs is missing."""
+    require_installed("an agent", *ENDPOINT_PACKAGES)
+    from qerl.serve.agents.function import find_agent  # these modules import those packages
+    from qerl.serve.agents.rollout import AgentPool
+    from qerl.training.session import train
+
+    with AgentPool(find_agent(config, agent), config.agent, config.task) as pool:
+        return train(config, agents=pool)

@@ -1,6 +1,5 @@
-"""Find the agent that a config names, and train with it."""
+"""Find the agent that a config names."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -8,18 +7,10 @@ from qerl.config import RunConfig
 from qerl.config.task import VERIFIERS, is_environment_name
 from qerl.errors import UserError, require
 from qerl.serve.agents.openenv import OpenEnvAgent
-from qerl.serve.agents.rollout import AgentPool
 from qerl.serve.agents.verifiers import VerifiersAgent
 from qerl.serve.agents.worker import agent_arguments, agent_fault
-from qerl.tasks.env_packages import require_package
+from qerl.tasks.env_packages import require_installed, require_package
 from qerl.tasks.reward import imported
-from qerl.training.session import train
-
-
-def train_with_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Train with `agent`, or with the one that config.agent.function names. See `qerl.train`."""
-    with AgentPool(find_agent(config, agent), config.agent, config.task) as pool:
-        return train(config, agents=pool)
 
 
 def _named(config: RunConfig) -> Callable[..., Any]:
@@ -38,7 +29,6 @@ def find_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> Ca
     function = _named(config) if agent is None else agent
     if (fault := agent_fault(function)) is not None:
         raise UserError(f"agent.function: {fault}")
-    needed = ["fastapi", "uvicorn", *["openai"] * ("client" in agent_arguments(function))]
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise UserError(f"an agent needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    if "client" in agent_arguments(function):
+        require_installed("an agent", "openai")
     return function
