@@ -1,5 +1,6 @@
 """Products of rows sorted by expert: equal to the reference, and no expert is unpacked that need not be."""
 
+import math
 import weakref
 
 import pytest
@@ -260,7 +261,8 @@ def test_on_a_gpu_expert_products_lose_what_torch_loses(name, nums, monkeypatch,
     for what, mine, other, torchs in zip(("y", "dx", "da", "db"), found, wanted, plain, strict=True):
         error, theirs = rms_error(mine, other), rms_error(torchs, other)
         print(f"{name} {what} {error:.2e} torch {theirs:.2e}")
-        assert error <= 1.1 * max(theirs, 2.0**-9), what
+        # The experts' product, what adapters add and their sum are each rounded; torch rounds two of them.
+        assert error <= 1.1 * math.sqrt(3 / 2) * max(theirs, 2.0**-9), what
 
 
 @pytest.mark.gpu

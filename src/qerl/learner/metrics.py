@@ -159,17 +159,16 @@ def _routing(readings: list[RoutingReading]) -> Tallies:
     num_experts = share_LE.shape[1]
     load = (share_LE * num_experts).flatten()
     entropy_L = torch.special.entr(share_LE).sum(1) / math.log(num_experts) if num_experts > 1 else load[:1]
-    differs = [reading.differs_TL for reading in readings if reading.differs_TL is not None]
-    changed = {
-        "route_changes": Tally.of([each.flatten() for each in differs]),
-        "route_change_rows": Tally.of([each.any(1) for each in differs]),
-    }
-    return {
+    tallies = {
         "expert_load": Tally.of([load]),
         "expert_idle": Tally.of([-load]),
         "expert_entropy": Tally.of([entropy_L]),
-        **(changed if differs else {}),
     }
+    differs = [reading.differs_TL for reading in readings if reading.differs_TL is not None]
+    if differs:
+        tallies["route_changes"] = Tally.of([each.flatten() for each in differs])
+        tallies["route_change_rows"] = Tally.of([each.any(1) for each in differs])
+    return tallies
 
 
 def _mismatch(name: str, sampler_C: Tensor, learner_C: Tensor) -> Tallies:
