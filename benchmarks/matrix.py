@@ -268,7 +268,9 @@ def _attend(
 ) -> None:
     rows, heads = len(state.positions_B), (a.num_heads, a.num_kv_heads, a.head_size)
     gated = a.attention_gate
-    attention = DecodeAttention(*heads, _PAGE, dtype, rows, _PAGES, _META, is_gated=gated)
+    attention = DecodeAttention(
+        *heads, _PAGE, dtype, rows, _PAGES, _META, is_gated=gated, is_interleaved=a.rope_is_interleaved
+    )
     pages = (_PAGES, _PAGE, a.num_kv_heads)
     cache = LayerCache(_tensor(*pages, a.head_size, dtype=dtype), _tensor(*pages, a.head_size, dtype=dtype))
     if dtype != torch.bfloat16:

@@ -58,12 +58,12 @@ class ReferenceLinears(TorchLinears):
 class ReferenceAttention:
     """DecodeAttention by its reference."""
 
-    def __init__(self, calls, *, is_gated=False, **shape):
-        self.calls, self.is_gated, self.shape = calls, is_gated, shape
+    def __init__(self, calls, *, is_gated=False, is_interleaved=False, **shape):
+        self.calls, self.flags, self.shape = calls, (is_gated, is_interleaved), shape
 
     def attend(self, qkv_BX, angles, cache, state, norms=None, options=PLAIN):
         self.calls.append("attend")
-        o_BX = decode_attention.reference(qkv_BX, angles, cache, state, norms, options, self.is_gated)
+        o_BX = decode_attention.reference(qkv_BX, angles, cache, state, norms, options, *self.flags)
         return o_BX.to(qkv_BX.dtype)
 
     def attend_together(self, *rest, **options):

@@ -15,7 +15,6 @@ from qerl.models.lm_head import LMHead
 
 WIDE = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
 OBSTACLES = {
-    "Glm4": "interleaved rotation",
     "Qwen3Next": "Gated DeltaNet",
     "Qwen3_5": "Gated DeltaNet",
 }

@@ -25,15 +25,19 @@ SHIM = r"""
 #include <vector>
 #define __device__
 #define __global__
+#define __grid_constant__
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(...)
 #define __CUDA_ARCH__ 800
 struct uint4 { unsigned x, y, z, w; };
+struct uint2 { unsigned x, y; };
 struct float4 { float x, y, z, w; };
 struct float2 { float x, y; };
 struct Index { int x; };
 static thread_local Index threadIdx, blockIdx;
+static Index gridDim;
 static std::unique_ptr<std::barrier<>> block;
 static std::vector<std::unique_ptr<std::barrier<>>> warps;
 static float lanes[32][32];
@@ -44,6 +48,12 @@ template <class To, class From> static To bits(From x) { To y; memcpy(&y, &x, 4)
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 static float __int_as_float(int x) { return bits<float>(x); }
+static float __fmul_rn(float x, float y) { return x * y; }
+static float __fdiv_rn(float x, float y) { return x / y; }
+static int __float2int_rn(float x) { return (int)rintf(x); }
+static unsigned __cvta_generic_to_shared(const void*) { return 0; }
+static int min(int x, int y) { return x < y ? x : y; }
+static int max(int x, int y) { return x > y ? x : y; }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static void __syncthreads() { block->arrive_and_wait(); }
 static void __threadfence() {}
@@ -62,10 +72,19 @@ static float __shfl_xor_sync(unsigned, float x, int mask) {
   warps[warp]->arrive_and_wait();
   return y;
 }
+static int __shfl_sync(unsigned, int x, int from) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  lanes[warp][lane] = bits<float>(x);
+  warps[warp]->arrive_and_wait();
+  const int y = bits<int>(lanes[warp][from % 32]);
+  warps[warp]->arrive_and_wait();
+  return y;
+}
 """
 RUN = r"""
 extern "C" unsigned long operand_bytes() { return sizeof(Operands); }
 extern "C" void run(const Operands* operands, int grid, int threads) {
+  gridDim = {grid};
   for (int b = 0; b < grid; b++) {
     block = std::make_unique<std::barrier<>>(threads);
     warps.clear();
@@ -101,12 +120,17 @@ def has_compiler():
     return shutil.which("g++") is not None
 
 
-@contextlib.contextmanager
-def on_cpu(module, folder: Path):
-    """Inside, kernels that the module compiles run on the CPU; folder is for what is compiled."""
+def copy_sources(folder: Path) -> None:
+    """Copy kernels/cuda/ into a folder, with the conversion to bfloat16 in C++."""
     for file in (resources.files("qerl.kernels") / "cuda").iterdir():
         text = CONVERSION.sub("d = to_bfloat16(high) << 16 | to_bfloat16(low);", file.read_text())
         (folder / file.name).write_text(text)
+
+
+@contextlib.contextmanager
+def on_cpu(module, folder: Path):
+    """Inside, kernels that the module compiles run on the CPU; folder is for what is compiled."""
+    copy_sources(folder)
     with mock.patch.object(
         module, "compiled", lambda file, name, _, defines: CpuKernel(file, name, defines, folder)
     ):

@@ -79,16 +79,16 @@ def step(lengths, N, K, H, rng, *, page_tokens=16, kv_dtype=torch.bfloat16, grou
     return Step(qkv, turning_angles(H), cache, state)
 
 
-def plain(step, norms=None, options=PLAIN, is_gated=False):
+def plain(step, norms=None, options=PLAIN, is_gated=False, is_interleaved=False):
     """Compute it in torch's 16 bits: `paged_decode` of a cache that has this step's token."""
     K, positions = step.cache.k.shape[2], step.state.positions_B[: len(step.qkv)]
-    op.reference(step.qkv, step.angles, step.cache, step.state, norms, options, is_gated)
+    op.reference(step.qkv, step.angles, step.cache, step.state, norms, options, is_gated, is_interleaved)
     k, v = (
         (pages.float() if scales is None else op.from_fp8(pages, scales)).nan_to_num(0).bfloat16()
         for pages, scales in ((step.cache.k, step.cache.k_scales), (step.cache.v, step.cache.v_scales))
     )
     at, H = positions.clamp(min=0), step.cache.k.shape[3]
-    q, _, _, gate = op.split_heads(step.qkv, step.angles, at, K, H, norms, is_gated)
+    q, _, _, gate = op.split_heads(step.qkv, step.angles, at, K, H, norms, is_gated, is_interleaved)
     o = paged_decode(q, k, v, step.state.tables_BX[: len(q)].long(), at + 1, options)
     o = o if gate is None else o * gate.sigmoid()
     return o.flatten(1) * (positions >= 0)[:, None]
@@ -142,11 +142,12 @@ def made():
         pytest.skip("needs a CUDA device")
     kernels = {}
 
-    def make(N, K, H, page_tokens=16, kv_dtype=torch.bfloat16, rows=64, pages=POSITIONS // 16, gated=False):
-        key = (N, K, H, page_tokens, kv_dtype, rows, pages, gated)
-        if key not in kernels:
-            kernels[key] = op.DecodeAttention(*key[:-1], torch.device("cuda"), is_gated=gated)
-        return kernels[key]
+    def make(N, K, H, page_tokens=16, kv_dtype=torch.bfloat16, rows=64, pages=POSITIONS // 16, **flags):
+        key = (N, K, H, page_tokens, kv_dtype, rows, pages)
+        at = (key, *flags.items())
+        if at not in kernels:
+            kernels[at] = op.DecodeAttention(*key, torch.device("cuda"), **flags)
+        return kernels[at]
 
     return make
 
@@ -162,14 +163,15 @@ def rows_of_several_keys(case, options):
     return (keys_B > 1) | (case.cache.k_scales is None)
 
 
-def check(kernel, case, norms=None, options=PLAIN, is_gated=False):
+def check(kernel, case, norms=None, options=PLAIN, is_interleaved=False):
     """o against float64, and every byte of the cache."""
     case = case.moved("cuda")
     norms = norms and (norms[0].cuda(), norms[1].cuda(), norms[2])
     truth_case, plain_case = case.copy(), case.copy()
-    truth = op.reference(case.qkv, case.angles, truth_case.cache, case.state, norms, options, is_gated)
+    how = norms, options, False, is_interleaved
+    truth = op.reference(case.qkv, case.angles, truth_case.cache, case.state, *how)
     got = kernel.attend(case.qkv, case.angles, case.cache, case.state, norms, options)
-    torchs = plain(plain_case, norms, options, is_gated)
+    torchs = plain(plain_case, *how)
     fair = rows_of_several_keys(case, options)
     if fair.any():
         assert rms_error(got[fair], truth[fair]) <= 1.1 * rms_error(torchs[fair], truth[fair])

@@ -184,7 +184,7 @@ def test_many_rows_with_windows_have_longer_chunks(kv_dtype, made, rng):
 def test_gates_and_partial_rotation_are_no_less_exact_than_torch(N, K, H, has_norms, rotary, made, rng):
     case = step(LONG, 2 * N, K, H, rng).moved("cuda")
     case.angles = (turning_angles(rotary) if rotary else torch.zeros(POSITIONS, 0)).cuda()
-    kernel, norms = made(N, K, H, gated=True), None
+    kernel, norms = made(N, K, H, is_gated=True), None
     if has_norms:
         q_norm, k_norm, eps = random_norms(H, rng)
         norms = q_norm.cuda(), k_norm.cuda(), eps

@@ -2,9 +2,9 @@
 
     x = norm(h)   q|k|v = x W^T + u B^T + bias   o = attention(rope(q|k|v))   h += o W^T + u B^T
 
-Windows, soft caps, sinks, gates, scales and partial rotation are computed by the attention kernel. Norms over
-all heads, and queries that grow with the position, are launches of PyTorch's before it; norms after o are
-launches behind the product, which then does not add the residual stream.
+The attention kernel computes windows, caps, sinks, gates, scales, partial and interleaved rotation. Norms
+over all heads, and queries that grow with the position, are launches of PyTorch's before it; norms after o
+are launches behind the product, which then does not add the residual stream.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,12 +44,11 @@ class AttentionSteps:
             device=device,
             chunk=parts.chunk,
             is_gated=a.attention_gate,
+            is_interleaved=a.rope_is_interleaved,
         )
 
     @staticmethod
     def obstacle(a: Architecture, page_tokens: int) -> str | None:
-        if a.rope_is_interleaved:
-            return "they do not compute interleaved rotation"
         if a.qk_norm and a.qk_norm_over == "head" and _grows(a):
             return "they do not compute queries that are normed and grow with the position"
         if a.qk_norm and a.qk_norm_over == "projection" and a.attention_gate:

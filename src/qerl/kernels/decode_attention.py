@@ -15,9 +15,10 @@ order of chunks. So a row's bits depend on that row alone and on whether there a
 pages, such as the samples of a group, read them from memory once, then from L2. Rows with position -1 get
 zeros.
 
-What attention_options.py lists, a rotation of a head's first elements only, and a gate of each query head are
-compiled in where they are used. A row with a window has the chunks that the window reaches; no page wholly
-before it is read, so such a page may belong to another sequence already.
+What attention_options.py lists, a rotation of a head's first elements only or of neighboring elements
+(interleaved), and a gate of each query head are compiled in where they are used. A row with a window has the
+chunks that the window reaches; no page wholly before it is read, so such a page may belong to another
+sequence already.
 
 Letters besides types.py: B rows, X pages of a table or columns of qkv. Positions, tables and pages are read
 before the previous kernel has ended, so no kernel that allows an early launch of this one may write them.
@@ -91,9 +92,10 @@ def split_heads(
     head_size: int,
     norms: Norms | None,
     is_gated: bool = False,
+    is_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return q_BNH, k_BKH, v_BKH as the kernel computes them, and the gates of the query heads, using torch;
-    positions must not be negative."""
+    positions must not be negative. is_interleaved: see DecodeAttention."""
     K, H = num_kv_heads, head_size
     q, k, v = qkv_BX.split((qkv_BX.shape[1] - 2 * K * H, K * H, K * H), dim=1)
     q, k, v = (x.unflatten(1, (-1, H)) for x in (q, k, v))
@@ -112,7 +114,11 @@ def split_heads(
         if R == 0:
             return x
         turned = x[..., :R]
+        if is_interleaved:
+            turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         turned = (turned * cosine).addcmul_(turned.roll(R // 2, -1), sine).to(x.dtype)
+        if is_interleaved:
+            turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         return torch.cat((turned, x[..., R:]), -1)
 
     q_norm_H, k_norm_H, eps = norms or (None, None, 0.0)
@@ -127,12 +133,13 @@ def reference(
     norms: Norms | None = None,
     options: AttentionOptions = PLAIN,
     is_gated: bool = False,
+    is_interleaved: bool = False,
 ) -> Tensor:
     """Return o [B, N * H] in float64, row by row; writes the cache as the kernel does."""
     (_, page_tokens, K, H), B = cache.k.shape, len(qkv_BX)
     positions_B = state.positions_B[:B]
     q_BNH, k_BKH, v_BKH, gate_BNH = split_heads(
-        qkv_BX, angles, positions_B.clamp(min=0), K, H, norms, is_gated
+        qkv_BX, angles, positions_B.clamp(min=0), K, H, norms, is_gated, is_interleaved
     )
     o_BNH = torch.zeros(q_BNH.shape, dtype=torch.float64, device=qkv_BX.device)
     for b, position in enumerate(positions_B.tolist()):
@@ -169,7 +176,7 @@ def supports(
     num_heads: int, num_kv_heads: int, head_size: int, page_tokens: int, rotary_size: int | None = None
 ) -> bool:
     """True if there is a kernel for this shape. rotary_size: elements of a head that are rotated, its first
-    ones, in pairs (j, j + rotary_size / 2); None: all. Any AttentionOptions are supported."""
+    ones; None: all. Any AttentionOptions are supported."""
     group, rest = divmod(num_heads, num_kv_heads)
     most = {64: 16, 128: 16, 256: 8}.get(head_size, 0)  # more would not fit into the registers
     turned = head_size if rotary_size is None else rotary_size
@@ -195,14 +202,17 @@ class DecodeAttention:
         device: torch.device,
         chunk: int | None = None,
         is_gated: bool = False,
+        is_interleaved: bool = False,
     ):
         """chunk: used for any number of rows, so that sums have one order; None: chosen from the rows.
-        is_gated: each query head of qkv is followed by a gate, whose sigmoid multiplies the head's output."""
+        is_gated: each query head of qkv is followed by a gate, whose sigmoid multiplies the head's output.
+        is_interleaved: of R rotated elements 2 j and 2 j + 1 form a pair, not j and j + R / 2."""
         assert supports(num_heads, num_kv_heads, head_size, page_tokens) and max_rows <= 2**16
         assert kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
         self._heads, self._kv_heads, self._head_size = num_heads, num_kv_heads, head_size
         self._page_tokens, self._kv_dtype, self._max_rows = page_tokens, kv_dtype, max_rows
         self._max_pages, self._device, self._chunk, self._is_gated = max_pages, device, chunk, is_gated
+        self._is_interleaved = is_interleaved
         self._query_rows = num_heads * (1 + is_gated)
         self._fence = torch.zeros(1, device=device)
         self._max_chunks = -(-max_pages * page_tokens // CHUNK)
@@ -231,6 +241,7 @@ class DecodeAttention:
     def _defines(self, chunk: int, variant: Variant) -> dict[str, int]:
         options = {
             "ROTARY": variant.rotary if variant.rotary != self._head_size else None,
+            "INTERLEAVED": (self._is_interleaved and variant.rotary > 0) or None,
             "WINDOW": variant.window or None,
             "SOFTCAP": variant.softcap or None,
             "SINKS": variant.sinks or None,

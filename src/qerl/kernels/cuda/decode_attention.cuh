@@ -10,6 +10,9 @@
 #ifndef ROTARY
 #define ROTARY H
 #endif
+#ifndef INTERLEAVED
+#define INTERLEAVED 0
+#endif
 #ifndef WINDOW
 #define WINDOW 0
 #endif

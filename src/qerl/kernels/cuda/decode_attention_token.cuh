@@ -11,7 +11,7 @@ __device__ __forceinline__ u32 e4m3(float x) {  // round to nearest even, satura
 }
 
 // One head spread over the warp. Lane l has, of each i < PIECES, two neighboring elements at first_at(l + 32 i) and two at
-// second_at(l + 32 i): those that are rotated together, or else none that are rotated.
+// second_at(l + 32 i): those that are rotated together (of each two if INTERLEAVED), or else none that are rotated.
 #define PIECES ((H + 127) / 128)
 #define LAST_LANE (H / 4)  // lanes from here on have no elements
 struct Head {
@@ -62,11 +62,18 @@ __device__ __forceinline__ Head rotate(const Parameters& p, Head x, int position
   for (int i = 0; i < PIECES; i++) {
     const int pair = threadIdx.x % LAST_LANE + 32 * i;
     if (pair >= ROTARY / 4) break;
+#if INTERLEAVED
+    const float *a0 = p.angles + (size_t)position * ROTARY + pair, *a1 = a0 + ROTARY / 4;
+    float x0 = low(x.first[i]), y0 = high(x.first[i]), x1 = low(x.second[i]), y1 = high(x.second[i]);
+    rotate_pair(x0, y0, a0[0], a0[ROTARY / 2]), rotate_pair(x1, y1, a1[0], a1[ROTARY / 2]);
+    x.first[i] = pack2(x0, y0), x.second[i] = pack2(x1, y1);
+#else
     const float* angle = p.angles + (size_t)position * ROTARY + 2 * pair;
     const float2 c = *(const float2*)angle, s = *(const float2*)(angle + ROTARY / 2);
     float x0 = low(x.first[i]), x1 = high(x.first[i]), y0 = low(x.second[i]), y1 = high(x.second[i]);
     rotate_pair(x0, y0, c.x, s.x), rotate_pair(x1, y1, c.y, s.y);
     x.first[i] = pack2(x0, x1), x.second[i] = pack2(y0, y1);
+#endif
   }
   return x;
 }
