@@ -40,7 +40,8 @@ def qerl(monkeypatch, *arguments):
 def copied(files, folder, **changes):
     """The tiny model in another folder, with fields of its config.json changed."""
     for path in files.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+        if path.is_file():  # not __pycache__
+            (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -68,6 +69,14 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     code = "import sys, qerl.cli.main; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     process = tiny_run.launched("-c", code)
     assert process.communicate() == ("[]\n", "")
+
+
+def test_a_run_imports_neither_modelling_code_of_transformers_nor_torch_s_compiler(files, tmp_path):
+    """Each takes seconds of every start."""
+    costly = {"transformers.activations", "transformers.modeling_utils", "torch._dynamo", "sympy"}
+    code = f"import sys; from qerl.cli.main import main; main(); print({costly} & sys.modules.keys())"
+    process = tiny_run.launched("-c", code, "train", "demo", *tiny_run.options(files, tmp_path / "run"))
+    assert process.communicate(timeout=120)[0].splitlines()[-1] == "set()"
 
 
 def test_the_package_runs_as_a_module(monkeypatch, capsys):

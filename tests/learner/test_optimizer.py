@@ -1,4 +1,5 @@
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.config import AdapterConfig
 from qerl.errors import UserError
 from qerl.learner import Learner, checkpoint
+from qerl.learner.optimizer import FusedAdamW
 
 EIGHT_BIT = {"optim": "adamw_8bit", "weight_decay": 0.1, "warmup_ratio": 0.2}
 
@@ -78,3 +80,27 @@ def test_a_large_epsilon_holds_the_weights_still(optim, steps):
     start = {name: master.clone() for name, master in learner.adapter_state().items()}
     learner.step(steps[0])
     assert all((master - start[name]).abs().max() < 1e-9 for name, master in learner.adapter_state().items())
+
+
+def test_adamw_is_torch_s_bit_for_bit(rng):
+    """One parameter has no gradient in the first step; the rate changes as a schedule's does."""
+    start = [torch.randn(shape, generator=rng) for shape in ((7, 5), (300,), (3,))]
+    ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    optimizers = FusedAdamW(ours, **settings), torch.optim.AdamW(theirs, **settings, fused=True)
+    for step in range(4):
+        gradients = [torch.randn(x.shape, generator=rng) for x in start]
+        for optimizer, parameters in zip(optimizers, (ours, theirs), strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            parameters[2].grad = None if step == 0 else parameters[2].grad
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            assert all(x.grad is None for x in parameters)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+        mine, its = (x.state[p] for x, p in zip(optimizers, (a, b), strict=True))
+        assert mine.keys() == its.keys()
+        assert all(torch.equal(mine[name], its[name]) for name in mine)
+    assert not torch.equal(ours[0], start[0])

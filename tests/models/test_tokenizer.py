@@ -1,8 +1,10 @@
+import json
+
 import pytest
 from checkpoints import TEMPLATE, byte_tokens, save_tiny, tiny, write_gguf
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from qerl.errors import UserError
 from qerl.models.source import BUILT_IN, locate
@@ -121,6 +123,22 @@ def folder_with_tokenizer(folder):
 def test_a_folder_s_tokenizer_is_loaded(tmp_path):
     tokenizer = load_tokenizer(str(folder_with_tokenizer(tmp_path)))
     assert tokenizer("ab").input_ids == [1, 2]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe", "mistral", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("named", ["TokenizersBackend", "LlamaTokenizerFast", "Qwen2Tokenizer", None])
+def test_a_tokenizer_s_class_is_the_one_that_the_model_type_selects(tmp_path, model_type, named):
+    """Without the class of the config, where the tokenizer's is named."""
+    folder = folder_with_tokenizer(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    file = folder / "tokenizer_config.json"
+    settings = {k: v for k, v in json.loads(file.read_text()).items() if k != "tokenizer_class"}
+    file.write_text(json.dumps(settings | ({"tokenizer_class": named} if named else {})))
+    config = AutoConfig.for_model(model_type, name_or_path=str(folder))
+    ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(str(folder), config=config)
+    assert type(ours) is type(theirs)
+    assert ours("ab").input_ids == theirs("ab").input_ids
+    assert ours.get_vocab() == theirs.get_vocab()
 
 
 def test_a_folder_without_a_tokenizer_is_told_so(tmp_path):

@@ -1,5 +1,7 @@
 """Load a model's tokenizer: with transformers from a folder, or from a GGUF file (gguf_tokenizer.py)."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -33,7 +35,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise UserError(f"{source.path}: has no tokenizer: none of {', '.join(_VOCABULARIES)} is there")
     for name in (*_VOCABULARIES, *_TOKENIZER_FILES):
         check_size(source.path / name)
-    config = _tokenizer_config(read_json(source.path / "config.json"), str(source.path))
+    config = _tokenizer_config(read_json(source.path / "config.json"), source.path)
     try:
         return AutoTokenizer.from_pretrained(str(source.path), config=config, trust_remote_code=False)
     except Exception as error:  # damaged files raise many unrelated types
@@ -41,17 +43,30 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise UserError(f"{source.path}: its tokenizer cannot be loaded: {reason}") from error
 
 
-def _tokenizer_config(config: dict[str, Any], path: str) -> PretrainedConfig:
+def _tokenizer_config(config: dict[str, Any], path: Path) -> PretrainedConfig:
     """Return what transformers selects a tokenizer's class by. Of the whole config it would make a table with
     num_labels entries and one with num_hidden_layers."""
     texts = {
         key: text for key in ("model_type", "tokenizer_class") if isinstance(text := config.get(key), str)
     }
     model_type = texts.pop("model_type", "")
-    named: dict[str, Any] = {**texts, "name_or_path": path}
+    named: dict[str, Any] = {**texts, "name_or_path": str(path)}
     if model_type in CONFIG_MAPPING:
-        return AutoConfig.for_model(model_type, **named)
+        if not _names_class(path / "tokenizer_config.json"):
+            return AutoConfig.for_model(model_type, **named)
+        named["model_type"] = model_type
     return PretrainedConfig(**named)
+
+
+def _names_class(path: Path) -> bool:
+    """True if the file names the tokenizer's class and no code of its own. Then the config's class does not
+    matter, and is not imported: many import transformers' modelling code, a third of a program's start."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    is_named = isinstance(found, dict) and isinstance(found.get("tokenizer_class"), str)
+    return is_named and "auto_map" not in found
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> frozenset[int]:
