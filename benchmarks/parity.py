@@ -6,6 +6,9 @@
     sample_diff              mean over samples of |sum of d|: grows with max_tokens as mismatches add up
     entropy   the learner's mean over the tokens, in nats
     exact     true if every d_t is 0; exact_mode: the value of engine.exact
+    router_replay   of a mixture of experts: the value of algo.router_replay; null otherwise and in exact mode
+    route_changes, route_change_rows   of a mixture: share of routes, and of rows with one such route, that
+              the learner would choose otherwise than the engine did
     rollout_tok_per_s, read_s    of a second run: sampling, and the learner's pass over all samples (in exact
               mode the engine scores them as well); `qerl bench step --exact` measures whole steps
 
@@ -30,10 +33,10 @@ from qerl.cli.bench.decode import NullTokenizer, random_prompts
 from qerl.cli.bench.measure import Meter, attempt, cuda_device
 from qerl.cli.bench.options import BenchOptions, check_adapter
 from qerl.cli.bench.record import RowWriter, row_writer
-from qerl.config import AdapterConfig, EngineConfig, RunConfig, SampleConfig
-from qerl.config.check import check_positive
+from qerl.config import AdapterConfig, AlgoConfig, EngineConfig, RunConfig, SampleConfig
+from qerl.config.check import check_not_negative, check_positive
 from qerl.engine import Engine
-from qerl.errors import UserError
+from qerl.errors import UserError, require
 from qerl.learner import Learner
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
@@ -46,6 +49,8 @@ from qerl.types import Group
 _HALVINGS, _DRAWS = 20, 1 << 21
 _MOST_SPREAD = 32.0  # of logits: at 152,064 tokens an entropy of 0.1
 
+ParityProvider = Literal["qerl-nvfp4", "qerl-mxfp4", "qerl-bf16", "qerl-fp8-flow", "flash-fp8", "flash-int8"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParityCase:
@@ -54,10 +59,15 @@ class ParityCase:
     shape: str
     provider: str
     lora_rank: int
+    expert_rank: int = 0
     kv: str
     head: str
+    kernels: str = "auto"
+    """As engine.kernels; the row has what the engine chose."""
     target_entropy: float
     exact_mode: bool
+    router_replay: bool | None = None
+    num_layers: int | None = None
     batch: int
     prompt_tokens: int
     max_tokens: int
@@ -65,10 +75,7 @@ class ParityCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParityOptions(BenchOptions):
-    providers: tuple[Literal["qerl-nvfp4", "qerl-bf16", "qerl-fp8-flow", "flash-fp8", "flash-int8"], ...] = (
-        "qerl-nvfp4",
-        "qerl-bf16",
-    )
+    providers: tuple[ParityProvider, ...] = ("qerl-nvfp4", "qerl-bf16")
     """Formats of the frozen linear weights."""
 
     kvs: tuple[Literal["bf16", "fp8"], ...] = ("bf16",)
@@ -83,6 +90,15 @@ class ParityOptions(BenchOptions):
     exacts: tuple[bool, ...] = (False, True)
     """Values of engine.exact."""
 
+    router_replays: tuple[bool, ...] = (True, False)
+    """Values of algo.router_replay, for a mixture of experts outside of exact mode."""
+
+    kernels: Literal["auto", "hopper", "portable", "torch"] = "auto"
+    """Kernels of decode steps, as engine.kernels."""
+
+    num_layers: int | None = None
+    """Take only the first layers of the shape; default: all."""
+
     batch: int = 8
     """Number of prompts, with one sample each."""
 
@@ -95,8 +111,12 @@ class ParityOptions(BenchOptions):
     lora_rank: int = 32
     """LoRA rank."""
 
+    expert_rank: int = 0
+    """LoRA rank of the experts of a mixture; 0: no adapter."""
+
     def __post_init__(self):
         check_positive(self, "batch", "prompt_tokens", "max_tokens")
+        check_not_negative(self, "expert_rank")
         check_adapter(self.lora_rank)
         if min(self.entropies, default=1.0) <= 0:
             raise UserError(f"entropies must be positive, got {min(self.entropies)}")
@@ -104,8 +124,19 @@ class ParityOptions(BenchOptions):
 
 def bench_parity(options: ParityOptions) -> None:
     """Write a row for each provider, entropy, head, KV type and mode."""
-    architecture, device = shape(options.shape), cuda_device()
+    architecture, device = first_layers(shape(options.shape), options.num_layers), cuda_device()
     measure_cases(options, architecture, device, row_writer(options))
+
+
+def first_layers(a: Architecture, num_layers: int | None) -> Architecture:
+    """Return the architecture with this many of its layers; None: all."""
+    if num_layers is None:
+        return a
+    require(
+        0 < num_layers <= a.num_layers,
+        f"--num-layers must be from 1 to the shape's {a.num_layers}, got {num_layers}",
+    )
+    return dataclasses.replace(a, num_layers=num_layers, layer_kinds=a.layer_kinds[:num_layers])
 
 
 def measure_cases(
@@ -114,10 +145,14 @@ def measure_cases(
     for head in options.heads:
         check_head(head, architecture.vocab_size, architecture.width)
     for provider in options.providers:
-        decoder, error = try_random_decoder(architecture, provider, options.lora_rank, device)
-        varied = product(options.entropies, options.heads, options.kvs, options.exacts)
-        for entropy, head, kv, exact in varied:
-            own = {"kv": kv, "head": head, "target_entropy": entropy, "exact_mode": exact}
+        rank, expert_rank = options.lora_rank, options.expert_rank
+        decoder, error = try_random_decoder(architecture, provider, rank, device, expert_rank=expert_rank)
+        modes = modes_of(options, architecture)
+        for entropy, head, kv, (exact, replay) in product(
+            options.entropies, options.heads, options.kvs, modes
+        ):
+            own = {"kv": kv, "head": head, "target_entropy": entropy}
+            own |= {"exact_mode": exact, "router_replay": replay}
             case = make_case(ParityCase, options, provider=provider, **own)
             figures = None
             if decoder is not None:
@@ -125,6 +160,13 @@ def measure_cases(
             rows.add({"bench": "parity"} | dataclasses.asdict(case) | (figures or {"error": error}))
         del decoder
         Meter(device).clear()
+
+
+def modes_of(options: ParityOptions, a: Architecture) -> list[tuple[bool, bool | None]]:
+    """Return the pairs (exact mode, router replay). The values of exact mode are the engine's own, whose
+    routes are the same ones, so replay has no say there."""
+    replays = [None] if a.mixture is None else list(options.router_replays)
+    return [(exact, replay) for exact in options.exacts for replay in ([None] if exact else replays)]
 
 
 def measure_case(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
@@ -158,6 +200,8 @@ def measure_case(case: ParityCase, decoder: Decoder) -> dict[str, Any]:
         "early_diff": metrics["mismatch_early"],
         "late_diff": metrics["mismatch_late"],
         "sample_diff": metrics["mismatch_sample"],
+        **{name: metrics[name] for name in ("route_changes", "route_change_rows") if name in metrics},
+        "kernels": engine.kernels,
         "entropy": round(metrics["entropy"], 4),
         "exact": metrics["mismatch_max"] == 0,
         "rollout_tok_per_s": round(engine.stats.tokens_per_s, 1),
@@ -195,14 +239,17 @@ def _without_advantage(group: Group) -> Group:
 
 
 def run_config(case: ParityCase) -> RunConfig:
+    kernels: Any = case.kernels
     return RunConfig(
         num_prompts=case.batch,
         num_generations=2,  # the minimum; the groups have one sample and no advantage
         adapter=AdapterConfig(rank=case.lora_rank),
+        algo=AlgoConfig(router_replay=case.router_replay is not False),
         sample=SampleConfig(max_tokens=case.max_tokens),
         engine=EngineConfig(
             max_num_seqs=case.batch,
             kv_cache_dtype="fp8" if case.kv == "fp8" else "auto",
             exact=case.exact_mode,
+            kernels=kernels,
         ),
     )

@@ -107,13 +107,14 @@ def parity_tables(rows: list[Row]) -> str:
         " tokens, in nats."
     )
     columns: Columns = {
-        "shape": lambda row: row["shape"],
+        "shape": _shape,
         "weights": lambda row: row["provider"],
         "LoRA rank": lambda row: str(row["lora_rank"]),
         "KV": lambda row: row["kv"],
         "head": lambda row: row["head"],
         "samples": lambda row: f"{row['batch']} x {row['max_tokens']:,}",
         "exact mode": _exact_mode,
+        "router replay": _router_replay,
         "target entropy": lambda row: f"{row['target_entropy']:g}",
         "entropy": lambda row: f"{row['entropy']:.2f}",
         "mean difference": lambda row: f"{row['abs_diff']:.2e}",
@@ -123,8 +124,17 @@ def parity_tables(rows: list[Row]) -> str:
     return _lists(rows, "parity", title, columns)
 
 
+def _shape(row: Row) -> str:
+    return row["shape"] + (f", {row['num_layers']} layers" if row.get("num_layers") else "")
+
+
 def _exact_mode(row: Row) -> str:
     return "yes" if row.get("exact_mode") else "no"
+
+
+def _router_replay(row: Row) -> str:
+    is_replayed = row.get("router_replay")
+    return "-" if is_replayed is None else "yes" if is_replayed else "no"
 
 
 def _median(row: Row, name: str, form: str) -> str:

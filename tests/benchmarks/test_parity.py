@@ -8,7 +8,9 @@ import torch
 from benchmarks import parity
 from cli.bench.rows import CPU, rows_of
 from cli.bench.shapes import TINY
-from qerl.models.random_weights import random_decoder
+from qerl.errors import UserError
+from qerl.models.architecture import LayerKind, Mixture
+from qerl.models.random_weights import SHAPES, random_decoder
 
 SHAPE = dataclasses.replace(TINY, vocab_size=128)
 OPTIONS = parity.ParityOptions(
@@ -62,6 +64,38 @@ def test_in_fp32_the_difference_is_rounding():
         max_tokens=20,
     )
     assert parity.measure_case(case, decoder)["max_diff"] < 2e-5
+
+
+def test_a_mixture_has_a_row_with_replay_and_one_without(tmp_path):
+    shape = dataclasses.replace(
+        SHAPE,
+        layer_kinds=(LayerKind(mlp="experts"),) * 2,
+        mixture=Mixture(num_experts=16, num_chosen=4, width=64, softmax_over="chosen", stored="separate"),
+    )
+    cases = {"heads": ("bf16",), "providers": ("qerl-mxfp4",), "exacts": (False,)}
+    options = dataclasses.replace(OPTIONS, kvs=("bf16", "fp8"), **cases)
+    rows = rows_of(tmp_path, lambda rows: parity.measure_cases(options, shape, CPU, rows))
+    assert [(row["kv"], row["router_replay"]) for row in rows] == [
+        ("bf16", True),
+        ("bf16", False),
+        ("fp8", True),
+        ("fp8", False),
+    ]
+    same, _, replayed, free = rows
+    assert all(row["kernels"] == "torch" and row["sampled_tokens"] == 72 for row in rows)
+    assert 0 < same["abs_diff"] < 1e-5 and same["route_changes"] == 0
+    # a cache in fp8 makes sampler and learner differ, routes included
+    assert 0 < free["route_changes"] <= free["route_change_rows"] < 1
+    assert replayed["abs_diff"] < free["abs_diff"] and replayed["kl"] < free["kl"]
+
+
+def test_a_shape_is_cut_to_its_first_layers():
+    whole = SHAPES["gpt-oss-20b"]
+    short = parity.first_layers(whole, 4)
+    assert short.num_layers == 4 and short.kinds == whole.kinds[:4]
+    assert parity.first_layers(whole, None) is whole
+    with pytest.raises(UserError, match="from 1 to the shape's 24, got 25"):
+        parity.first_layers(whole, 25)
 
 
 @pytest.mark.parametrize(("entropy", "vocab_size"), [(2.0, 152_064), (11.2, 152_064), (3.0, 128)])

@@ -157,10 +157,13 @@ def test_parity_gives_the_target_entropy_and_the_measured_one():
     row |= {"head": "bf16", "target_entropy": 2.0, "batch": 8, "prompt_tokens": 256, "max_tokens": 1024}
     figures = {"abs_diff": 0.00712, "kl": 8.4e-5, "max_diff": 0.31, "entropy": 2.12, "exact": False}
     text = parity_tables([row | figures | ORIGIN])
-    assert "| fp8 | bf16 | 8 x 1,024 | no | 2 | 2.12 | 7.12e-03 | 8.4e-05 | 0.31 |" in text
+    assert "| fp8 | bf16 | 8 x 1,024 | no | - | 2 | 2.12 | 7.12e-03 | 8.4e-05 | 0.31 |" in text
     exact = row | figures | {"abs_diff": 0.0, "kl": 0.0, "max_diff": 0.0, "exact": True, "exact_mode": True}
     text = parity_tables([row | figures | ORIGIN, exact | ORIGIN])
-    assert "| 8 x 1,024 | yes | 2 | 2.12 | 0.00e+00 | 0.0e+00 | 0 |" in text and "| 7.12e-03 |" in text
+    assert "| 8 x 1,024 | yes | - | 2 | 2.12 | 0.00e+00 | 0.0e+00 | 0 |" in text and "| 7.12e-03 |" in text
+    replays = [row | figures | ORIGIN | {"router_replay": value, "num_layers": 4} for value in (True, False)]
+    text = parity_tables(replays)
+    assert "| no | yes | 2 |" in text and "| no | no | 2 |" in text and "| qwen2.5-7b, 4 layers |" in text
 
 
 def test_settings_make_cases_of_their_own():
