@@ -32,7 +32,7 @@ def clamped_swiglu(gate_TF: Tensor, up_TF: Tensor, *, alpha: float, limit: float
 def clamped_swiglu_pairs(gate_up_T2F: Tensor, *, alpha: float, limit: float) -> Tensor:
     """Return the same of gate and up whose columns alternate: gate 0, up 0, gate 1, ..."""
     is_aligned = gate_up_T2F.shape[1] % 16 == 0 and gate_up_T2F.is_contiguous()
-    if is_aligned and row_kernel.are_untried_vectors(gate_up_T2F):
+    if is_aligned and row_kernel.are_vectors(gate_up_T2F):
         return _ClampedSwiGLU.apply(gate_up_T2F, struct.pack("ff", alpha, limit))
     gate_TF, up_TF = gate_up_T2F.unflatten(1, (-1, 2)).unbind(2)
     return clamped_swiglu(gate_TF, up_TF, alpha=alpha, limit=limit)

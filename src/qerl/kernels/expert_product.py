@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from qerl.formats.stack import RangeStack, WeightStack
-from qerl.kernels import untried
 from qerl.kernels.stack_unpack import needs_buffer, unpack_stack
 
 BUFFER_BYTES = 1 << 29
@@ -27,11 +26,10 @@ _GROUPED_MM: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(t
 
 
 def can_multiply(x_SK: Tensor, experts: WeightStack) -> bool:
-    """True if these are multiplied here, where untried kernels are used: bfloat16 on a GPU from Ampere on;
-    alphas are one for each expert, or powers of two."""
+    """True if these are multiplied here: bfloat16 on a GPU from Ampere on; alphas are one for each expert, or
+    powers of two."""
     return (
-        untried.are_used()
-        and x_SK.is_cuda
+        x_SK.is_cuda
         and x_SK.dtype == torch.bfloat16
         and _GROUPED_MM is not None
         and torch.cuda.get_device_capability(x_SK.device) >= (8, 0)

@@ -81,7 +81,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, d_TD):  # type: ignore[override]
         (y_SD, weights_TK, inverse_S), d_TD = ctx.saved_tensors, d_TD.contiguous()
         dy_SD, dweights_TK = torch.empty_like(y_SD), torch.empty_like(weights_TK)
-        if row_kernel.are_untried_vectors(y_SD) and len(y_SD):
+        if row_kernel.are_vectors(y_SD) and len(y_SD):
             parameters = y_SD, weights_TK, inverse_S, d_TD, dy_SD, dweights_TK, *_sizes(y_SD, weights_TK)
             kernel = row_kernel.kernel("routing.cu", "gather_backward", y_SD.device)
             kernel.launch(grid=len(y_SD), block_threads=256, parameters=parameters)
@@ -100,7 +100,7 @@ def _sums(
 ) -> Tensor:
     """Return the sum over each token's rows, times their weights, in fp32; rounded to dtype."""
     S, D = y_SD.shape
-    if row_kernel.are_untried_vectors(y_SD) and y_SD.is_contiguous() and S:
+    if row_kernel.are_vectors(y_SD) and y_SD.is_contiguous() and S:
         out_TD = torch.empty(S // num_chosen, D, dtype=dtype, device=y_SD.device)
         name, blocks = f"gather_{'fp32' if dtype == torch.float32 else 'bf16'}", -(-D // 2048)
         parameters = y_SD, weights_TK, inverse_S, out_TD, num_chosen, D, blocks

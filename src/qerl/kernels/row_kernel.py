@@ -9,7 +9,6 @@ import functools
 import torch
 from torch import Tensor
 
-from qerl.kernels import untried
 from qerl.kernels.nvrtc import CudaKernel, compiled
 
 
@@ -30,11 +29,6 @@ def are_vectors(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
         and all(stride % 8 == 0 for stride in x.stride()[:-1])
         for x in tensors
     )
-
-
-def are_untried_vectors(*tensors: Tensor) -> bool:
-    """True if kernels that no GPU has run can read these and are asked for."""
-    return untried.are_used() and are_vectors(*tensors)
 
 
 def rows(num_rows: int, width: int, room: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -29,7 +29,6 @@ from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.swiglu import Activation, gated
 from qerl.kernels.tile_unpack import UnpackRows
-from qerl.kernels.untried import are_used
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
@@ -40,7 +39,6 @@ from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
 from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
 from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
-from qerl.models.untried import tiles_are_used
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
@@ -262,10 +260,9 @@ class Layer(nn.Module):
         for group, linears in zip(self.spec.groups, self.linear_groups, strict=True):
             if group.name == "qkv" and isinstance(self.mixer, GatedDeltaNet):
                 linears = self.mixer.wide_projs
-            weight = linears[0].weight
-            if weight is not None and tiles_are_used(weight.name):
+            if linears[0].weight is not None:
                 tile_linears(linears, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
-        if isinstance(self.mlp, MixtureMLP) and are_used():
+        if isinstance(self.mlp, MixtureMLP):
             gate_up, down = self.mlp.stacks
             tile_experts(gate_up, rows_of_gate_up(self.mlp.mixture.is_interleaved))
             tile_experts(down, ExpertRows.PLAIN)

@@ -43,7 +43,6 @@ from qerl.learner.plan.teacher import planned_teacher
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, adapter_targets, counted_specs
-from qerl.models.untried import tiles_are_used
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
 _CHECKPOINTING_MODES = "none", "layer", "offload"
@@ -61,16 +60,14 @@ class MemoryPart:
 
 def weight_bytes(a: Architecture, format: str) -> float:
     """Return the bytes of the packed linears, their biases, one factor for each output, of routers in BF16
-    and of experts. In tiles where those of the format are used (models/untried.py)."""
+    and of experts. In tiles for the formats that have them."""
     return sum(count * _layer_weight_bytes(spec, format) for spec, count in counted_specs(a))
 
 
 def _layer_weight_bytes(spec: LayerSpec, format: str) -> float:
     linears = [linear for group in spec.groups if group.is_quantized for linear in group.linears]
     plain = [linear for group in spec.groups if not group.is_quantized for linear in group.linears]
-    bytes_per_weight = FORMATS[format].bytes_per_weight
-    if tiles_are_used(format):
-        bytes_per_weight = _TILED_BYTES.get(format, bytes_per_weight)
+    bytes_per_weight = _TILED_BYTES.get(format, FORMATS[format].bytes_per_weight)
     packed = sum(mixture.stack_bytes(x, format) for x in spec.experts) + sum(2 * x.num_weights for x in plain)
     packed += sum(x.num_weights for x in linears) * bytes_per_weight
     factors = 0 if format == "bf16" else sum(4 * linear.out_width for linear in linears)

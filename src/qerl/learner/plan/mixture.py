@@ -1,18 +1,17 @@
 """The share of a mixture's experts in the plan of memory and speed.
 
-    weights      as their format packs them; with kernels that no GPU has run, in the decode kernels' tiles,
-                 0.5625 bytes a weight in NVFP4 and MXFP4, and two factors for each output
+    weights      as their format packs them; NVFP4 and MXFP4 in the decode kernels' tiles, 0.5625 bytes a
+                 weight and two factors for each output
     adapters     rank * (E K + E N) a stack, a shared A or B once
     unpacked     the learner's buffer (kernels/expert_product.py), or one expert at a time
     activations  of k experts a row: x for adapters, gate and up, h for adapters, y
 
-k experts chosen of E; D F K N as in types.py. Nothing here has been measured on a GPU:
-tests/learner/test_plan_mixture.py holds each sum against one written out by hand.
+k experts chosen of E; D F K N as in types.py. tests/learner/test_plan_mixture.py
+holds each sum against one written out by hand.
 """
 
 from qerl.config import AdapterConfig, RunConfig
 from qerl.formats import FORMATS
-from qerl.kernels import untried
 from qerl.kernels.expert_product import buffer_experts
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import ExpertSpec, counted_specs
@@ -28,7 +27,7 @@ def stack_bytes(x: ExpertSpec, format: str) -> float:
     bytes_per_weight, factors = FORMATS[format].bytes_per_weight, 4 * x.num_experts
     if format == "bf16":
         factors = 0
-    elif format in _TILED and untried.are_used():
+    elif format in _TILED:
         bytes_per_weight = _TILE_BYTES
         factors = 4 * outputs + (4 * outputs if format == "mxfp4" else 4 * x.num_experts)
     return x.num_weights * bytes_per_weight + factors + 2 * outputs * x.has_bias
@@ -56,7 +55,7 @@ def unpacked_bytes(a: Architecture, format: str, element_bytes: int) -> float:
 
 
 def _num_unpacked(x: ExpertSpec, element_bytes: int) -> int:
-    if element_bytes != 2 or not untried.are_used():
+    if element_bytes != 2:
         return 1
     return buffer_experts(x.num_experts, x.out_width, x.in_width, element_bytes)
 
@@ -70,7 +69,7 @@ def saved_bytes_per_row(a: Architecture, adapter: AdapterConfig, element_bytes: 
     mixture = a.mixture
     assert mixture is not None
     has_adapters = adapter.experts != "none"
-    activation = 24 * mixture.width if _clamps_in_fp32(a) else 2 * element_bytes * mixture.width
+    activation = 2 * element_bytes * mixture.width
     inputs = element_bytes * (a.width + mixture.width) * has_adapters
     chosen = activation + inputs + element_bytes * a.width + 4 + 2 * 8  # the weight, and two orders as int64
     return mixture.num_chosen * chosen + 4 * mixture.num_experts + 4 * a.width * adapter.router
@@ -80,7 +79,7 @@ def backward_bytes_per_row(a: Architecture, element_bytes: int) -> float:
     """Return the peak bytes of gradients of y, h, gate and up in the experts' backward pass, for each row."""
     mixture = a.mixture
     assert mixture is not None
-    chosen = element_bytes * (3 * mixture.width + a.width) + 12 * mixture.width * _clamps_in_fp32(a)
+    chosen = element_bytes * (3 * mixture.width + a.width)
     return mixture.num_chosen * chosen
 
 
@@ -88,13 +87,8 @@ def pass_bytes_per_row(a: Architecture, element_bytes: int) -> float:
     """Return the bytes of the experts' activations in a forward pass without gradient, for each row."""
     mixture = a.mixture
     assert mixture is not None
-    chosen = element_bytes * (2 * a.width + 3 * mixture.width) + 16 * mixture.width * _clamps_in_fp32(a)
+    chosen = element_bytes * (2 * a.width + 3 * mixture.width)
     return mixture.num_chosen * chosen
-
-
-def _clamps_in_fp32(a: Architecture) -> bool:
-    """True if PyTorch's operations compute the clamped SwiGLU, in fp32 (kernels/clamped_swiglu.py)."""
-    return a.mixture is not None and a.mixture.swiglu_alpha is not None and not untried.are_used()
 
 
 def num_active_weights(a: Architecture) -> int:
@@ -115,9 +109,9 @@ def num_touched(a: Architecture, num_rows: int) -> float:
     return experts * touched_share(a, num_rows)
 
 
-def learner_unpack_bytes(a: Architecture, config: RunConfig, torch_bytes: float) -> float:
-    """Return the bytes moved to unpack all experts once; torch_bytes: of a weight by PyTorch's operations."""
+def learner_unpack_bytes(a: Architecture, config: RunConfig) -> float:
+    """Return the bytes moved to unpack all experts once."""
     if config.model.format == "bf16":
         return 0.0
     weights = sum(count * x.num_weights for spec, count in counted_specs(a) for x in spec.experts)
-    return weights * (_KERNEL_UNPACK_BYTES if untried.are_used() else torch_bytes)
+    return weights * _KERNEL_UNPACK_BYTES

@@ -178,7 +178,7 @@ def estimate_speed(
     mfu = _LEARN_MFU[mode] * (1 if gpu.is_hopper else _TORCH_MFU_SHARE)
     flop = (4 if mode == "none" else 6) * _num_weights(a)
     rows = microbatch_rows(config, prompt_tokens)
-    unpacked = _UNPACK_PASSES[mode] * learner_unpack_bytes(a, config, _UNPACK_BYTES)
+    unpacked = _UNPACK_PASSES[mode] * learner_unpack_bytes(a, config)
     token_s = flop / (_MATRIX_SHARE * gpu.flop_per_s * mfu)
     learn_rate = 1 / (token_s + unpacked / (_BANDWIDTH_SHARE * gpu.bytes_per_s) / rows)
     learned = config.num_prompts * prompt_tokens + num_samples * mean_tokens
