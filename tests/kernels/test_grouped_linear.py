@@ -1,5 +1,6 @@
 """Products of rows sorted by expert: equal to the reference, and no expert is unpacked that need not be."""
 
+import functools
 import math
 import weakref
 
@@ -52,6 +53,23 @@ def test_the_product_and_its_gradients_are_the_references(name, case, rng):
     assert rms_error(got, want) < 1e-6
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == torch.float32 and rms_error(mine, other) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_pieces_of_fixed_rows_a_rows_bits_are_its_own(dtype, rng):
+    rows, (k, n) = (21, 0, 3, 16), (128, 64)
+    stack, bias_EN = stack_of(NVFP4, 4, n, k, rng), torch.randn(4, n, generator=rng).to(dtype)
+    adapter = adapter_of(4, 1, n, k, 8, rng, dtype)
+    x_SK = torch.randn(sum(rows), k, generator=rng).to(dtype)
+    multiply = functools.partial(grouped_linear.grouped_linear, bias_EN=bias_EN, adapter=adapter)
+    together, whole = (multiply(x_SK, offsets_of(rows), stack, rows_at_once=r) for r in (16, None))
+    assert rms_error(together, whole.double()) < 4 * torch.finfo(dtype).eps
+    starts = offsets_of(rows).tolist()
+    for expert, count in enumerate(rows):
+        for at in range(starts[expert], starts[expert] + count):
+            own = offsets_of([int(e == expert) for e in range(4)])
+            alone = multiply(x_SK[at : at + 1], own, stack, rows_at_once=16)
+            assert torch.equal(alone, together[at : at + 1])
 
 
 def test_in_bf16_it_loses_what_a_product_of_each_expert_loses(rng):

@@ -13,7 +13,6 @@ from models.tiny import logits_of
 from qerl.aqn.norm_noise import noised
 from qerl.config import AdapterConfig
 from qerl.engine.kv_cache import page_bytes
-from qerl.errors import UserError
 from qerl.learner import Learner
 from qerl.learner.packing import pack
 from qerl.models.adapter import add_adapter
@@ -227,8 +226,3 @@ def test_packed_routes_are_the_samples_rows_and_missing_ones_turn_replay_off(dec
     unknown = dataclasses.replace(group, samples_G=[first, *group.samples_G[1:]])
     (batch,) = pack([(unknown, [1.0] * 3)], max_tokens=10_000, device=cpu)
     assert batch.routes_T is None
-
-
-def test_exact_mode_is_refused(decoder):
-    with pytest.raises(UserError, match=r"engine.exact does not support a mixture of experts"):
-        engine_of(decoder, exact=True)

@@ -49,9 +49,10 @@ class TorchForward:
         max_rows: int,
         max_pages: int,
         decode: Callable[..., Tensor] = paged_decode,
+        expert_rows: int | None = None,
     ):
-        """decode: paged_decode, or a function with its signature."""
-        self._decoder, self._cache, self._decode = decoder, cache, decode
+        """decode: paged_decode, or a function with its signature; expert_rows: of Decoder.forward."""
+        self._decoder, self._cache, self._decode, self._expert_rows = decoder, cache, decode, expert_rows
         self.is_capturable = decoder.architecture.mixture is None  # counts of rows by expert
 
     def publish(self) -> None:
@@ -103,6 +104,7 @@ class TorchForward:
             recur=recur,
             noise_rows_T=state.noise_rows_B[:num_rows],
             route=route,
+            expert_rows=self._expert_rows,
         )
 
     def together(self, state: DecodeState, num_rows: int) -> Tensor:

@@ -60,11 +60,6 @@ _WORTH_KEEPING = 0.9
 
 def exact_obstacle(a: Architecture) -> str | None:
     """Return why engine.exact cannot sample from such a decoder; None if it can."""
-    if a.mixture is not None:
-        return (
-            "a mixture of experts: an expert's number of rows, and with it the order of sums, depends on the"
-            " other samples"
-        )
     if a.delta is not None:
         return f"recurrent states: a decode step and a prefill of {a.family} sum in different orders"
     return None

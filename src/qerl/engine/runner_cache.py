@@ -53,7 +53,9 @@ class RunnerCache:
         self._decoder, self._config = decoder, config
         self.kernels: Kernels = choose_kernels(config.kernels, decoder.device)
         """The kernels of decode steps, unless there is an obstacle."""
-        self.obstacle = KernelForward.obstacle(decoder, config.block_size, self.kernels)
+        self.obstacle = _exact_mode_obstacle(decoder, config) or KernelForward.obstacle(
+            decoder, config.block_size, self.kernels
+        )
         """The reason why decode steps use PyTorch operations; None if they use the kernels."""
         self._is_fast = self.obstacle is None
         self.max_rows = min(config.max_num_seqs, MAX_ROWS) if self._is_fast else config.max_num_seqs
@@ -150,7 +152,8 @@ class RunnerCache:
     def _make_forward(self) -> Callable[..., DecodeForward]:
         exact = self._config.exact
         if not self._is_fast:
-            return functools.partial(TorchForward, decode=chunked_decode) if exact else TorchForward
+            one_order = functools.partial(TorchForward, decode=chunked_decode, expert_rows=_WHOLE_ROWS)
+            return one_order if exact else TorchForward
         is_portable = self.kernels == "portable"
         return functools.partial(
             KernelForward,
@@ -189,6 +192,13 @@ class RunnerCache:
             factors = {"scale": lm_head.scale, "softcap": lm_head.softcap}
             self._head = head_sampler(head, self._rows, self._decoder.device, on_hopper=on_hopper, **factors)
         return FusedSampler(self._head, sampling.temperature, self._stop_tokens)
+
+
+def _exact_mode_obstacle(decoder: Decoder, config: EngineConfig) -> str | None:
+    """Return why exact mode does without the decode kernels; None if it does not."""
+    if config.exact and decoder.architecture.mixture is not None:
+        return "their products of experts have tiles for the number of rows, so no exact mode"
+    return None
 
 
 def kernel_head(decoder: Decoder, kernels: Kernels) -> Head | None:

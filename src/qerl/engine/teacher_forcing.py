@@ -31,7 +31,8 @@ class TeacherForcing:
         device: torch.device,
         pool: Any,
     ):
-        """pool: memory pool of the CUDA graphs; None on a CPU, where no graph is recorded."""
+        """pool: memory pool of the CUDA graphs; None on a CPU, where no graph is recorded. Nor is one of a
+        forward that waits for the device."""
         self.num_tokens = self.num_forwards = 0
         """Counted since they were last set to 0."""
         self.rows = rows
@@ -82,7 +83,7 @@ class TeacherForcing:
 
     def _step(self, width: int) -> Tensor:
         state = self._state
-        if self._pool is None:
+        if self._pool is None or not self._forward.is_capturable:
             return self._forward.together(state.of_width(width), self.rows)
         if self._graph is None:
             self._forward.together(state, self.rows)  # compiles kernels, which must not happen in a recording

@@ -7,6 +7,11 @@ features, N outputs, R rank. A layer's experts are never unpacked whole: an expe
 for its product, in the forward pass and again in the backward pass, and the one before it is freed; on a GPU
 in bfloat16 some of them at a time (expert_product.py). Experts without rows are not read. No sum runs over
 rows of two experts, so the order of every sum is fixed.
+
+PyTorch gives a row other bits in a product of another number of rows, and how many rows an expert has depends
+on all rows of the batch. With `rows_at_once` an expert's rows are multiplied that many at a time, the last
+ones padded with zeros: every product of an expert then has one shape, and the bits of a row depend on that
+row alone (engine.exact).
 """
 
 import itertools
@@ -72,14 +77,16 @@ def grouped_linear(
     bias_EN: Tensor | None = None,
     adapter: GroupedAdapter | None = None,
     ends: Sequence[int] | None = None,
+    rows_at_once: int | None = None,
 ) -> Tensor:
     """Return y_SN; differentiable in x and the adapter's masters. offsets: int64 [E + 1], from 0 to S; ends:
-    the same as numbers, if they are known."""
+    the same as numbers, if they are known. rows_at_once: rows of every product, a multiple of 16 on a CPU;
+    None: all rows of an expert in one."""
     num_experts, num_outputs, in_width = experts.shape
     ends = offsets.tolist() if ends is None else ends
     assert len(ends) == num_experts + 1 and ends[0] == 0 and ends[-1] == len(x_SK)
     assert x_SK.dim() == 2 and x_SK.shape[1] == in_width
-    if len(x_SK) and can_multiply(x_SK, experts):
+    if rows_at_once is None and len(x_SK) and can_multiply(x_SK, experts):
         return multiply(x_SK, ends, experts, bias_EN, adapter)
     adapters = [None] * num_experts if adapter is None else adapter.unbind(num_experts)
     alphas, parts = experts.alphas, []
@@ -87,8 +94,26 @@ def grouped_linear(
         if len(x_sK):
             operand = partial(_operand, experts, e, x_SK.dtype)
             bias_N = None if bias_EN is None else bias_EN[e]
-            parts.append(lora_linear(x_sK, operand, alphas[e], adapters[e], bias_N))
+            rest = alphas[e], adapters[e], bias_N
+            if rows_at_once is None:
+                parts.append(lora_linear(x_sK, operand, *rest))
+            else:
+                parts.append(_in_pieces(x_sK, operand(), rows_at_once, *rest))
     return torch.cat(parts) if parts else x_SK.new_empty(0, num_outputs)
+
+
+def _in_pieces(
+    x_sK: Tensor,
+    operand_NK: Tensor,
+    rows: int,
+    alpha: float | Tensor,
+    adapter: Adapter | None,
+    bias_N: Tensor | None,
+) -> Tensor:
+    """Return the products of one expert's rows, `rows` at a time; the last ones are padded with zeros."""
+    padded = torch.cat((x_sK, x_sK.new_zeros(-len(x_sK) % rows, x_sK.shape[1])))
+    pieces = [lora_linear(each, lambda: operand_NK, alpha, adapter, bias_N) for each in padded.split(rows)]
+    return torch.cat(pieces)[: len(x_sK)]
 
 
 def _operand(experts: WeightStack, index: int, dtype: torch.dtype) -> Tensor:

@@ -54,6 +54,8 @@ class RowContext(NamedTuple):
     """The recurrence of layers with Gated DeltaNet; None: there are no such layers."""
     route: Route | None = None
     """Sees and may replace the experts that routers choose; None: their own choice."""
+    expert_rows: int | None = None
+    """Rows of every product of an expert, for bits that do not depend on other rows; None: those it has."""
 
 
 RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
@@ -181,7 +183,7 @@ class Layer(nn.Module):
             self.add_module(name, kind(arch.width, arch.norm_eps, compute=compute, device=device))
 
     def forward(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-        angles, noise_rows_T, recur, route = context
+        angles, noise_rows_T, recur, route, expert_rows = context
         norms, mixer, mlp = self.norms, self.mixer, self.mlp
         x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, mixer.qkv_projs)
         if isinstance(mixer, Attention):
@@ -194,7 +196,7 @@ class Layer(nn.Module):
             assert norms.before_mlp is not None
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
-            y_TD = mlp(x_TD, x_TD if plain_TD is None else plain_TD, layer_index, route)
+            y_TD = mlp(x_TD, x_TD if plain_TD is None else plain_TD, layer_index, route, expert_rows)
             return self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
         x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
         y_TF = mlp(x_TD)
@@ -309,12 +311,13 @@ class Decoder(nn.Module):
         noise_rows_T: Tensor | None = None,
         recur: Recur | None = None,
         route: Route | None = None,
+        expert_rows: int | None = None,
     ) -> Tensor:
         """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
         noise_rows_T are rows of noise_table, int32, or None; recur is needed if layers have states; route
-        may choose experts."""
+        may choose experts; expert_rows: of RowContext."""
         angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
-        context = RowContext(angles, noise_rows_T, recur, route)
+        context = RowContext(angles, noise_rows_T, recur, route, expert_rows)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         if self.embedding_scale != 1:
             h_TD.mul_(self.embedding_scale)

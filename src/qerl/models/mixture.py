@@ -10,6 +10,7 @@ engine records with it, the learner replays.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,17 @@ class ExpertLinear(nn.Module):
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def forward(self, x_SK: Tensor, offsets: Tensor, ends: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        x_SK: Tensor,
+        offsets: Tensor,
+        ends: Sequence[int] | None = None,
+        rows_at_once: int | None = None,
+    ) -> Tensor:
+        """Return y_SN; offsets, ends and rows_at_once: as grouped_linear takes them."""
         assert self.weight is not None, "no weight was loaded"
-        return grouped_linear(x_SK, offsets, self.weight, bias_EN=self.bias, adapter=self.adapter, ends=ends)
+        options: Any = {"ends": ends, "rows_at_once": rows_at_once}
+        return grouped_linear(x_SK, offsets, self.weight, bias_EN=self.bias, adapter=self.adapter, **options)
 
 
 class Experts(nn.Module):
@@ -91,10 +100,10 @@ class Experts(nn.Module):
         self.gate_up_proj = ExpertLinear(gate_up, compute, device)
         self.down_proj = ExpertLinear(down, compute, device)
 
-    def forward(self, x_SD: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, x_SD: Tensor, offsets: Tensor, rows_at_once: int | None = None) -> Tensor:
         """Return y_SD of rows sorted by expert."""
-        ends = offsets.tolist()
-        return self.down_proj(self._activated(self.gate_up_proj(x_SD, offsets, ends)), offsets, ends)
+        rows = offsets, offsets.tolist(), rows_at_once
+        return self.down_proj(self._activated(self.gate_up_proj(x_SD, *rows)), *rows)
 
     def _activated(self, gate_up_SF: Tensor) -> Tensor:
         mixture = self._mixture
@@ -123,15 +132,23 @@ class MixtureMLP(nn.Module):
         self.reads_noise = True
         """False: the router reads the norm without AQN's noise."""
 
-    def forward(self, x_TD: Tensor, router_x_TD: Tensor, layer_index: int, route: Route | None) -> Tensor:
-        """Return y_TD in fp32; the router reads router_x, the experts x."""
+    def forward(
+        self,
+        x_TD: Tensor,
+        router_x_TD: Tensor,
+        layer_index: int,
+        route: Route | None,
+        expert_rows: int | None = None,
+    ) -> Tensor:
+        """Return y_TD in fp32; the router reads router_x, the experts x. expert_rows: rows of every product
+        of an expert; None: those that it has."""
         mixture, logits_TE = self.mixture, self.router(router_x_TD.float())
         ids_TK = choose(logits_TE, mixture.num_chosen)
         if route is not None:
             ids_TK = route(layer_index, ids_TK)
         weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
         rows = sort_rows(ids_TK, mixture.num_experts)
-        y_SD = self.experts(spread(x_TD, rows, mixture.num_chosen), rows.offsets)
+        y_SD = self.experts(spread(x_TD, rows, mixture.num_chosen), rows.offsets, expert_rows)
         return combine(y_SD, weights_TK, rows)
 
     @property
