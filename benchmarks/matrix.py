@@ -182,7 +182,10 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
             KernelVariant("clamped_swiglu.cu", f"clamped_swiglu{name}", (), 256, 0)
             for name in ("", "_backward")
         ),
-        KernelVariant("logprob.cu", "logprob", (("THREADS", 1024),), 1024, 0),
+        *(
+            KernelVariant("logprob.cu", "logprob", (*cap, ("THREADS", 1024)), 1024, 0)
+            for cap in ((), (("SOFTCAP", 1),))
+        ),
         *(
             KernelVariant("tile_unpack.cu", "tile_unpack", (("FORMAT", layout.define),), 256, 0)
             for layout in TileLayout

@@ -48,6 +48,7 @@ template <class To, class From> static To bits(From x) { To y; memcpy(&y, &x, 4)
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 static float __int_as_float(int x) { return bits<float>(x); }
+#define __expf expf
 static float __fmul_rn(float x, float y) { return x * y; }
 static float __fdiv_rn(float x, float y) { return x / y; }
 static int __float2int_rn(float x) { return (int)rintf(x); }

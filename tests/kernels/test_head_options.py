@@ -1,4 +1,4 @@
-"""Sampling from logits with a factor and a soft cap, in both sampling kernels."""
+"""Logits with a factor and a soft cap, in both sampling kernels and in the learner's logprobs."""
 # pyright: reportIndexIssue=false
 
 import pytest
@@ -6,6 +6,7 @@ import torch
 
 from benchmarks import matrix
 from conftest import rms_error
+from kernels.cuda_on_cpu import has_compiler, on_cpu
 from kernels.test_head_sample import (
     FORMATS,
     chi_square_in_deviations,
@@ -19,7 +20,9 @@ from kernels.test_head_sample import (
 )
 from qerl.formats import BF16, FP8
 from qerl.kernels import head_sample as op
+from qerl.kernels import logprob, row_kernel, untried
 from qerl.kernels.architectures import ARCHITECTURES
+from qerl.kernels.logprob import Softcap
 from qerl.models.lm_head import LMHead
 from qerl.models.random_weights import SHAPES
 
@@ -91,6 +94,57 @@ def test_the_kernels_with_both_options_fit_hopper(rows, head):
     variants = matrix.head_variants(a, card, rows, head, scale=0.5, softcap=30.0)
     uses = matrix.measure(variants, card)
     assert len(uses) == 2 and not [f for v, use in uses.items() for f in matrix.faults(v, use, card)]
+
+
+SOFTCAPS = [Softcap(cap=30.0, scale=1.0), Softcap(cap=2.0, scale=1.0), Softcap(cap=6.0, scale=0.5)]
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+def test_the_learners_kernel_on_a_cpu_has_float64s_logprobs_and_slopes(softcap, tmp_path, monkeypatch, rng):
+    if not has_compiler():
+        pytest.skip("needs g++")
+    monkeypatch.setattr(logprob, "_THREADS", 64)
+    (C, D, V), temperature = (3, 32, 1000), 0.7
+    hidden, head = torch.randn(C, D, generator=rng), torch.randn(V, D, generator=rng)
+    targets = torch.randint(V, (C,), generator=rng)
+    products = hidden @ head.T
+    exact = products.double().requires_grad_()
+    unit = torch.eye(V, dtype=torch.float64)
+    truth, entropy = logprob.reference(exact, unit, targets, temperature=temperature, softcap=softcap)
+    (gradient,) = torch.autograd.grad(truth.sum(), exact)
+    row_kernel.kernel.cache_clear()
+    with on_cpu(row_kernel, tmp_path):
+        got = logprob.launch(products, targets[:, None], temperature, True, softcap)
+    row_kernel.kernel.cache_clear()
+    assert torch.allclose(got[0].double(), truth, atol=2e-5) and torch.allclose(
+        got[1].double(), entropy, atol=2e-5
+    )
+    assert got[2] is not None and rms_error(got[2] / temperature, gradient) < 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("T", "D", "V", "chunk_tokens"), [(33, 64, 4096, 64), (300, 896, 32_000, 128)])
+def test_capped_logprobs_are_no_less_exact_than_torchs(
+    T, D, V, chunk_tokens, temperature, softcap, cuda, monkeypatch, rng
+):
+    hidden = torch.randn(T, D, generator=rng).bfloat16().cuda().requires_grad_()
+    head = (torch.randn(V, D, generator=rng) / D**0.5 * 3).bfloat16().cuda()
+    targets, weights = torch.randint(V, (T,), generator=rng).cuda(), torch.randn(T, generator=rng).cuda()
+
+    def run():
+        settings = {"temperature": temperature, "chunk_tokens": chunk_tokens, "softcap": softcap}
+        found, entropies = logprob.chunked_logprob(hidden, head, targets, **settings)
+        return found.detach(), entropies, torch.autograd.grad(found, hidden, weights)[0]
+
+    mine = run()
+    monkeypatch.delenv(untried.VARIABLE)
+    torchs = run()
+    truth, entropy = logprob.reference(hidden, head, targets, temperature=temperature, softcap=softcap)
+    gradient = torch.autograd.grad(truth, hidden, weights.double())[0]
+    for got, other, want in zip(mine, torchs, (truth.detach(), entropy, gradient), strict=True):
+        assert rms_error(got, want) <= max(1.1 * rms_error(other, want), 5 * 2**-23)
 
 
 def compare(kernel, weight, hidden, keys, positions, temperature, scale, softcap, rng):

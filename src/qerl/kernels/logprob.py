@@ -15,7 +15,8 @@ that row while the logits exist and keeps it, fp32 [C, D]: two products with the
 logits in the backward pass would be a third. No tensor is larger than [chunk_tokens, V].
 
 On a GPU in bfloat16 one kernel reads a chunk's logits twice and writes onehot - p: 14 bytes per logit,
-including the product's. torch's operations move about 75, which takes as long again as the products.
+including the product's. torch's operations move about 75, which takes as long again as the products. A soft
+cap is computed in it too.
 """
 
 import struct
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from qerl.kernels import row_kernel
 from qerl.kernels.matmul_fp32 import product
+from qerl.kernels.nvrtc import addresses
 from qerl.kernels.token_mask import TokenMask
 
 CASES = ((1, 8, 32, 4), (7, 16, 50, 3), (24, 32, 1000, 8), (33, 64, 4099, 64))  # T, D, V, chunk_tokens
@@ -39,9 +41,13 @@ def reference(
     *,
     temperature: float,
     allowed_TV: Tensor | None = None,
+    softcap: "Softcap | None" = None,
 ):
     """The definition above in float64, differentiable, all logits at once. allowed_TV: bool; None: all."""
-    logits_TV = hidden_TD.double() @ head_VD.double().T / temperature
+    logits_TV = hidden_TD.double() @ head_VD.double().T
+    if softcap is not None:
+        logits_TV = softcap.cap * (logits_TV * (softcap.scale / softcap.cap)).tanh()
+    logits_TV = logits_TV / temperature
     if allowed_TV is not None:
         logits_TV = logits_TV.masked_fill(~allowed_TV, -torch.inf)
     logprobs_TV = logits_TV.log_softmax(-1)
@@ -54,7 +60,7 @@ def _chunk(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (logprob_C, entropy_C, onehot - p in the head's dtype) of one chunk."""
     if row_kernel.are_vectors(head_VD) and logits_CV.shape[1] % 8 == 0:
-        return _launch(logits_CV, targets_C1, temperature, has_slope)
+        return launch(logits_CV, targets_C1, temperature, has_slope)
     logits_CV.div_(temperature).sub_(logits_CV.amax(1, keepdim=True))
     p_CV = logits_CV.exp()
     total_C1 = p_CV.sum(1, keepdim=True)
@@ -69,26 +75,28 @@ def _chunk(
     return logprob_C, entropy_C, p_CV.to(head_VD.dtype)
 
 
-def _launch(
-    logits_CV: Tensor, targets_C1: Tensor, temperature: float, has_slope: bool
+def launch(
+    logits_CV: Tensor,
+    targets_C1: Tensor,
+    temperature: float,
+    has_slope: bool,
+    softcap: "Softcap | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (logprob_C, entropy_C, d logprob / d logit * temperature, bfloat16) by the kernel. softcap:
+    logits_CV are products, and the slope is theirs."""
     C, V = logits_CV.shape
     device = logits_CV.device
     logprob_C, entropy_C = (torch.empty(C, dtype=torch.float32, device=device) for _ in range(2))
     slope_CV = torch.empty(C, V, dtype=torch.bfloat16, device=device) if has_slope else None
-    row_kernel.kernel("logprob.cu", "logprob", device, THREADS=_THREADS).launch(
-        grid=C,
-        block_threads=_THREADS,
-        parameters=(
-            logits_CV,
-            targets_C1.contiguous(),
-            logprob_C,
-            entropy_C,
-            slope_CV,
-            V,
-            struct.pack("f", 1 / temperature),
-        ),
+    defines, targets_C1 = {"THREADS": _THREADS}, targets_C1.contiguous()
+    operands = struct.pack(
+        "5Qif", *addresses(logits_CV, targets_C1, logprob_C, entropy_C, slope_CV), V, 1 / temperature
     )
+    if softcap is not None:
+        defines["SOFTCAP"] = 1
+        operands += struct.pack("2f", softcap.scale, softcap.cap)
+    kernel = row_kernel.kernel("logprob.cu", "logprob", device, **defines)
+    kernel.launch(grid=C, block_threads=_THREADS, parameters=(operands,))
     return logprob_C, entropy_C, slope_CV
 
 
@@ -127,20 +135,26 @@ def _walk(
         some = slice(start, start + chunk_tokens)
         hidden_CD = hidden_TD.index_select(0, rows_C[some]).to(head_VD.dtype)
         logits_CV, bend_CV = product(hidden_CD, head_VD.T), None
-        if softcap is not None:
-            cap_(logits_CV.mul_(softcap.scale), softcap.cap)
-            bend_CV = softcap.slope(logits_CV)
-        if mask is not None:
-            mask.fill_(logits_CV, start)
-        logprob_C[some], entropy_C[some], slope_CV = _chunk(
-            logits_CV, head_VD, targets_C[some, None], temperature, slope_CD is not None
-        )
+        settings = targets_C[some, None], temperature, slope_CD is not None
+        if softcap is not None and mask is None and _caps_in_kernel(head_VD):
+            logprob_C[some], entropy_C[some], slope_CV = launch(logits_CV, *settings, softcap)
+        else:
+            if softcap is not None:
+                cap_(logits_CV.mul_(softcap.scale), softcap.cap)
+                bend_CV = softcap.slope(logits_CV)
+            if mask is not None:
+                mask.fill_(logits_CV, start)
+            logprob_C[some], entropy_C[some], slope_CV = _chunk(logits_CV, head_VD, *settings)
         del logits_CV
         if slope_CD is not None and slope_CV is not None:
             slope_CV = slope_CV if bend_CV is None else slope_CV.mul_(bend_CV)
             slope_CD[some] = product(slope_CV, head_VD).div_(temperature)
         del slope_CV  # otherwise it would coexist with the next chunk's logits
     return logprob_C, entropy_C
+
+
+def _caps_in_kernel(head_VD: Tensor) -> bool:
+    return row_kernel.are_untried_vectors(head_VD) and head_VD.shape[0] % 8 == 0
 
 
 def scatter_rows(
