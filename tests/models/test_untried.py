@@ -6,7 +6,7 @@ from models.family_rows import ROWS, oracle
 from qerl.models import untried
 from qerl.models.families import from_hf_config
 
-UNTRIED = ("Qwen3Next", "Qwen3_5")
+UNTRIED = ("Glm4", "Qwen3Next", "Qwen3_5")
 
 
 @pytest.fixture

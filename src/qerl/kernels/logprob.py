@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.kernels import row_kernel
+from qerl.kernels import row_kernel, untried
 from qerl.kernels.matmul_fp32 import product
 from qerl.kernels.nvrtc import addresses
 from qerl.kernels.token_mask import TokenMask
@@ -154,7 +154,7 @@ def _walk(
 
 
 def _caps_in_kernel(head_VD: Tensor) -> bool:
-    return row_kernel.are_untried_vectors(head_VD) and head_VD.shape[0] % 8 == 0
+    return untried.are_used() and row_kernel.are_vectors(head_VD) and head_VD.shape[0] % 8 == 0
 
 
 def scatter_rows(

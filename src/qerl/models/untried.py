@@ -18,5 +18,6 @@ def _untried_part(a: Architecture) -> str | None:
     parts = {
         "Gated DeltaNet": a.delta is not None,
         "gated attention": a.attention_gate,
+        "interleaved rotation": a.rope_is_interleaved,
     }
     return next((part for part, is_there in parts.items() if is_there), None)
