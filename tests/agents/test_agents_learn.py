@@ -1,6 +1,6 @@
-"""`qerl train --agent` learns a small task through plain clients: the reward of a tiny model rises.
+"""`qerl train --agent` learns a small task through each client: the reward of a tiny model rises.
 
-The model has to say true, where the schema of its answer also allows false.
+The model has to say true, where the schema of its answer, or of a tool's argument, also allows false.
 """
 
 import shutil
@@ -35,14 +35,65 @@ def with_curl(base_url, api_key, row):
     body = json.dumps({"messages": row["prompt"], "response_format": FORMAT})
     done = subprocess.run([*command, *headers], input=body.encode(), stdout=subprocess.PIPE, check=True)
     return float(json.loads(done.stdout)["choices"][0]["message"]["content"] == "true")
+
+
+async def with_openai_agents(client, row):
+    import agents
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def judge(is_big: bool) -> str:
+        return "big" if is_big else "small"
+
+    helper = agents.Agent(
+        name="judge",
+        tools=[judge],
+        tool_use_behavior="stop_on_first_tool",
+        model=agents.OpenAIChatCompletionsModel(model="policy", openai_client=client),
+        model_settings=agents.ModelSettings(tool_choice="required"),
+    )
+    result = await agents.Runner.run(helper, "5?")
+    return float(result.final_output == "big")
+
+
+async def with_langgraph(base_url, api_key, row):
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, MessagesState, StateGraph
+
+    model = ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, max_retries=0)
+
+    async def ask(state):
+        return {"messages": [await model.bind(response_format=FORMAT).ainvoke(state["messages"])]}
+
+    def is_right(state):
+        return END if state["messages"][-1].content == "true" or len(state["messages"]) > 3 else "again"
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("ask", ask)
+    graph.add_node("again", lambda state: {"messages": [("user", "no")]})
+    graph.add_edge(START, "ask")
+    graph.add_conditional_edges("ask", is_right, ["again", END])
+    graph.add_edge("again", "ask")
+    state = await graph.compile().ainvoke({"messages": [("user", row["prompt"][-1]["content"])]})
+    return float(len(state["messages"]) == 2)  # right at once
 """
+PACKAGES = {"openai_agents": "agents", "langgraph": "langgraph"}
+
+
+def require(name):
+    """Skip the test where the client is not installed."""
+    if name == "curl" and shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    module = pytest.importorskip(PACKAGES.get(name, "openai"))
+    if name == "openai_agents" and not hasattr(module, "Runner"):  # the folder of these tests has this name
+        pytest.skip("openai-agents is not installed")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["openai", "curl"])
+@pytest.mark.parametrize("name", ["openai", "curl", *PACKAGES])
 def test_the_reward_of_an_agent_rises(name, tmp_path):
-    if name == "curl" and shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
+    require(name)
     tiny_run.write_files(tmp_path, max_positions=2048)
     (tmp_path / "my.py").write_text(AGENT)
     given, out = tiny_run.options(tmp_path, tmp_path / "run"), tmp_path / "run"
@@ -51,6 +102,7 @@ def test_the_reward_of_an_agent_rises(name, tmp_path):
     given += ["--num-steps", "12", "--num-generations", "8", "--noise.schedule", "none"]
     given += ["--evaluate.num-prompts", "0", "--checkpoint.every", "100"]
     given += ["--agent", f"{tmp_path / 'my.py'}:with_{name}"]
+    given += ["--sample.max-tokens", "120"] if name == "openai_agents" else []
     process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
     _, stderr = process.communicate(timeout=900)
     assert process.returncode == 0, stderr

@@ -1,15 +1,14 @@
-"""`--env verifiers:NAME` and `openenv:PLACE`: with stand-ins that have the packages' interfaces, and with the
-packages where they are installed. (They need different versions of one package, so never both.)"""
+"""`--env verifiers:NAME` and `openenv:PLACE`, with stand-ins that have the packages' interfaces
+(test_real_environments.py has the packages)."""
 
-import importlib.util
+import asyncio
 import json
 import os
 import sys
 import types
-from pathlib import Path
 
 import pytest
-from agent_episodes import load_tiny, noting_samples, playing, turns_of
+from agent_episodes import load_tiny, playing
 
 import tiny_run
 from qerl.cli import main
@@ -26,6 +25,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 SERVER = """
+import time
+
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
@@ -56,6 +57,8 @@ def step(game: str, body: dict):
     games[game][1] = turn
     if seed == 13:
         return JSONResponse({}, 500)
+    if seed == 17:
+        time.sleep(3)
     return {"observation": {"turn": turn}, "reward": 0.25 * (seed + 1), "done": turn == 2}
 """
 
@@ -65,10 +68,11 @@ class HttpSession:
 
     open_ones = 0
 
-    def __init__(self, base_url):
+    def __init__(self, base_url, message_timeout_s=60.0):
         import httpx
 
         self._http, self._is_open = httpx.AsyncClient(base_url=f"{base_url}/{id(self)}", timeout=60.0), False
+        self._timeout_s = message_timeout_s
 
     async def connect(self):
         if HttpSession.open_ones >= 1:
@@ -85,7 +89,8 @@ class HttpSession:
         return await self._post("step", action)
 
     async def _post(self, what, body):
-        reply = await self._http.post(what, json=body)
+        async with asyncio.timeout(self._timeout_s):
+            reply = await self._http.post(what, json=body)
         reply.raise_for_status()
         return types.SimpleNamespace(**reply.json())
 
@@ -118,6 +123,19 @@ def test_an_openenv_server_is_started_and_its_rewards_are_added(model, tmp_path,
             assert sample.episode.metrics == {"refused_actions": 0.0, "done": 1.0}
     for sample in groups[2].samples_G:
         assert sample.failure[0] == "raised HTTPStatusError" and sample.reward is None
+
+
+def test_an_environment_that_does_not_answer_in_time_costs_its_episode(model, tmp_path, monkeypatch):
+    (tmp_path / "guessing.py").write_text(SERVER)
+    monkeypatch.setitem(sys.modules, "openenv", types.SimpleNamespace(GenericEnvClient=HttpSession))
+    agent = OpenEnvAgent(open_env(tmp_path / "guessing.py:app", structured=True), tool_timeout_s=1.0)
+    rows = [{"prompt": "a", "reset": {"seed": seed}} for seed in (17, 0)]
+    with playing(model, agent) as play:
+        late, fine = play(*rows, num_samples=1, max_tokens=40)
+    cause, message = late.samples_G[0].failure
+    assert cause == "over the tool's deadline" and late.samples_G[0].reward is None
+    assert message.endswith("the environment did not answer after 1 s")
+    assert fine.samples_G[0].failure is None and fine.samples_G[0].reward == 0.5
 
 
 def test_an_answer_that_is_no_action_is_told_so(model, tmp_path, monkeypatch):
@@ -226,6 +244,18 @@ def test_open_seats_get_the_chat_loop_in_a_subprocess_and_other_options_stay(sta
     assert options == {"taskset": {"id": "worlds"}, "player": seat}
 
 
+def test_harnesses_get_the_deadline_of_a_tool_unless_their_options_have_one(stand_in, monkeypatch):
+    def harness(options="{}"):
+        config = TaskConfig(name="verifiers:worlds", env_options=options)
+        return env_packages.verifiers_environment(config, 7.5).options["player"]["harness"]
+
+    assert harness() == {"id": "null", "tool_timeout": 7.5}
+    assert harness('{"player": {"harness": {"id": "rlm"}}}') == {"id": "rlm", "tool_timeout": 7.5}
+    assert harness('{"player": {"harness": {"tool_timeout": 60}}}')["tool_timeout"] == 60
+    monkeypatch.setattr(sys.modules["verifiers.v1"], "default_harness_id", lambda taskset: "own")
+    assert harness() == {"id": "own", "tool_timeout": 7.5}
+
+
 def test_env_is_short_for_the_task_and_the_agent():
     _, _, options = read_recipe(["--env", "verifiers:worlds"], "train")
     assert options == ["--task.name=verifiers:worlds", "--agent.function=verifiers:worlds"]
@@ -270,145 +300,3 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(package, give
         tmp_path / "no-model",
     )  # it is told before a model is looked for
     assert run_without(package, "train", "demo", *given, *out) == f"qerl: {line}\n"
-
-
-TASKSET = """
-import verifiers.v1 as vf
-
-__all__ = ["SumsTaskset"]
-
-
-class SumsTask(vf.Task[vf.TaskData]):
-    @vf.reward(weight=0.5)
-    async def spoke(self, trace) -> float:
-        if self.data.idx == 1:
-            raise ValueError("no rubric")
-        return float(len(trace.last_reply or "") > 0)
-
-
-class SumsTaskset(vf.Taskset[SumsTask, vf.TasksetConfig]):
-    def load(self):
-        for i in range(2):
-            yield SumsTask(vf.TaskData(prompt=f"{i} + 1 ="), self.config.task)
-"""
-
-
-@pytest.mark.slow
-def test_the_real_verifiers_plays_and_scores(model, tmp_path, monkeypatch):
-    if importlib.util.find_spec("verifiers") is None:
-        pytest.skip("verifiers is not installed")
-    (tmp_path / "few_sums.py").write_text(TASKSET)
-    monkeypatch.syspath_prepend(tmp_path)
-    config = TaskConfig(name="verifiers:few_sums")
-    with playing(model, VerifiersAgent(config)) as play:
-        fine, bad = play({"prompt": "a", "task": 0}, {"prompt": "b", "task": 1}, num_samples=1)
-    assert fine.samples_G[0].reward == 0.5 and fine.samples_G[0].episode.metrics == {"spoke": 1.0}
-    assert "no rubric" in bad.samples_G[0].failure[1]
-
-
-@pytest.mark.slow
-def test_a_tool_of_the_real_verifiers_is_called_and_rewarded(model, monkeypatch):
-    if importlib.util.find_spec("verifiers") is None:
-        pytest.skip("verifiers is not installed")
-    examples = str(Path(__file__).parents[2] / "examples")
-    monkeypatch.syspath_prepend(examples)
-    monkeypatch.setenv("PYTHONPATH", examples, prepend=os.pathsep)  # of the tools' own process
-    options = {"agent": {"max_turns": 2, "sampling": {"tool_choice": "required"}}}
-    config = TaskConfig(name="verifiers:lamp_taskset", env_options=json.dumps(options), num_rows=2)
-    with noting_samples() as sampled, playing(model, VerifiersAgent(config)) as play:
-        (group,) = play({"prompt": "a", "task": 1}, num_samples=1, max_tokens=300)
-    (sample,) = group.samples_G
-    assert sample.failure is None and sample.episode.metrics["called"] == 0.5, sample.failure
-    assert sample.reward == 0.5 + sample.episode.metrics["right"]
-    assert "tool: the lamp is" in sample.text and sample.episode.num_tool_calls == 1
-    turns = [turn for part in sample.episode.parts for turn in turns_of(part)]
-    assert sorted(turn[1:] for turn in turns) == sorted(sampled)
-
-
-ECHOES = """
-from openenv.core.env_server.http_server import create_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
-
-
-class Say(Action):
-    message: str
-
-
-class Echoes(Environment):
-    def reset(self, seed=None, episode_id=None, **kwargs):
-        return Observation(done=False, reward=0.0)
-
-    def step(self, action, timeout_s=None, **kwargs):
-        return Observation(done=True, reward=0.75)
-
-    @property
-    def state(self):
-        return State(episode_id="0", step_count=0)
-
-
-app = create_app(Echoes, Say, Observation, env_name="echoes", max_concurrent_envs=1)
-"""
-
-
-@pytest.mark.slow
-def test_the_real_openenv_serves_sessions_one_after_the_other(model, tmp_path):
-    if importlib.util.find_spec("openenv") is None:
-        pytest.skip("openenv is not installed")
-    (tmp_path / "echoes.py").write_text(ECHOES)
-    with playing(model, OpenEnvAgent(open_env(tmp_path / "echoes.py:app"))) as play:
-        (group,) = play({"prompt": "a", "reset": {"seed": 0}}, num_samples=2)
-    assert [sample.reward for sample in group.samples_G] == [0.75, 0.75]
-
-
-FRAGILE = """
-import os
-
-from openenv.core.env_server.http_server import create_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
-
-
-class Say(Action):
-    message: str
-
-
-class Fragile(Environment):
-    turn = 0
-
-    def reset(self, seed=None, episode_id=None, **kwargs):
-        self.seed, self.turn = seed, 0
-        return Observation(done=False, reward=0.0)
-
-    def step(self, action, timeout_s=None, **kwargs):
-        self.turn += 1
-        if self.turn == 2 and self.seed == 1:
-            raise ValueError("the bridge has fallen")
-        if self.turn == 2 and self.seed == 2:
-            os._exit(7)
-        return Observation(done=self.turn == 2, reward=0.25)
-
-    @property
-    def state(self):
-        return State(episode_id="0", step_count=self.turn)
-
-
-app = create_app(Fragile, Say, Observation, env_name="fragile", max_concurrent_envs=1)
-"""
-
-
-@pytest.mark.slow
-def test_a_real_openenv_that_fails_in_an_episode_costs_that_episode(model, tmp_path):
-    if importlib.util.find_spec("openenv") is None:
-        pytest.skip("openenv is not installed")
-    (tmp_path / "fragile.py").write_text(FRAGILE)
-    rows = [{"prompt": str(seed), "reset": {"seed": seed}} for seed in range(4)]
-    with playing(model, OpenEnvAgent(open_env(tmp_path / "fragile.py:app"))) as play:
-        first = [group.samples_G[0] for group in play(*rows, num_samples=1)]
-        later = [group.samples_G[0] for group in play(*rows[::3], num_samples=1, step=1)]
-    for sample in (first[0], first[3], *later):
-        assert sample.failure is None and sample.reward == 0.5 and sample.episode.num_turns == 2
-    raised, ended = first[1], first[2]
-    assert raised.reward is None and "the bridge has fallen" in raised.failure[1]
-    assert ended.reward is None and "ended with exit code 7" in ended.failure[1]
-    assert [sample.episode.num_turns for sample in (raised, ended)] == [2, 2]

@@ -26,6 +26,10 @@ class AgentConfig:
     call_timeout_s: float = 300.0
     """A call of the model that is not complete after so many seconds fails."""
 
+    tool_timeout_s: float | None = None
+    """A tool call, or another step, of an environment of verifiers or OpenEnv fails after so many seconds.
+    None: after those of the package, 600 and 60. An agent of your own limits its tools itself."""
+
     episode_timeout_s: float = 900.0
     """An episode that is not over after so many seconds is broken: its sample gets no reward."""
 
@@ -39,4 +43,4 @@ class AgentConfig:
     def __post_init__(self):
         check_positive(self, "context_tokens", "max_calls", "max_concurrent", prefix="agent.")
         check_positive(self, "call_timeout_s", "episode_timeout_s", "max_body_bytes", prefix="agent.")
-        check_positive(self, "step_timeout_s", prefix="agent.")
+        check_positive(self, "step_timeout_s", "tool_timeout_s", prefix="agent.")

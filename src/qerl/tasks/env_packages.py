@@ -66,9 +66,10 @@ def verifiers_tasks(config: TaskConfig) -> list[Any]:
         raise _refusal(config, error) from error
 
 
-def verifiers_environment(config: TaskConfig) -> Any:
+def verifiers_environment(config: TaskConfig, tool_timeout_s: float | None = None) -> Any:
     """Return a new environment object. Seats that the options leave open are played by verifiers' chat loop
-    `null`, which has the task's tools and no shell, in a subprocess."""
+    `null`, which has the task's tools and no shell, in a subprocess. tool_timeout_s: for harnesses whose
+    options set no `tool_timeout`; None: that of verifiers."""
     vf = importlib.import_module("verifiers.v1")
     options = json.loads(config.env_options)
     taskset_id = config.name.removeprefix(VERIFIERS)
@@ -78,10 +79,13 @@ def verifiers_environment(config: TaskConfig) -> Any:
         seats = [
             name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)
         ]
-        has_own_harness = vf.default_harness_id(taskset_id) != "bash"
+        own = vf.default_harness_id(taskset_id)
+        harness = {"id": "null" if own == "bash" else own}
+        limit = {} if tool_timeout_s is None else {"tool_timeout": tool_timeout_s}
         for seat in seats:
-            harness = {} if has_own_harness else {"harness": {"id": "null"}}
-            options[seat] = {"runtime": {"type": "subprocess"}, **harness, **options.get(seat, {})}
+            given = options.get(seat, {})
+            chosen = {"harness": limit | given.get("harness", harness)}
+            options[seat] = {"runtime": {"type": "subprocess"}, **given, **chosen}
         return vf.load_environment(vf.resolve_env_config(options))
     except Exception as error:  # code of the environment, and pydantic's errors about the options
         raise _refusal(config, error) from error

@@ -20,7 +20,7 @@ def _named(config: RunConfig) -> Callable[..., Any]:
     require(config.task.name == name, f"agent.function {name} plays its own tasks: set task.name {name}")
     require_package(name)
     kind = VerifiersAgent if name.startswith(VERIFIERS) else OpenEnvAgent
-    return kind(config.task)
+    return kind(config.task, config.agent.tool_timeout_s)
 
 
 def find_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from typing import Any
 from qerl.config import TaskConfig
 from qerl.config.task import OPENENV
 from qerl.errors import RunError
+from qerl.tasks.guarded import InvalidReturn
 
 _TOOL_SCHEMAS = {"Action", "CallToolAction", "ListToolsAction"}
 _START_TIMEOUT_S = 60.0
@@ -34,8 +35,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class OpenEnvAgent:
-    def __init__(self, config: TaskConfig):
+    def __init__(self, config: TaskConfig, tool_timeout_s: float | None = None):
+        """tool_timeout_s: longest wait for the answer to a reset or a step; None: that of openenv."""
         self.__name__ = config.name
+        self._limits = {} if tool_timeout_s is None else {"message_timeout_s": tool_timeout_s}
         place, options = config.name.removeprefix(OPENENV), json.loads(config.env_options)
         self._place = place
         self._url = place if place.startswith(("http://", "https://")) else None
@@ -108,7 +111,7 @@ class OpenEnvAgent:
         client_kind, num_starts = importlib.import_module("openenv").GenericEnvClient, 0
         while True:
             url = await self._ready_url()
-            session, process = client_kind(base_url=url), self._process
+            session, process = client_kind(base_url=url, **self._limits), self._process
             try:
                 await session.connect()
                 await session.state()  # the server refuses a session with its first message
@@ -123,6 +126,11 @@ class OpenEnvAgent:
             await asyncio.sleep(_BUSY_S)
         try:
             yield session
+        except TimeoutError:  # its connection is closed: the late answer would be taken for the next one
+            limit_s = self._limits.get("message_timeout_s")
+            after = "" if limit_s is None else f" after {limit_s:g} s"
+            message = f"the environment did not answer{after}"
+            raise InvalidReturn("over the tool's deadline", message) from None
         except Exception as error:
             if process is not None and (code := await _exit_code(process)) is not None:
                 raise RunError(f"the server of {self.__name__} ended with exit code {code}") from error

@@ -14,9 +14,11 @@ from qerl.tasks.env_packages import verifiers_environment, verifiers_tasks
 
 
 class VerifiersAgent:
-    def __init__(self, config: TaskConfig):
+    def __init__(self, config: TaskConfig, tool_timeout_s: float | None = None):
+        """tool_timeout_s: longest call of an MCP tool; None: that of verifiers."""
         self.__name__ = config.name
         self._config, self._tasks = config, verifiers_tasks(config)
+        self._tool_timeout_s = tool_timeout_s
 
     async def __call__(
         self, base_url: str, api_key: str, model: str, row: dict[str, Any]
@@ -27,7 +29,7 @@ class VerifiersAgent:
         try:
             client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
             context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
-            environment = verifiers_environment(self._config)
+            environment = verifiers_environment(self._config, self._tool_timeout_s)
             async with environment.serving():
                 episode = await environment.run_episode(self._tasks[row["task"]], context)
         finally:
