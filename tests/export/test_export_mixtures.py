@@ -95,6 +95,34 @@ def test_merged_experts_in_4_bits_keep_what_was_learned(tmp_path, family, format
         torch.testing.assert_close(theirs_TV, logits_of(ours, TOKENS_T), rtol=1e-3, atol=1e-3)
 
 
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+
+
+def save_in_bf16(folder, family):
+    """Save a model whose linears fit in blocks of 32, in 16 bits."""
+    sizes = WIDE | ({"moe_intermediate_size": 64} if family == "Qwen3Moe" else {})
+    save_oracle(oracle(family, vocab_size=320, **sizes), folder)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers and compressed-tensors on what a CPU lacks
+@pytest.mark.parametrize(
+    ("family", "format"), [("Olmoe", "nvfp4"), ("Qwen3Moe", "mxfp4"), ("GptOss", "mxfp4")]
+)
+def test_experts_of_a_base_in_16_bits_are_rounded_for_their_outputs(tmp_path, family, format):
+    """Such a base has no grid of its own to keep; the gain over the nearest codes is GPTQ's alone. Both take
+    the policy's routes, since one that flips errs more than all of the rounding."""
+    _, config, decoder = run_of(tmp_path, family, format="bf16", adapter=EXPERTS, save=save_in_bf16)
+    write_quantized(str(exported(tmp_path, config, "merged")), tmp_path / "nearest", format=format)
+    rounded = load(exported(tmp_path, config, format), format), load(tmp_path / "nearest", format)
+    routes, errors = {}, []
+    text = " ".join(f"{i} plus {2 * i} is what, and why?" for i in range(5))
+    tokens_T = torch.tensor(load_tokenizer(config.model.path).encode(text))
+    truth = logits_of(decoder, tokens_T, lambda layer, ids_TK: routes.setdefault(layer, ids_TK))
+    for each in rounded:
+        errors.append(rms_error(logits_of(each, tokens_T, lambda layer, _: routes[layer]), truth))
+    assert errors[0] < 0.6 * errors[1], errors
+
+
 def load(folder, format):
     cpu = torch.device("cpu")
     checkpoint = locate(str(folder)).open()

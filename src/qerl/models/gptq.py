@@ -59,7 +59,7 @@ def requantize(
                 _requantize_group(linears, add_damping(x_TK.float().T @ x_TK.float(), DAMPING), kind)
         if isinstance(layer.mlp, MixtureMLP):
             for experts in layer.mlp.stacks:
-                _requantize_experts(experts, *_inputs(experts, run), kind=kind)
+                _requantize_experts(experts, *_inputs(experts, run)[:3], kind=kind)
         notice(f"layer {layer_index + 1} of {len(decoder.layers)}")
         return run()
 
