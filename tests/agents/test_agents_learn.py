@@ -3,6 +3,8 @@
 The model has to say true, where the schema of its answer, or of a tool's argument, also allows false.
 """
 
+import json
+import os
 import shutil
 import statistics
 
@@ -96,17 +98,66 @@ def test_the_reward_of_an_agent_rises(name, tmp_path):
     require(name)
     tiny_run.write_files(tmp_path, max_positions=2048)
     (tmp_path / "my.py").write_text(AGENT)
-    given, out = tiny_run.options(tmp_path, tmp_path / "run"), tmp_path / "run"
-    at = given.index("--task.rewards")
-    del given[at : at + 2]
-    given += ["--num-steps", "12", "--num-generations", "8", "--noise.schedule", "none"]
-    given += ["--evaluate.num-prompts", "0", "--checkpoint.every", "100"]
-    given += ["--agent", f"{tmp_path / 'my.py'}:with_{name}"]
-    given += ["--sample.max-tokens", "120"] if name == "openai_agents" else []
-    process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
-    _, stderr = process.communicate(timeout=900)
-    assert process.returncode == 0, stderr
-    rewards = [step["reward"] for step in read_lines(out / "metrics.jsonl")]
+    more = ["--agent", f"{tmp_path / 'my.py'}:with_{name}"]
+    more += ["--sample.max-tokens", "120"] if name == "openai_agents" else []
+    rewards = train(tmp_path, "--num-steps", "12", "--num-generations", "8", *more)
     first, last = statistics.mean(rewards[:3]), statistics.mean(rewards[-3:])
     print(f"{name}: reward of the first three steps {first:.2f}, of the last three {last:.2f}")
     assert len(rewards) == 12 and last > first + 0.1
+
+
+def train(folder, *more):
+    """Return the mean reward of each step."""
+    given, out = tiny_run.options(folder, folder / "run"), folder / "run"
+    at = given.index("--task.rewards")
+    del given[at : at + 2]
+    given += ["--noise.schedule", "none", "--evaluate.num-prompts", "0", "--checkpoint.every", "100", *more]
+    process = tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
+    _, stderr = process.communicate(timeout=900)
+    assert process.returncode == 0, stderr
+    return [step["reward"] for step in read_lines(out / "metrics.jsonl")]
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["BigTaskset"]
+
+
+class BigTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def is_true(self, trace) -> float:
+        return float(trace.last_reply == "true")
+
+
+class BigTaskset(vf.Taskset[BigTask, vf.TasksetConfig]):
+    def load(self):
+        for i in range(40):
+            yield BigTask(vf.TaskData(prompt=f"Is {i} big?"), self.config.task)
+"""
+
+
+@pytest.mark.slow
+def test_the_reward_of_an_environment_of_verifiers_rises(tmp_path, monkeypatch):
+    pytest.importorskip("verifiers")
+    tiny_run.write_files(tmp_path, max_positions=2048)
+    (tmp_path / "big_taskset.py").write_text(TASKSET)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    form = {"type": "json_schema", "json_schema": {"name": "is_big", "schema": {"type": "boolean"}}}
+    options = {"agent": {"sampling": {"response_format": form}}}
+    more = ["--env", "verifiers:big_taskset", "--task.env-options", json.dumps(options)]
+    more += [
+        "--num-steps",
+        "8",
+        "--num-prompts",
+        "2",
+        "--num-generations",
+        "8",
+        "--learn.learning-rate",
+        "0.02",
+    ]
+    rewards = train(tmp_path, *more)
+    first, last = statistics.mean(rewards[:2]), statistics.mean(rewards[-2:])
+    print(f"verifiers: reward of the first two steps {first:.2f}, of the last two {last:.2f}")
+    assert len(rewards) == 8 and last > first + 0.1

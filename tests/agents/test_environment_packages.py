@@ -16,7 +16,7 @@ from qerl.cli.train import read_recipe
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.serve.agents.openenv import OpenEnvAgent, action_of
-from qerl.serve.agents.verifiers import VerifiersAgent
+from qerl.serve.agents.verifiers import VerifiersAgent, put_uv_on_path
 from qerl.tasks import env_packages
 from qerl.tasks.rows import open_rows
 
@@ -254,6 +254,17 @@ def test_harnesses_get_the_deadline_of_a_tool_unless_their_options_have_one(stan
     assert harness('{"player": {"harness": {"tool_timeout": 60}}}')["tool_timeout"] == 60
     monkeypatch.setattr(sys.modules["verifiers.v1"], "default_harness_id", lambda taskset: "own")
     assert harness() == {"id": "own", "tool_timeout": 7.5}
+
+
+def test_the_uv_beside_the_interpreter_is_found(tmp_path, monkeypatch):
+    (tmp_path / "uv").write_text("#!/bin/sh")
+    (tmp_path / "uv").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    put_uv_on_path()
+    assert os.environ["PATH"] == f"/nowhere{os.pathsep}{tmp_path}"
+    put_uv_on_path()  # it is there now
+    assert os.environ["PATH"] == f"/nowhere{os.pathsep}{tmp_path}"
 
 
 def test_env_is_short_for_the_task_and_the_agent():

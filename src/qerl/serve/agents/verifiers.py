@@ -6,6 +6,8 @@ it. The harness that verifiers starts calls the endpoint, so what the policy say
 
 import importlib
 import os
+import shutil
+import sys
 from typing import Any
 
 from qerl.config import TaskConfig
@@ -24,6 +26,7 @@ class VerifiersAgent:
         self, base_url: str, api_key: str, model: str, row: dict[str, Any]
     ) -> dict[str, float]:
         vf = importlib.import_module("verifiers.v1")
+        put_uv_on_path()
         variable = f"QERL_{base_url.split('/')[-2]}_API_KEY"  # verifiers passes no API_KEY on to programs
         os.environ[variable] = api_key
         try:
@@ -35,6 +38,14 @@ class VerifiersAgent:
         finally:
             del os.environ[variable]
         return outcome(episode, base_url)
+
+
+def put_uv_on_path() -> None:
+    """Make the uv that was installed beside this interpreter findable: verifiers runs programs by uv, and
+    downloads one otherwise. It is not on the PATH where the Python environment is not activated."""
+    folder = os.path.dirname(sys.executable)
+    if shutil.which("uv") is None and shutil.which("uv", path=folder) is not None:
+        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), folder)))
 
 
 def outcome(episode: Any, base_url: str) -> dict[str, float]:
