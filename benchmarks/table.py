@@ -195,7 +195,7 @@ def _by_batch(
 ) -> str:
     """Return a table per GPU, shape and lengths, of the rows with enough runs.
 
-    Settings after the third get a column where they differ."""
+    Settings after the third get a column where they differ, or are not what they were in all older rows."""
     places: dict[tuple[Any, ...], list[Row]] = {}
     for row in latest(rows):
         if row["bench"] == bench and has_enough_runs(row):
@@ -204,7 +204,8 @@ def _by_batch(
     tables = []
     for _, cases in sorted(places.items(), key=str):
         batches = sorted({row["batch"] for row in cases})
-        differing = {key for key in settings if len({_setting(row, key) for row in cases}) > 1}
+        values = {key: {_setting(row, key) for row in cases} for key in settings}
+        differing = {key for key, each in values.items() if len(each) > 1 or each - {OLDER.get(key, *each)}}
         shown = [key for i, key in enumerate(settings) if i < _COLUMNS_ALWAYS_SHOWN or key in differing]
         lines: dict[tuple[Any, ...], dict[int, str]] = {}
         for row in cases:

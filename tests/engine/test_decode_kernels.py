@@ -70,7 +70,8 @@ def small_prompts(*lengths):
 def error_ratio(decoder, prompts_P, samples, num_samples=1, temperature=1.0):
     """Mean |engine - exact| of the sampled tokens' logprobs over mean |packed bf16 forward - exact|."""
     engine, packed, exact = compared(decoder, prompts_P, samples, num_samples, temperature)
-    assert (engine - exact).abs().max() < 1
+    # Some random hybrids lose more than 1 nat of a token to 16 bits alone, in the packed forward too.
+    assert (engine - exact).abs().max() < max(1, 1.5 * (packed - exact).abs().max())
     return mean_ratio(engine, packed, exact)
 
 

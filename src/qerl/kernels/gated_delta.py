@@ -14,7 +14,8 @@ Within a chunk of C tokens with L_i = log_decay_1 + ... + log_decay_i, all updat
     S' = exp(L_C) S + sum_j exp(L_C - L_j) k_j d_j^T
 
 The chunks of all sequences are solved together; only the last two lines go from chunk to chunk. fp32 inside.
-On a GPU fla-core's kernels (extra `delta`) compute it if they are installed. Source: Yang et al. 2024, Gated
+On a GPU fla-core's kernels (extra `delta`) compute it if they are installed and QERL_UNTRIED=1 is set: on an
+H100 and an H200 they have not passed tests/kernels/test_gated_delta.py yet. Source: Yang et al. 2024, Gated
 Delta Networks. Letters: T tokens, K key heads, N value heads, H and V their sizes, S sequences, C tokens of a
 chunk, M chunks.
 """
@@ -28,6 +29,8 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from qerl.kernels import untried
 
 CASES = (  # K, N, H, V, lengths of the sequences
     (1, 1, 4, 4, (1,)),
@@ -120,7 +123,7 @@ def gated_delta(
     """Return (o_TNV in v's dtype, fp32 states after the sequences); differentiable in every tensor."""
     _check(q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, state_SNHV)
     assert len(v_TNV) == len(layout.places_T) and len(state_SNHV) == len(layout.lengths)
-    if v_TNV.is_cuda and has_fla():
+    if v_TNV.is_cuda and uses_fla():
         return _by_fla("chunk", q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, layout.ends, state_SNHV)
     return _chunked(q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, layout, state_SNHV)
 
@@ -130,7 +133,7 @@ def gated_delta_step(
 ) -> tuple[Tensor, Tensor]:
     """Return (o_BNV, fp32 states) after one token of each of B sequences."""
     _check(q_BKH, k_BKH, v_BNV, log_decay_BN, beta_BN, state_BNHV)
-    if v_BNV.is_cuda and has_fla():
+    if v_BNV.is_cuda and uses_fla():
         ends = torch.arange(len(v_BNV) + 1, device=v_BNV.device)
         return _by_fla("fused_recurrent", q_BKH, k_BKH, v_BNV, log_decay_BN, beta_BN, ends, state_BNHV)
     group = v_BNV.shape[1] // k_BKH.shape[1]
@@ -147,6 +150,11 @@ def gated_delta_step(
 def has_fla() -> bool:
     """Return True if fla-core is installed."""
     return importlib.util.find_spec("fla") is not None
+
+
+def uses_fla() -> bool:
+    """Return True if fla-core's kernels are asked for on a GPU."""
+    return has_fla() and untried.are_used()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> None:
