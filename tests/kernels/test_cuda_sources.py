@@ -37,6 +37,7 @@ CONFIGURATIONS = (
     ("nvfp4_decode.cu", DECODE | {"RANK": 0, "SWIGLU": 0, "SPLIT": 0, "GIVEN_U": 0}),
     ("nvfp4_decode.cu", DECODE | {"RANK": 16, "SWIGLU": 1, "SPLIT": 1, "GIVEN_U": 0}),
     *(("tile_unpack.cu", {"FORMAT": format}) for format in range(4)),
+    ("tile_unpack.cu", {"FORMAT": 0, "FACTORS": 1}),
     *(("portable_product.cu", PORTABLE | {"SWIGLU": s, "FORMAT": f}) for f in range(4) for s in (0, 1)),
     ("rms_norm.cu", {"WIDTH": 96, "THREADS": 32, "X_BYTES": 4, "TABLE": 1}),
     ("rotary.cu", {"HEAD": 64, "THREADS": 128}),

@@ -83,6 +83,9 @@ def test_experts_that_follow_each_other_are_unpacked_at_once_and_multiplied_by_o
     tiled.unpack_range(2, out)
     assert torch.equal(out, torch.stack([tiled[e].operand(torch.float32) for e in (2, 3, 4)]))
     if kind is MXFP4:
+        tiled.unpack_range(2, out, times_alpha=True)
+        assert torch.equal(out, torch.stack([plain[e].decode() for e in (2, 3, 4)]))
+        assert not torch.equal(out[0], tiled[2].operand(torch.float32))
         assert torch.equal(tiled.alpha_E.log2(), tiled.alpha_E.log2().round())
     ends, x_SK = [0, 3, 3, 10, 11, 11, 16], torch.randn(16, 64, generator=rng)
     weights = torch.stack([plain[e].decode() for e in range(6)])
@@ -103,4 +106,21 @@ def test_on_a_gpu_a_range_of_experts_is_unpacked_exactly(rows, rng, device):
     assert tile_experts(experts, rows)
     out = torch.full((3, 256, 192), float("nan"), dtype=torch.bfloat16, device=device)
     experts.weight.unpack_range(2, out)
+    assert torch.equal(out, want[2:5])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ExpertRows)
+def test_on_a_gpu_powers_of_two_of_the_rows_are_multiplied_exactly(rows, rng, device):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    spec = ExpertSpec(name="mlp.experts.x", num_experts=6, in_width=192, out_width=256, has_bias=False)
+    experts = ExpertLinear(spec, torch.bfloat16, device)
+    spread = 2.0 ** torch.randint(-9, 9, (6, 256, 1), generator=rng)
+    weights = (MXFP4.encode((torch.randn(256, 192, generator=rng) * each).to(device)) for each in spread)
+    experts.load_weight(PackedStack.of(6, weights))
+    want = torch.stack([experts.weight[e].operand(torch.bfloat16) for e in range(6)])
+    assert tile_experts(experts, rows)
+    out = torch.full((3, 256, 192), float("nan"), dtype=torch.bfloat16, device=device)
+    experts.weight.unpack_range(2, out, times_alpha=True)
     assert torch.equal(out, want[2:5])

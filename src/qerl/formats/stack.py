@@ -52,8 +52,9 @@ class WeightStack(Protocol):
 class RangeStack(Protocol):
     """A stack with a kernel for weights that follow each other; alphas of rows are powers of two."""
 
-    def unpack_range(self, first: int, out: Tensor) -> None:
-        """Write the operands of the weights from `first` on to out [G, N, K], bfloat16."""
+    def unpack_range(self, first: int, out: Tensor, times_alpha: bool = False) -> None:
+        """Write the operands of the weights from `first` on to out [G, N, K], bfloat16; times_alpha: with
+        the alphas of their rows."""
         ...
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats.stack import RangeStack, WeightStack
+from qerl.kernels import row_kernel, untried
 from qerl.kernels.stack_unpack import needs_buffer, unpack_stack
 
 BUFFER_BYTES = 1 << 29
@@ -184,8 +185,10 @@ def _operands(experts: WeightStack, rows: GroupedRows, dtype: torch.dtype) -> It
     most = max((len(part.chosen) for part in rows.parts), default=0) if needs_buffer(experts, dtype) else 0
     buffer = torch.empty(most, n, k, dtype=dtype, device=rows.whole.ends_G.device)
     for part in rows.parts:
-        operand_GNK = unpack_stack(experts, part.chosen, part.chosen_G, buffer)
-        if experts.alpha_E.dim() == 2:  # powers of two, which change no bit of the operand's mantissas
+        has_row_alphas = experts.alpha_E.dim() == 2  # powers of two, which change no bit of the mantissas
+        is_multiplied = has_row_alphas and untried.are_used() and row_kernel.are_vectors(buffer)
+        operand_GNK = unpack_stack(experts, part.chosen, part.chosen_G, buffer, is_multiplied)
+        if has_row_alphas and not is_multiplied:
             operand_GNK.mul_(experts.alpha_E.index_select(0, part.chosen_G)[:, :, None].to(dtype))
         yield part, operand_GNK
 

@@ -26,10 +26,12 @@ def reference(stack: WeightStack, chosen: Sequence[int]) -> Tensor:
     return torch.stack([stack[e].operand(torch.float32).double() for e in chosen])
 
 
-def unpack_stack(stack: WeightStack, chosen: Sequence[int], chosen_G: Tensor, buffer: Tensor) -> Tensor:
+def unpack_stack(
+    stack: WeightStack, chosen: Sequence[int], chosen_G: Tensor, buffer: Tensor, times_alpha: bool = False
+) -> Tensor:
     """Return the operands [G, N, K] of the chosen weights, in the first ones of the buffer [G or more, N, K];
     of BF16 weights that follow each other as a view of the stack. chosen_G: the same ids, int32 on the
-    device."""
+    device. times_alpha: with the alphas of a RangeStack's rows."""
     (_, n, k), count = stack.shape, len(chosen)
     if not needs_buffer(stack, buffer.dtype):
         whole = stack.tensors()["weight"]
@@ -39,7 +41,7 @@ def unpack_stack(stack: WeightStack, chosen: Sequence[int], chosen_G: Tensor, bu
     out = buffer[:count]
     if isinstance(stack, RangeStack) and row_kernel.are_vectors(out):
         for start, stop in runs(chosen):
-            stack.unpack_range(chosen[start], out[start:stop])
+            stack.unpack_range(chosen[start], out[start:stop], times_alpha)
         return out
     if not isinstance(stack, PackedStack) or stack.kind not in _BLOCKS or not row_kernel.are_vectors(out):
         for each, e in zip(out, chosen, strict=True):

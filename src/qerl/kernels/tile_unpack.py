@@ -48,14 +48,21 @@ def unpack(
     *,
     out: Tensor | None = None,
     weight_rows: int | None = None,
+    factors_N: Tensor | None = None,
 ) -> Tensor:
     """Return the operand [N, K], written to `out` if given. weight_rows: the rows of one weight, of several
-    below each other, each of which has gate and up of its own; None: it is one weight."""
+    below each other, each of which has gate and up of its own; None: it is one weight. factors_N: fp32 powers
+    of two times 2^19 as nvfp4_decode.row_factors returns them, of NVFP4's rows in the order of the tiles;
+    the rows are multiplied by these powers."""
+    assert factors_N is None or (layout is TileLayout.NVFP4 and factors_N.shape == (TILE_ROWS * len(tiles),))
     assert tiles.dtype == torch.uint8 and tiles.shape[2] == layout.tile_bytes and tiles.is_contiguous()
     shape = num_rows(tiles, rows), TILE_K * tiles.shape[1]
     if not tiles.is_cuda or dtype != torch.bfloat16:
         count = 1 if weight_rows is None else TILE_ROWS * len(tiles) // weight_rows
         plain = torch.cat([_plain_operand(each, rows, layout, dtype) for each in tiles.chunk(count)])
+        if factors_N is not None:
+            powers_N1 = factors_N[:, None].to(dtype) / nvfp4_decode.ALPHA_FACTOR
+            plain *= torch.cat([_rows_of(each, rows) for each in powers_N1.chunk(count)])
         return plain if out is None else out.copy_(plain)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=tiles.device)
@@ -68,11 +75,16 @@ def unpack(
         UnpackRows.GATE: (0, -1),
         UnpackRows.UP: (-1, 0),
     }[rows]
-    kernel = row_kernel.kernel("tile_unpack.cu", "tile_unpack", tiles.device, FORMAT=layout.define)
+    defines, more = {"FORMAT": layout.define}, ()
+    if factors_N is not None:
+        assert factors_N.dtype == torch.float32 and factors_N.is_contiguous()
+        defines, more = defines | {"FACTORS": 1}, (factors_N,)
+    kernel = row_kernel.kernel("tile_unpack.cu", "tile_unpack", tiles.device, **defines)
+    places = out.stride(0), step, first, second, features // 8, jump
     kernel.launch(
         grid=len(tiles) * -(-tiles.shape[1] // 2),
         block_threads=256,
-        parameters=(tiles, out, tiles.shape[1], out.stride(0), step, first, second, features // 8, jump),
+        parameters=(tiles, out, tiles.shape[1], *places, *more),
     )
     return out
 

@@ -110,15 +110,20 @@ class TiledStack(WeightStack):
     def alpha_E(self) -> Tensor:
         return self.scales.reciprocal()[:, 0] if self.scales.shape[1] == 1 else self.scales
 
-    def unpack_range(self, first: int, out: Tensor) -> None:
-        """Write the operands of the weights from `first` on to out [G, N, K]."""
-        tiles, (_, n, k) = self.tiles[first : first + len(out)].flatten(0, 1), out.shape
+    def unpack_range(self, first: int, out: Tensor, times_alpha: bool = False) -> None:
+        """Write the operands of the weights from `first` on to out [G, N, K]; times_alpha: with the factors
+        of their rows, powers of two."""
+        chosen, (_, n, k) = slice(first, first + len(out)), out.shape
+        tiles = self.tiles[chosen].flatten(0, 1)
+        factors_N = self.factors_EN[chosen].flatten() if times_alpha else None
         if self.rows is ExpertRows.ALTERNATING:
             for place, rows in enumerate((UnpackRows.GATE, UnpackRows.UP)):
-                tile_unpack.unpack(tiles, rows, out.dtype, out=out.view(-1, 2, k)[:, place])
+                to = out.view(-1, 2, k)[:, place]
+                tile_unpack.unpack(tiles, rows, out.dtype, out=to, factors_N=factors_N)
         else:
             rows = UnpackRows.ALL if self.rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
-            tile_unpack.unpack(tiles, rows, out.dtype, out=out.view(-1, k), weight_rows=n)
+            to = out.view(-1, k)
+            tile_unpack.unpack(tiles, rows, out.dtype, out=to, weight_rows=n, factors_N=factors_N)
 
 
 def tile_experts(experts: ExpertLinear, rows: ExpertRows) -> bool:
