@@ -64,10 +64,18 @@ def transformers_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def language_limits(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return (longest sequence, width, vocabulary) of a config."""
+    """Return (longest sequence, width, vocabulary) of a config.
+
+    With longrope the original length is the longest: transformers has other frequencies for a whole batch
+    once one of its sequences is longer, so a sample would depend on those beside it.
+    """
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in _POSITIONS)
     positions = next((n for n in found if isinstance(n, int) and n > 0), _UNLIMITED)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if settings.get("rope_type") == "longrope":
+            positions = min(positions, settings.get("original_max_position_embeddings", positions))
     return positions, text.hidden_size, text.vocab_size
 
 

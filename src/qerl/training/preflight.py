@@ -186,6 +186,8 @@ class Preflight:
         a = architecture_of(checkpoint)
         self._max_positions, self._vocab_size = a.max_positions, a.vocab_size
         shape = f"{a.num_layers} layers of width {a.width}, {a.max_positions} positions"
+        if a.rope.kind == "longrope":
+            shape += " (the original length of its longrope)"
         values = {"path": str(source.path), "format": model.format, "max_positions": a.max_positions}
         yield "ok", f"{source.path}: {shape}, in {model.format}", values
         if (line := layout_line(checkpoint, model.format)) is not None:
