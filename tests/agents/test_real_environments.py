@@ -140,6 +140,21 @@ def test_the_real_openenv_serves_sessions_one_after_the_other(model, tmp_path):
     assert [sample.reward for sample in group.samples_G] == [0.75, 0.75]
 
 
+@pytest.mark.slow
+def test_a_real_openenv_that_does_not_answer_in_time_costs_that_episode(model, tmp_path):
+    if importlib.util.find_spec("openenv") is None:
+        pytest.skip("openenv is not installed")
+    slow = ECHOES.replace(
+        "return Observation(done=True", "time.sleep(30)\n        return Observation(done=True"
+    )
+    (tmp_path / "slow.py").write_text(f"import time\n{slow}")
+    with playing(model, OpenEnvAgent(open_env(tmp_path / "slow.py:app"), tool_timeout_s=2.0)) as play:
+        (group,) = play({"prompt": "a", "reset": {"seed": 0}}, num_samples=1)
+    (sample,) = group.samples_G
+    assert sample.failure[0] == "over the tool's deadline" and sample.reward is None
+    assert "did not answer after 2 s" in sample.failure[1]
+
+
 FRAGILE = """
 import os
 
