@@ -24,17 +24,16 @@ SIZES = {
     "ff_width": 64,
     "vocab_size": len(VOCABULARY),
 }
-LENGTHS = (9, 31, 1, 16)
+LENGTHS, CPU = (9, 31, 1, 16), torch.device("cpu")
 
 
-def policy(like="qwen3-30b-a3b", format="nvfp4", compute=torch.float32, expert_rank=2):
+def policy(like="qwen3-30b-a3b", format="nvfp4", compute=torch.float32, expert_rank=2, device=CPU):
     """Return a small decoder of this kind of mixture, with adapters on attention and on the experts."""
     whole = SHAPES[like]
     mixture = replace(whole.mixture, num_experts=12, num_chosen=3, width=64)
     shape = replace(whole, **SIZES, layer_kinds=whole.layer_kinds[:2], mixture=mixture)
-    cpu = torch.device("cpu")
     decoder = random_decoder(
-        shape, format=format, rank=4, device=cpu, seed=3, compute=compute, expert_rank=expert_rank
+        shape, format=format, rank=4, device=device, seed=3, compute=compute, expert_rank=expert_rank
     )
     with torch.no_grad():
         decoder.embed_tokens.weight.mul_(50)
@@ -104,3 +103,16 @@ def test_without_exact_mode_a_mixtures_tokens_and_routes_do_not_depend_on_the_ba
         for ours, theirs in zip(alone.samples_G, group.samples_G, strict=True):
             assert (ours.tokens_T, ours.routes) == (theirs.tokens_T, theirs.routes)
         assert (recorded([alone]) - recorded([group])).abs().max() < 256 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("like", "format"), [("qwen3-30b-a3b", "nvfp4"), ("gpt-oss-20b", "mxfp4")])
+def test_on_a_gpu_scores_of_a_mixture_are_what_was_recorded_to_the_bit(like, format):
+    decoder = policy(like, format, torch.bfloat16, expert_rank=4, device=torch.device("cuda"))
+    engine = engine_of(decoder, exact=True, max_num_seqs=20)
+    assert engine.kernels == "torch"
+    groups = groups_of(engine, LENGTHS)
+    assert gap(engine, groups) == 0
+    (alone,) = engine.generate([groups[1].prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
+    assert alone == groups[1]

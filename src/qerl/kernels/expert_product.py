@@ -21,7 +21,7 @@ from qerl.formats.stack import RangeStack, WeightStack
 from qerl.kernels import row_kernel, untried
 from qerl.kernels.stack_unpack import needs_buffer, unpack_stack
 
-BUFFER_BYTES = 1 << 29
+BUFFER_BYTES = 1 << 28
 _ALIGNED = 8
 _GROUPED_MM: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 

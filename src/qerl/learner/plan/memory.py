@@ -9,8 +9,8 @@ for bf16; with model.dtype fp32 (`element_bytes`; not measured yet) everything t
 bytes instead of 2:
 
     weights          bytes_per_weight * W * L, 4 for each output    embedding 2 V D, head the same
-    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n; BF16 weights hold
-                     b behind their rows, with zeros between the linears of a group
+    adapter          masters 4 n, working copies 2 n, the decode step's stacked copies 2 n, not of experts;
+                     BF16 weights hold b behind their rows, with zeros between the linears of a group
     gradients        4 n                                            moments           8 n, or 2 n + n / 32
     KV cache         all samples at once, up to engine.max_num_seqs or engine.kv_cache_gb; with branches, the
                      pages of all samples in addition; recurrent states of samples and prompts
@@ -298,7 +298,8 @@ def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list
     sampler = 0 if config.model.sampler_format is None else weight_bytes(a, config.model.sampler_format)
     num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
     embedding = embedding_bytes(a, config.model.head_format, num_noise_rows, element_bytes(config))
-    copies = 2 * element_bytes(config) * n + adapter_column_bytes(a, config)
+    copied = 2 * n - mixture.num_adapter_weights(a, config.adapter)
+    copies = element_bytes(config) * copied + adapter_column_bytes(a, config)
     copies = copies if config.adapter.kind == "lora" else 0
     backward = "a layer's backward pass" if layers > head else "the head's passes"
     return [

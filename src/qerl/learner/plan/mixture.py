@@ -1,7 +1,7 @@
 """The share of a mixture's experts in the plan of memory and speed.
 
     weights      as their format packs them; NVFP4 and MXFP4 in the decode kernels' tiles, 0.5625 bytes a
-                 weight and two factors for each output
+                 weight and two factors for each output, and a bias in fp32 besides
     adapters     rank * (E K + E N) a stack, a shared A or B once
     unpacked     the learner's buffer (kernels/expert_product.py), or one expert at a time
     activations  of k experts a row: x for adapters, gate and up, h for adapters, y
@@ -22,15 +22,16 @@ _KERNEL_UNPACK_BYTES = 2.5625  # moved by kernels/stack_unpack.py for each 4-bit
 
 
 def stack_bytes(x: ExpertSpec, format: str) -> float:
-    """Return the bytes of a stack's packed weights, factors and biases."""
-    outputs = x.num_experts * x.out_width
+    """Return the bytes of a stack's packed weights, factors and biases; in tiles also of the biases that
+    decode steps add, in fp32 and in the tiles' order."""
+    outputs, bias_bytes = x.num_experts * x.out_width, 2
     bytes_per_weight, factors = FORMATS[format].bytes_per_weight, 4 * x.num_experts
     if format == "bf16":
         factors = 0
     elif format in _TILED:
-        bytes_per_weight = _TILE_BYTES
+        bytes_per_weight, bias_bytes = _TILE_BYTES, 6
         factors = 4 * outputs + (4 * outputs if format == "mxfp4" else 4 * x.num_experts)
-    return x.num_weights * bytes_per_weight + factors + 2 * outputs * x.has_bias
+    return x.num_weights * bytes_per_weight + factors + bias_bytes * outputs * x.has_bias
 
 
 def num_adapter_weights(a: Architecture, adapter: AdapterConfig) -> int:
