@@ -52,6 +52,18 @@ def test_without_a_split_the_last_rows_are_held_out(files, tmp_path, capsys):
     assert report["leaks"] == [["line 1", "line 4"]] and report["train"]["usable"] == 3
 
 
+def test_white_space_makes_no_other_row_and_no_prompt(files, tmp_path, capsys):
+    """A space before the template's next token is a token of its own; one between words tells them apart."""
+    texts = ("a b", "a b ", " a  b", "ab", " ", "")
+    data = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
+    report = found(capsys, data, "--model", str(files), "--task.num-held-out", "0")["train"]
+    assert report["duplicates"] == [["line 1", "line 2", "line 3"]] and report["usable"] == 4
+    assert report["bad"] == ["line 5: its prompt is empty", "line 6: its prompt is empty"]
+    chats = [{"prompt": "a", "completion": text} for text in ("b", "b ", "c")]
+    report = found(capsys, write(tmp_path / "chats.jsonl", chats), "--model", str(files))["train"]
+    assert report["duplicates"] == [["line 1", "line 2"]]
+
+
 def test_what_is_learned_of_a_chat_is_marked(files, tmp_path, capsys):
     chat = [
         {"role": "user", "content": "hi"},

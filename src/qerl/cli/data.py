@@ -95,14 +95,14 @@ def _report(
 
     return {
         "kind": kind,
-        "train": _table(train, options.max_tokens),
-        "held_out": None if held_out is None else _table(held_out, options.max_tokens),
+        "train": _table(train, options.max_tokens, tokenizer),
+        "held_out": None if held_out is None else _table(held_out, options.max_tokens, tokenizer),
         "leaks": [] if held_out is None else leaks(train, held_out),
         "shown": [_shown(row, tokenizer) for row in train.rows[: options.num]],
     }
 
 
-def _table(table: "TableView", max_tokens: int) -> dict[str, Any]:
+def _table(table: "TableView", max_tokens: int, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     lengths = [len(row.tokens_T) for row in table.rows]
     return {
         "name": table.name,
@@ -111,7 +111,7 @@ def _table(table: "TableView", max_tokens: int) -> dict[str, Any]:
         "tokens": {"least": min(lengths), "median": median(lengths), "most": max(lengths)} if lengths else {},
         "learned_tokens": sum(sum(row.learned_T) for row in table.rows),
         "bad": table.bad,
-        "duplicates": table.duplicates(),
+        "duplicates": table.duplicates(tokenizer),
         "too_long": table.too_long(max_tokens),
     }
 

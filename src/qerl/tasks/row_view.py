@@ -3,7 +3,7 @@
 prompts           rows of `qerl train`: template, chat template, tokens
 demonstrations    rows of `qerl sft`: the same, and which tokens are learned
 
-duplicates        rows with the same tokens
+duplicates        rows with the same text, but for white space that separates no two words
 too long          more tokens than a limit
 leaks             training rows whose prompt is that of a held-out row, but for case and white space
 """
@@ -11,6 +11,7 @@ leaks             training rows whose prompt is that of a held-out row, but for 
 import dataclasses
 import itertools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
@@ -55,11 +56,13 @@ class TableView:
     bad: list[str]
     """"line 7: has no prompt" of each row that cannot be used."""
 
-    def duplicates(self) -> list[list[str]]:
-        """Return the places of rows with the same tokens, each group once."""
-        found: dict[tuple[tuple[int, ...], bytes], list[str]] = defaultdict(list)
+    def duplicates(self, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
+        """Return the places of rows with the same text, of which the same is learned, each group once."""
+        found: dict[tuple[str, str], list[str]] = defaultdict(list)
         for row in self.rows:
-            found[row.tokens_T, row.learned_T].append(row.place)
+            parts = list(row.parts(tokenizer))
+            learned = "".join(text for text, is_learned in parts if is_learned)
+            found[_words("".join(text for text, _ in parts)), _words(learned)].append(row.place)
         return [places for places in found.values() if len(places) > 1]
 
     def too_long(self, max_tokens: int) -> list[str]:
@@ -96,7 +99,13 @@ def leaks(train: TableView, held_out: TableView) -> list[tuple[str, str]]:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.casefold().split())
+    return _words(text.casefold())
+
+
+def _words(text: str) -> str:
+    """Return the text without white space but for a space between two words: a chat template may put a token
+    behind a space that ends a prompt."""
+    return re.sub(r"(?<!\w) | (?!\w)", "", " ".join(text.split()))
 
 
 def _kind(rows: RowTable, sft: SftConfig) -> Kind:

@@ -77,6 +77,8 @@ class Preflight:
         """pool: closes the processes of the rewards."""
         self._config, self._stack = config, pool
         self._prompts_P: list[Prompt] = []
+        self._of_device: tuple[Status, str, dict[str, Any]] | None = None
+        """What was said of the decode kernels, the model aside."""
 
     def findings(self, parts: list[str]) -> Iterator[Finding]:
         """Yield what is found about these parts of PARTS."""
@@ -117,8 +119,9 @@ class Preflight:
         yield "ok", f"the run uses {model.device}, computes in {model.dtype}", {"device": model.device}
 
     def kernels(self) -> Found:
-        """Say what `kernel_obstacle` says of this device; of the model, `model` does."""
-        yield self._kernels(NO_KERNELS if self._chosen_kernels == "torch" else None)
+        """Say what `kernel_obstacle` says of this device; of the model, `model` does, where it differs."""
+        self._of_device = self._kernels(NO_KERNELS if self._chosen_kernels == "torch" else None)
+        yield self._of_device
 
     def _kernels(self, obstacle: str | None) -> tuple[Status, str, dict[str, Any]]:
         if obstacle is not None:
@@ -199,7 +202,8 @@ class Preflight:
             ranks={config.adapter.rank},
             page_tokens=config.engine.block_size,
         )
-        yield self._kernels(obstacle)
+        if (found := self._kernels(obstacle)) != self._of_device:
+            yield found
 
     def _of_transformers(self, source: ModelSource) -> tuple[Status, str, dict[str, Any]]:
         """Raise UserError if a setting needs our own decoder."""
