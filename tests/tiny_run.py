@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from qerl.cli import main
 from qerl.training import session
@@ -42,6 +41,9 @@ def even_end(prompts, completions, completion_ids, **columns):
 def write_model(
     folder: Path, *, width: int = 64, ff_width: int = 96, vocab_size: int = 272, max_positions: int = 128
 ) -> Path:
+    # Here, as modelling code takes seconds to import: of each process that a test starts.
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,

@@ -1,6 +1,7 @@
 """The learner teaches: a tiny random model, sampled from without an engine, comes to be rewarded."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -16,12 +17,11 @@ PROMPTS = [[1, 2, 3], [9, 8, 7, 6], [20, 21]]
 LUCKY = [set(range(5, 13)), set(range(20, 28)), set(range(33, 41))]  # 8 of the 48 tokens, by prompt
 
 
-@torch.no_grad()
-def draw(decoder, context_T, num_tokens, rng):
-    """(tokens, logprobs) from the model's own distribution, one whole forward a token."""
+def draw(next_logprobs, context_T, num_tokens, rng):
+    """(tokens, logprobs) from the model's own distribution."""
     tokens_T, logprobs_T = [], []
     for _ in range(num_tokens):
-        logprobs_V = plain.log_softmax(decoder, context_T + tokens_T, 1.0)[-1]
+        logprobs_V = next_logprobs((*context_T, *tokens_T))
         token = int(torch.multinomial(logprobs_V.exp(), 1, generator=rng))
         tokens_T.append(token)
         logprobs_T.append(logprobs_V[token].item())
@@ -29,8 +29,14 @@ def draw(decoder, context_T, num_tokens, rng):
 
 
 def group(decoder, index, rng):
-    """Reward: the share of lucky tokens."""
-    drawn = [draw(decoder, PROMPTS[index], 2, rng) for _ in range(8)]
+    """Reward: the share of lucky tokens. One whole forward for each text that comes up."""
+
+    @functools.cache
+    @torch.no_grad()
+    def next_logprobs(context_T):
+        return plain.log_softmax(decoder, list(context_T), 1.0)[-1]
+
+    drawn = [draw(next_logprobs, PROMPTS[index], 2, rng) for _ in range(8)]
     rewards_G = [sum(token in LUCKY[index] for token in tokens_T) / 2 for tokens_T, _ in drawn]
     advantages_G = group_normalised(rewards_G)
     samples_G = [

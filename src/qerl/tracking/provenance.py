@@ -42,8 +42,11 @@ def git_state(root: Path, *, exclude: Path | None = None) -> GitState | None:
 
     An installed package may lie inside an unrelated repository, whose commit says nothing about the package.
     """
-    top, commit = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
-    if top is None or commit is None or Path(top).resolve() != root.resolve():
+    found = _git(root, "rev-parse", "--show-toplevel", "HEAD")
+    if found is None:
+        return None
+    top, _, commit = found.rpartition("\n")
+    if Path(top).resolve() != root.resolve():
         return None
     excluded = [] if exclude is None else [f":(exclude){exclude.as_posix()}"]
     status = _git(root, "status", "--porcelain", "--", ".", *excluded)
@@ -85,10 +88,21 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Return {dotted name: (old, new)} as JSON for each entry that differs; a missing entry is `absent`."""
     # Compared as JSON, where a tuple is a list: one of the two was read from a file.
-    a, b = ({k: json.dumps(v) for k, v in flatten(tree).items()} for tree in (old, new))
+    a, b = flatten(old), flatten(new)
     names = [*b, *(name for name in a if name not in b)]
-    pairs = {name: (a.get(name, "absent"), b.get(name, "absent")) for name in names}
+    pairs = {name: (_text(a, name), _text(b, name)) for name in names if not _is_same(a, b, name)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _text(flat: dict[str, Any], name: str) -> str:
+    return json.dumps(flat[name]) if name in flat else "absent"
+
+
+def _is_same(a: dict[str, Any], b: dict[str, Any], name: str) -> bool:
+    """True if both have the same text, int, bool or None: most fields, of which no JSON is made."""
+    if name not in a or name not in b or type(a[name]) is not type(b[name]):
+        return False
+    return isinstance(a[name], str | int | None) and a[name] == b[name]
 
 
 def check_same_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

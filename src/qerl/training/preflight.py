@@ -78,7 +78,7 @@ class Preflight:
         self._config, self._stack = config, pool
         self._prompts_P: list[Prompt] = []
         self._of_device: tuple[Status, str, dict[str, Any]] | None = None
-        """What was said of the decode kernels, the model aside."""
+        """The finding about the decode kernels, the model aside."""
 
     def findings(self, parts: list[str]) -> Iterator[Finding]:
         """Yield what is found about these parts of PARTS."""
