@@ -134,20 +134,8 @@ def test_most_rows_decide_what_the_prompt_column_holds(tmp_path):
 def test_a_prompt_without_a_token_is_left_out(tmp_path):
     plain = tokenizer(chat_template=None)
     plain.backend_tokenizer.post_processor = None  # no <bos>
-    config = with_bad(tmp_path, GOOD, {"prompt": "3?", "answer": ""}, template="{answer}")
+    config = with_bad(tmp_path, GOOD, {"prompt": "", "answer": "3"})
     assert "(line 4: its prompt has no token)" in left_out(config, made=plain)
-
-
-@pytest.mark.parametrize(
-    ("rows", "empty"),
-    [
-        (GOOD, {"prompt": " \n", "answer": "3"}),
-        (TALK, {"prompt": [{"role": "user", "content": " "}]}),
-    ],
-    ids=["text", "messages"],
-)
-def test_an_empty_prompt_is_left_out(tmp_path, rows, empty):
-    assert "its prompt is empty" in left_out(with_bad(tmp_path, rows, empty))
 
 
 def test_a_data_set_of_bad_rows_is_refused_with_the_first(tmp_path):

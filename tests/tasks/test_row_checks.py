@@ -43,7 +43,7 @@ def test_a_row_of_exactly_the_limit_is_not_long(tmp_path):
         config = TaskConfig(name=jsonl(tmp_path / "x.jsonl", [row(0, prompt=text)] * 2), num_held_out=1)
         return len(build_task(config, tokenizer(), seed=0, max_prompt_tokens=999).held_out(1)[0].tokens_T)
 
-    fitting = "y" * (LIMIT - lengths("y") + 1)
+    fitting = "y" * (LIMIT - lengths(""))
     assert notices(tmp_path, [row(0), row(1, prompt=fitting), row(2)]) == []
     assert len(notices(tmp_path, [row(0), row(1, prompt=fitting + "y"), row(2)])) == 1
 

@@ -136,12 +136,7 @@ class Renderer:
                 raise BadRow(f"has no {column}")
         content = row[self.rows.prompt_column] if self.rows.prompt_column in self.columns else None
         if self.has_messages:
-            messages = _check_messages(content, str(self.rows.prompt_column))
-            if not any(message["content"].strip() for message in messages):
-                raise BadRow("its prompt is empty")
-            return self._with_system(messages)
-        if isinstance(content, str) and not content.strip():
-            raise BadRow("its prompt is empty")
+            return self._with_system(_check_messages(content, str(self.rows.prompt_column)))
         if content is not None and _kind(content) != self._kind:
             raise BadRow(f"{self.rows.prompt_column} is {_kind(content)}, not {self._kind}")
         return self._with_system([{"role": "user", "content": self._fill_template(row, content)}])

@@ -14,7 +14,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,7 @@ from qerl.tasks.prompt import BadRow, Renderer, set_template_variables
 from qerl.tasks.rows import RowTable, open_rows
 
 Kind = Literal["prompt", "sft"]
+_EMPTY = "its prompt is empty, which only an environment may add to"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,13 +120,21 @@ def _prompts(table: RowTable, renderer: Renderer) -> TableView:
     made = []
     for index in range(table.num_rows):
         prompt = renderer.usable_prompt(index, index=index)
-        if prompt is not None:
+        if prompt is not None and _is_empty(table.get(index).get(str(table.prompt_column))):
+            renderer.faults[index] = _EMPTY
+        elif prompt is not None:
             tokens_T = tuple(prompt.tokens_T)
             made.append(
                 RowView(place=table.place(index), tokens_T=tokens_T, learned_T=b"", prompt=prompt.text)
             )
     bad = [f"{table.place(index)}: {fault}" for index, fault in sorted(renderer.faults.items())]
     return TableView(name=table.name, num_rows=table.num_rows, rows=made, bad=bad)
+
+
+def _is_empty(content: Any) -> bool:
+    """True for a text, or a conversation, of white space only."""
+    texts = [message["content"] for message in content] if isinstance(content, list) else [content]
+    return all(isinstance(text, str) and not text.strip() for text in texts)
 
 
 def _demonstrations(table: RowTable, demonstrator: Demonstrator) -> TableView:
