@@ -131,7 +131,7 @@ def test_few_samples_of_a_mixture_are_faster_than_a_dense_model_of_its_size():
         for each in (a, all_read)
     )
     assert few.sampled_tokens_per_s > 3 * many.sampled_tokens_per_s
-    assert few.learned_tokens_per_s > 3 * many.learned_tokens_per_s
+    assert few.learned_tokens_per_s > many.learned_tokens_per_s  # less so: both wait for the host
     by_torch = dataclasses.replace(config, engine=dataclasses.replace(config.engine, kernels="torch"))
     plain = estimate_speed(GPUS["h200"], a, by_torch, prompt_tokens=256, mean_tokens=1024)
     assert plain.sampled_tokens_per_s < few.sampled_tokens_per_s / 5  # expert by expert
