@@ -82,16 +82,28 @@ class CudaKernel:
             ] = None
             return
         driver, function = self._loaded
+        configs = self._configs.by_threads
+        config = configs.get(block_threads)
+        if config is None:
+            config = configs[block_threads] = self._config(driver, block_threads)
+        config.gridDimX = grid
+        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        arguments = _ARGUMENTS.of(parameters)
+        checked(driver.cuLaunchKernelEx(config, function, arguments.address, 0))
+
+    def _config(self, driver: Any, block_threads: int) -> Any:
+        """Return the parts of a launch that stay; making them takes longer than a launch."""
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.gridDimX = config.gridDimY = config.gridDimZ = 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block_threads, 1, 1
         config.sharedMemBytes = self.shared_bytes
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
         config.attrs = attributes = launch_attributes(driver, self._starts_early, self.cluster)
         config.numAttrs = len(attributes)
-        values = [_c_value(parameter) for parameter in parameters]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+        return config
+
+    @functools.cached_property
+    def _configs(self) -> "_Configs":
+        return _Configs()
 
     def resident_ctas(self, block_threads: int) -> int:
         """Return how many CTAs run at once on a multiprocessor; 1 in a dry run."""
@@ -196,12 +208,58 @@ def tensor_map(x_MK: Tensor, rows: int, columns: int) -> bytes:
     return ctypes.string_at(checked(encoded).getPtr(), 128)
 
 
-def _c_value(parameter: Parameter) -> ctypes.Array | ctypes.c_void_p | ctypes.c_int:
-    if isinstance(parameter, bytes):
-        return ctypes.create_string_buffer(parameter, len(parameter))
-    if isinstance(parameter, int):
-        return ctypes.c_int(parameter)
-    return ctypes.c_void_p(0 if parameter is None else parameter.data_ptr())
+class _Configs(threading.local):
+    """Launch configurations by the threads of a CTA. A launch writes to them: each thread has its own."""
+
+    def __init__(self) -> None:
+        self.by_threads: dict[int, Any] = {}
+
+
+class _Arguments:
+    """Memory for the parameters of a launch, which copies them: a slot of 8 bytes for each."""
+
+    def __init__(self, count: int):
+        self._slots = (ctypes.c_uint64 * count)()
+        first = ctypes.addressof(self._slots)
+        self._own = [first + 8 * i for i in range(count)]
+        self._pointers = (ctypes.c_void_p * count)(*self._own)
+        self._structs: dict[int, ctypes.Array] = {}
+        self.address = ctypes.addressof(self._pointers)
+
+    def fill(self, parameters: Sequence[Parameter]) -> None:
+        for i in self._structs:
+            self._pointers[i] = self._own[i]
+        self._structs = {}
+        slots = self._slots
+        for i, parameter in enumerate(parameters):
+            if parameter is None:
+                slots[i] = 0
+            elif isinstance(parameter, int):
+                slots[i] = parameter & 0xFFFFFFFF
+            elif not isinstance(parameter, bytes):
+                slots[i] = parameter.data_ptr()
+            elif len(parameter) <= 8:
+                slots[i] = int.from_bytes(parameter, "little")
+            else:
+                self._structs[i] = ctypes.create_string_buffer(parameter, len(parameter))
+                self._pointers[i] = ctypes.addressof(self._structs[i])
+
+
+class _ArgumentsByCount(threading.local):
+    def __init__(self) -> None:
+        self._by_count: dict[int, _Arguments] = {}
+
+    def of(self, parameters: Sequence[Parameter]) -> _Arguments:
+        """Return this thread's arguments with these values, which its next launch may overwrite."""
+        count = len(parameters)
+        if count not in self._by_count:
+            self._by_count[count] = _Arguments(count)
+        arguments = self._by_count[count]
+        arguments.fill(parameters)
+        return arguments
+
+
+_ARGUMENTS = _ArgumentsByCount()
 
 
 def compile_cubin(file: str, defines: Mapping[str, int], architecture: str) -> bytes:
