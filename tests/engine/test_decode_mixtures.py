@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from engine.parts import drawn, engine_of, packed_logprobs, prompts_of
+from parity.test_exact import SAMPLING, gap, groups_of
 from qerl.config import AdapterConfig
 from qerl.engine.decode_forward import TorchForward
 from qerl.engine.decode_kernels import KernelForward
-from qerl.engine.decode_mixture_step import stack_obstacle
+from qerl.engine.decode_mixture_step import kernel_routers, stack_obstacle
 from qerl.engine.kv_cache import KVCache
+from qerl.kernels import untried
 from qerl.kernels.decode_state import DecodeState
-from qerl.models.adapter import add_adapter
+from qerl.models.adapter import add_adapter, publish
 from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.device import best_kernels
 from qerl.models.random_weights import SHAPES, random_decoder
@@ -68,6 +70,22 @@ def test_experts_outside_tiles_or_with_adapters_of_other_ranks_are_left_to_pytor
         config = AdapterConfig(rank=4, target_modules=("q_proj",), experts="per_expert", expert_rank=rank)
         add_adapter(decoder, config, seed=0)
         assert stack_obstacle(decoder) == said
+
+
+def test_the_kernels_multiply_by_a_router_unless_it_has_an_adapter():
+    decoder = decoder_of(PLAIN, "nvfp4", 16, torch.device("cpu"))
+    first, last = (decoder.layers[place].mlp.router for place in (0, -1))
+    assert kernel_routers(decoder) == {first, last}
+    add_adapter(decoder, AdapterConfig(rank=16, router=True), seed=0)
+    assert kernel_routers(decoder) == set()
+
+
+def test_exact_mode_leaves_mixtures_to_pytorch_until_a_gpu_has_run_it(monkeypatch):
+    decoder = decoder_of(PLAIN, "nvfp4", 16, torch.device("cpu"))
+    for value, said in (("0", "no GPU has run exact mode of mixtures"), ("1", "they are for NVIDIA GPUs")):
+        monkeypatch.setenv(untried.VARIABLE, value)
+        obstacle = engine_of(decoder, exact=True)._runners.obstacle
+        assert obstacle is not None and obstacle.startswith(said)
 
 
 @pytest.fixture
@@ -153,3 +171,30 @@ def test_greedy_tokens_are_those_of_the_packed_forward_as_nearly_as_pytorchs(ker
     decoder = decoder_of(PLAIN, "nvfp4", 16, device)
     theirs, ours = (greedy_gap(decoder, decoder, each) for each in ("torch", kernels))
     assert theirs < 0.2 and ours < 2 * theirs + 0.1, (ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["hopper", "portable"])
+@pytest.mark.parametrize(("mixture", "format"), [(PLAIN, "nvfp4"), (CLAMPED, "mxfp4")])
+@pytest.mark.parametrize(("max_num_seqs", "has_router_adapter"), [(20, False), (100, False), (20, True)])
+def test_in_exact_mode_scores_are_what_was_recorded_to_the_bit(
+    mixture, format, max_num_seqs, has_router_adapter, kernels, device, monkeypatch
+):
+    if kernels == "hopper" and best_kernels(device) != "hopper":
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setenv(untried.VARIABLE, "1")
+    decoder = decoder_of(mixture, format, *((None, device, 0) if has_router_adapter else (16, device, 4)))
+    if has_router_adapter:
+        add_adapter(decoder, AdapterConfig(rank=16, router=True, experts="per_expert", expert_rank=4), seed=0)
+        with torch.no_grad():
+            for name, linear in decoder.linears():
+                if name.endswith("router"):
+                    linear.lora_B.normal_(0, 0.1)
+        publish(decoder)
+    engine = engine_of(decoder, exact=True, max_num_seqs=max_num_seqs, kernels=kernels)
+    assert engine.kernels == kernels
+    groups = groups_of(engine)
+    assert len({len(s.tokens_T) for group in groups for s in group.samples_G}) > 4
+    assert gap(engine, groups) == 0
+    (alone,) = engine.generate([groups[1].prompt], num_samples=5, sampling=SAMPLING, seed=5, step=2)
+    assert alone == groups[1]  # tokens, logprobs and routes

@@ -73,6 +73,16 @@ def stack_obstacle(decoder: Decoder) -> str | None:
     return None
 
 
+def kernel_routers(decoder: Decoder) -> set[QuantLinear]:
+    """Return the routers that moe_route.py multiplies; the others multiply by their modules."""
+    mlps = (layer.mlp for layer in decoder.layers if isinstance(layer, Layer))
+    return {m.router for m in mlps if isinstance(m, MixtureMLP) and _is_plain(m.router)}
+
+
+def _is_plain(router: QuantLinear) -> bool:
+    return isinstance(router.weight, BF16) and router.lora_A is None and router.full is None
+
+
 class _MixtureStep:
     groups: Sequence[LinearGroup] = ()
 
@@ -106,7 +116,7 @@ class _MixtureStep:
 
     def _logits(self, x_BD: Tensor) -> Tensor:
         router: QuantLinear = self._mlp.router
-        if isinstance(router.weight, BF16) and router.lora_A is None and router.full is None:
+        if isinstance(router.weight, BF16) and _is_plain(router):
             return self._shared.routes.logits(x_BD, router.weight.weight, router.bias)
         return router(x_BD.float())
 

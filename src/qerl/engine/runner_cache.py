@@ -19,6 +19,7 @@ import torch
 from qerl.config import EngineConfig
 from qerl.engine.decode_forward import DecodeForward, TorchForward
 from qerl.engine.decode_kernels import MAX_ROWS, KernelForward
+from qerl.engine.decode_mixture_step import kernel_routers
 from qerl.engine.decode_runner import DecodeRunner, bucket_of
 from qerl.engine.fused_linear import ONE_ORDER_ROWS, PackedLinears
 from qerl.engine.kv_cache import KVCache
@@ -168,11 +169,12 @@ class RunnerCache:
         )
 
     def _exact_rows(self) -> tuple[int, int]:
-        """Return (fewest rows of a step, rows of teacher forcing). The packed kernels take any number. With
-        torch's products the bits of a row depend on the number of rows and, on a CPU, on the row's place too
-        unless 16 divides the number."""
-        is_packed = all(isinstance(weight, PackedTiles) for weight in self._weights())
-        if self._is_fast and is_packed and kernel_head(self._decoder, self.kernels) is not None:
+        """Return (fewest rows of a step, rows of teacher forcing). The packed kernels, and those of experts
+        and of their routers, take any number: a row's bits do not depend on it. With torch's products they
+        do and, on a CPU, on the row's place too unless 16 divides the number."""
+        routers, linears = kernel_routers(self._decoder), self._decoder.linears()
+        by_kernels = all(isinstance(x.weight, PackedTiles) or x in routers for _, x in linears)
+        if self._is_fast and by_kernels and kernel_head(self._decoder, self.kernels) is not None:
             return 1, max(bucket_of(self.max_rows, self.max_rows), ONE_ORDER_ROWS)
         rows = -(-self.max_rows // _WHOLE_ROWS) * _WHOLE_ROWS
         return rows, rows
@@ -196,8 +198,8 @@ class RunnerCache:
 
 def _exact_mode_obstacle(decoder: Decoder, config: EngineConfig) -> str | None:
     """Return why exact mode does without the decode kernels; None if it does not."""
-    if config.exact and decoder.architecture.mixture is not None:
-        return "their products of experts have tiles for the number of rows, so no exact mode"
+    if config.exact and decoder.architecture.mixture is not None and not untried.are_used():
+        return f"no GPU has run exact mode of mixtures with them yet ({untried.VARIABLE}=1 uses them)"
     return None
 
 
