@@ -47,7 +47,7 @@ _EXPERT_S = 86e-6
 """PyTorch's operations for one expert with rows: two of the seven linears that take 300 us in a layer. An
 estimate."""
 _MIXTURE_LAYER_S, _EXPERT_MFU = 30e-6, 0.16
-"""Of a decode step, and what its products of experts reach: within 13 % of Qwen3-30B-A3B and gpt-oss-20b on
+"""Seconds in a decode step, and what its products of experts reach: 13 % off Qwen3-30B-A3B and gpt-oss-20b on
 an H200 at 8, 64 and 256 rows."""
 _MIXTURE_PASS_S = 8.4e-3
 """A mixture's layer in one pass of a micro-batch, in which the GPU waits for the host: Qwen3-30B-A3B on an
