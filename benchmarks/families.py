@@ -16,7 +16,7 @@ import torch
 from qerl.engine.decode_kernels import kernel_obstacle
 from qerl.engine.engine import exact_obstacle
 from qerl.engine.runner_cache import kernel_head
-from qerl.kernels.tree_attention import is_for_flash
+from qerl.kernels.flash_attention import is_for_flash
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
 from qerl.models.device import Kernels

@@ -19,7 +19,8 @@ from qerl.engine.kv_cache import KVCache
 from qerl.engine.layer_pages import slots_of
 from qerl.engine.prefill_chunk import PrefillChunk
 from qerl.engine.window_pages import Window
-from qerl.kernels.attention import PagedLayout, SequenceEnds
+from qerl.kernels.attention import PagedLayout
+from qerl.kernels.flash_attention import SequenceEnds
 
 Carried = dict[int, tuple[Tensor, Tensor]]
 

@@ -16,26 +16,25 @@ the queries that share a K/V head, b = B * K, R rows of keys. Layout of the cach
     pages_k, pages_v  [num_pages, page_tokens, K, H]; row = page * page_tokens + slot
     Padding reads row 0 or unused slots with weight zero: allocate pages with zeros, not uninitialized.
 
-A prefill on a GPU in 16 bits uses torch's varlen_attn, over the rows' own keys if these are all of a
-sequence's keys, else over keys gathered from its pages (`PagedLayout`, computed once for all layers). In all
-other cases scores, softmax and the sums over shared keys are fp32, and the normalized weights are rounded to
-the operands' dtype for the second product. torch's fused attention is not used on the CPU: forward and
-backward of 16 trees of 97 tokens (9 heads of 64, bf16, 2 cores) take it 15 ms per layer, this module 7. In
-bf16 its value is 1.2 times more accurate and its gradients are less accurate; eager attention is less
-accurate in both (`tests/kernels/test_attention.py`).
+A prefill on a GPU in 16 bits uses FlashAttention (flash_attention.py), over the rows' own keys if these are
+all of a sequence's keys, else over keys gathered from its pages (`PagedLayout`, computed once for all
+layers). In all other cases scores, softmax and the sums over shared keys are fp32, and the normalized weights
+are rounded to the operands' dtype for the second product. torch's fused attention is not used on the CPU:
+forward and backward of 16 trees of 97 tokens (9 heads of 64, bf16, 2 cores) take it 15 ms per layer, this
+module 7. In bf16 its value is 1.2 times more accurate and its gradients are less accurate; eager attention is
+less accurate in both (`tests/kernels/test_attention.py`).
 """
 
 import dataclasses
 import functools
-import inspect
 import itertools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
+from qerl.kernels.flash_attention import SequenceEnds, flash_attention, is_for_flash
 from qerl.kernels.matmul_fp32 import product
 from qerl.types import Tree
 
@@ -171,24 +170,6 @@ def _similar(spans: list[tuple[int, int, Tensor]]) -> list[list[tuple[int, int, 
     return blocks
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SequenceEnds:
-    """Ends of the queries and keys of sequences in a row; the last query of each sees its last key."""
-
-    queries: Tensor
-    """int32: 0, then the end of each sequence's queries."""
-    keys: Tensor
-    max_queries: int
-    max_keys: int
-
-    @classmethod
-    def of(cls, num_queries: list[int], num_keys: list[int], device: torch.device | str) -> "SequenceEnds":
-        queries, keys = (
-            F.pad(torch.tensor(num).cumsum(0), (1, 0)).int().to(device) for num in (num_queries, num_keys)
-        )
-        return cls(queries, keys, max(num_queries), max(num_keys))
-
-
 @dataclasses.dataclass(frozen=True)
 class PagedLayout:
     """Spans of a prefill that together are the rows 0..T-1, in this order.
@@ -263,20 +244,9 @@ def span_attention(
 ) -> Tensor:
     """Return o_TNH over key rows that were read from the cache; has no gradient."""
     assert len(k_RKH) == len(v_RKH) == len(layout.key_slots) and k_RKH.dtype == q_TNH.dtype
-    if not q_TNH.is_cuda or q_TNH.dtype == torch.float32 or not options.is_plain:
-        return _attend(q_TNH, k_RKH, v_RKH, layout.windowed(options.window), options)
-    return flash_attention(q_TNH, k_RKH, v_RKH, layout.ends)
-
-
-def flash_attention(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, ends: SequenceEnds) -> Tensor:
-    """Return o_TNH of torch's varlen_attn."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    sizes = ends.queries, ends.keys, ends.max_queries, ends.max_keys
-    o_TNH = varlen_attn(q_TNH, k_RKH, v_RKH, *sizes, window_size=(-1, 0), **gqa)
-    assert isinstance(o_TNH, Tensor)
-    return o_TNH
+    if q_TNH.is_cuda and q_TNH.dtype != torch.float32 and is_for_flash(q_TNH.shape[2], options):
+        return flash_attention(q_TNH, k_RKH, v_RKH, layout.ends, options)
+    return _attend(q_TNH, k_RKH, v_RKH, layout.windowed(options.window), options)
 
 
 def paged_decode(

@@ -2,7 +2,7 @@
 
     o_n = softmax(q_n @ k^T / sqrt(H)) @ v      over the keys a query may see; k, v of head n * K // N
 
-On a GPU in 16 bits torch's varlen_attn (FlashAttention 2) computes it. A tree becomes a list of runs, each a
+On a GPU in 16 bits FlashAttention (flash_attention.py) computes it. A tree becomes a list of runs, each a
 separate sequence whose last query sees its last key:
 
     run          queries            keys, gathered
@@ -13,7 +13,7 @@ R counts the gathered keys: a prompt's row appears once for the prompt and once 
 is the sum over all of these in fp32, branch by branch in the order of the rows. The backward kernel adds the
 parts of dq with atomics unless torch's deterministic mode is on, so it is turned on for that one call. For 4
 x 2,048 rows (N 28, K 4, H 128, H200) the forward pass takes 0.56 ms and the backward pass 1.6 ms. In all
-other cases (CPU, fp32, other head sizes, windows, soft caps) `attention.packed_attention` computes it.
+other cases (CPU, fp32, other head sizes, soft caps) `attention.packed_attention` computes it.
 """
 
 import contextlib
@@ -26,8 +26,9 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from qerl.kernels.attention import PackedLayout, SequenceEnds, flash_attention, packed_attention, reference
+from qerl.kernels.attention import PackedLayout, packed_attention, reference
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
+from qerl.kernels.flash_attention import SequenceEnds, flash_attention, is_for_flash
 from qerl.types import Tree
 
 __all__ = ["CASES", "TreeLayout", "over_runs", "reference", "tree_attention"]
@@ -38,7 +39,6 @@ CASES = (  # N, K, H, trees as (prompt, branches)
     (14, 2, 64, ((24, (5, 8, 2, 13)), (31, (4, 4, 4, 4)), (300, ()))),
     (14, 2, 128, ((40, (67, 3, 0, 20)), (21, (130,)))),
 )
-_MAX_FLASH_HEAD = 256
 
 AttendRuns = Callable[[Tensor, Tensor, Tensor, "TreeLayout"], Tensor]
 
@@ -117,15 +117,14 @@ def tree_attention(
     assert len(q_TNH) == len(k_TKH) == len(layout.own_T) and k_TKH.shape == v_TKH.shape
     is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
     if is_flash and is_for_flash(q_TNH.shape[2], options):
-        return over_runs(
-            q_TNH, k_TKH, v_TKH, layout, lambda q, k, v, runs: flash_attention(q, k, v, runs.ends)
-        )
+        return over_runs(q_TNH, k_TKH, v_TKH, layout, functools.partial(_flash, options=options))
     return packed_attention(q_TNH, k_TKH, v_TKH, layout.windowed(options.window), options)
 
 
-def is_for_flash(head_size: int, options: AttentionOptions) -> bool:
-    """True if FlashAttention computes such attention, on a GPU in 16 bits."""
-    return options.is_plain and head_size % 8 == 0 and head_size <= _MAX_FLASH_HEAD
+def _flash(
+    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: TreeLayout, *, options: AttentionOptions
+) -> Tensor:
+    return flash_attention(q_TNH, k_RKH, v_RKH, layout.ends, options)
 
 
 def over_runs(
