@@ -177,6 +177,7 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         *(KernelVariant("rotary.cu", "rotate", (("HEAD", h), ("THREADS", 128)), 128, 0) for h in (64, 128)),
         *(KernelVariant("swiglu.cu", name, (), 256, 0) for name in swiglus),
         *(KernelVariant("stack_unpack.cu", "stack_unpack", (("BLOCK", b),), 256, 0) for b in (16, 32)),
+        KernelVariant("expert_rows.cu", "scale_and_add", (), 256, 0),
         *(KernelVariant("routing.cu", f"gather_{name}", (), 256, 0) for name in ("fp32", "bf16", "backward")),
         *(
             KernelVariant("clamped_swiglu.cu", f"clamped_swiglu{name}", (), 256, 0)

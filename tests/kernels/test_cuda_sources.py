@@ -27,6 +27,7 @@ CONFIGURATIONS = (
     ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 0, "GATHER": 0, "EARLY": 1}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0, "RANK": 4, "ORDER": 2}),
+    ("expert_rows.cu", {}),
     ("head_finish.cu", {"STEP": 1}),
     *(("head_sample.cu", {**choose_tile(8, kind, 1024).defines, "OUTPUT": 0}) for kind in range(3)),
     ("logprob.cu", {"THREADS": 1024}),

@@ -1,6 +1,6 @@
 """grouped_linear on a GPU: experts are unpacked into a buffer, some at a time, for one grouped product.
 
-    u = x @ a_e^T        y = alpha_e * (x @ W_e^T) + [scaling * u, 1] @ [b_e, bias_e]^T
+    u = x @ a_e^T        y = alpha_e * (x @ W_e^T) + scaling * u @ b_e^T + bias_e
     dx = alpha_e * (dy @ W_e) + scaling * (dy @ b_e) @ a_e
 
 The buffer has at most BUFFER_BYTES (or one expert), is used again for the next group of experts, and freed
@@ -11,7 +11,7 @@ sum runs over rows of two experts. Ranks are padded with zeros to a multiple of 
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qerl.formats.stack import RangeStack, WeightStack
 from qerl.kernels import row_kernel, untried
+from qerl.kernels.expert_rows import scale_and_add
 from qerl.kernels.stack_unpack import needs_buffer, unpack_stack
 
 BUFFER_BYTES = 1 << 28
@@ -90,17 +91,16 @@ def multiply(
     most = buffer_experts(*experts.shape, x_SK.element_size())
     rows = GroupedRows.of(ends, most, x_SK.device)
     a_ERK, b_ENR, a_work, b_work, scaling = adapter or (None,) * 5
-    low_rank = _LowRank(a_work, b_work, bias_EN, 0.0 if scaling is None else scaling)
-    return _Grouped.apply(x_SK, rows, experts, low_rank, a_ERK, b_ENR)
+    low_rank = _LowRank(a_work, b_work, 0.0 if scaling is None else scaling)
+    return _Grouped.apply(x_SK, rows, experts, bias_EN, low_rank, a_ERK, b_ENR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LowRank:
-    """The adapters and the biases, which one product with [scaling * u, 1] adds to the experts' own."""
+    """The adapters' working copies, or none."""
 
     a_ERK: Tensor | None
     b_ENR: Tensor | None
-    bias_EN: Tensor | None
     scaling: float
 
     def a_of(self, part: _Part) -> Tensor:
@@ -114,25 +114,17 @@ class _LowRank:
         return _padded(_picked(self.b_ENR, part), 2)
 
     def inputs(self, x_SK: Tensor, whole: _Part) -> tuple[Tensor | None, Tensor | None]:
-        """Return (u_SR, what plus_of multiplies), None without adapters, and without anything to add."""
+        """Return (u_SR, scaling * u_SR padded), or None without adapters."""
         if self.a_ERK is None:
-            ones = None if self.bias_EN is None else _padded(x_SK.new_ones(len(x_SK), 1), 1)
-            return None, ones
+            return None, None
         u_SR = _grouped(x_SK, self.a_of(whole).transpose(1, 2), whole.ends_G)
         u_SR = u_SR[:, : self.a_ERK.shape[1]]
-        scaled = u_SR * self.scaling
-        if self.bias_EN is not None:
-            scaled = torch.cat([scaled, scaled.new_ones(len(scaled), 1)], 1)
-        return u_SR, _padded(scaled, 1)
+        return u_SR, _padded(u_SR * self.scaling, 1)
 
     def plus_of(self, inputs_SR: Tensor | None, part: _Part) -> Tensor | None:
         if inputs_SR is None:
             return None
-        columns = [] if self.b_ENR is None else [_picked(self.b_ENR, part)]
-        if self.bias_EN is not None:
-            columns.append(_picked(self.bias_EN, part)[:, :, None])
-        b_GNR = _padded(torch.cat(columns, 2), 2)
-        return _grouped(inputs_SR[part.rows], b_GNR.transpose(1, 2), part.ends_G)
+        return _grouped(inputs_SR[part.rows], self.b_of(part).transpose(1, 2), part.ends_G)
 
     def gradients(self, x_SK: Tensor, u_SR: Tensor, dy_SN: Tensor, whole: _Part) -> tuple[Tensor, ...]:
         """Return (scaling * du_SR padded, da_ERK, db_ENR), the last two in fp32."""
@@ -145,12 +137,12 @@ class _LowRank:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_SK, rows, experts, low_rank, a_ERK, b_ENR):
+    def forward(ctx, x_SK, rows, experts, bias_EN, low_rank, a_ERK, b_ENR):
         u_SR, inputs_SR = low_rank.inputs(x_SK, rows.whole)
         ctx.save_for_backward(None if u_SR is None else x_SK, u_SR)
         ctx.rows, ctx.experts, ctx.low_rank = rows, experts, low_rank
         plus = functools.partial(low_rank.plus_of, inputs_SR)
-        return _product(x_SK, experts, rows, plus, transposes=True)
+        return _product(x_SK, experts, rows, bias_EN, plus, transposes=True)
 
     @staticmethod
     def backward(ctx, dy_SN):  # type: ignore[override]
@@ -164,19 +156,33 @@ class _Grouped(torch.autograd.Function):
             return None if du_SR is None else _grouped(du_SR[part.rows], low_rank.a_of(part), part.ends_G)
 
         if ctx.needs_input_grad[0]:
-            dx_SK = _product(dy_SN, ctx.experts, rows, plus, transposes=False)
-        return dx_SK, None, None, None, da_ERK, db_ENR
+            dx_SK = _product(dy_SN, ctx.experts, rows, None, plus, transposes=False)
+        return dx_SK, None, None, None, None, da_ERK, db_ENR
 
 
-def _product(x_SK: Tensor, experts: WeightStack, rows: GroupedRows, plus: Any, *, transposes: bool) -> Tensor:
-    """Return alpha_e * x @ W_e^T (or W_e) + plus(part), part by part."""
+def _product(
+    x_SK: Tensor,
+    experts: WeightStack,
+    rows: GroupedRows,
+    bias_EN: Tensor | None,
+    plus: Callable[[_Part], Tensor | None],
+    *,
+    transposes: bool,
+) -> Tensor:
+    """Return alpha_e * x @ W_e^T (or W_e) + bias_e + plus(part), part by part."""
     _, n, k = experts.shape
-    y_SN = x_SK.new_empty(len(x_SK), n if transposes else k)
+    y_SN = None if len(rows.parts) == 1 else x_SK.new_empty(len(x_SK), n if transposes else k)
+    alpha_E = _alphas(experts)
     for part, operand_GNK in _operands(experts, rows, x_SK.dtype):
         if transposes:
             operand_GNK = operand_GNK.transpose(1, 2)
         product = _grouped(x_SK[part.rows], operand_GNK, part.ends_G)
-        _add_up(y_SN[part.rows], product, _alphas(experts, part), plus(part))
+        out = product if y_SN is None else y_SN[part.rows]
+        added = {"alpha_E": alpha_E, "bias_EN": bias_EN, "plus_SN": plus(part)}
+        scale_and_add(product, part.chosen_G, part.ends_G, **added, out=out)
+        if y_SN is None:
+            return product
+    assert y_SN is not None
     return y_SN
 
 
@@ -193,28 +199,10 @@ def _operands(experts: WeightStack, rows: GroupedRows, dtype: torch.dtype) -> It
         yield part, operand_GNK
 
 
-def _alphas(experts: WeightStack, part: _Part) -> Tensor | None:
-    """Return alpha_S1 of the part's rows, fp32; None if all are 1."""
+def _alphas(experts: WeightStack) -> Tensor | None:
+    """Return alpha_E, or None if the operands have them or all are 1."""
     alphas = experts.alphas
-    if isinstance(alphas, Tensor) or all(alpha == 1 for alpha in alphas):
-        return None
-    alpha_G = experts.alpha_E.index_select(0, part.chosen_G)
-    lengths_G = torch.diff(part.ends_G, prepend=part.ends_G.new_zeros(1))
-    num_rows = part.rows.stop - part.rows.start
-    return alpha_G.repeat_interleave(lengths_G, output_size=num_rows)[:, None]
-
-
-def _add_up(out: Tensor, product: Tensor, alpha_S1: Tensor | None, plus: Tensor | None) -> None:
-    """Write alpha * product + plus, in fp32 and rounded once."""
-    if alpha_S1 is None:
-        if plus is None:
-            out.copy_(product)
-        else:
-            torch.add(product, plus, out=out)
-    elif plus is None:
-        torch.mul(product, alpha_S1, out=out)
-    else:
-        torch.addcmul(plus, product, alpha_S1, out=out)
+    return None if isinstance(alphas, Tensor) or all(alpha == 1 for alpha in alphas) else experts.alpha_E
 
 
 def _grouped(x_SK: Tensor, w_GKN: Tensor, ends_G: Tensor) -> Tensor:
