@@ -189,7 +189,7 @@ def _entropy_of(decoder: Decoder, batch: PackedBatch, config: RunConfig) -> Tens
     head = decoder.lm_head
     return chunked_logprob(
         decoder(batch.tokens_T, batch.positions_T, attend, recur=recur_over(batch.trees, decoder.device)),
-        head.operand(),
+        head.sliced_operand(),
         batch.targets_C,
         rows_C=batch.source_rows_C,
         temperature=config.sample.temperature / head.alpha,

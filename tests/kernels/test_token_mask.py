@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from conftest import rms_error
-from kernels.test_logprob import gradient, operands
+from kernels.test_logprob import columns, gradient, operands
 from qerl.kernels import logprob as op
 from qerl.kernels.token_mask import TokenMask
 from qerl.types import AllowedTokens
 
+__all__ = ["columns"]
 T, D, V = 7, 16, 50
 
 

@@ -17,9 +17,11 @@ from qerl.config import (
     AdapterConfig,
     AlgoConfig,
     DeepConfig,
+    DistilConfig,
     EngineConfig,
     LearnConfig,
     ModelConfig,
+    NoiseConfig,
     RolloutConfig,
     RunConfig,
     SampleConfig,
@@ -214,6 +216,18 @@ def test_the_command_says_what_caching_operands_takes_where_it_fits(capsys):
 def test_the_head_takes_a_chunk_of_logits_and_the_rows_in_fp32():
     assert op.head_bytes(SMALL, CONFIG, 200) == 50 * 1000 * 6 + 200 * 128 * 10
     assert op.head_bytes(SMALL, CONFIG, 20) == 20 * 1000 * 6 + 20 * 128 * 10
+
+
+def test_the_head_takes_a_slice_of_a_large_vocabulary():
+    """152,064 tokens are 3 slices of 50,688, or 9 of 16,896 with at most 2^26 weights to unpack."""
+    large = dataclasses.replace(SMALL, vocab_size=152_064, width=3584)
+    packed = dataclasses.replace(CONFIG, model=ModelConfig(head_format="nvfp4"))
+    rows = 200 * 3584 * 10
+    assert op.head_bytes(large, CONFIG, 200) == 50 * 50_688 * 6 + rows
+    assert op.head_bytes(large, packed, 200) == 50 * 16_896 * 6 + 2 * 16_896 * 3584 + rows
+    jsd = DistilConfig(loss="jsd", teacher="t")
+    imitated = dataclasses.replace(CONFIG, distil=jsd, noise=NoiseConfig(schedule="none"))
+    assert op.head_bytes(large, imitated, 200) == 50 * 152_064 * 10 + rows
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from models.tiny import logits_of
 from qerl.config import RunConfig, SampleConfig
 from qerl.errors import UserError
 from qerl.formats import FP8, NVFP4
-from qerl.kernels.logprob import chunked_logprob
+from qerl.kernels import head_operand
+from qerl.kernels.logprob import chunked_logprob, reference
 from qerl.kernels.nvfp4_decode import row_factors, unpack
 from qerl.learner import Learner
 from qerl.models import lm_head as op
@@ -91,13 +92,38 @@ def test_where_the_decode_kernels_run_nvfp4_is_in_their_tiles(rng, monkeypatch):
     assert isinstance(head_of(weight_VD.float(), "nvfp4").packed, NVFP4)
 
 
+@pytest.mark.parametrize("format", ["fp8", "nvfp4", "tiles"])
+def test_the_learner_unpacks_a_slice_of_the_head_at_a_time(format, rng, monkeypatch):
+    """704 rows in slices of 256, each once for all chunks of tokens, with the values of the whole operand."""
+    monkeypatch.setattr(op, "has_tile_kernels", lambda device: format == "tiles")
+    monkeypatch.setattr(head_operand, "_MOST_UNPACKED", 256 * D)
+    head = head_of(table(rng, torch.bfloat16), "fp8" if format == "fp8" else "nvfp4")
+    assert isinstance(head.packed, PackedNVFP4) == (format == "tiles")
+    unpack_rows, unpacked = op._operand_rows, []
+    monkeypatch.setattr(op, "_operand_rows", lambda *args: unpacked.append(args[1]) or unpack_rows(*args))
+    targets_T, weights_T = torch.randint(V, (9,), generator=rng), torch.randn(9, generator=rng)
+    hidden_TD = torch.randn(9, D, generator=rng).bfloat16().requires_grad_()
+    settings = {"temperature": 0.7 / head.alpha, "chunk_tokens": 4}
+    truth = reference(hidden_TD, head.operand(), targets_T, temperature=0.7 / head.alpha)
+    results = [
+        chunked_logprob(hidden_TD, each, targets_T, **settings)
+        for each in (head.operand(), head.sliced_operand())
+    ]
+    assert unpacked == [slice(0, 256), slice(256, 512), slice(512, 704)]
+    grads = [torch.autograd.grad(r[0], hidden_TD, weights_T.to(r[0].dtype))[0] for r in (truth, *results)]
+    for want, other, mine in zip(
+        (*truth, grads[0]), (*results[0], grads[1]), (*results[1], grads[2]), strict=True
+    ):
+        assert rms_error(mine, want) <= max(1.1 * rms_error(other, want), 5 * 2**-23)
+
+
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", PACKED)
 def test_a_resident_head_has_the_same_numbers(format, compute, rng):
     hidden_TD = torch.randn(7, D, generator=rng).to(compute)
     packed, resident = (head_of(table(rng.manual_seed(1), compute), format) for _ in range(2))
     resident.make_resident()
-    assert resident.operand() is resident.operand()
+    assert resident.operand() is resident.operand() is resident.sliced_operand()
     assert rms_error(resident.logits(hidden_TD), packed.logits(hidden_TD)) < 1e-6
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qerl.kernels.head_operand import HeadOperand, operand_rows
 from qerl.kernels.logprob import Softcap, cap_, scatter_rows
 from qerl.kernels.matmul_fp32 import product
 
@@ -30,10 +31,15 @@ CASES = ((1, 8, 32, 4, 3), (7, 16, 50, 3, 1), (24, 32, 300, 8, 20), (5, 8, 12, 2
 class Head(NamedTuple):
     """A head, which turns hidden states into logits."""
 
-    operand_VD: Tensor
+    operand: HeadOperand
     temperature: float
     softcap: Softcap | None
     chunk_tokens: int
+
+    @property
+    def operand_VD(self) -> Tensor:
+        """The whole operand, unpacked."""
+        return operand_rows(self.operand, slice(0, self.operand.shape[0]))
 
 
 class Outcomes(NamedTuple):
@@ -66,7 +72,8 @@ def reference(
 
 def _logits(hidden_CD: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     """Return logits and, with a soft cap, d capped / d product."""
-    logits_CV = product(hidden_CD.to(head.operand_VD.dtype), head.operand_VD.T)
+    operand_VD = head.operand_VD
+    logits_CV = product(hidden_CD.to(operand_VD.dtype), operand_VD.T)
     if head.softcap is None:
         return logits_CV.div_(head.temperature), None
     cap_(logits_CV.mul_(head.softcap.scale), head.softcap.cap)
@@ -94,7 +101,7 @@ def top_outcomes(
     hidden_TD: Tensor, rows_C: Tensor, targets_C: Tensor, head: Head, *, top_k: int, least: float
 ) -> Outcomes:
     """Return the top_k most likely tokens of each row, the rest, and the targets' logprobs, all fp32."""
-    parts: list[Outcomes] = []
+    parts, head = list[Outcomes](), head._replace(operand=head.operand_VD)
     for rows, targets in zip(
         rows_C.split(head.chunk_tokens), targets_C.split(head.chunk_tokens), strict=True
     ):
@@ -170,4 +177,5 @@ def chunked_divergence(
     t_CX: their logprobs and the rest's, X = K + 1. least: of the rest's logprob.
     """
     assert ids_CK.shape == (len(rows_C), t_CX.shape[1] - 1) and targets_C.shape == rows_C.shape
+    head = head._replace(operand=head.operand_VD)  # every chunk multiplies by all of it
     return _Divergence.apply(hidden_TD, rows_C, targets_C, ids_CK, t_CX, divergence, head, least)

@@ -46,14 +46,17 @@ class TokenMask:
         bits = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8)
         return TokenMask(rows, sets, bits.view(len(found), -1).to(device))
 
-    def fill_(self, logits_CV: Tensor, start: int) -> None:
-        """Fill what is left out, in place. start: the row that logits_CV[0] is."""
+    def fill_(self, logits_CV: Tensor, start: int, first_token: int = 0) -> None:
+        """Fill what is left out, in place. start: the row that logits_CV[0] is. first_token: the token of
+        its first column, a multiple of 8."""
+        assert first_token % 8 == 0
         first, last = (bisect.bisect_left(self.rows, c) for c in (start, start + len(logits_CV)))
         if first == last:
             return
-        device, vocab_size = logits_CV.device, logits_CV.shape[1]
+        device, num_tokens = logits_CV.device, logits_CV.shape[1]
         rows_M = torch.tensor(self.rows[first:last], device=device) - start
-        bits_MX = self.bits_UX[torch.tensor(self.sets[first:last], device=device)]
+        bytes_X = slice(first_token // 8, -(-(first_token + num_tokens) // 8))
+        bits_MX = self.bits_UX[torch.tensor(self.sets[first:last], device=device), bytes_X]
         shifts_8 = torch.arange(8, dtype=torch.uint8, device=device)
-        is_allowed_MV = (bits_MX[:, :, None] >> shifts_8 & 1).flatten(1)[:, :vocab_size].bool()
+        is_allowed_MV = (bits_MX[:, :, None] >> shifts_8 & 1).flatten(1)[:, :num_tokens].bool()
         logits_CV[rows_M] = logits_CV[rows_M].masked_fill(~is_allowed_MV, LEFT_OUT)

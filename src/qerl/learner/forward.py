@@ -42,7 +42,7 @@ class DecoderForward:
         head = self.head()
         return chunked_logprob(
             self.hidden(batch),
-            head.operand_VD,
+            head.operand,
             batch.targets_C,
             rows_C=batch.source_rows_C,
             temperature=head.temperature,

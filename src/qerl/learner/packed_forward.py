@@ -31,7 +31,7 @@ def head_of(decoder: Decoder, *, temperature: float, chunk_tokens: int) -> Head:
     """Return the LM head; without a cap its alpha is folded into the temperature."""
     head = decoder.lm_head
     softcap = None if head.softcap is None else Softcap(head.softcap, head.alpha)
-    return Head(head.operand(), temperature / (1.0 if softcap else head.alpha), softcap, chunk_tokens)
+    return Head(head.sliced_operand(), temperature / (1.0 if softcap else head.alpha), softcap, chunk_tokens)
 
 
 def _noise_rows(decoder: Decoder, batch: PackedBatch) -> Tensor | None:

@@ -19,6 +19,7 @@ from qerl.errors import UserError
 from qerl.formats import FP8, NVFP4, PackedWeight
 from qerl.formats.fp8 import BLOCK as FP8_BLOCK
 from qerl.kernels import tile_unpack
+from qerl.kernels.head_operand import HeadOperand, PackedOperand
 from qerl.kernels.logprob import cap_
 from qerl.kernels.matmul_fp32 import product
 from qerl.kernels.nvfp4_decode import TILE_ROWS
@@ -83,6 +84,13 @@ class LMHead(nn.Module):
             assert self.weight is not None
             return self.weight
         return self.packed.operand(self.compute) if self._operand is None else self._operand
+
+    def sliced_operand(self) -> HeadOperand:
+        """Return the operand; of a packed weight that is not resident, one to unpack some rows at a time."""
+        packed = self.packed
+        if packed is None or self._operand is not None:
+            return self.operand()
+        return PackedOperand(self.shape, self.compute, lambda rows: _operand_rows(packed, rows, self.compute))
 
     @property
     def is_plain(self) -> bool:

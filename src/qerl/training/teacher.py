@@ -168,8 +168,8 @@ class LocalTeacher:
             chunk_tokens=config.learn.logprob_chunk_tokens,
         )
         # tables may have more rows than the vocabulary has tokens, and not the same number
-        num_common = min(self._vocab_size, len(head.operand_VD))
-        head = head._replace(operand_VD=head.operand_VD[:num_common])
+        num_common = min(self._vocab_size, head.operand.shape[0])
+        head = head._replace(operand=head.operand_VD[:num_common])
         found = top_outcomes(
             packed_hidden(decoder, batch),
             batch.source_rows_C,

@@ -15,7 +15,7 @@ bytes instead of 2:
     KV cache         all samples at once, up to engine.max_num_seqs or engine.kv_cache_gb; with branches, the
                      pages of all samples in addition; recurrent states of samples and prompts
     activations      of the layers, by learn.gradient_checkpointing  unpacked         operands of one layer
-    head             logits and their gradient for one chunk, fp32 [T, D] of its backward pass, 2 V D unpacked
+    head             logits of a chunk and their gradient, fp32 [T, D], a slice of a packed head unpacked
 
 A bf16 head that is tied to the embedding takes nothing, a packed head V D in its format, tied or not.
 
@@ -38,6 +38,7 @@ from qerl.engine.scheduler import num_pages, own_pages
 from qerl.engine.state_cache import slot_bytes
 from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
+from qerl.kernels.head_operand import slice_columns
 from qerl.learner.plan import mixture
 from qerl.learner.plan.teacher import planned_teacher
 from qerl.models.architecture import Architecture
@@ -255,12 +256,15 @@ def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
 
 
 def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
-    """Return the bytes of the head's passes: a chunk of logits and their gradient, [T, D] twice in fp32 and
-    once in the compute dtype, and a packed head's operand."""
-    chunk = min(config.learn.logprob_chunk_tokens, rows)
-    operand = 0 if config.model.head_format == "bf16" else element_bytes(config) * a.vocab_size * a.width
-    divergence = 4 * config.distil.is_divergence  # logits and probabilities at once
-    logits = chunk * a.vocab_size * (4 + divergence + element_bytes(config))
+    """Return the bytes of the head's passes: a chunk of logits and their gradient, of one slice of the
+    vocabulary (all of it for a divergence), [T, D] twice in fp32 and once in the compute dtype, and a slice
+    of a packed head's operand."""
+    chunk, is_packed = min(config.learn.logprob_chunk_tokens, rows), config.model.head_format != "bf16"
+    has_divergence = config.distil.is_divergence
+    columns = a.vocab_size if has_divergence else slice_columns(a.vocab_size, a.width, is_packed=is_packed)
+    operand = element_bytes(config) * columns * a.width if is_packed else 0
+    # A divergence has logits and probabilities at once.
+    logits = chunk * columns * (4 + 4 * has_divergence + element_bytes(config))
     return logits + rows * a.width * (2 * 4 + element_bytes(config)) + operand
 
 
