@@ -30,6 +30,7 @@ from qerl.errors import UserError
 from qerl.learner.packing import pack
 from qerl.learner.plan import memory as op
 from qerl.learner.plan import report
+from qerl.learner.plan.rows import microbatch_rows
 from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import Architecture, Rope
 from qerl.models.random_weights import random_decoder, shape
@@ -246,7 +247,7 @@ def test_the_head_takes_a_slice_of_a_large_vocabulary():
 )
 def test_a_micro_batch_is_as_pack_makes_it(micro_tokens, updates, rows):
     config = with_learn(max_tokens_per_microbatch=micro_tokens, updates_per_step=updates)
-    assert op.microbatch_rows(config, PROMPT) == rows
+    assert microbatch_rows(config, PROMPT) == rows
     prompt = Prompt(index=0, text="", tokens_T=[1] * PROMPT, messages=None, columns={})
     one = Sample(
         tokens_T=[1] * 100, logprobs_T=[0.0] * 100, text="", finish="length", version=0, advantage=1.0
@@ -260,9 +261,9 @@ def test_branches_fill_a_micro_batch_that_samples_alone_would_not():
     """Each of 4 prompts' 2 samples may have a pivot: 4 + 8 groups of 238 rows at most."""
     algo = AlgoConfig(branching="deep", deep=DeepConfig(num_branches=2))
     config = dataclasses.replace(with_learn(max_tokens_per_microbatch=100_000), algo=algo)
-    assert op.microbatch_rows(config, PROMPT) == 12 * 238
+    assert microbatch_rows(config, PROMPT) == 12 * 238
     assert (
-        op.microbatch_rows(
+        microbatch_rows(
             dataclasses.replace(config, learn=with_learn(max_tokens_per_microbatch=2000).learn), PROMPT
         )
         == 8 * 238
@@ -280,7 +281,7 @@ def test_a_micro_batch_that_parts_fill_is_as_pack_makes_it(micro_tokens):
     one = Sample(tokens_T=[1] * 4, logprobs_T=[0.0] * 4, text="", finish="length", version=0, advantage=1.0)
     groups = [(Group(prompt=prompt, samples_G=[one] * 8), [1.0] * 8)] * 4
     batches = pack(groups, max_tokens=micro_tokens, device=torch.device("cpu"))
-    assert op.microbatch_rows(config, 2) == max(len(batch.tokens_T) for batch in batches)
+    assert microbatch_rows(config, 2) == max(len(batch.tokens_T) for batch in batches)
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "offload"])

@@ -40,6 +40,7 @@ from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
 from qerl.kernels.head_operand import slice_columns
 from qerl.learner.plan import mixture
+from qerl.learner.plan.rows import microbatch_rows
 from qerl.learner.plan.teacher import planned_teacher
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
@@ -266,29 +267,6 @@ def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     # A divergence has logits and probabilities at once.
     logits = chunk * columns * (4 + 4 * has_divergence + element_bytes(config))
     return logits + rows * a.width * (2 * 4 + element_bytes(config)) + operand
-
-
-def microbatch_rows(config: RunConfig, prompt_tokens: int) -> int:
-    """Return the rows of the largest micro-batch if all samples have the maximum length.
-
-    It holds whole groups, or parts of a group with as many samples as fit, at least one (learner/packing.py).
-    With branches, there is one more group for each sample.
-    """
-    limit, branch = config.learn.max_tokens_per_microbatch, config.sample.max_tokens - 1
-    group = prompt_tokens + config.num_generations * branch
-    num_groups = config.num_prompts * (1 if config.algo.branching == "none" else 1 + config.num_generations)
-    num_groups = -(-num_groups // config.learn.updates_per_step)
-    if group <= limit:
-        return group * min(limit // group, num_groups)
-    most = space = 0
-    for _ in range(num_groups):
-        left = config.num_generations
-        while left:
-            space = space if space >= prompt_tokens + branch else limit
-            count = min(max((space - prompt_tokens) // max(branch, 1), 1), left)
-            space, left = space - prompt_tokens - count * branch, left - count
-            most = max(most, limit - space)
-    return most
 
 
 def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[MemoryPart]:

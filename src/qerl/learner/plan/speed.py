@@ -26,7 +26,7 @@ from qerl.config import RunConfig
 from qerl.engine.state_cache import slot_bytes
 from qerl.errors import UserError, did_you_mean, require
 from qerl.formats import FORMATS
-from qerl.learner.plan.memory import kv_cache_bytes, microbatch_rows, num_trained_weights, weight_bytes
+from qerl.learner.plan.memory import kv_cache_bytes, num_trained_weights, weight_bytes
 from qerl.learner.plan.mixture import (
     learner_unpack_bytes,
     num_active_weights,
@@ -34,6 +34,7 @@ from qerl.learner.plan.mixture import (
     stack_bytes,
     touched_share,
 )
+from qerl.learner.plan.rows import microbatch_rows
 from qerl.models.architecture import Architecture
 from qerl.models.device import Kernels
 from qerl.models.layer_spec import counted_specs
