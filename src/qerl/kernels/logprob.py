@@ -190,9 +190,9 @@ class _SliceReading(NamedTuple):
     """Each row's distribution over one slice. r: the target where it is in the slice, else another token."""
 
     logit_C: Tensor
-    """Of r, after cap and temperature."""
+    """The logit of r, after cap and temperature."""
     logprob_C: Tensor
-    """Of r."""
+    """The logprob of r."""
     entropy_C: Tensor
     bend_C: Tensor
     """d capped / d product of r."""
@@ -207,7 +207,7 @@ class _Running:
 
     def __init__(self, read: _SliceReading):
         self.logit_C, self.bend_C = read.logit_C, read.bend_C
-        """Of the target, once its slice is read."""
+        """Those of the target, once its slice is read."""
         self.total_C = read.logit_C.double() - read.logprob_C
         """log sum exp."""
         self.entropy_C = read.entropy_C.double()
