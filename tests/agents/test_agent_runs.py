@@ -120,7 +120,7 @@ def test_two_ranks_have_an_endpoint_each_and_make_the_same_episodes(files, unbro
         (["--algo.branching", "deep"], "an agent does not work with algo.branching deep: set it to none"),
         (["--noise.scope", "sample"], "an agent does not work with noise.scope sample: set it to step"),
         (["--sample.max-tokens", "9000"], "sample.max_tokens must be under agent.context_tokens (8192)"),
-        (["--agent", "no.py:agent"], "agent.function no.py:agent: cannot import no.py"),
+        (["--agent", "no.py:agent"], "agent.function no.py:agent: no such file"),
         (["--agent", "agent"], "agent.function: 'agent' is neither module:function nor file.py:function"),
         (["--agent", "{files}/my.py:agents"], "has no 'agents'; did you mean agent?"),
         (["--agent", "{files}/my.py:helper"], "helper takes neither client nor base_url"),

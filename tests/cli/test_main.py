@@ -122,9 +122,15 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         (["train", "--task=none.jsonl", "--model=smollm2-135m-instruct"], ["none.jsonl", "no such file"]),
         (["train", "demo", "--model=/no/such/model"], ["/no/such/model", "no such folder or file"]),
         (["train", "dmo"], ["unknown recipe dmo", "did you mean demo"]),
+        (["train", "demo", "gsm8k"], ["takes one recipe", "got demo gsm8k"]),
+        (["train", "demo", "--learn.learning-rate", "fast"], ["--learn.learning-rate", "'fast'", "--help"]),
+        (["train", "demo", "--model.format", "int3"], ["'int3'", "--model.format", "'nvfp4', 'mxfp4'"]),
+        (["train", "demo", "--num-steps"], ["Missing value", "--num-steps"]),
+        (["train", "demo", "--num-steps", "4", "5"], ["Unrecognized options: 5"]),
+        (["export", "runs/demo"], ["Missing from qerl export: OUT Folder to write"]),
         (["train", "demo", "--num-generations", "1"], ["num_generations must be at least 2", "got 1"]),
         (["train", "demo", "--model.path", "/no/such/model"], ["/no/such/model", "no such folder or file"]),
-        (["train", "demo", "--task.rewards", "nowhere.py:f"], ["nowhere.py"]),
+        (["train", "demo", "--task.rewards", "nowhere.py:f"], ["task.rewards nowhere.py:f: no such file"]),
         (["train", "demo", "--task.rewards", "json:nothing"], ["json", "nothing"]),
         (["train", "demo", "--task.gym", "basic_arithmetc"], ["basic_arithmetc", "basic_arithmetic"]),
         (["train", "demo", "--init-adapter", "/no/adapter"], ["/no/adapter", "adapter_config.json"]),
@@ -212,6 +218,20 @@ def test_an_empty_data_set_is_named(monkeypatch, capsys, files, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     given = [*tiny_run.options(files, tmp_path / "run"), "--task.name", tmp_path / "empty.jsonl"]
     assert_one_line(capsys, qerl(monkeypatch, "train", "demo", *given), "empty.jsonl")
+
+
+def test_a_file_without_a_readable_row_is_named_with_its_first_fault(monkeypatch, capsys, files, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\nprompt\nanswer\n")
+    given = [*tiny_run.options(files, tmp_path / "run"), "--task.name", tmp_path / "rows.jsonl"]
+    code = qerl(monkeypatch, "train", "demo", *given)
+    assert_one_line(capsys, code, "rows.jsonl: none of its 2 rows can be read (line 2: invalid JSON")
+
+
+def test_a_rank_beyond_that_of_every_weight_is_refused(monkeypatch, capsys, files, tmp_path):
+    given = [*tiny_run.options(files, tmp_path / "run"), "--adapter.rank", "100000"]
+    assert_one_line(
+        capsys, qerl(monkeypatch, "train", "demo", *given), "adapter.rank must be at most", "100000"
+    )
 
 
 def test_a_missing_column_is_named_with_those_there(monkeypatch, capsys, files, tmp_path):

@@ -216,7 +216,7 @@ def test_a_reward_that_cannot_be_had_is_refused_in_one_line(tmp_path):
     path.write_text("number = 1\ndef judge(completions): return [1.0]\n")
     assert "did you mean numeric" in refused("numerik") and "exact, numeric" in refused("numerik")
     assert "ModuleNotFoundError" in refused("no_such_module:judge")
-    assert "FileNotFoundError" in refused(f"{tmp_path}/other.py:judge")
+    assert refused(f"{tmp_path}/other.py:judge").endswith("other.py:judge: no such file")
     assert "did you mean judge" in refused(f"{path}:juge")
     assert "number is a int, not a function" in refused(f"{path}:number")
     path.write_text("raise SystemExit('stop\\nnow')\n")

@@ -1,8 +1,11 @@
 """Parse the arguments of a command: names first, then the options of a dataclass."""
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Annotated, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
@@ -20,12 +23,27 @@ def parse_options(
     default: Options | None = None,
     description: str | None = None,
 ) -> Options:
-    """Return the options; print help, with the description, and exit if --help is among the arguments."""
+    """Return the options; print help, with the description, and exit if --help is among the arguments.
+    Raise UserError with one line, made of what tyro says, for a mistake."""
     check_options(kind, arguments)
-    prog = f"qerl {command}"
-    if default is None:
-        return tyro.cli(kind, args=arguments, prog=prog, description=description)
-    return tyro.cli(kind, default=default, args=arguments, prog=prog, description=description)
+    given = {} if default is None else {"default": default}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = tyro.cli(kind, **given, args=arguments, prog=f"qerl {command}", description=description)
+    except SystemExit as stop:
+        if stop.code == 2:
+            raise UserError(_one_line(said.getvalue())) from None
+        raise
+    sys.stderr.write(said.getvalue())
+    return options
+
+
+def _one_line(box: str) -> str:
+    """Return the message in one of tyro's boxes, without what stands below its first rule."""
+    lines = [line.strip("\u2502 ") for line in box.splitlines() if not line.startswith(("\u256d", "\u2570"))]
+    message = itertools.takewhile(lambda line: not line.startswith("\u2500"), lines)
+    return " ".join(filter(None, message)).rstrip(".") + "; --help lists the options"
 
 
 def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -107,7 +107,9 @@ def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunCo
     has_task = any(argument.partition("=")[0] == "--task.name" for argument in options)
     if not names and has_task:
         return "--task FILE", own, options
-    if len(names) != 1:
+    if len(names) > 1:
+        raise UserError(f"{command} takes one recipe, got {' '.join(names)}; an option begins with --")
+    if not names:
         raise UserError(
             f"{command} needs a recipe or your own data: qerl {command} RECIPE, or qerl {command} --task FILE"
             f" --reward FILE.py:FUNCTION; recipes: {', '.join(RECIPES)}"

@@ -51,6 +51,17 @@ def add_adapter(decoder: PolicyModel, config: AdapterConfig, seed: int) -> None:
         _add_expert_adapters(decoder, config, seed)
 
 
+def check_rank(decoder: PolicyModel, config: AdapterConfig) -> None:
+    """Raise UserError if the rank exceeds that of every weight it would be added to."""
+    targets = targets_of(decoder, config)
+    linears = [linear for name, linear in decoder.linears() if name.rpartition(".")[2] in targets]
+    most = max((min(linear.in_width, linear.out_width) for linear in linears), default=config.rank)
+    if config.kind == "lora" and config.rank > most:
+        raise UserError(
+            f"adapter.rank must be at most {most}, the rank of the largest weight, got {config.rank}"
+        )
+
+
 def targets_of(decoder: PolicyModel, config: AdapterConfig) -> tuple[str, ...]:
     """Return the linears that get an adapter, by the last part of their name. In a model that transformers
     runs, which may have other linears than those of the default, the default is all of them."""

@@ -77,7 +77,7 @@ class Renderer:
                 hint = f", nor task.prompt_column {config.prompt_column!r}" if column == "question" else ""
                 hint = hint or ("" if column.isidentifier() else "; write {{ and }} for braces")
                 raise UserError(
-                    f"task.template names {{{column}}}, not a column of {rows.name}{hint} "
+                    f"task.template names {{{column}}}, not a column of {rows.name}{hint}"
                     f" (there are: {', '.join(rows.columns)})"
                 )
         return columns

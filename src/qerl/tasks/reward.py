@@ -340,6 +340,8 @@ def imported(name: str, field: str) -> Callable[..., Any]:
     module_name, colon, attribute = name.rpartition(":")
     if not colon:
         raise UserError(f"{field}: {name!r} is neither module:function nor file.py:function")
+    if module_name.endswith(".py") and not Path(module_name).is_file():
+        raise UserError(f"{field} {name}: no such file")
     try:
         load = _file_module if module_name.endswith(".py") else importlib.import_module
         module = load(module_name)

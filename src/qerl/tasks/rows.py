@@ -345,6 +345,9 @@ def _object_rows(
 ) -> RowTable:
     if not rows:
         raise UserError(f"{path}: has no rows")
+    if len(faults) == len(rows):
+        place = "row 1" if lines is None else f"line {lines[0]}"
+        raise UserError(f"{path}: none of its {len(rows):,} rows can be read ({place}: {faults[0]})")
     columns = tuple(filter(is_unicode, dict.fromkeys(column for row in rows for column in row)))
     return RowTable(
         name=str(path),

@@ -13,7 +13,7 @@ from qerl.engine.sampling_engine import SamplingEngine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import require
 from qerl.learner import checkpoint
-from qerl.models.adapter import add_adapter, load_adapter, set_router_noise
+from qerl.models.adapter import add_adapter, check_rank, load_adapter, set_router_noise
 from qerl.models.backend import backend_of, max_positions_of
 from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
 from qerl.models.device import COMPUTE
@@ -79,6 +79,7 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
         found = load_transformers_model(
             source, format=model.format, compute=compute, device=device, resident=resident
         )
+        check_rank(found, config.adapter)
         add_adapter(found, config.adapter, seed=config.seed)
         return found, TransformersEngine(found, tokenizer, config.engine, stop_token_ids=stop_ids)
     decoder = build_decoder(
@@ -89,6 +90,7 @@ def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
         resident=resident,
         head=model.head_format,
     )
+    check_rank(decoder, config.adapter)
     add_adapter(decoder, config.adapter, seed=config.seed)
     set_router_noise(decoder, config.noise.router)
     sampler = decoder if model.sampler_format is None else make_sampler_copy(decoder, model.sampler_format)
