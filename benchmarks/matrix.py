@@ -33,7 +33,7 @@ from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
 from qerl.kernels.nvfp4_decode import NVFP4Decode, PackedAdapter, pays_to_make_u
 from qerl.kernels.nvfp4_tile import TILE_BYTES, TILE_K, TILE_ROWS
-from qerl.kernels.nvrtc import KernelVariant, compile_cubin, dry_run
+from qerl.kernels.nvrtc import KernelVariant, cached_cubin, dry_run
 from qerl.kernels.portable_product import PortableProduct
 from qerl.kernels.tile_layout import TileLayout
 from qerl.models.architecture import Architecture
@@ -129,11 +129,11 @@ def _range(numbers: Iterable[int]) -> str:
 def measure(
     variants: Iterable[KernelVariant], card: CudaArchitecture, workers: int = 2
 ) -> dict[KernelVariant, KernelUse]:
-    """Compile each file with its definitions once and return what its kernels use."""
+    """Compile each file with its definitions, unless the disk cache has it; return what its kernels use."""
     variants = list(dict.fromkeys(variants))
     sources = list(dict.fromkeys((each.file, each.defines) for each in variants))
     with ThreadPoolExecutor(workers) as pool:
-        cubins = pool.map(lambda source: compile_cubin(source[0], dict(source[1]), card.name), sources)
+        cubins = pool.map(lambda source: cached_cubin(source[0], dict(source[1]), card.name), sources)
         found = {source: kernels_of(cubin) for source, cubin in zip(sources, cubins, strict=True)}
     return {each: found[each.file, each.defines][each.name] for each in variants}
 

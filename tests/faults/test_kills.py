@@ -42,7 +42,8 @@ def test_a_run_killed_again_and_again_gets_there_all_the_same(files, unbroken, t
 def test_the_lock_goes_with_the_run_and_not_with_its_workers(files, tmp_path):
     """A worker hangs on; the run's folder is free as soon as the run is gone."""
     (tmp_path / "slow.py").write_text("import time\ndef slow(completions, **_):\n    time.sleep(60)\n")
-    run = runs.start(files, tmp_path / "run", "--task.rewards", f"{tmp_path / 'slow.py'}:slow")
+    given = ("--task.rewards", f"{tmp_path / 'slow.py'}:slow", "--task.reward-workers", "2")
+    run = runs.start(files, tmp_path / "run", *given)
     run.wait_for(lambda: len(run.processes()) >= 4 and (tmp_path / "run" / "run.json").exists())
     with pytest.raises(UserError, match=rf"another run is writing here \(process {run.pid}\)"):
         Journal(tmp_path / "run", num_steps=1)

@@ -136,11 +136,11 @@ BUILDS = (
 def test_variants_compile_and_keep_everything_in_registers(architecture, H, GROUP, fp8, options):
     pytest.importorskip("cuda.bindings.nvrtc")
     defines = {"H": H, "GROUP": GROUP, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128, "FP8": fp8} | options
-    cubin = nvrtc.compile_cubin("decode_attention.cu", defines | {"STAGES": 2, "CTAS": 6}, architecture)
+    cubin = nvrtc.cached_cubin("decode_attention.cu", defines | {"STAGES": 2, "CTAS": 6}, architecture)
     use = kernels_of(cubin)["decode_attention"]
     assert use.local_bytes == 0 and use.registers <= 255
     if fp8:
-        write = nvrtc.compile_cubin("decode_attention_write.cu", defines, architecture)
+        write = nvrtc.cached_cubin("decode_attention_write.cu", defines, architecture)
         assert kernels_of(write)["decode_attention_write"].local_bytes == 0
 
 

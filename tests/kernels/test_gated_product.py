@@ -25,7 +25,7 @@ def test_silu_has_the_constants_that_it_had():
 def test_gelu_compiles(gate):
     pytest.importorskip("cuda.bindings.nvrtc")
     tile = rule(8, 512, 256, ARCHITECTURES["sm_90a"])
-    assert nvrtc.compile_cubin(FILE, tile.defines(16, gate), "sm_90a")
+    assert nvrtc.cached_cubin(FILE, tile.defines(16, gate), "sm_90a")
 
 
 @pytest.mark.gpu

@@ -127,7 +127,7 @@ def test_interleaved_variants_keep_everything_in_registers(name, H, GROUP, fp8):
     defines = {"H": H, "GROUP": GROUP, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128, "FP8": fp8}
     defines |= {"ROTARY": 64, "INTERLEAVED": 1}
     for file, more in (("decode_attention", {"STAGES": 2, "CTAS": 6}), ("decode_attention_write", {})):
-        use = kernels_of(nvrtc.compile_cubin(f"{file}.cu", defines | more, name))[file]
+        use = kernels_of(nvrtc.cached_cubin(f"{file}.cu", defines | more, name))[file]
         assert use.local_bytes == 0 and use.registers <= 255
 
 
