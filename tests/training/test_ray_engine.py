@@ -1,27 +1,74 @@
 """Workers of a local Ray cluster make the run of one process; killed, what they owed is sampled again."""
 
 import os
+import pickle
 import re
 import signal
 import socket
+import threading
+from functools import partial
 
 import pytest
 from test_session import wait_for_steps
 
 import tiny_run
-from qerl.config import AlgoConfig, RayConfig, RunConfig
+from qerl.config import AlgoConfig, ModelConfig, RayConfig, RunConfig, SampleConfig
 from qerl.errors import UserError
 from qerl.learner.distributed import Ranks
+from qerl.models.adapter import adapter_tensors
+from qerl.models.tokenizer import load_tokenizer
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
-from qerl.training.ray_engine import check_reachable, start_workers
+from qerl.training.multi_turn import EnvironmentEpisodes
+from qerl.training.policy import load_sampler
+from qerl.training.ray_engine import Cluster, check_reachable, join_cluster
+from qerl.training.ray_worker import Worker
+from qerl.types import Prompt, Sampling
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 SLOW = """
 import time
 def even(prompts, completions, completion_ids, **columns):
     time.sleep(0.2)
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
+"""
+GAME = """
+import os
+import random
+import signal
+from pathlib import Path
+
+MARK = Path(__file__).with_name("killed")
+NUM_EVALUATED = 8  # episodes before the first step
+
+
+def end_sampler():
+    try:
+        MARK.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
+    os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGKILL)
+
+
+class Game:
+    \"\"\"Ends the sampler that it plays for, once, in the middle of an episode of the first step.\"\"\"
+
+    num = 0
+
+    async def reset(self, row, seed):
+        self.random, self.turns = random.Random(seed), 0
+        Game.num += 1
+        return "the number is " + str(self.random.randrange(10))
+
+    async def step(self, completion):
+        self.turns += 1
+        if self.turns == 2 and Game.num > NUM_EVALUATED:
+            end_sampler()
+        number = self.random.randrange(10)
+        if number == 0 and self.turns > 1:
+            raise RuntimeError("the game broke")
+        return [{"role": "tool", "content": str(number)}], float(len(completion) > number), self.turns == 3
 """
 RAY = ("--ray", "local", "--ray.num-samplers", "2")
 AHEAD = (*RAY, "--ray.max-staleness", "2", "--evaluate.num-prompts", "0")
@@ -32,6 +79,8 @@ ROUNDS = ("--algo.dynamic-sampling", "--num-generations", "2")
 def files(tmp_path_factory):
     folder = tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
     (folder / "slow.py").write_text(SLOW)
+    (folder / "game.py").write_text(GAME)
+    tiny_run.write_model(folder / "chat", max_positions=256)
     return folder
 
 
@@ -117,7 +166,7 @@ def test_a_cluster_that_refuses_may_want_a_token_which_ray_does_not_say(monkeypa
             monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
             if mode is not None:
                 monkeypatch.setenv("RAY_AUTH_MODE", mode)
-            with pytest.raises(UserError) as error, start_workers(config, Ranks(0, 1)):
+            with pytest.raises(UserError) as error, join_cluster(config, Ranks(0, 1)):
                 pass
             assert (
                 str(error.value).endswith("; if the cluster requires a token, set RAY_AUTH_MODE=token")
@@ -147,11 +196,61 @@ def test_auto_is_what_the_environment_names_and_else_ray_s_to_find(closed, monke
 
 
 @pytest.mark.slow
-def test_environments_do_not_go_with_workers_which_is_told_before_there_is_a_model(files, tmp_path):
-    given = ("--ray", "local", "--task.rewards", "higher_lower", "--model.path", str(tmp_path / "none"))
-    _, stderr = (process := start(files, tmp_path / "run", *given)).communicate(timeout=120)
-    assert process.returncode == 2
-    assert stderr == "qerl: environments do not work with --ray: use torchrun\n"
+def test_episodes_of_a_worker_that_dies_in_the_middle_of_one_are_those_of_one_process(files, tmp_path):
+    """Their messages, rewards and failures, what is evaluated and what is learned."""
+    given = ("--task.rewards", f"{files / 'game.py'}:Game", "--sample.max-tokens", "60", "--num-steps", "2")
+    given = (*given, "--task.environment.turn-tokens", "8", "--model.path", str(files / "chat"))
+    remote = finish(files, tmp_path / "remote", "--ray", "local", *given)
+    assert (files / "killed").exists()
+    local = finish(files, tmp_path / "local", *given)
+    texts = [(out / "samples.jsonl").read_text() for out in (remote, local)]
+    assert texts[0] == texts[1] and "<|im_start|>the number is " in texts[0]
+    assert (remote / "evaluations.json").read_text() == (local / "evaluations.json").read_text()
+    own = ("staleness", "replaced_samplers", "resampled_prompts")
+    for ours, theirs in zip(untimed(remote, *own), untimed(local), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert sum(m["num_failed_episodes"] for m in metrics(remote)) > 0
+    assert all(m["environment_s"] > 0 for m in metrics(remote))
+    assert metrics(remote)[0]["replaced_samplers"] == 1 and metrics(remote)[0]["turns"] > 1
+    events = (remote / "events.jsonl").read_text()
+    assert "died; a new one samples" in events and "Game.step: RuntimeError: the game broke" in events
+
+
+MADE = []
+
+
+def note_episodes(config, environment):
+    MADE.append(EnvironmentEpisodes(config, environment))
+    return MADE[-1]
+
+
+def test_an_environment_that_is_given_in_python_is_sent_and_plays_in_the_worker(files, monkeypatch):
+    class Given:
+        def reset(self, row):
+            return None
+
+        def step(self, completion):
+            return None, 3.0, True
+
+    model = ModelConfig(path=str(files / "chat"), device="cpu", dtype="fp32")
+    config = RunConfig(model=model, sample=SampleConfig(max_tokens=5))
+    monkeypatch.setattr("ray.get", lambda value: value)
+    worker = Worker(config, ray.cloudpickle.dumps(partial(note_episodes, config, Given)))
+    adapter = adapter_tensors(load_sampler(config, load_tokenizer(config.model.path))[0])
+    prompts_P = [Prompt(index=0, text="", tokens_T=[5, 6], messages=None, columns={})]
+    settings = {"num_samples": 2, "sampling": Sampling(max_tokens=5), "seed": 0, "step": 0}
+    found = worker.sample(1, [adapter], None, prompts_P, settings)
+    MADE.pop().pool.close()
+    assert [s.reward for _, samples in found.groups_P for s in samples] == [3.0, 3.0]
+
+
+def test_an_agent_that_cannot_be_sent_or_imported_there_is_one_line(files):
+    config = RunConfig(ray=RayConfig(address="local"))
+    with pytest.raises(UserError, match=r"cannot be sent to workers .*: name it in the config as FILE\.py"):
+        Cluster(ray, config).start(partial(EnvironmentEpisodes, config, threading.Lock().acquire))
+    elsewhere = pickle.dumps(partial).replace(b"functools", b"functuuls")
+    with pytest.raises(UserError, match="cannot import it: No module named 'functuuls'"):
+        Worker(config, elsewhere).place()
 
 
 def test_being_ahead_needs_workers_and_a_correction():

@@ -75,7 +75,8 @@ class RewardPool:
             name in REWARDS and name not in _GRADED for name in config.rewards or ("",)
         )
         """True if there is a reward and none is the user's own or a model's: 1 means a correct sample."""
-        functions = [] if agent else list(functions) or [resolve(name, config) for name in config.rewards]
+        given = [] if agent else list(functions) or list(config.rewards)
+        functions = [resolve(each, config) if isinstance(each, str) else each for each in given]
         named = functions if agent is None else [agent]
         self.sources = function_sources(named)
         """SHA-256 of what each function is made of, by name; none for built-in ones."""
@@ -86,6 +87,9 @@ class RewardPool:
         self._names = list(map(name_of, named))
         pairs = list(zip(functions, weights, strict=True))
         environments = _environments(functions)
+        entries = zip(given, functions, strict=True)
+        self.environment = next((each for each, function in entries if is_environment(function)), None)
+        """The environment's class, or its entry in config.rewards; None without one."""
         self.scores_episodes = any(callable(getattr(made, "score", None)) for made in environments)
         self.extends_prompt = any(getattr(made, "extends_prompt", False) for made in environments)
         self._models = [(each, weight) for each, weight in pairs if isinstance(each, RewardModel | OwnJudge)]
@@ -93,13 +97,8 @@ class RewardPool:
         self._functions = [function for function, _ in pairs if not is_environment(function)]
         weights = [weight for function, weight in pairs if not is_environment(function)]
         memory_bytes = int(config.reward_memory_gb * 1e9)
-        self._environment_worker, self._environment_pool = None, None
         self._episode_weight: float = next((w for function, w in pairs if is_environment(function)), 1.0)
-        for environment in environments:
-            timeout_s = config.reward_timeout_s
-            worker = EnvironmentWorker(environment, config.environment, deadline_s=timeout_s)
-            self._environment_worker = worker
-            self._environment_pool = WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
+        self._environment_worker, self._environment_pool = _started(environments, config, memory_bytes)
         self.failures: Counter[str] = Counter()
         """Samples without a reward since the last take_failures(), by cause."""
         self._examples: dict[str, str] = {}
@@ -159,7 +158,7 @@ class RewardPool:
 
     @property
     def has_environment(self) -> bool:
-        return self._environment_worker is not None
+        return self.environment is not None
 
     def play(self, calls: Sequence[Call]) -> list[EnvironmentReply | Failure]:
         """Run all environment calls concurrently and return their replies."""
@@ -300,6 +299,16 @@ def _environments(functions: Sequence[Reward]) -> list[Reward]:
     return found
 
 
+def _started(
+    environments: list[Reward], config: TaskConfig, memory_bytes: int
+) -> tuple[EnvironmentWorker, WorkerPool] | tuple[None, None]:
+    """Start the process of the environment, if there is one."""
+    if not environments:
+        return None, None
+    worker = EnvironmentWorker(environments[0], config.environment, deadline_s=config.reward_timeout_s)
+    return worker, WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
+
+
 def _added(outcome: Outcome, weight: float, value: float | Failure) -> Outcome:
     """Add a reward model's value to the outcome; a failure of either is the sample's."""
     if isinstance(outcome, Failure | WorkerLost):
@@ -355,6 +364,13 @@ def imported(name: str, field: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{field} {name}: {attribute} is a {type(function).__name__}, not a function")
     return function
+
+
+def with_absolute_path(name: str) -> str:
+    """Return FILE.py:NAME such that it means the same file in any working directory; other names as they
+    are."""
+    file, colon, attribute = name.rpartition(":")
+    return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
 
 
 def _file_module(path: str) -> ModuleType:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
-from qerl.config import EnvironmentConfig
+from qerl.config import EnvironmentConfig, RunConfig
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
@@ -31,8 +31,9 @@ from qerl.tasks.prompt import (
     render_chat,
     special_end,
 )
+from qerl.tasks.reward import Reward, resolve
 from qerl.tasks.scoring import Failure
-from qerl.types import Conversation, Group, OnBurst, Prompt, Sample, Sampling, Turn
+from qerl.types import Conversation, Group, OnBurst, Prompt, RolloutEngine, Sample, Sampling, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
@@ -62,13 +63,14 @@ class MultiTurnEngine:
         self._config, self._max_prompt_tokens = config, max_prompt_tokens
         self._step: int | None = None
         self.waited_s = 0.0
-        """Seconds spent in environments during the latest step, over all its calls."""
+        """Seconds spent in environments during the latest step, over its calls since take_metrics."""
 
     def publish(self, version: int) -> None:
         self._engine.publish(version)
 
     def take_metrics(self) -> dict[str, float]:
-        return {"environment_s": self.waited_s}
+        taken, self.waited_s = self.waited_s, 0.0
+        return {"environment_s": taken}
 
     def generate(
         self,
@@ -212,6 +214,22 @@ def with_environment(
 ) -> SamplingEngine | MultiTurnEngine:
     """Return the engine itself if none of the rewards is an environment."""
     return MultiTurnEngine(engine, pool, config, max_prompt_tokens) if pool.has_environment else engine
+
+
+class EnvironmentEpisodes:
+    """The environment's process in a worker that samples for another process, which scores."""
+
+    def __init__(self, config: RunConfig, environment: Reward | str):
+        """environment: see RewardPool."""
+        made = resolve(environment, config.task) if isinstance(environment, str) else environment
+        self._config = config
+        self.pool = RewardPool(dataclasses.replace(config.task, reward_weights=()), [made])
+
+    def engine(
+        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
+    ) -> RolloutEngine:
+        limit = max_positions - self._config.sample.max_tokens
+        return with_environment(engine, self.pool, self._config.task.environment, limit)
 
 
 def _finished_sample(sample: Sample, episode: _Episode) -> Sample:

@@ -13,6 +13,7 @@ from qerl.engine.sampling_engine import SamplingEngine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import require
 from qerl.learner import checkpoint
+from qerl.learner.distributed import Ranks
 from qerl.models.adapter import add_adapter, check_rank, load_adapter, set_router_noise
 from qerl.models.backend import backend_of, max_positions_of
 from qerl.models.compressed_tensors import checkpoint_notices, skipped_notices
@@ -51,6 +52,16 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
     notices += checkpoint_notices(checkpoint, config.model.format)
     require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
     return notices + skipped_notices(checkpoint)
+
+
+def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
+    """Raise UserError for what several ranks or an environment cannot do."""
+    is_deep, has_env = config.algo.branching == "deep", pool.has_environment
+    reason = "algo.branching deep needs a single process: branches reuse its KV pages"
+    require(not is_deep or ranks.count == 1, reason)
+    is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
+    require(not is_refused, "rollout.partial needs a prompt for each rank, and no environment")
+    require(not (is_deep and has_env), "algo.branching deep does not work with environments: set it to none")
 
 
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:

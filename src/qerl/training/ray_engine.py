@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,59 +27,38 @@ from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
-from qerl.models.adapter import load_adapter
 from qerl.training.evaluation import EVALUATION_STEP
-from qerl.training.policy import load_sampler, load_tokenizer_and_limit
-from qerl.types import Group, OnBurst, Prompt, Sample, Sampling
+from qerl.training.ray_worker import MakeEpisodes, Sampled, Worker
+from qerl.types import Group, OnBurst, Prompt, Sampling
 
 _MAX_ATTEMPTS = 3
 _REACHING_S = 5.0
 
 
-class Worker:
-    """An engine with its own base model and adapter, in a Ray process."""
-
-    def __init__(self, config: RunConfig):
-        tokenizer, _ = load_tokenizer_and_limit(config)
-        self._decoder, self._engine = load_sampler(config, tokenizer)
-        self._noise = AQN(self._decoder.noise_table, config)
-        self._get: Callable[[Any], Any] = importlib.import_module("ray").get
-
-    def place(self) -> str:
-        return f"process {os.getpid()} on {socket.gethostname()}"
-
-    def sample(
-        self,
-        version: int,
-        adapter: list[Any],
-        noise: Mapping[str, Any] | None,
-        prompts_P: list[Prompt],
-        settings: dict[str, Any],
-    ) -> tuple[list[list[Sample]], int]:
-        """Sample with this version, fetching its adapter if it changed; return the samples and the number of
-        noise draws. noise None: no noise."""
-        if version != self._engine.version or version == 0:
-            load_adapter(self._decoder, self._get(adapter[0]))
-            self._engine.publish(version)
-        with contextlib.ExitStack() as stack:
-            if noise is not None:
-                self._noise.load(noise)
-                stack.enter_context(self._noise.sampling(settings["step"]))
-            samples_P_G = [group.samples_G for group in self._engine.generate(prompts_P, **settings)]
-        return samples_P_G, 0 if noise is None else self._noise.num_drawn
-
-
 class Cluster:
-    """Ray and the workers that it started for this run."""
+    """Ray and the workers that it starts for this run."""
 
     def __init__(self, ray: Any, config: RunConfig):
         self.ray, self._config = ray, config
         num_gpus = 1 if config.model.device == "cuda" else 0
         self._make = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=0)(Worker).remote
-        self.workers = [self._make(config) for _ in range(config.ray.num_samplers)]
+        self._arguments: tuple[Any, ...] = ()
+        self.workers: list[Any] = []
+
+    def start(self, make_episodes: MakeEpisodes | None) -> None:
+        """Start the workers. make_episodes: see Worker; raise UserError if it cannot be sent."""
+        try:
+            self._arguments = self._config, self.ray.cloudpickle.dumps(make_episodes)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"--ray: the environment or agent cannot be sent to workers ({reason}): name it in the config"
+                " as FILE.py:NAME, which they import"
+            ) from None
+        self.workers = [self._make(*self._arguments) for _ in range(self._config.ray.num_samplers)]
 
     def replace(self, index: int) -> None:
-        self.workers[index] = self._make(self._config)
+        self.workers[index] = self._make(*self._arguments)
 
     def places(self) -> list[str]:
         """Wait until all workers have loaded; return where each runs."""
@@ -102,8 +82,8 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def start_workers(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
-    """Start the workers of config.ray; yield None if it has none."""
+def join_cluster(config: RunConfig, ranks: Ranks) -> Iterator[Cluster | None]:
+    """Connect to the cluster of config.ray, or start it; yield None if there is no address."""
     if config.ray.address is None:
         yield None
         return
@@ -199,6 +179,7 @@ class RemoteEngine:
         self._pending: list[_Request] = []
         named = ("staleness", "replaced_samplers", "resampled_prompts", "noise_draws")
         self._metrics: dict[str, float] = dict.fromkeys(named, 0.0)
+        self._of_workers: dict[str, float] = {}
         for index, place in enumerate(cluster.places()):
             notice(f"sampler {index} is {place}")
 
@@ -220,18 +201,23 @@ class RemoteEngine:
         if step != EVALUATION_STEP:
             self._request_ahead(step, asked)
         jobs = self._ahead.pop(_key(step, prompts_P), None) or self._request(prompts_P, asked, step)
-        parts, draws = zip(*(self._result(job) for job in jobs), strict=True)
-        samples_P_G = self._split.interleave(list(parts))
+        parts = [self._result(job) for job in jobs]
+        found_P = self._split.interleave([part.groups_P for part in parts])
         if step != EVALUATION_STEP:
             staleness = float(self._version - jobs[0].version)  # later rounds of the step are fresher
             self._metrics["staleness"] = max(self._metrics["staleness"], staleness)
+            draws = [part.noise_draws for part in parts]
             self._metrics["noise_draws"] = self._noise.draws([self._metrics["noise_draws"], *draws])
-        pairs = zip(prompts_P, samples_P_G, strict=True)
-        return [Group(prompt=prompt, samples_G=samples_G) for prompt, samples_G in pairs]
+            for name, before in ((name, self._of_workers.get(name, 0.0)) for name in parts[0].metrics):
+                # seconds of workers that run at the same time
+                self._of_workers[name] = before + max(part.metrics[name] for part in parts)
+        pairs = zip(prompts_P, found_P, strict=True)
+        return [Group(prompt=opened or prompt, samples_G=found) for prompt, (opened, found) in pairs]
 
     def take_metrics(self) -> dict[str, float]:
         taken, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
-        return taken
+        of_workers, self._of_workers = self._of_workers, {}
+        return taken | of_workers
 
     def _request_ahead(self, step: int, asked: dict[str, Any]) -> None:
         last = min(step + self._config.ray.max_staleness, self._config.num_steps - 1)
@@ -256,7 +242,7 @@ class RemoteEngine:
         job.answer = job.worker.sample.remote(*job.arguments)
         job.attempts += 1
 
-    def _result(self, job: _Request) -> tuple[list[list[Sample]], int]:
+    def _result(self, job: _Request) -> Sampled:
         while True:
             try:
                 with self._cluster.unwrapped_errors():

@@ -18,8 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
-from qerl.engine.sampling_engine import SamplingEngine
-from qerl.errors import require
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.models.adapter import load_adapter
 from qerl.models.decoder import Decoder
@@ -27,7 +25,7 @@ from qerl.models.device import resolve_device
 from qerl.models.peft_reader import read_adapter
 from qerl.models.quantization_check import check_quantization
 from qerl.tasks import RewardPool
-from qerl.tasks.reward import format_failures
+from qerl.tasks.reward import format_failures, with_absolute_path
 from qerl.tasks.rows import file_sources
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
@@ -40,12 +38,13 @@ from qerl.training.calibrated import with_calibrated_base
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.distil import DistilRollouts, read_given_rows
 from qerl.training.loop import Parts, run
-from qerl.training.multi_turn import with_environment
+from qerl.training.multi_turn import EnvironmentEpisodes, with_environment
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.partial import PartialRollouts
 from qerl.training.planned_learner import planned_learner
-from qerl.training.policy import check_task, load_sampler, load_task
-from qerl.training.ray_engine import Cluster, RemoteEngine, start_workers
+from qerl.training.policy import check_supported, check_task, load_sampler, load_task
+from qerl.training.ray_engine import Cluster, RemoteEngine, join_cluster
+from qerl.training.ray_worker import Episodes, MakeEpisodes
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
 from qerl.training.signals import StopSignal, echo_s
@@ -53,14 +52,12 @@ from qerl.training.teacher import Teacher, check_teacher, load_teacher, teacher_
 from qerl.types import Prompt, RolloutEngine, Sampling
 
 
-class Agents(Protocol):
-    """Runner of an agent's episodes (qerl.serve.agents), made before a model is loaded."""
+class Agents(Episodes, Protocol):
+    """Runner of an agent's episodes (qerl.serve.agents)."""
 
     function: Callable[..., Any]
-
-    def engine(
-        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> RolloutEngine: ...
+    make: MakeEpisodes | None
+    """Makes the same in a Ray worker."""
 
 
 def train(
@@ -75,7 +72,7 @@ def train(
     config = dataclasses.replace(config, model=resolve_device(config.model))
     with (
         join_ranks(config.model.device, timeout_s=config.rank_timeout_s) as ranks,
-        start_workers(config, ranks) as cluster,
+        join_cluster(config, ranks) as cluster,
     ):
         return _train(config, ranks, cluster, rewards, observer or NullObserver(), agents)
 
@@ -106,6 +103,8 @@ def _train(
             evaluate = dataclasses.replace(config.evaluate, success_threshold=threshold)
             config = dataclasses.replace(config, evaluate=evaluate)
             config = with_calibrated_base(config, ranks, journal.notice)
+            if cluster is not None:
+                cluster.start(_make_episodes(config, pool, agents))
             result = _Session(config, folder, journal, pool, stop, ranks, cluster, observer, agents).run()
             journal.finish(result)
             if ranks.is_first:
@@ -130,7 +129,7 @@ class _Session:
     ):
         self.config, self.folder, self.journal, self.stop, self.ranks = config, folder, journal, stop, ranks
         self.observer, self.metrics = observer, {}
-        _check_supported(config, pool, ranks, cluster)
+        check_supported(config, pool, ranks)
         tokenizer, self.task = load_task(config)
         self.given = read_given_rows(config, tokenizer)
         sources = self.task.sources | ({} if self.given is None else self.given.sources)
@@ -390,11 +389,10 @@ class _Session:
         return {**figures, "train_s": round(train_s, 1), "run": str(self.folder)}
 
 
-def _check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks, cluster: Cluster | None) -> None:
-    is_deep, has_env = config.algo.branching == "deep", pool.has_environment
-    reason = "algo.branching deep needs a single process: branches reuse its KV pages"
-    require(not is_deep or ranks.count == 1, reason)
-    is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
-    require(not is_refused, "rollout.partial needs a prompt for each rank, and no environment")
-    require(not (is_deep and has_env), "algo.branching deep does not work with environments: set it to none")
-    require(cluster is None or not has_env, "environments do not work with --ray: use torchrun")
+def _make_episodes(config: RunConfig, pool: RewardPool, agents: Agents | None) -> MakeEpisodes | None:
+    """Return what a Ray worker needs beside an engine; None for samples of a single turn."""
+    if agents is not None:
+        return agents.make
+    given = pool.environment
+    environment = with_absolute_path(given) if isinstance(given, str) else given
+    return None if environment is None else partial(EnvironmentEpisodes, config, environment)

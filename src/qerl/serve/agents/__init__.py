@@ -23,9 +23,8 @@ def train_with_agent(config: RunConfig, agent: Callable[..., Any] | None = None)
     """Train with `agent`, or with the one that config.agent.function names. See `qerl.train`. Raise UserError
     if a package that the endpoint needs is missing."""
     require_installed("an agent", *ENDPOINT_PACKAGES)
-    from qerl.serve.agents.function import find_agent  # these modules import those packages
-    from qerl.serve.agents.rollout import AgentPool
+    from qerl.serve.agents.rollout import make_agents  # this module imports those packages
     from qerl.training.session import train
 
-    with AgentPool(find_agent(config, agent), config.agent, config.task) as pool:
+    with make_agents(config, agent) as pool:
         return train(config, agents=pool)

@@ -7,21 +7,26 @@ others are learned from.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 from qerl.algo.seeds import mix
-from qerl.config import AgentConfig, TaskConfig
+from qerl.config import AgentConfig, RunConfig, TaskConfig
+from qerl.config.task import is_environment_name
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.serve.agents.endpoint import MODEL_NAME, Endpoint
+from qerl.serve.agents.function import find_agent
 from qerl.serve.agents.outcomes import Outcome, OutcomePipe
 from qerl.serve.agents.parser import OpenEpisode
 from qerl.serve.agents.record import EpisodeRecord
 from qerl.serve.agents.worker import AgentCall, AgentWorker
 from qerl.serve.loaded_model import LoadedModel
+from qerl.tasks.reward import with_absolute_path
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
+from qerl.training.ray_worker import MakeEpisodes
 from qerl.types import Episode, Group, OnBurst, Prompt, Sample, Sampling
 
 _AGENT = 5  # keeps these seeds apart from other draws
@@ -31,8 +36,15 @@ _SPARE_S = 60.0
 class AgentPool:
     """The agents' process, and the endpoint once there is an engine. Made before a model is loaded."""
 
-    def __init__(self, function: Callable[..., Any], config: AgentConfig, task: TaskConfig):
-        self.function, self._config = function, config
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        config: AgentConfig,
+        task: TaskConfig,
+        make: MakeEpisodes | None = None,
+    ):
+        """make: makes the same in a Ray worker."""
+        self.function, self.make, self._config = function, make, config
         self._pipe = OutcomePipe()
         worker = AgentWorker(function, config, self._pipe)
         memory_bytes = int(task.reward_memory_gb * 1e9)
@@ -113,6 +125,17 @@ class AgentPool:
         if ended:
             self._pool.stop()  # with the threads that go on; the next run starts a process
         return None
+
+
+def make_agents(config: RunConfig, agent: Callable[..., Any] | None = None) -> AgentPool:
+    """Return the pool of `agent`, or of the agent that config.agent.function names. See `find_agent`."""
+    name, there = config.agent.function, config
+    if name is not None and not is_environment_name(name):
+        there = dataclasses.replace(
+            config, agent=dataclasses.replace(config.agent, function=with_absolute_path(name))
+        )
+    make = functools.partial(make_agents, there, agent)
+    return AgentPool(find_agent(config, agent), config.agent, config.task, make)
 
 
 _UNREPORTED = Failure("no outcome", "the agents' process did not say how the episode ended")

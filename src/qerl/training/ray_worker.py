@@ -1,0 +1,116 @@
+"""The part of a Ray worker: sample what the learner's process asks for, episodes too.
+
+    one process         the engine, and for agents their endpoint on loopback
+    its child           the environments or the agents, forked before the model is loaded
+
+The samples, with their rewards by episode and their failures, go back to the learner's process, which scores
+them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import os
+import pickle
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from qerl.aqn.aqn import AQN
+from qerl.config import RunConfig
+from qerl.engine.sampling_engine import SamplingEngine
+from qerl.errors import UserError
+from qerl.models.adapter import load_adapter
+from qerl.models.policy_model import PolicyModel
+from qerl.training.policy import load_sampler, load_tokenizer_and_limit
+from qerl.types import Prompt, RolloutEngine, Sample
+
+
+class Episodes(Protocol):
+    """Whatever makes episodes of an engine's samples, with a process that is started before the model."""
+
+    def engine(
+        self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
+    ) -> RolloutEngine: ...
+
+
+MakeEpisodes = Callable[[], Episodes]
+"""Sent to each worker and called there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """A worker's answer."""
+
+    groups_P: list[tuple[Prompt | None, list[Sample]]]
+    """Samples of each prompt, and the prompt itself where an environment has extended it."""
+    noise_draws: int
+    metrics: dict[str, float]
+    """The engine's own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Loaded:
+    model: PolicyModel
+    inner: SamplingEngine
+    engine: RolloutEngine
+    noise: AQN
+
+
+class Worker:
+    """An engine with its own base model and adapter, in a Ray process."""
+
+    def __init__(self, config: RunConfig, make_episodes: bytes):
+        """make_episodes: the pickled MakeEpisodes; None in place of it: samples of a single turn."""
+        self._config, self._make_episodes = config, make_episodes
+        self._get: Callable[[Any], Any] = importlib.import_module("ray").get
+
+    @functools.cached_property
+    def _loaded(self) -> _Loaded:
+        """Load on the first call, whose errors reach the learner's process as they are."""
+        config = self._config
+        try:
+            make: MakeEpisodes | None = pickle.loads(self._make_episodes)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"--ray: a worker on {socket.gethostname()} cannot import it: {error}") from None
+        episodes = None if make is None else make()
+        tokenizer, _ = load_tokenizer_and_limit(config)
+        model, inner = load_sampler(config, tokenizer)
+        stop_tokens = inner.stop_token_ids
+        engine = (
+            inner
+            if episodes is None
+            else episodes.engine(inner, max_positions=model.max_positions, stop_tokens=stop_tokens)
+        )
+        return _Loaded(model, inner, engine, AQN(model.noise_table, config))
+
+    def place(self) -> str:
+        """Load; return where the worker runs."""
+        assert self._loaded
+        return f"process {os.getpid()} on {socket.gethostname()}"
+
+    def sample(
+        self,
+        version: int,
+        adapter: list[Any],
+        noise: Mapping[str, Any] | None,
+        prompts_P: list[Prompt],
+        settings: dict[str, Any],
+    ) -> Sampled:
+        """Sample with this version, fetching its adapter if it changed. noise None: no noise."""
+        own = self._loaded
+        if version != own.inner.version or version == 0:
+            load_adapter(own.model, self._get(adapter[0]))
+            own.engine.publish(version)
+        with contextlib.ExitStack() as stack:
+            if noise is not None:
+                own.noise.load(noise)
+                stack.enter_context(own.noise.sampling(settings["step"]))
+            groups_P = own.engine.generate(prompts_P, **settings)
+        pairs = zip(groups_P, prompts_P, strict=True)
+        return Sampled(
+            groups_P=[(None if g.prompt is prompt else g.prompt, g.samples_G) for g, prompt in pairs],
+            noise_draws=0 if noise is None else own.noise.num_drawn,
+            metrics=own.engine.take_metrics(),
+        )
