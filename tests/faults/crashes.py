@@ -82,11 +82,11 @@ def _install(out: Path, log: Path) -> None:
         recorder.mark("saved", (int(path.name[5:]), (path / "adapter_model.safetensors").read_bytes()))
     recorder.mark("steps", runs.num_steps(out))
     recorder.mark("begun", True)
-    save, take, cut, finish = checkpoint.save, Journal._record, Journal.resume, Journal.finish
+    write, take, cut, finish = checkpoint.write, Journal._record, Journal.resume, Journal.finish
 
-    def saved(*given: Any, next_step: int, **more: Any) -> Path:
-        path = save(*given, next_step=next_step, **more)
-        recorder.mark("saved", (next_step, (path / "adapter_model.safetensors").read_bytes()))
+    def saved(folder: Path, state: checkpoint.Snapshot, **more: Any) -> Path:
+        path = write(folder, state, **more)
+        recorder.mark("saved", (state.next_step, (path / "adapter_model.safetensors").read_bytes()))
         return path
 
     def taken(self: Journal, log: Any, step_s: float) -> None:
@@ -101,7 +101,7 @@ def _install(out: Path, log: Path) -> None:
         finish(self, result)
         recorder.mark("finished", True)
 
-    checkpoint.save, Journal._record, Journal.resume, Journal.finish = saved, taken, resumed, finished
+    checkpoint.write, Journal._record, Journal.resume, Journal.finish = saved, taken, resumed, finished
 
 
 def small_files() -> None:

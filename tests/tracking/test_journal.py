@@ -144,14 +144,27 @@ def test_every_name_is_on_the_disk_before_the_first_step_is(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("noted", "checkpoint_s", "expected"), [([], {}, 0), ([2, 4], {}, 4), ([4, 0], {}, 0), ([], {3: 0.1}, 3)]
+    ("noted", "timed", "expected"),
+    [
+        ([], {}, 0),
+        ([2, 4], {}, 4),
+        ([4, 0], {}, 0),
+        ([], {3: {"checkpoint_s": 0.1}}, 3),
+        ([], {2: {"checkpoint_hold_s": 0.1}}, 0),  # copied, and perhaps never written
+        ([], {2: {"checkpoint_hold_s": 0.1}, 4: {"checkpoint_write_s": 0.1}}, 2),
+        (
+            [],
+            {2: {"checkpoint_hold_s": 0.1}, 3: {"checkpoint_hold_s": 0.1, "checkpoint_write_s": 0.1}},
+            2,
+        ),
+    ],
 )
-def test_the_newest_checkpoint_is_known_from_what_is_recorded(tmp_path, noted, checkpoint_s, expected):
-    """Runs of former versions have no event for it, only the duration in the step that follows."""
+def test_the_newest_checkpoint_is_known_from_what_is_recorded(tmp_path, noted, timed, expected):
+    """Where its event is lost, and in runs of former versions, durations in the steps that follow tell it."""
     with open_journal(tmp_path) as journal:
         for step in range(5):
             with journal.step(step) as log:
-                log.add(**({"checkpoint_s": checkpoint_s[step]} if step in checkpoint_s else {}))
+                log.add(**timed.get(step, {}))
         for next_step in noted:
             journal.saved(next_step)
     with open_journal(tmp_path) as journal:
@@ -187,10 +200,22 @@ def test_a_phase_that_comes_twice_adds_up_and_phases_do_not_nest(tmp_path):
 def test_time_between_steps_is_counted_with_the_step_that_follows(tmp_path):
     with open_journal(tmp_path) as journal:
         take_steps(journal, 0, 1)
-        with journal.span("checkpoint"):
+        with journal.span("checkpoint_hold"):
             time.sleep(0.01)
+        journal.carry(checkpoint_write_s=2.5)
         take_steps(journal, 1, 3)
-    assert [record.get("checkpoint_s", 0) >= 0.01 for record in records(tmp_path)] == [False, True, False]
+    found = records(tmp_path)
+    assert [record.get("checkpoint_hold_s", 0) >= 0.01 for record in found] == [False, True, False]
+    assert [record.get("checkpoint_write_s") for record in found] == [None, 2.5, None]
+
+
+def test_the_time_of_writing_a_step_is_in_the_next_ones_record(tmp_path, monkeypatch):
+    with open_journal(tmp_path) as journal:
+        write = journal._metrics.append
+        monkeypatch.setattr(journal._metrics, "append", lambda lines: (time.sleep(0.02), write(lines)))
+        take_steps(journal, 0, 2)
+    first, second = records(tmp_path)
+    assert "record_s" not in first and second["record_s"] >= 0.02 > second["step_s"]
 
 
 @pytest.fixture(scope="module")

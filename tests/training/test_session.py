@@ -124,6 +124,8 @@ def half(files, tmp_path):
     out = tmp_path / "run"
     process = start(files, out)
     wait_for_steps(process, out, 5)
+    while '"checkpoint": 4' not in (out / "events.jsonl").read_text():  # a thread writes it
+        time.sleep(0.01)
     process.kill()
     process.communicate()
     (out / "result.json").unlink(missing_ok=True)  # a slow machine may have noticed the step late

@@ -8,17 +8,20 @@
         state.json                           next_step, version, micro_tokens, and the loop's own state
         manifest.json                        SHA-256 of each other file, written last
 
-A checkpoint is written under a temporary name, flushed to disk, and renamed: if the process is killed at any
+`snapshot` copies the state at one moment, `write` writes the copy, in any thread. It is written under a
+temporary name, flushed to disk, and renamed: if the process is killed at any
 moment, the folder holds the old checkpoints and perhaps the new one. A checkpoint that is replaced by one of
 the same step keeps a readable name until the new one is in place.
 """
 
+import dataclasses
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +30,14 @@ from torch import Tensor
 
 from qerl.config import RunConfig
 from qerl.errors import RunError, UserError, require
+from qerl.learner.host_copy import HostCopy
 from qerl.learner.learner import Learner
 from qerl.models.adapter import targets_of
 from qerl.models.peft_experts import expert_parameters
 from qerl.models.peft_names import peft_targets, peft_tensors
 from qerl.models.peft_reader import ADAPTER, ADAPTER_CONFIG
 from qerl.models.policy_model import PolicyModel
+from qerl.models.safetensors_parts import safetensors_parts
 from qerl.models.source import base_name
 from qerl.tracking.atomic_file import make_folder, sync_path, write_synced
 
@@ -55,19 +60,59 @@ class Resumed(NamedTuple):
     notices: list[str]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """The state before `next_step`, in host memory."""
+
+    next_step: int
+    contents: Mapping[str, list[bytes] | list[bytes | memoryview]]
+    """The parts of each file; they may point into a HostCopy's memory."""
+
+
+def snapshot(
+    learner: Learner, *, next_step: int, extra: dict[str, Any] | None = None, memory: HostCopy | None = None
+) -> Snapshot:
+    """Copy the state before `next_step`; the learner may go on. `extra` is JSON. memory: takes the tensors;
+    None: new memory."""
+    model, memory = learner.decoder, memory or HostCopy()
+    adapter = peft_tensors(model.architecture, learner.adapter_state())
+    state = {
+        "next_step": next_step,
+        "version": learner.version,
+        "micro_tokens": learner.micro_tokens,
+        "extra": extra or {},
+    }
+    tensors = {ADAPTER: adapter, OPTIMIZER: learner.optimizer_state()}
+    copies = memory.take(
+        {f"{file} {name}": t for file, named in tensors.items() for name, t in named.items()}
+    )
+    packed = {
+        file: safetensors_parts({name: copies[f"{file} {name}"] for name in named})
+        for file, named in tensors.items()
+    }
+    described = {ADAPTER_CONFIG: [_json(adapter_description(learner.config, model))], STATE: [_json(state)]}
+    contents = packed | described
+    return Snapshot(next_step=next_step, contents={name: contents[name] for name in _CONTENTS})
+
+
 def save(
     folder: Path, learner: Learner, *, next_step: int, keep: int, extra: dict[str, Any] | None = None
 ) -> Path:
     """Save the state before `next_step` and keep only the newest `keep` checkpoints. `extra` is JSON."""
-    name = f"step-{next_step:06d}"
+    return write(folder, snapshot(learner, next_step=next_step, extra=extra), keep=keep)
+
+
+def write(folder: Path, state: Snapshot, *, keep: int) -> Path:
+    """Write a checkpoint and keep only the newest `keep`; raise CheckpointError if the disk refuses it."""
+    name = f"step-{state.next_step:06d}"
     unfinished, path = folder / (_UNFINISHED + name), folder / name
     try:
         _remove_unfinished(folder)
         make_folder(folder)
         unfinished.mkdir()
-        _write_all(unfinished, _contents(learner, next_step, extra or {}))
+        _write_all(unfinished, state.contents)
         _put_in_place(unfinished, path)
-        _prune(folder, next_step, keep)
+        _prune(folder, state.next_step, keep)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         reason = os.strerror(error.errno) if error.errno else str(error)
@@ -214,27 +259,6 @@ def adapter_description(config: RunConfig, model: PolicyModel) -> dict[str, Any]
     }
 
 
-def _contents(learner: Learner, next_step: int, extra: dict[str, Any]) -> dict[str, bytes]:
-    state = {
-        "next_step": next_step,
-        "version": learner.version,
-        "micro_tokens": learner.micro_tokens,
-        "extra": extra,
-    }
-    model = learner.decoder
-    return {
-        ADAPTER: _packed(peft_tensors(model.architecture, learner.adapter_state())),
-        ADAPTER_CONFIG: _json(adapter_description(learner.config, model)),
-        OPTIMIZER: _packed(learner.optimizer_state()),
-        STATE: _json(state),
-    }
-
-
-def _packed(tensors: dict[str, Tensor]) -> bytes:
-    contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    return safetensors.torch.save(contiguous, metadata={"format": "pt"})
-
-
 def _unpacked(path: Path) -> dict[str, Tensor]:
     return safetensors.torch.load(path.read_bytes())
 
@@ -243,10 +267,14 @@ def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _write_all(folder: Path, contents: dict[str, bytes]) -> None:
-    for name, data in contents.items():
-        write_synced(folder / name, data)
-    sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+def _write_all(folder: Path, contents: Mapping[str, list[bytes] | list[bytes | memoryview]]) -> None:
+    sums: dict[str, str] = {}
+    for name, parts in contents.items():
+        write_synced(folder / name, *parts)
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        sums[name] = digest.hexdigest()
     write_synced(folder / MANIFEST, _json({"sha256": sums}))
     sync_path(folder)
 

@@ -22,7 +22,7 @@ from qerl.config.regular_file import open_regular, parse_json
 from qerl.errors import UserError
 from qerl.models.model_folder import read_json, weight_files
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -142,7 +142,7 @@ def _entry(file: Path, name: str, fields: Any, data_begin: int, file_bytes: int)
     shown = " ".join(name.split())[:_MAX_SHOWN_CHARS]
     try:
         dtype_name, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
-        dtype = _DTYPES[dtype_name]
+        dtype = DTYPES[dtype_name]
         if any(type(number) is not int for number in (*shape, begin, end)):
             raise ValueError("not integers")
     except (KeyError, TypeError, ValueError) as error:

@@ -46,10 +46,11 @@ def write_atomic(path: Path, content: bytes) -> None:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and flush its content to the disk."""
+def write_synced(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file of these parts and flush its content to the disk."""
     with open(path, "wb") as file:
-        file.write(content)
+        for part in parts:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
 

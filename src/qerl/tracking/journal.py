@@ -7,13 +7,15 @@
     result.json     written last         .lock           locked while a process writes here
 
 A step is written when its `with` block ends, or not at all: its samples first, then its line of metrics. A
-checkpoint therefore comes after the block, under `journal.span("checkpoint")`: the files of a killed run then
-have every step that its checkpoint has. The time of a span between steps is added to the step that follows.
+checkpoint therefore comes after the block, under `journal.span("checkpoint_hold")`: the files of a killed run
+then have every step that its checkpoint has. The time of a span between steps is added to the step that
+follows, and so is that of writing a step, `record_s`.
 """
 
 import functools
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -84,6 +86,9 @@ class Journal:
         kind = PanelDisplay if is_panel else PlainDisplay
         self._display = kind(console, num_steps, str(folder))
         self._stopwatch = Stopwatch(self._display.phase)
+        self._carried: dict[str, float] = {}
+        # The thread that writes checkpoints notes them; a signal handler may note within a note.
+        self._events_lock = threading.RLock()
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -178,7 +183,9 @@ class Journal:
             raise
         finally:
             self._open_step = None
-        self._record(log, time.perf_counter() - begin)
+        end = time.perf_counter()
+        self._record(log, end - begin)
+        self.carry(record_s=time.perf_counter() - end)
         self._next_step = step + 1
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -200,23 +207,34 @@ class Journal:
         return self._place.place()
 
     def saved(self, next_step: int) -> None:
-        """Record that a checkpoint of the state before this step is on the disk."""
+        """Record that a checkpoint of the state before this step is on the disk; in any thread."""
         self._note(f"saved a checkpoint after step {next_step}", checkpoint=next_step)
+
+    def carry(self, **seconds: float) -> None:
+        """Set metrics of the step that follows, of what ran beside the steps."""
+        self._carried |= seconds
 
     @property
     def last_saved(self) -> int:
         """Number of steps of the newest checkpoint that is recorded; 0 without one.
 
-        events.jsonl has each, and in metrics.jsonl the step that follows one has its duration.
+        events.jsonl has each. In metrics.jsonl the step that follows its copy has checkpoint_hold_s, and a
+        later one checkpoint_write_s; runs of former versions have checkpoint_s in the step that follows.
         """
         events = [event.get("checkpoint") for event in self._events.read()]
         noted = [next_step for next_step in events if isinstance(next_step, int)]
-        timed = [record["step"] for record in self.steps() if record.get("checkpoint_s")]
-        return max([*noted[-1:], *timed], default=0)
+        copied, timed = 0, [0]
+        for record in self.steps():
+            if record.get("checkpoint_write_s"):
+                timed.append(copied)
+            copied = record["step"] if record.get("checkpoint_hold_s") else copied
+            timed += [record["step"]] if record.get("checkpoint_s") else []
+        return max([*noted[-1:], *timed])
 
     def _note(self, text: str, **more: int) -> None:
         event = {"wall_time": time.time(), "step": self._open_step, "text": text, **more}
-        self._events.append([event])
+        with self._events_lock:
+            self._events.append([event])
 
     def finish(self, result: dict[str, Any]) -> None:
         write_atomic(self._folder / "result.json", encode(result, indent=2))
@@ -243,7 +261,8 @@ class Journal:
         self.close()
 
     def _record(self, log: StepLog, step_s: float) -> None:
-        metrics = {"memory_gb": memory_gb(), **log.metrics, **self._stopwatch.take()}
+        metrics = {"memory_gb": memory_gb(), **log.metrics, **self._stopwatch.take(), **self._carried}
+        self._carried = {}
         metrics |= {"step_s": step_s, "wall_time": time.time()}
         if "sampled_tokens" in metrics and metrics.get("rollout_s"):
             metrics.setdefault("tokens_per_s", metrics["sampled_tokens"] / metrics["rollout_s"])
@@ -258,7 +277,9 @@ class Journal:
 
     def _mend(self) -> None:
         """Put right and report what another program did to the files since the last step."""
-        for text in [file.mend() for file in (self._events, self._samples, self._metrics)]:
+        with self._events_lock:
+            texts = [self._events.mend()]
+        for text in [*texts, *(file.mend() for file in (self._samples, self._metrics))]:
             if text is not None:
                 self.notice(text)
 
@@ -295,9 +316,9 @@ class NullJournal:
     def __init__(self):
         self._stopwatch = Stopwatch(lambda phase: None)
 
-    def _ignore(self, *_: object) -> None: ...
+    def _ignore(self, *_: object, **__: object) -> None: ...
 
-    start = check_sources = resume = notice = place = saved = finish = catch_up = __exit__ = _ignore
+    start = check_sources = resume = notice = place = saved = carry = finish = catch_up = __exit__ = _ignore
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:

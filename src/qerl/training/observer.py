@@ -12,6 +12,11 @@ class Asked:
 
 
 class Observer(Protocol):
+    @property
+    def reads_checkpoints(self) -> bool:
+        """True if `finished` must not be called before the checkpoint is on the disk."""
+        ...
+
     def begin(self, first_step: int) -> None:
         """Called once the model is loaded and a checkpoint resumed."""
 
@@ -20,10 +25,12 @@ class Observer(Protocol):
         ...
 
     def finished(self, step: int, is_saved: bool) -> None:
-        """Called after each step and the checkpoint that may follow it."""
+        """Called after each step and the copy of the state for a checkpoint that may follow it."""
 
 
 class NullObserver:
+    reads_checkpoints = False
+
     def begin(self, first_step: int) -> None: ...
 
     def after_step(self, step: int, metrics: dict[str, float]) -> Asked:

@@ -1,17 +1,26 @@
-"""The checkpoints of a run: the first rank reads and writes them, all ranks have the same learner."""
+"""The checkpoints of a run: the first rank reads and writes them, all ranks have the same learner.
+
+A step waits while the state is copied to host memory, and while the checkpoint before is still written:
+`checkpoint_hold_s`. A thread writes the copy: `checkpoint_write_s`.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from qerl.config import CheckpointConfig, RunConfig
 from qerl.errors import RunError, require
 from qerl.learner import Learner, checkpoint
+from qerl.learner.checkpoint import CheckpointError
 from qerl.learner.distributed import Ranks
+from qerl.learner.host_copy import HostCopy
 from qerl.tracking import Journal, NullJournal
 from qerl.tracking.report import write_report
+from qerl.training.checkpoint_writer import CheckpointWriter
 
 
 class RunCheckpoints:
+    """Use it as a context: its end waits until the last checkpoint is on the disk."""
+
     def __init__(
         self,
         folder: Path,
@@ -24,6 +33,20 @@ class RunCheckpoints:
         self._journal, self._ranks = journal, ranks
         self._finished: tuple[int, int, int, dict[str, Any] | None] | None = None
         self._last_saved = 0
+        self._writer, self._memory = CheckpointWriter(), HostCopy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            self._journal.notice(str(error))  # what ends the run already is its cause
+        finally:
+            self._writer.close()
 
     def load_latest(self) -> checkpoint.Resumed | None:
         """Load the newest intact checkpoint on the first rank, and copy the learner to the others, which may
@@ -40,23 +63,46 @@ class RunCheckpoints:
         """True if a checkpoint is due before this step, or the run's folder has been moved."""
         return next_step % self._config.every == 0 or next_step == num_steps or self._is_away()
 
-    def save(self, next_step: int, extra: dict[str, Any] | None = None) -> None:
-        """Save where the folder is now; raise RunError if that is not where the run began. extra: JSON values
-        besides the learner."""
+    def save(self, next_step: int, extra: dict[str, Any] | None = None, *, waits: bool = False) -> None:
+        """Begin to save where the folder is now, and wait for the end if asked to; raise RunError, after
+        saving, if that is not where the run began. extra: JSON values besides the learner."""
         self._last_saved = next_step
         if not self._ranks.is_first:
             return
-        place = self._journal.place()
-        with self._journal.span("checkpoint"):
+        with self._journal.span("checkpoint_hold"):
+            self.wait()
+            place = self._journal.place()
             folder = (place or self._folder) / "checkpoints"
-            checkpoint.save(folder, self._learner, next_step=next_step, keep=self._config.keep, extra=extra)
-            self._journal.saved(next_step)
+            state = checkpoint.snapshot(self._learner, next_step=next_step, extra=extra, memory=self._memory)
+            self._writer.start(lambda: self._write(folder, state))
+            if waits or place != self._folder:
+                self.wait()
         if place != self._folder:
             raise RunError(_away_text(self._folder, place, next_step))
 
+    def wait(self) -> None:
+        """Wait until what `save` began is on the disk; raise CheckpointError if it could not be written."""
+        self._take(waits=True)
+
     def finished(self, next_step: int, extra: dict[str, Any] | None = None) -> None:
-        """Remember that the steps before next_step are done; extra as in `save`."""
+        """Remember that the steps before next_step are done; extra as in `save`. Raise the error of a write
+        that has failed since."""
         self._finished = next_step, self._learner.version, self._learner.num_applied, extra
+        self._take(waits=False)
+
+    def _take(self, *, waits: bool) -> None:
+        try:
+            write_s = self._writer.take(waits=waits)
+        except CheckpointError:
+            if not self._is_away():  # else the next one is saved where the folder is
+                raise
+            return
+        if write_s is not None:
+            self._journal.carry(checkpoint_write_s=write_s)
+
+    def _write(self, folder: Path, state: checkpoint.Snapshot) -> None:
+        checkpoint.write(folder, state, keep=self._config.keep)
+        self._journal.saved(state.next_step)
 
     def save_finished(self) -> None:
         """Save the last finished step, in the middle of the next one: another rank is lost. Once the next
@@ -67,6 +113,7 @@ class RunCheckpoints:
         if next_step != self._last_saved and num_applied == self._learner.num_applied:
             self._learner.version = version
             self.save(next_step, extra)
+        self.wait()
         if self._last_saved:
             self._journal.notice(f"step {self._last_saved} is saved; the same command goes on from it")
 

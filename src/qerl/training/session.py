@@ -231,7 +231,7 @@ class _Session:
             save=self.save,
         )
         self.ranks.take_traffic()  # that of a step begins with it
-        with self.stop.deferred():
+        with self.stop.deferred(), self.checkpoints:
             try:
                 run(self.config, parts, first_step=first_step)
             except RankLost:
@@ -292,7 +292,7 @@ class _Session:
         is_due = self.checkpoints.is_due(next_step, self.config.num_steps)
         saves = bool(is_stopping or is_due or asks_save or asks_stop)
         if saves:
-            self.checkpoints.save(next_step, self.extra_state())
+            self.checkpoints.save(next_step, self.extra_state(), waits=self.observer.reads_checkpoints)
         self.observer.finished(step, is_saved=saves)
         self.ranks.take_traffic()
         if is_stopping:

@@ -169,7 +169,7 @@ class _SftSession:
             self.losses = {}
             self.evaluate("before")
         self.ranks.take_traffic()  # that of a step begins with it
-        with self.stop.deferred():
+        with self.stop.deferred(), self.checkpoints:
             try:
                 for step in range(first_step, self.config.num_steps):
                     self.step(step)
@@ -276,7 +276,7 @@ class _SftSession:
         is_due = self.checkpoints.is_due(next_step, self.config.num_steps)
         saves = bool(requested or is_due or asks_save or asks_stop)
         if saves:
-            self.checkpoints.save(next_step)
+            self.checkpoints.save(next_step, waits=self.observer.reads_checkpoints)
         self.observer.finished(step, is_saved=saves)
         self.ranks.take_traffic()
         if requested:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from qerl.tracking.json_lines import read_lines
 from qerl.training.observer import Asked
@@ -46,6 +46,11 @@ class CallbackObserver:
         self.state = TrainerState(max_steps=batch.num_steps * batch.updates)
         self._pending: list[dict[str, float]] = []
         self._clear()
+
+    @property
+    def reads_checkpoints(self) -> bool:
+        """True if a callback has an on_save of its own."""
+        return any(type(each).on_save is not TrainerCallback.on_save for each in self.callbacks)
 
     def call(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:

@@ -281,7 +281,9 @@ def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
     is then the last of those averaged."""
     rows = []
     for record in run.records:
-        step_s, *parts = (number(record.get(f"{name}_s")) or 0.0 for name in ("step", *PHASES))
+        held_s = number(record.get("checkpoint_hold_s")) or 0.0
+        timed = {**record, "checkpoint_s": held_s} if held_s else record  # checkpoint_s: former versions
+        step_s, *parts = (number(timed.get(f"{name}_s")) or 0.0 for name in ("step", *PHASES))
         rows.append([record["step"] + 1.0, *parts, max(0.0, step_s - sum(parts))])
     num_rows = min(len(rows), _MAX_STACKED)
     edges = [i * len(rows) // num_rows for i in range(num_rows + 1)] if rows else []
