@@ -14,8 +14,7 @@ from unittest import mock
 import torch
 
 from qerl.engine.decode_kernels import kernel_obstacle
-from qerl.engine.engine import exact_obstacle
-from qerl.engine.runner_cache import kernel_head
+from qerl.engine.runner_cache import exact_mode_obstacle, kernel_head
 from qerl.kernels.flash_attention import is_for_flash
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder, Layer
@@ -135,11 +134,14 @@ def small(family: str) -> Architecture:
 
 def _answers(a: Architecture) -> Iterator[str]:
     decoder = Decoder(a, compute=torch.bfloat16, device=torch.device("meta"))
-    for kernels in _KERNELS:
-        yield _answer(kernel_obstacle(a, kernels, decoder.compute, ranks={_RANK}, page_tokens=_PAGE_TOKENS))
+    obstacles = [
+        kernel_obstacle(a, kernels, decoder.compute, ranks={_RANK}, page_tokens=_PAGE_TOKENS)
+        for kernels in _KERNELS
+    ]
+    yield from map(_answer, obstacles)
     yield "PyTorch operations" if kernel_head(decoder, "hopper") is None else "kernel"
     yield "yes"
-    yield _answer(exact_obstacle(a))
+    yield "PyTorch operations" if exact_mode_obstacle(a) or all(obstacles) else "kernels"
     yield _learners_attention(decoder)
 
 

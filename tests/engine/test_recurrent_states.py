@@ -185,12 +185,6 @@ def test_a_prefill_needs_memory_for_its_chunks(decoder):
     assert many - few == 1000 * row
 
 
-def test_exact_mode_is_refused_in_one_line(decoder):
-    with pytest.raises(UserError, match=r"engine\.exact") as error:
-        engine_of(decoder, exact=True)
-    assert "\n" not in str(error.value) and "recurrent" in str(error.value)
-
-
 def test_published_adapters_of_the_delta_layers_are_sampled_with(tmp_path):
     decoder = load(save(oracle("Qwen3Next"), tmp_path))
     add_adapter(decoder, AdapterConfig(rank=4, target_modules=("in_proj_qkvz", "in_proj_ba", "out_proj")), 0)

@@ -15,7 +15,7 @@ from qerl.training.session import train
 
 # The learner sums a state chunk by chunk, the sampler token by token: up to 1.6e-4 apart in fp32.
 WITH_STATES = ("Qwen3_5", "Qwen3Next")
-EXACT = ("Gemma2", "Olmo3")
+EXACT = ("Gemma2", "Olmo3", "Qwen3Next")
 # Recurrent states; experts with biases and sinks; exact mode and tied heads; experts beside states.
 RESUMED = ("Qwen3_5", "GptOss", "Gemma2", "GraniteMoeHybrid")
 

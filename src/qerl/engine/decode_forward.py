@@ -59,6 +59,12 @@ class TorchForward:
         """Do nothing: the decoder's modules read the working copies themselves."""
 
     def __call__(self, state: DecodeState, num_rows: int) -> Tensor:
+        return self._run(state, num_rows, _one_step)
+
+    def together(self, state: DecodeState, num_rows: int) -> Tensor:
+        return self._run(state, num_rows, _steps_in_order)
+
+    def _run(self, state: DecodeState, num_rows: int, recur_on: Callable[..., Recur]) -> Tensor:
         cache = self._cache
         positions_B = state.positions_B[:num_rows].long()
         is_live_B = positions_B >= 0
@@ -95,7 +101,7 @@ class TorchForward:
         recur = None
         if cache.states is not None:
             states_B = state.states_B[:num_rows].long().where(is_live_B, cache.states.unused_slot)
-            recur = _recur_on(cache.states, states_B)
+            recur = recur_on(cache.states, states_B, positions_B)
         tokens_B = state.tokens_B[:num_rows].long()
         return self._decoder(
             tokens_B,
@@ -107,17 +113,36 @@ class TorchForward:
             expert_rows=self._expert_rows,
         )
 
-    def together(self, state: DecodeState, num_rows: int) -> Tensor:
-        assert self._cache.states is None, "rows of one sequence need its states one after the other"
-        return self(state, num_rows)
 
-
-def _recur_on(states: StateCache, slots_B: Tensor) -> Recur:
+def _one_step(states: StateCache, slots_B: Tensor, positions_B: Tensor) -> Recur:
     """Return a function that takes each row's states one token further, in its slot."""
 
     def recur(layer_index: int, inputs: DeltaInputs) -> Tensor:
         o_BNV, after = mix_step(inputs, states.read(layer_index, slots_B))
         states.write(layer_index, slots_B, after)
+        return o_BNV
+
+    return recur
+
+
+def _steps_in_order(states: StateCache, slots_B: Tensor, positions_B: Tensor) -> Recur:
+    """Return the same for rows of which several may have one slot: step after step, each of as many rows, so
+    that a row has the bits of a decode step. Rows at position 0 start from zeros."""
+    earlier_BB = (slots_B[:, None] == slots_B[None, :]).tril(-1)
+    nth_B = earlier_BB.sum(1).where(slots_B != states.unused_slot, 0)
+    # a graph serves every batch: up to as many rows of one sequence as there are rows
+    num_steps = len(slots_B) if slots_B.is_cuda else int(nth_B.max()) + 1
+    chosen = [nth_B == step for step in range(num_steps)]
+    slots = [slots_B.where(chosen_B, states.unused_slot) for chosen_B in chosen]
+    is_new_B = positions_B == 0
+
+    def recur(layer_index: int, inputs: DeltaInputs) -> Tensor:
+        o_BNV: Tensor | None = None
+        for chosen_B, step_slots_B in zip(chosen, slots, strict=True):
+            y_BNV, after = mix_step(inputs, states.read(layer_index, step_slots_B, is_new_B))
+            states.write(layer_index, step_slots_B, after)
+            o_BNV = y_BNV if o_BNV is None else y_BNV.where(chosen_B[:, None, None], o_BNV)
+        assert o_BNV is not None
         return o_BNV
 
     return recur

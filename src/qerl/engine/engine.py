@@ -49,20 +49,12 @@ from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
 from qerl.kernels.compile_ahead import CompileReport
-from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
 from qerl.types import Group, Prompt, Sampling
 
 # A cache limited by memory is kept unless a new one is clearly larger: its CUDA graphs would be lost.
 _WORTH_KEEPING = 0.9
-
-
-def exact_obstacle(a: Architecture) -> str | None:
-    """Return why engine.exact cannot sample from such a decoder; None if it can."""
-    if a.delta is not None:
-        return f"recurrent states: a decode step and a prefill of {a.family} sum in different orders"
-    return None
 
 
 class Engine(SamplingEngine):
@@ -81,8 +73,6 @@ class Engine(SamplingEngine):
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self._decoder, self._config = decoder, config
-        if config.exact and (obstacle := exact_obstacle(decoder.architecture)) is not None:
-            raise UserError(f"engine.exact does not support {obstacle}; unset it")
         self._cache: KVCache | None = None
         self._kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else decoder.compute
         self._runners = RunnerCache(decoder, config, stop_token_ids)

@@ -35,6 +35,7 @@ from qerl.kernels.decode_shape import CHUNK
 from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head, head_sampler
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
+from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels, choose_kernels
 from qerl.models.packed_linear import PackedNVFP4, PackedTiles
@@ -54,9 +55,8 @@ class RunnerCache:
         self._decoder, self._config = decoder, config
         self.kernels: Kernels = choose_kernels(config.kernels, decoder.device)
         """The kernels of decode steps, unless there is an obstacle."""
-        self.obstacle = _exact_mode_obstacle(decoder, config) or KernelForward.obstacle(
-            decoder, config.block_size, self.kernels
-        )
+        exact = exact_mode_obstacle(decoder.architecture) if config.exact else None
+        self.obstacle = exact or KernelForward.obstacle(decoder, config.block_size, self.kernels)
         """The reason why decode steps use PyTorch operations; None if they use the kernels."""
         self._is_fast = self.obstacle is None
         self.max_rows = min(config.max_num_seqs, MAX_ROWS) if self._is_fast else config.max_num_seqs
@@ -196,9 +196,11 @@ class RunnerCache:
         return FusedSampler(self._head, sampling.temperature, self._stop_tokens)
 
 
-def _exact_mode_obstacle(decoder: Decoder, config: EngineConfig) -> str | None:
-    """Return why exact mode does without the decode kernels; None if it does not."""
-    if config.exact and decoder.architecture.mixture is not None and not untried.are_used():
+def exact_mode_obstacle(a: Architecture) -> str | None:
+    """Return why exact mode does without the decode kernels; None if it uses them."""
+    if a.delta is not None:
+        return "in exact mode recurrent states take the tokens of a prompt one by one, which they do not"
+    if a.mixture is not None and not untried.are_used():
         return f"no GPU has run exact mode of mixtures with them yet ({untried.VARIABLE}=1 uses them)"
     return None
 

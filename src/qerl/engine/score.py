@@ -53,25 +53,35 @@ def score(
 def _split_batches(
     groups: list[Group], noise_rows: list[tuple[int, list[int]]], cache: KVCache
 ) -> list[_ScoreBatch]:
-    """Keep the samples' order. Any one sample fits into the cache together with its prompt."""
-    page_tokens, batches, pool = cache.page_tokens, [_ScoreBatch()], PagePool(cache.num_pages)
+    """Keep the samples' order. Any one sample fits into the cache with its prompt, and so do their states."""
+    page_tokens, batches, (pool, states) = cache.page_tokens, [_ScoreBatch()], _pools(cache)
+    num_states = 0 if cache.states is None else 1  # of a prompt, of a sample
     for group, (prompt_row, rows_G) in zip(groups, noise_rows, strict=True):
         P = len(group.prompt.tokens_T)
         prompt_pages: list[int] | None = None
         for sample, noise_row in zip(group.samples_G, rows_G, strict=True):
             num_own = own_pages(P, len(sample.tokens_T), page_tokens)
-            if num_own + (num_pages(P, page_tokens) if prompt_pages is None else 0) > pool.num_free:
+            is_first = prompt_pages is None
+            needed = num_own + is_first * num_pages(P, page_tokens)
+            if needed > pool.num_free or num_states * (1 + is_first) > states.num_free:
                 batches.append(_ScoreBatch())
-                pool, prompt_pages = PagePool(cache.num_pages), None
+                (pool, states), prompt_pages = _pools(cache), None
             batch = batches[-1]
             if prompt_pages is None:
                 prompt_pages = pool.allocate(num_pages(P, page_tokens))
-                batch.prompts.append(PrefillChunk(group.prompt.tokens_T, 0, prompt_pages, prompt_row))
+                state, prompt_T = states.allocate(num_states), group.prompt.tokens_T
+                batch.prompts.append(PrefillChunk(prompt_T, 0, prompt_pages, prompt_row, state=state))
             pages = prompt_pages[: P // page_tokens] + pool.allocate(num_own)
-            batch.samples.append(PrefillChunk(sample.tokens_T, P, pages, noise_row))
+            state = states.allocate(num_states)
+            batch.samples.append(PrefillChunk(sample.tokens_T, P, pages, noise_row, state=state))
             batch.prompt_indices.append(len(batch.prompts) - 1)
             batch.allowed.append(_of_all_tokens(sample))
     return batches
+
+
+def _pools(cache: KVCache) -> tuple[PagePool, PagePool]:
+    """Return the pages and the slots of recurrent states, all free."""
+    return PagePool(cache.num_pages), PagePool(cache.num_state_slots)
 
 
 def _score_batch(
@@ -85,10 +95,12 @@ def _score_batch(
     first_mask = TokenMask.joined(first, [1] * len(first), device)
     first_S = _logprobs(sampler, hidden_BD, [s.tokens_T[0] for s in batch.samples], rows, first_mask)
     pairs = zip(batch.samples, batch.prompt_indices, strict=True)
-    longer = [(s, batch.prompts[index].pages) for s, index in pairs if len(s.tokens_T) > 1]
+    longer = [(s, batch.prompts[index]) for s, index in pairs if len(s.tokens_T) > 1]
     if not longer:
         return first_S
-    cache.copy_partial_pages([(s.first_position, pages, s.pages) for s, pages in longer])
+    cache.copy_partial_pages([(s.first_position, prompt.pages, s.pages) for s, prompt in longer])
+    if cache.states is not None:
+        cache.states.copy([(prompt.state, s.state) for s, prompt in longer])
     chunks = [dataclasses.replace(s, tokens_T=s.tokens_T[:-1]) for s, _ in longer]
     later_tokens = [token for s, _ in longer for token in s.tokens_T[1:]]
     later = [each and each.of(slice(1, None)) for each in batch.allowed]

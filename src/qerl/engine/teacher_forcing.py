@@ -3,8 +3,9 @@
     rows      the chunks' tokens in order, `rows` of them a forward
     a row     token, position and pages of its sequence, as if the token had just been sampled
 
-All rows of a forward write their keys and values before any attends, so a chunk may span several forwards,
-and a row's bits are those of the decode step that sampled the next token (tests/parity/test_exact.py).
+All rows of a forward write their keys and values before any attends, and recurrent states take the rows of
+a sequence one after the other, in its slot. So a chunk may span several forwards, and a row's bits are those
+of the decode step that sampled the next token (tests/parity/test_exact.py, test_exact_hybrids.py).
 """
 
 from collections.abc import Iterator
@@ -71,11 +72,13 @@ class TeacherForcing:
             table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         tokens_R, positions_R, chunks_R, noise_rows_R = host.to(device)
         tables = tables.to(device)
+        slots = torch.tensor([chunk.state[0] if chunk.state else 0 for chunk in chunks], device=device)
         for start in range(0, num_rows, self.rows):
             some = slice(start, start + self.rows)
             state.tokens_B.copy_(tokens_R[some])
             state.positions_B.copy_(positions_R[some])
             state.noise_rows_B.copy_(noise_rows_R[some])
+            state.states_B.copy_(slots[chunks_R[some]])
             state.tables_BX[:, :width] = tables[chunks_R[some]]
             self.num_forwards += 1
             self.num_tokens += min(total - start, self.rows)
