@@ -66,7 +66,7 @@ def test_reference_and_the_engine_draw_from_the_same_distribution(rng):
     assert torch.allclose(logprobs, p.log()[drawn])
 
 
-@pytest.mark.parametrize("D", [64, 128, 576, 3584, 5120])
+@pytest.mark.parametrize("D", [64, 128, 576, 2944, 3584, 5120])
 @pytest.mark.parametrize("head_format", [0, 1, 2])
 def test_every_size_has_a_tile_that_fits(head_format, D):
     if head_format and D % 128:
@@ -139,6 +139,26 @@ def test_logits_are_those_of_float64(name, M, V, D, cuda, rng):
     truth = hidden.double() @ weight.T
     assert got.shape == (M, V) and got.dtype == torch.float32
     assert rms_error(got, truth) <= 1.1 * torch_error(hidden.shape[1], rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("M", [1, 8, 33, 70])
+def test_a_head_whose_rows_end_with_zeros_reads_the_hidden_states_before_them(name, M, cuda, rng):
+    """gpt-oss's 2,880 elements, in a head of 2,944; also while a graph is recorded."""
+    head, _ = make_head(name, 1088, 2944, rng)
+    hidden, keys, positions = rows(M, 2944, rng)
+    hidden[:, 2880:] = 0
+    short = hidden[:, :2880].contiguous()
+    kernel = op.HeadSample(head, M, hidden.device)
+    assert torch.equal(kernel.logits(short), kernel.logits(hidden))
+    want = kernel.draw(hidden, keys, positions, heat(0.7))
+    kernel.draw(short, keys, positions, heat(0.7))
+    temperature, graph = heat(0.7), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = kernel.draw(short, keys, positions, temperature)
+    graph.replay()
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 @pytest.mark.gpu

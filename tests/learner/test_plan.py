@@ -107,6 +107,15 @@ def test_a_packed_head_is_a_copy_in_its_format_tied_or_not_and_is_unpacked_to_le
     assert op.head_bytes(SMALL, packed, 200) - op.head_bytes(SMALL, CONFIG, 200) == 2 * 1000 * 128
 
 
+def test_the_rows_of_a_packed_head_are_padded():
+    """2,880 weights to 2,944, as the decode kernel reads them."""
+    wide = dataclasses.replace(SMALL, width=2880)
+    plain, packed = op.embedding_bytes(wide), op.embedding_bytes(wide, "nvfp4")
+    assert plain - packed == 1000 * (2 * 2880 - 0.5625 * 2944)
+    config = dataclasses.replace(CONFIG, model=ModelConfig(head_format="nvfp4"))
+    assert op.head_bytes(wide, config, 200) - op.head_bytes(wide, CONFIG, 200) == 2 * 1000 * 2944
+
+
 def test_the_adapter_is_of_the_targets_alone():
     assert op.num_trained_weights(SMALL, CONFIG) == 3 * 16 * IN_AND_OUT
     one = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4, target_modules=("k_proj",)))

@@ -33,8 +33,7 @@ class ModelConfig:
 
     head_format: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """Format of the LM head, in sampling and in learning. bf16: model.dtype, as the embedding (whose table it
-    is if they are tied). fp8 and nvfp4 need a width divisible by 128, nvfp4 also a vocabulary divisible by
-    64."""
+    is if they are tied). nvfp4 needs a vocabulary divisible by 64 and a width divisible by 16."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a CUDA device if there is one."""

@@ -137,7 +137,7 @@ class PortableHeadSample(HeadSample):
         self._weight = head.codes.view(torch.uint8) if isinstance(head, FP8) else head.weight
 
     def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV, *, output: int) -> None:
-        m = len(hidden_MD)
+        m, hidden_MD = len(hidden_MD), self._widened(hidden_MD)
         assert hidden_MD.shape == (m, self._d) and hidden_MD.is_contiguous()
         if logits_MV is None:
             assert m <= len(self._partials)

@@ -18,7 +18,8 @@ temperature 1. A row with a product or a logit that is not finite gets logprob N
 Two launches: the product, which writes 16 bytes per 64 of the vocabulary (the best score, its v, its logit,
 the log of the sum of exponentials), and their reduction in a fixed order. A row's numbers do not depend on
 M, the other rows or the tile chosen for M (tests/kernels/test_head_sample.py). V is a multiple of 16, D of
-64 (FP8 and NVFP4: of 128). Hopper only; head_portable.py is for other GPUs.
+64 (FP8 and NVFP4: of 128). Hidden states of fewer elements are padded with zeros, for heads whose rows end
+with zeros (models/lm_head.py). Hopper only; head_portable.py is for other GPUs.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ import struct
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qerl.formats import BF16, FP8
 from qerl.kernels.cached_method import cached_method
@@ -34,6 +36,7 @@ from qerl.kernels.nvfp4_tile import TILE_BYTES
 from qerl.kernels.nvrtc import addresses, compiled, tensor_map
 
 CASES = ((1, 1008, 192), (7, 4096, 896), (8, 2064, 3584), (64, 1040, 576), (65, 640, 1024), (256, 1616, 320))
+WIDTH_MULTIPLE = 128  # of D, in FP8 and NVFP4
 CHUNK = 64  # of the vocabulary; its best token and sum are one partial result
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor; each CTA also takes 1 KB of its own
 _MASK = 2**32 - 1
@@ -124,7 +127,7 @@ _FORMATS = {BF16: 0, FP8: 1, NVFP4Head: 2}
 def check_head(head: Head) -> None:
     """Assert what both samplers need."""
     v, d = head.shape
-    assert v % 16 == 0 and d % (64 if isinstance(head, BF16) else 128) == 0
+    assert v % 16 == 0 and d % (64 if isinstance(head, BF16) else WIDTH_MULTIPLE) == 0
     assert all(tensor.is_contiguous() for tensor in vars(head).values())
 
 
@@ -298,7 +301,7 @@ class HeadSample:
         self._finish(m, pointers, sizes, step=1)
 
     def _multiply(self, hidden_MD, keys, positions, temperature, logits_MV, *, output: int) -> None:
-        m = len(hidden_MD)
+        m, hidden_MD = len(hidden_MD), self._widened(hidden_MD)
         assert hidden_MD.shape == (m, self._d) and hidden_MD.dtype == torch.bfloat16
         assert hidden_MD.is_contiguous() and hidden_MD.data_ptr() % 16 == 0
         if logits_MV is None:
@@ -329,6 +332,12 @@ class HeadSample:
                 operands,
             ),
         )
+
+    def _widened(self, hidden_MD: Tensor) -> Tensor:
+        """Return the hidden states with a zero for each zero at the end of the head's rows."""
+        missing = self._d - hidden_MD.shape[1]
+        assert 0 <= missing < WIDTH_MULTIPLE
+        return F.pad(hidden_MD, (0, missing)) if missing else hidden_MD
 
     @property
     def _options(self) -> dict[str, int]:

@@ -366,7 +366,7 @@ def chunked_logprob(
         rows_C = torch.arange(len(hidden_TD), device=hidden_TD.device)
     assert hidden_TD.ndim == 2 and targets_C.shape == rows_C.shape and targets_C.dtype == torch.int64
     assert len(head.shape) == 2 and head.shape[1] == hidden_TD.shape[1]
-    assert isinstance(head, PackedOperand) or head.is_contiguous()
+    assert isinstance(head, PackedOperand) or head.stride(1) == 1
     assert temperature > 0 and chunk_tokens > 0
     settings = _Settings(temperature, chunk_tokens, softcap, mask)
     if hidden_TD.requires_grad and torch.is_grad_enabled():

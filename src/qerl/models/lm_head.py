@@ -9,17 +9,21 @@
 The decode kernel (kernels/head_sample.py) reads the packed weight, every other pass its operand, which is
 exact in bfloat16, so all passes have the same policy (tests/models/test_lm_head.py). A packed head is a
 separate copy: the embedding stays in the compute dtype. An untied head's full weight is freed once it is
-packed.
+packed. Its rows are padded with zeros to a multiple of 128 weights, as the decode kernel reads: gpt-oss's
+2,880 to 2,944.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qerl.errors import UserError
 from qerl.formats import FP8, NVFP4, PackedWeight
 from qerl.formats.fp8 import BLOCK as FP8_BLOCK
+from qerl.formats.nvfp4 import BLOCK_WEIGHTS as NVFP4_BLOCK
 from qerl.kernels import tile_unpack
 from qerl.kernels.head_operand import HeadOperand, PackedOperand
+from qerl.kernels.head_sample import WIDTH_MULTIPLE
 from qerl.kernels.logprob import cap_
 from qerl.kernels.matmul_fp32 import product
 from qerl.kernels.nvfp4_decode import TILE_ROWS
@@ -30,7 +34,7 @@ from qerl.models.packed_linear import PackedNVFP4, tile_group
 # Number of weights unpacked at a time for logits: 134 MB in bfloat16, where 152064 x 3584 of them are 1.1 GB.
 _CHUNK_WEIGHTS = 1 << 26
 _BLOCK_ROWS = 128  # a chunk is whole blocks of FP8 and whole tiles
-_MULTIPLES = {"bf16": (1, 1), "fp8": (1, 128), "nvfp4": (64, 128)}
+_MULTIPLES = {"bf16": (1, 1), "fp8": (1, 1), "nvfp4": (64, NVFP4_BLOCK)}
 _ENCODE = {"fp8": FP8.encode_exact, "nvfp4": NVFP4.encode}
 
 
@@ -38,11 +42,15 @@ def check_head(format: str, vocab_size: int, width: int) -> None:
     """Raise UserError if a head of this shape does not fit the format's blocks."""
     rows, columns = _MULTIPLES[format]
     if vocab_size % rows or width % columns:
-        vocabulary = f"a vocabulary that is a multiple of {rows} and " if rows > 1 else ""
         raise UserError(
-            f"model.head_format: {format} needs {vocabulary}a width that is a multiple of {columns};"
-            f" the model has {vocab_size} tokens and width {width}"
+            f"model.head_format: {format} needs a vocabulary that is a multiple of {rows} and a width that is"
+            f" a multiple of {columns}; the model has {vocab_size} tokens and width {width}"
         )
+
+
+def packed_width(width: int) -> int:
+    """Return the weights in a row of a packed head, zeros at its end included."""
+    return -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 class LMHead(nn.Module):
@@ -67,6 +75,7 @@ class LMHead(nn.Module):
     def load_packed(self, packed: PackedWeight) -> None:
         """Replace the full weight by one in FP8 or NVFP4."""
         assert packed.shape == self.shape
+        packed = _padded(packed)
         is_tiled = self.compute == torch.bfloat16 and has_tile_kernels(packed.alpha.device)
         if isinstance(packed, NVFP4) and is_tiled:
             packed = PackedNVFP4(tile_group([packed], UnpackRows.ALL), 0)
@@ -83,14 +92,20 @@ class LMHead(nn.Module):
         if self.packed is None:
             assert self.weight is not None
             return self.weight
-        return self.packed.operand(self.compute) if self._operand is None else self._operand
+        if self._operand is not None:
+            return self._operand
+        return self.packed.operand(self.compute)[:, : self.shape[1]]
 
     def sliced_operand(self) -> HeadOperand:
         """Return the operand; of a packed weight that is not resident, one to unpack some rows at a time."""
-        packed = self.packed
-        if packed is None or self._operand is not None:
+        if self.packed is None or self._operand is not None:
             return self.operand()
-        return PackedOperand(self.shape, self.compute, lambda rows: _operand_rows(packed, rows, self.compute))
+        return PackedOperand(self.shape, self.compute, self._rows)
+
+    def _rows(self, rows: slice) -> Tensor:
+        """Unpack some rows of the operand; the first is a multiple of _BLOCK_ROWS."""
+        assert self.packed is not None
+        return _operand_rows(self.packed, rows, self.compute)[:, : self.shape[1]]
 
     @property
     def is_plain(self) -> bool:
@@ -113,8 +128,7 @@ class LMHead(nn.Module):
         step = max(_CHUNK_WEIGHTS // d // _BLOCK_ROWS, 1) * _BLOCK_ROWS
         for start in range(0, v, step):
             rows = slice(start, min(start + step, v))
-            operand = _operand_rows(self.packed, rows, self.compute)
-            torch.mul(product(hidden_TD, operand.T), self.alpha, out=logits_TV[:, rows])
+            torch.mul(product(hidden_TD, self._rows(rows).T), self.alpha, out=logits_TV[:, rows])
         return logits_TV
 
     @property
@@ -125,7 +139,7 @@ class LMHead(nn.Module):
 
 
 def _operand_rows(weight: PackedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Unpack some rows of the operand; the first is a multiple of _BLOCK_ROWS."""
+    """Unpack some rows with the zeros at their ends."""
     if isinstance(weight, FP8):
         blocks = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
         return FP8(weight.codes[rows], weight.scales[blocks]).operand(dtype)
@@ -134,3 +148,19 @@ def _operand_rows(weight: PackedWeight, rows: slice, dtype: torch.dtype) -> Tens
         return tile_unpack.unpack(tiles, UnpackRows.ALL, dtype)
     assert isinstance(weight, NVFP4)
     return NVFP4(weight.codes[rows], weight.scales[rows], weight.global_scale).operand(dtype)
+
+
+def _padded(packed: PackedWeight) -> PackedWeight:
+    """Return the weight with rows as long as the decode kernel reads."""
+    _, k = packed.shape
+    missing = packed_width(k) - k
+    if isinstance(packed, FP8) and missing:
+        return FP8(_with_zeros(packed.codes, missing), packed.scales)
+    if isinstance(packed, NVFP4) and missing:
+        codes, scales = _with_zeros(packed.codes, missing // 2), packed.scales
+        return NVFP4(codes, _with_zeros(scales, missing // NVFP4_BLOCK), packed.global_scale)
+    return packed
+
+
+def _with_zeros(x_NB: Tensor, count: int) -> Tensor:
+    return F.pad(x_NB.view(torch.uint8), (0, count)).view(x_NB.dtype)

@@ -45,6 +45,7 @@ from qerl.learner.plan.teacher import planned_teacher
 from qerl.models.architecture import Architecture
 from qerl.models.device import COMPUTE
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, adapter_targets, counted_specs
+from qerl.models.lm_head import packed_width
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
 _CHECKPOINTING_MODES = "none", "layer", "offload"
@@ -96,9 +97,10 @@ def embedding_bytes(
         for spec, count in counted_specs(a)
     )
     norms = 4 * (in_fp32 + (2 * num_noise_rows * a.num_layers + 1) * a.width)
-    plain_head = 0 if a.tied_head else element_bytes
-    head = plain_head if head_format == "bf16" else FORMATS[head_format].bytes_per_weight
-    return a.vocab_size * a.width * (element_bytes + head) + norms
+    head = 0.0 if a.tied_head else element_bytes * a.width
+    if head_format != "bf16":
+        head = FORMATS[head_format].bytes_per_weight * packed_width(a.width)
+    return a.vocab_size * (element_bytes * a.width + head) + norms
 
 
 def num_trained_weights(a: Architecture, config: RunConfig) -> int:
@@ -263,7 +265,7 @@ def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     chunk, is_packed = min(config.learn.logprob_chunk_tokens, rows), config.model.head_format != "bf16"
     has_divergence = config.distil.is_divergence
     columns = a.vocab_size if has_divergence else slice_columns(a.vocab_size, a.width, is_packed=is_packed)
-    operand = element_bytes(config) * columns * a.width if is_packed else 0
+    operand = element_bytes(config) * columns * packed_width(a.width) if is_packed else 0
     # A divergence has logits and probabilities at once.
     logits = chunk * columns * (4 + 4 * has_divergence + element_bytes(config))
     return logits + rows * a.width * (2 * 4 + element_bytes(config)) + operand
