@@ -59,6 +59,7 @@ static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static void __syncthreads() { block->arrive_and_wait(); }
 static void __threadfence() {}
 static float4 __ldcs(const float4* from) { return *from; }
+static uint4 __ldcs(const uint4* from) { return *from; }
 static void __stcs(float4* to, float4 x) { *to = x; }
 static int atomicAdd(int* to, int x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
 static unsigned to_bfloat16(float x) {

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import rms_error
+from kernels.cuda_on_cpu import CpuKernel, copy_sources, has_compiler
 from qerl.kernels import expert_rows as op
 
 GIVEN = [dict(zip(("alpha_E", "bias_EN", "plus_SN"), flags, strict=True)) for flags in
@@ -39,6 +40,21 @@ def test_every_combination_is_the_references(given, in_place, rng):
         out = product_SN if in_place else torch.full_like(product_SN, float("nan"))
         op.scale_and_add(product_SN, ints(chosen), ints(ends), **added, out=out)
         assert rms_error(out, want) < 1e-6
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs g++")
+def test_the_kernels_source_rounds_once_on_a_cpu(rng, tmp_path, monkeypatch):
+    copy_sources(tmp_path)
+    kernel = CpuKernel("expert_rows.cu", "scale_and_add", {}, tmp_path)
+    monkeypatch.setenv("QERL_UNTRIED", "1")
+    monkeypatch.setattr(op.row_kernel, "are_vectors", lambda *tensors: True)
+    monkeypatch.setattr(op.row_kernel, "kernel", lambda file, name, device: kernel)
+    for given, (S, E, N), in_place in ((GIVEN[7], (4, 4, 64), False), (GIVEN[5], (3, 2, 2056), True)):
+        product_SN, chosen, ends, added = operands(S, E, N, given, rng, torch.bfloat16)
+        want = op.reference(product_SN, chosen, ends, *added.values())
+        out = product_SN if in_place else torch.full_like(product_SN, float("nan"))
+        op.scale_and_add(product_SN, ints(chosen), ints(ends), **added, out=out)
+        assert rms_error(out, want) <= 1.01 * rms_error(want.bfloat16(), want) + 1e-7
 
 
 @pytest.mark.gpu

@@ -8,10 +8,13 @@ Sums are fp32 and rounded once. On a GPU one kernel reads and writes each row on
 1,536); PyTorch's operations broadcast alphas at a fifth of the memory's rate and write the biases out.
 """
 
+import struct
+
 import torch
 from torch import Tensor
 
 from qerl.kernels import row_kernel, untried
+from qerl.kernels.nvrtc import addresses
 
 CASES = ((5, 4, 64), (300, 32, 1536), (64, 7, 2880))  # S, E, N
 
@@ -54,9 +57,10 @@ def scale_and_add(
         assert all(x.is_contiguous() for x in (product_SN, out, chosen_G, ends_G, *given))
         assert alpha_E is None or (alpha_E.dtype == torch.float32 and alpha_E.is_contiguous())
         blocks = -(-N // 2048)
-        parameters = product_SN, alpha_E, bias_EN, plus_SN, chosen_G, ends_G, out, len(chosen_G), N, blocks
+        pointers = addresses(product_SN, alpha_E, bias_EN, plus_SN, chosen_G, ends_G, out)
+        operands = struct.pack("7Q3i4x", *pointers, len(chosen_G), N, blocks)
         kernel = row_kernel.kernel("expert_rows.cu", "scale_and_add", out.device)
-        kernel.launch(grid=S * blocks, block_threads=256, parameters=parameters)
+        kernel.launch(grid=S * blocks, block_threads=256, parameters=(operands,))
         return
     if bias_EN is not None:
         bias_SN = _of_rows(bias_EN, chosen_G, ends_G, S)
