@@ -1,6 +1,8 @@
 """A mixture of experts in the plan, by hand: sums are written out, not computed the same way."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import LayerKind, Mixture
 from qerl.models.random_weights import SHAPES, random_decoder
 
+MIXTURES = Path(__file__).parents[2] / "docs" / "mixtures.md"
 PROMPT = 40
 EXPERTS = Mixture(num_experts=8, num_chosen=2, width=64, softmax_over="chosen", stored="separate")
 MIXED = dataclasses.replace(
@@ -159,3 +162,19 @@ def test_the_command_plans_whole_steps_of_real_mixtures(
     text = capsys.readouterr().out
     (peak,) = (line for line in text.splitlines() if line.startswith("peak"))
     assert "experts of rank 4" in text and 0.7 * below_gb < float(peak.split()[1]) < below_gb, text
+
+
+@pytest.mark.parametrize(
+    ("shape", "max_tokens", "below_gb"), [("gpt-oss-20b", 1024, 16), ("gpt-oss-120b", 2048, 74)]
+)
+def test_a_head_in_nvfp4_is_planned_for_gpt_oss(capsys, shape, max_tokens, below_gb):
+    """The page of mixtures has these: saved inputs on the host and 8-bit moments besides."""
+    options = [*BASE, "--num-generations", "8", "--sample.max-tokens", str(max_tokens)]
+    options += ["--learn.max-tokens-per-microbatch", str(max_tokens + 256), "--model.format", "mxfp4"]
+    options += ["--learn.gradient-checkpointing", "offload", "--learn.optim", "adamw_8bit"]
+    peaks = []
+    for head in ("bf16", "nvfp4"):
+        command(["plan", shape, "--gpu", "h100", *options, "--model.head-format", head])
+        (peak,) = re.findall(r"^peak +([\d.]+) GB", capsys.readouterr().out, flags=re.M)
+        peaks.append(float(peak))
+    assert peaks[1] < below_gb and f"{peaks[0]:.1f} GB | {peaks[1]:.1f} GB |" in MIXTURES.read_text()
