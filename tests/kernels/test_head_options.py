@@ -125,7 +125,9 @@ def test_the_learners_kernel_on_a_cpu_has_float64s_logprobs_and_slopes(softcap, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize(("T", "D", "V", "chunk_tokens"), [(33, 64, 4096, 64), (300, 896, 32_000, 128)])
+@pytest.mark.parametrize(
+    ("T", "D", "V", "chunk_tokens"), [(33, 64, 4096, 64), (300, 896, 32_000, 128), (33, 64, 131_072, 64)]
+)
 def test_capped_logprobs_are_no_less_exact_than_torchs(
     T, D, V, chunk_tokens, temperature, softcap, cuda, monkeypatch, rng
 ):
