@@ -3,9 +3,15 @@
 import itertools
 
 import pytest
+import torch
 
+from benchmarks import matrix
 from engine.parts import drawn, engine_of, prompts_of
 from models.tiny import tiny
+from qerl.engine.decode_runner import DecodeRunner
+from qerl.engine.runner_cache import min_graph_rows
+from qerl.kernels.architectures import ARCHITECTURES
+from qerl.models.random_weights import shape
 
 MOST = 12  # tokens of a sample
 LENGTHS = (5, 14, 18, 22, 30, 36, 40, 44)
@@ -51,3 +57,58 @@ def test_tables_grow_by_a_quarter_at_least_and_no_wider_than_the_models_sequence
     engine.expect(10 * decoder.max_positions)
     cache._max_pages = 0
     assert cache._table_pages(3) == widths[-1]
+
+
+class Sampler:
+    is_capturable = True
+
+
+class Forward:
+    is_capturable = True
+
+
+def recording(monkeypatch, *, max_rows=64, min_rows=1, uses_graphs=True):
+    monkeypatch.setattr(DecodeRunner, "_uses_graphs", uses_graphs)
+    sizes = {"max_rows": max_rows, "max_pages": 1, "page_tokens": 16, "max_steps": 1, "min_rows": min_rows}
+    cpu = torch.device("cpu")
+    return DecodeRunner(Forward(), Sampler(), **sizes, device=cpu, pool=None, min_graph_rows=8)  # type: ignore[arg-type]
+
+
+def test_up_to_eight_rows_share_a_graph_and_the_last_samples_arrange_nothing_anew(monkeypatch):
+    runner = recording(monkeypatch)
+    assert [runner._rows(n) for n in (1, 2, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 8, 16, 24]
+    runner._samples_B = [None] * 8  # type: ignore
+    assert not any(runner.would_shrink(n) for n in range(1, 9))
+    runner._samples_B = [None] * 9  # type: ignore
+    assert runner.would_shrink(8)
+
+
+def test_a_graph_has_no_more_rows_than_the_runner_and_no_fewer_than_exact_mode_asks_for(monkeypatch):
+    assert recording(monkeypatch, max_rows=3)._rows(1) == 3
+    assert recording(monkeypatch, min_rows=16)._rows(1) == 16
+
+
+def test_a_step_without_a_graph_has_exactly_the_rows_of_its_samples(monkeypatch):
+    runner = recording(monkeypatch, uses_graphs=False)
+    assert [runner._rows(n) for n in (1, 3, 8, 9)] == [1, 3, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_fast", "rows"),
+    [("qwen2.5-7b", True, 8), ("qwen2.5-7b", False, 1), ("gpt-oss-20b", True, 1), ("qwen3.5-9b", True, 8)],
+)
+def test_pytorchs_products_and_mixtures_keep_graphs_of_fewer_rows(model, is_fast, rows):
+    assert min_graph_rows(shape(model), is_fast=is_fast) == rows
+
+
+def test_on_hopper_products_and_sampling_of_one_row_are_the_code_of_eight():
+    card = ARCHITECTURES["sm_90a"]
+    one, eight = (
+        {
+            (variant.file, variant.defines)
+            for variant in matrix.decode_variants(shape("qwen2.5-7b"), card, rows, rank=32)
+            if variant.file != "decode_attention.cu"  # its number of CTAs depends on the rows
+        }
+        for rows in (1, 8)
+    )
+    assert one == eight and len(one) >= 6

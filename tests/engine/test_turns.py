@@ -7,6 +7,7 @@ import torch
 
 from engine.parts import drawn, engine_of
 from engine.test_decode_kernels import NEVER, decoder_of, small_prompts
+from qerl.engine import runner_cache
 from qerl.errors import UserError
 
 pytestmark = [
@@ -40,6 +41,17 @@ def test_between_calls_the_cache_takes_no_memory_and_its_graphs_stay(decoder, li
         torch.full((2 << 30,), 1.0, device="cuda").sum().item()  # what learning writes where pages were
         assert drawn(engine, prompts_P, max_tokens=100) == before
         assert engine._cache is cache and runner._graphs == graphs and free_bytes() == free
+
+
+def test_a_few_samples_in_the_graph_of_eight_are_those_of_their_own_graphs_bit_for_bit(decoder, monkeypatch):
+    drawn_by_rows = []
+    for rows in (8, 1):
+        monkeypatch.setattr(runner_cache, "_SHARED_ROWS", rows)
+        engine = engine_of(decoder, stop_token_ids=NEVER)
+        drawn_by_rows.append([drawn(engine, small_prompts(*LENGTHS[:n]), max_tokens=40) for n in (1, 2, 3)])
+        (runner,) = engine._runners._runners.values()
+        assert sorted(runner._graphs) == ([8] if rows == 8 else [1, 2, 4])
+    assert drawn_by_rows[0] == drawn_by_rows[1]
 
 
 def test_a_larger_call_takes_other_addresses_and_leaves_none_behind(decoder):

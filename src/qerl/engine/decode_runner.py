@@ -59,8 +59,10 @@ class DecodeRunner:
         min_rows: int,
         device: torch.device,
         pool: Any,
+        min_graph_rows: int = 1,
     ):
-        """min_rows: least rows of a step, padded if fewer samples run. pool: of the CUDA graphs."""
+        """min_rows: least rows of a step, padded if fewer samples run. pool: of the CUDA graphs.
+        min_graph_rows: rows of the graph that serves all smaller numbers; the rows that are left are idle."""
         self.sampler = sampler
         self.num_steps = 0
         """Steps launched since this was last set to 0."""
@@ -69,6 +71,7 @@ class DecodeRunner:
         self._forward, self._page_tokens, self._pool = forward, page_tokens, pool
         self._max_steps = max_steps
         self.max_rows, self._min_rows, self._device = max_rows, min_rows, device
+        self._min_graph_rows = min_graph_rows
         self._host = DecodeState.empty(self.max_rows, max_pages, 1, "cpu")
         self._state = DecodeState.empty(self.max_rows, max_pages, max_steps, device)
         self._samples_B: list[LiveSample] = []
@@ -177,8 +180,10 @@ class DecodeRunner:
         self._unread.clear()
 
     def _rows(self, num_samples: int) -> int:
-        num_rows = bucket_of(num_samples, num_samples) if self._uses_graphs else num_samples
-        return min(max(num_rows, self._min_rows), self.max_rows)
+        num_rows, min_rows = num_samples, self._min_rows
+        if self._uses_graphs:
+            num_rows, min_rows = bucket_of(num_samples, num_samples), max(min_rows, self._min_graph_rows)
+        return min(max(num_rows, min_rows), self.max_rows)
 
     def _step(self, num_rows: int) -> None:
         if num_rows in self._graphs:

@@ -48,6 +48,10 @@ _PAGES_AT_ONCE = 16  # tables are made a little wider than needed, for the next 
 # A wider table drops all recorded graphs, so the second one is wider by a quarter at least: prompts that grow
 # from call to call widen it a few times in a run, not at each of them.
 _GROWTH = 1.25
+# Products and sampling of 1 to 8 rows are the same code on Hopper (tests/engine/test_recorded_runners.py),
+# bound by the weights' bytes. One graph instead of four leaves out three recordings and, as samples end,
+# three waits for the device to arrange fewer rows.
+_SHARED_ROWS = 8
 
 
 class RunnerCache:
@@ -148,6 +152,7 @@ class RunnerCache:
             min_rows=self._min_rows,
             device=device,
             pool=self._pool,
+            min_graph_rows=min_graph_rows(self._decoder.architecture, is_fast=self._is_fast),
         )
 
     def _make_forward(self) -> Callable[..., DecodeForward]:
@@ -203,6 +208,12 @@ def exact_mode_obstacle(a: Architecture) -> str | None:
     if a.mixture is not None and not untried.are_used():
         return f"no GPU has run exact mode of mixtures with them yet ({untried.VARIABLE}=1 uses them)"
     return None
+
+
+def min_graph_rows(architecture: Architecture, *, is_fast: bool) -> int:
+    """Return the rows of the smallest graph. PyTorch has faster products for one row, and idle rows of a
+    mixture would read the weights of experts that no sample needs."""
+    return _SHARED_ROWS if is_fast and architecture.mixture is None else 1
 
 
 def kernel_head(decoder: Decoder, kernels: Kernels) -> Head | None:
