@@ -1,6 +1,6 @@
 # make demo       install, fetch a small model, quantize it, train it to add, print what it learned
 # make quick      the tests of the inner loop: under 60 s
-# make test       every test that needs no GPU, in JOBS processes: 6 minutes on 2 idle cores
+# make test       every test that needs no GPU, in JOBS processes; what they compile is kept in $QERL_CACHE
 # make test-gpu   the tests that need a GPU, with the Python that runs make
 # make wheel      train, evaluate and report from the built wheel in a bare environment
 # make docs       build the documentation site into build/site

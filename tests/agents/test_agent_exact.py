@@ -3,6 +3,7 @@
 import hashlib
 import json
 import signal
+import time
 
 import pytest
 
@@ -94,6 +95,7 @@ def test_a_run_killed_in_the_middle_of_a_step_ends_as_one_that_was_not(files, un
     process = tiny_run.started(*arguments(files, out))
     while not (out / "metrics.jsonl").exists() or not list(read_lines(out / "metrics.jsonl")):
         assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     finish(tiny_run.started(*arguments(files, out)))

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 
 import pytest
 
@@ -95,6 +96,7 @@ def test_a_killed_run_goes_on(files, unbroken):
     process = tiny_run.started(*arguments(files, out))
     while not (out / "metrics.jsonl").exists() or len(list(read_lines(out / "metrics.jsonl"))) < 2:
         assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     finish(tiny_run.started(*arguments(files, out)))

@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen2": {},  # biases of q, k and v
     "qwen3": {},  # normed heads
 }
+FORMATS_OF_FAMILIES = (*((family, "nvfp4") for family in FAMILIES), ("llama", "mxfp4"))
 TEXT = [[(7 * i + i * i) % 300 + 1 for i in range(start, start + 40)] for start in (0, 13, 90)]
 
 
@@ -99,7 +100,7 @@ def test_a_folded_norm_is_stored_in_bfloat16_without_rounding(checkpoint):
     torch.testing.assert_close(read.bfloat16().float(), read, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("checkpoint", "format"), FORMATS_OF_FAMILIES, indirect=["checkpoint"])
 @pytest.mark.parametrize("scales", [default_scales, least_squares])
 def test_each_group_errs_no_more_than_with_plain_rounding(checkpoint, format, scales):
     """By the sum that is searched; before o's and down's factors rescale rows of v and up."""
@@ -154,17 +155,19 @@ def test_a_text_without_tokens_is_refused(checkpoint):
         collect_inputs(exact_decoder(checkpoint), [])
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("checkpoint", "format"), FORMATS_OF_FAMILIES, indirect=["checkpoint"])
 def test_what_is_written_is_what_a_folded_checkpoint_decodes_to(checkpoint, tmp_path, format):
+    made = []
+
+    def folding(found):
+        made.append(fold(found, format, least_squares))
+        return made[0]
+
     write_quantized(
-        str(checkpoint.path),
-        tmp_path / "packed",
-        format=format,
-        scales=least_squares,
-        fold=lambda found: fold(found, format, least_squares),
+        str(checkpoint.path), tmp_path / "packed", format=format, scales=least_squares, fold=folding
     )
     quantized = locate(str(tmp_path / "packed")).open()
-    packed, folded = SafetensorsFolder(tmp_path / "packed"), fold(checkpoint, format, least_squares)
+    packed, (folded,) = SafetensorsFolder(tmp_path / "packed"), made
     for group in linear_groups(from_hf_config(packed.config)):
         together = encode_weights(
             [folded.read(f"{linear}.weight") for linear in group], FORMATS[format], least_squares

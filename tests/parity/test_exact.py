@@ -27,7 +27,7 @@ from qerl.models.adapter import adapter_tensors, add_adapter, publish
 from qerl.types import Sampling
 
 LENGTHS = (9, 31, 1, 16, 17, 15, 40)
-SAMPLING = Sampling(max_tokens=24, temperature=0.7)
+SAMPLING = Sampling(max_tokens=16, temperature=0.7)
 COMPUTES = pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -173,7 +173,7 @@ def test_the_learners_logprobs_are_the_engines_to_the_bit(compute, learn):
     engine = engine_of(decoder, exact=True, max_num_seqs=16)
     groups = taught(groups_of(engine))
     groups[2] = replace(groups[2], samples_G=[replace(s, advantage=0.0) for s in groups[2].samples_G])
-    config = replace(run_config(learn=learn), sample=SampleConfig(max_tokens=24, temperature=0.7))
+    config = replace(run_config(learn=learn), sample=SampleConfig(max_tokens=16, temperature=0.7))
     metrics = Learner(decoder, config, score=partial(engine.score, sampling=SAMPLING)).step(groups)
     assert metrics["mismatch_max"] == metrics["mismatch_abs"] == metrics["mismatch_kl"] == 0
     assert metrics["importance_weight_mean"] == 1 and metrics["own_mismatch_max"] > 0
@@ -203,7 +203,7 @@ def test_the_gradient_is_that_of_the_learners_own_kernels():
     for is_exact in (False, True):
         decoder = policy()
         engine = engine_of(decoder, exact=True, max_num_seqs=16)
-        config = replace(run_config(), sample=SampleConfig(max_tokens=24, temperature=0.7))
+        config = replace(run_config(), sample=SampleConfig(max_tokens=16, temperature=0.7))
         score = partial(engine.score, sampling=SAMPLING) if is_exact else None
         learner = Learner(decoder, config, score=score)
         found = {}

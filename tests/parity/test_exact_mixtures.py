@@ -85,7 +85,7 @@ def test_products_of_one_shape_are_needed(monkeypatch):
 def test_the_learners_logprobs_of_a_mixture_are_the_engines_to_the_bit(is_replayed):
     decoder = policy("gpt-oss-20b", "mxfp4", torch.bfloat16)
     engine = engine_of(decoder, exact=True, max_num_seqs=16)
-    sample = SampleConfig(max_tokens=24, temperature=0.7)
+    sample = SampleConfig(max_tokens=16, temperature=0.7)
     config = replace(run_config(), sample=sample, algo=AlgoConfig(router_replay=is_replayed))
     learner = Learner(decoder, config, score=partial(engine.score, sampling=SAMPLING))
     for _ in range(2):

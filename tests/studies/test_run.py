@@ -131,8 +131,18 @@ def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, u
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reaches", [os.killpg, os.kill], ids=["group", "parent alone"])  # killpg: a terminal
-def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, unbroken, tmp_path, reaches):
+def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, unbroken, tmp_path):
+    folder = stopped(files, tmp_path, os.killpg)  # a terminal signals the group
+    finish(forked(files, folder))
+    assert untimed(lines(folder)) == untimed(lines(unbroken))
+
+
+@pytest.mark.slow
+def test_after_a_signal_to_the_parent_alone_no_further_run_begins(files, tmp_path):
+    stopped(files, tmp_path, os.kill)
+
+
+def stopped(files, tmp_path, reaches):
     folder = tmp_path / "stopped"
     process = launched(files, folder)
     wait_for(process, lambda: list(folder.rglob("checkpoints/step-*")))
@@ -142,8 +152,7 @@ def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, 
     process.communicate(timeout=60)
     assert set(folder.rglob("result.json")) == complete  # the run under way has not gone on to its end
     assert process.returncode != 0 and set(folder.rglob("metrics.jsonl")) == before
-    finish(forked(files, folder))
-    assert untimed(lines(folder)) == untimed(lines(unbroken))
+    return folder
 
 
 def test_a_finished_study_runs_nothing(files, unbroken):

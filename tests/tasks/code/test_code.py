@@ -1,6 +1,7 @@
 """The reward `code`: right and wrong programs, forms of tests, and programs that claim to be right."""
 
 import dataclasses
+import functools
 import json
 import time
 
@@ -27,11 +28,15 @@ SQUARE_CALLS = {"fn_name": "f", "inputs": [[2], [3]], "outputs": [4, 9]}
 SQUARE_ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]
 
 
-def graded(program, tests, *, entry_point=None, credit="fraction", **fields):
-    config = dataclasses.replace(TASK, code=dataclasses.replace(TASK.code, credit=credit), **fields)
-    return code(config)(completions=[f"```python\n{program}\n```"], tests=[tests], entry_point=[entry_point])[
-        0
-    ]
+@functools.cache
+def grader(credit):
+    """The reward; the sandbox is probed once for each."""
+    return code(dataclasses.replace(TASK, code=dataclasses.replace(TASK.code, credit=credit)))
+
+
+def graded(program, tests, *, entry_point=None, credit="fraction"):
+    reward, texts = grader(credit), [f"```python\n{program}\n```"]
+    return reward(completions=texts, tests=[tests], entry_point=[entry_point])[0]
 
 
 @pytest.mark.parametrize(
