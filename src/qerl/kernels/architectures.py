@@ -30,11 +30,6 @@ class CudaArchitecture:
     max_ctas: int
 
     @property
-    def has_clusters(self) -> bool:
-        """True if CTAs can form clusters and a launch may begin before the previous kernel has ended."""
-        return self.number >= 90
-
-    @property
     def has_wgmma(self) -> bool:
         """True on Hopper alone."""
         return self.name == "sm_90a"
