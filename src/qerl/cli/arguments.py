@@ -7,7 +7,7 @@ import io
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Annotated, TextIO, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -26,7 +26,7 @@ def parse_options(
     """Return the options; print help, with the description, and exit if --help is among the arguments.
     Raise UserError with one line, made of what tyro says, for a mistake."""
     check_options(kind, arguments)
-    given = {} if default is None else {"default": default}
+    given: dict[str, Any] = {} if default is None else {"default": default}
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
