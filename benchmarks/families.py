@@ -58,6 +58,13 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_po
 _ENTRIES: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {**_WINDOWS, "head_dim": 256},
     "Gemma3ForCausalLM": {**_WINDOWS, "head_dim": 256},
+    "Gemma4ForCausalLM": {
+        **_WINDOWS,
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
     "GptOssForCausalLM": {
         **_WINDOWS,
         "num_local_experts": 8,

@@ -15,6 +15,7 @@ from qerl.models.lm_head import LMHead
 
 WIDE = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
 OBSTACLES = {
+    "Gemma4": "norms of values and heads that differ by layer",
     "Qwen3Next": "Gated DeltaNet",
     "Qwen3_5": "Gated DeltaNet",
 }

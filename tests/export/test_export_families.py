@@ -22,8 +22,9 @@ from qerl.models.peft_reader import adapter_config, read_adapter
 
 TOKENS_T = torch.arange(3, 40) * 7 % 250
 # q, k and v in one tensor, norms that multiply by 1 + weight, gate and up in one, the same with other names
-FAMILIES = ("Phi3", "Gemma2", "Glm4", "GraniteMoeHybrid")
-PARTS = (*FAMILIES, "a part of Gemma3", "a part of Ministral3")
+# and q and k whose sizes differ by layer, some without v
+FAMILIES = ("Phi3", "Gemma2", "Glm4", "GraniteMoeHybrid", "Gemma4")
+PARTS = (*FAMILIES, "a part of Gemma3", "a part of Gemma4", "a part of Ministral3")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 

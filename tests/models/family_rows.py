@@ -75,6 +75,23 @@ ROWS = {
     "Qwen3": WIDE,
     "Gemma2": {**WIDE, **WINDOWS, **CAPS, "query_pre_attn_scalar": 24},
     "Gemma3": {**WIDE, **WINDOWS, "query_pre_attn_scalar": 24, "rope_parameters": ROPES},
+    "Gemma4": {
+        **WIDE,
+        **WINDOWS,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 6.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": LOCAL,
+        },
+    },
     "Glm4": WIDE,
     "GptOss": {
         **WIDE,
@@ -117,7 +134,9 @@ ROWS = {
 
 
 def config_class(family: str):
-    return getattr(transformers, f"{family}{'Text' if family in ('Gemma3', 'Qwen3_5') else ''}Config")
+    return getattr(
+        transformers, f"{family}{'Text' if family in ('Gemma3', 'Gemma4', 'Qwen3_5') else ''}Config"
+    )
 
 
 def oracle(family: str, *, seed: int = 0, **changes):
@@ -132,11 +151,14 @@ def oracle(family: str, *, seed: int = 0, **changes):
 
 def multimodal(family: str, **changes):
     """A class with a vision tower whose language part is of this family."""
-    whole, text = {"Gemma3": ("Gemma3", "Gemma3Text"), "Ministral3": ("Mistral3", "Ministral3")}[family]
+    gemma = {name: (name, f"{name}Text") for name in ("Gemma3", "Gemma4")}
+    whole, text = (gemma | {"Ministral3": ("Mistral3", "Ministral3")})[family]
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14, "head_dim": 8} if family == "Ministral3" else {}
     vision |= {"image_size": 28, "patch_size": 14, "vision_use_head": False} if family == "Gemma3" else {}
-    kind = {"Gemma3": "SiglipVision", "Ministral3": "PixtralVision"}[family]
+    vision |= {"num_key_value_heads": 2, "head_dim": 8} if family == "Gemma4" else {}
+    towers = {"Gemma3": "SiglipVision", "Gemma4": "Gemma4Vision", "Ministral3": "PixtralVision"}
+    kind = towers[family]
     settings = copy.deepcopy(SHAPE | ROWS[family] | changes)  # transformers changes what it is given
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -144,7 +166,7 @@ def multimodal(family: str, **changes):
             text_config=getattr(transformers, f"{text}Config")(**settings).to_dict(),
             vision_config=getattr(transformers, f"{kind}Config")(**vision).to_dict(),
             image_token_index=3,
-            tie_word_embeddings=settings.get("tie_word_embeddings", family == "Gemma3"),
+            tie_word_embeddings=settings.get("tie_word_embeddings", family in gemma),
             attn_implementation="eager",
         )
         model = getattr(transformers, f"{whole}ForConditionalGeneration")(config).eval()
@@ -156,11 +178,15 @@ def randomize(model, seed: int = 0):
     for name, p in model.named_parameters():
         spread = 0.6 * p.shape[-1] ** -0.5 if p.dim() >= 2 else 0.3
         p.copy_(torch.randn(p.shape, generator=rng) * spread)
-        if p.dim() == 1 and "norm" in name and "Gemma" not in type(model).__name__:
+        has_offset = "Gemma" in type(model).__name__ and "Gemma4" not in type(model).__name__
+        if p.dim() == 1 and "norm" in name and not has_offset:
             p.add_(1.0)
         if "embed_tokens" in name or "lm_head" in name:
             p.mul_(4)
         p.copy_(p.bfloat16())
+    for name, buffer in model.named_buffers():
+        if "layer_scalar" in name:
+            buffer.copy_(1 + torch.randn(1, generator=rng).mul(0.3).bfloat16())
     return model
 
 

@@ -12,8 +12,10 @@ class PagedCache:
 
     def __init__(self, decoder, *, max_tokens, page_tokens=4):
         arch, num_pages = decoder.architecture, max_tokens // page_tokens + 5
-        shape = (2, arch.num_layers, num_pages, page_tokens, arch.num_kv_heads, arch.head_size)
-        self.k, self.v = torch.full(shape, 9.0, dtype=decoder.compute)  # wrong, finite, where unwritten
+        heads = [arch.kv_heads(kind) for kind in arch.kinds]
+        shapes = [(2, num_pages, page_tokens, each.num, each.size) for each in heads]
+        pages = [torch.full(shape, 9.0, dtype=decoder.compute) for shape in shapes]  # wrong, finite
+        self.k, self.v = zip(*pages, strict=True)
         self.page_tokens, self.states = page_tokens, {}
         self.order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1))
 

@@ -52,8 +52,7 @@ class CacheSize:
         """others: slot_bytes and max_rows. With config.exact all layers use the same pages: a prefill then
         computes decode steps, which read pages only."""
         window = None if config.exact else Window.of(a, config.block_size)
-        num_windowed = 0 if window is None else len(windowed_layers(a))
-        windowed = page_bytes(a, config.block_size, kv_dtype, num_windowed)
+        windowed = page_bytes(a, config.block_size, kv_dtype, () if window is None else windowed_layers(a))
         every = page_bytes(a, config.block_size, kv_dtype)
         return cls(
             config=config, page_bytes=every - windowed, window=window, window_page_bytes=windowed, **others

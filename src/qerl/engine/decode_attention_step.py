@@ -49,6 +49,8 @@ class AttentionSteps:
 
     @staticmethod
     def obstacle(a: Architecture, page_tokens: int) -> str | None:
+        if a.value_norm or a.layer_scalar or len(set(a.each_kv_heads)) > 1:
+            return "they do not compute norms of values and heads that differ by layer"
         if a.qk_norm and a.qk_norm_over == "head" and _grows(a):
             return "they do not compute queries that are normed and grow with the position"
         if a.qk_norm and a.qk_norm_over == "projection" and a.attention_gate:

@@ -16,13 +16,22 @@ On a GPU the memory is allocated, and zeroed, inside `present` only; outside it 
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from qerl.engine.cache_memory import tensors_on
-from qerl.engine.layer_pages import FP8, LayerPages, page_bytes, page_specs, route_specs, slots_of
+from qerl.engine.layer_pages import (
+    FP8,
+    LayerPages,
+    layers_by_heads,
+    page_bytes,
+    page_specs,
+    route_specs,
+    slots_of,
+)
 from qerl.engine.state_cache import StateCache
 from qerl.engine.window_pages import windowed_layers
 from qerl.kernels.decode_attention import LayerCache
@@ -49,20 +58,25 @@ class KVCache:
         a = architecture
         self.states, self.page_tokens = states, page_tokens
         apart = set() if num_window_pages is None else set(windowed_layers(a))
-        layers = tuple(i for i in a.layers_with("attention") if i not in apart)
-        specs = page_specs(a, len(layers), num_pages, page_tokens, dtype)
-        num_tensors, of_routes = len(specs), route_specs(a, num_pages, page_tokens)
-        specs += page_specs(a, len(apart), num_window_pages or 0, page_tokens, dtype) if apart else []
-        self._memory, tensors = tensors_on(device, specs + of_routes)
-        routes = tensors.pop() if of_routes else None
-        self.pages = LayerPages(layers, *tensors[:num_tensors], routes=routes)
-        self.windowed = LayerPages(tuple(sorted(apart)), *tensors[num_tensors:]) if apart else None
+        whole = [i for i in a.layers_with("attention") if i not in apart]
+        kinds = [(heads, layers, num_pages) for heads, layers in layers_by_heads(a, whole).items()]
+        if apart:
+            ((heads, layers),) = layers_by_heads(a, sorted(apart)).items()
+            kinds.append((heads, layers, num_window_pages or 0))
+        specs = [page_specs(heads, len(layers), n, page_tokens, dtype) for heads, layers, n in kinds]
+        of_routes = route_specs(a, num_pages, page_tokens)
+        self._memory, tensors = tensors_on(device, [*itertools.chain(*specs), *of_routes])
+        routes, rest = tensors.pop() if of_routes else None, iter(tensors)
+        each = [LayerPages(layers, *itertools.islice(rest, len(specs[0]))) for _, layers, _ in kinds]
+        self.windowed = each.pop() if apart else None
+        self.pages = dataclasses.replace(each[0], routes=routes)
+        self._others = each[1:]  # of layers with other heads, with the same tables
         self._of_layer = {i: pages for pages in self._kinds for i in pages.layers}
         self._route_places = {layer: place for place, layer in enumerate(a.layers_with_experts)}
 
     @property
     def _kinds(self) -> list[LayerPages]:
-        return [self.pages] if self.windowed is None else [self.pages, self.windowed]
+        return [self.pages, *self._others, *(() if self.windowed is None else (self.windowed,))]
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
@@ -112,7 +126,7 @@ class KVCache:
 
     def state_of(self, layer_index: int, state: DecodeState) -> DecodeState:
         """Return the state with the tables of the pages that this layer uses."""
-        if self.of_layer(layer_index) is self.pages:
+        if self.of_layer(layer_index) is not self.windowed:
             return state
         return dataclasses.replace(state, tables_BX=state.window_tables_BX)
 
@@ -151,7 +165,8 @@ class KVCache:
         places = [
             (n // self.page_tokens, source, target) for n, source, target in copies if n % self.page_tokens
         ]
-        self.pages.copy_pages([(source[i], target[i]) for i, source, target in places])
+        for pages in (self.pages, *self._others):
+            pages.copy_pages([(source[i], target[i]) for i, source, target in places])
 
     def copy_partial_window(self, copies: list[tuple[int, dict[int, int], dict[int, int]]]) -> None:
         """Like copy_partial_pages, of the windows' pages; where both hold the page."""

@@ -10,28 +10,38 @@ experts, K key/value heads, H head size, T tokens.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from qerl.kernels.decode_attention import LayerCache, from_fp8, to_fp8
-from qerl.models.architecture import Architecture
+from qerl.models.architecture import Architecture, KVHeads
 
 FP8 = torch.float8_e4m3fn
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def page_bytes(
-    architecture: Architecture, page_tokens: int, dtype: torch.dtype, num_layers: int | None = None
+    architecture: Architecture, page_tokens: int, dtype: torch.dtype, layers: Sequence[int] | None = None
 ) -> int:
-    """Return the bytes of one page in so many layers: keys, values and their scales. None: in all layers with
+    """Return the bytes of one page in these layers: keys, values and their scales. None: in all layers with
     attention, and the routes of a mixture."""
     routes = 0
-    if num_layers is None:
-        num_layers = len(architecture.layers_with("attention"))
+    if layers is None:
+        layers = architecture.layers_with("attention")
         routes = sum(math.prod(shape) for shape, _ in route_specs(architecture, 0, page_tokens))
-    head_bytes = architecture.head_size * dtype.itemsize + (4 if dtype == FP8 else 0)
-    return 2 * num_layers * page_tokens * architecture.num_kv_heads * head_bytes + routes
+    each = (architecture.kv_heads(architecture.kind(layer)) for layer in layers)
+    token_bytes = sum(n * (size * dtype.itemsize + (4 if dtype == FP8 else 0)) for n, size in each)
+    return 2 * page_tokens * token_bytes + routes
+
+
+def layers_by_heads(a: Architecture, layers: Sequence[int]) -> dict[KVHeads, tuple[int, ...]]:
+    """Return the layers that have the same heads of keys and values; of no layers those of the first kind."""
+    found: dict[KVHeads, list[int]] = {} if layers else {a.kv_heads(a.kind(0)): []}
+    for layer in layers:
+        found.setdefault(a.kv_heads(a.kind(layer)), []).append(layer)
+    return {heads: tuple(each) for heads, each in found.items()}
 
 
 def slots_of(pages_T: Tensor, positions_T: Tensor, page_tokens: int) -> Tensor:
@@ -40,11 +50,11 @@ def slots_of(pages_T: Tensor, positions_T: Tensor, page_tokens: int) -> Tensor:
 
 
 def page_specs(
-    a: Architecture, num_layers: int, num_pages: int, page_tokens: int, dtype: torch.dtype
+    heads: KVHeads, num_layers: int, num_pages: int, page_tokens: int, dtype: torch.dtype
 ) -> list[Spec]:
     """Return shapes and dtypes of k, v and, with FP8, their scales."""
-    shape = (num_layers, num_pages + 1, page_tokens, a.num_kv_heads)
-    return [((*shape, a.head_size), dtype)] * 2 + [(shape, torch.float32)] * (2 * (dtype == FP8))
+    shape = (num_layers, num_pages + 1, page_tokens, heads.num)
+    return [((*shape, heads.size), dtype)] * 2 + [(shape, torch.float32)] * (2 * (dtype == FP8))
 
 
 def route_specs(a: Architecture, num_pages: int, page_tokens: int) -> list[Spec]:

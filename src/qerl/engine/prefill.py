@@ -85,9 +85,10 @@ class Prefill:
             if windowed is not None and layer_index in windowed.layers:
                 k_RKH, v_RKH = windowed.keys(layer_index, k_TKH, v_TKH)
                 return span_attention(q_TNH, k_RKH, v_RKH, windowed.layout, options)
-            k_TKH, v_TKH = cache.pages.write(layer_index, slots_T, k_TKH, v_TKH)
+            pages = cache.of_layer(layer_index)
+            k_TKH, v_TKH = pages.write(layer_index, slots_T, k_TKH, v_TKH)
             if not layout.is_fresh:
-                k_TKH, v_TKH = cache.pages.rows(layer_index, layout.key_slots, q_TNH.dtype)
+                k_TKH, v_TKH = pages.rows(layer_index, layout.key_slots, q_TNH.dtype)
             return span_attention(q_TNH, k_TKH, v_TKH, layout, options)
 
         recur = None if cache.states is None else _recur_on(cache.states, chunks)

@@ -5,7 +5,7 @@ and the engine read nothing else of a family.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from qerl.kernels.gated_delta_net import DeltaShape
 from qerl.kernels.swiglu import Activation
@@ -36,6 +36,8 @@ class Rope:
     mscale_all_dim: float | None = None
     divisors: tuple[float, ...] = ()
     """longrope: each frequency's divisor."""
+    num_turned: int | None = None
+    """proportional: pairs that are rotated, the first ones; the others have angle 0."""
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original_positions))."""
 
@@ -53,6 +55,19 @@ class LayerKind:
     """Architecture.rope, Architecture.local_rope, or no rotation."""
     mlp: Literal["dense", "experts"] = "dense"
     """experts: a mixture of them, Architecture.mixture."""
+    head_size: int | None = None
+    """None: Architecture.head_size."""
+    num_kv_heads: int | None = None
+    """None: Architecture.num_kv_heads."""
+    has_values: bool = True
+    """False: there is no v_proj; values are keys before their norm and rotation."""
+
+
+class KVHeads(NamedTuple):
+    """The heads of keys and values in one layer."""
+
+    num: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +174,10 @@ class Architecture:
     """A number added to the stored weights of norms."""
     attention_gate: bool = False
     """q_proj has a gate behind each head's query; its sigmoid multiplies the head's output."""
+    value_norm: bool = False
+    """Values are divided by the RMS of each head."""
+    layer_scalar: bool = False
+    """A stored number multiplies the residual stream after each layer."""
     attention_sinks: bool = False
     """Each head has a logit that takes part in the softmax and has no value."""
     mixture: Mixture | None = None
@@ -188,7 +207,27 @@ class Architecture:
         """Return the indices of the layers with this mixer."""
         return tuple(index for index, kind in enumerate(self.kinds) if kind.mixer == mixer)
 
+    def kv_heads(self, kind: LayerKind) -> KVHeads:
+        return KVHeads(kind.num_kv_heads or self.num_kv_heads, kind.head_size or self.head_size)
+
+    @property
+    def each_kv_heads(self) -> tuple[KVHeads, ...]:
+        """The heads of each layer with attention."""
+        return tuple(self.kv_heads(kind) for kind in self.kinds if kind.mixer == "attention")
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of one token's keys in all layers; values have as many."""
+        return sum(heads.num * heads.size for heads in self.each_kv_heads)
+
     @property
     def rotated(self) -> int:
         """Elements of a head that are rotated."""
-        return self.head_size if self.rotary_size is None else self.rotary_size
+        return self.rotated_by("main")
+
+    def rotated_by(self, rope: str) -> int:
+        """Return the elements of a head that this LayerKind.rope rotates."""
+        if self.rotary_size is not None:
+            return self.rotary_size
+        sizes = (self.kv_heads(kind).size for kind in self.kinds if kind.rope == rope)
+        return next(sizes, self.head_size)

@@ -2,7 +2,7 @@
 
 model.backend qerl          our decoder, or an error
 model.backend transformers  transformers' class, whatever it is
-model.backend auto          our decoder for a class that families/ names, else transformers
+model.backend auto          our decoder for a model that families/ describes, else transformers
 """
 
 import importlib.metadata
@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from qerl.config import ModelConfig
 from qerl.errors import UserError
-from qerl.models.families import FAMILIES, MULTIMODAL
+from qerl.models.families import is_described
 from qerl.models.families.reader import short_text
 from qerl.models.source import ModelSource, locate
 from qerl.models.state_dict import architecture_of
@@ -32,9 +32,10 @@ def backend_of(model: ModelConfig) -> Literal["qerl", "transformers"]:
         raise UserError(
             f"{source.path}: the transformers backend reads folders of safetensors; set model.backend to qerl"
         )
-    names = source.open().config.get("architectures")
+    config = source.open().config
+    names = config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if model.backend == "auto" and (name in FAMILIES or name in MULTIMODAL or not _is_known(name)):
+    if model.backend == "auto" and (is_described(config) or not _is_known(name)):
         return "qerl"  # which says what it supports if the name is unknown
     if not _is_known(name):
         version = importlib.metadata.version("transformers")

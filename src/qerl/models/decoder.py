@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention_options import AttentionOptions
+from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.swiglu import Activation, gated
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.architecture import Architecture, LayerKind
@@ -85,7 +86,8 @@ class Attention(nn.Module):
         device: torch.device,
     ):
         super().__init__()
-        self.head_size, self.rope, self._is_interleaved = arch.head_size, kind.rope, arch.rope_is_interleaved
+        self.head_size, self.rope = arch.kv_heads(kind).size, kind.rope
+        self._is_interleaved = arch.rope_is_interleaved
         self._is_gated = arch.attention_gate
         self.sinks: Tensor | None
         sinks = torch.empty(arch.num_heads, dtype=torch.float32, device=device)
@@ -96,7 +98,11 @@ class Attention(nn.Module):
             window=kind.window,
             sinks_N=self.sinks,
         )
-        self.q_proj, self.k_proj, self.v_proj = _linears(spec.qkv, compute, device)
+        self.q_proj, self.k_proj, *v_proj = _linears(spec.qkv, compute, device)
+        self.v_proj = v_proj[0] if v_proj else None
+        self._value_norm = (
+            (torch.ones(self.head_size, device=device), arch.norm_eps) if arch.value_norm else None
+        )
         (self.o_proj,) = _linears(spec.o, compute, device)
         self._norms_heads = arch.qk_norm_over == "head"
         if arch.qk_norm:
@@ -109,15 +115,24 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, angles: dict[str, Angles], layer_index: int, attend: Attend) -> Tensor:
         """Return the heads' outputs side by side, which o_proj multiplies."""
-        q_TN, k_TK, v_TK = project(x_TD, self.qkv_projs, gaps_are_free=True)
+        q_TN, k_TK, *v_TK = project(x_TD, self.qkv_projs, gaps_are_free=True)
         gate_TN = None
         if self._is_gated:
             q_TN, gate_TN = (
                 part.flatten(1) for part in q_TN.unflatten(1, (-1, 2 * self.head_size)).chunk(2, 2)
             )
         q_TNH, k_TKH = self._rotated(self._normed(q_TN, self.q_norm), self._normed(k_TK, self.k_norm), angles)
-        o_TNH = attend(layer_index, q_TNH, k_TKH, v_TK.unflatten(1, (-1, self.head_size)), self.options)
+        v_TKH = self._values(v_TK[0] if v_TK else k_TK)
+        o_TNH = attend(layer_index, q_TNH, k_TKH, v_TKH, self.options)
         return o_TNH.flatten(1) if gate_TN is None else o_TNH.flatten(1) * gate_TN.sigmoid()
+
+    def _values(self, v_TK: Tensor) -> Tensor:
+        """Return heads [T, K, H]."""
+        v_TKH = v_TK.unflatten(1, (-1, self.head_size))
+        if self._value_norm is None:
+            return v_TKH
+        ones_H, eps = self._value_norm
+        return rms_norm(v_TKH, ones_H, None, eps, dtype=v_TKH.dtype)
 
     def _normed(self, y_TN: Tensor, norm: nn.Module) -> Tensor:
         """Return heads [T, N, H]."""
@@ -136,8 +151,8 @@ class Attention(nn.Module):
         return q_TNH if scale_T11 is None else q_TNH * scale_T11.to(q_TNH.dtype), k_TKH
 
     @property
-    def qkv_projs(self) -> tuple[QuantLinear, QuantLinear, QuantLinear]:
-        return self.q_proj, self.k_proj, self.v_proj
+    def qkv_projs(self) -> tuple[QuantLinear, ...]:
+        return (self.q_proj, self.k_proj, *(() if self.v_proj is None else (self.v_proj,)))
 
 
 class MLP(nn.Module):
@@ -178,6 +193,9 @@ class Layer(nn.Module):
         else:
             self.linear_attn = GatedDeltaNet(arch, self.spec, compute, device)
         self.mlp = (MLP if kind.mlp == "dense" else MixtureMLP)(arch, self.spec, compute, device)
+        self.layer_scalar: Tensor | None
+        scalar = torch.empty(1, dtype=torch.float32, device=device)
+        self.register_buffer("layer_scalar", scalar if arch.layer_scalar else None)
         for name in arch.norms.names:
             kind = NoisedRMSNorm if name in arch.norms.noised else RMSNorm
             self.add_module(name, kind(arch.width, arch.norm_eps, compute=compute, device=device))
@@ -197,10 +215,12 @@ class Layer(nn.Module):
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
             y_TD = mlp(x_TD, x_TD if plain_TD is None else plain_TD, layer_index, route, expert_rows)
-            return self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
-        x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
-        y_TF = mlp(x_TD)
-        return self._add(h_TD, y_TF, mlp.down_proj, norms.after_mlp, noise_rows_T, gaps_are_free=True)
+            h_TD = self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
+        else:
+            x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
+            y_TF = mlp(x_TD)
+            h_TD = self._add(h_TD, y_TF, mlp.down_proj, norms.after_mlp, noise_rows_T, gaps_are_free=True)
+        return h_TD if self.layer_scalar is None else h_TD.mul_(self.layer_scalar)
 
     def _before(
         self, norm: str | None, h_TD: Tensor, noise_rows_T: Tensor | None, readers: tuple[QuantLinear, ...]
@@ -298,7 +318,8 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(arch.embedding_scale, dtype=compute).item()
         ropes = {"main": arch.rope} | ({} if arch.local_rope is None else {"local": arch.local_rope})
         self._ropes = {
-            name: (rope, inverse_frequencies(rope, arch.rotated).to(device)) for name, rope in ropes.items()
+            name: (rope, inverse_frequencies(rope, arch.rotated_by(name)).to(device))
+            for name, rope in ropes.items()
         }
         self.noise_table = NoiseTable([m for m in self.modules() if isinstance(m, NoisedRMSNorm)])
 

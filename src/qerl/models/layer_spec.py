@@ -143,7 +143,7 @@ def counted_specs(a: Architecture) -> tuple[tuple[LayerSpec, int], ...]:
 
 
 def kinds_of_linears(a: Architecture) -> tuple[LinearSpec, ...]:
-    """Return the linears of one layer of each kind; those of the same name are the same."""
+    """Return the linears of one layer of each kind; of those of the same name the last kind's."""
     return tuple({x.name: x for kind in a.kinds for x in layer_spec(a, kind).linears}.values())
 
 
@@ -167,7 +167,7 @@ def check_dense(a: Architecture, what: str) -> None:
 def layer_spec(a: Architecture, kind: LayerKind | None = None) -> LayerSpec:
     """Return the geometry of the layers of this kind; None: of the first layer."""
     kind = a.kind(0) if kind is None else kind
-    qkv, o, norm_widths, other_shapes = _MIXERS[kind.mixer](a)
+    qkv, o, norm_widths, other_shapes = _MIXERS[kind.mixer](a, kind)
     mlp, experts = _MLPS[kind.mlp](a)
     if a.mixture is not None and a.mixture.stored == "blocks":
         qkv, o = (dataclasses.replace(group, is_quantized=False) for group in (qkv, o))
@@ -178,7 +178,7 @@ def layer_spec(a: Architecture, kind: LayerKind | None = None) -> LayerSpec:
         mlp=mlp,
         experts=experts,
         norm_widths=dict.fromkeys(a.norms.names, a.width) | norm_widths,
-        other_shapes=other_shapes,
+        other_shapes=other_shapes | ({"layer_scalar": (1,)} if a.layer_scalar else {}),
     )
 
 
@@ -225,24 +225,34 @@ _MLPS = {"dense": _dense, "experts": _experts}
 _Mixer = tuple[LinearGroupSpec, LinearGroupSpec, dict[str, int], dict[str, tuple[int, ...]]]
 
 
-def _attention(a: Architecture) -> _Mixer:
+def _attention(a: Architecture, kind: LayerKind) -> _Mixer:
     """Return q | k | v, o, and the widths and shapes of the other tensors."""
-    block, q_width, kv_width = "self_attn", a.num_heads * a.head_size, a.num_kv_heads * a.head_size
-    qkv = {"q_proj": q_width * (1 + a.attention_gate), "k_proj": kv_width, "v_proj": kv_width}
+    block, heads = "self_attn", a.kv_heads(kind)
+    q_width, kv_width = a.num_heads * heads.size, heads.num * heads.size
+    qkv = {"q_proj": q_width * (1 + a.attention_gate), "k_proj": kv_width}
+    if kind.has_values:
+        qkv["v_proj"] = kv_width
     head_norms: dict[str, int] = {}
     if a.qk_norm:
         is_over_head = a.qk_norm_over == "head"
-        q_size, k_size = (a.head_size, a.head_size) if is_over_head else (q_width, kv_width)
+        q_size, k_size = (heads.size, heads.size) if is_over_head else (q_width, kv_width)
         head_norms = {f"{block}.q_norm": q_size, f"{block}.k_norm": k_size}
     return (
         _group("qkv", block, a.norms.before_attention, a.width, a.qkv_bias, qkv),
-        _group("o", block, f"{block}.v_proj", q_width, a.output_bias, {"o_proj": a.width}),
+        _group(
+            "o",
+            block,
+            None if a.value_norm else f"{block}.v_proj",
+            q_width,
+            a.output_bias,
+            {"o_proj": a.width},
+        ),
         head_norms,
         {f"{block}.sinks": (a.num_heads,)} if a.attention_sinks else {},
     )
 
 
-def _delta_net(a: Architecture) -> _Mixer:
+def _delta_net(a: Architecture, kind: LayerKind) -> _Mixer:
     """Return the same of Gated DeltaNet."""
     shape, block = a.delta, "linear_attn"
     assert shape is not None
@@ -270,4 +280,7 @@ def _delta_net(a: Architecture) -> _Mixer:
     )
 
 
-_MIXERS: dict[str, Callable[[Architecture], _Mixer]] = {"attention": _attention, "delta": _delta_net}
+_MIXERS: dict[str, Callable[[Architecture, LayerKind], _Mixer]] = {
+    "attention": _attention,
+    "delta": _delta_net,
+}

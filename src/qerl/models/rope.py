@@ -7,6 +7,7 @@
     linear    f_j / factor, m = 1
     llama3    f_j / factor for long wavelengths, f_j for short ones, a weighted mean between; m = 1
     yarn      as llama3, with limits in turns within the original length; m = 0.1 ln(factor) + 1
+    proportional   f_j / factor for the first pairs, 0 for the others, m = 1
     longrope  f_j / divisor_j, m = sqrt(1 + ln(factor) / ln(original length))
 
 `rotate_heads` also rotates the first elements of a head only, or neighbors as pairs. Angles and cosines are
@@ -27,6 +28,8 @@ from qerl.models.architecture import Rope
 def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
     """Return f_j, fp32 [H / 2]."""
     f = 1.0 / rope.theta ** (torch.arange(0, head_size, 2).float() / head_size)
+    if rope.kind == "proportional":
+        return f / rope.factor * (torch.arange(len(f)) < (rope.num_turned or 0))
     if rope.kind == "linear":
         return f / rope.factor
     if rope.kind == "llama3":

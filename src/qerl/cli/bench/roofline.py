@@ -72,7 +72,7 @@ def rows_floor_ms(
     expert_weights = sum(x.num_weights // x.num_experts for spec in specs for x in spec.experts)
     quantized = weights - plain + expert_weights * experts_read(a, num_rows)
     head_weights, format = a.vocab_size * a.width, FORMATS[case.provider]
-    token_bytes = 2 * len(a.layers_with("attention")) * a.num_kv_heads * a.head_size * _KV_BYTES[case.kv]
+    token_bytes = 2 * a.kv_elements * _KV_BYTES[case.kv]
     num_bytes = quantized * formats.FORMATS[format].bytes_per_weight + (plain + adapter) * ADAPTER_BYTES
     num_bytes += head_weights * formats.FORMATS[format if case.head == "bf16" else case.head].bytes_per_weight
     num_bytes += 2 * num_rows * slot_bytes(a, torch.bfloat16)  # states, read and written

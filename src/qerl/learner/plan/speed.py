@@ -201,7 +201,7 @@ def estimate_speed(
 def _kv_bytes(a: Architecture, config: RunConfig) -> int:
     """Return the bytes of one token's keys and values."""
     element = 1 if config.engine.kv_cache_dtype == "fp8" else 2
-    return 2 * len(a.layers_with("attention")) * a.num_kv_heads * a.head_size * element
+    return 2 * a.kv_elements * element
 
 
 def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, cached_tokens: float) -> float:

@@ -12,6 +12,7 @@ from qerl.errors import UserError
 from qerl.models.architecture import Architecture
 from qerl.models.families.experts import NOT_SUPPORTED
 from qerl.models.families.gemma import gemma2, gemma3
+from qerl.models.families.gemma4 import gemma4, left_to_transformers
 from qerl.models.families.glm4 import glm4
 from qerl.models.families.gpt_oss import gpt_oss
 from qerl.models.families.granite import granite, granite4, granite_moe
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "Qwen3ForCausalLM": qwen3,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
     "Glm4ForCausalLM": glm4,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
@@ -50,6 +52,7 @@ FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
 }
 MULTIMODAL: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral": "MinistralForCausalLM",
@@ -65,6 +68,18 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
     family, language, part_of = language_part(config)
     architecture = FAMILIES[family](ConfigReader(language))
     return dataclasses.replace(architecture, part_of=part_of)
+
+
+def is_described(config: dict[str, Any]) -> bool:
+    """Return True if a family is named for this class and describes all of the model."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in FAMILIES.keys() | MULTIMODAL.keys():
+        return False
+    text = config.get("text_config") if name in MULTIMODAL else config
+    if not name.startswith("Gemma4") or not isinstance(text, dict):
+        return True
+    return left_to_transformers(ConfigReader(text)) is None
 
 
 def language_part(config: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:

@@ -13,12 +13,12 @@ from qerl.models.families.dense import dense, read_layer_kinds
 from qerl.models.families.reader import ConfigReader
 from qerl.models.families.rope_settings import read_rope, rope_section
 
-_NORMS = NormNames(
+NORMS = NormNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 _DEFAULTS = {  # of transformers, whose config.json leaves them out
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -61,8 +61,8 @@ def _gemma(config: ConfigReader, family: str, **parts: Any) -> Architecture:
     return dense(
         config,
         family,
-        activation=config.choice("hidden_activation", _ACTIVATIONS, "gelu_pytorch_tanh"),
-        norms=_NORMS,
+        activation=config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
+        norms=NORMS,
         norm_offset=1.0,
         embedding_scale=math.sqrt(config.count("hidden_size")),
         attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,

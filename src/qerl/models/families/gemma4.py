@@ -1,0 +1,97 @@
+"""Gemma 4, dense: layers without a window have heads of another size and a rope of their own, and may have no
+v_proj: their values are the keys, normed in another way. Norms multiply by their weight, unlike Gemma 3's.
+`left_to_transformers` names the models that are not described here.
+"""
+
+import dataclasses
+import math
+
+from qerl.errors import UserError
+from qerl.models.architecture import Architecture, LayerKind, Rope
+from qerl.models.families.dense import dense, read_layer_kinds, read_num_layers
+from qerl.models.families.gemma import ACTIVATIONS, NORMS
+from qerl.models.families.reader import ConfigReader, short_text
+from qerl.models.families.rope_settings import read_rope, rope_section
+
+_DEFAULTS = {  # of transformers, whose config.json leaves them out
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "max_position_embeddings": 131_072,
+    "vocab_size": 262_144,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 256,
+}
+_GLOBAL_HEAD_SIZE, _GLOBAL_THETA, _TURNED = 512, 1e6, 0.25
+
+
+def gemma4(config: ConfigReader) -> Architecture:
+    config = config.filled(**_DEFAULTS)
+    if (part := left_to_transformers(config)) is not None:
+        raise UserError(f"this model has {part}: set model.backend to transformers")
+    config.having(use_bidirectional_attention="vision")  # images, which are not computed
+    kinds = read_layer_kinds(config, lambda index: (index + 1) % 6 != 0, has_local_rope=True)
+    kinds = kinds or (LayerKind(),) * read_num_layers(config)
+    whole = _whole(config, kinds)
+    return dense(
+        config,
+        "Gemma4ForCausalLM",
+        layer_kinds=tuple(whole if kind.rope == "main" else kind for kind in kinds),
+        rope=_global_rope(config, whole),
+        local_rope=read_rope(config, rope_section(config, "sliding_attention")),
+        activation=config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
+        norms=NORMS,
+        qk_norm=True,
+        value_norm=True,
+        layer_scalar=True,
+        attention_scale=1.0,
+        embedding_scale=math.sqrt(config.count("hidden_size")),
+        logit_softcap=config.optional_number("final_logit_softcapping"),
+        qkv_bias=config.flag("attention_bias"),
+        output_bias=config.flag("attention_bias"),
+    )
+
+
+def left_to_transformers(config: ConfigReader) -> str | None:
+    """Return the part of such a model that is not computed here; None if there is none."""
+    config = config.filled(**_DEFAULTS)
+    parts = {
+        "embeddings of each layer (hidden_size_per_layer_input)": config.get("hidden_size_per_layer_input"),
+        "layers that share keys and values (num_kv_shared_layers)": config.get("num_kv_shared_layers"),
+        "experts beside its MLP (enable_moe_block)": config.get("enable_moe_block"),
+    }
+    return next((part for part, value in parts.items() if value), None)
+
+
+def _whole(config: ConfigReader, kinds: tuple[LayerKind, ...]) -> LayerKind:
+    """Return the kind of the layers without a window. transformers 5 writes what differs layer by layer."""
+    shares, by_layer = config.flag("attention_k_eq_v"), config.section("per_layer_config")
+    num_kv_heads = config.get("num_global_key_value_heads") if shares else None
+    given = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": num_kv_heads}
+    if by_layer.entries:
+        wholes = [str(index) for index, kind in enumerate(kinds) if kind.rope == "main"]
+        each = [by_layer.section(index).entries for index in wholes]
+        if set(by_layer.entries) - set(wholes) or any(one != each[0] for one in each):
+            found = short_text(by_layer.entries)
+            raise UserError(f"per_layer_config must be that of all layers without a window, got {found}")
+        given = each[0]
+        given = {"head_dim": config.get("head_dim")} | given
+    reader = ConfigReader(given)
+    num_kv_heads = reader.count("num_key_value_heads", config.count("num_key_value_heads"))
+    if config.count("num_attention_heads") % num_kv_heads:
+        raise UserError(f"num_attention_heads must be a multiple of {num_kv_heads} global key/value heads")
+    size = reader.count("head_dim", _GLOBAL_HEAD_SIZE)
+    if size % 2:
+        raise UserError(f"global_head_dim must be even because RoPE rotates pairs, got {size}")
+    return LayerKind(head_size=size, num_kv_heads=num_kv_heads, has_values=not shares)
+
+
+def _global_rope(config: ConfigReader, whole: LayerKind) -> Rope:
+    """Return the rope of the layers without a window, which turns the first pairs of a head."""
+    settings = rope_section(config, "full_attention")
+    if settings.get("rope_type") not in (None, "proportional"):
+        return read_rope(config, settings, theta=_GLOBAL_THETA)
+    plain = read_rope(config, ConfigReader(settings.entries | {"rope_type": "default"}), theta=_GLOBAL_THETA)
+    turned = int(settings.number("partial_rotary_factor", _TURNED) * (whole.head_size or 0) // 2)
+    return dataclasses.replace(plain, kind="proportional", num_turned=turned)
