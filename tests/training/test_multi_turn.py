@@ -11,12 +11,16 @@ import tiny_run
 from engine.parts import packed_logprobs
 from models.tiny import tiny
 from qerl.cli.main import main
-from qerl.config import EngineConfig, EnvironmentConfig, TaskConfig
+from qerl.config import AlgoConfig, EngineConfig, EnvironmentConfig, NoiseConfig, RunConfig, TaskConfig
 from qerl.engine import Engine
+from qerl.engine.generation import Stats
 from qerl.errors import UserError
+from qerl.learner.distributed import ALONE
+from qerl.learner.minibatch import after_prefix
 from qerl.tasks import RewardPool
 from qerl.training.multi_turn import MultiTurnEngine
-from qerl.types import Group, Prompt, Sample, Sampling, Turn
+from qerl.training.policy import check_supported
+from qerl.types import Group, Pivot, Prompt, Sample, Sampling, Turn
 from tasks.material import END, START, tokenizer
 
 MAX_TOKENS = 200
@@ -122,6 +126,7 @@ class Scripted:
     """An engine whose policy says "A" three times: it ends its turn, is cut in it, and ends it."""
 
     tokenizer = tokenizer()
+    stats = Stats()
     turns_T = ([*letters("A"), END], letters("A"), [*letters("A"), END])
 
     def generate(self, prompts_P, *, num_samples, sampling, seed, step, conversation):
@@ -267,10 +272,84 @@ def test_pages_of_an_episode_are_continued(play):
     assert play.episodes.waited_s < waited_s
 
 
+class Told(Talk):
+    deterministic = True
+
+
+class Counting(Talk):
+    """Says something else whenever it is asked."""
+
+    num = 0
+
+    async def step(self, completion):
+        said, reward, is_done = await super().step(completion)
+        Counting.num += 1
+        return f"{said} {Counting.num}", reward, is_done
+
+
+def branches_of(play, environment):
+    """The samples of two rows, and two branches from the second and the third turn of their first samples."""
+    play(environment=environment, seed=5)
+    prompts_P, sampling = (
+        [prompt_of(0, turns=4), prompt_of(1, opening="begin")],
+        Sampling(max_tokens=MAX_TOKENS),
+    )
+    settings = {"num_samples": 3, "sampling": sampling, "seed": 5, "step": 2}
+    (batch,) = play.episodes.branch_batches(prompts_P, **settings)
+    groups = batch.sample()
+    starts = [
+        groups[0].samples_G[0].environment_spans[1].stop,
+        groups[1].samples_G[0].environment_spans[0].stop,
+    ]
+    pivots = [Pivot(group_index=i, sample_index=0, prefix_tokens=n) for i, n in enumerate(starts)]
+    return groups, pivots, batch.branch(pivots, 2)
+
+
+def test_a_branch_goes_on_where_a_turn_began_in_the_world_of_its_sample(play, decoder):
+    groups, pivots, branches = branches_of(play, Talk)
+    assert branches_of(play, Talk)[2] == branches
+    assert [s.reward for g in branches for s in g.samples_G] == [4.0, 4.0, 3.0, 3.0]
+    for group, pivot, branch in zip(groups, pivots, branches, strict=True):
+        parent, n = group.samples_G[0], pivot.prefix_tokens
+        num_messages = 2 * (2 - pivot.group_index)
+        assert branch.prompt == group.prompt and branch.prefix_tokens == n
+        assert len({tuple(s.tokens_T) for s in (parent, *branch.samples_G)}) == 3
+        for s in branch.samples_G:
+            assert s.tokens_T[:n] == parent.tokens_T[:n] and len(s.tokens_T) <= MAX_TOKENS
+            said = [[m["content"] for m in each.messages if m["role"] == "user"] for each in (s, parent)]
+            assert s.messages[:num_messages] == parent.messages[:num_messages] and said[0] == said[1]
+            truth_TV = packed_logprobs(decoder, branch.prompt, s)
+            truth_T = truth_TV[s.sampled_indices, torch.tensor(s.tokens_T)[s.sampled_indices]]
+            assert s.logprobs_T == pytest.approx(truth_T.tolist(), abs=1e-4)
+        for s, whole in zip(after_prefix(branch).samples_G, branch.samples_G, strict=True):
+            assert s.logprobs_T == whole.logprobs_T[-len(s.logprobs_T) :]
+            assert [n + i for i in s.sampled_indices] == [i for i in whole.sampled_indices if i >= n]
+            assert len(s.logprobs_T) == len(s.sampled_indices)
+
+
+def test_a_branch_has_the_rest_of_its_samples_tokens(play):
+    """As an uninterrupted one: its turns and replies together are at most sample.max_tokens."""
+    play(environment=Talk)
+    settings = {"num_samples": 1, "sampling": Sampling(max_tokens=70), "seed": 5, "step": 2}
+    (batch,) = play.episodes.branch_batches([prompt_of(0, turns=99)], **settings)
+    (group,) = batch.sample()
+    start = group.samples_G[0].environment_spans[0].stop
+    (branch,) = batch.branch([Pivot(group_index=0, sample_index=0, prefix_tokens=start)], 4)
+    assert all(start < len(s.tokens_T) <= 70 and s.finish == "length" for s in branch.samples_G)
+
+
+def test_a_branch_whose_environment_answers_otherwise_has_no_reward(play):
+    _, _, branches = branches_of(play, Counting)
+    assert {s.failure[0] for g in branches for s in g.samples_G} == {"not deterministic"}
+    assert {s.reward for g in branches for s in g.samples_G} == {None}
+
+
 ENVIRONMENT = """
 import random
 
 class Game:
+    deterministic = True
+
     async def reset(self, row, seed):
         self.random, self.turns = random.Random(seed), 0
 
@@ -322,6 +401,29 @@ def test_a_run_tells_of_its_episodes(unbroken):
     lines = (unbroken / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line)["environment_s"] > 0 for line in lines)
     assert steps[0]["mismatch_abs"] < 1e-4, "the learner sees the very tokens that were sampled"
+
+
+def test_a_run_branches_episodes_that_failed(files):
+    deep = ("--algo.branching", "deep", "--algo.deep.failure-reward", "1", "--algo.deep.num-branches", "2")
+    finish(files, files / "deep", *more(files), *deep, "--num-steps", "2", "--evaluate.num-prompts", "0")
+    steps = metrics(files / "deep")
+    assert all(step["pivots"] > 0 and step["branches"] == 2 * step["pivots"] for step in steps)
+    assert all(step["sampled_tokens"] > step["mean_tokens"] * 16 and step["grad_norm"] > 0 for step in steps)
+    assert steps[0]["mismatch_abs"] < 1e-4
+    samples = [json.loads(line) for line in (files / "deep" / "samples.jsonl").read_text().splitlines()]
+    branches = [s for s in samples if "prefix_tokens" in s]
+    assert len(branches) == sum(step["branches"] for step in steps) and all(
+        len(s["turns"]) > 2 for s in branches
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "scope", "line"), [(Counting, "step", "deterministic = True"), (Told, "group", "noise")]
+)
+def test_environments_that_cannot_be_branched_are_refused_in_one_line(kind, scope, line):
+    algo, noise = AlgoConfig(branching="deep"), NoiseConfig(scope=scope)
+    with RewardPool(TaskConfig(), [kind]) as pool, pytest.raises(UserError, match=line):
+        check_supported(RunConfig(algo=algo, noise=noise), pool, ALONE)
 
 
 def test_a_run_that_was_killed_meets_the_same_episodes(files, unbroken):

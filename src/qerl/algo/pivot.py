@@ -61,11 +61,16 @@ def fitted(tries: Sequence[Try]) -> Success | None:
     return Success(*w.tolist())
 
 
-def odds(num_tokens: int, success: Success | None, deep: DeepConfig) -> dict[int, float]:
-    """Return the unnormalized odds of a pivot after each segment; empty for a sample of one segment."""
+def odds(
+    num_tokens: int, success: Success | None, deep: DeepConfig, places: Sequence[int] | None = None
+) -> dict[int, float]:
+    """Return the unnormalized odds of a pivot at each of these places, 0 < t < num_tokens; None: after each
+    segment. Empty for a sample of one segment."""
+    if places is None:
+        places = range(deep.segment_tokens, num_tokens, deep.segment_tokens)
     return {
         t: (1.0 if success is None else success.at(t / num_tokens)) * (t / num_tokens) ** deep.gamma
-        for t in range(deep.segment_tokens, num_tokens, deep.segment_tokens)
+        for t in places
     }
 
 

@@ -205,7 +205,7 @@ class Generation:
                 finished.append(s)
                 continue
             start = len(s.tokens_T)
-            assert 0 < len(answer_T) < s.group.max_tokens - start
+            assert 0 < len(answer_T) < s.total_tokens - start
             s.environment_spans.append(range(start, start + len(answer_T)))
             s.tokens_T += answer_T
             s.finish = None
@@ -223,13 +223,13 @@ class Generation:
             tokens_T=tokens_T,
             text=self._detokenizer.decode(tokens_T[: -1 if tokens_T[-1] in self._stop_token_ids else None]),
             finish=s.finish,
-            num_left=s.group.max_tokens - len(s.tokens_T),
+            num_left=s.total_tokens - len(s.tokens_T),
         )
 
     def _limit_turn(self, s: LiveSample) -> None:
         """Set the maximum length of the turn that starts now."""
         turn_tokens = None if self._conversation is None else self._conversation.turn_tokens
-        s.max_tokens = s.group.max_tokens if s.most_tokens is None else min(s.most_tokens, s.group.max_tokens)
+        s.max_tokens = s.total_tokens
         if turn_tokens is not None:
             s.max_tokens = min(len(s.tokens_T) + turn_tokens, s.max_tokens)
 

@@ -96,6 +96,12 @@ class LiveSample:
         self.max_tokens = self.group.max_tokens
 
     @property
+    def total_tokens(self) -> int:
+        """Its maximum length."""
+        most = self.group.max_tokens
+        return most if self.most_tokens is None else min(self.most_tokens, most)
+
+    @property
     def age(self) -> tuple[int, int]:
         """Sort key; the oldest sample is the smallest."""
         return self.group.index, self.sample_index

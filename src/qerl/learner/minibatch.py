@@ -19,7 +19,7 @@ from qerl.algo.loss import LOSSES
 from qerl.config import RunConfig
 from qerl.learner.distributed import ALONE, Ranks
 from qerl.learner.packing import PackedBatch, pack
-from qerl.types import Group
+from qerl.types import Group, Sample
 
 
 class MinibatchPart:
@@ -123,10 +123,19 @@ def after_prefix(group: Group) -> Group:
         return group
     n, prompt = group.prefix_tokens, group.prompt
     prompt = dataclasses.replace(prompt, tokens_T=prompt.tokens_T + group.samples_G[0].tokens_T[:n])
-    samples_G = [
-        dataclasses.replace(s, tokens_T=s.tokens_T[n:], logprobs_T=s.logprobs_T[n:]) for s in group.samples_G
-    ]
-    return Group(prompt=prompt, samples_G=samples_G)
+    return Group(prompt=prompt, samples_G=[_without_prefix(s, n) for s in group.samples_G])
+
+
+def _without_prefix(sample: Sample, n: int) -> Sample:
+    """Return the sample after its first n tokens, of which an environment may have written whole spans."""
+    spans = sample.environment_spans
+    num_sampled = n - sum(len(span) for span in spans if span.stop <= n)
+    return dataclasses.replace(
+        sample,
+        tokens_T=sample.tokens_T[n:],
+        logprobs_T=sample.logprobs_T[num_sampled:],
+        environment_spans=tuple(range(s.start - n, s.stop - n) for s in spans if s.stop > n),
+    )
 
 
 def _weights(groups_P: list[Group], config: RunConfig, num_samples: int) -> list[list[float]]:

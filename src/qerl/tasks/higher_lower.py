@@ -14,6 +14,7 @@ from qerl.tasks.graders import gold_number, last_number
 
 class HigherLower:
     answer_column = "answer"
+    deterministic = True
 
     async def reset(self, row: dict[str, Any]) -> None:
         self._answer, self._reward = gold_number(row.get(self.answer_column)), 1.0

@@ -90,8 +90,10 @@ class RewardPool:
         entries = zip(given, functions, strict=True)
         self.environment = next((each for each, function in entries if is_environment(function)), None)
         """The environment's class, or its entry in config.rewards; None without one."""
-        self.scores_episodes = any(callable(getattr(made, "score", None)) for made in environments)
-        self.extends_prompt = any(getattr(made, "extends_prompt", False) for made in environments)
+        made = environments[0] if environments else None
+        self.scores_episodes = callable(getattr(made, "score", None))
+        self.extends_prompt = bool(getattr(made, "extends_prompt", False))
+        self.is_deterministic = bool(getattr(made, "deterministic", False))
         self._models = [(each, weight) for each, weight in pairs if isinstance(each, RewardModel | OwnJudge)]
         pairs = [pair for pair in pairs if not isinstance(pair[0], RewardModel | OwnJudge)]
         self._functions = [function for function, _ in pairs if not is_environment(function)]
@@ -99,12 +101,10 @@ class RewardPool:
         memory_bytes = int(config.reward_memory_gb * 1e9)
         self._episode_weight: float = next((w for function, w in pairs if is_environment(function)), 1.0)
         self._environment_worker, self._environment_pool = _started(environments, config, memory_bytes)
-        self.failures: Counter[str] = Counter()
-        """Samples without a reward since the last take_failures(), by cause."""
+        self.failures, self._latest = Counter[str](), Counter[str]()
+        """Samples without a reward since the last take_failures(), by cause; those of the latest call."""
         self._examples: dict[str, str] = {}
-        self._latest: Counter[str] = Counter()
-        self._deadline_s = config.reward_timeout_s
-        self._function_pool = None
+        self._deadline_s, self._function_pool = config.reward_timeout_s, None
         if self._functions:
             work = functools.partial(score, self._functions, weights)
             num_workers = config.reward_workers

@@ -4,7 +4,8 @@
 
 The branches of one pivot are a group: each is compared with its siblings, and only the tokens after the pivot
 are learned from. The outcomes of earlier pivots (algo/pivot.py) steer the choice of the next ones and are
-stored in checkpoints. The engine keeps the KV cache's memory for all of it.
+stored in checkpoints. The engine keeps the KV cache's memory for all of it, but for branches of conversations
+with an environment, which begin with a turn (multi_turn.py).
 """
 
 import collections
@@ -16,6 +17,7 @@ from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.tracking import StepLog
+from qerl.training.multi_turn import MultiTurnEngine
 from qerl.training.rollout import Rewards, TrainPrompts, rollout_metrics, sampling_of, with_advantages
 from qerl.types import Group, Pivot
 
@@ -26,7 +28,11 @@ class BranchingRollouts:
     """Takes the place of GroupRollouts."""
 
     def __init__(
-        self, config: RunConfig, engine: SamplingEngine, rewards: Rewards, train_prompts: TrainPrompts
+        self,
+        config: RunConfig,
+        engine: SamplingEngine | MultiTurnEngine,
+        rewards: Rewards,
+        train_prompts: TrainPrompts,
     ):
         self._config, self._engine, self._rewards = config, engine, rewards
         self._train_prompts, self._deep = train_prompts, config.algo.deep
@@ -72,14 +78,16 @@ class BranchingRollouts:
         success: Success | None,
         step: int,
     ) -> list[Pivot]:
-        """Return one pivot for every sample that failed and is longer than a segment."""
+        """Return one pivot for every sample that failed and is longer than a segment. In a conversation a
+        segment is a turn."""
         pivots = []
         for g, (group, rewards_G) in enumerate(zip(groups, rewards_P_G, strict=True)):
             for s, (sample, reward) in enumerate(zip(group.samples_G, rewards_G, strict=True)):
                 if reward is None or reward > self._deep.failure_reward:
                     continue
                 share = uniform(_PIVOT, self._config.seed, step, group.prompt.index, s)
-                place = chosen(odds(len(sample.tokens_T), success, self._deep), share)
+                places = None if sample.messages is None else [t.stop for t in sample.environment_spans]
+                place = chosen(odds(len(sample.tokens_T), success, self._deep, places), share)
                 if place is not None:
                     pivots.append(Pivot(group_index=g, sample_index=s, prefix_tokens=place))
         return pivots

@@ -8,18 +8,24 @@ stands what the chat template puts there, with the environment's messages (`Samp
 
 A sample ends when its environment is done, after max_turns, or when sample.max_tokens leaves no room for
 another turn: it then counts as truncated (finish is "length") and keeps the rewards so far.
+
+A branch (DEEP-GRPO) begins with one of its sample's turns: its environment is reset with the same seed and
+gets the turns before again, whose replies must be the same.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qerl.algo.seeds import mix
 from qerl.config import EnvironmentConfig, RunConfig
+from qerl.engine.generation import Stats
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.errors import UserError, require
 from qerl.tasks import RewardPool
@@ -33,11 +39,15 @@ from qerl.tasks.prompt import (
 )
 from qerl.tasks.reward import Reward, resolve
 from qerl.tasks.scoring import Failure
-from qerl.types import Conversation, Group, OnBurst, Prompt, RolloutEngine, Sample, Sampling, Turn
+from qerl.types import Conversation, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
-_ENVIRONMENT = 3  # keeps these seeds apart from the tokens'
+_ENVIRONMENT, _BRANCH = 3, 7  # keep these seeds apart from the tokens'
+_OTHER_REPLY = Failure(
+    "not deterministic",
+    "the environment gave other replies to the same answers when a branch played them again",
+)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -48,10 +58,15 @@ class _Episode:
     between: Between
     opening: Messages = dataclasses.field(default_factory=list)
     messages: Messages = dataclasses.field(default_factory=list)
+    turns: list[tuple[str, EnvironmentReply]] = dataclasses.field(default_factory=list)
+    """Those that another one follows."""
     num_turns: int = 0
     reward: float | None = None
     failure: Failure | None = None
     is_truncated: bool = False
+
+
+EpisodesPG = list[list[_Episode]]
 
 
 class MultiTurnEngine:
@@ -62,6 +77,8 @@ class MultiTurnEngine:
         self._engine, self._pool, self._tokenizer = engine, pool, engine.tokenizer
         self._config, self._max_prompt_tokens = config, max_prompt_tokens
         self._step: int | None = None
+        self.stats = Stats()
+        """Stats of the latest call of branch_batches."""
         self.waited_s = 0.0
         """Seconds spent in environments during the latest step, over its calls since take_metrics."""
 
@@ -82,46 +99,88 @@ class MultiTurnEngine:
         step: int,
         on_burst: OnBurst | None = None,
     ) -> list[Group]:
+        batch = ConversationBatch(self, prompts_P, num_samples, sampling, seed=seed, step=step)
+        return batch.sample()
+
+    def branch_batches(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> "Iterator[ConversationBatch]":
+        """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
+        batch = ConversationBatch(self, prompts_P, num_samples, sampling, seed=seed, step=step)
+        yield batch
+        self.stats = batch.stats
+
+    @contextlib.contextmanager
+    def begun(
+        self, prompts_P: list[Prompt], episodes_P_G: EpisodesPG, *, seed: int, step: int
+    ) -> Iterator[None]:
+        """Reset the environments, and close them when the block ends."""
         if step != self._step:
             self._step, self.waited_s = step, 0.0
-        episodes_P_G = [
-            [_Episode((p, g), self._between(prompt)) for g in range(num_samples)]
-            for p, prompt in enumerate(prompts_P)
-        ]
         all_episodes = [episode for episodes_G in episodes_P_G for episode in episodes_G]
         resets: list[Reset] = []
         for prompt, episodes_G in zip(prompts_P, episodes_P_G, strict=True):
             row = prompt.columns | {"prompt": prompt.messages or prompt.text}
             own_seed = mix(seed, _ENVIRONMENT, step, prompt.index)
             resets += [Reset(episode.key, row, own_seed) for episode in episodes_G]
-
-        def answer(turns: list[Turn]) -> list[list[int] | None]:
-            return self._answers([(episodes_P_G[turn.index][turn.sample_index], turn) for turn in turns])
-
         try:
             for episode, reply in zip(all_episodes, self._play(resets), strict=True):
                 if isinstance(reply, Failure):
                     episode.failure = reply
                 else:
                     episode.opening = reply.messages
-            opened_P = [self._opened(*pair) for pair in zip(prompts_P, episodes_P_G, strict=True)]
-            groups = self._engine.generate(
-                opened_P,
-                num_samples=num_samples,
-                sampling=sampling,
-                seed=seed,
-                step=step,
-                conversation=Conversation(turn_tokens=self._config.turn_tokens, answer=answer),
-            )
-            self._score(all_episodes)
+            yield
         finally:
             closed = self._play([Close(episode.key) for episode in all_episodes])
             for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
                 _logger.warning("%d environments: %s: %s", count, failure.cause, failure.message)
+
+    def converse(self, opened_P: list[Prompt], episodes_P_G: EpisodesPG, **settings: Any) -> list[Group]:
+        """Sample the conversations of environments that have begun to their ends, and score them. settings:
+        of SamplingEngine.generate."""
+
+        def answer(turns: list[Turn]) -> list[list[int] | None]:
+            return self._answers([(episodes_P_G[turn.index][turn.sample_index], turn) for turn in turns])
+
+        groups = self._engine.generate(
+            opened_P,
+            conversation=Conversation(turn_tokens=self._config.turn_tokens, answer=answer),
+            **settings,
+        )
+        self._score([episode for episodes_G in episodes_P_G for episode in episodes_G])
         return [
             dataclasses.replace(group, samples_G=list(map(_finished_sample, group.samples_G, episodes_G)))
             for group, episodes_G in zip(groups, episodes_P_G, strict=True)
         ]
+
+    @property
+    def latest_stats(self) -> Stats:
+        """Stats of the latest call of `converse`."""
+        return self._engine.stats
+
+    def new_episodes(self, prompts_P: list[Prompt], num_samples: int) -> EpisodesPG:
+        return [
+            [_Episode((p, g), self._between(prompt)) for g in range(num_samples)]
+            for p, prompt in enumerate(prompts_P)
+        ]
+
+    def replay(self, pairs: list[tuple[_Episode, _Episode, int]]) -> None:
+        """Play the first turns of each second episode, so many, with the environment of the first one."""
+        for episode, before, _ in pairs:
+            if episode.failure is None and episode.opening != before.opening:
+                episode.failure = _OTHER_REPLY
+        for turn in range(max((num_turns for *_, num_turns in pairs), default=0)):
+            live = [(e, before) for e, before, num in pairs if turn < num and e.failure is None]
+            replies = self._play([Step(e.key, before.turns[turn][0]) for e, before in live])
+            for (episode, before), reply in zip(live, replies, strict=True):
+                text, known = before.turns[turn]
+                if reply != known:
+                    episode.failure = reply if isinstance(reply, Failure) else _OTHER_REPLY
+                episode.turns.append((text, known))
+                episode.messages += [{"role": "assistant", "content": text}, *known.messages]
+                episode.num_turns += 1
+                if known.reward is not None:
+                    episode.reward = (episode.reward or 0.0) + known.reward
 
     def _score(self, episodes: list[_Episode]) -> None:
         """Add what the environments give to whole episodes."""
@@ -143,7 +202,7 @@ class MultiTurnEngine:
         has_template = prompt.messages is not None and self._tokenizer.chat_template
         return chat_reply_tokens if has_template else plain_reply_tokens
 
-    def _opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
+    def opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
         """Return the prompt with the messages of reset, which must be equal for all of its samples."""
         live_G = [episode for episode in episodes_G if episode.failure is None]
         opening = live_G[0].opening if live_G else []
@@ -206,7 +265,103 @@ class MultiTurnEngine:
             episode.is_truncated = True
             return None
         episode.messages += reply.messages
+        episode.turns.append((turn.text, reply))
         return reply_T
+
+
+class ConversationBatch:
+    """Samples of prompts, then branches of them, as BranchBatch; branches compute keys and values again."""
+
+    def __init__(
+        self,
+        engine: MultiTurnEngine,
+        prompts_P: list[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+    ):
+        self._engine, self._prompts_P, self._num_samples = engine, prompts_P, num_samples
+        self._sampling, self._seed, self._step = sampling, seed, step
+        self.stats = Stats()
+        self._episodes_P_G: EpisodesPG = []
+        self._groups_P: list[Group] = []
+
+    def sample(self) -> list[Group]:
+        engine, prompts_P, seed, step = self._engine, self._prompts_P, self._seed, self._step
+        self._episodes_P_G = episodes_P_G = engine.new_episodes(prompts_P, self._num_samples)
+        with engine.begun(prompts_P, episodes_P_G, seed=seed, step=step):
+            opened_P = [engine.opened(*pair) for pair in zip(prompts_P, episodes_P_G, strict=True)]
+            self._groups_P = engine.converse(
+                opened_P,
+                episodes_P_G,
+                num_samples=self._num_samples,
+                sampling=self._sampling,
+                seed=seed,
+                step=step,
+            )
+        self.stats = engine.latest_stats
+        return self._groups_P
+
+    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
+        """Return a group of num_branches samples for each pivot: the beginning of a turn but the first."""
+        engine, most = self._engine, self._sampling.max_tokens
+        prompts_P = [self._prompts_P[pivot.group_index] for pivot in pivots]
+        episodes_P_G = engine.new_episodes(prompts_P, num_branches)
+        parents_P = [self._groups_P[pivot.group_index].samples_G[pivot.sample_index] for pivot in pivots]
+        with engine.begun(prompts_P, episodes_P_G, seed=self._seed, step=self._step):
+            engine.replay(
+                [
+                    (episode, self._episodes_P_G[pivot.group_index][pivot.sample_index], num_turns)
+                    for pivot, parent, episodes_G in zip(pivots, parents_P, episodes_P_G, strict=True)
+                    for num_turns in [len(_spans_before(parent, pivot.prefix_tokens))]
+                    for episode in episodes_G
+                ]
+            )
+            groups_P = engine.converse(
+                list(map(self._begun_prompt, pivots, parents_P)),
+                episodes_P_G,
+                num_samples=num_branches,
+                max_tokens_P_G=[[most - pivot.prefix_tokens] * num_branches for pivot in pivots],
+                sampling=self._sampling,
+                seed=mix(self._seed, _BRANCH),
+                step=self._step,
+            )
+        self.stats += engine.latest_stats
+        return [
+            Group(
+                prompt=self._groups_P[pivot.group_index].prompt,
+                samples_G=[_joined(parent, pivot.prefix_tokens, sample) for sample in group.samples_G],
+                prefix_tokens=pivot.prefix_tokens,
+            )
+            for pivot, parent, group in zip(pivots, parents_P, groups_P, strict=True)
+        ]
+
+    def _begun_prompt(self, pivot: Pivot, parent: Sample) -> Prompt:
+        """Return the sample's prompt with its tokens before the pivot, and an index of the sample's own."""
+        prompt = self._groups_P[pivot.group_index].prompt
+        index = prompt.index * self._num_samples + pivot.sample_index
+        tokens_T = prompt.tokens_T + parent.tokens_T[: pivot.prefix_tokens]
+        return dataclasses.replace(prompt, index=index, tokens_T=tokens_T)
+
+
+def _spans_before(sample: Sample, num_tokens: int) -> list[range]:
+    """Return the spans of the environment among the sample's first tokens."""
+    return [span for span in sample.environment_spans if span.stop <= num_tokens]
+
+
+def _joined(parent: Sample, n: int, sample: Sample) -> Sample:
+    """Return the sample after the first n tokens of its parent."""
+    spans = _spans_before(parent, n)
+    num_sampled = n - sum(map(len, spans))
+    return dataclasses.replace(
+        sample,
+        tokens_T=parent.tokens_T[:n] + sample.tokens_T,
+        logprobs_T=parent.logprobs_T[:num_sampled] + sample.logprobs_T,
+        environment_spans=(*spans, *(range(n + s.start, n + s.stop) for s in sample.environment_spans)),
+        sample_index=parent.sample_index,
+    )
 
 
 def with_environment(

@@ -61,7 +61,16 @@ def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
     require(not is_deep or ranks.count == 1, reason)
     is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
     require(not is_refused, "rollout.partial needs a prompt for each rank, and no environment")
-    require(not (is_deep and has_env), "algo.branching deep does not work with environments: set it to none")
+    if is_deep and has_env:
+        require(
+            pool.is_deterministic,
+            "algo.branching deep plays an environment's turns again: set `deterministic = True` in its class"
+            " if the same seed and answers always get the same replies",
+        )
+        message = (
+            f"noise.scope {config.noise.scope} does not work with branches of environments: set it to step"
+        )
+        require(config.noise.scope == "step", message)
 
 
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
+from qerl.engine.sampling_engine import SamplingEngine
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.models.adapter import load_adapter
 from qerl.models.decoder import Decoder
@@ -38,7 +39,7 @@ from qerl.training.calibrated import with_calibrated_base
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.distil import DistilRollouts, read_given_rows
 from qerl.training.loop import Parts, run
-from qerl.training.multi_turn import EnvironmentEpisodes, with_environment
+from qerl.training.multi_turn import EnvironmentEpisodes, MultiTurnEngine, with_environment
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.partial import PartialRollouts
 from qerl.training.planned_learner import planned_learner
@@ -173,7 +174,8 @@ class _Session:
     ) -> GroupRollouts | PartialRollouts | BranchingRollouts | DistilRollouts:
         config, prompts = self.config, self.task.train_prompts
         if config.algo.branching == "deep":
-            return BranchingRollouts(config, self.engine, self.rewards, prompts)
+            assert isinstance(self.sampler, SamplingEngine | MultiTurnEngine)  # check_supported
+            return BranchingRollouts(config, self.sampler, self.rewards, prompts)
         if config.rollout.partial:
             return PartialRollouts(config, self.engine, self.rewards, prompts, self.ranks)
         if not config.distil.is_on:
