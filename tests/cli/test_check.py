@@ -79,7 +79,7 @@ BROKEN = [
     (["--task", "/no/rows.jsonl"], "rows", "/no/rows.jsonl", {"reward"}),
     (["--num-prompts", "33"], "rows", "num_prompts is 33, but", {"reward"}),
     (["--sample.max-tokens", "128"], "rows", "sample.max_tokens is 128", {"reward"}),
-    (["--reward", "/no/reward.py:f"], "functions", "cannot import /no/reward.py", {"reward"}),
+    (["--reward", "/no/reward.py:f"], "functions", "/no/reward.py:f: no such file", {"reward"}),
     (["--task.answer-column", "none"], "reward", "no column 'none'", set()),
     (["--model.device", "cuda"], "device", "torch finds no CUDA device", {"kernels", "model", "reward"}),
 ]

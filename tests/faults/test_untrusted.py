@@ -163,6 +163,10 @@ def test_a_chat_template_reaches_nothing_and_its_errors_are_one_line(template):
     assert one_line(lambda: render_chat(made, [{"role": "user", "content": "x"}])) in (None, ("", []))
 
 
+# The sandbox's processes run a sample's code and its test; ranks and workers are the run's own.
+OWN_PROCESSES = ("child.py", "test_process.py", "distributed.py", "worker_process.py", "ray_worker.py")
+
+
 def test_no_line_of_the_source_trusts_remote_code_nor_unpickles():
     """Every from_pretrained says trust_remote_code=False; nothing from outside is unpickled or evaluated."""
     asked = 0
@@ -178,8 +182,7 @@ def test_no_line_of_the_source_trusts_remote_code_nor_unpickles():
                 assert ast.unparse(keywords["trust_remote_code"]) == "False", path
             elif "trust_remote_code" in keywords:
                 assert ast.unparse(keywords["trust_remote_code"]) == "False", path
-            # the sandbox's processes run a sample's code and its test; ranks and workers are the run's own
-            if path.name not in ("child.py", "test_process.py", "distributed.py", "worker_process.py"):
+            if path.name not in OWN_PROCESSES:
                 assert owner not in ("torch.load", "pickle.load", "pickle.loads", "eval", "exec"), path
             assert name not in ("extractall", "unpack_archive"), path
     assert asked

@@ -31,6 +31,7 @@ def test_much_memory_is_not_kept(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_from_a_gpu_is_complete_and_pinned():
     source = torch.arange(1 << 24, device="cuda", dtype=torch.float32)
     (copy,) = HostCopy().take({"x": source}).values()

@@ -17,6 +17,17 @@ FAILS = """def fails(prompts, completions, completion_ids, **columns):
     return [1 / (ids[0] % 3) for ids in completion_ids]
 """
 
+DICE = """import random
+
+
+class Dice:
+    async def reset(self, row):
+        pass
+
+    async def step(self, completion):
+        return "Again.", random.random(), True
+"""
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
@@ -230,13 +241,16 @@ def test_a_finished_run_is_not_run_again(files, unbroken):
     assert (out / "report.html").exists()
 
 
-def test_environments_are_no_branches_which_is_told_before_there_is_a_model(files, tmp_path):
-    given = ("--model.path", str(tmp_path / "none"), "--task.rewards", "higher_lower")
-    _, stderr = (process := start(files, tmp_path / "run", *given, recipe="deep_grpo")).communicate(
-        timeout=60
-    )
+def test_an_environment_that_may_answer_otherwise_is_not_branched(files, tmp_path):
+    (tmp_path / "dice.py").write_text(DICE)
+    given = ("--task.rewards", f"{tmp_path}/dice.py:Dice")
+    process = start(files, tmp_path / "run", *given, recipe="deep_grpo")
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert stderr == "qerl: algo.branching deep does not work with environments: set it to none\n"
+    refused = "qerl: algo.branching deep plays an environment's turns again: set `deterministic = True`"
+    assert stderr.startswith(refused)
+        "qerl: algo.branching deep plays an environment's turns again: set `deterministic"
+    )
 
 
 def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(files, tmp_path):
