@@ -249,8 +249,6 @@ def test_an_environment_that_may_answer_otherwise_is_not_branched(files, tmp_pat
     assert process.returncode == 2
     refused = "qerl: algo.branching deep plays an environment's turns again: set `deterministic = True`"
     assert stderr.startswith(refused)
-        "qerl: algo.branching deep plays an environment's turns again: set `deterministic"
-    )
 
 
 def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(files, tmp_path):
