@@ -89,10 +89,13 @@ class TeacherForcing:
         if self._pool is None or not self._forward.is_capturable:
             return self._forward.together(state.of_width(width), self.rows)
         if self._graph is None:
-            self._forward.together(state, self.rows)  # compiles kernels, which must not happen in a recording
+            # It compiles kernels, which must not happen in a recording. A second run of these rows, by the
+            # graph, would take their recurrent states too far.
+            hidden_BD = self._forward.together(state, self.rows)
             self._graph = torch.cuda.CUDAGraph()
             with record_graph(self._graph, pool=self._pool):
                 self._hidden_BD = self._forward.together(state, self.rows)
+            return hidden_BD
         self._graph.replay()
         assert self._hidden_BD is not None
         return self._hidden_BD
