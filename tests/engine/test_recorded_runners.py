@@ -93,6 +93,20 @@ def test_a_step_without_a_graph_has_exactly_the_rows_of_its_samples(monkeypatch)
     assert [runner._rows(n) for n in (1, 3, 8, 9)] == [1, 3, 8, 9]
 
 
+@pytest.mark.parametrize("is_capturable", [True, False])
+def test_a_graph_is_not_replayed_for_rows_whose_sampler_needs_the_host(is_capturable, monkeypatch):
+    class Graph:
+        def replay(self):
+            steps.append("replay")
+
+    steps: list[str] = []
+    runner = recording(monkeypatch, uses_graphs=is_capturable)
+    monkeypatch.setattr(runner, "_eager_step", lambda num_rows: steps.append("eager"))
+    runner._graphs[8] = Graph()  # type: ignore[assignment]
+    runner._step(8)
+    assert steps == ["replay" if is_capturable else "eager"]
+
+
 @pytest.mark.parametrize(
     ("model", "is_fast", "rows"),
     [("qwen2.5-7b", True, 8), ("qwen2.5-7b", False, 1), ("gpt-oss-20b", True, 1), ("qwen3.5-9b", True, 8)],

@@ -186,7 +186,8 @@ class DecodeRunner:
         return min(max(num_rows, min_rows), self.max_rows)
 
     def _step(self, num_rows: int) -> None:
-        if num_rows in self._graphs:
+        # A sampler that had a graph recorded may need the host for its present rows (row_sampler.py).
+        if self._uses_graphs and num_rows in self._graphs:
             self._graphs[num_rows].replay()
             return
         start_s = time.perf_counter()
