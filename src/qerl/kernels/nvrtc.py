@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl.cache import cache_folder
 from qerl.kernels.architectures import architecture_name
 
 Parameter = Tensor | bytes | int | None  # a device pointer, a struct, a 32-bit int, a null pointer
@@ -307,7 +308,7 @@ def cached_cubin(file: str, defines: Mapping[str, int], architecture: str) -> by
 def cubin_path(file: str, defines: Mapping[str, int], architecture: str) -> Path:
     """Return where the disk cache has this cubin."""
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    folder = Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser() / "cubin"
+    folder = cache_folder() / "cubin"
     return folder / f"{cache_key(file, defines, architecture, checked(nvrtc.nvrtcVersion()))}.cubin"
 
 

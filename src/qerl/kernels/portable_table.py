@@ -11,11 +11,11 @@ import dataclasses
 import functools
 import json
 import math
-import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from qerl.cache import cache_folder
 from qerl.kernels.architectures import CudaArchitecture
 from qerl.kernels.nvfp4_tile import MOST_TOKENS
 from qerl.kernels.portable_tile import PortableChoice, PortableTile, rule
@@ -64,7 +64,7 @@ def choices_of(gpu: str) -> tuple[MeasuredChoice, ...]:
 
 
 def own_file() -> Path:
-    return Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser() / NAME
+    return cache_folder() / NAME
 
 
 def read(text: str) -> dict[str, tuple[MeasuredChoice, ...]]:

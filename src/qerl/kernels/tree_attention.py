@@ -2,8 +2,9 @@
 
     o_n = softmax(q_n @ k^T / sqrt(H)) @ v      over the keys a query may see; k, v of head n * K // N
 
-On a GPU in 16 bits FlashAttention (flash_attention.py) computes it. A tree becomes a list of runs, each a
-separate sequence whose last query sees its last key:
+On a GPU in 16 bits FlashAttention computes it: flash_attention_4.py where that is installed, else
+flash_attention.py. A tree becomes a list of runs, each a separate sequence whose last query sees its last
+key:
 
     run          queries            keys, gathered
     prompt       its rows           its rows
@@ -29,6 +30,7 @@ from torch import Tensor
 from qerl.kernels.attention import PackedLayout, packed_attention, reference
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.flash_attention import SequenceEnds, flash_attention, is_for_flash
+from qerl.kernels.flash_attention_4 import flash_attention_4, is_for_flash_4
 from qerl.types import Tree
 
 __all__ = ["CASES", "TreeLayout", "over_runs", "reference", "tree_attention"]
@@ -115,6 +117,8 @@ def tree_attention(
 ) -> Tensor:
     """Return o_TNH, differentiable in q, k and v; deterministic."""
     assert len(q_TNH) == len(k_TKH) == len(layout.own_T) and k_TKH.shape == v_TKH.shape
+    if is_for_flash_4(q_TNH):
+        return over_runs(q_TNH, k_TKH, v_TKH, layout, functools.partial(_flash_4, options=options))
     is_flash = q_TNH.is_cuda and q_TNH.dtype != torch.float32
     if is_flash and is_for_flash(q_TNH.shape[2], options):
         return over_runs(q_TNH, k_TKH, v_TKH, layout, functools.partial(_flash, options=options))
@@ -125,6 +129,12 @@ def _flash(
     q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: TreeLayout, *, options: AttentionOptions
 ) -> Tensor:
     return flash_attention(q_TNH, k_RKH, v_RKH, layout.ends, options)
+
+
+def _flash_4(
+    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, layout: TreeLayout, *, options: AttentionOptions
+) -> Tensor:
+    return flash_attention_4(q_TNH, k_RKH, v_RKH, layout.ends, options)
 
 
 def over_runs(

@@ -24,6 +24,7 @@ import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
+from qerl.cache import cache_folder
 from qerl.errors import UserError
 from qerl.formats import PackedWeight
 from qerl.models.gguf_file import GgufFile
@@ -157,7 +158,7 @@ def _cached_hub_folder() -> Path | None:
 
 
 def _built_in_gguf() -> Path:
-    cache = Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser()
+    cache = cache_folder()
     cached = cache / _GGUF_NAME
     if cached.is_file() and _sha256(cached) == _GGUF_SHA256:
         return cached

@@ -11,7 +11,6 @@ QERL_JUDGE_KEY, and nowhere else.
 import contextlib
 import hashlib
 import json
-import os
 import re
 import sqlite3
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from qerl.cache import cache_folder
 from qerl.config import JudgeConfig, TaskConfig
 from qerl.errors import UserError, require
 from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
@@ -144,7 +144,7 @@ class Ledger:
     """The file that a judge's workers share: replies, and the requests so far."""
 
     def __init__(self, settings: JudgeConfig):
-        cache = Path(os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl") / "judge"
+        cache = cache_folder() / "judge"
         self._path = Path(settings.cache or cache).expanduser() / "judge.sqlite"
         self._settings, self._name = settings, json.dumps([settings.url, settings.model])
         try:

@@ -7,10 +7,10 @@ rewards' names; `qerl eval FOLDER` imports them only where that file is, or with
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerl.cache import cache_folder
 from qerl.errors import UserError
 
 
@@ -43,5 +43,5 @@ def _named_code(rewards: Sequence[str]) -> list[str]:
 
 def _mark(folder: Path, rewards: Sequence[str]) -> Path:
     key = json.dumps([str(folder.resolve()), *rewards])
-    cache = Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl").expanduser()
+    cache = cache_folder()
     return cache / "started" / hashlib.sha256(key.encode()).hexdigest()
