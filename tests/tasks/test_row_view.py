@@ -61,6 +61,8 @@ def test_white_space_makes_no_other_row_and_no_prompt(files, tmp_path, capsys):
     assert [bad.partition(",")[0] for bad in report["bad"]] == [
         f"line {i}: its prompt is empty" for i in (5, 6)
     ]
+    other = write(tmp_path / "other.jsonl", [{"prompt": "", "text": "a"}, {"prompt": "b", "text": "c"}])
+    assert not found(capsys, other, "--model", str(files), "--task.template", "{text}")["train"]["bad"]
     chats = [{"prompt": "a", "completion": text} for text in ("b", "b ", "c")]
     report = found(capsys, write(tmp_path / "chats.jsonl", chats), "--model", str(files))["train"]
     assert report["duplicates"] == [["line 1", "line 2"]]

@@ -249,8 +249,11 @@ def test_an_agent_that_cannot_be_sent_or_imported_there_is_one_line(files):
     with pytest.raises(UserError, match=r"cannot be sent to workers .*: name it in the config as FILE\.py"):
         Cluster(ray, config).start(partial(EnvironmentEpisodes, config, threading.Lock().acquire))
     elsewhere = pickle.dumps(partial).replace(b"functools", b"functuuls")
-    with pytest.raises(UserError, match="cannot import it: No module named 'functuuls'"):
+    with pytest.raises(UserError, match="cannot load the environment or agent: No module named 'functuuls'"):
         Worker(config, elsewhere).place()
+    missing = pickle.dumps(partial(EnvironmentEpisodes, config, "/nowhere/game.py:Game"))
+    with pytest.raises(UserError, match=r"a worker on .* cannot load .*/nowhere/game\.py:Game: no such file"):
+        Worker(config, missing).place()
 
 
 def test_being_ahead_needs_workers_and_a_correction():

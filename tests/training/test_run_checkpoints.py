@@ -59,6 +59,10 @@ def names(journal):
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
+def full_disk(*given, **more):
+    raise CheckpointError("cannot write the checkpoint: No space left on device")
+
+
 def test_steps_go_on_while_a_checkpoint_is_written_of_the_state_at_its_step(disk, journal):
     learner = tiny_learner()
     with checkpoints_of(journal, learner) as checkpoints:
@@ -97,10 +101,7 @@ def test_a_checkpoint_waits_for_the_one_before_and_the_time_is_recorded(disk, jo
 
 
 def test_a_write_that_fails_ends_the_run_after_the_next_step_with_its_cause(monkeypatch, journal):
-    def full(*given, **more):
-        raise CheckpointError("cannot write the checkpoint: No space left on device")
-
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpoint, "write", full_disk)
     with (
         pytest.raises(RunError, match="No space left"),
         checkpoints_of(journal, tiny_learner()) as checkpoints,
@@ -114,11 +115,7 @@ def test_a_write_that_fails_ends_the_run_after_the_next_step_with_its_cause(monk
 
 
 def test_a_write_that_fails_at_the_end_is_an_error_and_beside_another_error_a_notice(monkeypatch, journal):
-    def full(*given, **more):
-        time.sleep(0.05)
-        raise CheckpointError("cannot write the checkpoint: No space left on device")
-
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpoint, "write", full_disk)
     with pytest.raises(CheckpointError), checkpoints_of(journal, tiny_learner()) as checkpoints:
         checkpoints.save(1)
     with pytest.raises(ZeroDivisionError), checkpoints_of(journal, tiny_learner()) as checkpoints:
@@ -144,5 +141,37 @@ def test_a_folder_that_is_moved_during_a_write_gets_the_checkpoint_in_its_new_pl
         (tmp_path / "run").rename(place)
         (tmp_path / "run").write_text("in the way")
         disk.may_write.set()
+        checkpoints.wait()
+        assert names(journal) == ["step-000001"] and checkpoints.is_due(2, 9)
         checkpoints.save(2)
-    assert (place / "checkpoints" / "step-000002").is_dir()
+    assert names(journal) == ["step-000001", "step-000002"] and journal.place() == place
+
+
+def test_a_folder_that_is_moved_during_the_last_write_has_the_checkpoint(disk, journal, tmp_path):
+    with checkpoints_of(journal, tiny_learner()) as checkpoints:
+        checkpoints.save(9)
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        (tmp_path / "run").write_text("in the way")
+        disk.may_write.set()
+    assert names(journal) == ["step-000009"]
+
+
+def test_what_cannot_be_written_to_the_new_place_either_is_not_called_saved(monkeypatch, journal, tmp_path):
+    with (
+        pytest.raises(CheckpointError, match="No space left"),
+        checkpoints_of(journal, tiny_learner()) as checkpoints,
+    ):
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        monkeypatch.setattr(checkpoint, "write", full_disk)
+        checkpoints.save(1)
+
+
+def test_a_full_disk_does_not_hide_what_ended_the_run(monkeypatch, journal):
+    def no_space(text):
+        raise RunError("events.jsonl: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", full_disk)
+    monkeypatch.setattr(journal, "notice", no_space)
+    with pytest.raises(ZeroDivisionError), checkpoints_of(journal, tiny_learner()) as checkpoints:
+        checkpoints.save(1)
+        raise ZeroDivisionError

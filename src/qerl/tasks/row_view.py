@@ -117,10 +117,10 @@ def _kind(rows: RowTable, sft: SftConfig) -> Kind:
 
 
 def _prompts(table: RowTable, renderer: Renderer) -> TableView:
-    made = []
+    made, column = [], str(table.prompt_column)
     for index in range(table.num_rows):
         prompt = renderer.usable_prompt(index, index=index)
-        if prompt is not None and _is_empty(table.get(index).get(str(table.prompt_column))):
+        if prompt is not None and column in renderer.columns and _is_empty(table.get(index).get(column)):
             renderer.faults[index] = _EMPTY
         elif prompt is not None:
             tokens_T = tuple(prompt.tokens_T)

@@ -67,10 +67,9 @@ def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
             "algo.branching deep plays an environment's turns again: set `deterministic = True` in its class"
             " if the same seed and answers always get the same replies",
         )
-        message = (
-            f"noise.scope {config.noise.scope} does not work with branches of environments: set it to step"
-        )
-        require(config.noise.scope == "step", message)
+        scope = config.noise.scope
+        message = f"noise.scope {scope} does not work with algo.branching deep and an environment: set it to"
+        require(scope == "step", f"{message} step")
 
 
 def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase, int]:

@@ -72,9 +72,10 @@ class Worker:
         config = self._config
         try:
             make: MakeEpisodes | None = pickle.loads(self._make_episodes)
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"--ray: a worker on {socket.gethostname()} cannot import it: {error}") from None
-        episodes = None if make is None else make()
+            episodes = None if make is None else make()
+        except (ImportError, AttributeError, UserError) as error:
+            place = f"a worker on {socket.gethostname()}"
+            raise UserError(f"--ray: {place} cannot load the environment or agent: {error}") from None
         tokenizer, _ = load_tokenizer_and_limit(config)
         model, inner = load_sampler(config, tokenizer)
         stop_tokens = inner.stop_token_ids

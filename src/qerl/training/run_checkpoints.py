@@ -4,6 +4,7 @@ A step waits while the state is copied to host memory, and while the checkpoint 
 `checkpoint_hold_s`. A thread writes the copy: `checkpoint_write_s`.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,10 +42,11 @@ class RunCheckpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.wait()
-        except CheckpointError as error:
+        except RunError as error:
             if kind is None:
                 raise
-            self._journal.notice(str(error))  # what ends the run already is its cause
+            with contextlib.suppress(RunError):  # what ends the run already is its cause
+                self._journal.notice(str(error))
         finally:
             self._writer.close()
 
@@ -72,16 +74,15 @@ class RunCheckpoints:
         with self._journal.span("checkpoint_hold"):
             self.wait()
             place = self._journal.place()
-            folder = (place or self._folder) / "checkpoints"
             state = checkpoint.snapshot(self._learner, next_step=next_step, extra=extra, memory=self._memory)
-            self._writer.start(lambda: self._write(folder, state))
+            self._writer.start(lambda: self._write(place, state))
             if waits or place != self._folder:
                 self.wait()
         if place != self._folder:
             raise RunError(_away_text(self._folder, place, next_step))
 
     def wait(self) -> None:
-        """Wait until what `save` began is on the disk; raise CheckpointError if it could not be written."""
+        """Wait until what `save` began is on the disk; raise RunError if it could not be written."""
         self._take(waits=True)
 
     def finished(self, next_step: int, extra: dict[str, Any] | None = None) -> None:
@@ -91,18 +92,22 @@ class RunCheckpoints:
         self._take(waits=False)
 
     def _take(self, *, waits: bool) -> None:
-        try:
-            write_s = self._writer.take(waits=waits)
-        except CheckpointError:
-            if not self._is_away():  # else the next one is saved where the folder is
-                raise
-            return
+        write_s = self._writer.take(waits=waits)
         if write_s is not None:
             self._journal.carry(checkpoint_write_s=write_s)
 
-    def _write(self, folder: Path, state: checkpoint.Snapshot) -> None:
-        checkpoint.write(folder, state, keep=self._config.keep)
+    def _write(self, place: Path | None, state: checkpoint.Snapshot) -> None:
+        """Write where the folder is; once more if it was moved or removed meanwhile. place: where it was."""
+        try:
+            self._write_to(place, state)
+        except CheckpointError:
+            if (now := self._journal.place()) == place:
+                raise
+            self._write_to(now, state)
         self._journal.saved(state.next_step)
+
+    def _write_to(self, place: Path | None, state: checkpoint.Snapshot) -> None:
+        checkpoint.write((place or self._folder) / "checkpoints", state, keep=self._config.keep)
 
     def save_finished(self) -> None:
         """Save the last finished step, in the middle of the next one: another rank is lost. Once the next

@@ -207,9 +207,15 @@ def test_phases_and_the_rest_add_up_to_the_step():
     assert steps == [4] and rows == [[2.0, 0, 0, 1.5, 0, 0, 0, 0.5]]
 
 
-def test_time_outside_the_step_does_not_make_the_rest_negative():
-    _, rows = phase_seconds(run_of([{"step": 0, "rollout_s": 1.0, "checkpoint_s": 2.0, "step_s": 1.0}]))
-    assert rows == [[1.0, 0, 0, 0, 0, 0, 2.0, 0]]
+@pytest.mark.parametrize("key", ["checkpoint_hold_s", "checkpoint_s"])
+def test_a_checkpoint_lies_outside_the_step_and_takes_nothing_from_its_rest(key):
+    _, rows = phase_seconds(run_of([{"step": 0, "rollout_s": 1.0, key: 2.0, "step_s": 1.5}]))
+    assert rows == [[1.0, 0, 0, 0, 0, 0, 2.0, 0.5]]
+
+
+def test_an_evaluation_before_the_first_step_does_not_make_its_rest_negative():
+    _, rows = phase_seconds(run_of([{"step": 0, "rollout_s": 1.0, "evaluate_s": 2.0, "step_s": 1.0}]))
+    assert rows == [[1.0, 0, 0, 0, 0, 2.0, 0, 0]]
 
 
 def test_a_long_runs_times_are_means_of_stretches():

@@ -277,14 +277,14 @@ def _phase_key(layers: Sequence[Sequence[float]]) -> str:
 
 
 def phase_seconds(run: RecordedRun) -> tuple[list[float], list[list[float]]]:
-    """Return steps, and the seconds of every phase and of the rest in each. Long runs are averaged: each step
-    is then the last of those averaged."""
+    """Return steps, and the seconds of every phase and of the rest of the step in each. Checkpoints lie
+    between steps. Long runs are averaged: each step is then the last of those averaged."""
     rows = []
     for record in run.records:
         held_s = number(record.get("checkpoint_hold_s")) or 0.0
-        timed = {**record, "checkpoint_s": held_s} if held_s else record  # checkpoint_s: former versions
-        step_s, *parts = (number(timed.get(f"{name}_s")) or 0.0 for name in ("step", *PHASES))
-        rows.append([record["step"] + 1.0, *parts, max(0.0, step_s - sum(parts))])
+        held_s = held_s or number(record.get("checkpoint_s")) or 0.0  # checkpoint_s: former versions
+        step_s, *parts = (number(record.get(f"{name}_s")) or 0.0 for name in ("step", *PHASES[:-1]))
+        rows.append([record["step"] + 1.0, *parts, held_s, max(0.0, step_s - sum(parts))])
     num_rows = min(len(rows), _MAX_STACKED)
     edges = [i * len(rows) // num_rows for i in range(num_rows + 1)] if rows else []
     means = [[fmean(c) for c in zip(*rows[a:b], strict=True)] for a, b in itertools.pairwise(edges)]
