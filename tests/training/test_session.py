@@ -273,10 +273,11 @@ def test_a_reward_that_fails_is_told_once_on_the_console_and_once_in_the_file(fi
 def test_what_was_compiled_before_the_first_step_is_told_once(files, tmp_path):
     code = """
 from qerl.cli.main import main
-from qerl.engine import Engine
-from qerl.kernels.compile_ahead import CompileReport
+from qerl.kernels.compile_tally import CompileReport, CompileTally
 
-Engine.compile_report = lambda engine: CompileReport(num_kernels=3, num_compiled=2, compile_s=1.26)
+CompileTally.report = lambda tally: CompileReport(
+    num_kernels=3, num_compiled=2, compile_s=1.26, waited_s=0.5
+)
 main()
 """
     (tmp_path / "told.py").write_text(code)
@@ -284,7 +285,7 @@ main()
     process = tiny_run.started(str(tmp_path / "told.py"), "train", "demo", *options)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
-    assert stdout.count("compiled 2 kernels in 1.3 s, 1 were in the disk cache") == 1
+    assert stdout.count("compiled 2 kernels in 1.3 s, 1 were in the disk cache; the run waited 0.5 s") == 1
 
 
 def test_samples_longer_than_the_model_are_refused(files, tmp_path):

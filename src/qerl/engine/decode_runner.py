@@ -23,9 +23,11 @@ from qerl.engine.decode_forward import DecodeForward
 from qerl.engine.live_sample import LiveSample
 from qerl.engine.sampler import FusedSampler, Sampler
 from qerl.engine.scheduler import num_pages
-from qerl.kernels.compile_ahead import CompileReport, compile_launched
+from qerl.kernels.compile_ahead import compile_ahead
+from qerl.kernels.compile_tally import CompileReport
 from qerl.kernels.cuda_graph import record_graph
 from qerl.kernels.decode_state import DecodeState
+from qerl.kernels.nvrtc import KernelVariant, dry_run
 
 _BATCH = "tokens_B", "positions_B", "ends_B", "keys_B", "noise_rows_B", "states_B"
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -81,7 +83,7 @@ class DecodeRunner:
     @property
     def _uses_graphs(self) -> bool:
         is_capturable = self.sampler.is_capturable and self._forward.is_capturable
-        return self._device.type == "cuda" and is_capturable
+        return self._device.type != "cpu" and is_capturable  # on meta: as on the GPU that it stands for
 
     @property
     def max_steps(self) -> int:
@@ -115,20 +117,24 @@ class DecodeRunner:
         return tokens_B[:M], logprobs_B[:M]
 
     def compile_ahead(self, most_samples: int) -> CompileReport:
-        """Compile in parallel what steps of up to this many samples launch, before the first of them.
+        """Compile in parallel what steps of up to this many samples launch, before the first of them."""
+        return compile_ahead(self.variants(most_samples), self._device)
+
+    @torch.no_grad()
+    def variants(self, most_samples: int) -> list[KernelVariant]:
+        """Return the kernels of steps of up to this many samples, and of sampling their first tokens.
 
         For a forward pass of this project's kernels: they only note what they would launch, but PyTorch's
         operations run, on tensors that no kernel has filled.
         """
-
-        def steps() -> None:
-            samples = range(1, min(most_samples, self.max_rows) + 1)
+        samples, state = range(1, min(most_samples, self.max_rows) + 1), self._state
+        with dry_run() as variants:
             for num_rows in dict.fromkeys(map(self._rows, samples)):
-                hidden_BD = self._forward(self._state, num_rows)
+                hidden_BD = self._forward(state, num_rows)
                 if isinstance(self.sampler, FusedSampler):
-                    self.sampler.step(hidden_BD, self._state)
-
-        return compile_launched(steps, self._device)
+                    self.sampler.sample(hidden_BD, state.keys_B[:num_rows], state.positions_B[:num_rows])
+                    self.sampler.step(hidden_BD, state)
+        return list(variants)
 
     def set_batch(self, samples_B: list[LiveSample], keys_B: list[int]) -> None:
         """Make these samples the rows. Every burst must have been read."""

@@ -48,7 +48,7 @@ from qerl.engine.score import score
 from qerl.engine.state_cache import StateCache, slot_bytes
 from qerl.engine.window_pages import WindowPages
 from qerl.errors import UserError
-from qerl.kernels.compile_ahead import CompileReport
+from qerl.kernels.compile_tally import CompileReport
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels
 from qerl.types import Group, Prompt, Sampling

@@ -30,11 +30,12 @@ from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8, PackedWeight
 from qerl.kernels import untried
 from qerl.kernels.chunked_attention import chunked_decode
-from qerl.kernels.compile_ahead import CompileReport
+from qerl.kernels.compile_tally import CompileReport
 from qerl.kernels.decode_shape import CHUNK
 from qerl.kernels.head_sample import Head, HeadSample, NVFP4Head, head_sampler
 from qerl.kernels.lora_shrink import LoraShrink
 from qerl.kernels.lora_shrink_portable import PortableLoraShrink
+from qerl.kernels.nvrtc import KernelVariant
 from qerl.models.architecture import Architecture
 from qerl.models.decoder import Decoder
 from qerl.models.device import Kernels, choose_kernels
@@ -55,9 +56,16 @@ _SHARED_ROWS = 8
 
 
 class RunnerCache:
-    def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: frozenset[int]):
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        stop_token_ids: frozenset[int],
+        kernels: Kernels | None = None,
+    ):
+        """kernels: of the GPU that the device of a decoder without memory stands for; None: the device's."""
         self._decoder, self._config = decoder, config
-        self.kernels: Kernels = choose_kernels(config.kernels, decoder.device)
+        self.kernels: Kernels = kernels or choose_kernels(config.kernels, decoder.device)
         """The kernels of decode steps, unless there is an obstacle."""
         exact = exact_mode_obstacle(decoder.architecture) if config.exact else None
         self.obstacle = exact or KernelForward.obstacle(decoder, config.block_size, self.kernels)
@@ -83,6 +91,21 @@ class RunnerCache:
     def of(self, cache: KVCache, sampling: Sampling | None, max_pages: int) -> DecodeRunner:
         """Return the runner for sequences of up to max_pages pages of this cache; without sampling parameters
         every row has its own."""
+        runner = self._runner(cache, sampling, max_pages)
+        if self._is_fast and self.compiled is None:
+            start_s = time.perf_counter()
+            self.compiled = runner.compile_ahead(self.max_rows)
+            self._compile_s += time.perf_counter() - start_s
+        runner.discard_unread()
+        return runner
+
+    def variants(self, cache: KVCache, sampling: Sampling, max_pages: int) -> list[KernelVariant]:
+        """Return the kernels that `of` would compile; none if PyTorch's operations are used."""
+        if not self._is_fast:
+            return []
+        return self._runner(cache, sampling, max_pages).variants(self.max_rows)
+
+    def _runner(self, cache: KVCache, sampling: Sampling | None, max_pages: int) -> DecodeRunner:
         if max_pages > self._max_pages:
             self.clear()
             self._max_pages = self._table_pages(max_pages)
@@ -95,13 +118,7 @@ class RunnerCache:
             while len(self._runners) >= _MOST_RUNNERS:
                 del self._runners[next(iter(self._runners))]
             self._runners[key] = self._made(key, self._forward)
-            if self._is_fast and self.compiled is None:
-                start_s = time.perf_counter()
-                self.compiled = self._runners[key].compile_ahead(self.max_rows)
-                self._compile_s += time.perf_counter() - start_s
-        runner = self._runners[key]
-        runner.discard_unread()
-        return runner
+        return self._runners[key]
 
     def _table_pages(self, max_pages: int) -> int:
         """Return the width of a new table for sequences of max_pages pages and those that are expected, which

@@ -92,7 +92,13 @@ def architecture_name(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
+def gpu_of(device: torch.device) -> torch.device | None:
+    """Return the GPU that tensors on this device mean to torch.cuda: for those without memory (meta), whose
+    launches are only noted (nvrtc.py: dry_run), None, torch's current one."""
+    return None if device.type == "meta" else device
+
+
 def architecture_of(device: torch.device) -> CudaArchitecture:
     """Return the limits of a CUDA device. One that is not in the table gets those of sm_86, the tightest."""
-    name = architecture_name(torch.cuda.get_device_capability(device))
+    name = architecture_name(torch.cuda.get_device_capability(gpu_of(device)))
     return ARCHITECTURES.get(name) or dataclasses.replace(ARCHITECTURES["sm_86"], name=name, cards="unknown")

@@ -1,42 +1,29 @@
 """Fill the disk cache of compiled kernels in parallel, before the first of them is launched.
 
     report = compile_launched(lambda: forward(state, num_rows), device)
+    BackgroundCompiler(lambda: planned_kernels(...), "sm_90a").start()      while weights are read
 
 A dry run (nvrtc.py) tells which kernels that are, so that no list can be out of date. PyTorch's operations in
 it run, on tensors that no kernel has filled: nothing that outlives the step may depend on them.
 
-NVRTC releases Python's lock while it compiles, so threads suffice.
+NVRTC releases Python's lock while it compiles, so threads suffice. What two threads or processes need is
+compiled once (compile_tally.py: locked).
 """
 
-import dataclasses
+import collections
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from qerl.kernels.architectures import architecture_name
+from qerl.kernels.compile_tally import TALLY, CompileReport
 from qerl.kernels.nvrtc import KernelVariant, cached_cubin, cubin_path, dry_run
 
 _MOST_WORKERS = 16  # a compilation takes up to 0.2 GB
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompileReport:
-    """CompileReport(num_kernels=14, num_compiled=14, compile_s=2.1)"""
-
-    num_kernels: int
-    """Different files with definitions."""
-    num_compiled: int
-    """Number of these that were not in the cache."""
-    compile_s: float
-
-    def __str__(self) -> str:
-        cached = self.num_kernels - self.num_compiled
-        return (
-            f"compiled {self.num_compiled} kernels in {self.compile_s:.1f} s, {cached} were in the disk cache"
-        )
 
 
 def compile_launched(
@@ -62,15 +49,72 @@ def compile_for(
     variants: Iterable[KernelVariant], architecture: str, workers: int | None = None
 ) -> CompileReport:
     """Do the same for an architecture such as sm_86; needs no GPU."""
-    start = time.perf_counter()
-    sources = list(dict.fromkeys((each.file, each.defines) for each in variants))
+    start, sources = time.perf_counter(), _sources(variants)
     missing = [
         (file, dict(defines))
         for file, defines in sources
         if not cubin_path(file, dict(defines), architecture).exists()
     ]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(workers or cores, _MOST_WORKERS), "compile") as pool:
+    workers = min(workers or _num_cores(), _MOST_WORKERS)
+    with TALLY.waiting(), ThreadPoolExecutor(workers, "compile") as pool:
         for future in [pool.submit(cached_cubin, *source, architecture) for source in missing]:
             future.result()
     return CompileReport(len(sources), len(missing), time.perf_counter() - start)
+
+
+class BackgroundCompiler:
+    """Compile in threads while the caller does something else, such as reading weights.
+
+    Its errors stop it and nothing else: the run compiles what it launches anyway, and meets them there.
+    TALLY's report names them. When the main thread ends, by Ctrl-C too, no further compilation begins.
+    """
+
+    def __init__(
+        self, find: Callable[[], Iterable[KernelVariant]], architecture: str, *, workers: int | None = None
+    ):
+        """find: return the kernels; called in a thread. workers: threads; None: one a CPU core but one."""
+        self._find, self._architecture = find, architecture
+        self._left: collections.deque[tuple[str, tuple[tuple[str, int], ...]]] = collections.deque()
+        self._num_workers = workers or min(max(_num_cores() - 1, 1), _MOST_WORKERS)
+        self._first = threading.Thread(target=self._run, name="compile")
+
+    def start(self) -> None:
+        self._first.start()
+
+    def wait(self) -> None:
+        """Return when all is compiled or an error has stopped it."""
+        self._first.join()
+
+    def _run(self) -> None:
+        try:
+            self._left.extend(_sources(self._find()))
+        except Exception as error:  # this part only saves time; whatever is wrong shows in the run itself
+            TALLY.note_error(error)
+        others = [threading.Thread(target=self._work, name="compile") for _ in range(self._num_workers - 1)]
+        for thread in others:
+            thread.start()
+        self._work()
+        for thread in others:
+            thread.join()
+
+    def _work(self) -> None:
+        main = threading.main_thread()
+        while main.is_alive():
+            try:
+                file, defines = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                cached_cubin(file, dict(defines), self._architecture)
+            except Exception as error:
+                self._left.clear()
+                TALLY.note_error(error)
+
+
+def _sources(variants: Iterable[KernelVariant]) -> Sequence[tuple[str, tuple[tuple[str, int], ...]]]:
+    """Return the different files with definitions, in order."""
+    return list(dict.fromkeys((each.file, each.defines) for each in variants))
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,6 +30,7 @@ import struct
 import torch
 from torch import Tensor
 
+from qerl.kernels.architectures import gpu_of
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cached_method import cached_method
 from qerl.kernels.decode_shape import CHUNK, Shape, Variant, choose_shape, choose_stages, most_chunks
@@ -221,7 +222,7 @@ class DecodeAttention:
         # -1 marks a word as not written; every launch leaves all words so
         self.workspace = torch.full((results * (head_size + 2),), -1, dtype=torch.int32, device=device)
         self._partials, self._maxima = self.workspace.split((results * head_size, results * 2))
-        gpu = torch.cuda.get_device_properties(device)
+        gpu = torch.cuda.get_device_properties(gpu_of(device))
         self._num_sms = gpu.multi_processor_count
         self._shared_bytes = min(gpu.shared_memory_per_multiprocessor, _MULTIPROCESSOR_BYTES)
         self._kernel, self._write = cached_method(self._compile), cached_method(self._compile_write)

@@ -10,6 +10,8 @@ head_finish.cu combines the partial results and advances the state.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ import triton.language as tl
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
 from qerl.kernels.head_sample import CHUNK, LOGITS, SCORES, HeadSample
+from qerl.kernels.nvrtc import is_dry_run
 
 _BLOCKS_M = (16, 32, 64, 128)
 
@@ -146,7 +149,10 @@ class PortableHeadSample(HeadSample):
             assert temperature.dtype == torch.float32 and temperature.shape == (1,)
         block_m = next((n for n in _BLOCKS_M if n >= m), _BLOCKS_M[-1])
         is_bf16, has_wide_k = self._scales is None, self._d % BLOCK == 0
-        _chunk[(-(-m // block_m), -(-self._v // CHUNK))](  # neighbors read the same weights
+        grid = (-(-m // block_m), -(-self._v // CHUNK))  # neighbors read the same weights
+        # A dry run compiles for Triton's own cache, and launches nothing.
+        run = functools.partial(_chunk.warmup, grid=grid) if is_dry_run() else _chunk[grid]
+        run(
             hidden_MD,
             self._weight,
             self._scales,

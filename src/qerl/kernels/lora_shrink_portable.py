@@ -8,6 +8,7 @@ is.
 
 import torch
 
+from qerl.kernels.architectures import gpu_of
 from qerl.kernels.lora_shrink import (
     CTAS_AT_ONCE,
     MAX_ROWS,
@@ -34,7 +35,7 @@ class PortableLoraShrink(LoraShrink):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        num_sms = torch.cuda.get_device_properties(gpu_of(device)).multi_processor_count
         self._ctas_at_once = CTAS_AT_ONCE * num_sms // _H200_SMS
         words = _MOST_CLUSTER * MAX_TOKENS * MAX_ROWS
         self._partials = torch.empty(words, dtype=torch.float32, device=device)

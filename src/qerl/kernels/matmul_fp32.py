@@ -33,7 +33,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return multiply(a, b)
     if a.is_cuda:
         return multiply(a, b, out_dtype=torch.float32)
-    c = torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
+    c = torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32, device=a.device)
     for start in range(0, b.shape[-1], _COLUMNS):
         some = b[..., start : start + _COLUMNS]
         high = multiply(a, some)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from qerl.cache import cache_folder
 from qerl.kernels.architectures import architecture_name
+from qerl.kernels.compile_tally import TALLY, locked
 
 Parameter = Tensor | bytes | int | None  # a device pointer, a struct, a 32-bit int, a null pointer
 
@@ -61,6 +62,11 @@ def dry_run() -> Iterator[dict[KernelVariant, None]]:
         yield variants
     finally:
         _DRY_RUN.reset(token)
+
+
+def is_dry_run() -> bool:
+    """True in a thread's dry run."""
+    return _DRY_RUN.get() is not None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +138,9 @@ class CudaKernel:
         driver = importlib.import_module("cuda.bindings.driver")
         torch.cuda.synchronize(self.device)  # the driver calls below need torch's context
         architecture = architecture_name(torch.cuda.get_device_capability(self.device))
-        cubin = cached_cubin(self.file, self.defines, architecture)
+        with TALLY.waiting():
+            cubin = cached_cubin(self.file, self.defines, architecture)
+        TALLY.use(cubin_path(self.file, self.defines, architecture))
         with torch.cuda.device(self.device):
             module = checked(driver.cuModuleLoadData(cubin))
         function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
@@ -297,11 +305,15 @@ def cached_cubin(file: str, defines: Mapping[str, int], architecture: str) -> by
     path = cubin_path(file, defines, architecture)
     if path.exists():
         return path.read_bytes()
-    cubin = compile_cubin(file, defines, architecture)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-    partial.write_bytes(cubin)
-    partial.replace(path)  # atomic: other processes see the whole file or none
+    with locked(path.with_suffix(".lock")):
+        if path.exists():  # compiled by another thread or process in the meantime
+            return path.read_bytes()
+        with TALLY.compiling(path):
+            cubin = compile_cubin(file, defines, architecture)
+        partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        partial.write_bytes(cubin)
+        partial.replace(path)  # atomic: other processes see the whole file or none
     return cubin
 
 

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from qerl.kernels.nvrtc import CudaKernel, compiled
+from qerl.kernels.nvrtc import CudaKernel, compiled, is_dry_run
 
 
 @functools.cache
@@ -18,10 +18,15 @@ def kernel(file: str, name: str, device: torch.device, **defines: int) -> CudaKe
     return compiled(file, name, device, defines)
 
 
+def on_gpu(x: Tensor) -> bool:
+    """True if kernels compute with it, or stand for doing so: on meta in a dry run."""
+    return x.is_cuda or (x.is_meta and is_dry_run())
+
+
 def are_vectors(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
     """True if the kernels can read these: this dtype, on a GPU, every row aligned to 16 bytes."""
     return all(
-        x.is_cuda
+        on_gpu(x)
         and x.dtype == dtype
         and x.stride(-1) == 1
         and x.shape[-1] % 8 == 0

@@ -57,7 +57,7 @@ def unpack(
     assert factors_N is None or (layout is TileLayout.NVFP4 and factors_N.shape == (TILE_ROWS * len(tiles),))
     assert tiles.dtype == torch.uint8 and tiles.shape[2] == layout.tile_bytes and tiles.is_contiguous()
     shape = num_rows(tiles, rows), TILE_K * tiles.shape[1]
-    if not tiles.is_cuda or dtype != torch.bfloat16:
+    if not row_kernel.on_gpu(tiles) or dtype != torch.bfloat16:
         count = 1 if weight_rows is None else TILE_ROWS * len(tiles) // weight_rows
         plain = torch.cat([_plain_operand(each, rows, layout, dtype) for each in tiles.chunk(count)])
         if factors_N is not None:

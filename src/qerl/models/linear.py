@@ -88,7 +88,8 @@ class QuantLinear(nn.Module):
         assert packed.shape == (self.out_width, self.in_width), (packed.shape, self)
         self.weight, self._operand = packed, None
         self.fused = self.b_fused = None
-        self.alpha = packed.alpha.item() if packed.alpha.dim() == 0 else packed.alpha
+        alpha = packed.alpha
+        self.alpha = alpha if alpha.dim() else 1.0 if alpha.is_meta else alpha.item()
 
     def make_resident(self) -> None:
         """Keep the unpacked operand in addition to the weight: the same numbers, unpacked once."""

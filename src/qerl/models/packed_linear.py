@@ -184,7 +184,7 @@ class PackedINT8(PackedCodes):
         return self.group.scales[self.index]
 
 
-_KINDS: dict[type[PackedWeight], type[PackedTiles]] = {
+KINDS: dict[type[PackedWeight], type[PackedTiles]] = {
     NVFP4: PackedNVFP4,
     MXFP4: PackedMXFP4,
     NF4: PackedNF4,
@@ -254,7 +254,7 @@ def tile_linears(linears: Sequence[QuantLinear], rows: UnpackRows) -> bool:
     if not can_tile(weights, rows):
         return False
     group = tile_group([weight for weight in weights if weight is not None], rows)
-    kind = next(kind for own, kind in _KINDS.items() if isinstance(weights[0], own))
+    kind = next(kind for own, kind in KINDS.items() if isinstance(weights[0], own))
     for index, linear in enumerate(linears):
         linear.load_weight(kind(group, index))
     return True
@@ -308,7 +308,7 @@ def project_onto(h_TN: Tensor, x_TK: Tensor, linear: QuantLinear, *, gaps_are_fr
 
 def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> OperandGroup | None:
     """Return the linears' common operand; None where each is to multiply for itself."""
-    if not _is_fused_on(x_TK.device) or any(x.is_unfused for x in linears):
+    if not _is_fused_on(x_TK) or any(x.is_unfused for x in linears):
         return None
     tiles = tiles_of(linears)
     if tiles is None:
@@ -316,9 +316,9 @@ def _product_group(x_TK: Tensor, linears: Sequence[QuantLinear]) -> OperandGroup
     return None if any(linear.is_resident for linear in linears) else tiles
 
 
-def _is_fused_on(device: torch.device) -> bool:
+def _is_fused_on(x_TK: Tensor) -> bool:
     """True on a GPU; on a CPU each linear has a resident operand of its own."""
-    return device.type == "cuda"
+    return row_kernel.on_gpu(x_TK)
 
 
 def _operand(x_TK: Tensor, group: OperandGroup, linears: Sequence[QuantLinear]) -> Operand:

@@ -27,6 +27,7 @@ from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import RewardPool, Task, build_task
 from qerl.tasks.prompt import set_template_variables
 from qerl.training.backend_limits import check_backend
+from qerl.types import Prompt
 
 
 def load_policy(config: RunConfig) -> tuple[PolicyModel, SamplingEngine, Task]:
@@ -85,6 +86,14 @@ def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> N
     """max_prompt_tokens: `load_tokenizer_and_limit`'s; option: the name that the user gave max_tokens by."""
     positions = max_prompt_tokens + max_tokens
     require(max_prompt_tokens > 0, f"{option} is {max_tokens}, but the model has only {positions} positions")
+
+
+def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
+    """Return the tokens that the memory plan takes for a prompt; an agent makes its own."""
+    if config.agent.function is not None:
+        most = min(config.agent.context_tokens, max_positions_of(config.model))
+        return max(1, most - config.sample.max_tokens)
+    return max(len(prompt.tokens_T) for prompt in prompts_P)
 
 
 def load_sampler(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PolicyModel, SamplingEngine]:

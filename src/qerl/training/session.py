@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
 from qerl.engine.sampling_engine import SamplingEngine
+from qerl.kernels.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.models.adapter import load_adapter
 from qerl.models.decoder import Decoder
@@ -36,6 +37,7 @@ from qerl.training import evaluation
 from qerl.training.base_judge import let_base_judge
 from qerl.training.branching import BranchingRollouts
 from qerl.training.calibrated import with_calibrated_base
+from qerl.training.compile_plan import compile_while_loading
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.distil import DistilRollouts, read_given_rows
 from qerl.training.loop import Parts, run
@@ -43,14 +45,14 @@ from qerl.training.multi_turn import EnvironmentEpisodes, MultiTurnEngine, with_
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.partial import PartialRollouts
 from qerl.training.planned_learner import planned_learner
-from qerl.training.policy import check_supported, check_task, load_sampler, load_task
+from qerl.training.policy import check_supported, check_task, load_sampler, load_task, longest_prompt
 from qerl.training.ray_engine import Cluster, RemoteEngine, join_cluster
 from qerl.training.ray_worker import Episodes, MakeEpisodes
 from qerl.training.rollout import GroupRollouts, Rewards, sampling_of
 from qerl.training.run_checkpoints import RunCheckpoints, check_vanished, complete_result
 from qerl.training.signals import StopSignal, echo_s
 from qerl.training.teacher import Teacher, check_teacher, load_teacher, teacher_sources
-from qerl.types import Prompt, RolloutEngine, Sampling
+from qerl.types import RolloutEngine, Sampling
 
 
 class Agents(Episodes, Protocol):
@@ -138,14 +140,17 @@ class _Session:
         journal.check_sources(teacher_sources(config) if ranks.is_first else {}, ("teacher ",))
         for text in [*pool.notices, *check_task(config, self.task, pool)]:
             journal.notice(text)
+        self.prompts = self.task.held_out(config.evaluate.num_prompts if pool.has_rewards else 0)
+        first_P = self.task.train_prompts(0, config.num_prompts)
+        self.longest = longest_prompt(config, [*first_P, *self.prompts]) + config.sample.max_tokens
+        compile_while_loading(config, self.longest)
         self.decoder, self.engine = load_sampler(config, tokenizer)
         let_base_judge(pool, self.decoder, self.engine, tokenizer, config)
         self.rewards: Rewards = pool if ranks.count == 1 else DataParallelRewards(pool, ranks)
-        first_P = self.task.train_prompts(0, config.num_prompts)
         self.learner = planned_learner(
             self.decoder,
             config,
-            self._longest_prompt(first_P),
+            longest_prompt(config, first_P),
             notice=journal.notice,
             score=partial(self.engine.score, sampling=sampling_of(config), by_requests=agents is not None)
             if config.engine.exact
@@ -157,17 +162,9 @@ class _Session:
         self.sampler = self._make_sampler(pool, cluster, agents)
         self.teacher: Teacher | None = None
         self.rollouts = self._make_rollouts(tokenizer)
-        self.prompts = self.task.held_out(config.evaluate.num_prompts if pool.has_rewards else 0)
         self.has_environment = pool.has_environment
         path = folder / "evaluations.json"
         self.evaluations = ranks.from_first(lambda: read_object(path) if path.exists() else {})
-
-    def _longest_prompt(self, prompts_P: list[Prompt]) -> int:
-        """Return the tokens that the memory plan takes for a prompt; an agent makes its own."""
-        agent, most = self.config.agent, self.decoder.max_positions
-        if agent.function is not None:
-            return max(1, min(agent.context_tokens, most) - self.config.sample.max_tokens)
-        return max(len(prompt.tokens_T) for prompt in prompts_P)
 
     def _make_rollouts(
         self, tokenizer: PreTrainedTokenizerBase
@@ -246,8 +243,7 @@ class _Session:
 
     def resume(self) -> int:
         """Load the newest intact checkpoint and return the step to continue with."""
-        known_P = [*self.task.train_prompts(0, self.config.num_prompts), *self.prompts]
-        self.engine.expect(self._longest_prompt(known_P) + self.config.sample.max_tokens)
+        self.engine.expect(self.longest)
         found = self.checkpoints.load_latest()
         if found is None and self.ranks.is_first:
             self.check_quantization()
@@ -317,7 +313,7 @@ class _Session:
         """Log traffic and engine metrics, report failed rewards, evaluate where it is due."""
         log.add(**self.ranks.take_traffic(), **self.sampler.take_metrics())
         self.report_failures()
-        if step == self._first_step and (report := self.engine.compile_report()) is not None:
+        if step == self._first_step and (report := TALLY.report()) is not None:
             self.journal.notice(str(report))
         every = self.config.evaluate.every
         if every is not None and (step + 1) % every == 0 and self.prompts:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import RunConfig, SftConfig
 from qerl.errors import require
+from qerl.kernels.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.learner.metrics import Tally
 from qerl.models.adapter import load_adapter
@@ -218,7 +219,7 @@ class _SftSession:
                 prompts, num_samples=1, sampling=sampling, seed=self.config.seed, step=EVALUATION_STEP
             )
         log.samples(groups)
-        if not self.is_compile_told and (report := self.engine.compile_report()) is not None:
+        if not self.is_compile_told and (report := TALLY.report()) is not None:
             self.journal.notice(str(report))
             self.is_compile_told = True
 

@@ -1,0 +1,116 @@
+"""The kernels that are compiled while weights are read are those that the loaded model launches."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import matrix
+from qerl.config import AdapterConfig, EngineConfig, ModelConfig, RunConfig, SampleConfig
+from qerl.engine.decode_runner import BUCKETS, DecodeRunner
+from qerl.engine.kv_cache import KVCache
+from qerl.engine.planned_kernels import planned_kernels
+from qerl.engine.runner_cache import RunnerCache
+from qerl.engine.scheduler import num_pages
+from qerl.formats import BF16
+from qerl.kernels.architectures import ARCHITECTURES
+from qerl.models import decoder as decoders
+from qerl.models.outline import outlined_decoder
+from qerl.models.random_weights import random_decoder, shape
+from qerl.training.compile_plan import compile_while_loading, kernels_of_run
+from qerl.types import Sampling
+
+HALF, SAMPLING = torch.bfloat16, Sampling(max_tokens=64, temperature=1.0)
+SIZES = {"num_layers": 2, "width": 128, "num_heads": 2, "num_kv_heads": 1, "ff_width": 192}
+DENSE = dataclasses.replace(shape("qwen2.5-7b"), **SIZES, head_size=64, vocab_size=1024)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    card = ARCHITECTURES["sm_90a"]
+    gpu = SimpleNamespace(
+        multi_processor_count=132, shared_memory_per_multiprocessor=card.sm_shared_bytes, name=""
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def mixture():
+    a = dataclasses.replace(shape("qwen3-30b-a3b"), **SIZES, head_size=64, vocab_size=1024)
+    assert a.mixture is not None
+    experts = dataclasses.replace(a.mixture, num_experts=8, num_chosen=2, width=64)
+    return dataclasses.replace(a, layer_kinds=a.layer_kinds[:2], mixture=experts)
+
+
+def loaded_kernels(a, format, head, kernels, monkeypatch):
+    """Return what an engine of a decoder with weights would compile, on a CPU that pretends to be a GPU."""
+    for module in ("random_weights", "lm_head"):
+        monkeypatch.setattr(f"qerl.models.{module}.has_tile_kernels", lambda device: True)
+    monkeypatch.setattr(DecodeRunner, "_uses_graphs", True)
+    monkeypatch.setattr("qerl.kernels.row_kernel.on_gpu", lambda x: True)
+    cpu, config = torch.device("cpu"), EngineConfig(max_num_seqs=40)
+    decoder = random_decoder(a, format=format, rank=32, device=cpu, seed=0, head=head)
+    runners = RunnerCache(decoder, config, frozenset((0,)), kernels)
+    assert runners.obstacle is None
+    cache = KVCache(a, 1, config.block_size, HALF, cpu)
+    return runners.variants(cache, SAMPLING, num_pages(300, config.block_size))
+
+
+@pytest.mark.parametrize(
+    ("a", "format", "head", "kernels"),
+    [
+        *((DENSE, format, "bf16", "hopper") for format in ("nvfp4", "mxfp4", "nf4", "fp8", "int8", "bf16")),
+        *((DENSE, "nvfp4", head, "hopper") for head in ("fp8", "nvfp4")),
+        (mixture(), "nvfp4", "bf16", "hopper"),
+        (mixture(), "mxfp4", "fp8", "hopper"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.family,
+)
+def test_an_outline_launches_what_the_loaded_decoder_does(a, format, head, kernels, monkeypatch):
+    outline = outlined_decoder(a, format=format, head=head, compute=HALF, adapter=AdapterConfig(rank=32))
+    config = EngineConfig(max_num_seqs=40)
+    planned = planned_kernels(outline, config, SAMPLING, kernels, num_positions=300)
+    assert len(planned) > 5 and planned == loaded_kernels(a, format, head, kernels, monkeypatch)
+
+
+def test_a_run_plans_the_kernels_of_each_graph_then_those_of_prefill_and_update():
+    a, positions = shape("qwen2.5-7b"), 2048  # as benchmarks.matrix has it
+    config = RunConfig(
+        model=ModelConfig(path="none", device="cuda", dtype="bf16", operand="packed"),
+        adapter=AdapterConfig(rank=32),
+        engine=EngineConfig(max_num_seqs=64, block_size=16),
+        sample=SampleConfig(max_tokens=1024),
+    )
+    planned = kernels_of_run(a, config, "hopper", positions)
+    planned = [each for each in planned if each.file != "decode_attention.cu"]
+    rows = [bucket for bucket in BUCKETS if 8 <= bucket <= 64]
+    card, options = ARCHITECTURES["sm_90a"], {"rank": 32, "heads": (BF16,)}
+    steps = {each for count in rows for each in matrix.decode_variants(a, card, count, **options)}
+    # the matrix makes attention for so many rows at most, and its kernel of exact mode too
+    steps = {each for each in steps if not each.file.startswith("decode_attention")}
+    first = {each for each in planned if each.name == "head_finish"} - steps
+    assert [dict(each.defines) for each in first] == [{"STEP": 0}]  # of the first tokens
+    passes = [each for each in planned if each not in steps | first]
+    assert steps <= set(planned) and set(planned[-len(passes) :]) == set(passes)
+    learner = set(matrix.learner_variants(card))
+    assert {each.name for each in passes} == {
+        *("rms_norm", "rms_norm_backward", "rotate", "swiglu_wide", "swiglu_wide_backward"),
+        *("logprob", "tile_unpack", "place_adapters", "copy_rows"),
+    }
+    odd = {each.name for each in set(passes) - learner}
+    assert odd <= {"place_adapters"}  # of one linear, where the matrix compiles three
+
+
+def test_without_a_gpu_nothing_is_compiled_while_loading(monkeypatch):
+    monkeypatch.setattr("qerl.training.compile_plan.BackgroundCompiler", None)
+    model = ModelConfig(path="none", device="cpu", dtype="bf16", operand="resident")
+    assert compile_while_loading(RunConfig(model=model), 100) is None
+
+
+def test_an_outline_takes_no_memory():
+    outline = outlined_decoder(
+        shape("qwen2.5-72b"), format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig()
+    )
+    assert isinstance(outline, decoders.Decoder) and len(outline.layers) == 1
+    assert {tensor.device.type for tensor in outline.state_dict().values()} == {"meta"}
