@@ -5,7 +5,7 @@
     p = softmax([s, sink])       with sinks: one logit a head, which only takes probability
     a query at position i sees the positions j with i - window < j <= i
 
-`AttentionOptions()` is plain attention, the only kind that FlashAttention computes.
+`AttentionOptions()` is plain attention. flash_attention.py says which kinds FlashAttention computes.
 """
 
 import dataclasses
