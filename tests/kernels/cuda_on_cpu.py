@@ -17,12 +17,10 @@ from pathlib import Path
 from unittest import mock
 
 SHIM = r"""
-#include <barrier>
-#include <cmath>
-#include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
 #define __device__
 #define __global__
 #define __grid_constant__
@@ -38,8 +36,7 @@ struct float2 { float x, y; };
 struct Index { int x; };
 static thread_local Index threadIdx, blockIdx;
 static Index gridDim;
-static std::unique_ptr<std::barrier<>> block;
-static std::vector<std::unique_ptr<std::barrier<>>> warps;
+static pthread_barrier_t block, warps[32];
 static float lanes[32][32];
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
@@ -56,7 +53,7 @@ static unsigned __cvta_generic_to_shared(const void*) { return 0; }
 static int min(int x, int y) { return x < y ? x : y; }
 static int max(int x, int y) { return x > y ? x : y; }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
-static void __syncthreads() { block->arrive_and_wait(); }
+static void __syncthreads() { pthread_barrier_wait(&block); }
 static void __threadfence() {}
 static float4 __ldcs(const float4* from) { return *from; }
 static uint4 __ldcs(const uint4* from) { return *from; }
@@ -69,32 +66,40 @@ static unsigned to_bfloat16(float x) {
 static float __shfl_xor_sync(unsigned, float x, int mask) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   lanes[warp][lane] = x;
-  warps[warp]->arrive_and_wait();
+  pthread_barrier_wait(&warps[warp]);
   const float y = lanes[warp][lane ^ mask];
-  warps[warp]->arrive_and_wait();
+  pthread_barrier_wait(&warps[warp]);
   return y;
 }
 static int __shfl_sync(unsigned, int x, int from) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   lanes[warp][lane] = bits<float>(x);
-  warps[warp]->arrive_and_wait();
+  pthread_barrier_wait(&warps[warp]);
   const int y = bits<int>(lanes[warp][from % 32]);
-  warps[warp]->arrive_and_wait();
+  pthread_barrier_wait(&warps[warp]);
   return y;
 }
 """
 RUN = r"""
 extern "C" unsigned long operand_bytes() { return sizeof(Operands); }
+struct Thread { const Operands* operands; int block, index; pthread_t id; };
+static void* run_thread(void* given) {
+  const Thread& thread = *(Thread*)given;
+  threadIdx = {thread.index}, blockIdx = {thread.block};
+  KERNEL(*thread.operands);
+  return nullptr;
+}
 extern "C" void run(const Operands* operands, int grid, int threads) {
   gridDim = {grid};
   for (int b = 0; b < grid; b++) {
-    block = std::make_unique<std::barrier<>>(threads);
-    warps.clear();
-    for (int w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<std::barrier<>>(32));
-    std::vector<std::thread> all;
-    for (int t = 0; t < threads; t++)
-      all.emplace_back([=] { threadIdx = {t}, blockIdx = {b}; KERNEL(*operands); });
-    for (auto& thread : all) thread.join();
+    pthread_barrier_init(&block, nullptr, threads);
+    for (int w = 0; w < threads / 32; w++) pthread_barrier_init(&warps[w], nullptr, 32);
+    static Thread all[1024];
+    for (int t = 0; t < threads; t++) {
+      all[t] = {operands, b, t};
+      if (pthread_create(&all[t].id, nullptr, run_thread, &all[t])) abort();
+    }
+    for (int t = 0; t < threads; t++) pthread_join(all[t].id, nullptr);
   }
 }
 """
