@@ -131,7 +131,7 @@ GPUS = {
 def gpu_named(name: str) -> Gpu:
     if name not in GPUS:
         hint = did_you_mean(name, GPUS) or f"; known: {', '.join(GPUS)}"
-        raise UserError(f"--gpu: unknown GPU {name!r}{hint} For another one give --gpu-gb.")
+        raise UserError(f"--gpu: unknown GPU {name!r} (give --gpu-gb for one that is not known){hint}")
     return GPUS[name]
 
 
