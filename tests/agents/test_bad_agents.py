@@ -197,7 +197,7 @@ def stuck(client, row):
 
 
 def test_a_plain_function_runs_in_a_thread_and_a_stuck_one_is_left_behind(model):
-    with playing(model, stuck, episode_timeout_s=4) as play:
+    with playing(model, stuck, episode_timeout_s=2) as play:
         (fine,) = play(FINE)
         (hung,) = play({"do": "hang"}, num_samples=1)
         again = play(FINE)

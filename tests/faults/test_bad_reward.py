@@ -128,10 +128,10 @@ def test_tasks_that_a_reward_adds_are_limited():
     assert isinstance(count, int) and MORE_TASKS / 2 < count < 2 * MORE_TASKS
 
 
-def test_a_gigabyte_of_print_does_not_reach_the_terminal(pool, capfd):
+def test_a_quarter_gigabyte_of_print_does_not_reach_the_terminal(pool, capfd):
     def prints(completions):
         print("one line that is wanted")
-        for _ in range(1 << 14):
+        for _ in range(1 << 12):
             os.write(1, b"x" * (1 << 16))
         return [1.0]
 

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 
 import pytest
 import tiny_study
@@ -117,11 +118,12 @@ def test_checkpoints_are_gone_and_the_rest_of_a_run_stays(unbroken):
 @pytest.mark.slow
 def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, unbroken, tmp_path):
     folder = tmp_path / "killed"
-    process = launched(files, folder)
+    run = forked(files, folder)
     under_way = folder / "runs" / "sums" / "nvfp4"
-    wait_for(process, lambda: list(under_way.rglob("seed-0/checkpoints/step-*")))
-    process.kill()
-    process.communicate()  # until its worker, which has its stdout, is gone too
+    run.wait_for(lambda: list(under_way.rglob("seed-0/checkpoints/step-*")))
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
+    run.wait_for_all()
     before = lines(folder)
     assert 2 <= len(before) < 4
     finish(forked(files, folder, 2))
@@ -132,27 +134,33 @@ def test_killed_in_a_run_and_started_again_a_study_has_the_same_results(files, u
 
 @pytest.mark.slow
 def test_after_ctrl_c_no_further_run_begins_and_the_same_command_goes_on(files, unbroken, tmp_path):
-    folder = stopped(files, tmp_path, os.killpg)  # a terminal signals the group
+    folder = tmp_path / "stopped"
+    run = forked(files, folder)
+    before = under_way(folder, run.wait_for)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal, which signals the group
+    assert run.wait(60) != 0
+    run.wait_for_all()
+    assert under_way(folder) == before
     finish(forked(files, folder))
     assert untimed(lines(folder)) == untimed(lines(unbroken))
 
 
 @pytest.mark.slow
 def test_after_a_signal_to_the_parent_alone_no_further_run_begins(files, tmp_path):
-    stopped(files, tmp_path, os.kill)
-
-
-def stopped(files, tmp_path, reaches):
+    """Its worker is spawned, as a study's are."""
     folder = tmp_path / "stopped"
     process = launched(files, folder)
-    wait_for(process, lambda: list(folder.rglob("checkpoints/step-*")))
-    before = set(folder.rglob("metrics.jsonl"))
-    complete = set(folder.rglob("result.json"))
-    reaches(process.pid, signal.SIGINT)
+    before = under_way(folder, partial(wait_for, process))
+    process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    assert set(folder.rglob("result.json")) == complete  # the run under way has not gone on to its end
-    assert process.returncode != 0 and set(folder.rglob("metrics.jsonl")) == before
-    return folder
+    assert process.returncode != 0 and under_way(folder) == before
+
+
+def under_way(folder, wait=None):
+    """Return the files of runs begun and of runs ended; with wait, once one has a checkpoint."""
+    if wait:
+        wait(lambda: list(folder.rglob("checkpoints/step-*")))
+    return set(folder.rglob("metrics.jsonl")), set(folder.rglob("result.json"))
 
 
 def test_a_finished_study_runs_nothing(files, unbroken):

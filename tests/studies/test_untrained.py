@@ -1,6 +1,7 @@
 """Measurements of an untrained policy, on a tiny model and by hand."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -46,8 +47,14 @@ def job(files, *, format="bf16", weights="plain", seed=0):
 
 
 @pytest.fixture(scope="module")
-def plain(files):
-    return measure_untrained(job(files))["final"]
+def final(files):
+    """Give the figures of a job, each of which is measured once."""
+    return functools.cache(lambda **asked: measure_untrained(job(files, **asked))["final"])
+
+
+@pytest.fixture(scope="module")
+def plain(final):
+    return final()
 
 
 def test_the_checkpoint_itself_is_at_no_distance(plain):
@@ -88,15 +95,15 @@ def test_the_mean_surprise_of_the_samples_is_the_entropy(files, monkeypatch):
 
 
 @pytest.mark.parametrize(("format", "error"), [("nvfp4", 0.095), ("mxfp4", 0.112), ("nf4", 0.092)])
-def test_formats_err_as_much_as_they_do_on_normal_weights(files, format, error):
-    found = measure_untrained(job(files, format=format))["final"]
+def test_formats_err_as_much_as_they_do_on_normal_weights(final, format, error):
+    found = final(format=format)
     assert found["weight_error"] == pytest.approx(error, rel=0.06)
     assert found["output_error"] == pytest.approx(error, rel=0.15) and found["kl"] > 1e-5
 
 
-def test_gaussian_noise_has_the_energy_of_nvfp4_s_error(files):
-    nvfp4 = measure_untrained(job(files, format="nvfp4"))["final"]["weight_error"]
-    noised = [measure_untrained(job(files, weights="gaussian", seed=seed))["final"] for seed in (0, 1)]
+def test_gaussian_noise_has_the_energy_of_nvfp4_s_error(final):
+    nvfp4 = final(format="nvfp4")["weight_error"]
+    noised = [final(weights="gaussian", seed=seed) for seed in (0, 1)]
     for found in noised:
         assert found["weight_error"] == pytest.approx(nvfp4, rel=0.02)
     assert noised[0]["weight_error"] != noised[1]["weight_error"]
@@ -115,10 +122,9 @@ def test_the_noise_is_that_of_the_seed_and_differs_by_matrix(files):
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_least_squares_and_awq_err_less_where_they_say(files, format):
-    plain, mse, awq = (
-        measure_untrained(job(files, format=format, weights=w))["final"] for w in ("plain", "mse", "awq+mse")
-    )
+def test_least_squares_and_awq_err_less_where_they_say(final, format):
+    plain = final(format=format)
+    mse, awq = (final(format=format, weights=weights) for weights in ("mse", "awq+mse"))
     assert mse["weight_error"] < plain["weight_error"]
     assert awq["output_error"] < plain["output_error"]
 
