@@ -13,6 +13,7 @@ from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
 from benchmarks.pictures import PicturesOptions, draw_pictures
 from benchmarks.serve import ServeBenchOptions, bench_serve
+from benchmarks.start import StartOptions, bench_start
 from benchmarks.tile import TileOptions, bench_tile
 from benchmarks.vllm_rollout import VllmRolloutOptions, bench_vllm_rollout
 from qerl.cli.arguments import check_known, wants_help
@@ -29,12 +30,13 @@ benchmarks:
   pictures draw the pictures of README.md
   parity   compare the engine's log-probabilities with the learner's
   serve    load `qerl serve` on loopback with one client and with many
+  start    time a fresh process up to its first decode step and update, kernels cold and warm
   tile     time all tiles of the NVFP4 kernel and write the table that the kernel reads
   table    print the tables of README.md and docs/, or write them with --write
   vllm-rollout   run vLLM on the lengths of qerl bench rollout, where it is installed
 
 Rows are appended to benchmarks/results/GPU.jsonl; 'qerl bench decode', 'learn', 'rollout' and 'step' write
-there too. serve and vllm-rollout print theirs."""
+there too. serve, start and vllm-rollout print theirs."""
 BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "families": (FamiliesOptions, print_families),
     "guesses": (GuessesOptions, bench_guesses),
@@ -43,6 +45,7 @@ BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "pictures": (PicturesOptions, draw_pictures),
     "parity": (ParityOptions, bench_parity),
     "serve": (ServeBenchOptions, bench_serve),
+    "start": (StartOptions, bench_start),
     "tile": (TileOptions, bench_tile),
     "table": (TableOptions, write_tables),
     "vllm-rollout": (VllmRolloutOptions, bench_vllm_rollout),

@@ -1,0 +1,59 @@
+"""The benchmark of a fresh process loads, samples and learns, and its checkpoint has the shape asked for."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.start import StartOptions, measure, write_checkpoint
+from qerl.errors import UserError
+from qerl.models.random_weights import shape
+from qerl.models.source import locate
+from qerl.models.state_dict import architecture_of
+
+SIZES = {"num_layers": 1, "width": 64, "ff_width": 96, "vocab_size": 256, "max_positions": 512}
+HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_size": 32}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-8b", "mistral-7b-v0.3", "qwen2.5-0.5b"])
+def test_the_checkpoint_has_the_shape(name, tmp_path):
+    a = dataclasses.replace(shape(name), **SIZES, **HEADS)
+    found = architecture_of(locate(str(write_checkpoint(a, tmp_path / "model"))).open())
+    assert dataclasses.replace(found, rope=a.rope, layer_kinds=()) == a
+    assert (found.rope.kind, found.rope.theta) == (a.rope.kind, a.rope.theta)
+
+
+def test_a_shape_with_more_in_its_config_is_refused(tmp_path):
+    a = dataclasses.replace(shape("llama-3.1-8b"), **SIZES, **HEADS)
+    with pytest.raises(UserError, match="--model"):
+        write_checkpoint(a, tmp_path / "model")
+
+
+def tiny_model(folder):
+    return str(write_checkpoint(dataclasses.replace(shape("qwen2.5-7b"), **SIZES, **HEADS), folder / "model"))
+
+
+def test_a_process_loads_samples_and_learns(tmp_path):
+    sizes = {"rows": 8, "prompt_tokens": 8, "max_tokens": 16, "lora_rank": 16}
+    row = measure(StartOptions(model=tiny_model(tmp_path), **sizes), time.time())
+    assert 0 <= row["imported_s"] < row["loaded_s"] < row["first_step_s"] < row["learned_s"]
+    assert (row["num_kernels"], row["error"]) == (0, None) or row["device"] != "cpu"
+
+
+@pytest.mark.slow
+def test_it_prints_a_line_for_each_cache_with_and_without_compiling_ahead(tmp_path):
+    sizes = ("--rows=8", "--prompt-tokens=8", "--max-tokens=16", "--lora-rank=16")
+    command = [sys.executable, "-m", "benchmarks", "start", f"--model={tiny_model(tmp_path)}", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    cases = [("cold", False), ("warm", False), ("cold", True), ("warm", True)]
+    assert [(line["cache"], line["while_loading"]) for line in lines] == cases
+
+
+def test_rows_are_whole_groups():
+    with pytest.raises(UserError, match="multiple of 8"):
+        StartOptions(rows=12)
