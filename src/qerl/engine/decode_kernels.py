@@ -1,4 +1,4 @@
-"""The decode step on an NVIDIA GPU: seven to twelve launches a layer, each product with its adapter in it.
+"""The decode step on an NVIDIA GPU: seven to fourteen launches a layer, each product with its adapter in it.
 
     h = embed(token)
     x = norm(h)         q|k|v = x W^T + u B^T + bias                    o = attention(rope(q|k|v))
