@@ -11,6 +11,7 @@ head_finish.cu combines the partial results and advances the state.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 import functools
+import threading
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from qerl.kernels.head_sample import CHUNK, LOGITS, SCORES, HeadSample
 from qerl.kernels.nvrtc import is_dry_run
 
 _BLOCKS_M = (16, 32, 64, 128)
+_LOCK = threading.Lock()  # Triton compiles in one thread at a time: weights may still be read in another
 
 
 @triton.jit
@@ -152,24 +154,25 @@ class PortableHeadSample(HeadSample):
         grid = (-(-m // block_m), -(-self._v // CHUNK))  # neighbors read the same weights
         # A dry run compiles for Triton's own cache, and launches nothing.
         run = functools.partial(_chunk.warmup, grid=grid) if is_dry_run() else _chunk[grid]
-        run(
-            hidden_MD,
-            self._weight,
-            self._scales,
-            keys,
-            positions,
-            temperature,
-            self._partials,
-            logits_MV,
-            m,
-            self._v,
-            self._d,
-            int(output == SCORES),
-            IS_FP8=not is_bf16,
-            DRAWS=output != LOGITS,
-            SCALE=self._scale,
-            SOFTCAP=self._softcap,
-            BLOCK_V=CHUNK,
-            BLOCK_M=block_m,
-            BLOCK_K=BLOCK if has_wide_k and not (is_bf16 and block_m > 32) else 64,
-        )
+        with _LOCK:
+            run(
+                hidden_MD,
+                self._weight,
+                self._scales,
+                keys,
+                positions,
+                temperature,
+                self._partials,
+                logits_MV,
+                m,
+                self._v,
+                self._d,
+                int(output == SCORES),
+                IS_FP8=not is_bf16,
+                DRAWS=output != LOGITS,
+                SCALE=self._scale,
+                SOFTCAP=self._softcap,
+                BLOCK_V=CHUNK,
+                BLOCK_M=block_m,
+                BLOCK_K=BLOCK if has_wide_k and not (is_bf16 and block_m > 32) else 64,
+            )
