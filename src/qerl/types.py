@@ -80,6 +80,8 @@ class Episode:
     """Share of the episode's time in which no call of the model was running."""
     metrics: dict[str, float]
     """The agent's own, by name."""
+    turn_starts: tuple[int, ...] = ()
+    """Numbers of tokens sampled before each answer from which a branch of the episode may begin."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,9 +172,16 @@ class Group:
     prompt: Prompt
     samples_G: list[Sample]
     prefix_tokens: int = 0
-    """If not 0, the samples are branches that share this many first tokens with the branched sample."""
+    """If not 0, the samples are branches that share this many first tokens with the branched sample; sampled
+    tokens of an agent's episode."""
+    is_after_pivot: bool = False
+    """True if the samples are branches without the tokens before their pivot, which are in the prompt."""
     num_sampled: int | None = None
     """Number of samples that the group counts as in means over samples; None: config.num_generations."""
+
+    @property
+    def is_branch(self) -> bool:
+        return self.prefix_tokens > 0 or self.is_after_pivot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

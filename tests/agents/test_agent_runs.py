@@ -134,7 +134,7 @@ def test_a_ray_worker_has_an_endpoint_and_makes_the_same_episodes(files, unbroke
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["--algo.branching", "deep"], "an agent does not work with algo.branching deep: set it to none"),
+        (["--algo.branching", "deep"], "set `agent.deterministic = True` if the same row, seed and answers"),
         (["--noise.scope", "sample"], "an agent does not work with noise.scope sample: set it to step"),
         (["--sample.max-tokens", "9000"], "sample.max_tokens must be under agent.context_tokens (8192)"),
         (["--agent", "no.py:agent"], "agent.function no.py:agent: no such file"),

@@ -198,7 +198,6 @@ class RunConfig:
         most, answer = self.agent.context_tokens, self.sample.max_tokens
         require(answer < most, f"sample.max_tokens must be under agent.context_tokens ({most}), got {answer}")
         for is_set, what in (
-            (self.algo.branching != "none", "algo.branching deep: set it to none"),
             (self.noise.scope != "step", f"noise.scope {self.noise.scope}: set it to step"),
             (self.algo.overlong == "shape", "algo.overlong shape: set it to keep or mask"),
         ):

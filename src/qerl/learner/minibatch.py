@@ -65,8 +65,8 @@ def split(
 ) -> list[Minibatch]:
     """Return one minibatch per update of a pass: consecutive groups, split as evenly as possible, samples and
     branches alike."""
-    samples = [group for group in groups_P if not group.prefix_tokens]
-    branches = [group for group in groups_P if group.prefix_tokens]
+    samples = [group for group in groups_P if not group.is_branch]
+    branches = [group for group in groups_P if group.is_branch]
     num_parts = config.learn.updates_per_step
     parts = zip(_parts(samples, num_parts), _parts(branches, num_parts), strict=True)
     return [_share(of_samples, of_branches, config, device, ranks) for of_samples, of_branches in parts]
@@ -119,7 +119,7 @@ def _learnable(group: Group, config: RunConfig) -> Group:
 
 def after_prefix(group: Group) -> Group:
     """Move the tokens before the pivot into the prompt."""
-    if not group.samples_G:
+    if not group.samples_G or group.is_after_pivot:
         return group
     n, prompt = group.prefix_tokens, group.prompt
     prompt = dataclasses.replace(prompt, tokens_T=prompt.tokens_T + group.samples_G[0].tokens_T[:n])

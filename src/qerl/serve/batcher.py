@@ -54,6 +54,8 @@ class PendingRequest:
     """Called by the batcher's thread with (choice, its sample), before anyone else hears of the end."""
     timeout_s: float | None = None
     """Seconds from entering the queue in which all choices must be complete."""
+    recorded: list[Sample] | None = None
+    """Choices that were sampled before and are given again, without the engine."""
     is_cancelled: bool = False
     """Set when the client is gone (`Batcher.cancel`)."""
     entered_s: float = 0.0
@@ -92,6 +94,13 @@ class PendingRequest:
             num_top_logprobs=self.num_top_logprobs,
             prompt_logprobs=None if self.prompt_logprobs_P is None else self.prompt_logprobs_P[i],
         )
+
+    def give_recorded(self, samples: list[Sample]) -> None:
+        """Give these choices as if they were sampled now."""
+        for choice, sample in enumerate(samples):
+            tokens = list(map(TokenLogprob, sample.tokens_T, sample.logprobs_T))
+            for number, token in enumerate(tokens, 1):
+                self._add_token(choice, token, sample if number == len(tokens) else None)
 
     def _add_token(self, choice: int, token: TokenLogprob, ended: Sample | None) -> None:
         if self.is_cancelled:
@@ -193,6 +202,10 @@ class Batcher:
         return (0, 0) if batch is None else (batch.num_used_pages, batch.num_pages)
 
     def submit(self, request: PendingRequest) -> None:
+        if request.recorded is not None:
+            request.entered_s = time.monotonic()
+            request.give_recorded(request.recorded)
+            return
         num_waiting = self.num_waiting
         with self._changed:
             if self.has_died:

@@ -5,23 +5,42 @@
 The branches of one pivot are a group: each is compared with its siblings, and only the tokens after the pivot
 are learned from. The outcomes of earlier pivots (algo/pivot.py) steer the choice of the next ones and are
 stored in checkpoints. The engine keeps the KV cache's memory for all of it, but for branches of conversations
-with an environment, which begin with a turn (multi_turn.py).
+with an environment (multi_turn.py) and of agents' episodes (serve/agents/replay.py), which begin with a turn.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
+from typing import Protocol, runtime_checkable
 
 from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
-from qerl.engine.sampling_engine import SamplingEngine
+from qerl.engine.generation import Stats
 from qerl.tracking import StepLog
-from qerl.training.multi_turn import MultiTurnEngine
 from qerl.training.rollout import Rewards, TrainPrompts, rollout_metrics, sampling_of, with_advantages
-from qerl.types import Group, Pivot
+from qerl.types import Group, Pivot, Prompt, Sample, Sampling
 
 _PIVOT = 0x5049564F54  # keeps these random numbers apart from the tokens'
+
+
+class Branchable(Protocol):
+    """Samples of some prompts, and then branches of them."""
+
+    def sample(self) -> list[Group]: ...
+
+    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]: ...
+
+
+@runtime_checkable
+class BranchingEngine(Protocol):
+    """The interface of engines that can branch: of single turns, environments and agents."""
+
+    stats: Stats
+
+    def branch_batches(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> Iterator[Branchable]: ...
 
 
 class BranchingRollouts:
@@ -30,7 +49,7 @@ class BranchingRollouts:
     def __init__(
         self,
         config: RunConfig,
-        engine: SamplingEngine | MultiTurnEngine,
+        engine: BranchingEngine,
         rewards: Rewards,
         train_prompts: TrainPrompts,
     ):
@@ -86,8 +105,7 @@ class BranchingRollouts:
                 if reward is None or reward > self._deep.failure_reward:
                     continue
                 share = uniform(_PIVOT, self._config.seed, step, group.prompt.index, s)
-                places = None if sample.messages is None else [t.stop for t in sample.environment_spans]
-                place = chosen(odds(len(sample.tokens_T), success, self._deep, places), share)
+                place = chosen(odds(_length(sample), success, self._deep, _turn_starts(sample)), share)
                 if place is not None:
                     pivots.append(Pivot(group_index=g, sample_index=s, prefix_tokens=place))
         return pivots
@@ -126,4 +144,16 @@ class BranchingRollouts:
 
 
 def _ratio(groups: list[Group], pivot: Pivot) -> float:
-    return pivot.prefix_tokens / len(groups[pivot.group_index].samples_G[pivot.sample_index].tokens_T)
+    return pivot.prefix_tokens / _length(groups[pivot.group_index].samples_G[pivot.sample_index])
+
+
+def _length(sample: Sample) -> int:
+    """Return the number of tokens among which pivots are counted: in an agent's episode the sampled ones."""
+    return len(sample.tokens_T if sample.episode is None else sample.logprobs_T)
+
+
+def _turn_starts(sample: Sample) -> Sequence[int] | None:
+    """Return where a branch may begin; None: after each segment."""
+    if sample.episode is not None:
+        return sample.episode.turn_starts
+    return None if sample.messages is None else [span.stop for span in sample.environment_spans]

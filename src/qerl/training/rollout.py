@@ -120,7 +120,8 @@ def learned_parts(group: Group) -> list[Group]:
         parts = episode.episode.parts if episode.episode is not None else ()
         for part in sorted(parts, key=lambda each: (each.prompt.tokens_T, each.samples_G[0].tokens_T)):
             found = by_prompt.setdefault(
-                tuple(part.prompt.tokens_T), Group(prompt=part.prompt, samples_G=[], num_sampled=0)
+                tuple(part.prompt.tokens_T),
+                Group(prompt=part.prompt, samples_G=[], num_sampled=0, is_after_pivot=group.is_branch),
             )
             found.samples_G.extend(dataclasses.replace(sample, **own) for sample in part.samples_G)
     return [dataclasses.replace(each, num_sampled=len(each.samples_G)) for each in by_prompt.values()]

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
-from qerl.engine.sampling_engine import SamplingEngine
 from qerl.kernels.compile_tally import TALLY
 from qerl.learner.distributed import RankLost, Ranks, join_ranks
 from qerl.models.adapter import load_adapter
@@ -35,13 +34,13 @@ from qerl.tracking.report import write_report
 from qerl.tracking.trust import remember_started
 from qerl.training import evaluation
 from qerl.training.base_judge import let_base_judge
-from qerl.training.branching import BranchingRollouts
+from qerl.training.branching import BranchingEngine, BranchingRollouts
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.compile_plan import compile_while_loading
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards
 from qerl.training.distil import DistilRollouts, read_given_rows
 from qerl.training.loop import Parts, run
-from qerl.training.multi_turn import EnvironmentEpisodes, MultiTurnEngine, with_environment
+from qerl.training.multi_turn import EnvironmentEpisodes, with_environment
 from qerl.training.observer import NullObserver, Observer
 from qerl.training.partial import PartialRollouts
 from qerl.training.planned_learner import planned_learner
@@ -171,7 +170,7 @@ class _Session:
     ) -> GroupRollouts | PartialRollouts | BranchingRollouts | DistilRollouts:
         config, prompts = self.config, self.task.train_prompts
         if config.algo.branching == "deep":
-            assert isinstance(self.sampler, SamplingEngine | MultiTurnEngine)  # check_supported
+            assert isinstance(self.sampler, BranchingEngine)  # check_supported
             return BranchingRollouts(config, self.sampler, self.rewards, prompts)
         if config.rollout.partial:
             return PartialRollouts(config, self.engine, self.rewards, prompts, self.ranks)

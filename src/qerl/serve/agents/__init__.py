@@ -1,6 +1,7 @@
 """Train with an agent that you already have: it talks to the model through an OpenAI-compatible endpoint.
 
 record.py      one episode's answers as tokens, joined where a prompt extends an earlier one
+replay.py      play an episode again up to a call: the beginning of a branch
 parser.py      requests of an episode -> prompts and sampling of the run
 endpoint.py    the server on loopback: a base URL and a key per episode
 worker.py      the process in which the agents run       outcomes.py   what it reports of them

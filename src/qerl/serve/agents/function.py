@@ -11,6 +11,7 @@ from qerl.serve.agents.verifiers import VerifiersAgent
 from qerl.serve.agents.worker import agent_arguments, agent_fault
 from qerl.tasks.env_packages import require_installed, require_package
 from qerl.tasks.reward import imported
+from qerl.tasks.scoring import name_of
 
 
 def _named(config: RunConfig) -> Callable[..., Any]:
@@ -24,11 +25,28 @@ def _named(config: RunConfig) -> Callable[..., Any]:
 
 
 def find_agent(config: RunConfig, agent: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return the agent's function; raise UserError if it cannot be imported or called, or if the packages
-    that it needs are missing."""
+    """Return the agent's function; raise UserError if it cannot be imported or called, if the packages
+    that it needs are missing, or if it is to be branched and does not declare that it can."""
     function = _named(config) if agent is None else agent
     if (fault := agent_fault(function)) is not None:
         raise UserError(f"agent.function: {fault}")
     if "client" in agent_arguments(function):
         require_installed("an agent", "openai")
+    if config.algo.branching != "none" and not getattr(function, "deterministic", False):
+        raise UserError(f"algo.branching deep plays an agent's episodes again: {_remedy(function)}")
     return function
+
+
+def _remedy(function: Callable[..., Any]) -> str:
+    """Say how the agent is declared to be deterministic."""
+    if isinstance(function, VerifiersAgent):
+        return "environments of verifiers cannot be; set algo.branching none"
+    if isinstance(function, OpenEnvAgent):
+        return (
+            'set `"deterministic": true` in task.env_options if the same reset and actions always get the'
+            " same observations"
+        )
+    return (
+        f"set `{name_of(function)}.deterministic = True` if the same row, seed and answers of the model"
+        " always lead to the same calls of it"
+    )

@@ -44,6 +44,8 @@ class OpenEnvAgent:
         self._url = place if place.startswith(("http://", "https://")) else None
         self._max_turns = int(options.get("max_turns", 8))
         self._is_structured = bool(options.get("structured", False))
+        self.deterministic = bool(options.get("deterministic", False))
+        """True if a branch may play an episode again: see replay.py."""
         self._process: subprocess.Popen[bytes] | None = None
         self._schema: dict[str, Any] = {}
         self._starting: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None

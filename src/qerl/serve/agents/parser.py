@@ -21,6 +21,8 @@ from qerl.serve.request import CompletionRequest, RequestParser
 from qerl.serve.response import split_calls
 from qerl.types import Sample, Sampling
 
+_BRANCH = 11  # keeps the seeds of branches apart from those of their episodes
+
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class OpenEpisode:
@@ -86,6 +88,9 @@ class EpisodeParser(RequestParser):
         """Record the answers to the request when they end."""
         self.episode.check()
         pending, record, running = asked.pending, self.record, self.episode.running
+        if record.replay is not None:
+            pending.recorded = record.replay.answers(pending)
+            call.is_replayed = pending.recorded is not None
 
         def add(choice: int, sample: Sample) -> None:
             record.add(call, choice, sample, None if call.messages is None else _reply(asked, sample))
@@ -96,7 +101,7 @@ class EpisodeParser(RequestParser):
             running.discard(pending)
             record.end()
 
-        record.begin()
+        record.begin(call, pending)
         running.add(pending)
         pending.future.add_done_callback(end)
         return asked
@@ -108,8 +113,9 @@ class EpisodeParser(RequestParser):
     def _seed(self, body: RequestBody, prompts: list[tuple[str, list[int]]]) -> int:
         """Return a seed that depends on the prompt, and on how often it was sent before: the order in which
         requests that run beside each other arrive does not matter."""
-        digest = hashlib.sha256(json.dumps(prompts[0][1]).encode()).digest()
-        return mix(self.episode.seed, int.from_bytes(digest[:8]) >> 1, self.record.count_prompt(digest))
+        digest, replay = hashlib.sha256(json.dumps(prompts[0][1]).encode()).digest(), self.record.replay
+        seed = self.episode.seed if replay is None else mix(self.episode.seed, _BRANCH, replay.branch)
+        return mix(seed, int.from_bytes(digest[:8]) >> 1, self.record.count_prompt(digest))
 
     def _sampling(self, body: RequestBody) -> Sampling:
         run, asked = self.episode.sampling, super()._sampling(body)

@@ -27,6 +27,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import UserError
+from qerl.serve.agents.replay import AnsweredCall, Replay, turn_starts
+from qerl.serve.batcher import PendingRequest
 from qerl.tasks.prompt import chat_reply_tokens, special_end
 from qerl.types import AllowedTokens, Group, Prompt, Sample
 
@@ -47,6 +49,10 @@ class RecordedCall:
     parent: "RecordedAnswer | None"
     given: Sequence[Message]
     """Messages since the parent's answer."""
+    answered: AnsweredCall | None = None
+    """The same as a branch plays it again; None before it has begun."""
+    is_replayed: bool = False
+    """True if a branch got the answers of its episode."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
@@ -65,9 +71,14 @@ class RecordedAnswer:
 class EpisodeRecord:
     """Thread-safe: requests are parsed in one thread, and answers end in another."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, sample_index: int):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, sample_index: int, replay: Replay | None = None
+    ):
+        """replay: the calls of a branch that are played again."""
+        self.replay = replay
         self._tokenizer, self._sample_index = tokenizer, sample_index
         self._lock = threading.Lock()
+        self._calls: list[AnsweredCall] = []
         self._num_calls = 0
         self._answers: list[RecordedAnswer] = []
         self._by_messages: dict[str, list[RecordedAnswer]] = {}
@@ -93,6 +104,15 @@ class EpisodeRecord:
         return sum(bool(_IS_ERROR.match(content)) for _, content in self._tool_results)
 
     @property
+    def turn_starts(self) -> tuple[int, ...]:
+        """Numbers of tokens sampled before each answer from which a branch may begin."""
+        return tuple(turn_starts(self._calls))
+
+    def calls_before(self, num_tokens: int) -> list[AnsweredCall]:
+        """Return the calls before one of `turn_starts`."""
+        return self._calls[: turn_starts(self._calls)[num_tokens]]
+
+    @property
     def busy_s(self) -> float:
         """Seconds in which a call was running."""
         with self._lock:
@@ -111,8 +131,11 @@ class EpisodeRecord:
             self._prompts[digest] = self._prompts.get(digest, -1) + 1
             return self._prompts[digest]
 
-    def begin(self) -> None:
+    def begin(self, call: RecordedCall, pending: PendingRequest) -> None:
         with self._lock:
+            may_branch = all(each.can_replay for each in self._calls)
+            call.answered = AnsweredCall.of(pending, may_branch=may_branch)
+            self._calls.append(call.answered)
             self._num_running += 1
             if self._num_running == 1:
                 self._running_since = time.monotonic()
@@ -187,6 +210,8 @@ class EpisodeRecord:
         with self._lock:
             answer = RecordedAnswer(call=call, choice=choice, sample=sample)
             self._answers.append(answer)
+            if call.answered is not None:
+                call.answered.samples[choice] = sample
             if call.parent is not None and call.parent.child is None:
                 call.parent.child = answer
             all_T = array("q", answer.all_T)
@@ -198,12 +223,16 @@ class EpisodeRecord:
 
     def parts(self, prompt: Prompt) -> list[Group]:
         """Return the samples of the episode, in the order of their first requests: groups of one sample each,
-        with their own prompts. prompt: the row's, whose index and columns they get."""
+        with their own prompts. In a branch, answers that were played again are in the prompts. prompt: the
+        row's, whose index and columns they get."""
         with self._lock:
             answers = sorted(self._answers, key=lambda each: (each.call.number, each.choice))
         parts = []
         following = _following(answers)
-        for chain in (_chain(each, following) for each in answers if _begins(each, following)):
+        for whole in (_chain(each, following) for each in answers if _begins(each, following)):
+            chain = [each for each in whole if not each.call.is_replayed]
+            if not chain:
+                continue
             first = chain[0].call
             tokens_T, spans = _joined(chain)
             sample = Sample(
@@ -216,7 +245,7 @@ class EpisodeRecord:
                 environment_spans=spans,
                 allowed=_joined_sets(chain),
                 routes=_joined_routes(chain),
-                messages=[each for answer in chain for each in _shown(answer)],
+                messages=[each for answer in whole for each in _shown(answer)],
             )
             own = dataclasses.replace(prompt, text="", tokens_T=first.prompt_T, messages=None)
             parts.append(Group(prompt=own, samples_G=[sample]))

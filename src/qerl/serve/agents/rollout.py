@@ -9,25 +9,27 @@ others are learned from.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.config import AgentConfig, RunConfig, TaskConfig
 from qerl.config.task import is_environment_name
+from qerl.engine.generation import Stats
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.serve.agents.endpoint import MODEL_NAME, Endpoint
 from qerl.serve.agents.function import find_agent
 from qerl.serve.agents.outcomes import Outcome, OutcomePipe
 from qerl.serve.agents.parser import OpenEpisode
 from qerl.serve.agents.record import EpisodeRecord
+from qerl.serve.agents.replay import Replay
 from qerl.serve.agents.worker import AgentCall, AgentWorker
 from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.reward import with_absolute_path
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.training.ray_worker import MakeEpisodes
-from qerl.types import Episode, Group, OnBurst, Prompt, Sample, Sampling
+from qerl.types import Episode, Group, OnBurst, Pivot, Prompt, Sample, Sampling
 
 _AGENT = 5  # keeps these seeds apart from other draws
 _SPARE_S = 60.0
@@ -144,6 +146,8 @@ _UNREPORTED = Failure("no outcome", "the agents' process did not say how the epi
 class AgentEngine:
     def __init__(self, engine: SamplingEngine, pool: AgentPool):
         self._engine, self._pool = engine, pool
+        self.stats = Stats()
+        """num_tokens of the latest call of branch_batches."""
 
     def publish(self, version: int) -> None:
         self._engine.publish(version)
@@ -162,21 +166,86 @@ class AgentEngine:
         on_burst: OnBurst | None = None,
     ) -> list[Group]:
         """Return a sample for each episode: num_samples of each row."""
-        records, rows, places = [], [], []
-        for prompt in prompts_P:
-            row = prompt.columns | {"prompt": prompt.messages or prompt.text}
-            for g in range(num_samples):
-                record = EpisodeRecord(self._engine.tokenizer, sample_index=g)
-                records.append((record, mix(seed, _AGENT, step, prompt.index, g)))
-                rows.append(row)
-                places.append(prompt)
+        return EpisodeBatch(self, prompts_P, num_samples, sampling, seed=seed, step=step).sample()
+
+    def branch_batches(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> "Iterator[EpisodeBatch]":
+        """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
+        batch = EpisodeBatch(self, prompts_P, num_samples, sampling, seed=seed, step=step)
+        yield batch
+        self.stats = Stats(num_tokens=batch.num_tokens)
+
+    def new_record(self, sample_index: int, replay: Replay | None = None) -> EpisodeRecord:
+        return EpisodeRecord(self._engine.tokenizer, sample_index=sample_index, replay=replay)
+
+    def play(
+        self, prompts: list[Prompt], records: list[tuple[EpisodeRecord, int]], sampling: Sampling
+    ) -> list[Sample]:
+        """Return the sample of each episode. prompts: its row's; records: with its seed."""
+        rows = [prompt.columns | {"prompt": prompt.messages or prompt.text} for prompt in prompts]
         outcomes, seconds = self._pool.play(records, rows, sampling)
-        samples = [
-            _sample(prompt, record, outcome, took_s, self._engine.version)
-            for prompt, (record, _), outcome, took_s in zip(places, records, outcomes, seconds, strict=True)
-        ]
         return [
-            Group(prompt=prompt, samples_G=samples[p * num_samples : (p + 1) * num_samples])
+            _sample(prompt, record, outcome, took_s, self._engine.version)
+            for prompt, (record, _), outcome, took_s in zip(prompts, records, outcomes, seconds, strict=True)
+        ]
+
+
+class EpisodeBatch:
+    """Episodes of prompts, then branches of them, which begin anew (replay.py). See BranchBatch."""
+
+    def __init__(
+        self,
+        engine: AgentEngine,
+        prompts_P: list[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+    ):
+        self._engine, self._prompts_P, self._num_samples = engine, prompts_P, num_samples
+        self._sampling, self._seed, self._step = sampling, seed, step
+        self._records_P_G: list[list[EpisodeRecord]] = []
+        self.num_tokens = 0
+        """Sampled tokens."""
+
+    def sample(self) -> list[Group]:
+        self._records_P_G = [
+            [self._engine.new_record(g) for g in range(self._num_samples)] for _ in self._prompts_P
+        ]
+        places = [(p, g) for p in range(len(self._prompts_P)) for g in range(self._num_samples)]
+        samples = self._play(places, [self._records_P_G[p][g] for p, g in places])
+        return self._groups(self._prompts_P, samples, self._num_samples)
+
+    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
+        """Return a group of num_branches episodes for each pivot: one of its sample's Episode.turn_starts."""
+        places = [(each.group_index, each.sample_index) for each in pivots for _ in range(num_branches)]
+        records = []
+        for pivot in pivots:
+            calls = self._records_P_G[pivot.group_index][pivot.sample_index].calls_before(pivot.prefix_tokens)
+            for branch in range(num_branches):
+                records.append(self._engine.new_record(pivot.sample_index, Replay(calls, branch)))
+        samples = self._play(places, records)
+        prompts_P = [self._prompts_P[pivot.group_index] for pivot in pivots]
+        groups = self._groups(prompts_P, samples, num_branches)
+        return [
+            dataclasses.replace(group, prefix_tokens=pivot.prefix_tokens)
+            for group, pivot in zip(groups, pivots, strict=True)
+        ]
+
+    def _play(self, places: list[tuple[int, int]], records: list[EpisodeRecord]) -> list[Sample]:
+        """places: (prompt, sample) whose seed the agent gets, of each episode."""
+        prompts = [self._prompts_P[p] for p, _ in places]
+        indices = [prompt.index for prompt in prompts]
+        seeds = [mix(self._seed, _AGENT, self._step, i, g) for i, (_, g) in zip(indices, places, strict=True)]
+        samples = self._engine.play(prompts, list(zip(records, seeds, strict=True)), self._sampling)
+        self.num_tokens += sum(len(sample.logprobs_T) for sample in samples)
+        return samples
+
+    def _groups(self, prompts_P: list[Prompt], samples: list[Sample], size: int) -> list[Group]:
+        return [
+            Group(prompt=prompt, samples_G=samples[p * size : (p + 1) * size])
             for p, prompt in enumerate(prompts_P)
         ]
 
@@ -184,6 +253,8 @@ class AgentEngine:
 def _sample(prompt: Prompt, record: EpisodeRecord, outcome: Outcome, took_s: float, version: int) -> Sample:
     """Return the episode as a sample: its parts, and their tokens one after the other."""
     parts, failure = record.parts(prompt), outcome.failure
+    if record.replay is not None:
+        failure = record.replay.failure or failure
     if not parts and failure is None:
         failure = Failure("no call", "the agent returned without an answer of the model")
     tokens_T, logprobs_T, spans, messages = [], [], [], []
@@ -212,6 +283,7 @@ def _sample(prompt: Prompt, record: EpisodeRecord, outcome: Outcome, took_s: flo
             num_tool_failures=record.num_tool_failures,
             waiting_share=max(0.0, 1.0 - record.busy_s / took_s) if took_s > 0 else 0.0,
             metrics=outcome.metrics,
+            turn_starts=record.turn_starts,
         ),
     )
 
