@@ -23,6 +23,7 @@ from qerl.learner.packed_forward import head_of, packed_hidden
 from qerl.learner.plan.memory import memory_parts
 from qerl.learner.plan.shapes import read_architecture
 from qerl.models.adapter import OtherAdapter, adapter_tensors
+from qerl.models.compressed_tensors import write_quantized
 from qerl.training.distil import with_teacher
 from qerl.training.teacher import LocalTeacher
 from training.ranks import StartedRanks
@@ -175,6 +176,26 @@ def test_what_quantizing_a_teacher_changed_is_said_once(files, tmp_path):
     assert [len(lines[name]) for name in ("own", "shared", "base")] == [2, 1, 1]
     student, teacher = lines["own"]
     assert student.startswith("nvfp4: KL") and teacher.startswith(f"teacher {tmp_path / 'large'}: nvfp4: KL")
+
+
+def test_what_a_teachers_checkpoint_drops_is_said_at_the_start_and_strict_makes_it_an_error(files, tmp_path):
+    """Its codes are those of the student's format; only its activations are asked for in 4 bits."""
+    shutil.copytree(files, tmp_path / "w4a4", ignore=shutil.ignore_patterns("teacher"))
+    write_quantized(str(files), tmp_path / "packed")
+    for file in (tmp_path / "packed").iterdir():
+        shutil.copy(file, tmp_path / "w4a4")
+    config = json.loads((tmp_path / "w4a4" / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = group["weights"] | {"dynamic": "local"}
+    (tmp_path / "w4a4" / "config.json").write_text(json.dumps(config))
+    given = "--teacher", str(tmp_path / "w4a4"), "--num-steps", "1"
+    distilled(files, tmp_path / "run", *given)
+    events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    texts = [json.loads(event).get("text", "") for event in events]
+    (line,) = [text for text in texts if "activations" in text]
+    assert line.startswith(f"{tmp_path / 'w4a4'}: ") and "dropped" in line
+    with pytest.raises(UserError, match=r"strict: .*w4a4: .*activations to 4 bits"):
+        distilled(files, tmp_path / "strict", *given, "--strict")
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(files, tmp_path):

@@ -27,13 +27,8 @@ from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks import RewardPool, Task, build_task
 from qerl.tasks.prompt import set_template_variables
 from qerl.training.backend_limits import check_backend
+from qerl.training.teacher import teacher_checkpoint
 from qerl.types import Prompt
-
-
-def load_policy(config: RunConfig) -> tuple[PolicyModel, SamplingEngine, Task]:
-    """Build the task first, so that its errors appear before weights are read. config.model has no `auto`."""
-    tokenizer, task = load_task(config)
-    return *load_sampler(config, tokenizer), task
 
 
 def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
@@ -44,15 +39,15 @@ def load_task(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Task]:
 
 
 def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
-    """Raise UserError if a reward lacks a column. Return a line for each table of rows, and one for the
-    checkpoint, of which a part is not used as it is given; with config.strict these are errors. A line about
-    tensors that no language model has is none."""
+    """Raise UserError if a reward lacks a column. Return a line for each table of rows, and one for each
+    checkpoint, the teacher's too, of which a part is not used as it is given; with config.strict these are
+    errors. A line about tensors that no language model has is none."""
     pool.check(task.train_prompts(0, config.num_prompts)[0])
     notices = task.notices(config.task, reads_answer=pool.reads_answer(config.task.answer_column))
-    checkpoint = locate(config.model.path).open()
-    notices += checkpoint_notices(checkpoint, config.model.format)
+    stored = [(locate(config.model.path).open(), config.model.format), *teacher_checkpoint(config)]
+    notices += [line for each in stored for line in checkpoint_notices(*each)]
     require(not (config.strict and notices), f"strict: {'; '.join(notices)}")
-    return notices + skipped_notices(checkpoint)
+    return notices + [line for checkpoint, _ in stored for line in skipped_notices(checkpoint)]
 
 
 def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:

@@ -36,7 +36,7 @@ from qerl.models.loader import build_decoder
 from qerl.models.peft_reader import ADAPTER_CONFIG, adapter_config, read_adapter
 from qerl.models.policy_model import PolicyModel
 from qerl.models.quantization_check import check_quantization
-from qerl.models.source import locate
+from qerl.models.source import Checkpoint, ModelSource, locate
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
 from qerl.tasks.scoring import Failure
 from qerl.tasks.sources import file_digest
@@ -87,21 +87,36 @@ def teacher_sources(config: RunConfig) -> dict[str, str]:
     return {f"teacher {distil.teacher}": digest}
 
 
+def teacher_checkpoint(config: RunConfig) -> list[tuple[Checkpoint, str]]:
+    """Return the teacher's own checkpoint and its format; [] for an adapter, a URL or the student's base."""
+    distil = config.distil
+    if not distil.is_on or distil.is_endpoint or adapter_folder(distil.teacher) is not None:
+        return []
+    source = locate(distil.teacher)
+    return [] if _is_base(config, source) else [(source.open(), _format(config))]
+
+
+def _is_base(config: RunConfig, source: ModelSource) -> bool:
+    """True if the teacher is the student's base without its adapter, in the same format."""
+    shares = config.adapter.kind == "lora" and _format(config) == config.model.format
+    return shares and source == locate(config.model.path)
+
+
 def _policy(config: RunConfig, student: Decoder, tokenizer: PreTrainedTokenizerBase) -> Policy:
     distil, model = config.distil, config.model
-    folder, format = adapter_folder(distil.teacher), _format(config)
-    shares = config.adapter.kind == "lora"
+    folder = adapter_folder(distil.teacher)
     if folder is not None:
-        require(shares, "a teacher that is an adapter needs adapter.kind lora: its base must stay as it is")
+        is_lora = config.adapter.kind == "lora"
+        require(is_lora, "a teacher that is an adapter needs adapter.kind lora: its base must stay as it is")
         settings = adapter_config(str(folder))
         return OtherAdapter(student, settings, read_adapter(str(folder), settings)).worn
     source = locate(distil.teacher)
     check_vocabulary(tokenizer, load_tokenizer(distil.teacher), distil.teacher)
-    if shares and source == locate(model.path) and format == model.format:
+    if _is_base(config, source):
         return partial(_without_adapter, student)
     decoder = build_decoder(
         source.open(),
-        format=format,
+        format=_format(config),
         compute=COMPUTE[model.dtype],
         device=torch.device(model.device),
         resident=model.operand == "resident",
