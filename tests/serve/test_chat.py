@@ -58,6 +58,17 @@ def test_a_run_answers_with_what_it_learned(files, tmp_path, capsys):
     assert said[0] != said[1] == capsys.readouterr().out
 
 
+def test_an_answer_that_cannot_have_its_tokens_is_told_once(model, capsys):
+    chat = Chat(model, GenerateOptions(seed=1, max_tokens=100_000), io.StringIO())
+    limit = model.max_positions
+    for _ in range(2):
+        chat.answer("x" * (limit // 2))
+    told = capsys.readouterr().err
+    assert told.count("max_tokens is 100000") == 1 and "there is room for " in told
+    Chat(model, GenerateOptions(seed=1, max_tokens=20), io.StringIO()).answer("hello")
+    assert capsys.readouterr().err == ""
+
+
 def test_an_answer_is_written_token_by_token(model):
     class Out(io.StringIO):
         def flush(self):

@@ -48,6 +48,7 @@ class Chat:
         self._num_first = len(self._messages)
         self._seed = secrets.randbits(63) if options.seed is None else options.seed
         self._num_turns = 0
+        self._is_limit_told = False
 
     def answer(self, text: str) -> int | None:
         """Print the answer and add it to the conversation; return the signal that stopped it, if any."""
@@ -73,6 +74,10 @@ class Chat:
             raise UserError(f"the prompt has {len(tokens_T)} tokens; the limit is {positions - 1}")
         if len(kept) < len(messages):
             print(f"(dropped the oldest {(len(messages) - len(kept)) // 2} exchanges)", file=sys.stderr)
+        most, asked = positions - len(tokens_T), self._options.max_tokens
+        if most < asked and not self._is_limit_told:
+            self._is_limit_told = True
+            print(f"(max_tokens is {asked}; there is room for {most} after the prompt)", file=sys.stderr)
         return kept, tokens_T
 
     def _sample(self, tokens_T: list[int], stop: StopSignal) -> Sample:
