@@ -380,6 +380,26 @@ def test_a_run_that_took_no_step_gives_its_folder_up(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["config"]["seed"] == 1
 
 
+def test_a_start_that_fails_takes_only_its_own_files_away(tmp_path):
+    def fails(folder, error=UserError, num_steps=0):
+        with pytest.raises(error), open_journal(folder) as journal:
+            journal.start(RunConfig(seed=1))
+            take_steps(journal, 0, num_steps)
+            raise error("a value is wrong")
+
+    mine = tmp_path / "mine" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("keep")
+    fails(tmp_path / "new" / "run")
+    fails(mine.parent)
+    assert sorted(tmp_path.rglob("*")) == [mine.parent, mine]
+    fails(tmp_path / "crash", RunError)
+    fails(tmp_path / "later", num_steps=1)
+    fails(tmp_path / "later")  # what an earlier start recorded stays
+    assert len(records(tmp_path / "later")) == 1
+    assert all((tmp_path / name / "run.json").exists() for name in ("crash", "later"))
+
+
 def test_another_config_in_the_same_folder_is_refused_by_field(tmp_path):
     with open_journal(tmp_path) as journal:
         journal.start(RunConfig())

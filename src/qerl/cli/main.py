@@ -87,14 +87,10 @@ def command(arguments: list[str]) -> None:
         return
     check_platform()
     if name in ("-h", "--help"):
-        lines = [f"  {name:10}{help_line(module)}" for name, module in COMMANDS.items()]
+        first = {name: (module.__doc__ or "").partition("\n")[0] for name, module in COMMANDS.items()}
+        lines = [f"  {name:10}{line.rstrip('.')}" for name, line in first.items()]
         print(USAGE.format(commands="\n".join(lines)))
         return
     if name in FORMER_COMMANDS:
         raise UserError(f"qerl {name} is now {FORMER_COMMANDS[name]}")
     COMMANDS[check_known(name, COMMANDS, "command")].run(rest)
-
-
-def help_line(module: ModuleType) -> str:
-    """Return the first line of the module's docstring."""
-    return (module.__doc__ or "").partition("\n")[0].rstrip(".")

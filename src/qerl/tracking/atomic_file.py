@@ -64,13 +64,14 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, and flush the names of those that were made to the disk."""
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and its missing parents, flush their names to the disk, return them, the folder first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         with suppress(PermissionError):  # a folder may be writable and not readable
             sync_path(path.parent)
+    return missing
 
 
 def read_object(path: Path) -> dict[str, Any]:

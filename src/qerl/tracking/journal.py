@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -48,6 +48,8 @@ from qerl.tracking.sample_files import SampleFiles
 from qerl.tracking.step_log import StepLog, Stopwatch
 
 _NUM_STEPS = "config.num_steps"
+# A start that fails before its first step takes them away; the lock last, so that no other run comes between.
+_OF_A_START = "run.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "evaluations.json", ".lock"
 _LOGGER_TIMEOUT_S = 30.0  # for sending the last steps when the run ends
 
 
@@ -62,8 +64,9 @@ class Journal:
     """
 
     def __init__(self, folder: Path, *, num_steps: int, console: Console | None = None):
+        self._owns_files = not any((folder / name).exists() for name in _OF_A_START)
         try:
-            make_folder(folder)
+            self._made = make_folder(folder)
             self._lock = Lock(folder)
             self._metrics, self._events = (JsonLines(folder / f"{n}.jsonl") for n in ("metrics", "events"))
             self._samples = SampleFiles(folder)
@@ -257,7 +260,13 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, UserError) and not self._next_step and self._owns_files:
+            with suppress(OSError):  # a folder that holds anything else stays
+                for name in _OF_A_START:
+                    (self._folder / name).unlink(missing_ok=True)
+                for folder in self._made:
+                    folder.rmdir()
         self.close()
 
     def _record(self, log: StepLog, step_s: float) -> None:
