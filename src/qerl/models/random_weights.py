@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qerl.aqn.noised_norm import NoisedRMSNorm
-from qerl.errors import UserError
+from qerl.errors import UserError, did_you_mean, require
 from qerl.formats import BF16, FP8, INT8, MXFP4, NF4, NVFP4, FP8Flow, PackedWeight
 from qerl.formats.stack import PackedStack
 from qerl.kernels.gated_delta_net import DeltaShape
@@ -207,8 +207,8 @@ def shape_of_hub_id(name: str) -> str | None:
 
 
 def shape(name: str) -> Architecture:
-    if name not in SHAPES:
-        raise UserError(f"unknown shape {name}; known: {', '.join(SHAPES)}")
+    hint = did_you_mean(name, SHAPES) or f"; known: {', '.join(SHAPES)}"
+    require(name in SHAPES, f"unknown shape {name}{hint}")
     return SHAPES[name]
 
 
