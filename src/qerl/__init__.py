@@ -1,17 +1,28 @@
 """Train large language models with reinforcement learning on a single GPU, or on a CPU."""
 
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qerl import config
-from qerl.config import RunConfig, recipes
 from qerl.errors import RunError, UserError, check_platform
+
+if TYPE_CHECKING:
+    from qerl import config
+    from qerl.config import RunConfig, recipes
 
 __all__ = ["RunConfig", "RunError", "UserError", "config", "recipes", "train"]
 
 
+def __getattr__(name: str) -> Any:
+    """Import qerl.config when it is first used, so that __main__.py can handle Ctrl-C before that."""
+    if name not in ("RunConfig", "config", "recipes"):
+        raise AttributeError(f"module 'qerl' has no attribute {name!r}")
+    found = importlib.import_module("qerl.config" if name != "recipes" else "qerl.config.recipes")
+    return found.RunConfig if name == "RunConfig" else found
+
+
 def train(
-    config: RunConfig,
+    config: "RunConfig",
     *,
     rewards: Sequence[Callable[..., Any]] = (),
     agent: Callable[..., Any] | None = None,
