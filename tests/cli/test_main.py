@@ -172,6 +172,22 @@ def test_eval_lists_its_options_without_a_model(monkeypatch, capsys):
         ),
         (["plan", "qwen2.5-7b", "--gpu-gb", "nan"], ["gpu_gb must be finite, got nan"]),
         (["study", "growth"], ["python -m studies run", "checkout"]),
+        (["plan", "qwen2.5-8b", "--gpu-gb", "24"], ["qwen2.5-8b", "did you mean qwen2.5-7b"]),
+        (
+            ["bench", "decode", "--shape", "qwen2.5-8b"],
+            ["unknown shape qwen2.5-8b", "did you mean qwen2.5-7b"],
+        ),
+        (["train", "demo", "--reward", "a.py:f", "--reward=b.py:f"], ["given twice", "--reward A B"]),
+        (
+            ["train", "demo", "--task.rewards", "exact", "--reward=a.py:f"],
+            ["--task.rewards are the same option"],
+        ),
+        (
+            ["check", "demo", "--model=a", "--model.path", "b"],
+            ["--model and --model.path are the same option"],
+        ),
+        (["sft", "--model=a", "--model.path", "b"], ["--model and --model.path are the same option"]),
+        (["eval", "m", "r.jsonl", "--reward", "exact", "--reward", "numeric"], ["given twice"]),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, parts):
@@ -227,11 +243,15 @@ def test_a_file_without_a_readable_row_is_named_with_its_first_fault(monkeypatch
     assert_one_line(capsys, code, "rows.jsonl: none of its 2 rows can be read (line 2: invalid JSON")
 
 
-def test_a_rank_beyond_that_of_every_weight_is_refused(monkeypatch, capsys, files, tmp_path):
+def test_a_rank_beyond_that_of_every_weight_is_refused_and_leaves_no_folder(
+    monkeypatch, capsys, files, tmp_path
+):
     given = [*tiny_run.options(files, tmp_path / "run"), "--adapter.rank", "100000"]
-    assert_one_line(
-        capsys, qerl(monkeypatch, "train", "demo", *given), "adapter.rank must be at most", "100000"
-    )
+    (tmp_path / "run").mkdir()  # what was there stays
+    for out in "run", "new/run":
+        code = qerl(monkeypatch, "train", "demo", *given, "--out", tmp_path / out)
+        assert_one_line(capsys, code, "adapter.rank must be at most", "100000")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "run"]
 
 
 def test_a_missing_column_is_named_with_those_there(monkeypatch, capsys, files, tmp_path):
@@ -399,6 +419,13 @@ def test_a_line_is_printed_before_torch_is_imported(files, tmp_path):
         process = tiny_run.launched("-c", code, *command)
         out, error = process.communicate(timeout=60)
         assert process.returncode == 7 and (out or error).startswith(f"{command[0]} {command[1]}: ")
+
+
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback():
+    stops = "class Stops:\n def find_spec(self, name, *more):\n  if name == 'tyro': raise KeyboardInterrupt\n"
+    code = f"import sys\n{stops}sys.meta_path.insert(0, Stops())\nfrom qerl.__main__ import main\nmain()"
+    process = tiny_run.launched("-c", code, "train", "demo")
+    assert (process.communicate(timeout=60), process.returncode) == (("", ""), 130)
 
 
 def test_the_first_line_hides_a_password(monkeypatch, capsys):

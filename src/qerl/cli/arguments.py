@@ -11,7 +11,7 @@ from typing import Annotated, Any, TextIO, TypeVar, get_args, get_origin, get_ty
 
 import tyro
 
-from qerl.errors import UserError, did_you_mean, redact
+from qerl.errors import UserError, did_you_mean, redact, require
 
 Options = TypeVar("Options")
 
@@ -62,10 +62,15 @@ def announce(text: str, file: TextIO) -> None:
     print(redact(text), file=file, flush=True)
 
 
-def expand(argument: str, short: dict[str, str]) -> str:
-    """Return the option that a short one stands for: --task=FILE -> --task.name=FILE."""
-    name, equals, value = argument.partition("=")
-    return short.get(name, name) + equals + value
+def expand(arguments: Iterable[str], short: dict[str, str]) -> list[str]:
+    """Return the arguments with the options that short ones stand for: --task=FILE -> --task.name=FILE.
+    Of an option given again the last value counts; both spellings and a second --reward raise UserError."""
+    parts = [argument.partition("=") for argument in arguments]
+    names = [name for name, _, _ in parts]
+    for name, long in short.items():
+        require(not {name, long} <= set(names), f"{name} and {long} are the same option: give one of them")
+    require(names.count("--reward") < 2, "--reward is given twice: name all after one, as --reward A B")
+    return [short.get(name, name) + equals + value for name, equals, value in parts]
 
 
 def check_known(name: str, known: Iterable[str], kind: str) -> str:

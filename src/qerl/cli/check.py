@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> None:
     if wants_help(arguments):
         parse_options(CheckOptions, arguments, "check [RECIPE]", description=DESCRIPTION)
     names, fields = split_names(arguments)
-    options = [expand(argument, SHORT) for argument in fields]
+    options = expand(fields, SHORT)
     given = {option.partition("=")[0] for option in options}
     parts, name, default = list(_MACHINE), "this machine", RunConfig()
     if names or "--task.name" in given:

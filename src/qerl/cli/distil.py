@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> None:
 def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:
     """Return the recipe's name, its config as a distillation, and the options that change it."""
     adapter, arguments = take_init_adapter(arguments)
-    arguments = [expand(argument, _SHORT) for argument in arguments]
+    arguments = expand(arguments, _SHORT)
     refuse_former_names(arguments)
     teacher, arguments = take_option(arguments, "--distil.teacher", "an adapter, a model or a URL")
     if teacher is None:

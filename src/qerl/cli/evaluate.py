@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> None:
     if not names:
         raise UserError("eval needs a model or the folder of a run: qerl eval MODEL_OR_RUN [BENCHMARK ...]")
     refuse_former_options("eval", arguments)
-    arguments = [expand(argument, SHORT) for argument in arguments]
+    arguments = expand(arguments, SHORT)
     source, files = names[0], [name for name in names[1:] if is_rows_file(name)]
     benchmarks = parse_benchmarks(name for name in names[1:] if name not in files)
     given = [long for long in SHORT.values() if any(a.partition("=")[0] == long for a in arguments)]

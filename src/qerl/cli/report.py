@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from qerl.cli.arguments import parse_options
-from qerl.errors import UserError
+from qerl.errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +21,7 @@ class ReportOptions:
 
 def run(arguments: list[str]) -> None:
     options = parse_options(ReportOptions, arguments, "report", description=__doc__)
-    if not options.runs:
-        raise UserError("report needs the folder of a run: qerl report RUN [RUN ...]")
+    require(len(options.runs) > 0, "report needs the folder of a run: qerl report RUN [RUN ...]")
     from qerl.tracking.report import write_report
 
     out = options.out or options.runs[0] / "report.html"

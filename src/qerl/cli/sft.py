@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> None:
     if wants_help(arguments):
         parse_options(SftOptions, arguments, "sft", description=DESCRIPTION)
     adapter, arguments = take_init_adapter(arguments)
-    arguments = [expand(argument, _SHORT) for argument in arguments]
+    arguments = expand(arguments, _SHORT)
     default = SftOptions() if adapter is None else SftOptions(adapter=adapter)
     options = parse_options(SftOptions, arguments, "sft", default, DESCRIPTION)
     if not options.sft.data:

@@ -32,7 +32,7 @@ recipes that run the demo task with one method each (docs/methods.md):
 short options:
   --model MODEL           same as --model.path
   --task FILE             same as --task.name
-  --reward FILE.py:NAME   same as --task.rewards
+  --reward FILE.py:NAME   same as --task.rewards; several stand after one --reward
   --agent FILE.py:NAME    same as --agent.function: an agent that calls the model itself (docs/agent.md)
   --env PACKAGE:NAME      same as --task.name and --agent.function: an environment of verifiers or OpenEnv
   --ray ADDRESS           same as --ray.address
@@ -82,7 +82,7 @@ def take_init_adapter(arguments: list[str]) -> tuple[AdapterConfig | None, list[
 def read_recipe(arguments: list[str], command: str) -> tuple[str, RunConfig, list[str]]:
     """Return the recipe's name, its config, and the options that change it, of a command that takes a run."""
     adapter, arguments = take_init_adapter(arguments)
-    arguments = [expand(argument, SHORT) for argument in _take_env(arguments)]
+    arguments = _take_env(expand(arguments, SHORT))
     refuse_former_names(arguments)
     name, recipe, options = _recipe(arguments, command)
     default = recipe()

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from qerl.cli.arguments import parse_options
-from qerl.errors import UserError, require
+from qerl.errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +27,7 @@ class WatchOptions:
 
 def run(arguments: list[str]) -> None:
     options = parse_options(WatchOptions, arguments, "watch", description=__doc__)
-    if not options.runs:
-        raise UserError("watch needs the folder of a run: qerl watch RUN [RUN ...]")
+    require(len(options.runs) > 0, "watch needs the folder of a run: qerl watch RUN [RUN ...]")
     from qerl.tracking.dashboard.server import watch
 
     watch(options.runs, port=options.port, opens_browser=options.open)

@@ -12,7 +12,7 @@ from qerl.cli.bench.options import (
     BenchTuneOptions,
 )
 from qerl.config.renamed import BENCHES as FORMER_BENCHES
-from qerl.errors import UserError
+from qerl.errors import UserError, require
 
 USAGE = """\
 usage: qerl bench BENCHMARK [OPTIONS]
@@ -43,8 +43,7 @@ def run(arguments: list[str]) -> None:
         print(USAGE)
         return
     names, arguments = split_names(arguments)
-    if len(names) != 1:
-        raise UserError(f"bench needs one benchmark: qerl bench {' | '.join(BENCHMARKS)}")
+    require(len(names) == 1, f"bench needs one benchmark: qerl bench {' | '.join(BENCHMARKS)}")
     if names[0] in FORMER_BENCHES:
         raise UserError(f"qerl bench {names[0]} is now {FORMER_BENCHES[names[0]]}")
     name = check_known(names[0], BENCHMARKS, "benchmark")
