@@ -39,7 +39,7 @@ import signal
 from pathlib import Path
 
 MARK = Path(__file__).with_name("killed")
-NUM_EVALUATED = 8  # episodes before the first step
+NUM_EVALUATED = 4  # episodes of each of two samplers before the first step
 
 
 def end_sampler():
@@ -71,7 +71,9 @@ class Game:
         return [{"role": "tool", "content": str(number)}], float(len(completion) > number), self.turns == 3
 """
 RAY = ("--ray", "local", "--ray.num-samplers", "2")
-AHEAD = (*RAY, "--ray.max-staleness", "2", "--evaluate.num-prompts", "0")
+AHEAD = ("--ray.max-staleness", "2", "--evaluate.num-prompts", "0")
+SAME_PRIORITY = {"RAY_worker_niceness": "0"}  # Ray's 15 leaves its workers little of a busy machine
+OWN = ("staleness", "replaced_samplers", "resampled_prompts")
 ROUNDS = ("--algo.dynamic-sampling", "--num-generations", "2")
 
 
@@ -86,7 +88,7 @@ def files(tmp_path_factory):
 
 def start(files, out, *more):
     given = [*tiny_run.options(files, out), "--model.device", "cpu", *more]
-    return tiny_run.started(*tiny_run.QERL, "train", "demo", *given)
+    return tiny_run.started(*tiny_run.QERL, "train", "demo", *given, environment=SAME_PRIORITY)
 
 
 def finish(files, out, *more):
@@ -104,29 +106,28 @@ def untimed(out, *without):
     return [{k: v for k, v in m.items() if not is_timing(k) and k not in without} for m in metrics(out)]
 
 
-@pytest.mark.slow
-def test_workers_make_the_run_of_one_process(files, tmp_path):
-    """With none ahead, evaluation and noise included: every sample, and what is learned of them."""
-    by_group = ("--noise.scope", "group")
-    remote = finish(files, tmp_path / "remote", *RAY, *by_group)
-    local = finish(files, tmp_path / "local", *by_group)
-    assert (remote / "samples.jsonl").read_text() == (local / "samples.jsonl").read_text()
-    assert (remote / "evaluations.json").read_text() == (local / "evaluations.json").read_text()
-    own = ("staleness", "replaced_samplers", "resampled_prompts")
-    for ours, theirs in zip(untimed(remote, *own), untimed(local), strict=True):
+def assert_alike(remote, local):
+    for ours, theirs in zip(remote, local, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_drawn_twice(files, tmp_path):
-    """Two versions ahead; the run that lost a worker has the samples and metrics of the one that did not.
+    """Two versions ahead; the run that lost a worker has the samples and metrics of the one that did not,
+    whose first step is that of one process.
     Staleness is of a step's oldest samples: a later round's prompts are asked for when they are wanted, so
     that their samples are of the newest version."""
-    whole = finish(files, tmp_path / "whole", *AHEAD, *ROUNDS)
+    given = (*RAY, *AHEAD, *ROUNDS)
+    whole = finish(files, tmp_path / "whole", *given)
     assert max(m["rounds"] for m in metrics(whole)[2:]) > 1
     assert [m["staleness"] for m in metrics(whole)] == [0, 1, 2, 2, 2, 2]
+    local = finish(files, tmp_path / "local", *ROUNDS, "--num-steps", "3", "--evaluate.num-prompts", "0")
+    first = [[s for s in read_lines(out / "samples.jsonl") if s["step"] == 0] for out in (whole, local)]
+    assert first[0] == first[1] != []
+    assert_alike(untimed(whole, *OWN)[:1], untimed(local)[:1])
     out = tmp_path / "broken"
-    process = start(files, out, *AHEAD, *ROUNDS, "--task.rewards", f"{files / 'slow.py'}:even")
+    slowly = ("--task.rewards", f"{files / 'slow.py'}:even")
+    process = start(files, out, *given, *slowly)
     wait_for_steps(process, out, 1)
     pids = re.findall(r"sampler \d is process (\d+)", (out / "events.jsonl").read_text())
     os.kill(int(pids[1]), signal.SIGKILL)
@@ -197,20 +198,20 @@ def test_auto_is_what_the_environment_names_and_else_ray_s_to_find(closed, monke
 
 @pytest.mark.slow
 def test_episodes_of_a_worker_that_dies_in_the_middle_of_one_are_those_of_one_process(files, tmp_path):
-    """Their messages, rewards and failures, what is evaluated and what is learned."""
+    """Of two workers: their messages, rewards, failures and noise, what is evaluated and what is learned."""
     given = ("--task.rewards", f"{files / 'game.py'}:Game", "--sample.max-tokens", "60", "--num-steps", "2")
     given = (*given, "--task.environment.turn-tokens", "8", "--model.path", str(files / "chat"))
-    remote = finish(files, tmp_path / "remote", "--ray", "local", *given)
+    given = (*given, "--noise.scope", "group", "--noise.num-stages", "2")
+    remote = finish(files, tmp_path / "remote", *RAY, *given)
     assert (files / "killed").exists()
     local = finish(files, tmp_path / "local", *given)
     texts = [(out / "samples.jsonl").read_text() for out in (remote, local)]
     assert texts[0] == texts[1] and "<|im_start|>the number is " in texts[0]
     assert (remote / "evaluations.json").read_text() == (local / "evaluations.json").read_text()
-    own = ("staleness", "replaced_samplers", "resampled_prompts")
-    for ours, theirs in zip(untimed(remote, *own), untimed(local), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert_alike(untimed(remote, *OWN), untimed(local))
     assert sum(m["num_failed_episodes"] for m in metrics(remote)) > 0
     assert all(m["environment_s"] > 0 for m in metrics(remote))
+    assert [m["sigma"] > 0 for m in metrics(remote)] == [False, True]
     assert metrics(remote)[0]["replaced_samplers"] == 1 and metrics(remote)[0]["turns"] > 1
     events = (remote / "events.jsonl").read_text()
     assert "died; a new one samples" in events and "Game.step: RuntimeError: the game broke" in events
