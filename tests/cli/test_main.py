@@ -27,6 +27,14 @@ def files(tmp_path_factory):
     return tiny_run.write_files(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """The tiny model with linears as wide as NF4's blocks."""
+    folder = tiny_run.write_model(tmp_path_factory.mktemp("wide"), ff_width=128)
+    tiny_run.write_task(folder)
+    return folder
+
+
 def qerl(monkeypatch, *arguments):
     """Runs the command in this process; the exit code, 0 if it returns."""
     monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
@@ -75,7 +83,8 @@ def test_a_run_imports_neither_modelling_code_of_transformers_nor_torch_s_compil
     """Each takes seconds of every start."""
     costly = {"transformers.activations", "transformers.modeling_utils", "torch._dynamo", "sympy"}
     code = f"import sys; from qerl.cli.main import main; main(); print({costly} & sys.modules.keys())"
-    process = tiny_run.launched("-c", code, "train", "demo", *tiny_run.options(files, tmp_path / "run"))
+    given = [*tiny_run.options(files, tmp_path / "run"), "--num-steps", "1"]
+    process = tiny_run.launched("-c", code, "train", "demo", *given)
     assert process.communicate(timeout=120)[0].splitlines()[-1] == "set()"
 
 
@@ -304,20 +313,20 @@ def test_eval_of_a_model_prints_one_line_of_json(monkeypatch, capsys, files, tmp
     assert 0 < result["pass@1"] < 1 and result["pass@4"] >= result["pass@2"] >= result["pass@1"]
 
 
-@pytest.mark.parametrize("head", ["fp8", "nvfp4"])
-def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsys, tmp_path, head):
+def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsys, tmp_path):
     folder = tiny_run.write_model(tmp_path / "model", width=128, vocab_size=320)
     tiny_run.write_task(folder)
-    mismatches = {}
-    for name in ("bf16", head):
+    mismatches, heads = {}, ("bf16", "fp8", "nvfp4")
+    for name in heads:
         given = [*tiny_run.options(folder, tmp_path / name), "--num-steps", "3", "--model.head-format", name]
-        assert qerl(monkeypatch, "train", "demo", *given, "--noise.schedule", "none") == 0
+        given += ["--noise.schedule", "none", "--evaluate.num-prompts", "0"]
+        assert qerl(monkeypatch, "train", "demo", *given) == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         mismatches[name] = [json.loads(line)["mismatch_max"] for line in lines]
-    assert len(mismatches[head]) == 3 and max(mismatches[head]) < 1e-5
-    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("bf16", head)]
-    assert samples[0] != samples[1]
-    assert json.loads((tmp_path / head / "run.json").read_text())["config"]["model"]["head_format"] == head
+        config = json.loads((tmp_path / name / "run.json").read_text())["config"]
+        assert config["model"]["head_format"] == name
+    assert all(len(found) == 3 and max(found) < 1e-5 for found in mismatches.values())
+    assert len({(tmp_path / name / "samples.jsonl").read_text() for name in heads}) == 3
 
 
 @pytest.mark.parametrize(
@@ -325,16 +334,14 @@ def test_a_run_with_a_packed_head_samples_from_what_it_learns(monkeypatch, capsy
     [(format, "lora") for format in ("nvfp4", "mxfp4", "nf4", "fp8", "fp8-flow", "int8", "bf16")]
     + [("bf16", "full")],
 )
-def test_every_base_runs_the_same_loop(monkeypatch, capsys, tmp_path, format, kind):
-    tiny_run.write_model(tmp_path, ff_width=128)  # a multiple of NF4's blocks
-    tiny_run.write_task(tmp_path)
+def test_every_base_runs_the_same_loop(monkeypatch, capsys, wide, tmp_path, format, kind):
     out, chosen = tmp_path / "run", ["--model.format", format, "--adapter.kind", kind]
-    given = [*tiny_run.options(tmp_path, out), "--num-steps", "3", *chosen]
+    given = [*tiny_run.options(wide, out), "--num-steps", "3", "--evaluate.num-prompts", "0", *chosen]
     assert qerl(monkeypatch, "train", "demo", *given) == 0
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(row["mismatch_abs"] < 1e-5 for row in rows if row["sigma"] == 0)
     capsys.readouterr()
-    assert qerl(monkeypatch, "eval", out, "--num-prompts", "4", "--num-samples", "2") == 0
+    assert qerl(monkeypatch, "eval", out, "--num-prompts", "2", "--num-samples", "2") == 0
     assert 0 <= json.loads(capsys.readouterr().out.splitlines()[-1])["pass@1"] <= 1
 
 
@@ -353,7 +360,7 @@ def test_a_head_that_the_model_cannot_have_is_one_line(monkeypatch, capsys, file
 
 def test_report_and_eval_take_a_run(monkeypatch, capsys, files, tmp_path):
     out = tmp_path / "run"
-    assert qerl(monkeypatch, "train", "demo", *tiny_run.options(files, out)) == 0
+    assert qerl(monkeypatch, "train", "demo", *tiny_run.options(files, out), "--num-steps", "3") == 0
     trained = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert qerl(monkeypatch, "report", out, "--out", tmp_path / "page.html") == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
@@ -369,7 +376,7 @@ def test_quantize_writes_a_checkpoint_that_trains_as_it_is(monkeypatch, capsys, 
     assert first.startswith("quantize ") and change.startswith("nvfp4: KL to the float weights 0.00")
     tiny_run.write_task(tmp_path / "packed")
     for folder, out in ((files, tmp_path / "a"), (tmp_path / "packed", tmp_path / "b")):
-        given = [*tiny_run.options(folder, out), "--num-steps", "3"]
+        given = [*tiny_run.options(folder, out), "--num-steps", "2", "--evaluate.num-prompts", "0"]
         assert qerl(monkeypatch, "train", "demo", *given) == 0
     a, b = ((tmp_path / run / "samples.jsonl").read_text() for run in "ab")
     assert a == b

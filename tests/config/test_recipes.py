@@ -140,16 +140,16 @@ FIRST, *OTHERS = METHODS
 
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_methods_recipe_runs(name, tiny_files, tmp_path):
-    """Six steps of the tiny model: every step's numbers are finite, and the weights change."""
-    given = tiny_run.options(tiny_files, tmp_path / "run")
+    """Three steps of the tiny model: every step's numbers are finite, and the weights change."""
+    given = [*tiny_run.options(tiny_files, tmp_path / "run"), "--num-steps", "3"]
     if METHODS[name]().noise.is_controlled:
-        given += ["--noise.control.warmup-steps", "2"]
+        given += ["--noise.control.warmup-steps", "1"]
     config = tyro.cli(RunConfig, default=METHODS[name](), args=[*given, "--evaluate.num-prompts", "0"])
     train(config)
     steps = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
-    assert len(steps) == 6
+    assert len(steps) == 3
     assert all(math.isfinite(value) for step in steps for value in step.values())
-    assert sum(step.get("grad_norm", 0) > 0 for step in steps) >= 3
+    assert sum(step.get("grad_norm", 0) > 0 for step in steps) >= 2
     if config.model.sampler_format is not None:
         assert min(step["mismatch_abs"] for step in steps) > 1e-4
     saved = sorted((tmp_path / "run" / "checkpoints").glob("*/adapter_model.safetensors"))
