@@ -43,6 +43,16 @@ def test_calls_are_found_and_the_rest_is_text(text, rest, calls, size):
     assert stream.num_calls == len(calls) == len({call.id for call in found})
 
 
+def test_ids_of_calls_are_those_of_the_same_prompt_and_answer():
+    def ids(prompt_T, text):
+        stream = ToolCallStream({"add"}, is_parallel=True, prompt_T=prompt_T)
+        return [call.id for call in [*stream.add(text)[1], *stream.end()[1]]]
+
+    first = ids([1, 23], HERMES + HERMES)
+    assert len(set(first)) == 2 and first == ids([1, 23], HERMES + HERMES)
+    assert not set(first) & set(ids([12, 3], HERMES + HERMES))
+
+
 def test_text_before_a_call_is_not_held_back():
     stream = ToolCallStream({"add"}, is_parallel=True)
     assert stream.add("one < two") == ("one < two", [])

@@ -42,7 +42,10 @@ class CompletionRequest:
         """Return what splits the text of one answer into text and calls, if there are tools."""
         if not self.called_names or not isinstance(self.body, ChatBody):
             return None
-        return ToolCallStream(set(self.called_names), is_parallel=self.body.parallel_tool_calls)
+        prompt_T = self.prompts_P[0].tokens_T
+        return ToolCallStream(
+            set(self.called_names), is_parallel=self.body.parallel_tool_calls, prompt_T=prompt_T
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

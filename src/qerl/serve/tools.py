@@ -7,8 +7,8 @@ Text that looks like a call but is none, or calls a function that was not offere
 """
 
 import dataclasses
+import hashlib
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,8 +35,11 @@ class ParsedCall:
 class ToolCallStream:
     """Splits the text of one answer into text and calls; it waits where a call may have begun."""
 
-    def __init__(self, names: set[str], *, is_parallel: bool):
+    def __init__(self, names: set[str], *, is_parallel: bool, prompt_T: Sequence[int] = ()):
+        """prompt_T: tokens of the prompt. The same calls after the same prompt have the same ids, so that an
+        episode that is played again has the prompts of the first time, if its chat template shows ids."""
         self.num_calls = 0
+        self._prompt = ",".join(map(str, prompt_T)).encode()
         self._names, self._is_parallel = names, is_parallel
         self._pending, self._has_text = "", False
 
@@ -86,7 +89,8 @@ class ToolCallStream:
                     return []
                 written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
                 written.encode()  # a ValueError if it has a lone surrogate
-                calls.append(ParsedCall(f"call_{secrets.token_hex(12)}", value["name"], written))
+                place = self.num_calls + len(calls)
+                calls.append(ParsedCall(self._id(place, value["name"], written), value["name"], written))
                 text = text[end:].strip().removeprefix(";")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
@@ -94,6 +98,11 @@ class ToolCallStream:
             calls = calls[: max(1 - self.num_calls, 0)]
         self.num_calls += len(calls)
         return calls
+
+    def _id(self, place: int, name: str, arguments: str) -> str:
+        digest = hashlib.sha256(self._prompt)
+        digest.update(json.dumps([place, name, arguments]).encode())
+        return f"call_{digest.hexdigest()[:24]}"
 
 
 def with_described_tools(
