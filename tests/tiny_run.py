@@ -8,6 +8,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -88,8 +90,9 @@ class Forked:
     """A forked process, which has torch imported, with the part of subprocess.Popen that the tests use."""
 
     def __init__(self, work: Callable[[], object]):
-        self._folder = Path(tempfile.mkdtemp(prefix="qerl-forked-"))
-        self._out, self._err = self._folder / "stdout", self._folder / "stderr"
+        folder = Path(tempfile.mkdtemp(prefix="qerl-forked-"))
+        weakref.finalize(self, _remove, folder, os.getpid()).atexit = False
+        self._out, self._err = folder / "stdout", folder / "stderr"
         self._out.touch()
         self.pid = forked(work, self._out, self._err)
         self.returncode: int | None = None
@@ -123,6 +126,11 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process has the object too
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
