@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from qerl.config.stored import read_run_config
@@ -110,6 +110,7 @@ NUMBERS = st.integers(-HUGE, HUGE) | st.floats() | st.none() | st.booleans() | s
         max_size=4,
     )
 )
+@example(steps=[{"step_s": -1, "learn_s": -1.0}])
 def test_any_numbers_are_drawn_or_left_out(tmp_path_factory, steps):
     shown(run_of(tmp_path_factory.mktemp("run"), *({"step": i, **step} for i, step in enumerate(steps))))
 

@@ -439,7 +439,7 @@ def test_the_command_prints_parts_that_add_up(capsys):
     ("arguments", "message"),
     [
         ([], "plan needs one model"),
-        (["qwen2.5-9b", "--gpu-gb", "24"], "no shape; there are .*qwen2.5-7b"),
+        (["qwen2.5-9b", "--gpu-gb", "24"], "no shape; did you mean .*qwen2.5-7b"),
         (["qwen2.5-7b", "--gpu-gb", "-1"], "gpu_gb must be positive"),
         (["smollm2-135m", "--gpu-gb", "8", "--sample.max-tokens", "9000"], "8192 positions"),
     ],

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_run
 from qerl.cli.main import command
-from qerl.engine.engine import Engine
 from qerl.errors import UserError
+from qerl.kernels.compile_tally import CompileTally
 from training.ranks import StartedRanks
 
 STEPS = 6
@@ -173,7 +173,7 @@ def test_two_ranks_learn_what_one_does(files, unbroken, tmp_path):
 
 
 def test_what_was_compiled_to_sample_is_said_once(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Engine, "compile_report", lambda self: "kernels: 3 compiled in 2 s")
+    monkeypatch.setattr(CompileTally, "report", lambda self: "kernels: 3 compiled in 2 s")
     command(["sft", *options(files, tmp_path)])  # two looks
     assert capsys.readouterr().out.count("kernels: 3 compiled in 2 s") == 1
 
