@@ -8,7 +8,7 @@ rounding. A row's numbers depend on that row alone: every tile multiplies 64 v b
 0 on, in the same steps whatever the number of rows (tests/kernels/test_head_sample.py).
 head_finish.cu combines the partial results and advances the state.
 """
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportFunctionMemberAccess=false
 
 import functools
 import threading
