@@ -130,6 +130,8 @@ def test_long_products_of_small_decays_stay_finite(device, rng):
 def test_on_a_gpu_flas_kernels_lose_no_more_than_16_bits_do(K, N, H, V, lengths, device, rng, monkeypatch):
     if device.type != "cuda" or not op.has_fla():
         pytest.skip("needs a CUDA device and fla-core")
+    if op.is_miscompiled():
+        pytest.skip("fla-core refuses Triton before 3.7.1 on Hopper")
     monkeypatch.setenv(VARIABLE, "1")
     case = _case(K, N, H, V, lengths, device, rng, torch.bfloat16)
     cotangents = _cotangents(case, rng)

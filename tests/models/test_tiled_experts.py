@@ -72,7 +72,7 @@ def test_what_does_not_fit_tiles_stays_as_it_is():
 
 @pytest.mark.parametrize("rows", ExpertRows)
 @pytest.mark.parametrize("kind", (NVFP4, MXFP4))
-def test_experts_that_follow_each_other_are_unpacked_at_once_and_multiplied_by_one_product(kind, rows, rng):
+def test_chosen_experts_are_unpacked_at_once_and_multiplied_by_one_product(kind, rows, rng):
     spec = ExpertSpec(name="mlp.experts.x", num_experts=6, in_width=64, out_width=128, has_bias=False)
     experts = ExpertLinear(spec, torch.float32, torch.device("cpu"))
     plain = PackedStack.of(6, (kind.encode(torch.randn(128, 64, generator=rng) * 3.0**e) for e in range(6)))
@@ -80,12 +80,13 @@ def test_experts_that_follow_each_other_are_unpacked_at_once_and_multiplied_by_o
     assert tile_experts(experts, rows)
     tiled = experts.weight
     out = torch.full((3, 128, 64), float("nan"))
-    tiled.unpack_range(2, out)
-    assert torch.equal(out, torch.stack([tiled[e].operand(torch.float32) for e in (2, 3, 4)]))
+    chosen_G = torch.tensor((1, 3, 4), dtype=torch.int32)
+    tiled.unpack_chosen(chosen_G, out)
+    assert torch.equal(out, torch.stack([tiled[e].operand(torch.float32) for e in (1, 3, 4)]))
     if kind is MXFP4:
-        tiled.unpack_range(2, out, times_alpha=True)
-        assert torch.equal(out, torch.stack([plain[e].decode() for e in (2, 3, 4)]))
-        assert not torch.equal(out[0], tiled[2].operand(torch.float32))
+        tiled.unpack_chosen(chosen_G, out, times_alpha=True)
+        assert torch.equal(out, torch.stack([plain[e].decode() for e in (1, 3, 4)]))
+        assert not torch.equal(out[0], tiled[1].operand(torch.float32))
         assert torch.equal(tiled.alpha_E.log2(), tiled.alpha_E.log2().round())
     ends, x_SK = [0, 3, 3, 10, 11, 11, 16], torch.randn(16, 64, generator=rng)
     weights = torch.stack([plain[e].decode() for e in range(6)])
@@ -95,7 +96,7 @@ def test_experts_that_follow_each_other_are_unpacked_at_once_and_multiplied_by_o
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", ExpertRows)
-def test_on_a_gpu_a_range_of_experts_is_unpacked_exactly(rows, rng, device):
+def test_on_a_gpu_chosen_experts_are_unpacked_exactly(rows, rng, device):
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     spec = ExpertSpec(name="mlp.experts.x", num_experts=6, in_width=192, out_width=256, has_bias=False)
@@ -105,8 +106,9 @@ def test_on_a_gpu_a_range_of_experts_is_unpacked_exactly(rows, rng, device):
     want = torch.stack([experts.weight[e].operand(torch.bfloat16) for e in range(6)])
     assert tile_experts(experts, rows)
     out = torch.full((3, 256, 192), float("nan"), dtype=torch.bfloat16, device=device)
-    experts.weight.unpack_range(2, out)
-    assert torch.equal(out, want[2:5])
+    chosen_G = torch.tensor((0, 2, 5), dtype=torch.int32, device=device)
+    experts.weight.unpack_chosen(chosen_G, out)
+    assert torch.equal(out, want[chosen_G.long()])
 
 
 @pytest.mark.gpu
@@ -122,5 +124,6 @@ def test_on_a_gpu_powers_of_two_of_the_rows_are_multiplied_exactly(rows, rng, de
     want = torch.stack([experts.weight[e].operand(torch.bfloat16) for e in range(6)])
     assert tile_experts(experts, rows)
     out = torch.full((3, 256, 192), float("nan"), dtype=torch.bfloat16, device=device)
-    experts.weight.unpack_range(2, out, times_alpha=True)
-    assert torch.equal(out, want[2:5])
+    chosen_G = torch.tensor((1, 2, 4), dtype=torch.int32, device=device)
+    experts.weight.unpack_chosen(chosen_G, out, times_alpha=True)
+    assert torch.equal(out, want[chosen_G.long()])

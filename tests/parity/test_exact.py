@@ -52,7 +52,7 @@ def recorded(groups):
 
 
 def gap(engine, groups):
-    return (engine.score(groups, sampling=SAMPLING) - recorded(groups)).abs().max().item()
+    return (engine.score(groups, sampling=SAMPLING).cpu() - recorded(groups)).abs().max().item()
 
 
 def rms(x_T):

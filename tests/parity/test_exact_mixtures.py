@@ -12,7 +12,6 @@ from parity.test_exact import SAMPLING, gap, groups_of, recorded, taught
 from qerl.aqn.norm_noise import noised
 from qerl.config import AlgoConfig, SampleConfig
 from qerl.engine.decode_forward import TorchForward
-from qerl.kernels import untried
 from qerl.learner import Learner
 from qerl.models.random_weights import SHAPES, random_decoder
 
@@ -109,12 +108,9 @@ def test_without_exact_mode_a_mixtures_tokens_and_routes_do_not_depend_on_the_ba
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("like", "format"), [("qwen3-30b-a3b", "nvfp4"), ("gpt-oss-20b", "mxfp4")])
-def test_on_a_gpu_scores_of_a_mixture_are_what_was_recorded_to_the_bit(like, format, monkeypatch):
-    monkeypatch.delenv(
-        untried.VARIABLE, raising=False
-    )  # else the kernels: tests/engine/test_decode_mixtures.py
+def test_on_a_gpu_scores_of_a_mixture_are_what_was_recorded_to_the_bit(like, format):
     decoder = policy(like, format, torch.bfloat16, expert_rank=4, device=torch.device("cuda"))
-    engine = engine_of(decoder, exact=True, max_num_seqs=20)
+    engine = engine_of(decoder, exact=True, max_num_seqs=20, kernels="torch")
     assert engine.kernels == "torch"
     groups = groups_of(engine, LENGTHS)
     assert gap(engine, groups) == 0

@@ -28,7 +28,6 @@ from qerl.engine.sampler import FusedSampler, Sampler, TorchSampler
 from qerl.engine.scheduler import num_pages
 from qerl.engine.teacher_forcing import TeacherForcing
 from qerl.formats import BF16, FP8, PackedWeight
-from qerl.kernels import untried
 from qerl.kernels.chunked_attention import chunked_decode
 from qerl.kernels.compile_tally import CompileReport
 from qerl.kernels.decode_shape import CHUNK
@@ -222,8 +221,6 @@ def exact_mode_obstacle(a: Architecture) -> str | None:
     """Return why exact mode does without the decode kernels; None if it uses them."""
     if a.delta is not None:
         return "in exact mode recurrent states take the tokens of a prompt one by one, which they do not"
-    if a.mixture is not None and not untried.are_used():
-        return f"no GPU has run exact mode of mixtures with them yet ({untried.VARIABLE}=1 uses them)"
     return None
 
 
@@ -237,7 +234,7 @@ def kernel_head(decoder: Decoder, kernels: Kernels) -> Head | None:
     """Return the decoder's own head in the form of a sampling kernel; None if none of these supports it."""
     head, (vocab_size, width) = decoder.lm_head, decoder.lm_head.shape
     fits = vocab_size % 16 == 0 and width % 64 == 0 and decoder.compute == torch.bfloat16
-    if kernels == "torch" or not fits or not (head.is_plain or untried.are_used()):
+    if kernels == "torch" or not fits:
         return None
     if isinstance(head.packed, FP8):
         return head.packed

@@ -49,12 +49,12 @@ class WeightStack(Protocol):
 
 
 @runtime_checkable
-class RangeStack(Protocol):
-    """A stack with a kernel for weights that follow each other; alphas of rows are powers of two."""
+class ChosenStack(Protocol):
+    """A stack with a kernel that unpacks some of its weights; alphas of rows are powers of two."""
 
-    def unpack_range(self, first: int, out: Tensor, times_alpha: bool = False) -> None:
-        """Write the operands of the weights from `first` on to out [G, N, K], bfloat16; times_alpha: with
-        the alphas of their rows."""
+    def unpack_chosen(self, chosen_G: Tensor, out: Tensor, times_alpha: bool = False) -> None:
+        """Write the operands of the chosen weights (int32) to out [G, N, K], bfloat16; times_alpha: with the
+        alphas of their rows."""
         ...
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.formats.stack import RangeStack, WeightStack
-from qerl.kernels import row_kernel, untried
+from qerl.formats.stack import ChosenStack, WeightStack
+from qerl.kernels import row_kernel
 from qerl.kernels.expert_rows import scale_and_add
 from qerl.kernels.stack_unpack import needs_buffer, unpack_stack
 
@@ -36,7 +36,7 @@ def can_multiply(x_SK: Tensor, experts: WeightStack) -> bool:
         and _GROUPED_MM is not None
         and torch.cuda.get_device_capability(x_SK.device) >= (8, 0)
         and all(size % _ALIGNED == 0 for size in experts.shape[1:])
-        and (isinstance(experts.alphas, list) or isinstance(experts, RangeStack))
+        and (isinstance(experts.alphas, list) or isinstance(experts, ChosenStack))
     )
 
 
@@ -192,7 +192,7 @@ def _operands(experts: WeightStack, rows: GroupedRows, dtype: torch.dtype) -> It
     buffer = torch.empty(most, n, k, dtype=dtype, device=rows.whole.ends_G.device)
     for part in rows.parts:
         has_row_alphas = experts.alpha_E.dim() == 2  # powers of two, which change no bit of the mantissas
-        is_multiplied = has_row_alphas and untried.are_used() and row_kernel.are_vectors(buffer)
+        is_multiplied = has_row_alphas and row_kernel.are_vectors(buffer)
         operand_GNK = unpack_stack(experts, part.chosen, part.chosen_G, buffer, is_multiplied)
         if has_row_alphas and not is_multiplied:
             operand_GNK.mul_(experts.alpha_E.index_select(0, part.chosen_G)[:, :, None].to(dtype))

@@ -13,7 +13,7 @@ import struct
 import torch
 from torch import Tensor
 
-from qerl.kernels import row_kernel, untried
+from qerl.kernels import row_kernel
 from qerl.kernels.nvrtc import addresses
 
 CASES = ((5, 4, 64), (300, 32, 1536), (64, 7, 2880))  # S, E, N
@@ -53,7 +53,7 @@ def scale_and_add(
         if out is not product_SN:
             out.copy_(product_SN)
         return
-    if untried.are_used() and row_kernel.are_vectors(product_SN, out, *given):
+    if row_kernel.are_vectors(product_SN, out, *given):
         assert all(x.is_contiguous() for x in (product_SN, out, chosen_G, ends_G, *given))
         assert alpha_E is None or (alpha_E.dtype == torch.float32 and alpha_E.is_contiguous())
         blocks = -(-N // 2048)

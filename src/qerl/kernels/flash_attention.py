@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.kernels import untried
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 
 _MAX_HEAD = 256
@@ -45,8 +44,7 @@ class SequenceEnds:
 
 def is_for_flash(head_size: int, options: AttentionOptions) -> bool:
     """True if FlashAttention computes such attention, on a GPU in 16 bits."""
-    is_known = options.is_plain or (untried.are_used() and options.softcap is None)
-    return is_known and head_size % 8 == 0 and head_size <= _MAX_HEAD
+    return options.softcap is None and head_size % 8 == 0 and head_size <= _MAX_HEAD
 
 
 def flash_attention(

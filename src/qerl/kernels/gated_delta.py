@@ -14,14 +14,16 @@ Within a chunk of C tokens with L_i = log_decay_1 + ... + log_decay_i, all updat
     S' = exp(L_C) S + sum_j exp(L_C - L_j) k_j d_j^T
 
 The chunks of all sequences are solved together; only the last two lines go from chunk to chunk. fp32 inside.
-On a GPU fla-core's kernels (extra `delta`) compute it if they are installed and QERL_UNTRIED=1 is set: on an
-H100 and an H200 they have not passed tests/kernels/test_gated_delta.py yet. Source: Yang et al. 2024, Gated
+On a GPU fla-core's kernels (extra `delta`) compute it if they are installed and QERL_UNTRIED=1 is set; not on
+Hopper with Triton before 3.7.1, which compiles one of them wrongly, so that fla-core refuses it. No GPU has
+run them with a later Triton (tests/kernels/test_gated_delta.py). Source: Yang et al. 2024, Gated
 Delta Networks. Letters: T tokens, K key heads, N value heads, H and V their sizes, S sequences, C tokens of a
 chunk, M chunks.
 """
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import warnings
 from collections.abc import Sequence
@@ -154,7 +156,14 @@ def has_fla() -> bool:
 
 def uses_fla() -> bool:
     """Return True if fla-core's kernels are asked for on a GPU."""
-    return has_fla() and untried.are_used()
+    return has_fla() and untried.are_used() and not is_miscompiled()
+
+
+@functools.cache
+def is_miscompiled() -> bool:
+    """Return True if fla-core refuses its backward pass: on Hopper, with Triton 3.4.0 to 3.7.0."""
+    version = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:3])
+    return torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= version < (3, 7, 1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> None:

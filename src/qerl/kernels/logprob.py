@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl.kernels import row_kernel, untried
+from qerl.kernels import row_kernel
 from qerl.kernels.head_operand import HeadOperand, PackedOperand, operand_rows, slices_of
 from qerl.kernels.matmul_fp32 import add_product, product
 from qerl.kernels.nvrtc import addresses
@@ -315,7 +315,7 @@ def _read_slice(
 
 
 def _caps_in_kernel(head_VD: Tensor) -> bool:
-    return untried.are_used() and row_kernel.are_vectors(head_VD) and head_VD.shape[0] % 8 == 0
+    return row_kernel.are_vectors(head_VD) and head_VD.shape[0] % 8 == 0
 
 
 def scatter_rows(

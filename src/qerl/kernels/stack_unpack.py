@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import BF16, MXFP4, NVFP4, PackedWeight
-from qerl.formats.stack import PackedStack, RangeStack, WeightStack
+from qerl.formats.stack import ChosenStack, PackedStack, WeightStack
 from qerl.kernels import row_kernel
 
 CASES = (("nvfp4", 3, 64, 96), ("mxfp4", 5, 96, 64), ("nvfp4", 4, 8, 16), ("mxfp4", 2, 1536, 2048))  # E, N, K
@@ -31,7 +31,7 @@ def unpack_stack(
 ) -> Tensor:
     """Return the operands [G, N, K] of the chosen weights, in the first ones of the buffer [G or more, N, K];
     of BF16 weights that follow each other as a view of the stack. chosen_G: the same ids, int32 on the
-    device. times_alpha: with the alphas of a RangeStack's rows."""
+    device. times_alpha: with the alphas of a ChosenStack's rows."""
     (_, n, k), count = stack.shape, len(chosen)
     if not needs_buffer(stack, buffer.dtype):
         whole = stack.tensors()["weight"]
@@ -39,9 +39,8 @@ def unpack_stack(
         return whole[chosen[0] : chosen[-1] + 1] if is_run else whole.index_select(0, chosen_G)
     assert buffer.shape[1:] == (n, k) and len(buffer) >= count and chosen_G.dtype == torch.int32
     out = buffer[:count]
-    if isinstance(stack, RangeStack) and row_kernel.are_vectors(out):
-        for start, stop in runs(chosen):
-            stack.unpack_range(chosen[start], out[start:stop], times_alpha)
+    if isinstance(stack, ChosenStack) and row_kernel.are_vectors(out):
+        stack.unpack_chosen(chosen_G, out, times_alpha)
         return out
     if not isinstance(stack, PackedStack) or stack.kind not in _BLOCKS or not row_kernel.are_vectors(out):
         for each, e in zip(out, chosen, strict=True):
@@ -56,12 +55,6 @@ def unpack_stack(
         parameters=(stack.parts["codes"], stack.parts["scales"], chosen_G, out, units, blocks),
     )
     return out
-
-
-def runs(chosen: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, stop) of each run of ids that follow each other: [0, 1, 3] -> [(0, 2), (2, 3)]."""
-    starts = [i for i, e in enumerate(chosen) if i == 0 or e != chosen[i - 1] + 1]
-    return list(zip(starts, [*starts[1:], len(chosen)], strict=True))
 
 
 def needs_buffer(stack: WeightStack, dtype: torch.dtype) -> bool:

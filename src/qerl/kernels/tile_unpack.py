@@ -49,16 +49,24 @@ def unpack(
     out: Tensor | None = None,
     weight_rows: int | None = None,
     factors_N: Tensor | None = None,
+    chosen_G: Tensor | None = None,
 ) -> Tensor:
     """Return the operand [N, K], written to `out` if given. weight_rows: the rows of one weight, of several
     below each other, each of which has gate and up of its own; None: it is one weight. factors_N: fp32 powers
     of two times 2^19 as nvfp4_decode.row_factors returns them, of NVFP4's rows in the order of the tiles;
-    the rows are multiplied by these powers."""
+    the rows are multiplied by these powers. chosen_G: int32, the weights to unpack, with weight_rows; None:
+    all of them."""
     assert factors_N is None or (layout is TileLayout.NVFP4 and factors_N.shape == (TILE_ROWS * len(tiles),))
     assert tiles.dtype == torch.uint8 and tiles.shape[2] == layout.tile_bytes and tiles.is_contiguous()
-    shape = num_rows(tiles, rows), TILE_K * tiles.shape[1]
+    assert chosen_G is None or (weight_rows is not None and chosen_G.dtype == torch.int32)
+    weight_tiles = len(tiles) if weight_rows is None else weight_rows // TILE_ROWS
+    count = len(tiles) // weight_tiles if chosen_G is None else len(chosen_G)
+    shape = count * num_rows(tiles[:weight_tiles], rows), TILE_K * tiles.shape[1]
     if not row_kernel.on_gpu(tiles) or dtype != torch.bfloat16:
-        count = 1 if weight_rows is None else TILE_ROWS * len(tiles) // weight_rows
+        if chosen_G is not None:
+            tiles = _picked(tiles, len(tiles) // weight_tiles, chosen_G)
+            if factors_N is not None:
+                factors_N = _picked(factors_N, len(factors_N) // (TILE_ROWS * weight_tiles), chosen_G)
         plain = torch.cat([_plain_operand(each, rows, layout, dtype) for each in tiles.chunk(count)])
         if factors_N is not None:
             powers_N1 = factors_N[:, None].to(dtype) / nvfp4_decode.ALPHA_FACTOR
@@ -67,7 +75,7 @@ def unpack(
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=tiles.device)
     assert out.shape == shape and row_kernel.are_vectors(out)
-    step, features = 16 if rows is UnpackRows.ALL else 8, (weight_rows or shape[0]) // 2
+    step, features = 16 if rows is UnpackRows.ALL else 8, shape[0] // count // 2
     jump = features if rows is UnpackRows.GATE_UP else 0
     first, second = {
         UnpackRows.ALL: (0, 8),
@@ -80,9 +88,9 @@ def unpack(
         assert factors_N.dtype == torch.float32 and factors_N.is_contiguous()
         defines, more = defines | {"FACTORS": 1}, (factors_N,)
     kernel = row_kernel.kernel("tile_unpack.cu", "tile_unpack", tiles.device, **defines)
-    places = out.stride(0), step, first, second, features // 8, jump
+    places = out.stride(0), step, first, second, features // 8, jump, chosen_G, weight_tiles
     kernel.launch(
-        grid=len(tiles) * -(-tiles.shape[1] // 2),
+        grid=count * weight_tiles * -(-tiles.shape[1] // 2),
         block_threads=256,
         parameters=(tiles, out, tiles.shape[1], *places, *more),
     )
@@ -107,6 +115,10 @@ def _rows_of(x_NB: Tensor, rows: UnpackRows) -> Tensor:
         return x_NB
     gate, up = (x.reshape(-1, x_NB.shape[1]) for x in x_NB.reshape(-1, 2, 8, x_NB.shape[1]).unbind(1))
     return torch.cat((gate, up)) if rows is UnpackRows.GATE_UP else up if rows is UnpackRows.UP else gate
+
+
+def _picked(x: Tensor, num_weights: int, chosen_G: Tensor) -> Tensor:
+    return x.unflatten(0, (num_weights, -1)).index_select(0, chosen_G.long()).flatten(0, 1)
 
 
 def _plain_operand(tiles: Tensor, rows: UnpackRows, layout: TileLayout, dtype: torch.dtype) -> Tensor:

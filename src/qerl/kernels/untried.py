@@ -1,4 +1,8 @@
-"""The switch for kernels that no GPU has run yet. models/untried.py says which decoders they serve."""
+"""The switch for kernels that no GPU has run yet. They are not used unless QERL_UNTRIED=1 is set: what they
+would compute, PyTorch's operations or older kernels do.
+
+A part leaves the switch when its tests marked gpu have passed on a GPU (CONTRIBUTING.md).
+"""
 
 import os
 

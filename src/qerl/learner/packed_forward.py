@@ -10,21 +10,26 @@ from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.packing import PackedBatch
 from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.delta_net import recur_over
-from qerl.models.mixture import Route
+from qerl.models.mixture import ExpertEnds, Route
 
 
 def packed_hidden(
-    decoder: Decoder, batch: PackedBatch, run_layer: RunLayer = run_layer, route: Route | None = None
+    decoder: Decoder,
+    batch: PackedBatch,
+    run_layer: RunLayer = run_layer,
+    route: Route | None = None,
+    expert_ends: ExpertEnds | None = None,
 ) -> Tensor:
-    """Return hidden_TD of the batch's rows; hidden_TD[source_rows_C] predict its targets. route: of a
-    mixture of experts."""
+    """Return hidden_TD of the batch's rows; hidden_TD[source_rows_C] predict its targets. route, and what it
+    is known to choose: of a mixture of experts."""
 
     def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, options: AttentionOptions) -> Tensor:
         return tree_attention(q_TNH, k_TKH, v_TKH, batch.layout, options)
 
     recur = recur_over(batch.trees, decoder.device)
     noise_rows_T = _noise_rows(decoder, batch)
-    return decoder(batch.tokens_T, batch.positions_T, attend, run_layer, noise_rows_T, recur, route)
+    rows = noise_rows_T, recur, route, None, expert_ends
+    return decoder(batch.tokens_T, batch.positions_T, attend, run_layer, *rows)
 
 
 def head_of(decoder: Decoder, *, temperature: float, chunk_tokens: int) -> Head:

@@ -26,6 +26,8 @@ from qerl.models.linear import QuantLinear
 
 Route = Callable[[int, Tensor], Tensor]
 """Function (layer_index, the router's own ids_TK) -> ids_TK that are used."""
+ExpertEnds = dict[int, list[int]]
+"""By layer, 0 and the end of each expert's rows, as numbers."""
 
 
 class ExpertLinear(nn.Module):
@@ -100,9 +102,11 @@ class Experts(nn.Module):
         self.gate_up_proj = ExpertLinear(gate_up, compute, device)
         self.down_proj = ExpertLinear(down, compute, device)
 
-    def forward(self, x_SD: Tensor, offsets: Tensor, rows_at_once: int | None = None) -> Tensor:
-        """Return y_SD of rows sorted by expert."""
-        rows = offsets, offsets.tolist(), rows_at_once
+    def forward(
+        self, x_SD: Tensor, offsets: Tensor, ends: Sequence[int], rows_at_once: int | None = None
+    ) -> Tensor:
+        """Return y_SD of rows sorted by expert; arguments as those of grouped_linear."""
+        rows = offsets, ends, rows_at_once
         return self.down_proj(self._activated(self.gate_up_proj(x_SD, *rows)), *rows)
 
     def _activated(self, gate_up_SF: Tensor) -> Tensor:
@@ -139,16 +143,21 @@ class MixtureMLP(nn.Module):
         layer_index: int,
         route: Route | None,
         expert_rows: int | None = None,
+        expert_ends: ExpertEnds | None = None,
     ) -> Tensor:
         """Return y_TD in fp32; the router reads router_x, the experts x. expert_rows: rows of every product
-        of an expert; None: those that it has."""
+        of an expert; None: those that it has. expert_ends: of this pass; this layer's are added."""
         mixture, logits_TE = self.mixture, self.router(router_x_TD.float())
         ids_TK = choose(logits_TE, mixture.num_chosen)
         if route is not None:
             ids_TK = route(layer_index, ids_TK)
         weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
         rows = sort_rows(ids_TK, mixture.num_experts)
-        y_SD = self.experts(spread(x_TD, rows, mixture.num_chosen), rows.offsets, expert_rows)
+        known = {} if expert_ends is None else expert_ends
+        if layer_index not in known:
+            known[layer_index] = rows.offsets.tolist()  # the host waits for the device here
+        x_SD = spread(x_TD, rows, mixture.num_chosen)
+        y_SD = self.experts(x_SD, rows.offsets, known[layer_index], expert_rows)
         return combine(y_SD, weights_TK, rows)
 
     @property

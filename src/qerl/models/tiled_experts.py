@@ -11,7 +11,7 @@ a block's scale is 0: tests/models/test_tiled_experts.py.
 import dataclasses
 import enum
 import functools
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -110,20 +110,21 @@ class TiledStack(WeightStack):
     def alpha_E(self) -> Tensor:
         return self.scales.reciprocal()[:, 0] if self.scales.shape[1] == 1 else self.scales
 
-    def unpack_range(self, first: int, out: Tensor, times_alpha: bool = False) -> None:
-        """Write the operands of the weights from `first` on to out [G, N, K]; times_alpha: with the factors
-        of their rows, powers of two."""
-        chosen, (_, n, k) = slice(first, first + len(out)), out.shape
-        tiles = self.tiles[chosen].flatten(0, 1)
-        factors_N = self.factors_EN[chosen].flatten() if times_alpha else None
+    def unpack_chosen(self, chosen_G: Tensor, out: Tensor, times_alpha: bool = False) -> None:
+        """Write the operands of the chosen weights to out [G, N, K]; times_alpha: with the factors of their
+        rows, powers of two."""
+        _, n, k = out.shape
+        tiles = self.tiles.flatten(0, 1)
+        factors_N = self.factors_EN.flatten() if times_alpha else None
+        settings: Any = {"weight_rows": n, "factors_N": factors_N, "chosen_G": chosen_G}
         if self.rows is ExpertRows.ALTERNATING:
             for place, rows in enumerate((UnpackRows.GATE, UnpackRows.UP)):
                 to = out.view(-1, 2, k)[:, place]
-                tile_unpack.unpack(tiles, rows, out.dtype, out=to, factors_N=factors_N)
+                tile_unpack.unpack(tiles, rows, out.dtype, out=to, **settings)
         else:
             rows = UnpackRows.ALL if self.rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
             to = out.view(-1, k)
-            tile_unpack.unpack(tiles, rows, out.dtype, out=to, weight_rows=n, factors_N=factors_N)
+            tile_unpack.unpack(tiles, rows, out.dtype, out=to, **settings)
 
 
 def tile_experts(experts: ExpertLinear, rows: ExpertRows) -> bool:

@@ -40,9 +40,11 @@ __device__ __forceinline__ void transpose(u32 (&w)[4], int t) {
 }
 
 // Row g of the i-th 16 rows is written to row i * step + g + first, and row g + 8 to i * step + g + second. A negative `first` or
-// `second` skips those rows. After every `units` of 16 rows, which are one weight's, `jump` more rows are left out.
+// `second` skips those rows. After every `units` of 16 rows, which are one weight's, `jump` more rows are left out. With `chosen`, the
+// i-th weight written, of `weight_tiles` rows of tiles, is weight chosen[i].
 extern "C" __global__ void __launch_bounds__(256) tile_unpack(const u8* __restrict__ tiles, u16* __restrict__ out, int columns,
-                                                               int row_stride, int step, int first, int second, int units, int jump
+                                                               int row_stride, int step, int first, int second, int units, int jump,
+                                                               const int* __restrict__ chosen, int weight_tiles
 #if FACTORS
                                                                ,
                                                                const float* __restrict__ factors  // of the tiles' rows, times 2^19
@@ -51,7 +53,12 @@ extern "C" __global__ void __launch_bounds__(256) tile_unpack(const u8* __restri
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int pairs = (columns + 1) / 2, row_tile = blockIdx.x / pairs, k_tile = blockIdx.x % pairs * 2 + warp / 4;
   if (k_tile >= columns) return;
-  const u8* tile = tiles + ((size_t)row_tile * columns + k_tile) * TILE_BYTES;
+  int source = row_tile;
+  if (chosen) {
+    grid_dependency_wait();
+    source = chosen[row_tile / weight_tiles] * weight_tiles + row_tile % weight_tiles;
+  }
+  const u8* tile = tiles + ((size_t)source * columns + k_tile) * TILE_BYTES;
   Block block;
   block.load(tile, warp % 4, lane);
   const u32 constant = decoding_constant(lane);
@@ -61,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(256) tile_unpack(const u8* __restri
   const long long row = (long long)unit * step + unit / units * jump + g;
   u16* target = out + k_tile * 64 + t * 8;
 #if FACTORS
-  const float upper = factors[unit * 16 + g], lower = factors[unit * 16 + 8 + g];
+  const int place = (source * 4 + warp % 4) * 16;
+  const float upper = factors[place + g], lower = factors[place + 8 + g];
   const u32 factor[2] = {pack2(upper, upper), pack2(lower, lower)};
 #else
   const u32 factor[2] = {PLAIN_FACTOR, PLAIN_FACTOR};

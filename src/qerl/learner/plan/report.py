@@ -194,7 +194,7 @@ def _speed(
 ) -> list[str]:
     length = mean_tokens or config.sample.max_tokens
     speed = estimate_speed(gpu, a, config, prompt_tokens=prompt_tokens, mean_tokens=length)
-    kernels = KERNEL_NAMES[planned_kernels(gpu, a, config)]
+    kernels = KERNEL_NAMES[planned_kernels(gpu, config)]
     rates = f"{speed.sampled_tokens_per_s:,.0f} tokens/s, learning {speed.learned_tokens_per_s:,.0f} tokens/s"
     hours = config.num_steps * speed.step_s / 3600
     return [

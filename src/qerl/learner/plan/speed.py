@@ -38,7 +38,6 @@ from qerl.learner.plan.rows import microbatch_rows
 from qerl.models.architecture import Architecture
 from qerl.models.device import Kernels
 from qerl.models.layer_spec import counted_specs
-from qerl.models.untried import untried_obstacle
 
 _BANDWIDTH_SHARE, _MATRIX_SHARE = 0.94, 0.8  # of the data sheet's figures, measured on an H200
 _UNPACK_BYTES = 24  # moved by PyTorch's operations to unpack a 4-bit weight
@@ -146,15 +145,12 @@ def gpu_of_cuda_name(name: str) -> Gpu | None:
     return next((GPUS[prefix] for prefix in prefixes if prefix in GPUS), None)
 
 
-def planned_kernels(gpu: Gpu, a: Architecture, config: RunConfig) -> Kernels:
-    """Return the kernels of decode steps on this GPU: engine.kernels, or torch for a model whose kernels no
-    GPU has run. Raises UserError for Hopper's on another one."""
+def planned_kernels(gpu: Gpu, config: RunConfig) -> Kernels:
+    """Return the kernels of decode steps on this GPU. Raises UserError for Hopper's on another one."""
     wanted = config.engine.kernels
     require(
         wanted != "hopper" or gpu.is_hopper, "engine.kernels is hopper, but this is no Hopper GPU; use auto"
     )
-    if untried_obstacle(a) is not None:
-        return "torch"
     if wanted == "auto":
         return "hopper" if gpu.is_hopper else "portable"  # all GPUs of the table are Ampere or later
     return wanted
@@ -209,7 +205,7 @@ def _decode_step_s(gpu: Gpu, a: Architecture, config: RunConfig, running: int, c
     bandwidth, matrix = _BANDWIDTH_SHARE * gpu.bytes_per_s, _MATRIX_SHARE * gpu.flop_per_s
     format = config.model.sampler_format or config.model.format
     experts = [(x, count) for spec, count in counted_specs(a) for x in spec.experts]
-    idle, kernels = 1 - touched_share(a, running), planned_kernels(gpu, a, config)
+    idle, kernels = 1 - touched_share(a, running), planned_kernels(gpu, config)
     weights = weight_bytes(a, format) - idle * sum(n * stack_bytes(x, format) for x, n in experts)
     if kernels == "torch" and format != "bf16":
         read = _packed_weights(a) + (1 - idle) * sum(n * x.num_weights for x, n in experts)
