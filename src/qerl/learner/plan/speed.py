@@ -46,12 +46,12 @@ _LEARN_MFU = {"none": 0.57, "layer": 0.66, "offload": 0.66}
 _EXPERT_S = 86e-6
 """PyTorch's operations for one expert with rows: two of the seven linears that take 300 us in a layer. An
 estimate."""
-_MIXTURE_LAYER_S, _EXPERT_MFU = 30e-6, 0.16
-"""Seconds in a decode step, and what its products of experts reach: 13 % off Qwen3-30B-A3B and gpt-oss-20b on
+_MIXTURE_LAYER_S, _EXPERT_MFU = 30e-6, 0.15
+"""Seconds in a decode step, and what its products of experts reach: 15 % off Qwen3-30B-A3B and gpt-oss-20b on
 an H200 at 8, 64 and 256 rows."""
-_MIXTURE_PASS_S = 8.4e-3
+_MIXTURE_PASS_S = 3.9e-3
 """A mixture's layer in one pass of a micro-batch, in which the GPU waits for the host: Qwen3-30B-A3B on an
-H100; a step of gpt-oss-20b on an H200 gives the same."""
+H200."""
 _TORCH_MFU_SHARE = 0.82  # 10,057 of 12,019 tokens/s, layers recomputed
 
 
