@@ -80,6 +80,7 @@ def memory_tables(rows: list[Row]) -> str:
         " first after the warm-up, over at least 3 steps."
     )
     columns: Columns = _STEP | {
+        "micro-batch": lambda row: f"{row['micro_tokens']:,}",
         "cap GB": lambda row: "" if row["cap_gb"] is None else f"{row['cap_gb']:g}",
         "peak GB of each step": lambda row: ", ".join(f"{gb:.1f}" for gb in row["peaks_gb"]),
         "growth GB": lambda row: _median(row, "growth_gb", ".2f"),
