@@ -137,7 +137,7 @@ def test_times_of_fewer_than_three_steps_are_not_measured():
 @pytest.mark.parametrize(("steps", "growth"), [(3, "0.00"), (2, "not measured")])
 def test_memory_is_shown_by_step_and_growth_over_at_least_three(steps, growth):
     figures = TAKEN | {"peaks_gb": [70.25, 73.5, 73.5], "growth_gb": 0.0, "steps": steps}
-    assert f"| 15.0 | 80 | 70.2, 73.5, 73.5 | {growth} |" in memory_tables(
+    assert f"| 15.0 | 8,192 | 80 | 70.2, 73.5, 73.5 | {growth} |" in memory_tables(
         [step("memory", cap_gb=80, **figures)]
     )
 
