@@ -15,6 +15,8 @@ from qerl.config import AdapterConfig
 from qerl.engine.kv_cache import page_bytes
 from qerl.learner import Learner
 from qerl.learner.packing import pack
+from qerl.learner.router_replay import RouterReplay
+from qerl.models import mixture
 from qerl.models.adapter import add_adapter
 from qerl.models.loader import build_decoder
 from qerl.models.source import locate
@@ -205,6 +207,39 @@ def test_replay_is_the_same_when_layers_are_computed_again(folder):
     assert plain[0] == again[0]
     for name, tensor in plain[1].adapter_state().items():
         assert torch.equal(tensor, again[1].adapter_state()[name]), name
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_a_layer_asks_the_device_for_its_routes_once_and_not_if_they_are_replayed(
+    folder, is_replayed, monkeypatch
+):
+    """On a GPU each answer waits for all work before it."""
+    passes, asked, sort_rows = [], [], mixture.sort_rows
+
+    class Offsets:
+        """Offsets that count how often they are read."""
+
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def tolist(self):
+            asked.append(1)
+            return self.tensor.tolist()
+
+    def sorted_rows(*arguments):
+        rows = sort_rows(*arguments)
+        return rows._replace(offsets=Offsets(rows.offsets))
+
+    def counted(self):
+        passes.append(1)
+        return expert_ends(self)
+
+    _, learner = learned(folder, "nvfp4", is_replayed=is_replayed, checkpointing="layer")
+    groups, expert_ends = groups_of(learner._forward._decoder, sigma=0.0), RouterReplay.expert_ends
+    monkeypatch.setattr(mixture, "sort_rows", sorted_rows)
+    monkeypatch.setattr(RouterReplay, "expert_ends", counted)
+    learner.step(groups)
+    assert len(passes) > 0 and len(asked) == (0 if is_replayed else 3 * len(passes))  # layers with experts
 
 
 def test_packed_routes_are_the_samples_rows_and_missing_ones_turn_replay_off(decoder):

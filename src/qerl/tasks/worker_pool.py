@@ -27,6 +27,7 @@ from typing import Any
 
 from qerl.errors import RunError
 from qerl.tasks.worker_process import (
+    END_FORWARDING,
     Channel,
     ForkedProcess,
     WorkerLost,
@@ -188,7 +189,7 @@ class WorkerPool:
             worker.channel.close()
         for worker in self._workers:
             worker.end()
-        self._forwarder.kill()
+        self._forwarder.end(END_FORWARDING, 1.0)  # it says first how much it left out
         self._workers = []
         if self._output is not None:
             os.close(self._output)

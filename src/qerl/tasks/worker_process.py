@@ -30,6 +30,7 @@ import torch
 
 MOST_PRINTED = 1 << 16
 """Bytes per second forwarded to stderr."""
+END_FORWARDING = signal.SIGUSR1
 MORE_TASKS = 2048
 """Processes and threads of the user beyond the number on the whole machine when the worker started."""
 _MAX_MESSAGE_BYTES = 1 << 30
@@ -80,6 +81,13 @@ class ForkedProcess:
         while self.poll() is None and time.monotonic() < end_s:
             time.sleep(0.001)
         return self.code
+
+    def end(self, number: int, timeout_s: float) -> None:
+        """Send it this signal, and kill it if it has not ended by then."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+            self.wait(timeout_s)
+        self.kill()
 
     def kill(self) -> int:
         if self.poll() is None:
@@ -197,21 +205,37 @@ def _poll(events: dict[int, int], timeout_s: float) -> None:
 
 def forward_output(parent: int, output: int) -> None:
     """Main function of the process that copies what workers print to stderr, at a limited rate. It polls,
-    which works on every Unix and from any forking thread."""
+    which works on every Unix and from any forking thread; END_FORWARDING ends it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(END_FORWARDING, _stop)
     os.setpgid(0, 0)
     window_end, left, num_dropped = 0.0, 0, 0
-    while os.getppid() == parent:
-        text = os.read(output, 4096) if select.select([output], [], [], _WATCH_S)[0] else b""
-        if time.monotonic() >= window_end:
-            if num_dropped:
-                _write_stderr(f"\n[omitted {num_dropped} more bytes printed by rewards]\n".encode())
-            window_end, left, num_dropped = time.monotonic() + 1.0, MOST_PRINTED, 0
-        if text:
-            shown = text[:left] if _write_stderr(text[:left]) else b""
-            left -= len(shown)
-            num_dropped += len(text) - len(shown)
+    with contextlib.suppress(_Stopped):
+        while os.getppid() == parent:
+            text = os.read(output, 4096) if select.select([output], [], [], _WATCH_S)[0] else b""
+            if time.monotonic() >= window_end:
+                _say_omitted(num_dropped)
+                window_end, left, num_dropped = time.monotonic() + 1.0, MOST_PRINTED, 0
+            if text:
+                shown = text[:left] if _write_stderr(text[:left]) else b""
+                left -= len(shown)
+                num_dropped += len(text) - len(shown)
+    _say_omitted(num_dropped)
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _stop(*_: Any) -> None:
+    signal.signal(END_FORWARDING, signal.SIG_IGN)
+    raise _Stopped
+
+
+def _say_omitted(num_bytes: int) -> None:
+    if num_bytes:
+        _write_stderr(f"\n[omitted {num_bytes} more bytes printed by rewards]\n".encode())
 
 
 def _write_stderr(text: bytes) -> bool:

@@ -44,7 +44,7 @@ def test_every_sample_has_its_own_length():
     )
     figures = rollout.measure_case(CASE, decoder, runs=2)  # which raises RunError if one has another length
     assert figures["tokens"] == sum(CASE.lengths_S) and len(set(CASE.lengths_S)) > 3
-    assert figures["runs"] == 2 and figures["first_s"] >= figures["first_open_s"] > 0
+    assert figures["runs"] == 2 and figures["first_s"] >= figures["first_open_s"] >= 0
     # on a CPU a burst is one step, so the engine runs this very schedule
     assert figures["steps"] == len(live_rows(CASE.lengths_S, CASE.rows, CASE.group_size))
     assert figures["tail_8_s"] >= figures["tail_16_s"] == figures["tail_32_s"] > 0
