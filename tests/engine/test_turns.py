@@ -52,7 +52,7 @@ def test_a_few_samples_in_the_graph_of_eight_are_those_of_their_own_graphs_bit_f
             [drawn(engine, small_prompts(*LENGTHS[:n]), num_samples=1, max_tokens=40) for n in (1, 2, 3)]
         )
         (runner,) = engine._runners._runners.values()
-        assert max(runner._graphs) == (8 if rows == 8 else 4)  # a larger cache drops the smaller ones
+        assert sorted(runner._graphs) == [8 if rows == 8 else 4]  # a larger cache drops the smaller ones
     assert drawn_by_rows[0] == drawn_by_rows[1]
 
 

@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PKG = "qerl"
 FLOORS = (  # a module imports from its own package and from rows above its own
-    ("cache", "errors"),
+    ("errors",),
     ("config", "types"),
     ("algo", "formats"),
     ("kernels",),

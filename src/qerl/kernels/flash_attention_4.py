@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.cache import cache_folder
+from qerl.config.cache import cache_folder
 from qerl.kernels import untried
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.flash_attention import SequenceEnds

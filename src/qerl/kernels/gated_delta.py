@@ -31,6 +31,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from qerl.kernels import untried
 
@@ -162,7 +163,7 @@ def uses_fla() -> bool:
 @functools.cache
 def is_miscompiled() -> bool:
     """Return True if fla-core refuses its backward pass: on Hopper, with Triton 3.4.0 to 3.7.0."""
-    version = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:3])
+    version = TorchVersion(importlib.metadata.version("triton"))
     return torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= version < (3, 7, 1)
 
 

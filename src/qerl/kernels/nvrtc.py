@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.cache import cache_folder
+from qerl.config.cache import cache_folder
 from qerl.kernels.architectures import architecture_name
 from qerl.kernels.compile_tally import TALLY, locked
 

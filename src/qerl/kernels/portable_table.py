@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from qerl.cache import cache_folder
+from qerl.config.cache import cache_folder
 from qerl.kernels.architectures import CudaArchitecture
 from qerl.kernels.nvfp4_tile import MOST_TOKENS
 from qerl.kernels.portable_tile import PortableChoice, PortableTile, rule

@@ -8,6 +8,7 @@ Replayed or not, the share of routes that the learner would have chosen otherwis
 """
 
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -34,42 +35,39 @@ class RouterReplay:
     def __init__(self, a: Architecture, routes_T: Tensor | None, *, is_replayed: bool):
         """routes_T: of a PackedBatch."""
         assert a.mixture is not None
-        self._num_experts, self._layers, self._is_replayed = (
-            a.mixture.num_experts,
-            a.layers_with_experts,
-            is_replayed,
-        )
+        self._num_experts, self._layers = a.mixture.num_experts, a.layers_with_experts
         shape = -1, len(self._layers), a.mixture.num_chosen
-        self._recorded_TLK = None if routes_T is None else routes_T.view(shape)
-        self._used: dict[int, Tensor] = {}  # uint8
+        self._recorded: dict[int, Tensor] = {}
+        if routes_T is not None:
+            self._recorded = dict(zip(self._layers, routes_T.view(shape).unbind(1), strict=True))
+        self._used = dict(self._recorded) if is_replayed else {}
         self._differs: dict[int, Tensor] = {}
 
     def expert_ends(self) -> ExpertEnds:
         """Return the ends of each expert's rows in all layers, if they are replayed: the host waits for the
         device once in place of once a layer."""
-        if self._recorded_TLK is None or not self._is_replayed:
+        if not self._used:
             return {}
-        recorded_LTK = self._recorded_TLK.transpose(0, 1)
-        counts_LE = torch.stack([self._counted(ids_TK) for ids_TK in recorded_LTK])
-        ends_LE = F.pad(counts_LE.cumsum(1), (1, 0)).tolist()
+        ends_LE = F.pad(self._counts_LE.cumsum(1), (1, 0)).tolist()
         return dict(zip(self._layers, ends_LE, strict=True))
 
     def __call__(self, layer_index: int, ids_TK: Tensor) -> Tensor:
-        if layer_index in self._used:
-            return self._used[layer_index].long()
-        if self._recorded_TLK is not None:
-            recorded_TK = self._recorded_TLK[:, self._layers.index(layer_index)].long()
-            self._differs[layer_index] = (recorded_TK != ids_TK).any(1)
-            ids_TK = recorded_TK if self._is_replayed else ids_TK
-        self._used[layer_index] = ids_TK.to(torch.uint8)
-        return ids_TK
+        if layer_index in self._recorded and layer_index not in self._differs:
+            self._differs[layer_index] = (self._recorded[layer_index] != ids_TK).any(1)
+        if layer_index not in self._used:
+            self._used[layer_index] = ids_TK.to(torch.uint8)
+        return self._used[layer_index].long()
 
     def reading(self) -> RoutingReading:
-        counts_LE = torch.stack([self._counted(self._used[layer]) for layer in self._layers])
+        """Return the counts of a pass that has been through all layers."""
         differs = [self._differs[layer] for layer in self._layers if layer in self._differs]
-        return RoutingReading(counts_LE, torch.stack(differs, 1) if differs else None)
+        return RoutingReading(self._counts_LE, torch.stack(differs, 1) if differs else None)
 
-    def _counted(self, ids_TK: Tensor) -> Tensor:
-        """Return the rows of each expert. torch.bincount would wait for the device."""
-        ids_S = ids_TK.flatten().long()
-        return ids_S.new_zeros(self._num_experts).scatter_add_(0, ids_S, torch.ones_like(ids_S))
+    @functools.cached_property
+    def _counts_LE(self) -> Tensor:
+        """The rows of each expert, once all routes are known. torch.bincount would wait for the device."""
+        counts = []
+        for layer in self._layers:
+            ids_S = self._used[layer].flatten().long()
+            counts.append(ids_S.new_zeros(self._num_experts).scatter_add_(0, ids_S, torch.ones_like(ids_S)))
+        return torch.stack(counts)

@@ -53,11 +53,11 @@ class RowContext(NamedTuple):
     """Index of each row's noise in the noise table, int32; None uses no table."""
     recur: Recur | None
     """The recurrence of layers with Gated DeltaNet; None: there are no such layers."""
-    route: Route | None = None
+    route: Route | None
     """Sees and may replace the experts that routers choose; None: their own choice."""
-    expert_rows: int | None = None
+    expert_rows: int | None
     """Rows of every product of an expert, for bits that do not depend on other rows; None: those it has."""
-    expert_ends: ExpertEnds | None = None
+    expert_ends: ExpertEnds
     """Ends of the experts' rows in layers whose routes the host knows. Layers that run add theirs: one that
     runs again for its backward pass need not ask the device, and must have the same routes."""
 
@@ -204,7 +204,7 @@ class Layer(nn.Module):
             self.add_module(name, kind(arch.width, arch.norm_eps, compute=compute, device=device))
 
     def forward(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-        angles, noise_rows_T, recur, route, *experts = context
+        angles, noise_rows_T, recur, route, expert_rows, expert_ends = context
         norms, mixer, mlp = self.norms, self.mixer, self.mlp
         x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, mixer.qkv_projs)
         if isinstance(mixer, Attention):
@@ -217,7 +217,8 @@ class Layer(nn.Module):
             assert norms.before_mlp is not None
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
-            y_TD = mlp(x_TD, x_TD if plain_TD is None else plain_TD, layer_index, route, *experts)
+            router_x_TD = x_TD if plain_TD is None else plain_TD
+            y_TD = mlp(x_TD, router_x_TD, layer_index, route, expert_rows, expert_ends)
             h_TD = self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
         else:
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)

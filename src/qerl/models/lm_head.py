@@ -107,11 +107,6 @@ class LMHead(nn.Module):
         assert self.packed is not None
         return _operand_rows(self.packed, rows, self.compute)[:, : self.shape[1]]
 
-    @property
-    def is_plain(self) -> bool:
-        """True if alpha is the packed weight's own and logits are not capped."""
-        return self.scale == 1 and self.softcap is None
-
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits, fp32 [T, V], without a gradient."""
         logits_TV = self._uncapped(hidden_TD)

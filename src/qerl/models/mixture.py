@@ -142,8 +142,8 @@ class MixtureMLP(nn.Module):
         router_x_TD: Tensor,
         layer_index: int,
         route: Route | None,
-        expert_rows: int | None = None,
-        expert_ends: ExpertEnds | None = None,
+        expert_rows: int | None,
+        expert_ends: ExpertEnds,
     ) -> Tensor:
         """Return y_TD in fp32; the router reads router_x, the experts x. expert_rows: rows of every product
         of an expert; None: those that it has. expert_ends: of this pass; this layer's are added."""
@@ -153,11 +153,10 @@ class MixtureMLP(nn.Module):
             ids_TK = route(layer_index, ids_TK)
         weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
         rows = sort_rows(ids_TK, mixture.num_experts)
-        known = {} if expert_ends is None else expert_ends
-        if layer_index not in known:
-            known[layer_index] = rows.offsets.tolist()  # the host waits for the device here
+        if layer_index not in expert_ends:
+            expert_ends[layer_index] = rows.offsets.tolist()  # the host waits for the device here
         x_SD = spread(x_TD, rows, mixture.num_chosen)
-        y_SD = self.experts(x_SD, rows.offsets, known[layer_index], expert_rows)
+        y_SD = self.experts(x_SD, rows.offsets, expert_ends[layer_index], expert_rows)
         return combine(y_SD, weights_TK, rows)
 
     @property

@@ -24,7 +24,7 @@ import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
-from qerl.cache import cache_folder
+from qerl.config.cache import cache_folder
 from qerl.errors import UserError
 from qerl.formats import PackedWeight
 from qerl.models.gguf_file import GgufFile

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qerl.cache import cache_folder
 from qerl.config import JudgeConfig, TaskConfig
+from qerl.config.cache import cache_folder
 from qerl.errors import UserError, require
 from qerl.tasks.openai_client import Json, OpenAIClient, RequestFailed
 from qerl.tasks.scoring import Text

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl.cache import cache_folder
+from qerl.config.cache import cache_folder
 from qerl.errors import UserError
 
 
