@@ -25,13 +25,13 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import re
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from qerl.kernels import untried
 
@@ -163,7 +163,7 @@ def uses_fla() -> bool:
 @functools.cache
 def is_miscompiled() -> bool:
     """Return True if fla-core refuses its backward pass: on Hopper, with Triton 3.4.0 to 3.7.0."""
-    version = TorchVersion(importlib.metadata.version("triton"))
+    version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("triton"))[:3]))
     return torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= version < (3, 7, 1)
 
 
