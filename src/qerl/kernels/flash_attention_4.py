@@ -7,8 +7,8 @@ a fixed order, by counters that each block waits for. Each kind of attention (he
 window, cap, sinks, few or more than 256 sequences, up to or more than 64 queries) is compiled when it is
 first met, forward and backward for about 10 s, and kept beside the other compiled kernels.
 
-It also imports Triton and einops. Where one of its packages is missing, FlashAttention 2 takes its place and a
-line is logged.
+It also imports Triton and einops. Where one of its packages is missing, FlashAttention 2 takes its place and
+a line is logged.
 """
 
 import functools
