@@ -2,8 +2,7 @@
 
     none      all activations
     layer     the layer's input h_TD; the rest is recomputed
-    offload   the same in pinned host memory: h_TD is copied out while the next layers run, and copied back
-              while the layer above is differentiated; at most two of them are on the device meanwhile
+    offload   the same in pinned host memory, as far as it has room (kept_on_host.py)
 
 Gradients are bitwise the same: tests/learner/test_activation_checkpointing.py. A weight unpacked for the
 second forward pass serves the input gradient too, so a layer unpacks no more often than without
@@ -22,10 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qerl.learner.chunked_mlp import feed_backward, feed_forward, mlp_linears, num_chunks
+from qerl.learner.host_memory import usable_host_bytes
+from qerl.learner.kept_on_host import OnHost
 from qerl.models.decoder import Attend, Layer, RowContext, RunLayer, run_layer
 from qerl.models.linear import QuantLinear, holding, repeating
-
-_LEAVING = 2
 
 
 class OnDevice:
@@ -39,65 +38,6 @@ class OnDevice:
 
     def take(self, layer_index: int) -> Tensor:
         return self._inputs.pop(layer_index)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Copy:
-    """A copy in progress; `source` must not be reused before it is done."""
-
-    source: Tensor
-    target: Tensor
-    is_done: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        """Order all later work of the device after the copy."""
-        if self.is_done is not None:
-            torch.cuda.current_stream().wait_event(self.is_done)
-
-
-class OnHost:
-    """The same. Memory in use is tracked by references: streams wait before one is dropped."""
-
-    def __init__(self, device: torch.device, lane: torch.cuda.Stream | None):
-        self._device, self._lane = device, lane
-        self._leaving: dict[int, _Copy] = {}
-        self._hosted: dict[int, Tensor] = {}
-        self._coming: dict[int, _Copy] = {}
-
-    def put(self, layer_index: int, h_TD: Tensor) -> None:
-        if len(self._leaving) == _LEAVING:
-            self._leaving.pop(min(self._leaving)).wait()
-        host_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, pin_memory=self._lane is not None)
-        self._hosted[layer_index] = host_TD
-        self._leaving[layer_index] = self._copy(h_TD, host_TD)
-
-    def take(self, layer_index: int) -> Tensor:
-        """An input that has not left yet is taken from where it is; the copy of the one below starts."""
-        self._fetch(layer_index)
-        is_here = layer_index in self._leaving
-        copy = (self._leaving if is_here else self._coming).pop(layer_index)
-        copy.wait()
-        del self._hosted[layer_index]
-        self._fetch(layer_index - 1)
-        return copy.source if is_here else copy.target
-
-    def _fetch(self, layer_index: int) -> None:
-        if layer_index not in self._hosted or layer_index in self._leaving or layer_index in self._coming:
-            return
-        host_TD = self._hosted[layer_index]
-        h_TD = torch.empty(host_TD.shape, dtype=host_TD.dtype, device=self._device)
-        self._coming[layer_index] = self._copy(host_TD, h_TD)
-
-    def _copy(self, source: Tensor, target: Tensor) -> _Copy:
-        if self._lane is None:
-            target.copy_(source)
-            return _Copy(source, target, None)
-        self._lane.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._lane):
-            target.copy_(source, non_blocking=True)
-            is_done = torch.cuda.Event()
-            is_done.record()
-        return _Copy(source, target, is_done)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -190,7 +130,8 @@ def _grad(
 
 def _on_host(device: torch.device) -> Callable[[], RunLayer]:
     lane = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return lambda: checkpoint_layers(OnHost(device, lane))
+    most_bytes = usable_host_bytes()  # now: later passes use the memory of the first again
+    return lambda: checkpoint_layers(OnHost(device, lane, most_bytes))
 
 
 # By device: the factory of each pass's RunLayer.
