@@ -10,8 +10,10 @@ from learner.test_activation_checkpointing import state
 from learner.tiny import ADAPTER, VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.formats import NVFP4
 from qerl.kernels import matmul_fp32
+from qerl.kernels.matmul_fp32 import CHUNK_ROWS
 from qerl.learner import Learner
 from qerl.learner.chunked_mlp import num_chunks
+from qerl.learner.plan.activations import is_chunked
 from qerl.models.decoder import Layer
 
 MODES = pytest.mark.parametrize("recompute", ["layer", "offload"])
@@ -72,6 +74,20 @@ def test_what_needs_all_rows_at_once_is_not_chunked(kind, groups, fed):
     assert num_chunks(layer, _ROWS if kind == "few rows" else 3 * _ROWS + 1) == (
         4 if kind == "chunked" else 1
     )
+
+
+@pytest.mark.parametrize("adapter", [{}, {"dropout": 0.1}, {"kind": "full"}])
+def test_the_plan_knows_what_is_chunked(adapter, fed):
+    config = replace(run_config(), adapter=replace(ADAPTER, **adapter))
+    layer = tiny_decoder().layers[0]
+    assert isinstance(layer, Layer)
+    if adapter.get("kind") == "full":
+        layer.mlp.up_proj.learn_weight()  # type: ignore[union-attr]
+    if "dropout" in adapter:
+        layer.mlp.up_proj.dropout = 0.1, 3  # type: ignore[union-attr]
+    rows = CHUNK_ROWS + 1
+    assert is_chunked(tiny_decoder().architecture, config, rows) is (num_chunks(layer, rows) > 1)
+    assert not is_chunked(tiny_decoder().architecture, config, CHUNK_ROWS)
 
 
 def test_operands_are_unpacked_once_for_all_chunks(groups, fed, monkeypatch):

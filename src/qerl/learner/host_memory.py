@@ -1,4 +1,4 @@
-"""How much of the host's memory this process may still take."""
+"""The host memory that this process may still take."""
 
 import math
 import os
