@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import sys
 import types
 
 import pytest
@@ -84,9 +85,51 @@ def test_it_is_chosen_where_it_is_installed_and_asked_for(
 ):
     monkeypatch.setenv("QERL_UNTRIED", str(int(is_asked)))
     monkeypatch.setattr(op, "_is_installed", lambda: is_installed)
+    monkeypatch.setattr(op, "_function", lambda: imitated)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     queries = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (5, 4, head_size), "device": "cuda"}
     assert op.is_for_flash_4(types.SimpleNamespace(**queries)) is expected  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Return the folder flash_attn/cute of a package that is installed; its functions are not known yet."""
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    caches = op._is_installed, op._function
+    for cached in caches:
+        cached.cache_clear()
+    yield folder
+    for cached in caches:
+        cached.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+def test_its_switches_are_set_before_it_is_imported(package, monkeypatch, tmp_path):
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "kept"))
+    names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")]
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    (package / "__init__.py").write_text("from .interface import seen\n")
+    (package / "interface.py").write_text(
+        f"import os\nseen = [os.environ.get(name) for name in {names}]\ndef flash_attn_varlen_func(): ...\n"
+    )
+    assert op._is_installed() and op._function() is not None
+    seen = sys.modules["flash_attn.cute.interface"].seen
+    assert seen == ["1", str(tmp_path / "kept" / "flash-attention-4")]
+
+
+def test_without_its_own_packages_it_is_not_used(package, caplog):
+    (package / "interface.py").write_text("import a_package_that_is_missing\n")
+    assert op._is_installed() and op._function() is None
+    assert "a_package_that_is_missing" in caplog.text
+
+
+def test_another_package_of_its_name_is_not_it(package):
+    assert not op._is_installed()
 
 
 def test_a_cpu_and_fp32_are_not_for_it(monkeypatch):

@@ -8,8 +8,10 @@ import torch
 from learner.samples import random_groups
 from learner.tiny import VOCAB, run_config, tiny_decoder, tiny_learner
 from qerl.formats import BF16, NVFP4
-from qerl.learner import Learner
-from qerl.learner.activation_checkpointing import RECOMPUTE, OnDevice, OnHost, checkpoint_layers
+from qerl.learner import Learner, kept_on_host
+from qerl.learner.activation_checkpointing import RECOMPUTE, OnDevice, checkpoint_layers
+from qerl.learner.host_memory import usable_host_bytes
+from qerl.learner.kept_on_host import OnHost
 from qerl.models.linear import repeating
 from qerl.models.random_weights import random_decoder, shape
 
@@ -99,6 +101,36 @@ def test_inputs_come_back_from_the_host_as_they_were_and_one_ahead():
     for index in reversed(range(6)):
         assert torch.equal(kept.take(index), inputs[index])
         assert sorted(kept._coming) == ([index - 1] if 0 < index < 5 else [])
+
+
+def test_inputs_that_the_host_has_no_room_for_stay_on_the_device(monkeypatch):
+    """They are the last layers'; pieces of three elements hold what does not divide evenly too."""
+    monkeypatch.setattr(kept_on_host, "_PIECE_BYTES", 12)
+    inputs = [torch.randn(4, 2) for _ in range(5)]
+    kept = OnHost(CPU, None, 3 * inputs[0].nbytes + 1)
+    for index, h_TD in enumerate(inputs):
+        kept.put(index, h_TD.clone())
+    assert sorted(kept._staying) == [3, 4] and sorted(kept._hosted) == [0, 1, 2]
+    assert [len(piece) for _, piece in kept._hosted[0].pairs(inputs[0])] == [3, 3, 2]
+    assert all(torch.equal(kept.take(index), inputs[index]) for index in reversed(range(5)))
+    assert not any(value for value in vars(kept).values() if isinstance(value, dict))
+
+
+def test_the_hosts_room_is_the_containers_where_that_is_less(tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert usable_host_bytes(tmp_path) == float("inf")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   2000 kB\n")
+    assert usable_host_bytes(tmp_path) == pytest.approx(0.85 * 2_048_000)
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for name, text in {"max": "1000\n", "current": "700\n", "stat": "anon 5\ninactive_file 100\n"}.items():
+        (group / f"memory.{name}").write_text(text)
+    assert usable_host_bytes(tmp_path) == pytest.approx(0.85 * 400)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert usable_host_bytes(tmp_path) == pytest.approx(0.85 * 100)
+    (group / "memory.max").write_text("max\n")
+    assert usable_host_bytes(tmp_path) == pytest.approx(0.85 * 2_048_000 / 4)
 
 
 @MODES

@@ -28,8 +28,8 @@ from qerl.config import (
 )
 from qerl.errors import UserError
 from qerl.learner.packing import pack
+from qerl.learner.plan import activations, report
 from qerl.learner.plan import memory as op
-from qerl.learner.plan import report
 from qerl.learner.plan.rows import microbatch_rows
 from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import Architecture, Rope
@@ -147,19 +147,50 @@ def test_a_row_of_a_layer():
     """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
     inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
     row = 2 * (inputs + gate + attention) + 4 * (2 * 128 + 4)
-    assert op.saved_bytes_per_row(SMALL, CONFIG) == row
+    assert activations.saved_bytes_per_row(SMALL, CONFIG) == row
     for format, up in (("nf4", 0), ("bf16", 0), ("fp8-flow", 2 * 320)):
         config = dataclasses.replace(CONFIG, model=ModelConfig(format=format))
-        assert op.saved_bytes_per_row(SMALL, config) == row + up
+        assert activations.saved_bytes_per_row(SMALL, config) == row + up
     backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
-    assert op.activation_bytes(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
-    assert op.activation_bytes(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
+    assert activations.activation_bytes(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
+    assert activations.activation_bytes(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
         3 * 512 + row + backward
     )
     deep = dataclasses.replace(SMALL, num_layers=9)
-    assert op.activation_bytes(deep, with_learn(gradient_checkpointing="offload"), 10) == 10 * (
+    assert activations.activation_bytes(deep, with_learn(gradient_checkpointing="offload"), 10) == 10 * (
         4 * 512 + row + backward
     )
+
+
+def test_a_long_row_takes_one_chunk_of_the_mlp():
+    """Of the row above, attention saves its inputs 192 + 192, q, k, v, o, one fp32 input and the sums."""
+    rows, chunk = 100_000, 16_384
+    mixed = 2 * (192 + 192 + 2 * 128 + 64 + 64) + 4 * (128 + 4)
+    fed = 2 * (192 + 384 + 320) + 4 * 128
+    backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
+    flash = 33 * 4 * 128 + 2 * (2 * 128 + 128 + 64 + 64)  # 33 sums of 4 heads on 132 SMs
+    attention = rows * (mixed + 2 * 4 * 128 + 2 * (128 + 128) + flash)
+    offload = with_learn(gradient_checkpointing="offload")
+    assert activations.layer_bytes(SMALL, offload, rows) == attention
+    assert activations.kept_bytes(SMALL, offload, rows) == rows * 3 * 512
+    wide = dataclasses.replace(SMALL, ff_width=320 * 200, num_heads=132, num_kv_heads=1, head_size=1)
+    mlp = activations.layer_bytes(wide, offload, rows)
+    more = activations.layer_bytes(wide, offload, 2 * rows) - mlp
+    assert more < chunk / rows * mlp  # a chunk's share does not grow
+    few = activations.layer_bytes(SMALL, offload, chunk)
+    assert few == chunk * (mixed + fed + backward)
+    dropped = dataclasses.replace(offload, adapter=dataclasses.replace(offload.adapter, dropout=0.1))
+    assert activations.layer_bytes(SMALL, dropped, rows) == rows * (mixed + fed + backward)
+
+
+def test_inputs_on_the_host_are_named_and_not_counted():
+    def parts(mode):
+        return op.memory_parts(SMALL, with_learn(gradient_checkpointing=mode), PROMPT)
+
+    (host,) = (part for part in parts("offload") if part.when == "on the host")
+    assert host.num_bytes == 139 * 3 * 512
+    assert op.peak_bytes(parts("offload")) == op.peak_bytes([x for x in parts("offload") if x is not host])
+    assert all(part.num_bytes == 0 for part in parts("layer") if part.when == "on the host")
 
 
 def test_in_fp32_what_is_not_packed_takes_four_bytes():
@@ -175,12 +206,13 @@ def test_in_fp32_what_is_not_packed_takes_four_bytes():
             "optimizer's moments",
             "CUDA",
             "adapter's gradients",
+            "layer inputs",
         )
     }
     assert in_fp32["KV cache"] == 2 * in_bf16["KV cache"]
     assert in_fp32["adapter's working copies"] == 8 * op.num_trained_weights(SMALL, config)
     assert in_fp32["embedding, head, norms"] - in_bf16["embedding, head, norms"] == 2 * 2 * 1000 * 128
-    assert op.saved_bytes_per_row(SMALL, config) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
+    assert activations.saved_bytes_per_row(SMALL, config) == 4 * (960 + 320 + 384) + 4 * (2 * 128 + 4)
     assert op.head_bytes(SMALL, config, 200) == 50 * 1000 * 8 + 200 * 128 * 12
     plain = dataclasses.replace(CONFIG, model=ModelConfig(format="bf16", dtype="fp32"))
     assert op.unpacked_bytes(SMALL, plain) == 4 * 640 * 192
@@ -304,8 +336,8 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
     assert phases["sampling"] == op.kv_cache_bytes(SMALL, config, PROMPT) + op.pass_bytes(
         SMALL, config, config.engine.max_num_batched_tokens
     )
-    layers = op.activation_bytes(SMALL, config, 139) + op.unpacked_bytes(SMALL, config)
-    kept = 3 * op.saved_bytes_per_row(SMALL, config) if recompute == "none" else 3 * 512
+    layers = activations.activation_bytes(SMALL, config, 139) + op.unpacked_bytes(SMALL, config)
+    kept = 3 * activations.saved_bytes_per_row(SMALL, config) if recompute == "none" else 3 * 512
     gradients = 4 * op.num_trained_weights(SMALL, config)
     assert phases["learning"] == gradients + max(layers, 139 * kept + op.head_bytes(SMALL, config, 139))
 

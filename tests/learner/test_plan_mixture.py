@@ -11,8 +11,8 @@ from learner.test_plan import CONFIG, SMALL
 from qerl.cli.main import command
 from qerl.config import AdapterConfig, ModelConfig
 from qerl.kernels.expert_product import BUFFER_BYTES
+from qerl.learner.plan import activations, mixture
 from qerl.learner.plan import memory as op
-from qerl.learner.plan import mixture
 from qerl.learner.plan.speed import GPUS, estimate_speed
 from qerl.models.adapter import adapter_tensors
 from qerl.models.architecture import LayerKind, Mixture
@@ -107,10 +107,10 @@ def test_a_row_saves_what_its_experts_save():
     """Count for each chosen expert: gate and up, y, its weight and two indices; x and h for adapters."""
     attention = 2 * (192 + 192 + 128 + 64 + 64 + 128) + 4 * (2 * 128 + 4)
     each = 2 * (2 * 64 + 128) + 4 + 16
-    assert op.saved_bytes_per_row(MIXED, with_experts("none")) == attention + 2 * each + 4 * 8
+    assert activations.saved_bytes_per_row(MIXED, with_experts("none")) == attention + 2 * each + 4 * 8
     adapted = each + 2 * (128 + 64)
-    assert op.saved_bytes_per_row(MIXED, with_experts("shared_a")) == attention + 2 * adapted + 4 * 8
-    assert op.saved_bytes_per_row(CLAMPED, with_experts("none")) == attention + 2 * each + 4 * 8
+    assert activations.saved_bytes_per_row(MIXED, with_experts("shared_a")) == attention + 2 * adapted + 4 * 8
+    assert activations.saved_bytes_per_row(CLAMPED, with_experts("none")) == attention + 2 * each + 4 * 8
 
 
 def test_only_active_experts_are_multiplied_and_only_touched_ones_are_read():

@@ -47,7 +47,8 @@ class LearnConfig:
 
     gradient_checkpointing: Literal["auto", "none", "layer", "offload"] = "auto"
     """Activations kept for the backward pass. none: all activations. layer: each layer's input. offload: the
-    same, in host memory. auto: the first of these whose planned memory fits the GPU; none on a CPU."""
+    same, in host memory as far as it has room. auto: the first of these whose planned memory fits the GPU;
+    none on a CPU."""
 
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit keeps the moments in 8 bits and needs the package bitsandbytes."""

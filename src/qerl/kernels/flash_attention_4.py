@@ -1,16 +1,23 @@
 """Attention of sequences in a row on Hopper and Blackwell: FlashAttention 4, where its package is installed.
 
-    pip install --pre flash-attn-4
+    pip install --pre "flash-attn-4[cu13]" einops
 
-It computes what flash_attention.py does, and soft caps. Each kind of attention is compiled when it is first
-met, forward and backward for 10 to 30 s each, and kept beside the other compiled kernels.
+It computes what flash_attention.py does, and soft caps. Its backward pass adds the parts of dq, dk and dv in
+a fixed order, by counters that each block waits for. Each kind of attention (head size, heads a key head,
+window, cap, sinks, few or more than 256 sequences, up to or more than 64 queries) is compiled when it is
+first met, forward and backward for about 10 s, and kept beside the other compiled kernels.
+
+It also imports Triton and einops. Where one of its packages is missing, FlashAttention 2 takes its place and
+a line is logged.
 """
 
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +29,9 @@ from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.flash_attention import SequenceEnds
 
 _PACKAGE, _MODULE = "flash_attn", "flash_attn.cute.interface"
+_FILE = "cute/interface.py"
 _MAX_HEAD_BY_MAJOR = {9: 256, 10: 128}
+_logger = logging.getLogger(__name__)
 
 
 def is_for_flash_4(q_TNH: Tensor) -> bool:
@@ -31,15 +40,17 @@ def is_for_flash_4(q_TNH: Tensor) -> bool:
         return False
     major, _ = torch.cuda.get_device_capability(q_TNH.device)
     head_size = q_TNH.shape[2]
-    return head_size % 8 == 0 and head_size <= _MAX_HEAD_BY_MAJOR.get(major, 0) and _is_installed()
+    is_size = head_size % 8 == 0 and head_size <= _MAX_HEAD_BY_MAJOR.get(major, 0)
+    return is_size and _is_installed() and _function() is not None
 
 
 def flash_attention_4(
     q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, ends: SequenceEnds, options: AttentionOptions = PLAIN
 ) -> Tensor:
     """Return o_TNH of sequences with these ends; differentiable in q, k and v, deterministic."""
-    window = options.window
-    o_TNH, _ = _function()(
+    window, compute = options.window, _function()
+    assert compute is not None
+    o_TNH, _ = compute(
         q_TNH,
         k_RKH,
         v_RKH,
@@ -59,12 +70,21 @@ def flash_attention_4(
 
 @functools.cache
 def _is_installed() -> bool:
-    return importlib.util.find_spec(_PACKAGE) is not None and importlib.util.find_spec(_MODULE) is not None
+    """True if the files are there. The package reads its switches when it is imported, so this must not."""
+    package = importlib.util.find_spec(_PACKAGE)
+    folders = [] if package is None else package.submodule_search_locations or []
+    return any((Path(folder) / _FILE).is_file() for folder in folders)
 
 
 @functools.cache
-def _function() -> Callable[..., Any]:
-    # its switches are read when it is imported
+def _function() -> Callable[..., Any] | None:
+    """Import the package; None if it cannot be imported."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attention-4"))
-    return importlib.import_module(_MODULE).flash_attn_varlen_func
+    try:
+        function = importlib.import_module(_MODULE).flash_attn_varlen_func
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        _logger.warning("FlashAttention 4 is installed but not used (%s: %s)", type(error).__name__, error)
+        return None
+    _logger.info("attention of packed rows by FlashAttention 4")
+    return function

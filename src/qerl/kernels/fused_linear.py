@@ -29,7 +29,7 @@ from torch import Tensor
 
 from qerl.kernels import row_kernel, swiglu
 from qerl.kernels.lora_linear import Adapter
-from qerl.kernels.matmul_fp32 import add_product, product
+from qerl.kernels.matmul_fp32 import add_product, product, summed
 
 CASES = ((5, 64, (96,), 8), (37, 128, (64, 32, 32), 16), (130, 576, (1536, 1536), 32))  # T, K, widths, R
 
@@ -163,7 +163,7 @@ def _gradients(
             u_TR = x_TC[:, columns : columns + _rank(part)]
             du.append((dy_part @ part.adapter.b_work_NR).mul_(part.adapter.scaling))
             alpha = part.alpha if isinstance(part.alpha, float) else 1.0
-            gradients += [product(du[-1].T, x_TK), product(dy_part.T, u_TR).mul_(alpha)]
+            gradients += [summed(du[-1], x_TK), summed(dy_part, u_TR, alpha)]
             columns += _rank(part)
         rows += part.width
     return _input_gradient(dy_TN, du, operand, parts) if wants_dx else None, gradients

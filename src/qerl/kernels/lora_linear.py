@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qerl.kernels.matmul_fp32 import summed
+
 CASES = ((1, 256, 160, 8), (37, 64, 96, 8), (128, 576, 192, 32))  # T, K, N, R
 
 
@@ -88,8 +90,8 @@ class _LoraLinear(torch.autograd.Function):
         dx_TK = da_RK = db_NR = plus_TK = None
         if u_TR is not None:
             du_TR = dy_TN @ b_work_NR
-            da_RK = (du_TR.T @ x_TK).float().mul_(ctx.scaling)
-            db_NR = (dy_TN.T @ u_TR).float().mul_(ctx.scaling)
+            da_RK = summed(du_TR, x_TK, ctx.scaling, multiply=_rounded)
+            db_NR = summed(dy_TN, u_TR, ctx.scaling, multiply=_rounded)
             plus_TK = du_TR @ a_work_RK if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[0]:
             alpha = ctx.alpha
@@ -97,6 +99,10 @@ class _LoraLinear(torch.autograd.Function):
                 dy_TN, alpha = (dy_TN * alpha).to(dy_TN.dtype), 1.0
             dx_TK = _scaled_product(dy_TN, ctx.operand(), alpha, plus_TK, ctx.scaling)
         return dx_TK, None, None, None, None, da_RK, db_NR, None, None, None
+
+
+def _rounded(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    return (a_MK @ b_KN).float()
 
 
 def _scaled_product(

@@ -12,13 +12,20 @@ rounded product, then its rounding error, from the same operands:
 against 39 ms for all columns at once and 44 ms from fp32 copies.
 
 `add_product` adds the unrounded product to an fp32 sum, such as the residual stream, or stores it.
+
+`summed` adds up the products a^T @ b of CHUNK_ROWS rows each, from the last rows to the first. So an
+adapter's gradient has the same bits if a layer's rows are differentiated so many at a time, in that order
+(learner/chunked_mlp.py).
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 CASES = ((5, 64, 33), (128, 576, 192), (1, 8, 100), (2, 16, 4_097))  # M, K, N
 _COLUMNS = 4096
+CHUNK_ROWS = 16_384
 
 
 def reference(a: Tensor, b: Tensor) -> Tensor:
@@ -51,3 +58,23 @@ def add_product(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, alpha: float = 1.0, *,
         return torch.addmm(c_MN, a_MK, b_KN, out_dtype=torch.float32, beta=beta, alpha=alpha, out=c_MN)
     ab_MN = product(a_MK, b_KN)
     return c_MN.add_(ab_MN, alpha=alpha) if beta else torch.mul(ab_MN, alpha, out=c_MN)
+
+
+def row_chunks(num_rows: int) -> list[slice]:
+    """Return the chunks of so many rows, the last of which may be smaller."""
+    return [slice(start, min(start + CHUNK_ROWS, num_rows)) for start in range(0, num_rows, CHUNK_ROWS)]
+
+
+def summed(
+    a_TM: Tensor,
+    b_TN: Tensor,
+    alpha: float = 1.0,
+    *,
+    multiply: Callable[[Tensor, Tensor], Tensor] = product,
+) -> Tensor:
+    """Return alpha * a^T @ b in fp32, as the sum over chunks of rows. multiply: returns a new fp32 tensor."""
+    *before, last = row_chunks(len(a_TM)) or [slice(0)]
+    total_MN = multiply(a_TM[last].T, b_TN[last]).mul_(alpha)
+    for some in reversed(before):
+        total_MN.add_(multiply(a_TM[some].T, b_TN[some]).mul_(alpha))
+    return total_MN

@@ -2,13 +2,12 @@
 
     none      all activations
     layer     the layer's input h_TD; the rest is recomputed
-    offload   the same in pinned host memory: h_TD is copied out while the next layers run, and copied back
-              while the layer above is differentiated; at most two of them are on the device meanwhile
+    offload   the same in pinned host memory, as far as it has room (kept_on_host.py)
 
 Gradients are bitwise the same: tests/learner/test_activation_checkpointing.py. A weight unpacked for the
 second forward pass serves the input gradient too, so a layer unpacks no more often than without
 checkpointing. A layer's last product, 29 % of a forward pass at the 7B shape, is not recomputed: nothing
-reads it.
+reads it. With more than 16,384 rows its MLP runs some rows at a time (chunked_mlp.py).
 
 Peak memory of learning from 8,192 rows, 7B shape, NVFP4 (H200): 41.2 GB with none, 13.2 GB with layer (3.3 GB
 of it are layer inputs in fp32), 10.8 GB planned with offload (0.5 GB of inputs).
@@ -19,11 +18,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from qerl.learner.chunked_mlp import feed_backward, feed_forward, mlp_linears, num_chunks
+from qerl.learner.host_memory import usable_host_bytes
+from qerl.learner.kept_on_host import OnHost
 from qerl.models.decoder import Attend, Layer, RowContext, RunLayer, run_layer
-from qerl.models.linear import QuantLinear, repeating
-
-_LEAVING = 2
+from qerl.models.linear import QuantLinear, holding, repeating
 
 
 class OnDevice:
@@ -40,65 +41,6 @@ class OnDevice:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Copy:
-    """A copy in progress; `source` must not be reused before it is done."""
-
-    source: Tensor
-    target: Tensor
-    is_done: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        """Order all later work of the device after the copy."""
-        if self.is_done is not None:
-            torch.cuda.current_stream().wait_event(self.is_done)
-
-
-class OnHost:
-    """The same. Memory in use is tracked by references: streams wait before one is dropped."""
-
-    def __init__(self, device: torch.device, lane: torch.cuda.Stream | None):
-        self._device, self._lane = device, lane
-        self._leaving: dict[int, _Copy] = {}
-        self._hosted: dict[int, Tensor] = {}
-        self._coming: dict[int, _Copy] = {}
-
-    def put(self, layer_index: int, h_TD: Tensor) -> None:
-        if len(self._leaving) == _LEAVING:
-            self._leaving.pop(min(self._leaving)).wait()
-        host_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, pin_memory=self._lane is not None)
-        self._hosted[layer_index] = host_TD
-        self._leaving[layer_index] = self._copy(h_TD, host_TD)
-
-    def take(self, layer_index: int) -> Tensor:
-        """An input that has not left yet is taken from where it is; the copy of the one below starts."""
-        self._fetch(layer_index)
-        is_here = layer_index in self._leaving
-        copy = (self._leaving if is_here else self._coming).pop(layer_index)
-        copy.wait()
-        del self._hosted[layer_index]
-        self._fetch(layer_index - 1)
-        return copy.source if is_here else copy.target
-
-    def _fetch(self, layer_index: int) -> None:
-        if layer_index not in self._hosted or layer_index in self._leaving or layer_index in self._coming:
-            return
-        host_TD = self._hosted[layer_index]
-        h_TD = torch.empty(host_TD.shape, dtype=host_TD.dtype, device=self._device)
-        self._coming[layer_index] = self._copy(host_TD, h_TD)
-
-    def _copy(self, source: Tensor, target: Tensor) -> _Copy:
-        if self._lane is None:
-            target.copy_(source)
-            return _Copy(source, target, None)
-        self._lane.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._lane):
-            target.copy_(source, non_blocking=True)
-            is_done = torch.cuda.Event()
-            is_done.record()
-        return _Copy(source, target, is_done)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Call:
     """A layer's call without its input."""
 
@@ -111,14 +53,23 @@ class _Call:
     def __call__(self, h_TD: Tensor) -> Tensor:
         return self.layer(h_TD, self.context, self.layer_index, self.attend)
 
+    def run(self, h_TD: Tensor) -> Tensor:
+        """Call the layer without a gradient; it may write its result over its input."""
+        if num_chunks(self.layer, len(h_TD)) == 1:
+            return self(h_TD)
+        return feed_forward(self.layer, self.mix(h_TD), self.context, self.layer_index)
+
+    def mix(self, h_TD: Tensor) -> Tensor:
+        return self.layer.mix(h_TD, self.context, self.layer_index, self.attend)
+
 
 def checkpoint_layers(kept: OnDevice | OnHost) -> RunLayer:
     """Run the layers of a pass, and rerun each of them in the backward pass."""
 
     def run(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-        if not torch.is_grad_enabled():
-            return layer(h_TD, context, layer_index, attend)
         call = _Call(layer, context, layer_index, attend, kept)
+        if not torch.is_grad_enabled():
+            return call.run(h_TD)
         return _CheckpointedLayer.apply(call, h_TD, *layer.parameters())
 
     return run
@@ -131,23 +82,56 @@ class _CheckpointedLayer(torch.autograd.Function):
         call.kept.put(
             call.layer_index, h_TD.detach()
         )  # its autograd history would reference this call: a cycle
-        return call(h_TD.clone())  # without a gradient a layer may write its result over its input
+        return call.run(h_TD.clone())
 
     @staticmethod
     def backward(ctx, dy_TD):  # type: ignore[override]
         call, wanted = ctx.call, ctx.needs_input_grad[1:]
-        inputs = [call.kept.take(call.layer_index).requires_grad_(wanted[0]), *call.layer.parameters()]
+        h_TD = call.kept.take(call.layer_index).requires_grad_(wanted[0])
+        masters = [x for x, is_wanted in zip(call.layer.parameters(), wanted[1:], strict=True) if is_wanted]
         linears = [module for module in call.layer.modules() if isinstance(module, QuantLinear)]
-        with torch.enable_grad(), repeating(linears, unread=call.layer.unread_linear):
-            y_TD = call(inputs[0])
-            asked = [x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
-            found = iter(torch.autograd.grad(y_TD, asked, dy_TD, allow_unused=True))
-        return None, *(next(found) if is_wanted else None for is_wanted in wanted)
+        is_chunked = num_chunks(call.layer, len(h_TD)) > 1
+        held = holding(mlp_linears(call.layer) if is_chunked else [])
+        with held, torch.enable_grad(), repeating(linears, unread=call.layer.unread_linear):
+            find = _gradients_by_chunks if is_chunked else _gradients
+            dh_TD, *found = find(call, h_TD, masters, dy_TD)
+        gradients = iter(found)
+        return None, dh_TD, *(next(gradients) if is_wanted else None for is_wanted in wanted[1:])
+
+
+def _gradients(call: _Call, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor) -> list[Tensor | None]:
+    """Return the gradients in h, None if it needs none, and in each master, None if it was not used."""
+    return _grad(call(h_TD), h_TD, masters, dy_TD)
+
+
+def _gradients_by_chunks(
+    call: _Call, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor
+) -> list[Tensor | None]:
+    """The same with the MLP chunked."""
+    mixed_TD = call.mix(h_TD)
+    edge = get_gradient_edge(mixed_TD)
+    mixed_TD = mixed_TD.detach()
+    of_mlp = {id(x) for linear in mlp_linears(call.layer) for x in linear.parameters()}
+    fed, mixing = ([x for x in masters if (id(x) in of_mlp) is is_fed] for is_fed in (True, False))
+    dmixed_TD, fed_found = feed_backward(call.layer, mixed_TD, call.context, call.layer_index, dy_TD, fed)
+    del mixed_TD  # as large as h
+    dh_TD, *mixing_found = _grad(edge, h_TD, mixing, dmixed_TD)
+    by_master = dict(zip(map(id, [*fed, *mixing]), [*fed_found, *mixing_found], strict=True))
+    return [dh_TD, *(by_master[id(x)] for x in masters)]
+
+
+def _grad(
+    y_TD: Tensor | GradientEdge, h_TD: Tensor, masters: list[Tensor], dy_TD: Tensor
+) -> list[Tensor | None]:
+    asked = [h_TD, *masters] if h_TD.requires_grad else masters
+    found = torch.autograd.grad(y_TD, asked, dy_TD, allow_unused=True)
+    return [*found] if h_TD.requires_grad else [None, *found]
 
 
 def _on_host(device: torch.device) -> Callable[[], RunLayer]:
     lane = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return lambda: checkpoint_layers(OnHost(device, lane))
+    most_bytes = usable_host_bytes()  # now: later passes use the memory of the first again
+    return lambda: checkpoint_layers(OnHost(device, lane, most_bytes))
 
 
 # By device: the factory of each pass's RunLayer.

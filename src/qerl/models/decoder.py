@@ -28,16 +28,16 @@ from qerl.aqn.noise_table import NoiseTable
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.rms_norm import rms_norm
-from qerl.kernels.swiglu import Activation, gated
 from qerl.kernels.tile_unpack import UnpackRows
 from qerl.models.architecture import Architecture, LayerKind
 from qerl.models.delta_net import GatedDeltaNet, Recur
-from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
+from qerl.models.layer_spec import LayerSpec, layer_spec
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead
 from qerl.models.mixture import ExpertEnds, ExpertLinear, MixtureMLP, Route
+from qerl.models.mlp import MLP, linears_of
 from qerl.models.norm import RMSNorm
-from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
+from qerl.models.packed_linear import project, project_onto, room, tile_linears
 from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
 from qerl.models.tiled_experts import ExpertRows, rows_of_gate_up, tile_experts
 
@@ -74,11 +74,6 @@ class EmbeddingTable(nn.Module):
         self.register_buffer("weight", torch.empty(vocab_size, width, dtype=compute, device=device))
 
 
-def _linears(group: LinearGroupSpec, compute: torch.dtype, device: torch.device) -> Iterator[QuantLinear]:
-    for x in group.linears:
-        yield QuantLinear(x.in_width, x.out_width, has_bias=x.has_bias, compute=compute, device=device)
-
-
 class Attention(nn.Module):
     def __init__(
         self,
@@ -101,12 +96,12 @@ class Attention(nn.Module):
             window=kind.window,
             sinks_N=self.sinks,
         )
-        self.q_proj, self.k_proj, *v_proj = _linears(spec.qkv, compute, device)
+        self.q_proj, self.k_proj, *v_proj = linears_of(spec.qkv, compute, device)
         self.v_proj = v_proj[0] if v_proj else None
         self._value_norm = (
             (torch.ones(self.head_size, device=device), arch.norm_eps) if arch.value_norm else None
         )
-        (self.o_proj,) = _linears(spec.o, compute, device)
+        (self.o_proj,) = linears_of(spec.o, compute, device)
         self._norms_heads = arch.qk_norm_over == "head"
         if arch.qk_norm:
             widths = (spec.norm_widths[f"self_attn.{name}"] for name in ("q_norm", "k_norm"))
@@ -158,30 +153,6 @@ class Attention(nn.Module):
         return (self.q_proj, self.k_proj, *(() if self.v_proj is None else (self.v_proj,)))
 
 
-class MLP(nn.Module):
-    def __init__(self, arch: Architecture, spec: LayerSpec, compute: torch.dtype, device: torch.device):
-        super().__init__()
-        self._activation: Activation = arch.activation
-        gate_up, down = spec.mlp
-        self.gate_proj, self.up_proj = _linears(gate_up, compute, device)
-        (self.down_proj,) = _linears(down, compute, device)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Return silu(gate) * up, which down_proj multiplies; with room behind its rows, or with none."""
-        if self._activation == "silu":
-            return project_swiglu(x_TD, self.gate_up_projs, room=room((self.down_proj,)))
-        gate_TF, up_TF = project(x_TD, self.gate_up_projs, gaps_are_free=True)
-        return gated(gate_TF, up_TF, self._activation)
-
-    @property
-    def gate_up_projs(self) -> tuple[QuantLinear, QuantLinear]:
-        return self.gate_proj, self.up_proj
-
-    @property
-    def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:
-        return self.gate_up_projs, (self.down_proj,)
-
-
 class Layer(nn.Module):
     input_layernorm: NoisedRMSNorm
     """This and the next one in plain layers; the norms of others are those of `norms`."""
@@ -204,15 +175,24 @@ class Layer(nn.Module):
             self.add_module(name, kind(arch.width, arch.norm_eps, compute=compute, device=device))
 
     def forward(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-        angles, noise_rows_T, recur, route, expert_rows, expert_ends = context
-        norms, mixer, mlp = self.norms, self.mixer, self.mlp
+        return self.feed(self.mix(h_TD, context, layer_index, attend), context, layer_index)
+
+    def mix(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
+        """Return h after attention, or what is in its place: the part that reads other rows."""
+        angles, noise_rows_T, recur, *_ = context
+        norms, mixer = self.norms, self.mixer
         x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, mixer.qkv_projs)
         if isinstance(mixer, Attention):
             o_TC = mixer(x_TD, angles, layer_index, attend)
         else:
             assert recur is not None, "this pass has no function for recurrent states"
             o_TC = mixer(x_TD, layer_index, recur)
-        h_TD = self._add(h_TD, o_TC, mixer.o_proj, norms.after_attention, noise_rows_T)
+        return self._add(h_TD, o_TC, mixer.o_proj, norms.after_attention, noise_rows_T)
+
+    def feed(self, h_TD: Tensor, context: RowContext, layer_index: int) -> Tensor:
+        """Return h after the MLP or the experts, each row from itself alone."""
+        _, noise_rows_T, _, route, expert_rows, expert_ends = context
+        norms, mlp = self.norms, self.mlp
         if isinstance(mlp, MixtureMLP):
             assert norms.before_mlp is not None
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)

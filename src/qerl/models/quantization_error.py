@@ -15,9 +15,10 @@ from torch import Tensor
 
 from qerl.formats import BF16, PackedWeight
 from qerl.models.awq import run_sequences
-from qerl.models.decoder import MLP, Attend, Decoder, Layer, RowContext
+from qerl.models.decoder import Attend, Decoder, Layer, RowContext
 from qerl.models.expert_loading import load_experts
 from qerl.models.linear import QuantLinear
+from qerl.models.mlp import MLP
 from qerl.models.source import Checkpoint
 from qerl.models.state_dict import read_float
 

@@ -40,17 +40,24 @@ from qerl.formats import FORMATS
 from qerl.kernels.fused_linear import WIDE_ROWS
 from qerl.kernels.head_operand import slice_columns
 from qerl.learner.plan import mixture
+from qerl.learner.plan.activations import (
+    compute_dtype,
+    element_bytes,
+    host_bytes,
+    kept_bytes,
+    layer_bytes,
+    row_width,
+    saves_up,
+)
 from qerl.learner.plan.rows import microbatch_rows
 from qerl.learner.plan.teacher import planned_teacher
 from qerl.models.architecture import Architecture
-from qerl.models.device import COMPUTE
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, adapter_targets, counted_specs
 from qerl.models.lm_head import packed_width
 
 CONTEXT_BYTES = 0.6e9  # CUDA, its libraries and the kernels
 _CHECKPOINTING_MODES = "none", "layer", "offload"
 USABLE_SHARE = 0.95  # torch's blocks hold unused memory that no part counts
-_ROW_MULTIPLE = 64  # a row that holds an adapter's columns too is padded to a multiple of this
 _TILED_BYTES = {"mxfp4": 0.5625, "nf4": 0.5625}  # of a weight in tiles (models/packed_linear.py)
 
 
@@ -58,7 +65,7 @@ _TILED_BYTES = {"mxfp4": 0.5625, "nf4": 0.5625}  # of a weight in tiles (models/
 class MemoryPart:
     name: str
     num_bytes: float
-    when: Literal["always", "sampling", "teaching", "learning"]
+    when: Literal["always", "sampling", "teaching", "learning", "on the host"]
 
 
 def weight_bytes(a: Architecture, format: str) -> float:
@@ -77,15 +84,6 @@ def _layer_weight_bytes(spec: LayerSpec, format: str) -> float:
     biases = sum(2 * linear.out_width for linear in linears if linear.has_bias)
     biases += sum((4 if x.short_name == "router" else 2) * x.out_width for x in plain if x.has_bias)
     return packed + factors + biases
-
-
-def element_bytes(config: RunConfig) -> int:
-    """Return the bytes of one element of an activation, an unpacked weight or a working copy."""
-    return _compute_dtype(config).itemsize
-
-
-def _compute_dtype(config: RunConfig) -> torch.dtype:
-    return COMPUTE.get(config.model.dtype, torch.bfloat16)
 
 
 def embedding_bytes(
@@ -120,7 +118,7 @@ def optimizer_bytes(num_weights: int, optimizer: str) -> float:
 
 def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> float:
     engine, max_tokens = config.engine, config.sample.max_tokens
-    dtype = FP8 if engine.kv_cache_dtype == "fp8" else _compute_dtype(config)
+    dtype = FP8 if engine.kv_cache_dtype == "fp8" else compute_dtype(config)
     in_work = config.num_prompts + (config.rollout.extra_prompts if config.rollout.partial else 0)
     running = min(in_work * config.num_generations, engine.max_num_seqs)
     prompts = min(in_work, engine.max_num_seqs)
@@ -129,7 +127,7 @@ def kv_cache_bytes(a: Architecture, config: RunConfig, prompt_tokens: int) -> fl
     own = own_pages(prompt_tokens, max_tokens, engine.block_size)
     pages += (kept + running) * own
     slots = prompts + running if config.algo.branching == "none" else config.num_prompts + running
-    slot = slot_bytes(a, _compute_dtype(config))
+    slot = slot_bytes(a, compute_dtype(config))
     size = CacheSize.of(a, engine, dtype, slot_bytes=slot, max_rows=engine.max_num_seqs)
     windowed = 0
     if size.window is not None:
@@ -143,7 +141,7 @@ def pass_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     """Return the bytes of a forward pass without gradient: one layer's activations, gate and up (in fp32 for
     some rows, except in FP8's kernels), and the layer's largest operand."""
     specs, size = [spec for spec, _ in counted_specs(a)], element_bytes(config)
-    gate_up = 2 * size * rows if _saves_up(config) else 8 * min(rows, WIDE_ROWS)
+    gate_up = 2 * size * rows if saves_up(config) else 8 * min(rows, WIDE_ROWS)
     row = size * (4 * a.width + 2 * max(x.qkv.out_width for x in specs))
     row += 0 if a.delta is None else a.delta.working_bytes
     mlp = max(
@@ -167,7 +165,7 @@ def _operand_bytes(group: LinearGroupSpec, config: RunConfig) -> float:
     if not group.is_quantized:  # BF16; routers compute in fp32
         size = 4 if group.name == "router" else element_bytes(config)
         return 0.0 if size == 2 else float(size * group.num_weights)
-    return element_bytes(config) * group.out_width * _row_width(group.in_width, group, config)
+    return element_bytes(config) * group.out_width * row_width(group.in_width, group, config)
 
 
 def adapter_column_bytes(a: Architecture, config: RunConfig) -> int:
@@ -176,7 +174,7 @@ def adapter_column_bytes(a: Architecture, config: RunConfig) -> int:
     if config.model.format != "bf16" or element_bytes(config) != 2:
         return 0
     return 2 * sum(
-        count * group.out_width * (_row_width(group.in_width, group, config) - group.in_width)
+        count * group.out_width * (row_width(group.in_width, group, config) - group.in_width)
         for spec, count in counted_specs(a)
         for group in spec.groups
     )
@@ -187,66 +185,6 @@ def operand_cache_bytes(a: Architecture, config: RunConfig) -> float:
     if config.model.format == "fp8-flow":
         return 0.0
     return sum(n * sum(each) for each, n in operand_bytes(a, config))
-
-
-def _saves_up(config: RunConfig) -> bool:
-    """True if swiglu's backward pass reads up; else it recovers up from its result (kernels/swiglu.py)."""
-    return config.model.format == "fp8-flow"
-
-
-def saved_bytes_per_row(a: Architecture, config: RunConfig) -> float:
-    """Return the bytes that the largest layer's forward pass saves for its backward pass, for each row."""
-    return max(_saved_bytes(a, config, spec) for spec, _ in counted_specs(a))
-
-
-def _saved_bytes(a: Architecture, config: RunConfig, spec: LayerSpec) -> float:
-    """Return those of one layer.
-
-    Saved in the compute dtype: inputs of products and swiglu, q, the branches' k and v, the attention output,
-    inputs of norms after attention and MLP. Without the fused swiglu, gate, its activation and up are saved.
-    Saved in fp32: inputs of the norms, and the softmax's sums. In a layer with Gated DeltaNet: what its
-    linears return, the convolution's result in both dtypes, and the output before and after its norm.
-    """
-    gate_up = (1 + _saves_up(config) if a.activation == "silu" else 3) * a.ff_width * (not spec.experts)
-    gate_up += a.width * sum(norm is not None for norm in (a.norms.after_attention, a.norms.after_mlp))
-    groups = spec.groups[:2] if spec.experts else spec.groups
-    inputs = sum(_row_width(group.in_width, group, config) for group in groups)
-    size = element_bytes(config)
-    experts = mixture.saved_bytes_per_row(a, config.adapter, size) if spec.experts else 0
-    if spec.kind.mixer == "delta":
-        assert a.delta is not None
-        mixed = spec.qkv.out_width + a.delta.channels + 2 * a.delta.value_width
-        fp32 = 2 * a.width + 2 * a.delta.channels + a.delta.value_width
-        return size * (inputs + gate_up + mixed) + 4 * fp32 + experts
-    q, k, v = spec.qkv.out_widths
-    return size * (inputs + gate_up + 2 * q + k + v) + 4 * (2 * a.width + a.num_heads) + experts
-
-
-def backward_bytes_per_row(a: Architecture, config: RunConfig) -> float:
-    """Return the peak bytes of gradients in a layer's backward pass, for each row.
-
-    Counted: gate, up and h in the compute dtype, h twice in fp32, and swiglu's own gradient, which overwrites
-    its input where that is not read again.
-    """
-    size, has_dense = element_bytes(config), any(kind.mlp == "dense" for kind in a.kinds)
-    dense = size * ((3 - _saves_up(config)) * a.ff_width + a.width) * has_dense
-    experts = 0 if a.mixture is None else mixture.backward_bytes_per_row(a, size) + size * a.width
-    return max(dense, experts) + 4 * 2 * a.width
-
-
-def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
-    """Return the bytes of activations for so many rows.
-
-    none: all layers' saved rows. layer: each layer's input and one layer's saved rows. offload: four inputs.
-    """
-    each = [(_saved_bytes(a, config, spec), count) for spec, count in counted_specs(a)]
-    one, inputs = max(num_bytes for num_bytes, _ in each), 4 * a.width
-    saved = {
-        "none": sum(count * num_bytes for num_bytes, count in each),
-        "layer": a.num_layers * inputs + one,
-        "offload": min(4, a.num_layers) * inputs + one,
-    }
-    return rows * (saved[config.learn.gradient_checkpointing] + backward_bytes_per_row(a, config))
 
 
 def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
@@ -274,10 +212,8 @@ def head_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
 def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list[MemoryPart]:
     n, rows = num_trained_weights(a, config), microbatch_rows(config, prompt_tokens)
     # The head's rows are freed before the layers' backward passes begin; the saved inputs stay all along.
-    kept = activation_bytes(a, config, rows) - rows * backward_bytes_per_row(a, config)
-    if config.learn.gradient_checkpointing != "none":
-        kept -= rows * saved_bytes_per_row(a, config)
-    layers = activation_bytes(a, config, rows) - kept + unpacked_bytes(a, config)
+    kept = kept_bytes(a, config, rows)
+    layers = layer_bytes(a, config, rows) + unpacked_bytes(a, config)
     head = head_bytes(a, config, rows)
     sampler = 0 if config.model.sampler_format is None else weight_bytes(a, config.model.sampler_format)
     num_noise_rows = 1 if config.noise.scope == "step" else 1 + config.num_noises
@@ -300,6 +236,7 @@ def memory_parts(a: Architecture, config: RunConfig, prompt_tokens: int) -> list
         MemoryPart("adapter's gradients", 4 * n, "learning"),
         MemoryPart(f"activations saved for {rows} rows", kept, "learning"),
         MemoryPart(backward, max(layers, head), "learning"),
+        MemoryPart("layer inputs", host_bytes(a, config, rows), "on the host"),
     ]
 
 
@@ -371,11 +308,3 @@ def usable_bytes(device: torch.device) -> float:
 
 def learning_bytes(parts: list[MemoryPart]) -> float:
     return sum(part.num_bytes for part in parts if part.when in ("always", "learning"))
-
-
-def _row_width(width: int, group: LinearGroupSpec, config: RunConfig) -> int:
-    """Return the elements of a row with the columns that the group's adapters add to it."""
-    adapter = config.adapter
-    num_adapters = sum(linear.short_name in adapter.target_modules for linear in group.linears)
-    rank = adapter.rank * num_adapters * (adapter.kind == "lora")
-    return math.ceil((width + rank) / _ROW_MULTIPLE) * _ROW_MULTIPLE if rank else width
