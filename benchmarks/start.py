@@ -77,8 +77,8 @@ class StartOptions:
     child: str | None = None
     """Used by the benchmark itself: time.time() of this process's start."""
 
-    ahead: bool = True
-    """Used by the benchmark itself: compile while the weights are read."""
+    ahead: bool | None = None
+    """Compile while the weights are read, or not; by default both are measured."""
 
     def __post_init__(self):
         check_positive(self, "lora_rank", "rows", "prompt_tokens", "max_tokens", "runs")
@@ -98,7 +98,7 @@ def bench_start(options: StartOptions) -> None:
         options = dataclasses.replace(options, model=model)
         _read_once(Path(model))
         for run in range(options.runs):
-            for ahead in (False, True):
+            for ahead in (False, True) if options.ahead is None else (options.ahead,):
                 cache = Path(folder) / f"cache-{run}-{ahead}"
                 for state in ("cold", "warm"):
                     case = {"cache": state, "while_loading": ahead, "run": run}
@@ -114,7 +114,7 @@ def measure(options: StartOptions, start_s: float) -> dict[str, Any]:
     architecture = architecture_of(locate(options.model).open())
     tokenizer: Any = NullTokenizer(architecture.vocab_size)
     tokenizer.eos_token_id = None
-    if options.ahead:
+    if options.ahead is not False:
         compile_while_loading(config, positions)
     decoder, engine = load_sampler(config, tokenizer)
     engine.expect(positions)
@@ -202,7 +202,7 @@ def _random_tensors(a: Architecture) -> Iterator[tuple[str, Tensor]]:
 def _in_process(options: StartOptions, cache: Path, ahead: bool) -> dict[str, Any]:
     names = ("model", "format", "lora_rank", "rows", "prompt_tokens", "max_tokens")
     given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    command = [sys.executable, "-m", "benchmarks", "start", *given, "--ahead" if ahead else "--no-ahead"]
+    command = [sys.executable, "-m", "benchmarks", "start", *given, f"--ahead={ahead}"]
     environment = os.environ | {"QERL_CACHE": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
     process = subprocess.run(
         [*command, f"--child={time.time()}"], env=environment, capture_output=True, text=True, check=False

@@ -20,7 +20,7 @@ from qerl.tracking.json_lines import read_lines
 from qerl.training.rollout import learned_parts, with_advantages
 from qerl.types import Pivot, Prompt, Sampling
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 TOKENS = {"logprobs": True, "extra_body": {"return_token_ids": True}}
 

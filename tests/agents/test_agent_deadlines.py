@@ -6,7 +6,7 @@ import time
 import pytest
 from agent_episodes import load_tiny, playing
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 
 

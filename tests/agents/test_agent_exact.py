@@ -11,7 +11,7 @@ import tiny_run
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 AGENT = '''

@@ -10,7 +10,7 @@ from agent_episodes import load_tiny, noting_samples, playing, turns_of
 
 from qerl.tasks.reward import imported
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 ROW = {"prompt": [{"role": "user", "content": "Is 3 big?"}], "answer": "7"}

@@ -16,7 +16,7 @@ from qerl.models.transformers_model import TransformersModel
 from qerl.serve.loaded_model import load_model
 from qerl.training.rollout import agent_metrics, learned_parts
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 SCHEMA = {

@@ -13,7 +13,7 @@ from agent_episodes import load_tiny, playing
 from qerl.config import TaskConfig
 from qerl.tasks.worker_process import MOST_PRINTED
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 MB = 1 << 20
 NUM_MB = 200

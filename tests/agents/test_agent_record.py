@@ -1,7 +1,9 @@
 """An agent's episodes are recorded as the engine sampled them."""
 
 import asyncio
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from agent_episodes import load_tiny, noting_samples, playing, turns_of
 from engine.parts import packed_logprobs
 from qerl.training.rollout import learned_parts
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 TOKENS = {"logprobs": True, "extra_body": {"return_token_ids": True}}
 
@@ -262,3 +264,20 @@ def test_sampling_is_the_runs_whatever_the_agent_asks_for(model):
     texts = {tuple(p.samples_G[0].tokens_T) for s in group.samples_G for p in s.episode.parts}
     assert len(texts) == 6
     assert len({tuple(p.samples_G[0].tokens_T) for s in best.samples_G for p in s.episode.parts}) == 1
+
+
+def test_a_closed_endpoint_keeps_neither_engine_nor_cache(tmp_path):
+    """The caches of FastAPI kept an application, and with it each engine, as long as the process."""
+    loaded = load_tiny(tmp_path)
+    with playing(loaded, hello) as play:
+        (group,) = play({}, num_samples=1)
+    assert group.samples_G[0].failure is None
+    engine = weakref.ref(loaded.engine)
+    del loaded, play, group
+    gc.collect()
+    assert engine() is None
+
+
+def hello(client):
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], max_tokens=2)
+    return 1.0

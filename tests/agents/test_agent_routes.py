@@ -10,7 +10,7 @@ from qerl.config import ModelConfig
 from qerl.serve.loaded_model import load_model
 from training.test_mixture_run import MANY, routes_of
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 
 

@@ -14,7 +14,7 @@ from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
 from training.ranks import StartedRanks
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 SHORT = ("--num-steps", "4", "--evaluate.num-prompts", "0", "--noise.schedule", "none")
 AGENT = """

@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 from qerl.tracking.json_lines import read_lines
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 AGENT = """

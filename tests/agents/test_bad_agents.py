@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 from agent_episodes import load_tiny, playing
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 HELLO = [{"role": "user", "content": "hello"}]
 FINE = {"do": "fine"}

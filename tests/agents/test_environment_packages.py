@@ -20,7 +20,7 @@ from qerl.serve.agents.verifiers import VerifiersAgent, put_uv_on_path
 from qerl.tasks import env_packages
 from qerl.tasks.rows import open_rows
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
@@ -296,10 +296,10 @@ def run_without(package, *arguments):
         ("verifiers", ("--env", "verifiers:a"), "verifiers:a needs verifiers: pip install 'qerl[verifiers]'"),
         ("openenv", ("--env", "openenv:a:b"), "openenv:a:b needs openenv: pip install 'qerl[openenv]'"),
         ("openai", ("--agent", "{my}:agent"), "an agent needs openai: pip install openai"),
-        ("fastapi", ("--agent", "{my}:agent"), "an agent needs fastapi: pip install fastapi"),
+        ("starlette", ("--agent", "{my}:agent"), "an agent needs starlette: pip install starlette"),
         ("uvicorn", ("--agent", "{my}:agent"), "an agent needs uvicorn: pip install uvicorn"),
     ],
-    ids=["verifiers", "openenv", "openai", "fastapi", "uvicorn"],
+    ids=["verifiers", "openenv", "openai", "starlette", "uvicorn"],
 )
 def test_a_missing_package_is_named_with_the_line_that_installs_it(package, given, line, tmp_path):
     (tmp_path / "my.py").write_text("def agent(client):\n    return 1.0\n")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import tiny_run
 from qerl.cli.main import command
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
 SMALL = {

@@ -21,7 +21,7 @@ from qerl.serve.loaded_model import LoadedModel
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
 from qerl.training.rollout import agent_metrics
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 NUM_PAGES = 40
 NUM_LONG = 10

@@ -14,7 +14,7 @@ from qerl.config import TaskConfig
 from qerl.serve.agents.openenv import OpenEnvAgent
 from qerl.serve.agents.verifiers import VerifiersAgent
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from benchmarks import start
 from benchmarks.start import StartOptions, measure, write_checkpoint
 from qerl.errors import UserError
 from qerl.models.random_weights import shape
@@ -44,14 +45,23 @@ def test_a_process_loads_samples_and_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_prints_a_line_for_each_cache_with_and_without_compiling_ahead(tmp_path):
+def test_it_prints_a_line_for_each_cache_of_the_asked_way_to_compile(tmp_path):
     sizes = ("--rows=8", "--prompt-tokens=8", "--max-tokens=16", "--lora-rank=16")
-    command = [sys.executable, "-m", "benchmarks", "start", f"--model={tiny_model(tmp_path)}", *sizes]
+    model = f"--model={tiny_model(tmp_path)}"
+    command = [sys.executable, "-m", "benchmarks", "start", model, *sizes, "--ahead=False"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["cache"], line["while_loading"]) for line in lines] == [("cold", False), ("warm", False)]
+
+
+def test_every_cache_is_measured_with_and_without_compiling_ahead(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(start, "_in_process", lambda options, cache, ahead: {"cache_folder": cache.name})
+    start.bench_start(StartOptions(model=tiny_model(tmp_path)))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     cases = [("cold", False), ("warm", False), ("cold", True), ("warm", True)]
     assert [(line["cache"], line["while_loading"]) for line in lines] == cases
+    assert len({line["cache_folder"] for line in lines}) == 2
 
 
 def test_rows_are_whole_groups():

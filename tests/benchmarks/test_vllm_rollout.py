@@ -1,11 +1,11 @@
 """vLLM is run on the lengths of qerl bench rollout."""
 
 import importlib.util
-import subprocess
 import sys
 
 import pytest
 
+from benchmarks import __main__
 from benchmarks.vllm_rollout import VllmRolloutOptions, lengths_of
 from qerl.cli.bench.case import make_case
 from qerl.cli.bench.options import BenchRolloutOptions
@@ -18,8 +18,10 @@ def test_the_lengths_are_those_of_qerls_benchmark():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
-def test_without_vllm_it_is_one_line():
-    command = [sys.executable, "-m", "benchmarks", "vllm-rollout"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("benchmarks: vLLM cannot be imported") and done.stderr.count("\n") == 1
+def test_without_vllm_it_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "vllm-rollout"])
+    with pytest.raises(SystemExit) as stop:
+        __main__.main()
+    shown = capsys.readouterr()
+    assert stop.value.code == 2 and shown.out == ""
+    assert shown.err.startswith("benchmarks: vLLM cannot be imported") and shown.err.count("\n") == 1

@@ -4,7 +4,7 @@ import concurrent.futures
 import json
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from serve import parts
 

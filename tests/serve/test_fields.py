@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from qerl.serve.tools import ToolCallStream
 from serve import parts

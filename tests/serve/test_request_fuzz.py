@@ -5,9 +5,9 @@ import json
 import sys
 
 import pytest
-from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
 from qerl.serve.fields import ChatBody, CompletionBody
 from qerl.serve.responses import ResponsesBody

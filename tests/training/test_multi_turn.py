@@ -393,7 +393,7 @@ def test_a_run_tells_of_its_episodes(unbroken):
         roles = [[m["role"] for m in s["turns"]] for s in own]
         assert step["turns"] == sum(r.count("assistant") for r in roles) / len(own)
         assert step["tool_calls"] == sum(r.count("tool") for r in roles) > 0
-        assert step["given_tokens"] > 0
+        assert step["environment_tokens"] > 0
         assert step["num_failed_episodes"] == sum(s["reward"] is None for s in own)
     assert sum(step["num_failed_episodes"] for step in steps) > 0
     events = (unbroken / "events.jsonl").read_text()
@@ -436,7 +436,7 @@ def test_a_run_that_was_killed_meets_the_same_episodes(files, unbroken):
     assert_same_run(out, unbroken)
 
 
-def test_given_tokens_are_no_part_of_lengths(unbroken):
+def test_environment_tokens_are_no_part_of_lengths(unbroken):
     for step in metrics(unbroken):
         assert step["mean_tokens"] <= 3 * 8
 

@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> None:
     if config is not None:
         default = ServeOptions(model=config.model, system_prompt=config.task.system_prompt)
     options = parse_options(ServeOptions, arguments, f"serve {source}", default, __doc__)
-    if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     announce(f"serve {source}: {options.model.format}, loading", sys.stdout)
     from qerl.serve.server import serve

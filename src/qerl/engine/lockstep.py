@@ -61,8 +61,9 @@ def forward(
     model: TransformersModel, tokens_BT: Tensor, cache: Any, *, num_logits: int
 ) -> tuple[Tensor, Any]:
     """Return (logits of at least the last num_logits positions, the cache after the tokens)."""
-    keeps = "logits_to_keep" in inspect.signature(model.model.forward).parameters
-    kept = {"logits_to_keep": num_logits} if keeps else {}
-    found = model.model(tokens_BT, past_key_values=cache, use_cache=True, **kept)
-    after = getattr(found, "past_key_values", None)
+    taken = inspect.signature(model.model.forward).parameters
+    kept = {"logits_to_keep": num_logits} if "logits_to_keep" in taken else {}
+    name = "cache" if "cache" in taken else "past_key_values"  # its name before transformers 5.24
+    found = model.model(tokens_BT, **{name: cache}, use_cache=True, **kept)
+    after = getattr(found, name, None)
     return found.logits, after if hasattr(after, "reorder_cache") else None

@@ -14,12 +14,12 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -47,6 +47,7 @@ StreamQueue = asyncio.Queue[StreamItem]
 
 
 Parsed = TypeVar("Parsed")
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(
@@ -55,7 +56,7 @@ def make_app(
     *,
     api_key: str | None,
     check: Callable[[Request], Awaitable[None]] | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Return the app; its state has the server's metrics, and what ends the requests that are running.
 
     check: used instead of the check of api_key. It raises ApiError to refuse a request, and may set
@@ -63,33 +64,41 @@ def make_app(
     metrics, routes = ServerMetrics(), Routes(parser, batcher)
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         batcher.start()
         yield
         batcher.close()
         routes.close()
 
-    app = FastAPI(
+    refuse = check or AccessCheck(api_key, parser.options.host).check
+
+    def checked(path: str, answer: Answer, method: str = "GET") -> Route:
+        async def endpoint(request: Request) -> Response:
+            await refuse(request)
+            return await answer(request)
+
+        return Route(path, endpoint, methods=[method])
+
+    handlers: dict[Any, Any] = {  # each takes the error that it is for, which Starlette's type cannot say
+        HTTPException: _error_response,
+        ClientDisconnect: _no_response,
+        Exception: _failure_response,
+    }
+    app = Starlette(
         lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        dependencies=[Depends(check or AccessCheck(api_key, parser.options.host).check)],
-        exception_handlers={
-            HTTPException: _error_response,
-            ClientDisconnect: _no_response,
-            Exception: _failure_response,
-        },
+        routes=[
+            checked("/v1/models", routes.models),
+            checked("/v1/completions", routes.completions, "POST"),
+            checked("/v1/chat/completions", routes.chat_completions, "POST"),
+            checked("/v1/responses", routes.responses, "POST"),
+            checked("/metrics", routes.show_metrics),
+            Route("/health", routes.health),
+        ],
+        exception_handlers=handlers,
     )
     app.state.metrics = routes.metrics = metrics
     app.state.stop_requests = batcher.stop
     _show_engine(metrics, batcher)
-    app.add_api_route("/v1/models", routes.models, response_model=None)
-    app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/responses", routes.responses, methods=["POST"], response_model=None)
-    app.add_api_route("/metrics", routes.show_metrics, response_model=None)
-    app.router.routes.append(Route("/health", routes.health))
     paths = [getattr(route, "path", "") for route in app.router.routes]
     app.add_middleware(Gate, metrics=metrics, paths=paths, max_header_bytes=parser.options.max_header_bytes)
     return app

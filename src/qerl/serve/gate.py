@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qerl.serve.fields import ApiError

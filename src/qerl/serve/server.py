@@ -9,7 +9,7 @@ import os
 import socket
 from pathlib import Path
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from qerl.config import RunConfig
 from qerl.config.options import ServeOptions
@@ -37,7 +37,7 @@ def serve(source: str, run: RunConfig | None, options: ServeOptions) -> None:
         server.run(sockets=[listener])
 
 
-def make_server(app: FastAPI, options: ServeOptions) -> ApiServer:
+def make_server(app: Starlette, options: ServeOptions) -> ApiServer:
     metrics = app.state.metrics
     return ApiServer(app, BusyApp(app, metrics), options, metrics, stop_requests=app.state.stop_requests)
 

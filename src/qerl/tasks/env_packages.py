@@ -18,7 +18,7 @@ from qerl.config import TaskConfig
 from qerl.config.task import OPENENV, VERIFIERS
 from qerl.errors import UserError
 
-ENDPOINT_PACKAGES = "fastapi", "uvicorn"
+ENDPOINT_PACKAGES = "starlette", "uvicorn"
 """Packages that the endpoint of an agent needs."""
 _PIP = {VERIFIERS: "pip install 'qerl[verifiers]'", OPENENV: "pip install 'qerl[openenv]'"}
 

@@ -157,7 +157,7 @@ def accuracy_metrics(rewards_P_G: list[list[float]], threshold: float) -> dict[s
 def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the metrics of samples that are conversations with an environment; empty if none is.
 
-    turns: mean number of the policy's turns. given_tokens: tokens that are not learned from.
+    turns: mean number of the policy's turns. environment_tokens: tokens that are not learned from.
     """
     conversations = [s.messages for s in samples if s.messages is not None and s.episode is None]
     if not conversations:
@@ -166,7 +166,7 @@ def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
     return {
         "turns": fmean(each.count("assistant") for each in roles),
         "tool_calls": sum(each.count("tool") for each in roles),
-        "given_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
+        "environment_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
     }
 
@@ -186,7 +186,7 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
         "turns": fmean(episode.num_turns for episode in episodes),
         "tool_calls": sum(episode.num_tool_calls for episode in episodes),
         "tool_failures": sum(episode.num_tool_failures for episode in episodes),
-        "given_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
+        "environment_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
         "restricted_tokens": sum(map(_num_restricted, episodes)),
         "learned_tokens": sum(len(s.logprobs_T) for s in samples if s.reward is not None),
         "episode_parts": fmean(len(episode.parts) for episode in episodes),

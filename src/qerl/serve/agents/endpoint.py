@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qerl.config import AgentConfig
