@@ -59,8 +59,6 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
 def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
     """Raise UserError for what several ranks or an environment cannot do."""
     is_deep, has_env = config.algo.branching == "deep", pool.has_environment
-    reason = "algo.branching deep needs a single process: branches reuse its KV pages"
-    require(not is_deep or ranks.count == 1, reason)
     is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
     require(not is_refused, "rollout.partial needs a prompt for each rank, and no environment")
     if is_deep and has_env:
