@@ -84,7 +84,10 @@ def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase
 def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
     """max_prompt_tokens: `load_tokenizer_and_limit`'s; option: the name that the user gave max_tokens by."""
     positions = max_prompt_tokens + max_tokens
-    require(max_prompt_tokens > 0, f"{option} is {max_tokens}, but the model has only {positions} positions")
+    text = (
+        f"{option} is {max_tokens}, but the model has only {positions} positions, prompt included: lower it"
+    )
+    require(max_prompt_tokens > 0, text)
 
 
 def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:
