@@ -79,8 +79,30 @@ async def with_langgraph(base_url, api_key, row):
     graph.add_edge("again", "ask")
     state = await graph.compile().ainvoke({"messages": [("user", row["prompt"][-1]["content"])]})
     return float(len(state["messages"]) == 2)  # right at once
+
+
+def with_smolagents(base_url, api_key, row):
+    import smolagents
+
+    class Answer(smolagents.Tool):
+        name = "final_answer"
+        description = "Ends."
+        inputs = {"is_big": {"type": "boolean", "description": "whether it is"}}
+        output_type = "boolean"
+
+        def forward(self, is_big):
+            return is_big
+
+    agent = smolagents.ToolCallingAgent(
+        tools=[Answer()],
+        model=smolagents.OpenAIModel(model_id="policy", api_base=base_url, api_key=api_key),
+        prompt_templates={**smolagents.EMPTY_PROMPT_TEMPLATES, "system_prompt": "Answer."},
+        max_steps=1,
+        verbosity_level=0,
+    )
+    return float(agent.run(row["prompt"][-1]["content"]) is True)
 """
-PACKAGES = {"openai_agents": "agents", "langgraph": "langgraph"}
+PACKAGES = {"openai_agents": "agents", "langgraph": "langgraph", "smolagents": "smolagents"}
 
 
 def require(name):
@@ -99,7 +121,7 @@ def test_the_reward_of_an_agent_rises(name, tmp_path):
     tiny_run.write_files(tmp_path, max_positions=2048)
     (tmp_path / "my.py").write_text(AGENT)
     more = ["--agent", f"{tmp_path / 'my.py'}:with_{name}"]
-    more += ["--sample.max-tokens", "120"] if name == "openai_agents" else []
+    more += ["--sample.max-tokens", "120"] if name in ("openai_agents", "smolagents") else []
     rewards = train(tmp_path, "--num-steps", "12", "--num-generations", "8", *more)
     first, last = statistics.mean(rewards[:3]), statistics.mean(rewards[-3:])
     print(f"{name}: reward of the first three steps {first:.2f}, of the last three {last:.2f}")

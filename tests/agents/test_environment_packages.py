@@ -13,8 +13,9 @@ from agent_episodes import load_tiny, playing
 import tiny_run
 from qerl.cli import main
 from qerl.cli.train import read_recipe
-from qerl.config import TaskConfig
+from qerl.config import AgentConfig, RunConfig, TaskConfig
 from qerl.errors import UserError
+from qerl.serve.agents.function import with_absolute_paths
 from qerl.serve.agents.openenv import OpenEnvAgent, action_of
 from qerl.serve.agents.verifiers import VerifiersAgent, put_uv_on_path
 from qerl.tasks import env_packages
@@ -272,6 +273,25 @@ def test_env_is_short_for_the_task_and_the_agent():
     assert options == ["--task.name=verifiers:worlds", "--agent.function=verifiers:worlds"]
     with pytest.raises(UserError, match="an environment is verifiers:NAME or openenv:PLACE"):
         read_recipe(["--env", "gym:a"], "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("openenv:games/app.py:app", "openenv:{here}/games/app.py:app"),
+        ("openenv:games.app:app", "openenv:games.app:app"),
+        ("openenv:http://localhost:8000", "openenv:http://localhost:8000"),
+        ("verifiers:worlds", "verifiers:worlds"),
+    ],
+)
+def test_a_worker_in_another_folder_finds_the_file_of_an_environment(name, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = RunConfig(task=TaskConfig(name=name), agent=AgentConfig(function=name))
+    there, found = with_absolute_paths(given), found.format(here=tmp_path)
+    assert (there.task.name, there.agent.function) == (found, found)
+    own = RunConfig(task=TaskConfig(name="rows.jsonl"), agent=AgentConfig(function="my.py:agent"))
+    assert with_absolute_paths(own).agent.function == f"{tmp_path}/my.py:agent"
+    assert with_absolute_paths(own).task.name == "rows.jsonl"  # the learner's process reads the rows
 
 
 def run_without(package, *arguments):

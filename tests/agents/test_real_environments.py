@@ -206,3 +206,43 @@ def test_a_real_openenv_that_fails_in_an_episode_costs_that_episode(model, tmp_p
     assert raised.reward is None and "the bridge has fallen" in raised.failure[1]
     assert ended.reward is None and "ended with exit code 7" in ended.failure[1]
     assert [sample.episode.num_turns for sample in (raised, ended)] == [2, 2]
+
+
+@pytest.mark.slow
+def test_the_environment_that_openenv_ships_is_played_turn_by_turn(model, tmp_path, monkeypatch):
+    """`openenv init` writes it: it echoes a message and rewards its length."""
+    if importlib.util.find_spec("openenv") is None:
+        pytest.skip("openenv is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["openenv", "init", "echoing"])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module("openenv.cli.__main__").main()
+    monkeypatch.chdir(tmp_path / "echoing")
+    with playing(model, OpenEnvAgent(open_env("server.app:app", max_turns=3, structured=True))) as play:
+        (group,) = play({"prompt": "a", "reset": {"seed": 0}}, num_samples=2, max_tokens=60)
+    for sample in group.samples_G:
+        assert sample.failure is None and sample.episode.num_turns == 3
+        assert len(sample.episode.parts) == 1 and '"echoed_message"' in sample.text
+        assert sample.episode.metrics["refused_actions"] == 3 or sample.reward > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("game", ["WordSearch-v0", "Hangman-v0"])
+def test_games_that_verifiers_ships_are_played_turn_by_turn(model, tmp_path, monkeypatch, game):
+    """Their word list is one that is downloaded; here a short one takes its place."""
+    if importlib.util.find_spec("verifiers") is None or importlib.util.find_spec("textarena") is None:
+        pytest.skip("verifiers with textarena is not installed")
+    folder = tmp_path / "corpora" / "words"
+    folder.mkdir(parents=True)
+    words = [f"{a}{b}{c}{d}" for a in "bcdfm" for b in "aeio" for c in "lnrst" for d in "eskt"]
+    for name in ("en", "en-basic"):
+        (folder / name).write_text("\n".join(words))
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    options = {"taskset": {"game": game}, "player": {"max_turns": 3}}
+    config = TaskConfig(name="verifiers:textarena", env_options=json.dumps(options), num_rows=2)
+    with playing(model, VerifiersAgent(config)) as play:
+        groups = play({"prompt": "a", "task": 0}, {"prompt": "b", "task": 1}, num_samples=1)
+    for (sample,) in (group.samples_G for group in groups):
+        assert sample.failure is None, sample.failure
+        assert sample.episode.num_turns > 1 and len(sample.episode.parts) == 1
+        assert sample.text.count("\nuser: ") >= 2 and "game_reward" in sample.episode.metrics

@@ -39,6 +39,7 @@ def test_an_unknown_key_is_refused_by_name():
 
 
 BY_SAMPLE = NoiseConfig(scope="sample", noise_in="both")
+BY_GROUP, REMOTE = NoiseConfig(scope="group"), RayConfig(address="local")
 
 
 def run_with(**parts):
@@ -76,7 +77,7 @@ def run_with(**parts):
             "model.sampler_format",
         ),
         (lambda: run_with(noise=BY_SAMPLE, algo=AlgoConfig(branching="deep")), "algo.branching"),
-        (lambda: run_with(ray=RayConfig(address="local"), algo=AlgoConfig(branching="deep")), "ray.address"),
+        (lambda: run_with(ray=REMOTE, noise=BY_GROUP, algo=AlgoConfig(branching="deep")), "ray.address"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_field(make, field):

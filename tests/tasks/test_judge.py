@@ -113,7 +113,8 @@ def test_a_failure_says_what_it_was(endpoint, tmp_path, word, told):
 
 def test_a_judge_that_is_down_is_an_error_in_one_line(tmp_path):
     down = task("http://127.0.0.1:9/v1", tmp_path)
-    with RewardPool(down) as pool, pytest.raises(UserError, match="not reachable"):
+    line = r"raised JudgeFailed: judge: not reachable: http://127.0.0.1:9/v1"
+    with RewardPool(down) as pool, pytest.raises(UserError, match=line):
         pool.score(groups_of("good", "bold"))
 
 

@@ -203,7 +203,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(files, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["unheard"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(UserError, match=r"another vocabulary.*'unheard' is 258 there and None here"):
+    with pytest.raises(UserError, match=r"another vocabulary.*'unheard' is 258 there and none here"):
         distilled(files, tmp_path / "run", "--teacher", str(other))
 
 

@@ -286,15 +286,6 @@ def test_two_gpus_make_the_run_of_one(files, tmp_path):
         torch.testing.assert_close(tensor, learned[name], rtol=1e-4, atol=1e-5)
 
 
-def test_branches_are_for_one_process_which_is_told_before_there_is_a_model(files, tmp_path):
-    process = start(
-        files, tmp_path / "run", "--algo.branching", "deep", "--model.path", str(tmp_path / "none")
-    )
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert "qerl: algo.branching deep needs a single process: branches reuse its KV pages\n" in stderr
-
-
 def test_half_a_launcher_is_refused_by_name():
     with (
         pytest.raises(UserError, match="not RANK: start it with torchrun"),

@@ -359,7 +359,8 @@ class Game:
         if number == 0 and self.turns > 1:
             raise RuntimeError("the game broke")
         is_done = self.turns == 3
-        return [{"role": "tool", "content": str(number)}], float(len(completion) > number), is_done
+        result = str(number) if number < 7 else f"Error: {number}"
+        return [{"role": "tool", "content": result}], float(len(completion) > number), is_done
 """
 
 
@@ -393,9 +394,11 @@ def test_a_run_tells_of_its_episodes(unbroken):
         roles = [[m["role"] for m in s["turns"]] for s in own]
         assert step["turns"] == sum(r.count("assistant") for r in roles) / len(own)
         assert step["tool_calls"] == sum(r.count("tool") for r in roles) > 0
-        assert step["environment_tokens"] > 0
+        assert step["tool_failures"] == sum(m["content"].startswith("Error") for s in own for m in s["turns"])
+        assert 0 < step["learned_tokens"] <= step["sampled_tokens"] and step["environment_tokens"] > 0
+        assert (step["learned_tokens"] == step["sampled_tokens"]) == (step["num_failed_episodes"] == 0)
         assert step["num_failed_episodes"] == sum(s["reward"] is None for s in own)
-    assert sum(step["num_failed_episodes"] for step in steps) > 0
+    assert sum(step["num_failed_episodes"] for step in steps) > 0 < sum(s["tool_failures"] for s in steps)
     events = (unbroken / "events.jsonl").read_text()
     assert "raised RuntimeError: Game.step: RuntimeError: the game broke" in events
     lines = (unbroken / "metrics.jsonl").read_text().splitlines()

@@ -22,7 +22,8 @@ from qerl.tracking.json_lines import read_lines
 from qerl.training.multi_turn import EnvironmentEpisodes
 from qerl.training.policy import load_sampler
 from qerl.training.ray_engine import Cluster, check_reachable, join_cluster
-from qerl.training.ray_worker import Worker
+from qerl.training.ray_worker import PublishedPolicy, Worker
+from qerl.training.replayed_batch import Draw
 from qerl.types import Prompt, Sampling
 
 ray = pytest.importorskip("ray")
@@ -239,8 +240,8 @@ def test_an_environment_that_is_given_in_python_is_sent_and_plays_in_the_worker(
     worker = Worker(config, ray.cloudpickle.dumps(partial(note_episodes, config, Given)))
     adapter = adapter_tensors(load_sampler(config, load_tokenizer(config.model.path))[0])
     prompts_P = [Prompt(index=0, text="", tokens_T=[5, 6], messages=None, columns={})]
-    settings = {"num_samples": 2, "sampling": Sampling(max_tokens=5), "seed": 0, "step": 0}
-    found = worker.sample(1, [adapter], None, prompts_P, settings)
+    draw = Draw(num_samples=2, sampling=Sampling(max_tokens=5), seed=0, step=0)
+    found = worker.sample(PublishedPolicy(1, [adapter], None), prompts_P, draw)
     MADE.pop().pool.close()
     assert [s.reward for _, samples in found.groups_P for s in samples] == [3.0, 3.0]
 

@@ -291,7 +291,8 @@ main()
 def test_samples_longer_than_the_model_are_refused(files, tmp_path):
     process = start(files, tmp_path / "run", "--sample.max-tokens", "128")
     _, stderr = process.communicate(timeout=60)
-    assert stderr == "qerl: sample.max_tokens is 128, but the model has only 128 positions\n"
+    line = "sample.max_tokens is 128, but the model has only 128 positions, prompt included: lower it"
+    assert stderr == f"qerl: {line}\n"
 
 
 def test_too_few_rows_are_told_before_the_first_evaluation(files, tmp_path):

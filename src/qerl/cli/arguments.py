@@ -82,6 +82,24 @@ def check_known(name: str, known: Iterable[str], kind: str) -> str:
     return name
 
 
+def check_recipe(name: str, known: Iterable[str], command: str) -> str:
+    """Return the name; raise UserError if it is no recipe, with the option that takes a file of rows."""
+    if name not in known and name.endswith((".jsonl", ".json", ".parquet", ".csv")):
+        raise UserError(f"{name} is no recipe; rows of your own: qerl {command} --task {name}")
+    return check_known(name, known, "recipe")
+
+
+def task_label(options: list[str]) -> str:
+    """Return "--task FILE" with the file that the options name."""
+    pairs = zip(options, [*options[1:], ""], strict=True)
+    named = (
+        value if equals else following
+        for (name, equals, value), following in ((each.partition("="), after) for each, after in pairs)
+        if name == "--task.name"
+    )
+    return f"--task {next(named, 'FILE')}"
+
+
 def check_options(kind: type, arguments: Iterable[str]) -> None:
     """Raise UserError with the nearest options for one that the dataclass does not have."""
     known = {f"--{name}" for name in option_names(kind)} | {"--help"}

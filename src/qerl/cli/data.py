@@ -66,7 +66,9 @@ def run(arguments: list[str]) -> None:
     from qerl.models.source import locate
     from qerl.models.tokenizer import load_tokenizer, stop_token_ids
     from qerl.tasks.row_view import view_rows  # imports transformers, which takes seconds
+    from qerl.tasks.rows import check_file
 
+    check_file("", names[0])
     tokenizer = load_tokenizer(options.model)
     stop_ids = stop_token_ids(tokenizer, locate(options.model))
     sft = SftConfig(

@@ -5,7 +5,15 @@ import json
 import os
 import sys
 
-from qerl.cli.arguments import announce, check_known, expand, parse_options, split_names, wants_help
+from qerl.cli.arguments import (
+    announce,
+    check_recipe,
+    expand,
+    parse_options,
+    split_names,
+    task_label,
+    wants_help,
+)
 from qerl.cli.train import SHORT, take_init_adapter, take_option
 from qerl.config import NoiseConfig, RunConfig
 from qerl.config.distil import DistilConfig
@@ -59,7 +67,7 @@ def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:
     given = {option.partition("=")[0] for option in options}
     if len(names) > 1 or (not names and "--task.name" not in given):
         raise UserError("distil needs a recipe or your own prompts: qerl distil RECIPE, or --task FILE")
-    recipe = RECIPES[check_known(names[0], RECIPES, "recipe")]() if names else own()
+    recipe = RECIPES[check_recipe(names[0], RECIPES, "distil")]() if names else own()
     has_reward = bool(names) or "--task.rewards" in given
     config = dataclasses.replace(
         recipe,
@@ -69,4 +77,4 @@ def _read(arguments: list[str]) -> tuple[str, RunConfig, list[str]]:
         adapter=adapter or recipe.adapter,
         task=recipe.task if has_reward else dataclasses.replace(recipe.task, rewards=()),
     )
-    return names[0] if names else "--task FILE", config, options
+    return names[0] if names else task_label(options), config, options

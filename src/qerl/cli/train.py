@@ -7,7 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 
-from qerl.cli.arguments import announce, check_known, expand, parse_options, split_names, wants_help
+from qerl.cli.arguments import (
+    announce,
+    check_recipe,
+    expand,
+    parse_options,
+    split_names,
+    task_label,
+    wants_help,
+)
 from qerl.config import AdapterConfig, RunConfig
 from qerl.config.recipes import METHODS, PAPER, RECIPES, own
 from qerl.config.renamed import RECIPES as FORMER_RECIPES
@@ -106,7 +114,7 @@ def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunCo
     names, options = split_names(arguments)
     has_task = any(argument.partition("=")[0] == "--task.name" for argument in options)
     if not names and has_task:
-        return "--task FILE", own, options
+        return task_label(options), own, options
     if len(names) > 1:
         raise UserError(f"{command} takes one recipe, got {' '.join(names)}; an option begins with --")
     if not names:
@@ -116,7 +124,7 @@ def _recipe(arguments: list[str], command: str) -> tuple[str, Callable[[], RunCo
         )
     if names[0] in FORMER_RECIPES:
         raise UserError(f"recipe {names[0]} is now {FORMER_RECIPES[names[0]]}")
-    return names[0], RECIPES[check_known(names[0], RECIPES, "recipe")], options
+    return names[0], RECIPES[check_recipe(names[0], RECIPES, command)], options
 
 
 def take_option(arguments: list[str], option: str, what: str) -> tuple[str | None, list[str]]:

@@ -164,8 +164,9 @@ class RunConfig:
             " prefix as prompt, without the sample's noise",
         )
         require(
-            self.algo.branching == "none" or self.ray.address is None,
-            "algo.branching deep does not work with ray.address: branches reuse their samples' KV pages",
+            self.algo.branching == "none" or self.ray.address is None or self.noise.scope == "step",
+            f"noise.scope {self.noise.scope} does not work with algo.branching deep and ray.address, where a"
+            " branch's prompt has the tokens before its pivot: set it to step",
         )
         self._check_agent()
         self._check_partial()

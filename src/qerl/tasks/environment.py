@@ -18,6 +18,7 @@ fail.
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from qerl.config import EnvironmentConfig
 from qerl.tasks.guarded import GuardedLoop, InvalidReturn
 from qerl.tasks.row_values import is_unicode
 from qerl.tasks.scoring import Failure, awaited, failure_of, finite_number, name_of
+
+_IS_ERROR = re.compile(r"\W*(an )?error\b", re.IGNORECASE)
 
 Key = tuple[int, int]
 Messages = list[dict[str, str]]
@@ -56,6 +59,11 @@ class Close:
 
 
 Call = Reset | Step | Score | Close
+
+
+def says_error(result: str) -> bool:
+    """Return True if a tool's result says that it is an error: it begins with the word."""
+    return _IS_ERROR.match(result) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

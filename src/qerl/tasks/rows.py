@@ -95,9 +95,15 @@ def file_sources(*places: str | None) -> dict[str, str]:
     return found
 
 
+def check_file(option: str, place: str | None) -> None:
+    """Raise UserError if the place that this option names is a file of rows that does not exist."""
+    path = Path(place or "")
+    if path.suffix in _READERS and not path.is_file():
+        raise UserError(f"{option} {path}: no such file".lstrip())
+
+
 def _read_file(field: str, path: Path, config: TaskConfig) -> RowTable:
-    if not path.is_file():
-        raise UserError(f"task.{field} {path}: no such file")
+    check_file(f"task.{field}", str(path))
     return _READERS[path.suffix](path, config.prompt_column)
 
 

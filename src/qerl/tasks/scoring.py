@@ -79,8 +79,11 @@ def _value(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> flo
 
 
 def failure_of(name: str, error: BaseException) -> Failure:
-    """Return the Failure for an error raised by the user's code of this name."""
-    reason = redact(" ".join("".join(traceback.format_exception_only(error)).split()))
+    """Return the Failure for an error raised by the code of this name; an error of this package says what is
+    wrong by itself."""
+    is_own = type(error).__module__.startswith("qerl.")
+    told = str(error) if is_own else "".join(traceback.format_exception_only(error))
+    reason = redact(" ".join(told.split()))
     return Failure(f"raised {type(error).__name__}", f"{name}: {reason[:300]}{_place(error)}")
 
 

@@ -79,7 +79,7 @@ class SftRows:
                 f"{rows.name}: {len(learned) - len(fresh):,} rows are evaluation rows and left out"
             )
         if not fresh:
-            raise UserError(f"{rows.name}: no row is left to learn from: {'; '.join(notices)}")
+            raise UserError(f"no row is left to learn from: {'; '.join(notices) or f'{rows.name} has none'}")
         sources = {f"data set {t.name}": t.fingerprint for t in tables if t.fingerprint is not None}
         block_tokens = config.max_length if config.packing else None
         return cls(fresh, evaluated, notices=notices, sources=sources, seed=seed, block_tokens=block_tokens)

@@ -112,7 +112,8 @@ class Task:
                 raise UserError(
                     f"num_prompts is {num_prompts}, but {self.name} has only {len(batch)} training rows"
                     f" ({len(self._held_out)} held out, {self.num_repeated} repeat a held-out prompt,"
-                    f" {self.num_dropped} longer than {self._max_tokens} tokens, {bad})"
+                    f" {self.num_dropped} longer than {self._max_tokens} tokens, {bad}):"
+                    " lower num_prompts or task.num_held_out"
                 )
             while len(batch) == num_prompts:
                 yield batch

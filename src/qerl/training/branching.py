@@ -5,42 +5,22 @@
 The branches of one pivot are a group: each is compared with its siblings, and only the tokens after the pivot
 are learned from. The outcomes of earlier pivots (algo/pivot.py) steer the choice of the next ones and are
 stored in checkpoints. The engine keeps the KV cache's memory for all of it, but for branches of conversations
-with an environment (multi_turn.py) and of agents' episodes (serve/agents/replay.py), which begin with a turn.
+with an environment and of agents' episodes, which begin with a turn, and in Ray workers (replayed_batch.py).
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Protocol, runtime_checkable
 
 from qerl.algo.pivot import WINDOW, Success, Try, chosen, fitted, odds
 from qerl.algo.seeds import uniform
 from qerl.config import RunConfig
-from qerl.engine.generation import Stats
 from qerl.tracking import StepLog
+from qerl.training.branchable import BranchingEngine
 from qerl.training.rollout import Rewards, TrainPrompts, rollout_metrics, sampling_of, with_advantages
-from qerl.types import Group, Pivot, Prompt, Sample, Sampling
+from qerl.types import Group, Pivot, Sample
 
 _PIVOT = 0x5049564F54  # keeps these random numbers apart from the tokens'
-
-
-class Branchable(Protocol):
-    """Samples of some prompts, and then branches of them."""
-
-    def sample(self) -> list[Group]: ...
-
-    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]: ...
-
-
-@runtime_checkable
-class BranchingEngine(Protocol):
-    """The interface of engines that can branch: of single turns, environments and agents."""
-
-    stats: Stats
-
-    def branch_batches(
-        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Iterator[Branchable]: ...
 
 
 class BranchingRollouts:
@@ -60,9 +40,11 @@ class BranchingRollouts:
     def sample(self, step: int, log: StepLog) -> list[Group]:
         """Return the step's groups with advantages, followed by the groups of branches."""
         config, success = self._config, fitted(self._tries)
-        sampled_P, rewards_P_G, branched_P, branch_rewards_P_G, ratios = [], [], [], [], []
+        prompts_P = self._train_prompts(step, config.num_prompts, 0)
+        scored: list[tuple[Group, list[float | None]]] = []
+        branched: list[tuple[Group, list[float | None], float]] = []
         for batch in self._engine.branch_batches(
-            self._train_prompts(step, config.num_prompts, 0),
+            prompts_P,
             num_samples=config.num_generations,
             sampling=sampling_of(config),
             seed=config.seed,
@@ -76,15 +58,22 @@ class BranchingRollouts:
             with log.span("rollout"):
                 branches_P = batch.branch(pivots, self._deep.num_branches)
             with log.span("reward"):
-                branch_rewards_P_G += self._rewards.attempt(branches_P) if branches_P else []
-            sampled_P, rewards_P_G = sampled_P + groups_P, rewards_P_G + group_rewards_P_G
-            branched_P += branches_P
-            ratios += [_ratio(groups_P, pivot) for pivot in pivots]
+                branch_rewards_P_G = self._rewards.attempt(branches_P) if branches_P else []
+            scored += zip(groups_P, group_rewards_P_G, strict=True)
+            ratios = [_ratio(groups_P, pivot) for pivot in pivots]
+            branched += zip(branches_P, branch_rewards_P_G, ratios, strict=True)
+        place = {prompt.index: i for i, prompt in enumerate(prompts_P)}  # whatever batches there were
+        scored.sort(key=lambda each: place[each[0].prompt.index])
+        branched.sort(key=lambda each: place[each[0].prompt.index])
         # One batch, or all branches, may have no reward at all: the run goes on.
-        self._rewards.check_some(rewards_P_G)
-        groups = with_advantages(config, sampled_P, rewards_P_G)
-        branches = with_advantages(config, branched_P, branch_rewards_P_G)
-        tries = [Try(*pair) for pair in zip(ratios, map(self._succeeded, branches), strict=True)]
+        self._rewards.check_some([rewards_G for _, rewards_G in scored])
+        groups = with_advantages(config, [g for g, _ in scored], [rewards_G for _, rewards_G in scored])
+        branches = with_advantages(
+            config, [g for g, _, _ in branched], [rewards_G for _, rewards_G, _ in branched]
+        )
+        tries = [
+            Try(ratio, self._succeeded(each)) for (*_, ratio), each in zip(branched, branches, strict=True)
+        ]
         log.add(**rollout_metrics(config, groups), rounds=1)
         log.add(**self._branch_metrics(branches, tries, success))
         self._tries += tries

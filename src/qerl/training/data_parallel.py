@@ -10,17 +10,22 @@ and learning is balanced by the samples' lengths. Tests: tests/training/test_dis
 import dataclasses
 import functools
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
+from qerl.engine.generation import Stats
 from qerl.learner.distributed import Ranks
 from qerl.tasks import RewardPool
 from qerl.tasks.reward import Scoring
-from qerl.types import BegunSample, Group, OnBurst, Prompt, RolloutEngine, Sample, Sampling
+from qerl.training.branchable import Branchable, BranchingEngine
+from qerl.types import BegunSample, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling
 
 
 class DataParallelEngine:
     def __init__(self, engine: RolloutEngine, ranks: Ranks):
         self._engine, self._ranks = engine, ranks
+        self.stats = Stats()
+        """Sum over all ranks, of the latest call of branch_batches."""
 
     def generate(
         self,
@@ -42,15 +47,23 @@ class DataParallelEngine:
         )
         if self._ranks.count == 1:
             return own_P
-        own = zip(self._ranks.own(prompts_P), own_P, strict=True)
-        # only a prompt that an environment has extended is unknown to the other ranks
-        own_packed = [(None if g.prompt is p else g.prompt, [packed(s) for s in g.samples_G]) for p, g in own]
-        return [
-            Group(prompt=opened or prompt, samples_G=[unpacked(sample) for sample in packed_G])
-            for prompt, (opened, packed_G) in zip(
-                prompts_P, self._ranks.interleave(self._ranks.gather(own_packed)), strict=True
-            )
-        ]
+        own_packed = _packed_groups(self._ranks.own(prompts_P), own_P)
+        gathered = self._ranks.interleave(self._ranks.gather(own_packed))
+        return [_unpacked_group(*pair) for pair in zip(prompts_P, gathered, strict=True)]
+
+    def branch_batches(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> "Iterator[DataParallelBatch]":
+        """Yield batches that each consist of the next batch of every rank that has one."""
+        engine, ranks, own_P, num_done = self._engine, self._ranks, self._ranks.own(prompts_P), 0
+        assert isinstance(engine, BranchingEngine)  # check_supported
+        asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed, "step": step}
+        own_batches = engine.branch_batches(own_P, **asked) if own_P else iter(())
+        while any(ranks.gather((own := next(own_batches, None)) is not None)):
+            batch = DataParallelBatch(own, ranks, prompts_P, num_done)
+            yield batch
+            num_done += batch.num_own
+        self.stats = sum(ranks.gather(engine.stats if own_P else Stats()), Stats())
 
     def _tell(self, on_burst: OnBurst, ended: list[tuple[int, Group]]) -> None:
         """Tell of this rank's groups by their indices among those of all ranks."""
@@ -61,6 +74,53 @@ class DataParallelEngine:
 
     def take_metrics(self) -> dict[str, float]:
         return self._engine.take_metrics()
+
+
+class DataParallelBatch:
+    """A sample is branched by the rank that sampled it, which has its pages and its history."""
+
+    def __init__(self, own: Branchable | None, ranks: Ranks, prompts_P: list[Prompt], num_done: int):
+        """own: None if this rank has no prompts left. num_done: number of its prompts in earlier batches."""
+        self._own, self._ranks, self._prompts_P = own, ranks, prompts_P
+        self._num_done, self.num_own = num_done, 0
+        self._groups_P: list[Group] = []
+        self._owners_P: list[tuple[int, int]] = []
+        """The rank of each group, and the group's index there."""
+
+    def sample(self) -> list[Group]:
+        ranks, own_P = self._ranks, [] if self._own is None else self._own.sample()
+        self.num_own = len(own_P)
+        places = ranks.own(list(range(len(self._prompts_P))))[self._num_done :][: self.num_own]
+        own_packed = _packed_groups([self._prompts_P[place] for place in places], own_P)
+        told = ranks.gather(list(zip(places, own_packed, strict=True)))
+        found = {
+            place: (rank, index, each)
+            for rank, of_rank in enumerate(told)
+            for index, (place, each) in enumerate(of_rank)
+        }
+        ordered = [(place, *found[place]) for place in sorted(found)]
+        self._owners_P = [(rank, index) for _, rank, index, _ in ordered]
+        self._groups_P = [_unpacked_group(self._prompts_P[place], each) for place, _, _, each in ordered]
+        return self._groups_P
+
+    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
+        owners = [self._owners_P[pivot.group_index] for pivot in pivots]
+        own = [
+            dataclasses.replace(pivot, group_index=index)
+            for pivot, (rank, index) in zip(pivots, owners, strict=True)
+            if rank == self._ranks.index
+        ]
+        branches = [] if self._own is None else self._own.branch(own, num_branches)
+        told = self._ranks.gather([[packed(sample) for sample in group.samples_G] for group in branches])
+        left = [iter(of_rank) for of_rank in told]
+        return [
+            Group(
+                prompt=self._groups_P[pivot.group_index].prompt,
+                samples_G=[unpacked(sample) for sample in next(left[rank])],
+                prefix_tokens=pivot.prefix_tokens,
+            )
+            for pivot, (rank, _) in zip(pivots, owners, strict=True)
+        ]
 
 
 class DataParallelRewards:
@@ -118,6 +178,20 @@ class DataParallelScoring:
         found = dict(zip((key for key, _ in own), self._scoring.rewards(own), strict=True))
         merged = {key: rewards_G for each in self._ranks.gather(found) for key, rewards_G in each.items()}
         return [merged[key] for key, _ in keyed_P]
+
+
+def _packed_groups(prompts_P: list[Prompt], groups_P: list[Group]) -> list[tuple[Prompt | None, list[Any]]]:
+    """Return what other ranks do not know of the groups: the samples, and a prompt that an environment has
+    extended."""
+    return [
+        (None if group.prompt is prompt else group.prompt, [packed(sample) for sample in group.samples_G])
+        for prompt, group in zip(prompts_P, groups_P, strict=True)
+    ]
+
+
+def _unpacked_group(prompt: Prompt, given: tuple[Prompt | None, list[Any]]) -> Group:
+    opened, packed_G = given
+    return Group(prompt=opened or prompt, samples_G=[unpacked(sample) for sample in packed_G])
 
 
 def packed(sample: Sample | BegunSample) -> Any:

@@ -20,6 +20,7 @@ from qerl.learner.distributed import Ranks
 from qerl.models.source import locate
 from qerl.models.state_dict import architecture_of
 from qerl.models.tokenizer import stop_token_ids
+from qerl.tasks.rows import check_file
 from qerl.tasks.scoring import Failure
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import StepLog
@@ -96,6 +97,7 @@ def read_given_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Sf
     distil, source = config.distil, locate(config.model.path)
     if not (distil.is_on and distil.off_policy_share):
         return None
+    check_file("distil.data", distil.data)
     max_length = min(2048, architecture_of(source.open()).max_positions)  # that of qerl sft
     given = SftConfig(data=distil.data, split=distil.split, eval_fraction=0.0, max_length=max_length)
     stop_ids = stop_token_ids(tokenizer, source)

@@ -39,11 +39,22 @@ from qerl.tasks.prompt import (
 )
 from qerl.tasks.reward import Reward, resolve
 from qerl.tasks.scoring import Failure
-from qerl.types import Conversation, Group, OnBurst, Pivot, Prompt, RolloutEngine, Sample, Sampling, Turn
+from qerl.training.replayed_batch import (
+    Draw,
+    HistoriesPG,
+    Parent,
+    ReplayedBatch,
+    begun_prompt,
+    branch_seed,
+    joined,
+    left_tokens,
+    spans_before,
+)
+from qerl.types import Conversation, Group, OnBurst, Prompt, Sample, Sampling, Turn
 
 Between = Callable[[PreTrainedTokenizerBase, Messages, str], list[int]]
 _logger = logging.getLogger(__name__)
-_ENVIRONMENT, _BRANCH = 3, 7  # keep these seeds apart from the tokens'
+_ENVIRONMENT = 3  # keeps these seeds apart from the tokens'
 _OTHER_REPLY = Failure(
     "not deterministic",
     "the environment gave other replies to the same answers when a branch played them again",
@@ -66,6 +77,15 @@ class _Episode:
     is_truncated: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _History:
+    """The messages and replies of a sample's environment."""
+
+    opening: Messages
+    turns: list[tuple[str, EnvironmentReply]]
+    """The same as in _Episode."""
+
+
 EpisodesPG = list[list[_Episode]]
 
 
@@ -78,7 +98,7 @@ class MultiTurnEngine:
         self._config, self._max_prompt_tokens = config, max_prompt_tokens
         self._step: int | None = None
         self.stats = Stats()
-        """Stats of the latest call of branch_batches."""
+        """Stats of the latest call; after branch_batches, of samples and branches."""
         self.waited_s = 0.0
         """Seconds spent in environments during the latest step, over its calls since take_metrics."""
 
@@ -99,29 +119,61 @@ class MultiTurnEngine:
         step: int,
         on_burst: OnBurst | None = None,
     ) -> list[Group]:
-        batch = ConversationBatch(self, prompts_P, num_samples, sampling, seed=seed, step=step)
-        return batch.sample()
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        return self.sample(prompts_P, draw)[0]
 
     def branch_batches(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> "Iterator[ConversationBatch]":
+    ) -> Iterator[ReplayedBatch]:
         """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
-        batch = ConversationBatch(self, prompts_P, num_samples, sampling, seed=seed, step=step)
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        batch = ReplayedBatch(self, prompts_P, draw)
         yield batch
         self.stats = batch.stats
 
+    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
+        episodes_P_G = self._new_episodes(prompts_P, draw.num_samples)
+        with self._begun(prompts_P, episodes_P_G, draw):
+            opened_P = [self._opened(*pair) for pair in zip(prompts_P, episodes_P_G, strict=True)]
+            settings = {"num_samples": draw.num_samples, "seed": draw.seed}
+            groups_P = self._converse(opened_P, episodes_P_G, draw, **settings)
+        return groups_P, [[_History(e.opening, e.turns) for e in episodes_G] for episodes_G in episodes_P_G]
+
+    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
+        """Return num_branches samples for each parent, each of whose pivots is the beginning of a turn."""
+        rows_P = [parent.row for parent in parents]
+        episodes_P_G = self._new_episodes(rows_P, num_branches)
+        with self._begun(rows_P, episodes_P_G, draw):
+            self._replay(
+                [
+                    (episode, parent.history, len(spans_before(parent)))
+                    for parent, episodes_G in zip(parents, episodes_P_G, strict=True)
+                    for episode in episodes_G
+                ]
+            )
+            groups_P = self._converse(
+                [begun_prompt(parent, draw) for parent in parents],
+                episodes_P_G,
+                draw,
+                num_samples=num_branches,
+                seed=branch_seed(draw),
+                max_tokens_P_G=left_tokens(parents, num_branches, draw),
+            )
+        return [
+            [joined(parent, sample) for sample in group.samples_G]
+            for parent, group in zip(parents, groups_P, strict=True)
+        ]
+
     @contextlib.contextmanager
-    def begun(
-        self, prompts_P: list[Prompt], episodes_P_G: EpisodesPG, *, seed: int, step: int
-    ) -> Iterator[None]:
+    def _begun(self, prompts_P: list[Prompt], episodes_P_G: EpisodesPG, draw: Draw) -> Iterator[None]:
         """Reset the environments, and close them when the block ends."""
-        if step != self._step:
-            self._step, self.waited_s = step, 0.0
+        if draw.step != self._step:
+            self._step, self.waited_s = draw.step, 0.0
         all_episodes = [episode for episodes_G in episodes_P_G for episode in episodes_G]
         resets: list[Reset] = []
         for prompt, episodes_G in zip(prompts_P, episodes_P_G, strict=True):
             row = prompt.columns | {"prompt": prompt.messages or prompt.text}
-            own_seed = mix(seed, _ENVIRONMENT, step, prompt.index)
+            own_seed = mix(draw.seed, _ENVIRONMENT, draw.step, prompt.index)
             resets += [Reset(episode.key, row, own_seed) for episode in episodes_G]
         try:
             for episode, reply in zip(all_episodes, self._play(resets), strict=True):
@@ -135,9 +187,11 @@ class MultiTurnEngine:
             for failure, count in Counter(reply for reply in closed if isinstance(reply, Failure)).items():
                 _logger.warning("%d environments: %s: %s", count, failure.cause, failure.message)
 
-    def converse(self, opened_P: list[Prompt], episodes_P_G: EpisodesPG, **settings: Any) -> list[Group]:
+    def _converse(
+        self, opened_P: list[Prompt], episodes_P_G: EpisodesPG, draw: Draw, **settings: Any
+    ) -> list[Group]:
         """Sample the conversations of environments that have begun to their ends, and score them. settings:
-        of SamplingEngine.generate."""
+        more of SamplingEngine.generate."""
 
         def answer(turns: list[Turn]) -> list[list[int] | None]:
             return self._answers([(episodes_P_G[turn.index][turn.sample_index], turn) for turn in turns])
@@ -145,32 +199,30 @@ class MultiTurnEngine:
         groups = self._engine.generate(
             opened_P,
             conversation=Conversation(turn_tokens=self._config.turn_tokens, answer=answer),
+            sampling=draw.sampling,
+            step=draw.step,
             **settings,
         )
+        self.stats = self._engine.stats
         self._score([episode for episodes_G in episodes_P_G for episode in episodes_G])
         return [
             dataclasses.replace(group, samples_G=list(map(_finished_sample, group.samples_G, episodes_G)))
             for group, episodes_G in zip(groups, episodes_P_G, strict=True)
         ]
 
-    @property
-    def latest_stats(self) -> Stats:
-        """Stats of the latest call of `converse`."""
-        return self._engine.stats
-
-    def new_episodes(self, prompts_P: list[Prompt], num_samples: int) -> EpisodesPG:
+    def _new_episodes(self, prompts_P: list[Prompt], num_samples: int) -> EpisodesPG:
         return [
             [_Episode((p, g), self._between(prompt)) for g in range(num_samples)]
             for p, prompt in enumerate(prompts_P)
         ]
 
-    def replay(self, pairs: list[tuple[_Episode, _Episode, int]]) -> None:
-        """Play the first turns of each second episode, so many, with the environment of the first one."""
-        for episode, before, _ in pairs:
+    def _replay(self, triples: list[tuple[_Episode, _History, int]]) -> None:
+        """Play the first turns of each history, so many, in its episode."""
+        for episode, before, _ in triples:
             if episode.failure is None and episode.opening != before.opening:
                 episode.failure = _OTHER_REPLY
-        for turn in range(max((num_turns for *_, num_turns in pairs), default=0)):
-            live = [(e, before) for e, before, num in pairs if turn < num and e.failure is None]
+        for turn in range(max((num_turns for *_, num_turns in triples), default=0)):
+            live = [(e, before) for e, before, num in triples if turn < num and e.failure is None]
             replies = self._play([Step(e.key, before.turns[turn][0]) for e, before in live])
             for (episode, before), reply in zip(live, replies, strict=True):
                 text, known = before.turns[turn]
@@ -202,7 +254,7 @@ class MultiTurnEngine:
         has_template = prompt.messages is not None and self._tokenizer.chat_template
         return chat_reply_tokens if has_template else plain_reply_tokens
 
-    def opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
+    def _opened(self, prompt: Prompt, episodes_G: list[_Episode]) -> Prompt:
         """Return the prompt with the messages of reset, which must be equal for all of its samples."""
         live_G = [episode for episode in episodes_G if episode.failure is None]
         opening = live_G[0].opening if live_G else []
@@ -269,101 +321,6 @@ class MultiTurnEngine:
         return reply_T
 
 
-class ConversationBatch:
-    """Samples of prompts, then branches of them, as BranchBatch; branches compute keys and values again."""
-
-    def __init__(
-        self,
-        engine: MultiTurnEngine,
-        prompts_P: list[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-    ):
-        self._engine, self._prompts_P, self._num_samples = engine, prompts_P, num_samples
-        self._sampling, self._seed, self._step = sampling, seed, step
-        self.stats = Stats()
-        self._episodes_P_G: EpisodesPG = []
-        self._groups_P: list[Group] = []
-
-    def sample(self) -> list[Group]:
-        engine, prompts_P, seed, step = self._engine, self._prompts_P, self._seed, self._step
-        self._episodes_P_G = episodes_P_G = engine.new_episodes(prompts_P, self._num_samples)
-        with engine.begun(prompts_P, episodes_P_G, seed=seed, step=step):
-            opened_P = [engine.opened(*pair) for pair in zip(prompts_P, episodes_P_G, strict=True)]
-            self._groups_P = engine.converse(
-                opened_P,
-                episodes_P_G,
-                num_samples=self._num_samples,
-                sampling=self._sampling,
-                seed=seed,
-                step=step,
-            )
-        self.stats = engine.latest_stats
-        return self._groups_P
-
-    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
-        """Return a group of num_branches samples for each pivot: the beginning of a turn but the first."""
-        engine, most = self._engine, self._sampling.max_tokens
-        prompts_P = [self._prompts_P[pivot.group_index] for pivot in pivots]
-        episodes_P_G = engine.new_episodes(prompts_P, num_branches)
-        parents_P = [self._groups_P[pivot.group_index].samples_G[pivot.sample_index] for pivot in pivots]
-        with engine.begun(prompts_P, episodes_P_G, seed=self._seed, step=self._step):
-            engine.replay(
-                [
-                    (episode, self._episodes_P_G[pivot.group_index][pivot.sample_index], num_turns)
-                    for pivot, parent, episodes_G in zip(pivots, parents_P, episodes_P_G, strict=True)
-                    for num_turns in [len(_spans_before(parent, pivot.prefix_tokens))]
-                    for episode in episodes_G
-                ]
-            )
-            groups_P = engine.converse(
-                list(map(self._begun_prompt, pivots, parents_P)),
-                episodes_P_G,
-                num_samples=num_branches,
-                max_tokens_P_G=[[most - pivot.prefix_tokens] * num_branches for pivot in pivots],
-                sampling=self._sampling,
-                seed=mix(self._seed, _BRANCH),
-                step=self._step,
-            )
-        self.stats += engine.latest_stats
-        return [
-            Group(
-                prompt=self._groups_P[pivot.group_index].prompt,
-                samples_G=[_joined(parent, pivot.prefix_tokens, sample) for sample in group.samples_G],
-                prefix_tokens=pivot.prefix_tokens,
-            )
-            for pivot, parent, group in zip(pivots, parents_P, groups_P, strict=True)
-        ]
-
-    def _begun_prompt(self, pivot: Pivot, parent: Sample) -> Prompt:
-        """Return the sample's prompt with its tokens before the pivot, and an index of the sample's own."""
-        prompt = self._groups_P[pivot.group_index].prompt
-        index = prompt.index * self._num_samples + pivot.sample_index
-        tokens_T = prompt.tokens_T + parent.tokens_T[: pivot.prefix_tokens]
-        return dataclasses.replace(prompt, index=index, tokens_T=tokens_T)
-
-
-def _spans_before(sample: Sample, num_tokens: int) -> list[range]:
-    """Return the spans of the environment among the sample's first tokens."""
-    return [span for span in sample.environment_spans if span.stop <= num_tokens]
-
-
-def _joined(parent: Sample, n: int, sample: Sample) -> Sample:
-    """Return the sample after the first n tokens of its parent."""
-    spans = _spans_before(parent, n)
-    num_sampled = n - sum(map(len, spans))
-    return dataclasses.replace(
-        sample,
-        tokens_T=parent.tokens_T[:n] + sample.tokens_T,
-        logprobs_T=parent.logprobs_T[:num_sampled] + sample.logprobs_T,
-        environment_spans=(*spans, *(range(n + s.start, n + s.stop) for s in sample.environment_spans)),
-        sample_index=parent.sample_index,
-    )
-
-
 def with_environment(
     engine: SamplingEngine, pool: RewardPool, config: EnvironmentConfig, max_prompt_tokens: int
 ) -> SamplingEngine | MultiTurnEngine:
@@ -382,9 +339,9 @@ class EnvironmentEpisodes:
 
     def engine(
         self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> RolloutEngine:
+    ) -> MultiTurnEngine:
         limit = max_positions - self._config.sample.max_tokens
-        return with_environment(engine, self.pool, self._config.task.environment, limit)
+        return MultiTurnEngine(engine, self.pool, self._config.task.environment, limit)
 
 
 def _finished_sample(sample: Sample, episode: _Episode) -> Sample:

@@ -59,8 +59,6 @@ def check_task(config: RunConfig, task: Task, pool: RewardPool) -> list[str]:
 def check_supported(config: RunConfig, pool: RewardPool, ranks: Ranks) -> None:
     """Raise UserError for what several ranks or an environment cannot do."""
     is_deep, has_env = config.algo.branching == "deep", pool.has_environment
-    reason = "algo.branching deep needs a single process: branches reuse its KV pages"
-    require(not is_deep or ranks.count == 1, reason)
     is_refused = config.rollout.partial and (has_env or config.num_prompts < ranks.count)
     require(not is_refused, "rollout.partial needs a prompt for each rank, and no environment")
     if is_deep and has_env:
@@ -86,7 +84,10 @@ def load_tokenizer_and_limit(config: RunConfig) -> tuple[PreTrainedTokenizerBase
 def check_prompt_fits(max_prompt_tokens: int, max_tokens: int, option: str) -> None:
     """max_prompt_tokens: `load_tokenizer_and_limit`'s; option: the name that the user gave max_tokens by."""
     positions = max_prompt_tokens + max_tokens
-    require(max_prompt_tokens > 0, f"{option} is {max_tokens}, but the model has only {positions} positions")
+    text = (
+        f"{option} is {max_tokens}, but the model has only {positions} positions, prompt included: lower it"
+    )
+    require(max_prompt_tokens > 0, text)
 
 
 def longest_prompt(config: RunConfig, prompts_P: list[Prompt]) -> int:

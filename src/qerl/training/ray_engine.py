@@ -25,11 +25,13 @@ from torch import Tensor
 
 from qerl.aqn.aqn import AQN
 from qerl.config import RunConfig
+from qerl.engine.generation import Stats
 from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
 from qerl.training.evaluation import EVALUATION_STEP
-from qerl.training.ray_worker import MakeEpisodes, Sampled, Worker
-from qerl.types import Group, OnBurst, Prompt, Sampling
+from qerl.training.ray_worker import MakeEpisodes, PublishedPolicy, Sampled, Worker
+from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayedBatch
+from qerl.types import Group, OnBurst, Prompt, Sample, Sampling
 
 _MAX_ATTEMPTS = 3
 _REACHING_S = 5.0
@@ -149,7 +151,10 @@ class _Request:
     """One worker's part of the prompts of a call."""
 
     worker_index: int
-    version: int
+    method: str
+    policy: PublishedPolicy
+    items: list[Any]
+    """Prompts, or parents of branches."""
     arguments: tuple[Any, ...]
     worker: Any = None
     answer: Any = None
@@ -172,7 +177,7 @@ class RemoteEngine:
         """prompts: (step, num_prompts) -> prompts of the first round. adapter: the current fp32 masters."""
         self._cluster, self._config = cluster, config
         self._prompts, self._noise, self._adapter, self._notice = prompts, noise, adapter, notice
-        self._split = Ranks(0, config.ray.num_samplers)
+        self._split, self.stats = Ranks(0, config.ray.num_samplers), Stats()
         self._version, self._published = 0, [None]
         self._ahead: dict[tuple[int, tuple[int, ...]], list[_Request]] = {}
         self._newest_step = -1
@@ -197,49 +202,83 @@ class RemoteEngine:
         step: int,
         on_burst: OnBurst | None = None,
     ) -> list[Group]:
-        asked = {"num_samples": num_samples, "sampling": sampling, "seed": seed}
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
         if step != EVALUATION_STEP:
-            self._request_ahead(step, asked)
-        jobs = self._ahead.pop(_key(step, prompts_P), None) or self._request(prompts_P, asked, step)
+            self._request_ahead(draw, step + self._config.ray.max_staleness)
+        return self._groups(prompts_P, self._results_of(prompts_P, draw))
+
+    def branch_batches(
+        self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> Iterator[ReplayedBatch]:
+        """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        batch = ReplayedBatch(self, prompts_P, draw)
+        yield batch
+        self.stats = batch.stats
+
+    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
+        """Later steps are asked for by `branch`: the branches of this one go first."""
+        self._request_ahead(draw, draw.step)
+        parts = self._results_of(prompts_P, draw)
+        return self._groups(prompts_P, parts), self._split.interleave([part.histories_P_G for part in parts])
+
+    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
+        jobs = self._request("branch", parents, draw, num_branches) if parents else []
+        self._request_ahead(draw, draw.step + self._config.ray.max_staleness)
+        parts = self._results(jobs, draw.step)
+        return [samples_G for _, samples_G in self._split.interleave([part.groups_P for part in parts])]
+
+    def _groups(self, prompts_P: list[Prompt], parts: list[Sampled]) -> list[Group]:
+        pairs = zip(prompts_P, self._split.interleave([part.groups_P for part in parts]), strict=True)
+        return [Group(prompt=opened or prompt, samples_G=found) for prompt, (opened, found) in pairs]
+
+    def _results_of(self, prompts_P: list[Prompt], draw: Draw) -> list[Sampled]:
+        """Wait for the samples of these prompts, which may have been asked for before."""
+        jobs = self._ahead.pop(_key(draw.step, prompts_P), None) or self._request("sample", prompts_P, draw)
+        return self._results(jobs, draw.step)
+
+    def _results(self, jobs: list[_Request], step: int) -> list[Sampled]:
+        """Wait for the answers; count them in stats and metrics."""
         parts = [self._result(job) for job in jobs]
-        found_P = self._split.interleave([part.groups_P for part in parts])
-        if step != EVALUATION_STEP:
-            staleness = float(self._version - jobs[0].version)  # later rounds of the step are fresher
+        self.stats = Stats(num_tokens=sum(part.num_tokens for part in parts))
+        if step != EVALUATION_STEP and parts:
+            staleness = float(self._version - jobs[0].policy.version)  # later rounds of the step are fresher
             self._metrics["staleness"] = max(self._metrics["staleness"], staleness)
             draws = [part.noise_draws for part in parts]
             self._metrics["noise_draws"] = self._noise.draws([self._metrics["noise_draws"], *draws])
             for name, before in ((name, self._of_workers.get(name, 0.0)) for name in parts[0].metrics):
                 # seconds of workers that run at the same time
                 self._of_workers[name] = before + max(part.metrics[name] for part in parts)
-        pairs = zip(prompts_P, found_P, strict=True)
-        return [Group(prompt=opened or prompt, samples_G=found) for prompt, (opened, found) in pairs]
+        return parts
 
     def take_metrics(self) -> dict[str, float]:
         taken, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
         of_workers, self._of_workers = self._of_workers, {}
         return taken | of_workers
 
-    def _request_ahead(self, step: int, asked: dict[str, Any]) -> None:
-        last = min(step + self._config.ray.max_staleness, self._config.num_steps - 1)
-        for later in range(max(step, self._newest_step + 1), last + 1):
+    def _request_ahead(self, draw: Draw, last: int) -> None:
+        """Ask for the samples of all steps up to the last one that have not been asked for."""
+        last = min(last, self._config.num_steps - 1)
+        for later in range(max(draw.step, self._newest_step + 1), last + 1):
             prompts_P = self._prompts(later, self._config.num_prompts)
-            self._ahead[_key(later, prompts_P)] = self._request(prompts_P, asked, later)
+            own = dataclasses.replace(draw, step=later)
+            self._ahead[_key(later, prompts_P)] = self._request("sample", prompts_P, own)
         self._newest_step = max(last, self._newest_step)
 
-    def _request(self, prompts_P: list[Prompt], asked: dict[str, Any], step: int) -> list[_Request]:
-        noise = None if step == EVALUATION_STEP else self._noise.state()
-        jobs = []
+    def _request(self, method: str, items: list[Any], draw: Draw, *more: Any) -> list[_Request]:
+        """Ask each worker for its share, by its method of this name."""
+        noise = None if draw.step == EVALUATION_STEP else self._noise.state()
+        policy, jobs = PublishedPolicy(self._version, self._published, noise), []
         for index in range(self._split.count):
-            own_P = Ranks(index, self._split.count).own(prompts_P)
-            arguments = (self._version, self._published, noise, own_P, asked | {"step": step})
-            jobs.append(_Request(index, self._version, arguments))
+            own = Ranks(index, self._split.count).own(items)
+            jobs.append(_Request(index, method, policy, own, (draw, *more)))
             self._send(jobs[-1])
         self._pending += jobs
         return jobs
 
     def _send(self, job: _Request) -> None:
         job.worker = self._cluster.workers[job.worker_index]
-        job.answer = job.worker.sample.remote(*job.arguments)
+        job.answer = getattr(job.worker, job.method).remote(job.policy, job.items, *job.arguments)
         job.attempts += 1
 
     def _result(self, job: _Request) -> Sampled:
@@ -264,7 +303,7 @@ class RemoteEngine:
         outstanding = [job for job in of_worker if not self._has_result(job)]
         for job in outstanding:
             self._send(job)
-        num_prompts = sum(len(job.arguments[3]) for job in outstanding)
+        num_prompts = sum(len(job.items) for job in outstanding)
         self._metrics["replaced_samplers"] += 1
         self._metrics["resampled_prompts"] += num_prompts
         self._notice(f"sampler {lost.worker_index} died; a new one samples its {num_prompts} prompts")

@@ -14,7 +14,7 @@ import importlib
 import os
 import pickle
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from qerl.aqn.aqn import AQN
@@ -24,7 +24,12 @@ from qerl.errors import UserError
 from qerl.models.adapter import load_adapter
 from qerl.models.policy_model import PolicyModel
 from qerl.training.policy import load_sampler, load_tokenizer_and_limit
+from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayingEngine, SingleTurns
 from qerl.types import Prompt, RolloutEngine, Sample
+
+
+class WorkerEngine(RolloutEngine, ReplayingEngine, Protocol):
+    """An engine that samples and branches in a worker."""
 
 
 class Episodes(Protocol):
@@ -32,11 +37,22 @@ class Episodes(Protocol):
 
     def engine(
         self, engine: SamplingEngine, *, max_positions: int, stop_tokens: frozenset[int]
-    ) -> RolloutEngine: ...
+    ) -> WorkerEngine: ...
 
 
 MakeEpisodes = Callable[[], Episodes]
 """Sent to each worker and called there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PublishedPolicy:
+    """The policy that a request is sampled with."""
+
+    version: int
+    adapter: list[Any]
+    """Ray's reference to the fp32 masters, in a list so that Ray does not fetch them for every request."""
+    noise: Mapping[str, Any] | None
+    """None: no noise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +61,10 @@ class Sampled:
 
     groups_P: list[tuple[Prompt | None, list[Sample]]]
     """Samples of each prompt, and the prompt itself where an environment has extended it."""
+    histories_P_G: HistoriesPG
+    """Histories of the samples; empty if they are not branched."""
     noise_draws: int
+    num_tokens: int
     metrics: dict[str, float]
     """The engine's own."""
 
@@ -54,7 +73,7 @@ class Sampled:
 class _Loaded:
     model: PolicyModel
     inner: SamplingEngine
-    engine: RolloutEngine
+    engine: WorkerEngine
     noise: AQN
 
 
@@ -80,7 +99,7 @@ class Worker:
         model, inner = load_sampler(config, tokenizer)
         stop_tokens = inner.stop_token_ids
         engine = (
-            inner
+            SingleTurns(inner)
             if episodes is None
             else episodes.engine(inner, max_positions=model.max_positions, stop_tokens=stop_tokens)
         )
@@ -91,27 +110,49 @@ class Worker:
         assert self._loaded
         return f"process {os.getpid()} on {socket.gethostname()}"
 
-    def sample(
-        self,
-        version: int,
-        adapter: list[Any],
-        noise: Mapping[str, Any] | None,
-        prompts_P: list[Prompt],
-        settings: dict[str, Any],
-    ) -> Sampled:
-        """Sample with this version, fetching its adapter if it changed. noise None: no noise."""
-        own = self._loaded
-        if version != own.inner.version or version == 0:
-            load_adapter(own.model, self._get(adapter[0]))
-            own.engine.publish(version)
-        with contextlib.ExitStack() as stack:
-            if noise is not None:
-                own.noise.load(noise)
-                stack.enter_context(own.noise.sampling(settings["step"]))
-            groups_P = own.engine.generate(prompts_P, **settings)
+    def sample(self, policy: PublishedPolicy, prompts_P: list[Prompt], draw: Draw) -> Sampled:
+        with self._sampling_by(policy, draw.step) as own:
+            groups_P, histories_P_G = own.engine.sample(prompts_P, draw)
+        is_branched = self._config.algo.branching != "none"
         pairs = zip(groups_P, prompts_P, strict=True)
+        return self._sampled(
+            [(None if g.prompt is prompt else g.prompt, g.samples_G) for g, prompt in pairs],
+            policy,
+            histories_P_G if is_branched else [],
+        )
+
+    def branch(
+        self, policy: PublishedPolicy, parents: list[Parent], draw: Draw, num_branches: int
+    ) -> Sampled:
+        """Branch samples of any worker."""
+        with self._sampling_by(policy, draw.step) as own:
+            branches = own.engine.branch(parents, num_branches, draw)
+        return self._sampled([(None, samples_G) for samples_G in branches], policy)
+
+    @contextlib.contextmanager
+    def _sampling_by(self, policy: PublishedPolicy, step: int) -> Iterator[_Loaded]:
+        """Sample with this version, fetching its adapter if it changed."""
+        own = self._loaded
+        if policy.version != own.inner.version or policy.version == 0:
+            load_adapter(own.model, self._get(policy.adapter[0]))
+            own.engine.publish(policy.version)
+        with contextlib.ExitStack() as stack:
+            if policy.noise is not None:
+                own.noise.load(policy.noise)
+                stack.enter_context(own.noise.sampling(step))
+            yield own
+
+    def _sampled(
+        self,
+        groups_P: list[tuple[Prompt | None, list[Sample]]],
+        policy: PublishedPolicy,
+        histories_P_G: HistoriesPG | None = None,
+    ) -> Sampled:
+        own = self._loaded
         return Sampled(
-            groups_P=[(None if g.prompt is prompt else g.prompt, g.samples_G) for g, prompt in pairs],
-            noise_draws=0 if noise is None else own.noise.num_drawn,
+            groups_P=groups_P,
+            histories_P_G=histories_P_G or [],
+            noise_draws=0 if policy.noise is None else own.noise.num_drawn,
+            num_tokens=own.engine.stats.num_tokens,
             metrics=own.engine.take_metrics(),
         )

@@ -14,6 +14,7 @@ from qerl.algo.dynamic_sampling import fill
 from qerl.algo.estimate import pass_at_powers
 from qerl.algo.overlong import OVERLONG
 from qerl.config import RunConfig
+from qerl.tasks.environment import says_error
 from qerl.tracking import StepLog
 from qerl.training.admission import ADMISSION, PromptLengths
 from qerl.training.overlap import OverlappedRewards, Rewards
@@ -157,15 +158,19 @@ def accuracy_metrics(rewards_P_G: list[list[float]], threshold: float) -> dict[s
 def multi_turn_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the metrics of samples that are conversations with an environment; empty if none is.
 
-    turns: mean number of the policy's turns. environment_tokens: tokens that are not learned from.
+    turns: mean number of the policy's turns. tool_calls: messages of tools; tool_failures: those that
+    say that they are an error. environment_tokens: tokens that are not learned from.
     """
     conversations = [s.messages for s in samples if s.messages is not None and s.episode is None]
     if not conversations:
         return {}
     roles = [[message["role"] for message in messages] for messages in conversations]
+    results = [m["content"] for messages in conversations for m in messages if m["role"] == "tool"]
     return {
         "turns": fmean(each.count("assistant") for each in roles),
-        "tool_calls": sum(each.count("tool") for each in roles),
+        "tool_calls": len(results),
+        "tool_failures": sum(map(says_error, results)),
+        "learned_tokens": sum(len(s.logprobs_T) for s in samples if s.reward is not None),
         "environment_tokens": sum(len(span) for sample in samples for span in sample.environment_spans),
         "num_failed_episodes": sum(sample.failure is not None for sample in samples),
     }

@@ -34,7 +34,8 @@ from qerl.tracking.report import write_report
 from qerl.tracking.trust import remember_started
 from qerl.training import evaluation
 from qerl.training.base_judge import let_base_judge
-from qerl.training.branching import BranchingEngine, BranchingRollouts
+from qerl.training.branchable import BranchingEngine
+from qerl.training.branching import BranchingRollouts
 from qerl.training.calibrated import with_calibrated_base
 from qerl.training.compile_plan import compile_while_loading
 from qerl.training.data_parallel import DataParallelEngine, DataParallelRewards

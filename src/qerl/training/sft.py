@@ -29,7 +29,7 @@ from qerl.models.peft_reader import read_adapter
 from qerl.models.quantization_check import check_quantization
 from qerl.models.source import locate
 from qerl.models.tokenizer import load_tokenizer, stop_token_ids
-from qerl.tasks.rows import file_sources
+from qerl.tasks.rows import check_file, file_sources
 from qerl.tasks.sft_rows import SftRows
 from qerl.tracking import Journal, NullJournal, StepLog
 from qerl.tracking.atomic_file import encode, read_object, write_atomic
@@ -80,6 +80,8 @@ def fine_tune(
 def read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftRows:
     """Read the rows to imitate and those to evaluate, as tokens of the model."""
     check_backend(config)
+    check_file("data", config.sft.data)
+    check_file("eval_data", config.sft.eval_data)
     return SftRows.read(
         _within_positions(config),
         tokenizer,

@@ -39,9 +39,10 @@ def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     if ours != theirs:
         token = min(ours.keys() ^ theirs.keys() or (t for t in ours if ours[t] != theirs[t]))
+        there, here = (each.get(token, "none") for each in (theirs, ours))
         raise UserError(
             f"distil.teacher {name}: has another vocabulary than the student: token {token!r} is"
-            f" {theirs.get(token)} there and {ours.get(token)} here; take a teacher of the same family"
+            f" {there} there and {here} here; take a teacher of the same family"
         )
     for text in _PROBES:
         if list(student(text)["input_ids"]) != list(teacher(text)["input_ids"]):

@@ -1,17 +1,29 @@
 """Find the agent that a config names."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from qerl.config import RunConfig
-from qerl.config.task import VERIFIERS, is_environment_name
+from qerl.config.task import OPENENV, VERIFIERS, is_environment_name
 from qerl.errors import UserError, require
 from qerl.serve.agents.openenv import OpenEnvAgent
 from qerl.serve.agents.verifiers import VerifiersAgent
 from qerl.serve.agents.worker import agent_arguments, agent_fault
 from qerl.tasks.env_packages import require_installed, require_package
-from qerl.tasks.reward import imported
+from qerl.tasks.reward import imported, with_absolute_path
 from qerl.tasks.scoring import name_of
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the config such that a Ray worker, which may run in another folder, finds the same agent."""
+    name = config.agent.function
+    if name is None:
+        return config
+    prefix = OPENENV if name.startswith(OPENENV) else ""
+    absolute = prefix + with_absolute_path(name.removeprefix(prefix))
+    task = dataclasses.replace(config.task, name=absolute) if config.task.name == name else config.task
+    return dataclasses.replace(config, task=task, agent=dataclasses.replace(config.agent, function=absolute))
 
 
 def _named(config: RunConfig) -> Callable[..., Any]:

@@ -17,7 +17,6 @@ arrival: the samples of requests that run beside each other do not depend on whi
 import dataclasses
 import hashlib
 import json
-import re
 import threading
 import time
 from array import array
@@ -29,11 +28,11 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import UserError
 from qerl.serve.agents.replay import AnsweredCall, Replay, turn_starts
 from qerl.serve.batcher import PendingRequest
+from qerl.tasks.environment import says_error
 from qerl.tasks.prompt import chat_reply_tokens, special_end
 from qerl.types import AllowedTokens, Group, Prompt, Sample
 
 Message = Mapping[str, Any]
-_IS_ERROR = re.compile(r"\W*(an )?error\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
@@ -75,8 +74,8 @@ class EpisodeRecord:
         self, tokenizer: PreTrainedTokenizerBase, *, sample_index: int, replay: Replay | None = None
     ):
         """replay: the calls of a branch that are played again."""
-        self.replay = replay
-        self._tokenizer, self._sample_index = tokenizer, sample_index
+        self.replay, self.sample_index = replay, sample_index
+        self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._calls: list[AnsweredCall] = []
         self._num_calls = 0
@@ -101,16 +100,17 @@ class EpisodeRecord:
 
     @property
     def num_tool_failures(self) -> int:
-        return sum(bool(_IS_ERROR.match(content)) for _, content in self._tool_results)
+        return sum(says_error(content) for _, content in self._tool_results)
 
     @property
     def turn_starts(self) -> tuple[int, ...]:
         """Numbers of tokens sampled before each answer from which a branch may begin."""
         return tuple(turn_starts(self._calls))
 
-    def calls_before(self, num_tokens: int) -> list[AnsweredCall]:
-        """Return the calls before one of `turn_starts`."""
-        return self._calls[: turn_starts(self._calls)[num_tokens]]
+    @property
+    def calls(self) -> list[AnsweredCall]:
+        """The calls with their answers, once the episode is over."""
+        return self._calls
 
     @property
     def busy_s(self) -> float:
@@ -241,7 +241,7 @@ class EpisodeRecord:
                 text="",
                 finish=chain[-1].sample.finish,
                 version=chain[-1].sample.version,
-                sample_index=self._sample_index,
+                sample_index=self.sample_index,
                 environment_spans=spans,
                 allowed=_joined_sets(chain),
                 routes=_joined_routes(chain),

@@ -77,6 +77,11 @@ def turn_starts(calls: Sequence[AnsweredCall]) -> dict[int, int]:
     return starts
 
 
+def calls_before(calls: Sequence[AnsweredCall], num_tokens: int) -> list[AnsweredCall]:
+    """Return the calls before one of their `turn_starts`."""
+    return list(calls[: turn_starts(calls)[num_tokens]])
+
+
 class Replay:
     """The calls before a branch's pivot. Not thread-safe: requests are parsed one after the other."""
 

@@ -14,22 +14,21 @@ from typing import Any
 
 from qerl.algo.seeds import mix
 from qerl.config import AgentConfig, RunConfig, TaskConfig
-from qerl.config.task import is_environment_name
 from qerl.engine.generation import Stats
 from qerl.engine.sampling_engine import SamplingEngine
 from qerl.serve.agents.endpoint import MODEL_NAME, Endpoint
-from qerl.serve.agents.function import find_agent
+from qerl.serve.agents.function import find_agent, with_absolute_paths
 from qerl.serve.agents.outcomes import Outcome, OutcomePipe
 from qerl.serve.agents.parser import OpenEpisode
 from qerl.serve.agents.record import EpisodeRecord
-from qerl.serve.agents.replay import Replay
+from qerl.serve.agents.replay import Replay, calls_before
 from qerl.serve.agents.worker import AgentCall, AgentWorker
 from qerl.serve.loaded_model import LoadedModel
-from qerl.tasks.reward import with_absolute_path
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.training.ray_worker import MakeEpisodes
-from qerl.types import Episode, Group, OnBurst, Pivot, Prompt, Sample, Sampling
+from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayedBatch
+from qerl.types import Episode, Group, OnBurst, Prompt, Sample, Sampling
 
 _AGENT = 5  # keeps these seeds apart from other draws
 _SPARE_S = 60.0
@@ -131,12 +130,7 @@ class AgentPool:
 
 def make_agents(config: RunConfig, agent: Callable[..., Any] | None = None) -> AgentPool:
     """Return the pool of `agent`, or of the agent that config.agent.function names. See `find_agent`."""
-    name, there = config.agent.function, config
-    if name is not None and not is_environment_name(name):
-        there = dataclasses.replace(
-            config, agent=dataclasses.replace(config.agent, function=with_absolute_path(name))
-        )
-    make = functools.partial(make_agents, there, agent)
+    make = functools.partial(make_agents, with_absolute_paths(config), agent)
     return AgentPool(find_agent(config, agent), config.agent, config.task, make)
 
 
@@ -147,7 +141,7 @@ class AgentEngine:
     def __init__(self, engine: SamplingEngine, pool: AgentPool):
         self._engine, self._pool = engine, pool
         self.stats = Stats()
-        """num_tokens of the latest call of branch_batches."""
+        """num_tokens of the latest call; after branch_batches, of episodes and branches."""
 
     def publish(self, version: int) -> None:
         self._engine.publish(version)
@@ -166,88 +160,58 @@ class AgentEngine:
         on_burst: OnBurst | None = None,
     ) -> list[Group]:
         """Return a sample for each episode: num_samples of each row."""
-        return EpisodeBatch(self, prompts_P, num_samples, sampling, seed=seed, step=step).sample()
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        return self.sample(prompts_P, draw)[0]
 
     def branch_batches(
         self, prompts_P: list[Prompt], *, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> "Iterator[EpisodeBatch]":
+    ) -> Iterator[ReplayedBatch]:
         """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
-        batch = EpisodeBatch(self, prompts_P, num_samples, sampling, seed=seed, step=step)
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        batch = ReplayedBatch(self, prompts_P, draw)
         yield batch
-        self.stats = Stats(num_tokens=batch.num_tokens)
+        self.stats = batch.stats
 
-    def new_record(self, sample_index: int, replay: Replay | None = None) -> EpisodeRecord:
+    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
+        """Return the episodes, and the calls of each."""
+        places = [(prompt, g) for prompt in prompts_P for g in range(draw.num_samples)]
+        records = [self._new_record(g) for _, g in places]
+        samples = self._play(places, records, draw)
+        size, begins = draw.num_samples, range(0, len(places), draw.num_samples)
+        groups = [
+            Group(prompt=prompt, samples_G=samples[i : i + size])
+            for prompt, i in zip(prompts_P, begins, strict=True)
+        ]
+        return groups, [[record.calls for record in records[i : i + size]] for i in begins]
+
+    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
+        """Return num_branches episodes for each parent, each of whose pivots is one of its
+        Episode.turn_starts."""
+        places, records = [], []
+        for parent in parents:
+            calls, g = calls_before(parent.history, parent.prefix_tokens), parent.sample.sample_index
+            for branch in range(num_branches):
+                places.append((parent.row, g))
+                records.append(self._new_record(g, Replay(calls, branch)))
+        samples = self._play(places, records, draw)
+        return [samples[i : i + num_branches] for i in range(0, len(samples), num_branches)]
+
+    def _new_record(self, sample_index: int, replay: Replay | None = None) -> EpisodeRecord:
         return EpisodeRecord(self._engine.tokenizer, sample_index=sample_index, replay=replay)
 
-    def play(
-        self, prompts: list[Prompt], records: list[tuple[EpisodeRecord, int]], sampling: Sampling
+    def _play(
+        self, places: list[tuple[Prompt, int]], records: list[EpisodeRecord], draw: Draw
     ) -> list[Sample]:
-        """Return the sample of each episode. prompts: its row's; records: with its seed."""
-        rows = [prompt.columns | {"prompt": prompt.messages or prompt.text} for prompt in prompts]
-        outcomes, seconds = self._pool.play(records, rows, sampling)
-        return [
+        """Return the sample of each episode. places: (row, index of the sample) whose seed the agent gets."""
+        rows = [prompt.columns | {"prompt": prompt.messages or prompt.text} for prompt, _ in places]
+        seeds = [mix(draw.seed, _AGENT, draw.step, prompt.index, g) for prompt, g in places]
+        outcomes, seconds = self._pool.play(list(zip(records, seeds, strict=True)), rows, draw.sampling)
+        samples = [
             _sample(prompt, record, outcome, took_s, self._engine.version)
-            for prompt, (record, _), outcome, took_s in zip(prompts, records, outcomes, seconds, strict=True)
+            for (prompt, _), record, outcome, took_s in zip(places, records, outcomes, seconds, strict=True)
         ]
-
-
-class EpisodeBatch:
-    """Episodes of prompts, then branches of them, which begin anew (replay.py). See BranchBatch."""
-
-    def __init__(
-        self,
-        engine: AgentEngine,
-        prompts_P: list[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-    ):
-        self._engine, self._prompts_P, self._num_samples = engine, prompts_P, num_samples
-        self._sampling, self._seed, self._step = sampling, seed, step
-        self._records_P_G: list[list[EpisodeRecord]] = []
-        self.num_tokens = 0
-        """Sampled tokens."""
-
-    def sample(self) -> list[Group]:
-        self._records_P_G = [
-            [self._engine.new_record(g) for g in range(self._num_samples)] for _ in self._prompts_P
-        ]
-        places = [(p, g) for p in range(len(self._prompts_P)) for g in range(self._num_samples)]
-        samples = self._play(places, [self._records_P_G[p][g] for p, g in places])
-        return self._groups(self._prompts_P, samples, self._num_samples)
-
-    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
-        """Return a group of num_branches episodes for each pivot: one of its sample's Episode.turn_starts."""
-        places = [(each.group_index, each.sample_index) for each in pivots for _ in range(num_branches)]
-        records = []
-        for pivot in pivots:
-            calls = self._records_P_G[pivot.group_index][pivot.sample_index].calls_before(pivot.prefix_tokens)
-            for branch in range(num_branches):
-                records.append(self._engine.new_record(pivot.sample_index, Replay(calls, branch)))
-        samples = self._play(places, records)
-        prompts_P = [self._prompts_P[pivot.group_index] for pivot in pivots]
-        groups = self._groups(prompts_P, samples, num_branches)
-        return [
-            dataclasses.replace(group, prefix_tokens=pivot.prefix_tokens)
-            for group, pivot in zip(groups, pivots, strict=True)
-        ]
-
-    def _play(self, places: list[tuple[int, int]], records: list[EpisodeRecord]) -> list[Sample]:
-        """places: (prompt, sample) whose seed the agent gets, of each episode."""
-        prompts = [self._prompts_P[p] for p, _ in places]
-        indices = [prompt.index for prompt in prompts]
-        seeds = [mix(self._seed, _AGENT, self._step, i, g) for i, (_, g) in zip(indices, places, strict=True)]
-        samples = self._engine.play(prompts, list(zip(records, seeds, strict=True)), self._sampling)
-        self.num_tokens += sum(len(sample.logprobs_T) for sample in samples)
+        self.stats = Stats(num_tokens=sum(len(sample.logprobs_T) for sample in samples))
         return samples
-
-    def _groups(self, prompts_P: list[Prompt], samples: list[Sample], size: int) -> list[Group]:
-        return [
-            Group(prompt=prompt, samples_G=samples[p * size : (p + 1) * size])
-            for p, prompt in enumerate(prompts_P)
-        ]
 
 
 def _sample(prompt: Prompt, record: EpisodeRecord, outcome: Outcome, took_s: float, version: int) -> Sample:
@@ -272,6 +236,7 @@ def _sample(prompt: Prompt, record: EpisodeRecord, outcome: Outcome, took_s: flo
         text="\n".join(f"{message['role']}: {message['content']}" for message in messages),
         finish="length" if any(part.samples_G[0].finish == "length" for part in parts) else "stop",
         version=version,
+        sample_index=record.sample_index,
         environment_spans=tuple(spans),
         messages=messages,
         reward=None if failure else outcome.reward,

@@ -1,0 +1,185 @@
+"""Samples, and then branches of them, by engines that play a sample's beginning again.
+
+    an environment      is reset and gets the recorded answers; their tokens are the branch's prompt
+    an agent            runs anew and is given the recorded answers (serve/agents/replay.py)
+    a Ray worker        may be another one than sampled: the tokens before the pivot are its prompt
+
+What an engine needs for it is the history of each sample, which it returns with the samples. It may travel.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+from qerl.algo.seeds import mix
+from qerl.engine.detokenizer import Detokenizer
+from qerl.engine.generation import Stats
+from qerl.engine.sampling_engine import SamplingEngine
+from qerl.types import Group, OnBurst, Pivot, Prompt, Sample, Sampling
+
+_BRANCH = 7  # keeps these seeds apart from those of other tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """Settings and coordinates of the samples of a call."""
+
+    num_samples: int
+    sampling: Sampling
+    seed: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parent:
+    """A sample to be branched after its first prefix_tokens tokens."""
+
+    row: Prompt
+    """The prompt as the task has it."""
+    prompt: Prompt
+    """The same, with what an environment added to it."""
+    sample: Sample
+    history: Any
+    prefix_tokens: int
+
+
+HistoriesPG = list[list[Any]]
+
+
+class ReplayingEngine(Protocol):
+    """An engine that can branch samples that any engine of its kind has made."""
+
+    stats: Stats
+    """Stats of the latest call."""
+
+    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
+        """Return the samples of each prompt, and the history of each sample."""
+        ...
+
+    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
+        """Return num_branches samples for each parent. draw: that of the parents."""
+        ...
+
+
+class ReplayedBatch:
+    """Call `sample` once, then `branch` once: see BranchBatch."""
+
+    def __init__(self, engine: ReplayingEngine, prompts_P: list[Prompt], draw: Draw):
+        self._engine, self._prompts_P, self._draw = engine, prompts_P, draw
+        self.stats = Stats()
+        self._groups_P: list[Group] = []
+        self._histories_P_G: HistoriesPG = []
+
+    def sample(self) -> list[Group]:
+        self._groups_P, self._histories_P_G = self._engine.sample(self._prompts_P, self._draw)
+        self.stats = self._engine.stats
+        return self._groups_P
+
+    def branch(self, pivots: list[Pivot], num_branches: int) -> list[Group]:
+        """Return a group of num_branches samples for each pivot."""
+        parents = list(map(self._parent, pivots))
+        branches = self._engine.branch(parents, num_branches, self._draw)
+        self.stats += self._engine.stats
+        return [
+            Group(prompt=parent.prompt, samples_G=samples_G, prefix_tokens=parent.prefix_tokens)
+            for parent, samples_G in zip(parents, branches, strict=True)
+        ]
+
+    def _parent(self, pivot: Pivot) -> Parent:
+        group = self._groups_P[pivot.group_index]
+        return Parent(
+            row=self._prompts_P[pivot.group_index],
+            prompt=group.prompt,
+            sample=group.samples_G[pivot.sample_index],
+            history=self._histories_P_G[pivot.group_index][pivot.sample_index],
+            prefix_tokens=pivot.prefix_tokens,
+        )
+
+
+class SingleTurns:
+    """Samples of an engine that keeps no keys and values of theirs; they have no history."""
+
+    def __init__(self, engine: SamplingEngine):
+        self._engine, self.stats = engine, Stats()
+
+    def publish(self, version: int) -> None:
+        self._engine.publish(version)
+
+    def take_metrics(self) -> dict[str, float]:
+        return self._engine.take_metrics()
+
+    def generate(
+        self,
+        prompts_P: list[Prompt],
+        *,
+        num_samples: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+        on_burst: OnBurst | None = None,
+    ) -> list[Group]:
+        draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
+        return self.sample(prompts_P, draw)[0]
+
+    def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
+        groups = self._engine.generate(
+            prompts_P,
+            num_samples=draw.num_samples,
+            sampling=draw.sampling,
+            seed=draw.seed,
+            step=draw.step,
+        )
+        self.stats = self._engine.stats
+        return groups, [[None] * draw.num_samples for _ in prompts_P]
+
+    def branch(self, parents: list[Parent], num_branches: int, draw: Draw) -> list[list[Sample]]:
+        groups = self._engine.generate(
+            [begun_prompt(parent, draw) for parent in parents],
+            max_tokens_P_G=left_tokens(parents, num_branches, draw),
+            num_samples=num_branches,
+            sampling=draw.sampling,
+            seed=branch_seed(draw),
+            step=draw.step,
+        )
+        self.stats, detokenizer = self._engine.stats, Detokenizer(self._engine.tokenizer, draw.sampling.stop)
+        return [
+            [self._with_text(joined(parent, sample), detokenizer) for sample in group.samples_G]
+            for parent, group in zip(parents, groups, strict=True)
+        ]
+
+    def _with_text(self, sample: Sample, detokenizer: Detokenizer) -> Sample:
+        end = -1 if sample.tokens_T[-1] in self._engine.stop_token_ids else None
+        return dataclasses.replace(sample, text=detokenizer.decode(sample.tokens_T[:end]))
+
+
+def branch_seed(draw: Draw) -> int:
+    return mix(draw.seed, _BRANCH)
+
+
+def begun_prompt(parent: Parent, draw: Draw) -> Prompt:
+    """Return the parent's prompt with its tokens before the pivot, and an index of the parent's own."""
+    index = parent.prompt.index * draw.num_samples + parent.sample.sample_index
+    tokens_T = parent.prompt.tokens_T + parent.sample.tokens_T[: parent.prefix_tokens]
+    return dataclasses.replace(parent.prompt, index=index, tokens_T=tokens_T)
+
+
+def left_tokens(parents: list[Parent], num_branches: int, draw: Draw) -> list[list[int]]:
+    """Return the maximum length of each branch after its pivot."""
+    return [[draw.sampling.max_tokens - each.prefix_tokens] * num_branches for each in parents]
+
+
+def spans_before(parent: Parent) -> list[range]:
+    """Return the spans of an environment before the pivot."""
+    return [span for span in parent.sample.environment_spans if span.stop <= parent.prefix_tokens]
+
+
+def joined(parent: Parent, sample: Sample) -> Sample:
+    """Return the sample after the parent's tokens before the pivot."""
+    before, n, spans = parent.sample, parent.prefix_tokens, spans_before(parent)
+    num_sampled = n - sum(map(len, spans))
+    return dataclasses.replace(
+        sample,
+        tokens_T=before.tokens_T[:n] + sample.tokens_T,
+        logprobs_T=before.logprobs_T[:num_sampled] + sample.logprobs_T,
+        environment_spans=(*spans, *(range(n + s.start, n + s.stop) for s in sample.environment_spans)),
+        sample_index=before.sample_index,
+    )
