@@ -32,8 +32,8 @@ from qerl.errors import RunError, UserError
 from qerl.learner import checkpoint
 from qerl.tracking import Journal, is_timing, provenance, sample_files
 from qerl.tracking.json_lines import read_lines
-from qerl.tracking.sample_files import read_samples
 from qerl.training.run_checkpoints import check_vanished
+from stored_samples import read_samples
 
 NAME = "run"
 KEEP_ONE = ("--checkpoint.keep", "1")

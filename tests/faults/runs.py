@@ -18,7 +18,7 @@ import tiny_run
 from qerl.cli import main
 from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
-from qerl.tracking.sample_files import read_samples
+from stored_samples import read_samples
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

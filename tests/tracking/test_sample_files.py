@@ -13,7 +13,8 @@ from qerl.models.calibration import _last_records
 from qerl.tracking import Journal, sample_files
 from qerl.tracking.dashboard.follow import RunFollower
 from qerl.tracking.report.read import read_run
-from qerl.tracking.sample_files import SampleFiles, read_samples, segments
+from qerl.tracking.sample_files import SampleFiles, segments
+from stored_samples import read_samples
 
 
 @pytest.fixture(autouse=True)

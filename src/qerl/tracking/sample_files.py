@@ -68,18 +68,6 @@ def sample_lines(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the record of every sample of a run that is there and intact, oldest first."""
-    last = -1
-    for path, _, newest in sample_files(folder):
-        with contextlib.suppress(*DAMAGE):
-            for record in map(decode, sample_lines(path)):
-                step = (record or {}).get("step")
-                if record is not None and isinstance(step, int) and step > last:
-                    yield record
-        last = max(last, newest)
-
-
 class SampleFiles:
     """The files of samples that a journal writes."""
 
