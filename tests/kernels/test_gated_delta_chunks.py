@@ -9,7 +9,6 @@ from kernels.cuda_on_cpu import has_compiler, on_cpu
 from qerl.kernels import gated_delta, row_kernel
 from qerl.kernels import gated_delta_chunks as op
 from qerl.kernels.gated_delta import SequenceLayout
-from qerl.kernels.untried import VARIABLE
 
 CASES = (  # key heads, value heads, lengths
     (1, 1, (70, 0, 3)),
@@ -22,11 +21,6 @@ CASES = (  # key heads, value heads, lengths
 def on_gpu(test):
     is_absent = not torch.cuda.is_available()
     return pytest.mark.gpu(pytest.mark.skipif(is_absent, reason="needs a CUDA GPU")(test))
-
-
-@pytest.fixture(autouse=True)
-def tried(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
 
 
 def operands(K, N, lengths, device, decay=3.0):
@@ -112,5 +106,3 @@ def test_it_is_not_used_where_it_cannot_compute(monkeypatch):
     assert not op.takes(q.float(), k.float(), v.float(), state)
     assert not op.takes(q, k, v, state[..., :64])
     assert not op.takes(q[:0], k[:0], v[:0], state)
-    monkeypatch.delenv(VARIABLE)
-    assert not op.takes(q, k, v, state)

@@ -7,7 +7,6 @@ from kernels.cuda_on_cpu import CpuKernel, copy_sources, has_compiler
 from qerl.kernels import row_kernel
 from qerl.kernels import short_conv as op
 from qerl.kernels.gated_delta import SequenceLayout
-from qerl.kernels.untried import VARIABLE
 
 KERNEL_CASES = ((8, (1,)), (24, (5, 1, 0, 2, 3, 0)), (16, (0, 40, 33, 16)), (64, (300, 7)))  # C, lengths
 
@@ -91,10 +90,9 @@ def test_the_kernel_loses_no_more_than_torch(C, lengths, device, rng):
 
 
 @pytest.mark.gpu
-def test_the_kernel_is_used_and_its_gradients_are_those_of_the_operations(device, rng, monkeypatch):
+def test_the_kernel_is_used_and_its_gradients_are_those_of_the_operations(device, rng):
     if device.type != "cuda":
         pytest.skip("needs a CUDA GPU")
-    monkeypatch.setenv(VARIABLE, "1")
     lengths = (70, 5)
     x, weight, state = _case(16, 4, lengths, device, rng, torch.bfloat16)
     layout = SequenceLayout.of(lengths, device)

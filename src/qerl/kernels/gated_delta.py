@@ -14,10 +14,10 @@ Within a chunk of C tokens with L_i = log_decay_1 + ... + log_decay_i, all updat
     S' = exp(L_C) S + sum_j exp(L_C - L_j) k_j d_j^T
 
 The chunks of all sequences are solved together; only the last two lines go from chunk to chunk. fp32 inside.
-On a GPU one launch computes it for bf16 and H = V = 128 if QERL_UNTRIED=1 is set (gated_delta_chunks.py); the
-gradients are those of PyTorch's operations. For other sizes, and a step, fla-core's kernels (extra `delta`)
-compute it if they are installed and QERL_UNTRIED=1 is set; not on Hopper with Triton before 3.7.1, which
-compiles one of them wrongly, so that fla-core refuses it. No GPU has run them with a later Triton
+On a GPU one launch computes it for bf16 and H = V = 128 (gated_delta_chunks.py); the gradients are those of
+PyTorch's operations. For other sizes, and a step, fla-core's kernels (extra `delta`) compute it if they are
+installed and QERL_UNTRIED=1 is set; not on Hopper with Triton before 3.7.1, which compiles one of them
+wrongly, so that fla-core refuses it. No GPU has run them with a later Triton
 (tests/kernels/test_gated_delta.py). Source: Yang et al. 2024, Gated Delta Networks. Letters: T tokens, K key
 heads, N value heads, H and V their sizes, S sequences, C tokens of a chunk, M chunks.
 """

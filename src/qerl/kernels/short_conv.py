@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.kernels import row_kernel, untried
+from qerl.kernels import row_kernel
 from qerl.kernels.gated_delta import SequenceLayout
 from qerl.kernels.nvrtc import addresses
 from qerl.kernels.recomputed import recomputed
@@ -72,7 +72,7 @@ def _by_torch(
 
 
 def _has_kernel(x_TC: Tensor, weight_CW: Tensor, state_SWC: Tensor) -> bool:
-    is_ready = untried.are_used() and len(x_TC) > 0 and weight_CW.shape[1] == _KERNEL_TAPS
+    is_ready = len(x_TC) > 0 and weight_CW.shape[1] == _KERNEL_TAPS
     return is_ready and row_kernel.are_vectors(x_TC, state_SWC) and weight_CW.is_contiguous()
 
 
