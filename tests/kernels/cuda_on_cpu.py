@@ -235,7 +235,6 @@ def copy_sources(folder: Path) -> None:
 def on_cpu(module, folder: Path):
     """Inside, kernels that the module compiles run on the CPU; folder is for what is compiled."""
     copy_sources(folder)
-    with mock.patch.object(
-        module, "compiled", lambda file, name, _, defines: CpuKernel(file, name, defines, folder)
-    ):
+    made = lambda file, name, _, defines, shared_bytes=0: CpuKernel(file, name, defines, folder)  # noqa: E731
+    with mock.patch.object(module, "compiled", made):
         yield
