@@ -8,6 +8,7 @@ from conftest import rms_error
 from kernels.cuda_on_cpu import has_compiler, on_cpu
 from qerl.kernels import gated_delta, row_kernel
 from qerl.kernels import gated_delta_chunks as op
+from qerl.kernels.architectures import ARCHITECTURES
 from qerl.kernels.gated_delta import SequenceLayout
 
 CASES = (  # key heads, value heads, lengths
@@ -97,6 +98,14 @@ def test_gradients_are_those_of_the_operations():
     assert got[0].grad_fn is not None and type(got[0].grad_fn).__name__ == "_RecomputedBackward"
     for ours, torchs in zip(got, want, strict=True):
         assert rms_error(ours, torchs) < 2.0**-7  # dy = 2 o, whose rounding differs
+
+
+@pytest.mark.parametrize("name", ["sm_90a", "sm_86"])
+def test_its_module_is_loaded_once(name, monkeypatch):
+    monkeypatch.setattr(op, "architecture_of", lambda device: ARCHITECTURES[name])
+    kernel = op.kernel_of(torch.device("cuda", 0))
+    assert op.kernel_of(torch.device("cuda", 0)) is kernel
+    assert dict(kernel.defines) == dict(op.variant(ARCHITECTURES[name]).defines)
 
 
 def test_it_is_not_used_where_it_cannot_compute(monkeypatch):

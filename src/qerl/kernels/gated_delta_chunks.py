@@ -14,6 +14,7 @@ runs the source on a CPU). No sum depends on another sequence. Letters: T tokens
 S sequences.
 """
 
+import functools
 import struct
 
 import torch
@@ -63,9 +64,13 @@ def gated_delta_chunks(
 
 
 def kernel_of(device: torch.device) -> CudaKernel:
-    """Return the kernel for a device."""
-    defines = {"CTAS": most_ctas(architecture_of(device))}
-    return compiled(FILE, NAME, device, defines, shared_bytes=SHARED_BYTES)
+    """Return the kernel for a device, the same object each time: a new one would load its module again."""
+    return _kernel(device, most_ctas(architecture_of(device)))
+
+
+@functools.cache
+def _kernel(device: torch.device, ctas: int) -> CudaKernel:
+    return compiled(FILE, NAME, device, {"CTAS": ctas}, shared_bytes=SHARED_BYTES)
 
 
 def most_ctas(architecture: CudaArchitecture) -> int:
