@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl.formats import BF16, FP8
 from qerl.formats.fp8 import BLOCK
-from qerl.kernels import grouped_product, moe_route, portable_product
+from qerl.kernels import gated_delta_chunks, grouped_product, moe_route, portable_product
 from qerl.kernels.architectures import ARCHITECTURES, TESTED, CudaArchitecture
 from qerl.kernels.attention_options import PLAIN, AttentionOptions
 from qerl.kernels.cubin import KernelUse, kernels_of
@@ -47,7 +47,7 @@ _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _MIXTURES = ((32, 4), (128, 8))  # experts, chosen: gpt-oss-20b and Qwen3-30B-A3B
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
-_MOST_LOCAL_BYTES = {"nvfp4_decode.cu": 16, "head_sample.cu": 40}  # which were measured so
+_MOST_LOCAL_BYTES = {"nvfp4_decode.cu": 16, "head_sample.cu": 40, "gated_delta_chunks.cu": 8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,8 @@ def _table(cards: list[CudaArchitecture], uses: dict[str, dict[KernelVariant, Ke
 
 def _all_variants(options: MatrixOptions, card: CudaArchitecture) -> list[KernelVariant]:
     every = (*learner_variants(card), *mixture_variants(card), *portable_product.variants(card))
-    found = dict.fromkeys((*every, *delta_variants(shape("qwen3.5-9b"), card, 8)))
+    deltas = (delta_variants(shape("qwen3.5-9b"), card, rows) for rows in (1, 64))
+    found = dict.fromkeys((*every, *itertools.chain(*deltas)))
     kinds: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
     for model, rows, kv in itertools.product(options.shapes, options.rows, kinds):
         step = decode_variants(
@@ -178,6 +179,8 @@ def learner_variants(card: CudaArchitecture) -> list[KernelVariant]:
         *(KernelVariant("swiglu.cu", name, (), 256, 0) for name in swiglus),
         *(KernelVariant("stack_unpack.cu", "stack_unpack", (("BLOCK", b),), 256, 0) for b in (16, 32)),
         KernelVariant("expert_rows.cu", "scale_and_add", (), 256, 0),
+        KernelVariant("short_conv.cu", "short_conv", (("ROWS", 16), ("THREADS", 128)), 128, 0),
+        gated_delta_chunks.variant(card),
         *(KernelVariant("routing.cu", f"gather_{name}", (), 256, 0) for name in ("fp32", "bf16", "backward")),
         *(
             KernelVariant("clamped_swiglu.cu", f"clamped_swiglu{name}", (), 256, 0)

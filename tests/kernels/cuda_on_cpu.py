@@ -1,10 +1,10 @@
-"""Run a CUDA kernel of kernels/cuda/ as C++ on a CPU: each thread of a CTA is a thread, CTAs run in turn.
+"""Run a CUDA kernel of kernels/cuda/ as C++ on a CPU: each thread of a CTA is a fiber, CTAs run in turn.
 
     with on_cpu(): DeltaNetStep(shape, rows, cpu, is_by_head=False).step(...)        needs g++ with C++20
 
-For kernels in plain CUDA: barriers, shuffles, atomics, streaming loads and stores, and the conversion to
-bfloat16, which is the only assembly that is replaced. It shows indices and arithmetic, not what depends on
-the order of CTAs, on an early launch or on the memory of a GPU.
+For kernels in plain CUDA: barriers, shuffles, atomics, streaming loads and stores. Of the assembly these
+are replaced: the conversion to bfloat16, matrix instructions (mma.cuh), copies (async_copy.cuh). It shows
+indices and arithmetic, not what depends on the order of CTAs, on an early launch or on the memory of a GPU.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from unittest import mock
 
 SHIM = r"""
 #include <math.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <ucontext.h>
 #define __device__
 #define __global__
 #define __grid_constant__
@@ -34,10 +34,32 @@ struct uint2 { unsigned x, y; };
 struct float4 { float x, y, z, w; };
 struct float2 { float x, y; };
 struct Index { int x; };
-static thread_local Index threadIdx, blockIdx;
-static Index gridDim;
-static pthread_barrier_t block, warps[32];
+static Index threadIdx, blockIdx, gridDim;
+struct Fiber { ucontext_t context; int index; bool has_ended; };
+static Fiber fibers[1024];
+static int num_fibers;
+static void yield() {
+  const int from = threadIdx.x;
+  int to = from;
+  do to = (to + 1) % num_fibers;
+  while (to != from && fibers[to].has_ended);
+  threadIdx.x = to;
+  if (to != from) swapcontext(&fibers[from].context, &fibers[to].context);
+}
+struct Barrier {
+  int count, arrived, turn;
+  void wait() {
+    const int own = turn;
+    if (++arrived == count) {
+      arrived = 0, turn++;
+      return;
+    }
+    while (turn == own) yield();
+  }
+};
+static Barrier block, warps[32];
 static float lanes[32][32];
+static unsigned char dynamic_memory[1 << 18];
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -49,11 +71,11 @@ static float __int_as_float(int x) { return bits<float>(x); }
 static float __fmul_rn(float x, float y) { return x * y; }
 static float __fdiv_rn(float x, float y) { return x / y; }
 static int __float2int_rn(float x) { return (int)rintf(x); }
-static unsigned __cvta_generic_to_shared(const void*) { return 0; }
+static unsigned __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - dynamic_memory; }
 static int min(int x, int y) { return x < y ? x : y; }
 static int max(int x, int y) { return x > y ? x : y; }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
-static void __syncthreads() { pthread_barrier_wait(&block); }
+static void __syncthreads() { block.wait(); }
 static void __threadfence() {}
 static float4 __ldcs(const float4* from) { return *from; }
 static uint4 __ldcs(const uint4* from) { return *from; }
@@ -66,43 +88,117 @@ static unsigned to_bfloat16(float x) {
 static float __shfl_xor_sync(unsigned, float x, int mask) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   lanes[warp][lane] = x;
-  pthread_barrier_wait(&warps[warp]);
+  warps[warp].wait();
   const float y = lanes[warp][lane ^ mask];
-  pthread_barrier_wait(&warps[warp]);
+  warps[warp].wait();
   return y;
 }
+static float __shfl_up_sync(unsigned, float x, int by) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  lanes[warp][lane] = x;
+  warps[warp].wait();
+  const float y = lanes[warp][lane < by ? lane : lane - by];
+  warps[warp].wait();
+  return y;
+}
+static void __syncwarp() { warps[threadIdx.x / 32].wait(); }
 static int __shfl_sync(unsigned, int x, int from) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   lanes[warp][lane] = bits<float>(x);
-  pthread_barrier_wait(&warps[warp]);
+  warps[warp].wait();
   const int y = bits<int>(lanes[warp][from % 32]);
-  pthread_barrier_wait(&warps[warp]);
+  warps[warp].wait();
   return y;
 }
 """
 RUN = r"""
 extern "C" unsigned long operand_bytes() { return sizeof(Operands); }
-struct Thread { const Operands* operands; int block, index; pthread_t id; };
-static void* run_thread(void* given) {
-  const Thread& thread = *(Thread*)given;
-  threadIdx = {thread.index}, blockIdx = {thread.block};
-  KERNEL(*thread.operands);
-  return nullptr;
+static const Operands* given;
+static ucontext_t host;
+static void run_fiber() {
+  KERNEL(*given);
+  fibers[threadIdx.x].has_ended = true;
+  yield();
+  setcontext(&host);  // the last one
 }
 extern "C" void run(const Operands* operands, int grid, int threads) {
-  gridDim = {grid};
+  const size_t stack_bytes = 1 << 17;
+  char* stacks = (char*)malloc(stack_bytes * threads);
+  gridDim = {grid}, given = operands, num_fibers = threads;
   for (int b = 0; b < grid; b++) {
-    pthread_barrier_init(&block, nullptr, threads);
-    for (int w = 0; w < threads / 32; w++) pthread_barrier_init(&warps[w], nullptr, 32);
-    static Thread all[1024];
+    blockIdx = {b}, threadIdx = {0};
+    block = {threads};
+    for (int w = 0; w < threads / 32; w++) warps[w] = {32};
     for (int t = 0; t < threads; t++) {
-      all[t] = {operands, b, t};
-      if (pthread_create(&all[t].id, nullptr, run_thread, &all[t])) abort();
+      fibers[t].has_ended = false;
+      getcontext(&fibers[t].context);
+      fibers[t].context.uc_stack = {stacks + t * stack_bytes, 0, stack_bytes};
+      makecontext(&fibers[t].context, run_fiber, 0);
     }
-    for (int t = 0; t < threads; t++) pthread_join(all[t].id, nullptr);
+    swapcontext(&host, &fibers[0].context);
   }
+  free(stacks);
 }
 """
+MATRIX = r"""
+#pragma once
+#include "types.cuh"
+static u32 words[32][32][6];
+static int publish(const u32* own, int count) {
+  const int warp = threadIdx.x / 32;
+  for (int i = 0; i < count; i++) words[warp][threadIdx.x % 32][i] = own[i];
+  warps[warp].wait();
+  return warp;
+}
+static u32 half_of(u32 word, int odd) { return odd ? word >> 16 : word & 0xFFFF; }
+static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+  const int warp = publish(own, 6), lane = threadIdx.x % 32;
+  for (int e = 0; e < 4; e++) {
+    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    for (int k = 0; k < 16; k++) {
+      const u32 a = half_of(words[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
+      const u32 b = half_of(words[warp][column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+      d[e] += bits<float>(a << 16) * bits<float>(b << 16);
+    }
+  }
+  warps[warp].wait();
+}
+static void ldmatrix_x4(u32 (&d)[4], u32 from) {
+  const int warp = publish(&from, 1), lane = threadIdx.x % 32;
+  for (int m = 0; m < 4; m++)
+    memcpy(&d[m], dynamic_memory + words[warp][8 * m + lane / 4][0] + lane % 4 * 4, 4);
+  warps[warp].wait();
+}
+static void ldmatrix_x4_transposed(u32 (&d)[4], u32 from) {
+  const int warp = publish(&from, 1), lane = threadIdx.x % 32;
+  for (int m = 0; m < 4; m++) {
+    u16 pair[2];
+    for (int e = 0; e < 2; e++)
+      memcpy(&pair[e], dynamic_memory + words[warp][8 * m + lane % 4 * 2 + e][0] + lane / 4 * 2, 2);
+    d[m] = pair[0] | (u32)pair[1] << 16;
+  }
+  warps[warp].wait();
+}
+static u32 transpose8x8(u32 a) {
+  const int warp = publish(&a, 1), lane = threadIdx.x % 32;
+  u32 pair[2];
+  for (int e = 0; e < 2; e++)
+    pair[e] = half_of(words[warp][(lane % 4 * 2 + e) * 4 + lane / 8][0], lane / 4 % 2);
+  warps[warp].wait();
+  return pair[0] | pair[1] << 16;
+}
+"""
+COPIES = r"""
+#pragma once
+#include "types.cuh"
+static void copy_async(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 16); }
+static void commit_copies() {}
+template <int PENDING>
+static void wait_copies() {}
+"""
+REPLACED = {"mma.cuh": MATRIX, "async_copy.cuh": COPIES}
+DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 memory\[\];")
 CONVERSION = re.compile(r'asm\("cvt\.rn\.bf16x2\.f32.*?\);')
 
 
@@ -113,7 +209,7 @@ class CpuKernel:
         source, library = folder / "kernel.cpp", folder / f"{name}{abs(hash(tuple(defines.items())))}.so"
         source.write_text(f'{SHIM}\n#include "{file}"\n{RUN}')
         macros = [f"-D{key}={value}" for key, value in (defines | {"KERNEL": name}).items()]
-        command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", *macros]
+        command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", *macros]
         subprocess.run([*command, "-o", str(library), str(source)], check=True)
         self._library = ctypes.CDLL(str(library))
 
@@ -128,9 +224,10 @@ def has_compiler():
 
 
 def copy_sources(folder: Path) -> None:
-    """Copy kernels/cuda/ into a folder, with the conversion to bfloat16 in C++."""
+    """Copy kernels/cuda/ into a folder, with assembly that is replaced in C++."""
     for file in (resources.files("qerl.kernels") / "cuda").iterdir():
         text = CONVERSION.sub("d = to_bfloat16(high) << 16 | to_bfloat16(low);", file.read_text())
+        text = DYNAMIC.sub("u8* memory = dynamic_memory;", REPLACED.get(file.name, text))
         (folder / file.name).write_text(text)
 
 
@@ -138,7 +235,6 @@ def copy_sources(folder: Path) -> None:
 def on_cpu(module, folder: Path):
     """Inside, kernels that the module compiles run on the CPU; folder is for what is compiled."""
     copy_sources(folder)
-    with mock.patch.object(
-        module, "compiled", lambda file, name, _, defines: CpuKernel(file, name, defines, folder)
-    ):
+    made = lambda file, name, _, defines, shared_bytes=0: CpuKernel(file, name, defines, folder)  # noqa: E731
+    with mock.patch.object(module, "compiled", made):
         yield

@@ -11,6 +11,7 @@ from qerl.kernels.head_sample import choose_tile
 CUDA = resources.files("qerl.kernels") / "cuda"
 DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
 ATTENTION = {"H": 64, "GROUP": 7, "KV_HEADS": 2, "PAGE": 16, "CHUNK": 128}
+DELTA = {"KEY_HEADS": 2, "GROUP": 2}
 SHRINK = {"TOKEN_TILES": 1, "ROW_TILES": 1, "UNITS": 1, "WARPS": 8, "CLUSTER": 8}
 GROUPED = {"MT": 8, "WR": 4, "R16": 1, "KB": 192, "STAGES": 4, "CTAS": 3}
 PORTABLE = {"MT": 8, "WR": 4, "WM": 1, "R16": 1, "KB": 256, "STAGES": 4, "CTAS": 2, "RANK": 16}
@@ -20,10 +21,11 @@ CONFIGURATIONS = (
     ("decode_attention.cu", ATTENTION | {"FP8": 0, "STAGES": 4, "CTAS": 6}),
     ("decode_attention.cu", ATTENTION | {"FP8": 1, "STAGES": 4, "CTAS": 6}),
     ("decode_attention_write.cu", ATTENTION | {"FP8": 1}),
-    *(("delta_net_step.cu", {"KEY_HEADS": 2, "GROUP": 2, "BY_HEAD": b, "RANK": 16 * b}) for b in (0, 1)),
+    *(("delta_net_step.cu", DELTA | {"BY_HEAD": b, "RANK": 16 * b, "AHEAD": b}) for b in (0, 1)),
     ("expert_shrink.cu", {"RANK": 4, "GATHER": 1}),
     ("fp8_linear.cu", {}),
     ("fused_linear.cu", {"PARTS": 3}),
+    ("gated_delta_chunks.cu", {"CTAS": 2}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 0, "GATHER": 0, "EARLY": 1}),
     ("grouped_product.cu", GROUPED | {"SWIGLU": 2, "GATHER": 1, "EARLY": 0, "RANK": 4, "ORDER": 2}),
@@ -43,6 +45,7 @@ CONFIGURATIONS = (
     ("rms_norm.cu", {"WIDTH": 96, "THREADS": 32, "X_BYTES": 4, "TABLE": 1}),
     ("rotary.cu", {"HEAD": 64, "THREADS": 128}),
     ("routing.cu", {}),
+    ("short_conv.cu", {"ROWS": 16, "THREADS": 128}),
     ("stack_unpack.cu", {"BLOCK": 16}),
     ("stack_unpack.cu", {"BLOCK": 32}),
     ("swiglu.cu", {}),

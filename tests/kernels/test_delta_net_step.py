@@ -6,12 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import matrix
 from conftest import rms_error
 from kernels.cuda_on_cpu import has_compiler, on_cpu
 from qerl.kernels import delta_net_step as op
+from qerl.kernels.architectures import ARCHITECTURES, architecture_of
+from qerl.kernels.cubin import kernels_of
 from qerl.kernels.decode_state import DecodeState
 from qerl.kernels.delta_net_step import DeltaNetStep, DeltaWeights, Gates
 from qerl.kernels.gated_delta_net import DeltaInputs, DeltaShape, DeltaState, mix_step
+from qerl.kernels.nvrtc import cached_cubin
+from qerl.models.random_weights import SHAPES
 
 
 def on_gpu(test):
@@ -47,8 +52,10 @@ class Case:
     def by_reference(self):
         return op.reference(*self.operands(), self.shape, self.is_by_head)
 
-    def by_kernel(self):
+    def by_kernel(self, most_ctas=-1):
         kernel = DeltaNetStep(self.shape, len(self.y), self.y.device, is_by_head=self.is_by_head)
+        if most_ctas != -1:
+            kernel._most_ctas = most_ctas
         return kernel.step(*self.operands())
 
     def by_torch(self):
@@ -131,6 +138,51 @@ def test_it_loses_no_more_than_torch(settings):
 def test_its_source_computes_the_same_on_a_cpu(settings, tmp_path):
     with on_cpu(op, tmp_path):
         check(case_of(settings, "cpu"))
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs g++")
+@pytest.mark.parametrize(
+    ("settings", "ctas"), [(op.CASES[0], 3), (op.CASES[1], 1), (op.CASES[2], 5)], ids=str
+)
+def test_its_source_copies_ahead_on_a_cpu(settings, ctas, tmp_path):
+    with on_cpu(op, tmp_path):
+        check_ahead(case_of(settings, "cpu"), ctas)
+
+
+@on_gpu
+@pytest.mark.parametrize("settings", op.CASES, ids=str)
+@pytest.mark.parametrize("ctas", [1, 2, 5, 264])
+def test_copies_ahead_change_no_bit(settings, ctas):
+    if not op.copies_ahead(architecture_of(torch.device("cuda"))):
+        pytest.skip("too little shared memory")
+    check_ahead(case_of(settings, "cuda"), ctas)
+
+
+def check_ahead(case, ctas):
+    """However many units a CTA has, out, states and kept inputs are those of one CTA a unit."""
+    plain, ahead = case.copy(), case.copy()
+    assert torch.equal(ahead.by_kernel(ctas), plain.by_kernel(None))
+    assert torch.equal(ahead.state, plain.state) and torch.equal(ahead.conv, plain.conv)
+    assert not torch.equal(ahead.state, case.state), "the state did not change"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "is_ahead"),
+    [("sm_90a", 8, 0), ("sm_90a", 64, 1), ("sm_80", 64, 1), ("sm_86", 64, 0), ("sm_120a", 256, 0)],
+)
+def test_states_are_copied_ahead_where_ctas_have_several(name, rows, is_ahead):
+    variants = matrix.delta_variants(SHAPES["qwen3.5-9b"], ARCHITECTURES[name], rows)
+    assert {dict(v.defines)["AHEAD"] for v in variants} == {is_ahead}
+    assert {v.shared_bytes for v in variants} == {is_ahead * op._STATE_BYTES}
+
+
+def test_two_ctas_with_a_state_ahead_fit():
+    """The static memory that `copies_ahead` counts is what the kernel has."""
+    (variant, _) = matrix.delta_variants(SHAPES["qwen3.5-9b"], ARCHITECTURES["sm_90a"], 64)
+    use = kernels_of(cached_cubin(variant.file, dict(variant.defines), "sm_90a"))[variant.name]
+    assert use.shared_bytes <= op._STATIC_BYTES and use.local_bytes == 0
+    shared = use.shared_bytes + variant.shared_bytes
+    assert ARCHITECTURES["sm_90a"].resident_ctas(variant.threads, use.registers, shared) == op._CTAS
 
 
 def check(exact):

@@ -3,8 +3,12 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from conftest import rms_error
+from kernels.cuda_on_cpu import CpuKernel, copy_sources, has_compiler
+from qerl.kernels import row_kernel
 from qerl.kernels import short_conv as op
 from qerl.kernels.gated_delta import SequenceLayout
+
+KERNEL_CASES = ((8, (1,)), (24, (5, 1, 0, 2, 3, 0)), (16, (0, 40, 33, 16)), (64, (300, 7)))  # C, lengths
 
 
 def _case(C, W, lengths, device, rng, dtype=torch.float32):
@@ -55,3 +59,47 @@ def test_it_is_transformers_convolution_and_loses_no_more(device, rng):
     want = function(x.T[None], weight, None, activation="silu")[0].T
     got, _ = op.short_conv(x, weight, SequenceLayout.of((20,), device), state)
     assert got.dtype == torch.bfloat16 and rms_error(got, truth) <= 1.1 * rms_error(want, truth)
+
+
+def check_kernel(C, lengths, device, rng):
+    """It loses no more than PyTorch's operations; the states are the same bits."""
+    x, weight, state = _case(C + 8, 4, lengths, device, rng, torch.bfloat16)
+    x, weight, state = x[:, :C], weight[:C].contiguous(), state[:, :, :C].contiguous()
+    layout = SequenceLayout.of(lengths, device)
+    truth, _ = op.reference(x, weight, lengths, state)
+    torchs, after = op._by_torch(x, weight, layout, state)
+    got, own_after = op._by_kernel(x, weight, layout.ends, state)
+    assert rms_error(got, truth) <= 1.1 * rms_error(torchs, truth) and torch.equal(own_after, after)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs g++")
+@pytest.mark.parametrize(("C", "lengths"), KERNEL_CASES[:3])
+def test_its_source_computes_the_same_on_a_cpu(C, lengths, rng, tmp_path, monkeypatch):
+    copy_sources(tmp_path)
+    made = lambda file, name, _, **defines: CpuKernel(file, name, defines, tmp_path)  # noqa: E731
+    monkeypatch.setattr(row_kernel, "kernel", made)
+    check_kernel(C, lengths, "cpu", rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("C", "lengths"), KERNEL_CASES)
+def test_the_kernel_loses_no_more_than_torch(C, lengths, device, rng):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA GPU")
+    check_kernel(C, lengths, device, rng)
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_used_and_its_gradients_are_those_of_the_operations(device, rng):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA GPU")
+    lengths = (70, 5)
+    x, weight, state = _case(16, 4, lengths, device, rng, torch.bfloat16)
+    layout = SequenceLayout.of(lengths, device)
+    found = []
+    for function in (op.short_conv, op._by_torch):
+        leaves = [t.detach().requires_grad_() for t in (x, state)]
+        y, after = function(leaves[0], weight, layout, leaves[1])
+        found.append((y, torch.autograd.grad(y.float().sum() + after.float().square().sum(), leaves)))
+    assert type(found[0][0].grad_fn).__name__ == "_RecomputedBackward"
+    assert all(map(torch.equal, found[0][1], found[1][1]))

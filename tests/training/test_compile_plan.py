@@ -15,6 +15,7 @@ from qerl.engine.runner_cache import RunnerCache
 from qerl.engine.scheduler import num_pages
 from qerl.formats import BF16
 from qerl.kernels.architectures import ARCHITECTURES
+from qerl.learner.planned_pass import pass_kernels
 from qerl.models import decoder as decoders
 from qerl.models.outline import outlined_decoder
 from qerl.models.random_weights import random_decoder, shape
@@ -100,6 +101,18 @@ def test_a_run_plans_the_kernels_of_each_graph_then_those_of_prefill_and_update(
     }
     odd = {each.name for each in set(passes) - learner}
     assert odd <= {"place_adapters"}  # of one linear, where the matrix compiles three
+
+
+def test_the_passes_of_a_hybrid_are_planned():
+    """Those of its recurrence, and the backward pass of its norms, which are not the first layer's."""
+    a = shape("qwen3.5-9b")
+    outline = outlined_decoder(a, format="nvfp4", head="bf16", compute=HALF, adapter=AdapterConfig(rank=32))
+    planned = pass_kernels(outline, chunk_tokens=64)
+    assert a.delta is not None and len(set(planned)) == len(planned)
+    assert {"short_conv", "gated_delta_chunks", "logprob", "swiglu_wide_backward"} <= {
+        v.name for v in planned
+    }
+    assert {128, 256, 4096} == {dict(v.defines)["WIDTH"] for v in planned if v.name == "rms_norm_backward"}
 
 
 def test_without_a_gpu_nothing_is_compiled_while_loading(monkeypatch):

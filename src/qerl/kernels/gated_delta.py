@@ -14,11 +14,12 @@ Within a chunk of C tokens with L_i = log_decay_1 + ... + log_decay_i, all updat
     S' = exp(L_C) S + sum_j exp(L_C - L_j) k_j d_j^T
 
 The chunks of all sequences are solved together; only the last two lines go from chunk to chunk. fp32 inside.
-On a GPU fla-core's kernels (extra `delta`) compute it if they are installed and QERL_UNTRIED=1 is set; not on
-Hopper with Triton before 3.7.1, which compiles one of them wrongly, so that fla-core refuses it. No GPU has
-run them with a later Triton (tests/kernels/test_gated_delta.py). Source: Yang et al. 2024, Gated
-Delta Networks. Letters: T tokens, K key heads, N value heads, H and V their sizes, S sequences, C tokens of a
-chunk, M chunks.
+On a GPU one launch computes it for bf16 and H = V = 128 (gated_delta_chunks.py); the gradients are those of
+PyTorch's operations. For other sizes, and a step, fla-core's kernels (extra `delta`) compute it if they are
+installed and QERL_UNTRIED=1 is set; not on Hopper with Triton before 3.7.1, which compiles one of them
+wrongly, so that fla-core refuses it. No GPU has run them with a later Triton
+(tests/kernels/test_gated_delta.py). Source: Yang et al. 2024, Gated Delta Networks. Letters: T tokens, K key
+heads, N value heads, H and V their sizes, S sequences, C tokens of a chunk, M chunks.
 """
 
 import dataclasses
@@ -33,7 +34,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from qerl.kernels import untried
+from qerl.kernels import gated_delta_chunks, untried
+from qerl.kernels.recomputed import recomputed
 
 CASES = (  # K, N, H, V, lengths of the sequences
     (1, 1, 4, 4, (1,)),
@@ -126,6 +128,15 @@ def gated_delta(
     """Return (o_TNV in v's dtype, fp32 states after the sequences); differentiable in every tensor."""
     _check(q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, state_SNHV)
     assert len(v_TNV) == len(layout.places_T) and len(state_SNHV) == len(layout.lengths)
+    if gated_delta_chunks.takes(q_TKH, k_TKH, v_TNV, state_SNHV):
+        o_TNV, after_SNHV = recomputed(
+            lambda q, k, v, log_decay, beta, state: gated_delta_chunks.gated_delta_chunks(
+                q, k, v, log_decay, beta, layout.ends, state
+            ),
+            lambda q, k, v, log_decay, beta, state: _chunked(q, k, v, log_decay, beta, layout, state),
+            *(q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, state_SNHV),
+        )
+        return o_TNV, after_SNHV
     if v_TNV.is_cuda and uses_fla():
         return _by_fla("chunk", q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, layout.ends, state_SNHV)
     return _chunked(q_TKH, k_TKH, v_TNV, log_decay_TN, beta_TN, layout, state_SNHV)

@@ -7,7 +7,9 @@ from qerl.kernels.attention_options import AttentionOptions
 from qerl.kernels.logprob import chunked_logprob
 from qerl.kernels.nvrtc import KernelVariant, dry_run
 from qerl.learner.packed_forward import head_of
-from qerl.models.decoder import Decoder
+from qerl.models.decoder import Attend, Decoder, Layer, RowContext, run_layer
+from qerl.models.delta_net import recur_over
+from qerl.types import Tree
 
 _ROWS = 16  # any number: the kernels of these passes do not depend on it
 
@@ -15,21 +17,31 @@ _ROWS = 16  # any number: the kernels of these passes do not depend on it
 def pass_kernels(decoder: Decoder, *, chunk_tokens: int) -> list[KernelVariant]:
     """Return the kernels of a forward pass and of one with its backward pass; attention is PyTorch's.
 
-    decoder: without memory (models/outline.py), of layers with attention and dense MLPs; none are listed for
-    others. chunk_tokens: learn.logprob_chunk_tokens.
+    decoder: without memory (models/outline.py), of layers with dense MLPs; none are listed for others.
+    chunk_tokens: learn.logprob_chunk_tokens.
     """
-    if any(kind.mixer != "attention" or kind.mlp != "dense" for kind in decoder.architecture.kinds):
+    if any(kind.mlp != "dense" for kind in decoder.architecture.kinds):
         return []
     positions_T = torch.arange(_ROWS, device=decoder.device)
+    tree = Tree(start=0, prompt_tokens=_ROWS // 2, branch_tokens=(_ROWS - _ROWS // 2,))
+    recur = recur_over((tree,), decoder.device)
     with dry_run() as variants:
         with torch.no_grad():
-            decoder(positions_T, positions_T, _attend)
-        hidden_TD = decoder(positions_T, positions_T, _attend)
+            decoder(positions_T, positions_T, _attend, recur=recur)
+        hidden_TD = decoder(positions_T, positions_T, _attend, _run_as_later, recur=recur)
         head = head_of(decoder, temperature=1.0, chunk_tokens=chunk_tokens)
         options = {"softcap": head.softcap, "chunk_tokens": head.chunk_tokens}
         logprob_T, _ = chunked_logprob(hidden_TD, head.operand, positions_T, temperature=1.0, **options)
         logprob_T.sum().backward()
     return list(variants)
+
+
+def _run_as_later(
+    layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend
+) -> Tensor:
+    """Run a layer as one that is not the first: its input has a gradient."""
+    zero = torch.zeros(1, device=h_TD.device, requires_grad=True)
+    return run_layer(layer, h_TD + zero, context, layer_index, attend)
 
 
 def _attend(
