@@ -280,6 +280,12 @@ class Layer(nn.Module):
         """Stacks of experts, as `spec.experts`."""
         return self.mlp.stacks if isinstance(self.mlp, MixtureMLP) else ()
 
+    @property
+    def expert_rows(self) -> tuple[ExpertRows, ...]:
+        """The rows that the stacks of `experts` have in tiles."""
+        mlp, plain = self.mlp, ExpertRows.PLAIN
+        return (rows_of_gate_up(mlp.mixture.is_interleaved), plain) if isinstance(mlp, MixtureMLP) else ()
+
     def tile(self) -> None:
         """Put weights that fit into the decode kernels' tiles (packed_linear.py), if their format's tiles are
         used; free their plain form. The gates of Gated DeltaNet are too narrow and stay as they are."""
@@ -288,10 +294,8 @@ class Layer(nn.Module):
                 linears = self.mixer.wide_projs
             if linears[0].weight is not None:
                 tile_linears(linears, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
-        if isinstance(self.mlp, MixtureMLP):
-            gate_up, down = self.mlp.stacks
-            tile_experts(gate_up, rows_of_gate_up(self.mlp.mixture.is_interleaved))
-            tile_experts(down, ExpertRows.PLAIN)
+        for experts, rows in zip(self.experts, self.expert_rows, strict=True):
+            tile_experts(experts, rows)
 
 
 def run_layer(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
