@@ -35,7 +35,7 @@ from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, LinearGroupSpec, layer_spec
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead
-from qerl.models.mixture import ExpertEnds, ExpertLinear, MixtureMLP, Route
+from qerl.models.mixture import ExpertLinear, MixtureMLP, Route, RowsByLayer
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, project_swiglu, room, tile_linears
 from qerl.models.rope import Angles, angles_of, inverse_frequencies, rotate_heads
@@ -57,9 +57,9 @@ class RowContext(NamedTuple):
     """Sees and may replace the experts that routers choose; None: their own choice."""
     expert_rows: int | None
     """Rows of every product of an expert, for bits that do not depend on other rows; None: those it has."""
-    expert_ends: ExpertEnds
-    """Ends of the experts' rows in layers whose routes the host knows. Layers that run add theirs: one that
-    runs again for its backward pass need not ask the device, and must have the same routes."""
+    rows_by_layer: RowsByLayer
+    """The routes of layers that the host knows. Layers that run add theirs: one that runs again for its
+    backward pass has the same routes, and neither asks the device nor sorts again."""
 
 
 RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
@@ -204,7 +204,7 @@ class Layer(nn.Module):
             self.add_module(name, kind(arch.width, arch.norm_eps, compute=compute, device=device))
 
     def forward(self, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
-        angles, noise_rows_T, recur, route, expert_rows, expert_ends = context
+        angles, noise_rows_T, recur, route, expert_rows, rows_by_layer = context
         norms, mixer, mlp = self.norms, self.mixer, self.mlp
         x_TD, h_TD = self._before(norms.before_attention, h_TD, noise_rows_T, mixer.qkv_projs)
         if isinstance(mixer, Attention):
@@ -218,7 +218,7 @@ class Layer(nn.Module):
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
             router_x_TD = x_TD if plain_TD is None else plain_TD
-            y_TD = mlp(x_TD, router_x_TD, layer_index, route, expert_rows, expert_ends)
+            y_TD = mlp(x_TD, router_x_TD, layer_index, route, expert_rows, rows_by_layer)
             h_TD = self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
         else:
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
@@ -341,14 +341,14 @@ class Decoder(nn.Module):
         recur: Recur | None = None,
         route: Route | None = None,
         expert_rows: int | None = None,
-        expert_ends: ExpertEnds | None = None,
+        rows_by_layer: RowsByLayer | None = None,
     ) -> Tensor:
         """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
         noise_rows_T are rows of noise_table, int32, or None; recur is needed if layers have states; route
-        may choose experts; expert_rows, expert_ends: of RowContext."""
+        may choose experts; expert_rows, rows_by_layer: of RowContext."""
         angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
-        ends = {} if expert_ends is None else expert_ends
-        context = RowContext(angles, noise_rows_T, recur, route, expert_rows, ends)
+        known = {} if rows_by_layer is None else rows_by_layer
+        context = RowContext(angles, noise_rows_T, recur, route, expert_rows, known)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         if self.embedding_scale != 1:
             h_TD.mul_(self.embedding_scale)
