@@ -246,7 +246,8 @@ def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
         "layer": a.num_layers * inputs + one,
         "offload": min(4, a.num_layers) * inputs + one,
     }
-    return rows * (saved[config.learn.gradient_checkpointing] + backward_bytes_per_row(a, config))
+    kept = saved[config.learn.gradient_checkpointing] + mixture.route_bytes_per_row(a)
+    return rows * (kept + backward_bytes_per_row(a, config))
 
 
 def unpacked_bytes(a: Architecture, config: RunConfig) -> float:
