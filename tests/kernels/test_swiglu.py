@@ -40,24 +40,6 @@ def test_bf16_loses_no_more_than_torchs_operations(T, width, room, device, rng):
         assert rms_error(got, truth) <= 1.1 * rms_error(theirs, truth)
 
 
-@pytest.mark.parametrize(("T", "width"), op.CASES)
-def test_factors_multiply_the_rows_of_gate_and_up_first(T, width, device, rng):
-    case = _case(T, width, torch.bfloat16, device, rng)
-    factors_T = torch.linspace(0.25, 3, T, device=device)
-
-    def scaled(gate, up):
-        return ((x.float() * factors_T[:, None]).bfloat16() for x in (gate, up))
-
-    def truth(gate, up):
-        return op.reference(factors_T[:, None] * gate, factors_T[:, None] * up)
-
-    plain = _with_gradients(lambda *each: F.silu(next(pair := scaled(*each))) * next(pair), *case)
-    ours = _with_gradients(lambda *each: op.swiglu(*each, factors_T=factors_T), *case)
-    wanted = _with_gradients(truth, case[0].double(), case[1].double(), case[2])
-    for got, theirs, want in zip(ours, plain, wanted, strict=True):
-        assert rms_error(got, want) <= 1.1 * rms_error(theirs, want)
-
-
 def _wide(gate, up, dy, dtype, room=0):
     """Value, dgate, dup, and the gate that was kept."""
     T, width = gate.shape

@@ -99,20 +99,13 @@ def multiply(
     experts: WeightStack,
     bias_EN: Tensor | None,
     adapter: tuple[Tensor, Tensor, Tensor, Tensor, float] | None,
-    times_alpha: bool = True,
 ) -> Tensor:
     """Return y_SN; arguments as those of grouped_linear, adapter: the fields of a GroupedAdapter."""
     most = buffer_experts(*experts.shape, x_SK.element_size())
     rows = (ends if isinstance(ends, RowEnds) else RowEnds(ends)).grouped(most, x_SK.device)
     a_ERK, b_ENR, a_work, b_work, scaling = adapter or (None,) * 5
     low_rank = _LowRank(a_work, b_work, 0.0 if scaling is None else scaling)
-    alpha_E = _alphas(experts) if times_alpha else None
-    return _Grouped.apply(x_SK, rows, experts, alpha_E, bias_EN, low_rank, a_ERK, b_ENR)
-
-
-def spare_alpha(x_SK: Tensor, experts: WeightStack) -> Tensor | None:
-    """Return alpha_E if products here can leave it to what follows; None if they cannot, or it is 1."""
-    return _alphas(experts) if len(x_SK) and can_multiply(x_SK, experts) else None
+    return _Grouped.apply(x_SK, rows, experts, bias_EN, low_rank, a_ERK, b_ENR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,12 +150,12 @@ class _LowRank:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_SK, rows, experts, alpha_E, bias_EN, low_rank, a_ERK, b_ENR):
+    def forward(ctx, x_SK, rows, experts, bias_EN, low_rank, a_ERK, b_ENR):
         u_SR, inputs_SR = low_rank.inputs(x_SK, rows.whole)
         ctx.save_for_backward(None if u_SR is None else x_SK, u_SR)
-        ctx.rows, ctx.experts, ctx.alpha_E, ctx.low_rank = rows, experts, alpha_E, low_rank
+        ctx.rows, ctx.experts, ctx.low_rank = rows, experts, low_rank
         plus = functools.partial(low_rank.plus_of, inputs_SR)
-        return _product(x_SK, experts, rows, alpha_E, bias_EN, plus, transposes=True)
+        return _product(x_SK, experts, rows, bias_EN, plus, transposes=True)
 
     @staticmethod
     def backward(ctx, dy_SN):  # type: ignore[override]
@@ -176,15 +169,14 @@ class _Grouped(torch.autograd.Function):
             return None if du_SR is None else _grouped(du_SR[part.rows], low_rank.a_of(part), part.ends_G)
 
         if ctx.needs_input_grad[0]:
-            dx_SK = _product(dy_SN, ctx.experts, rows, ctx.alpha_E, None, plus, transposes=False)
-        return dx_SK, None, None, None, None, None, da_ERK, db_ENR
+            dx_SK = _product(dy_SN, ctx.experts, rows, None, plus, transposes=False)
+        return dx_SK, None, None, None, None, da_ERK, db_ENR
 
 
 def _product(
     x_SK: Tensor,
     experts: WeightStack,
     rows: GroupedRows,
-    alpha_E: Tensor | None,
     bias_EN: Tensor | None,
     plus: Callable[[_Part], Tensor | None],
     *,
@@ -193,6 +185,7 @@ def _product(
     """Return alpha_e * x @ W_e^T (or W_e) + bias_e + plus(part), part by part."""
     _, n, k = experts.shape
     y_SN = None if len(rows.parts) == 1 else x_SK.new_empty(len(x_SK), n if transposes else k)
+    alpha_E = _alphas(experts)
     for part, operand_GNK in _operands(experts, rows, x_SK.dtype):
         if transposes:
             operand_GNK = operand_GNK.transpose(1, 2)

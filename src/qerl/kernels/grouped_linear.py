@@ -78,18 +78,16 @@ def grouped_linear(
     adapter: GroupedAdapter | None = None,
     ends: Sequence[int] | None = None,
     rows_at_once: int | None = None,
-    times_alpha: bool = True,
 ) -> Tensor:
     """Return y_SN; differentiable in x and the adapter's masters. offsets: int64 [E + 1], from 0 to S; ends:
     the same as numbers, if they are known. rows_at_once: rows of every product, a multiple of 16 on a CPU;
-    None: all rows of an expert in one. times_alpha False: without alpha_e, where `spare_alpha` allows it."""
+    None: all rows of an expert in one."""
     num_experts, num_outputs, in_width = experts.shape
     ends = offsets.tolist() if ends is None else ends
     assert len(ends) == num_experts + 1 and ends[0] == 0 and ends[-1] == len(x_SK)
     assert x_SK.dim() == 2 and x_SK.shape[1] == in_width
     if rows_at_once is None and len(x_SK) and can_multiply(x_SK, experts):
-        return multiply(x_SK, ends, experts, bias_EN, adapter, times_alpha)
-    assert times_alpha
+        return multiply(x_SK, ends, experts, bias_EN, adapter)
     adapters = [None] * num_experts if adapter is None else adapter.unbind(num_experts)
     alphas, parts = experts.alphas, []
     for e, x_sK in enumerate(x_SK.split([end - start for start, end in itertools.pairwise(ends)])):

@@ -34,15 +34,11 @@ def reference(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     return F.silu(gate_TF.double()) * up_TF.double()
 
 
-def swiglu(gate_TF: Tensor, up_TF: Tensor, *, room: int = 0, factors_T: Tensor | None = None) -> Tensor:
-    """Return y_TF; on a GPU with `room` free columns behind each row. factors_T: fp32, by which the rows of
-    gate and up are multiplied first."""
+def swiglu(gate_TF: Tensor, up_TF: Tensor, *, room: int = 0) -> Tensor:
+    """Return y_TF; on a GPU with `room` free columns behind each row."""
     assert gate_TF.shape == up_TF.shape and gate_TF.dim() == 2
-    assert factors_T is None or (factors_T.dtype == torch.float32 and factors_T.shape == gate_TF.shape[:1])
     if row_kernel.are_vectors(gate_TF, up_TF) and gate_TF.stride() == up_TF.stride():
-        return _SwiGLU.apply(gate_TF, up_TF, room, factors_T)
-    if factors_T is not None:
-        gate_TF, up_TF = ((x.float() * factors_T[:, None]).to(x.dtype) for x in (gate_TF, up_TF))
+        return _SwiGLU.apply(gate_TF, up_TF, room)
     return F.silu(gate_TF) * up_TF
 
 
@@ -55,19 +51,17 @@ def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, room: int =
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_TF, up_TF, room, factors_T):
+    def forward(ctx, gate_TF, up_TF, room):
         T, F = gate_TF.shape
         y_TF = row_kernel.rows(T, F, room, gate_TF)
-        strides = gate_TF.stride(0), y_TF.stride(0)
-        _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), (*strides, factors_T))
-        ctx.save_for_backward(gate_TF, up_TF, factors_T)
+        _launch("swiglu", gate_TF, (gate_TF, up_TF, y_TF), (gate_TF.stride(0), y_TF.stride(0)))
+        ctx.save_for_backward(gate_TF, up_TF)
         return y_TF
 
     @staticmethod
     def backward(ctx, dy_TF):  # type: ignore[override]
-        gate_TF, up_TF, factors_T = ctx.saved_tensors
-        d_T2F = _gradient("swiglu_backward", dy_TF, gate_TF, up_TF, factors_T)
-        return *d_T2F.chunk(2, 1), None, None
+        d_T2F = _gradient("swiglu_backward", dy_TF, *ctx.saved_tensors)
+        return *d_T2F.chunk(2, 1), None
 
 
 def put_swiglu(gate_up_T2F: Tensor, y_TF: Tensor, kept_TF: Tensor | None) -> None:
@@ -98,23 +92,21 @@ def wide_gradient(dy_TF: Tensor, gate_TF: Tensor, y_TF: Tensor) -> Tensor:
     return d_T2F
 
 
-def _gradient(kernel: str, dy_TF: Tensor, gate_TF: Tensor, other_TF: Tensor, *more: Tensor | None) -> Tensor:
-    """Return [dgate, dup] in one tensor; other: up, or y for the wide kernel; more: factors for the other."""
+def _gradient(kernel: str, dy_TF: Tensor, gate_TF: Tensor, other_TF: Tensor) -> Tensor:
+    """Return [dgate, dup] in one tensor; other: up, or y for the wide kernel."""
     dy_TF = dy_TF if row_kernel.are_vectors(dy_TF) else dy_TF.contiguous()
     d_T2F = gate_TF.new_empty(len(gate_TF), 2 * gate_TF.shape[1])
     strides = other_TF.stride(0), dy_TF.stride(0)
-    _launch(kernel, dy_TF, (dy_TF, gate_TF, other_TF, d_T2F), (*strides, *more))
+    _launch(kernel, dy_TF, (dy_TF, gate_TF, other_TF, d_T2F), strides)
     return d_T2F
 
 
-def _launch(
-    name: str, like_TF: Tensor, tensors: tuple[Tensor | None, ...], rest: tuple[int | Tensor | None, ...]
-) -> None:
+def _launch(name: str, like_TF: Tensor, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...]) -> None:
     T, F = like_TF.shape
     blocks_a_row = -(-F // (8 * _BLOCK_THREADS))
     if T:
         row_kernel.kernel("swiglu.cu", name, like_TF.device).launch(
             grid=T * blocks_a_row,
             block_threads=_BLOCK_THREADS,
-            parameters=(*tensors, F, blocks_a_row, *rest),
+            parameters=(*tensors, F, blocks_a_row, *strides),
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qerl.formats.stack import WeightStack
 from qerl.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
-from qerl.kernels.expert_product import RowEnds, spare_alpha
+from qerl.kernels.expert_product import RowEnds
 from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
 from qerl.kernels.routing import SortedRows, choose, combine, sort_rows, spread, weigh
 from qerl.kernels.swiglu import swiglu
@@ -39,11 +39,6 @@ class ChosenRows:
     ends: RowEnds
     is_compared: bool
     """False until the router's own choice has been seen."""
-
-    @property
-    def ids_S(self) -> Tensor:
-        """Return the expert of each sorted row."""
-        return self.ids_TK.flatten().index_select(0, self.rows.order_S)
 
 
 RowsByLayer = dict[int, ChosenRows]
@@ -91,12 +86,6 @@ class ExpertLinear(nn.Module):
             return None
         return GroupedAdapter(self.lora_A, self.lora_B, self.a_work, self.b_work, self.scaling)
 
-    def spare_alpha(self, x_SK: Tensor) -> Tensor | None:
-        """Return alpha_E if the product of these rows may leave it to what follows, else None."""
-        assert self.weight is not None
-        is_alone = self.bias is None and self.adapter is None
-        return spare_alpha(x_SK, self.weight) if is_alone else None
-
     @property
     def tensors(self) -> list[Tensor]:
         packed = [] if self.weight is None else list(self.weight.tensors().values())
@@ -112,11 +101,10 @@ class ExpertLinear(nn.Module):
         offsets: Tensor,
         ends: Sequence[int] | None = None,
         rows_at_once: int | None = None,
-        times_alpha: bool = True,
     ) -> Tensor:
-        """Return y_SN; offsets, ends, rows_at_once and times_alpha: as grouped_linear takes them."""
+        """Return y_SN; offsets, ends and rows_at_once: as grouped_linear takes them."""
         assert self.weight is not None, "no weight was loaded"
-        options: Any = {"ends": ends, "rows_at_once": rows_at_once, "times_alpha": times_alpha}
+        options: Any = {"ends": ends, "rows_at_once": rows_at_once}
         return grouped_linear(x_SK, offsets, self.weight, bias_EN=self.bias, adapter=self.adapter, **options)
 
 
@@ -128,24 +116,12 @@ class Experts(nn.Module):
         self.gate_up_proj = ExpertLinear(gate_up, compute, device)
         self.down_proj = ExpertLinear(down, compute, device)
 
-    def forward(
-        self, x_SD: Tensor, chosen: ChosenRows, rows_at_once: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (y_SD, alpha_E) of rows sorted by expert. alpha_E are factors of each expert's y that are
-        still to be applied. rows_at_once as that of grouped_linear."""
+    def forward(self, x_SD: Tensor, chosen: ChosenRows, rows_at_once: int | None = None) -> Tensor:
+        """Return y_SD of rows sorted by expert; rows_at_once as that of grouped_linear."""
         rows = chosen.rows.offsets, chosen.ends, rows_at_once
-        gate_up_alpha_E, down_alpha_E = (
-            None if rows_at_once is not None else each.spare_alpha(x_SD)
-            for each in (self.gate_up_proj, self.down_proj)
-        )
-        if self._mixture.is_interleaved:
-            gate_up_alpha_E = None  # only `swiglu` of two halves takes factors of rows
-        alpha_S = None if gate_up_alpha_E is None else gate_up_alpha_E.index_select(0, chosen.ids_S)
-        gate_up_SF = self.gate_up_proj(x_SD, *rows, times_alpha=alpha_S is None)
-        h_SF = self._activated(gate_up_SF, alpha_S)
-        return self.down_proj(h_SF, *rows, times_alpha=down_alpha_E is None), down_alpha_E
+        return self.down_proj(self._activated(self.gate_up_proj(x_SD, *rows)), *rows)
 
-    def _activated(self, gate_up_SF: Tensor, alpha_S: Tensor | None) -> Tensor:
+    def _activated(self, gate_up_SF: Tensor) -> Tensor:
         mixture = self._mixture
         alpha, limit = mixture.swiglu_alpha, mixture.swiglu_limit
         if mixture.is_interleaved and alpha is not None:
@@ -155,7 +131,7 @@ class Experts(nn.Module):
         else:
             gate_SF, up_SF = gate_up_SF.chunk(2, 1)
         if alpha is None:
-            return swiglu(gate_SF, up_SF, factors_T=alpha_S)
+            return swiglu(gate_SF, up_SF)
         return clamped_swiglu(gate_SF, up_SF, alpha=alpha, limit=limit)
 
 
@@ -188,10 +164,7 @@ class MixtureMLP(nn.Module):
         ids_TK, rows = chosen.ids_TK, chosen.rows
         weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
         x_SD = spread(x_TD, rows, mixture.num_chosen)
-        y_SD, alpha_E = self.experts(x_SD, chosen, expert_rows)
-        if alpha_E is not None:
-            weights_TK = weights_TK * alpha_E.index_select(0, ids_TK.flatten()).view_as(weights_TK)
-        return combine(y_SD, weights_TK, rows)
+        return combine(self.experts(x_SD, chosen, expert_rows), weights_TK, rows)
 
     def _chosen(
         self, logits_TE: Tensor, layer_index: int, route: Route | None, rows_by_layer: RowsByLayer

@@ -1,4 +1,4 @@
-// y = silu(gate) * up and its gradients, 8 elements per thread. `factors`, if not null, multiply the rows of gate and up first.
+// y = silu(gate) * up and its gradients, 8 elements per thread.
 #include "bfloat16.cuh"
 #include "launch.cuh"
 
@@ -7,7 +7,7 @@
 __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
 
 extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const u16* up, u16* y, int features, int blocks_a_row,
-                                                         int stride, int y_stride, const float* factors) {
+                                                         int stride, int y_stride) {
   launch_dependents();
   grid_dependency_wait();
   const size_t row = blockIdx.x / blocks_a_row;
@@ -16,9 +16,8 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* gate, const 
   float g[8], u[8];
   unpack(__ldcs((const uint4*)(gate + row * stride + at)), g);
   unpack(__ldcs((const uint4*)(up + row * stride + at)), u);
-  const float factor = factors ? factors[row] : 1.f;
 #pragma unroll
-  for (int i = 0; i < 8; i++) g[i] *= factor, u[i] = g[i] * sigmoid(g[i]) * (factor * u[i]);
+  for (int i = 0; i < 8; i++) u[i] = g[i] * sigmoid(g[i]) * u[i];
   *(uint4*)(y + row * y_stride + at) = pack(u);
 }
 
@@ -44,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_wide(const float* gate_
 
 // With s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s. Each row of d is dgate, then dup.
 extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy, const u16* gate, const u16* up, u16* d, int features,
-                                                                  int blocks_a_row, int stride, int dy_stride, const float* factors) {
+                                                                  int blocks_a_row, int stride, int dy_stride) {
   launch_dependents();
   grid_dependency_wait();
   const size_t row = blockIdx.x / blocks_a_row;
@@ -54,10 +53,8 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_backward(const u16* dy,
   unpack(__ldcs((const uint4*)(gate + row * stride + at)), g);
   unpack(__ldcs((const uint4*)(up + row * stride + at)), u);
   unpack(__ldcs((const uint4*)(dy + row * dy_stride + at)), y);
-  const float factor = factors ? factors[row] : 1.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    g[i] *= factor, u[i] *= factor, y[i] *= factor;
     const float s = sigmoid(g[i]), dup = y[i] * g[i] * s;
     g[i] = y[i] * u[i] * s * (1.f + g[i] * (1.f - s));
     u[i] = dup;
