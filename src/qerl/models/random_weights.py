@@ -262,11 +262,15 @@ def random_nvfp4(n: int, k: int, rng: torch.Generator) -> NVFP4:
 
 
 def random_mxfp4(n: int, k: int, rng: torch.Generator) -> MXFP4:
-    """Return uniform codes and one power of two for all blocks: a standard deviation within sqrt(2) of
-    1 / sqrt(K)."""
+    """Return uniform codes and two powers of two, in shares that give a standard deviation of 1 / sqrt(K)."""
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=rng.device, generator=rng)
-    exponent = round(math.log2(1 / math.sqrt(_CODE_MEAN_SQUARE * k)))
-    return MXFP4(codes, torch.full((n, k // 32), exponent + 127, dtype=torch.uint8, device=rng.device))
+    mean_square = 1 / (_CODE_MEAN_SQUARE * k)
+    exponent = math.floor(math.log2(mean_square) / 2)
+    share = (
+        mean_square / 4.0**exponent - 1
+    ) / 3  # of blocks with twice the scale, whose squares are four times
+    is_upper = torch.rand(n, k // 32, device=rng.device, generator=rng) < share
+    return MXFP4(codes, is_upper.to(torch.uint8) + (exponent + 127))
 
 
 def random_bf16(n: int, k: int, rng: torch.Generator) -> BF16:
