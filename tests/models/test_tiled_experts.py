@@ -11,7 +11,7 @@ from conftest import rms_error
 from models.family_rows import oracle, save
 from qerl.formats import BF16, MXFP4, NVFP4
 from qerl.formats.stack import PackedStack
-from qerl.kernels import expert_product, grouped_linear
+from qerl.kernels import expert_product, grouped_linear, nvfp4_decode
 from qerl.kernels.nvfp4_decode import swiglu_order
 from qerl.models import loader, random_weights
 from qerl.models.layer_spec import ExpertSpec
@@ -52,6 +52,27 @@ def test_an_expert_in_tiles_is_bitwise_the_same_weight(kind, rows):
     if kind is NVFP4:
         assert torch.equal(ours, theirs)
         assert torch.equal(experts.weight.factors_EN, theirs.expand(3, 128) * 2.0**19)
+
+
+@pytest.mark.parametrize("kind", [NVFP4, MXFP4])
+@pytest.mark.parametrize("rows", ExpertRows)
+def test_decode_steps_and_the_learner_multiply_by_the_same_numbers(kind, rows):
+    rng, spread_N1 = torch.Generator().manual_seed(0), 4.0 ** torch.arange(-64, 64)[:, None].div(16).round()
+    weights = [kind.encode(torch.randn(128, 64, generator=rng) * spread_N1) for _ in range(3)]
+    stack = tiled_stack(3, weights.__getitem__, rows)
+    order_N = in_tile_order(torch.arange(128.0)[None], rows)[0].long()
+    chosen_G, out = torch.tensor([2, 0], dtype=torch.int32), torch.empty(2, 128, 64)
+    stack.unpack_chosen(chosen_G, out, times_alpha=kind is MXFP4)
+    for place, index in enumerate(chosen_G.tolist()):
+        wanted_NK = weights[index].decode().double()
+        codes, scales = nvfp4_decode.unpack(stack.tiles[index])
+        factors_N1 = stack.factors_EN[index, :, None].double() / nvfp4_decode.ALPHA_FACTOR
+        decoded_NK = NVFP4(codes, scales, torch.ones(1)).operand(torch.float32) * factors_N1
+        alpha = 1 if kind is MXFP4 else weights[index].alpha.double()
+        torch.testing.assert_close(decoded_NK, wanted_NK[order_N], rtol=0 if kind is MXFP4 else 1e-6, atol=0)
+        torch.testing.assert_close(
+            out[place].double() * alpha, wanted_NK, rtol=0 if kind is MXFP4 else 1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize("kind", [NVFP4, MXFP4])
