@@ -170,6 +170,12 @@ def test_sorted_rows_come_back_to_their_tokens(T, E, k, rng):
     torch.testing.assert_close(routing.combine(y_SD, weights_TK, rows), want_TD)
 
 
+def test_layers_are_sorted_as_each_alone(rng):
+    ids_LTK = torch.rand(3, 11, 6, generator=rng).topk(2).indices.sort(-1).values
+    for ids_TK, rows in zip(ids_LTK, routing.sort_layers(ids_LTK.flatten(1), 6), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(rows, routing.sort_rows(ids_TK, 6), strict=True))
+
+
 @pytest.mark.parametrize(("T", "F"), clamped_swiglu.CASES)
 def test_the_clamped_swiglu_and_its_gradients_are_the_references(T, F, rng):
     inputs = [torch.randn(T, F, generator=rng, requires_grad=True) for _ in range(2)]

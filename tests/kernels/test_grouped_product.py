@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -27,10 +28,36 @@ from qerl.models.random_weights import random_nvfp4
 @pytest.mark.parametrize("K", [2880, 2048, 768, 1024, 320, 64])
 def test_the_rule_fits_every_card(name, K):
     card = ARCHITECTURES[name]
-    for tokens in op.ITEM_ROWS:
-        tile = grouped_tile(tokens, K, card)
+    for tokens, N in itertools.product(op.ITEM_ROWS, (64, 5760)):
+        tile = grouped_tile(tokens, N, K, card)
         assert K % tile.k_block == 0 and tile.stages >= 3 and tile.tokens == tokens
-        assert card.resident_ctas(tile.threads, 168, tile.shared_bytes) >= tile.ctas_per_sm
+        registers = min(168, 65_536 // (tile.threads * tile.ctas_per_sm))  # what __launch_bounds__ leave
+        assert card.resident_ctas(tile.threads, registers, tile.shared_bytes) >= tile.ctas_per_sm
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen", "experts", "N", "K", "tile"),
+    [
+        (64, 4, 32, 5760, 2880, (16, 4, 2, 192, 3, 3)),  # gpt-oss-20b
+        (64, 4, 32, 2880, 2880, (16, 4, 2, 192, 3, 3)),
+        (256, 4, 32, 5760, 2880, (64, 4, 4, 64, 6, 2)),
+        (256, 4, 32, 2880, 2880, (64, 8, 2, 192, 3, 1)),
+        (256, 8, 128, 1536, 2048, (32, 8, 1, 256, 3, 2)),  # Qwen3-30B-A3B; as fast as (32, 4, 2, ...)
+        (256, 8, 128, 2048, 768, (32, 8, 1, 256, 3, 2)),
+        (256, 4, 128, 5760, 2880, (16, 4, 2, 192, 3, 3)),  # gpt-oss-120b: the items of 20b at 64
+        (256, 4, 128, 2880, 2880, (16, 4, 2, 192, 3, 3)),
+    ],
+)
+@pytest.mark.parametrize("name", ["sm_90a", "sm_100a"])
+def test_a_decode_step_takes_the_fastest_of_the_measured_tiles(rows, chosen, experts, N, K, tile, name):
+    items = item_rows(rows, chosen, experts)
+    assert dataclasses.astuple(grouped_tile(items, N, K, ARCHITECTURES[name])) == tile
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_120a"])
+def test_a_card_with_less_shared_memory_keeps_its_ctas(name):
+    for tokens in (8, 16):
+        assert grouped_tile(tokens, 5760, 2880, ARCHITECTURES[name]).ctas_per_sm == 3
 
 
 def test_an_item_has_room_for_what_an_expert_gets_when_rows_are_spread():

@@ -104,9 +104,11 @@ def test_operands_of_layers_that_are_recomputed_and_some_experts_are_unpacked_at
 
 
 def test_a_row_saves_what_its_experts_save():
-    """Count for each chosen expert: gate and up, y, its weight and two indices; x and h for adapters."""
+    """Count for each chosen expert: gate and up, y and its weight; x and h for adapters. Ids and two orders
+    of all three layers are kept throughout the pass."""
     attention = 2 * (192 + 192 + 128 + 64 + 64 + 128) + 4 * (2 * 128 + 4)
-    each = 2 * (2 * 64 + 128) + 4 + 16
+    each = 2 * (2 * 64 + 128) + 4
+    assert mixture.route_bytes_per_row(MIXED) == 3 * 2 * (8 + 16)
     assert activations.saved_bytes_per_row(MIXED, with_experts("none")) == attention + 2 * each + 4 * 8
     adapted = each + 2 * (128 + 64)
     assert activations.saved_bytes_per_row(MIXED, with_experts("shared_a")) == attention + 2 * adapted + 4 * 8

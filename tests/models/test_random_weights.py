@@ -9,7 +9,7 @@ from cli.bench.shapes import TINY
 from models.tiny import logits_of
 from qerl.errors import UserError
 from qerl.formats import NVFP4
-from qerl.models.random_weights import SHAPES, random_decoder, random_nvfp4, shape
+from qerl.models.random_weights import SHAPES, random_decoder, random_mxfp4, random_nvfp4, shape
 
 
 def made(format="nvfp4", rank=8, seed=0, architecture=TINY):
@@ -40,10 +40,12 @@ def test_a_seed_names_the_weights():
     assert torch.equal(codes(1), codes(1)) and not torch.equal(codes(1), codes(2))
 
 
-def test_packed_weights_have_the_standard_deviation_of_a_fresh_layer():
-    weight = random_nvfp4(512, 1024, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("make", (random_nvfp4, random_mxfp4))
+@pytest.mark.parametrize("k", (768, 1024, 2048, 2880, 4096))
+def test_packed_weights_have_the_standard_deviation_of_a_fresh_layer(k, make):
+    weight = make(512, k, torch.Generator().manual_seed(0))
     assert weight.scales.float().isfinite().all()
-    assert weight.decode().std().item() * 1024**0.5 == pytest.approx(1, abs=0.01)
+    assert weight.decode().std().item() * k**0.5 == pytest.approx(1, abs=0.01)
 
 
 def test_an_untied_head_is_another_table_and_a_tied_one_the_same():

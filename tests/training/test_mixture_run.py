@@ -232,13 +232,16 @@ def test_a_layer_asks_the_device_for_its_routes_once_and_not_if_they_are_replaye
 
     def counted(self):
         passes.append(1)
-        return expert_ends(self)
+        return rows_by_layer(self)
 
     _, learner = learned(folder, "nvfp4", is_replayed=is_replayed, checkpointing="layer")
-    groups, expert_ends = groups_of(learner._forward._decoder, sigma=0.0), RouterReplay.expert_ends
+    groups, rows_by_layer = groups_of(learner._forward._decoder, sigma=0.0), RouterReplay.rows_by_layer
     monkeypatch.setattr(mixture, "sort_rows", sorted_rows)
-    monkeypatch.setattr(RouterReplay, "expert_ends", counted)
+    monkeypatch.setattr(RouterReplay, "rows_by_layer", counted)
+    choose, chosen = mixture.choose, []
+    monkeypatch.setattr(mixture, "choose", lambda *each: chosen.append(1) or choose(*each))
     learner.step(groups)
+    assert len(chosen) == 3 * len(passes)  # not again when a layer is recomputed
     assert len(passes) > 0 and len(asked) == (0 if is_replayed else 3 * len(passes))  # layers with experts
 
 

@@ -56,6 +56,19 @@ class _Part:
     rows: slice
 
 
+class RowEnds(tuple[int, ...]):
+    """0 and the end of each expert's rows, and what products of these rows have made of them."""
+
+    @functools.cached_property
+    def _grouped(self) -> "dict[tuple[int, torch.device], GroupedRows]":
+        return {}
+
+    def grouped(self, most: int, device: torch.device) -> "GroupedRows":
+        if (most, device) not in self._grouped:
+            self._grouped[most, device] = GroupedRows.of(self, most, device)
+        return self._grouped[most, device]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedRows:
     """The experts that have rows, cut into parts of at most `most` experts."""
@@ -89,7 +102,7 @@ def multiply(
 ) -> Tensor:
     """Return y_SN; arguments as those of grouped_linear, adapter: the fields of a GroupedAdapter."""
     most = buffer_experts(*experts.shape, x_SK.element_size())
-    rows = GroupedRows.of(ends, most, x_SK.device)
+    rows = (ends if isinstance(ends, RowEnds) else RowEnds(ends)).grouped(most, x_SK.device)
     a_ERK, b_ENR, a_work, b_work, scaling = adapter or (None,) * 5
     low_rank = _LowRank(a_work, b_work, 0.0 if scaling is None else scaling)
     return _Grouped.apply(x_SK, rows, experts, bias_EN, low_rank, a_ERK, b_ENR)

@@ -8,7 +8,8 @@ global to the process, and so is the one count that this module adds.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -66,6 +67,25 @@ def peak_reserved_bytes(device: torch.device) -> int:
 def reset_peaks(device: torch.device) -> None:
     _OUTSIDE[numbered(device)] = _OutsideTorch(mapped_bytes=_outside(device).mapped_bytes)
     torch.cuda.reset_peak_memory_stats(device)
+
+
+def describe_pieces(device: torch.device) -> str:
+    """Say how torch's memory is divided, for a message about too little of it."""
+    return pieces_of(torch.cuda.memory_snapshot(), numbered(device).index)
+
+
+def pieces_of(segments: Sequence[Mapping[str, Any]], device_index: int) -> str:
+    """The same from a snapshot of torch's segments: memory is lost in pieces where much is unused and the
+    largest unused block is small."""
+    segments = [segment for segment in segments if segment["device"] == device_index]
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    unused = [block["size"] for block in blocks if block["state"] == "inactive"]
+    used = sum(block["size"] for block in blocks) - sum(unused)
+    largest = max(unused, default=0)
+    return (
+        f"{used / 1e9:.2f} GB in use, {sum(unused) / 1e9:.2f} GB unused in {len(unused)} pieces of"
+        f" {len(segments)} segments, the largest of {largest / 1e9:.3f} GB"
+    )
 
 
 def _change(device: torch.device, num_bytes: int) -> None:

@@ -35,10 +35,13 @@ from qerl.kernels.swiglu import reference as swiglu_reference
 FILE, NAME = "grouped_product.cu", "grouped_product"
 SHRINK_FILE, SHRINK_NAME = "expert_shrink.cu", "expert_shrink"
 RANKS = (4, 8, 12, 16)
-CASES = ((2880, 2880), (768, 2048), (2048, 768))  # N, K
+CASES = ((5760, 2880), (2880, 2880), (1536, 2048), (2048, 768))  # N, K
 ITEM_ROWS = (8, 16, 32, 64)
 _K_BLOCKS = (256, 192, 128, 64)
 _MOST_STAGES, _LEAST_STAGES = 8, 3
+_MOST_BYTES = 160 << 10  # of the stages of a CTA
+_MEASURED_BYTES = 200 << 10  # shared memory of a multiprocessor
+_NARROW_ROWS = 4096
 _SHRINK_THREADS = 256
 
 
@@ -152,19 +155,39 @@ def item_rows(rows: int, num_chosen: int, num_experts: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def grouped_tile(tokens: int, K: int, card: CudaArchitecture) -> GroupedTile:
-    """Return the tile for items of up to this many rows: as many CTAs and k as leave room for four stages."""
+def grouped_tile(tokens: int, N: int, K: int, card: CudaArchitecture) -> GroupedTile:
+    """Return the tile for items of up to this many rows: the fastest measured form, with the widest k that
+    leaves three stages; where none was measured, as many CTAs and k as leave room for four stages."""
     assert tokens in ITEM_ROWS and K % TILE_K == 0
+    k_blocks = [k for k in _K_BLOCKS if K % k == 0]
+    forms = _measured_forms(tokens, N) if card.sm_shared_bytes >= _MEASURED_BYTES else ()
+    for k_block in k_blocks:
+        for row_warps, row_blocks, ctas in forms:
+            tile = _deepest(GroupedTile(tokens, row_warps, row_blocks, k_block, 0, ctas), card)
+            if tile.stages >= _LEAST_STAGES:
+                return tile
     row_blocks, most_ctas = (1, 3) if tokens <= 16 else (2, 2)
     for least in (4, _LEAST_STAGES):
         for ctas in range(most_ctas, 0, -1):
-            for k_block in (k for k in _K_BLOCKS if K % k == 0):
-                one = GroupedTile(tokens, 4, row_blocks, k_block, 1, ctas)
-                room = min(card.shared_bytes, card.sm_shared_bytes // ctas - 1024)
-                stages = min(room // one.stage_bytes, _MOST_STAGES)
-                if stages >= least:
-                    return dataclasses.replace(one, stages=stages)
+            for k_block in k_blocks:
+                tile = _deepest(GroupedTile(tokens, 4, row_blocks, k_block, 0, ctas), card)
+                if tile.stages >= least:
+                    return tile
     raise AssertionError(f"no tile of {tokens} rows fits {card}")
+
+
+def _measured_forms(tokens: int, N: int) -> tuple[tuple[int, int, int], ...]:
+    """Return (row_warps, row_blocks, ctas_per_sm) in order: what was fastest on an H200 for gpt-oss-20b at 64
+    and 256 rows and Qwen3-30B-A3B at 256."""
+    if tokens == 64:  # a narrow weight's tiles are three rounds of one CTA, but one and a half of two
+        return ((8, 2, 1),) if N <= _NARROW_ROWS else ((4, 4, 2),)
+    return {16: ((4, 2, 3), (4, 2, 2)), 32: ((8, 1, 2),)}.get(tokens, ())
+
+
+def _deepest(tile: GroupedTile, card: CudaArchitecture) -> GroupedTile:
+    """Return the tile with as many stages as this card has room for."""
+    room = min(card.shared_bytes, card.sm_shared_bytes // tile.ctas_per_sm - 1024, _MOST_BYTES)
+    return dataclasses.replace(tile, stages=min(room // tile.stage_bytes, _MOST_STAGES))
 
 
 class GroupedProduct:
@@ -206,7 +229,7 @@ class GroupedProduct:
             assert values is None or values.is_contiguous()
         adapter: ExpertAdapter | None = experts.adapter
         u_SR = None if adapter is None else self._shrink(x, adapter, n, routed, gather)
-        tile = grouped_tile(routed.item_rows, k, self._card)
+        tile = grouped_tile(routed.item_rows, n, k, self._card)
         tensors = experts.tiles, experts.factors_EN, experts.bias_EN, x, y, routed.plan, routed.rows_S
         operands = struct.pack(
             "7Q2i2f", *addresses(*tensors), n, k, activation.alpha or 0.0, activation.limit
@@ -250,7 +273,7 @@ class GroupedProduct:
 def variants(card: CudaArchitecture) -> list[KernelVariant]:
     """Return what is launched for the sizes of CASES on a card of this architecture; the plain SwiGLU, which
     differs from the clamped one by a line, for one of them, and adapters for the smallest and largest."""
-    tiles = list(dict.fromkeys(grouped_tile(tokens, K, card) for tokens in ITEM_ROWS for _, K in CASES))
+    tiles = list(dict.fromkeys(grouped_tile(tokens, N, K, card) for tokens in ITEM_ROWS for N, K in CASES))
     forms = [(tile, *form) for tile in tiles for form in ((0, False), (2, True))] + [(tiles[0], 1, True)]
     adapters = ((0, False, 4, 0), (0, False, 16, 0), (2, True, 4, 2), (1, True, 16, 1))
     forms += [(tile, *form) for tile in (tiles[0], tiles[-1]) for form in adapters]

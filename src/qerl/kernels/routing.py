@@ -48,6 +48,18 @@ def sort_rows(ids_TK: Tensor, num_experts: int) -> SortedRows:
     return SortedRows(order_S, inverse_S, torch.searchsorted(flat_S.to(torch.int64), experts_E))
 
 
+def sort_layers(ids_LS: Tensor, num_experts: int) -> list[SortedRows]:
+    """Return the same of the pairs of several layers, in a few launches for all of them."""
+    assert num_experts <= 256, "an expert's id is sorted as one byte"
+    order_LS = ids_LS.to(torch.uint8).sort(dim=1, stable=True).indices
+    place_S = torch.arange(ids_LS.shape[1], device=ids_LS.device)
+    inverse_LS = torch.empty_like(order_LS).scatter_(1, order_LS, place_S.expand_as(order_LS))
+    ids_LS = ids_LS.long()
+    counts_LE = ids_LS.new_zeros(len(ids_LS), num_experts).scatter_add_(1, ids_LS, torch.ones_like(ids_LS))
+    offsets_LE = torch.nn.functional.pad(counts_LE.cumsum(1), (1, 0))
+    return [SortedRows(*layer) for layer in zip(order_LS, inverse_LS, offsets_LE, strict=True)]
+
+
 def spread(x_TD: Tensor, rows: SortedRows, num_chosen: int) -> Tensor:
     """Return x_SD, sorted; its gradient sums a token's rows in the order of its experts, in fp32."""
     return _Spread.apply(x_TD, rows.order_S, rows.inverse_S, num_chosen)

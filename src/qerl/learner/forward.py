@@ -52,12 +52,12 @@ class DecoderForward:
         )
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        architecture, self._replay, ends = self._decoder.architecture, None, None
+        architecture, self._replay, known = self._decoder.architecture, None, None
         if architecture.mixture is not None:
             is_replayed = self._config.algo.router_replay
             self._replay = RouterReplay(architecture, batch.routes_T, is_replayed=is_replayed)
-            ends = self._replay.expert_ends()
-        return packed_hidden(self._decoder, batch, self._run_layer(), self._replay, ends)
+            known = self._replay.rows_by_layer()
+        return packed_hidden(self._decoder, batch, self._run_layer(), self._replay, known)
 
     def routing(self) -> RoutingReading | None:
         """Return what the latest pass did with the routes; None without a mixture."""

@@ -10,7 +10,7 @@ from qerl.kernels.tree_attention import tree_attention
 from qerl.learner.packing import PackedBatch
 from qerl.models.decoder import Decoder, RunLayer, run_layer
 from qerl.models.delta_net import recur_over
-from qerl.models.mixture import ExpertEnds, Route
+from qerl.models.mixture import Route, RowsByLayer
 
 
 def packed_hidden(
@@ -18,7 +18,7 @@ def packed_hidden(
     batch: PackedBatch,
     run_layer: RunLayer = run_layer,
     route: Route | None = None,
-    expert_ends: ExpertEnds | None = None,
+    rows_by_layer: RowsByLayer | None = None,
 ) -> Tensor:
     """Return hidden_TD of the batch's rows; hidden_TD[source_rows_C] predict its targets. route, and what it
     is known to choose: of a mixture of experts."""
@@ -28,7 +28,7 @@ def packed_hidden(
 
     recur = recur_over(batch.trees, decoder.device)
     noise_rows_T = _noise_rows(decoder, batch)
-    rows = noise_rows_T, recur, route, None, expert_ends
+    rows = noise_rows_T, recur, route, None, rows_by_layer
     return decoder(batch.tokens_T, batch.positions_T, attend, run_layer, *rows)
 
 

@@ -11,11 +11,12 @@ import dataclasses
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from qerl.kernels.expert_product import RowEnds
+from qerl.kernels.routing import sort_layers
 from qerl.models.architecture import Architecture
-from qerl.models.mixture import ExpertEnds
+from qerl.models.mixture import ChosenRows, RowsByLayer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,13 +44,16 @@ class RouterReplay:
         self._used = dict(self._recorded) if is_replayed else {}
         self._differs: dict[int, Tensor] = {}
 
-    def expert_ends(self) -> ExpertEnds:
-        """Return the ends of each expert's rows in all layers, if they are replayed: the host waits for the
-        device once in place of once a layer."""
+    def rows_by_layer(self) -> RowsByLayer:
+        """Return the routes of all layers, if they are replayed: they are sorted at once, and the host waits
+        for the device once in place of once a layer."""
         if not self._used:
             return {}
-        ends_LE = F.pad(self._counts_LE.cumsum(1), (1, 0)).tolist()
-        return dict(zip(self._layers, ends_LE, strict=True))
+        ids_LTK = torch.stack([self._used[layer] for layer in self._layers])
+        each = sort_layers(ids_LTK.flatten(1), self._num_experts)
+        ends_LE = torch.stack([rows.offsets for rows in each]).tolist()
+        parts = zip(self._layers, ids_LTK.long(), each, ends_LE, strict=True)
+        return {layer: ChosenRows(ids, rows, RowEnds(ends), False) for layer, ids, rows, ends in parts}
 
     def __call__(self, layer_index: int, ids_TK: Tensor) -> Tensor:
         if layer_index in self._recorded and layer_index not in self._differs:

@@ -34,7 +34,7 @@ from qerl.models.delta_net import GatedDeltaNet, Recur
 from qerl.models.layer_spec import LayerSpec, layer_spec
 from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import LMHead
-from qerl.models.mixture import ExpertEnds, ExpertLinear, MixtureMLP, Route
+from qerl.models.mixture import ExpertLinear, MixtureMLP, Route, RowsByLayer
 from qerl.models.mlp import MLP, linears_of
 from qerl.models.norm import RMSNorm
 from qerl.models.packed_linear import project, project_onto, room, tile_linears
@@ -57,9 +57,9 @@ class RowContext(NamedTuple):
     """Sees and may replace the experts that routers choose; None: their own choice."""
     expert_rows: int | None
     """Rows of every product of an expert, for bits that do not depend on other rows; None: those it has."""
-    expert_ends: ExpertEnds
-    """Ends of the experts' rows in layers whose routes the host knows. Layers that run add theirs: one that
-    runs again for its backward pass need not ask the device, and must have the same routes."""
+    rows_by_layer: RowsByLayer
+    """The routes of layers that the host knows. Layers that run add theirs: one that runs again for its
+    backward pass has the same routes, and neither asks the device nor sorts again."""
 
 
 RunLayer = Callable[["Layer", Tensor, RowContext, int, Attend], Tensor]
@@ -191,14 +191,14 @@ class Layer(nn.Module):
 
     def feed(self, h_TD: Tensor, context: RowContext, layer_index: int) -> Tensor:
         """Return h after the MLP or the experts, each row from itself alone."""
-        _, noise_rows_T, _, route, expert_rows, expert_ends = context
+        _, noise_rows_T, _, route, expert_rows, rows_by_layer = context
         norms, mlp = self.norms, self.mlp
         if isinstance(mlp, MixtureMLP):
             assert norms.before_mlp is not None
             plain_TD = None if mlp.reads_noise else getattr(self, norms.before_mlp).plain(h_TD)
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, ())
             router_x_TD = x_TD if plain_TD is None else plain_TD
-            y_TD = mlp(x_TD, router_x_TD, layer_index, route, expert_rows, expert_ends)
+            y_TD = mlp(x_TD, router_x_TD, layer_index, route, expert_rows, rows_by_layer)
             h_TD = self._add_normed(h_TD, y_TD, norms.after_mlp, noise_rows_T)
         else:
             x_TD, h_TD = self._before(norms.before_mlp, h_TD, noise_rows_T, mlp.gate_up_projs)
@@ -260,6 +260,12 @@ class Layer(nn.Module):
         """Stacks of experts, as `spec.experts`."""
         return self.mlp.stacks if isinstance(self.mlp, MixtureMLP) else ()
 
+    @property
+    def expert_rows(self) -> tuple[ExpertRows, ...]:
+        """The rows that the stacks of `experts` have in tiles."""
+        mlp, plain = self.mlp, ExpertRows.PLAIN
+        return (rows_of_gate_up(mlp.mixture.is_interleaved), plain) if isinstance(mlp, MixtureMLP) else ()
+
     def tile(self) -> None:
         """Put weights that fit into the decode kernels' tiles (packed_linear.py), if their format's tiles are
         used; free their plain form. The gates of Gated DeltaNet are too narrow and stay as they are."""
@@ -268,10 +274,8 @@ class Layer(nn.Module):
                 linears = self.mixer.wide_projs
             if linears[0].weight is not None:
                 tile_linears(linears, UnpackRows.GATE_UP if group.name == "gate_up" else UnpackRows.ALL)
-        if isinstance(self.mlp, MixtureMLP):
-            gate_up, down = self.mlp.stacks
-            tile_experts(gate_up, rows_of_gate_up(self.mlp.mixture.is_interleaved))
-            tile_experts(down, ExpertRows.PLAIN)
+        for experts, rows in zip(self.experts, self.expert_rows, strict=True):
+            tile_experts(experts, rows)
 
 
 def run_layer(layer: Layer, h_TD: Tensor, context: RowContext, layer_index: int, attend: Attend) -> Tensor:
@@ -317,14 +321,14 @@ class Decoder(nn.Module):
         recur: Recur | None = None,
         route: Route | None = None,
         expert_rows: int | None = None,
-        expert_ends: ExpertEnds | None = None,
+        rows_by_layer: RowsByLayer | None = None,
     ) -> Tensor:
         """Return hidden_TD after the final norm, in the compute dtype. `run_layer` calls each layer;
         noise_rows_T are rows of noise_table, int32, or None; recur is needed if layers have states; route
-        may choose experts; expert_rows, expert_ends: of RowContext."""
+        may choose experts; expert_rows, rows_by_layer: of RowContext."""
         angles = {name: angles_of(rope, positions_T, f) for name, (rope, f) in self._ropes.items()}
-        ends = {} if expert_ends is None else expert_ends
-        context = RowContext(angles, noise_rows_T, recur, route, expert_rows, ends)
+        known = {} if rows_by_layer is None else rows_by_layer
+        context = RowContext(angles, noise_rows_T, recur, route, expert_rows, known)
         h_TD = F.embedding(tokens_T, self.embed_tokens.weight).float()
         if self.embedding_scale != 1:
             h_TD.mul_(self.embedding_scale)

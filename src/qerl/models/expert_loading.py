@@ -13,13 +13,13 @@ from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.formats import BF16, INT8, MXFP4, NVFP4, PackedWeight
-from qerl.formats.stack import PackedStack
 from qerl.models.architecture import Architecture
 from qerl.models.expert_names import expert_modules
 from qerl.models.layer_spec import ExpertSpec
 from qerl.models.mixture import ExpertLinear
 from qerl.models.source import Checkpoint, fitting_weight, layout_of, stored_weight
 from qerl.models.state_dict import check_float, read_float
+from qerl.models.tiled_experts import ExpertRows, stacked
 
 Encode = Callable[[Tensor], PackedWeight]
 
@@ -31,14 +31,16 @@ def load_experts(
     layer_index: int,
     format: str,
     encode: Encode,
+    rows: ExpertRows | None = None,
 ) -> None:
-    """Load one stack of a layer, expert by expert, and its biases. encode: makes a weight in `format`."""
+    """Load one stack of a layer, expert by expert, and its biases. encode: makes a weight in `format`. rows:
+    of the weights that go into tiles, where they fit."""
     at, x = f"model.layers.{layer_index}.", experts.spec
-    weights = (
-        expert_weight(checkpoint, a, at, x, expert, format, encode).to(experts.device)
-        for expert in range(x.num_experts)
-    )
-    experts.load_weight(PackedStack.of(x.num_experts, weights))
+
+    def weight_of(expert: int) -> PackedWeight:
+        return expert_weight(checkpoint, a, at, x, expert, format, encode).to(experts.device)
+
+    experts.load_weight(stacked(x.num_experts, weight_of, rows))
     if experts.bias is not None:
         experts.bias.copy_(read_float(checkpoint, f"{at}{x.name}_bias"))
 

@@ -4,7 +4,7 @@
 
 Names, shapes and the config are checked against each other before the first tensor is read. Tensors are read
 by name, so their order in the files does not matter. Where the decode kernels run, weights
-go into tiles (packed_linear.py) layer by layer.
+go into tiles: linears layer by layer (packed_linear.py), experts one by one (tiled_experts.py).
 """
 
 from collections.abc import Iterator
@@ -74,13 +74,16 @@ def build_decoder(
             own_format = "bf16" if names[0] in plain else format
             for name, weight in _weights(checkpoint, names, own_format, device, scales):
                 by_name[name].load_weight(weight)
-        for experts in layer.experts:
+        for experts, rows in zip(layer.experts, layer.expert_rows, strict=True):
             encode = partial(_encode, kind=FORMATS[format], device=device, scales=scales)
-            load_experts(experts, checkpoint, architecture, index, format, encode)
+            in_tiles = rows if tiled else None
+            load_experts(experts, checkpoint, architecture, index, format, encode, in_tiles)
         if tiled:
             layer.tile()
     if resident:
         decoder.make_resident()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # blocks that held only what was read and packed
     return decoder
 
 

@@ -9,6 +9,7 @@ compute dtype, so that rounding changes few routes. `Route` sees each layer's ch
 engine records with it, the learner replays.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from qerl.formats.stack import WeightStack
 from qerl.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_pairs
+from qerl.kernels.expert_product import RowEnds
 from qerl.kernels.grouped_linear import GroupedAdapter, grouped_linear
-from qerl.kernels.routing import choose, combine, sort_rows, spread, weigh
+from qerl.kernels.routing import SortedRows, choose, combine, sort_rows, spread, weigh
 from qerl.kernels.swiglu import swiglu
 from qerl.models.architecture import Architecture, Mixture
 from qerl.models.layer_spec import ExpertSpec, LayerSpec
@@ -26,8 +28,20 @@ from qerl.models.linear import QuantLinear
 
 Route = Callable[[int, Tensor], Tensor]
 """Function (layer_index, the router's own ids_TK) -> ids_TK that are used."""
-ExpertEnds = dict[int, list[int]]
-"""By layer, 0 and the end of each expert's rows, as numbers."""
+
+
+@dataclasses.dataclass(slots=True)
+class ChosenRows:
+    """A layer's routes, once they are known to the host."""
+
+    ids_TK: Tensor
+    rows: SortedRows
+    ends: RowEnds
+    is_compared: bool
+    """False until the router's own choice has been seen."""
+
+
+RowsByLayer = dict[int, ChosenRows]
 
 
 class ExpertLinear(nn.Module):
@@ -102,11 +116,9 @@ class Experts(nn.Module):
         self.gate_up_proj = ExpertLinear(gate_up, compute, device)
         self.down_proj = ExpertLinear(down, compute, device)
 
-    def forward(
-        self, x_SD: Tensor, offsets: Tensor, ends: Sequence[int], rows_at_once: int | None = None
-    ) -> Tensor:
-        """Return y_SD of rows sorted by expert; arguments as those of grouped_linear."""
-        rows = offsets, ends, rows_at_once
+    def forward(self, x_SD: Tensor, chosen: ChosenRows, rows_at_once: int | None = None) -> Tensor:
+        """Return y_SD of rows sorted by expert; rows_at_once as that of grouped_linear."""
+        rows = chosen.rows.offsets, chosen.ends, rows_at_once
         return self.down_proj(self._activated(self.gate_up_proj(x_SD, *rows)), *rows)
 
     def _activated(self, gate_up_SF: Tensor) -> Tensor:
@@ -143,21 +155,32 @@ class MixtureMLP(nn.Module):
         layer_index: int,
         route: Route | None,
         expert_rows: int | None,
-        expert_ends: ExpertEnds,
+        rows_by_layer: RowsByLayer,
     ) -> Tensor:
         """Return y_TD in fp32; the router reads router_x, the experts x. expert_rows: rows of every product
-        of an expert; None: those that it has. expert_ends: of this pass; this layer's are added."""
+        of an expert; None: those that it has. rows_by_layer: of this pass; this layer's are added."""
         mixture, logits_TE = self.mixture, self.router(router_x_TD.float())
-        ids_TK = choose(logits_TE, mixture.num_chosen)
+        chosen = self._chosen(logits_TE, layer_index, route, rows_by_layer)
+        ids_TK, rows = chosen.ids_TK, chosen.rows
+        weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
+        x_SD = spread(x_TD, rows, mixture.num_chosen)
+        return combine(self.experts(x_SD, chosen, expert_rows), weights_TK, rows)
+
+    def _chosen(
+        self, logits_TE: Tensor, layer_index: int, route: Route | None, rows_by_layer: RowsByLayer
+    ) -> ChosenRows:
+        known = rows_by_layer.get(layer_index)
+        if known is not None and known.is_compared:
+            return known
+        ids_TK = choose(logits_TE, self.mixture.num_chosen)
         if route is not None:
             ids_TK = route(layer_index, ids_TK)
-        weights_TK = weigh(logits_TE, ids_TK, mixture.softmax_over)
-        rows = sort_rows(ids_TK, mixture.num_experts)
-        if layer_index not in expert_ends:
-            expert_ends[layer_index] = rows.offsets.tolist()  # the host waits for the device here
-        x_SD = spread(x_TD, rows, mixture.num_chosen)
-        y_SD = self.experts(x_SD, rows.offsets, expert_ends[layer_index], expert_rows)
-        return combine(y_SD, weights_TK, rows)
+        if known is None:
+            rows = sort_rows(ids_TK, self.mixture.num_experts)
+            ends = RowEnds(rows.offsets.tolist())  # the host waits for the device here
+            known = rows_by_layer[layer_index] = ChosenRows(ids_TK, rows, ends, True)
+        known.is_compared = True
+        return known
 
     @property
     def linear_groups(self) -> tuple[tuple[QuantLinear, ...], ...]:

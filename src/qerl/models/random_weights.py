@@ -21,7 +21,6 @@ from torch import Tensor
 from qerl.aqn.noised_norm import NoisedRMSNorm
 from qerl.errors import UserError, did_you_mean, require
 from qerl.formats import BF16, FP8, INT8, MXFP4, NF4, NVFP4, FP8Flow, PackedWeight
-from qerl.formats.stack import PackedStack
 from qerl.kernels.gated_delta_net import DeltaShape
 from qerl.models.architecture import Architecture, LayerKind, Mixture, Rope
 from qerl.models.decoder import Attention, Decoder, Layer
@@ -32,6 +31,7 @@ from qerl.models.linear import QuantLinear
 from qerl.models.lm_head import check_head
 from qerl.models.mixture import ExpertLinear
 from qerl.models.norm import RMSNorm
+from qerl.models.tiled_experts import ExpertRows, stacked
 
 _STD = 0.02
 _CODE_MEAN_SQUARE = 68.5 / 8  # of 0, 1/2, 1, 3/2, 2, 3, 4, 6
@@ -243,15 +243,11 @@ def random_decoder(
     decoder.lm_head.pack(head)
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
-        for group, linears in zip(layer.spec.groups, layer.linear_groups, strict=True):
-            for linear in linears:
-                has_adapter = group.name != "router"
-                _fill(linear, format if group.is_quantized else "bf16", rank if has_adapter else None, rng)
-        for experts in layer.experts:
-            _fill_experts(experts, format, expert_rank, rng)
-        _fill_mixer(layer.mixer, rng)
-        if is_tiled:
-            layer.tile()
+        _fill_layer(layer, format, rank, is_tiled, rng)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # blocks that held only what was packed, before adapters split them
+    for _, experts in decoder.expert_linears():
+        _add_expert_adapter(experts, expert_rank, rng)
     return decoder
 
 
@@ -266,11 +262,15 @@ def random_nvfp4(n: int, k: int, rng: torch.Generator) -> NVFP4:
 
 
 def random_mxfp4(n: int, k: int, rng: torch.Generator) -> MXFP4:
-    """Return uniform codes and one power of two for all blocks: a standard deviation within sqrt(2) of
-    1 / sqrt(K)."""
+    """Return uniform codes and two powers of two, in shares that give a standard deviation of 1 / sqrt(K)."""
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=rng.device, generator=rng)
-    exponent = round(math.log2(1 / math.sqrt(_CODE_MEAN_SQUARE * k)))
-    return MXFP4(codes, torch.full((n, k // 32), exponent + 127, dtype=torch.uint8, device=rng.device))
+    mean_square = 1 / (_CODE_MEAN_SQUARE * k)
+    exponent = math.floor(math.log2(mean_square) / 2)
+    share = (
+        mean_square / 4.0**exponent - 1
+    ) / 3  # of blocks with twice the scale, whose squares are four times
+    is_upper = torch.rand(n, k // 32, device=rng.device, generator=rng) < share
+    return MXFP4(codes, is_upper.to(torch.uint8) + (exponent + 127))
 
 
 def random_bf16(n: int, k: int, rng: torch.Generator) -> BF16:
@@ -286,6 +286,19 @@ _WEIGHTS: dict[str, Callable[[int, int, torch.Generator], PackedWeight]] = {
     "int8": lambda n, k, rng: INT8.encode(random_bf16(n, k, rng).weight),
     "fp8-flow": lambda n, k, rng: FP8Flow.encode(random_bf16(n, k, rng).weight),
 }
+
+
+def _fill_layer(layer: Layer, format: str, rank: int | None, is_tiled: bool, rng: torch.Generator) -> None:
+    """Fill all but the norms and the experts' adapters."""
+    for group, linears in zip(layer.spec.groups, layer.linear_groups, strict=True):
+        for linear in linears:
+            own_format = format if group.is_quantized else "bf16"
+            _fill(linear, own_format, None if group.name == "router" else rank, rng)
+    for experts, rows in zip(layer.experts, layer.expert_rows, strict=True):
+        _fill_experts(experts, format, rows if is_tiled else None, rng)
+    _fill_mixer(layer.mixer, rng)
+    if is_tiled:
+        layer.tile()
 
 
 def _fill(linear: QuantLinear, format: str, rank: int | None, rng: torch.Generator) -> None:
@@ -312,18 +325,25 @@ def _fill_mixer(mixer: Attention | GatedDeltaNet, rng: torch.Generator) -> None:
     mixer.dt_bias.fill_(1)
 
 
-def _fill_experts(experts: ExpertLinear, format: str, rank: int, rng: torch.Generator) -> None:
-    """Make the stack expert by expert, each with an adapter of its own."""
+def _fill_experts(experts: ExpertLinear, format: str, rows: ExpertRows | None, rng: torch.Generator) -> None:
+    """Make the stack expert by expert, in tiles if their rows are given."""
     x = experts.spec
-    weights = (_WEIGHTS[format](x.out_width, x.in_width, rng) for _ in range(x.num_experts))
-    experts.load_weight(PackedStack.of(x.num_experts, weights))
+    experts.load_weight(
+        stacked(x.num_experts, lambda _: _WEIGHTS[format](x.out_width, x.in_width, rng), rows)
+    )
     if experts.bias is not None:
         experts.bias.normal_(0, _STD, generator=rng)
-    if rank:
-        bound, shape = 1 / math.sqrt(x.in_width), (x.num_experts, rank, x.in_width)
-        a_ERK = torch.empty(shape, device=rng.device).uniform_(-bound, bound, generator=rng)
-        b_ENR = torch.empty(x.num_experts, x.out_width, rank, device=rng.device)
-        experts.add_adapter(a_ERK, b_ENR.normal_(0, _STD, generator=rng), _LORA_ALPHA / rank)
+
+
+def _add_expert_adapter(experts: ExpertLinear, rank: int, rng: torch.Generator) -> None:
+    """Add an adapter to each expert of the stack; rank 0: none."""
+    if not rank:
+        return
+    x = experts.spec
+    bound, shape = 1 / math.sqrt(x.in_width), (x.num_experts, rank, x.in_width)
+    a_ERK = torch.empty(shape, device=rng.device).uniform_(-bound, bound, generator=rng)
+    b_ENR = torch.empty(x.num_experts, x.out_width, rank, device=rng.device)
+    experts.add_adapter(a_ERK, b_ENR.normal_(0, _STD, generator=rng), _LORA_ALPHA / rank)
 
 
 def _normal(shape: tuple[int, int], std: float, dtype: torch.dtype, rng: torch.Generator) -> Tensor:

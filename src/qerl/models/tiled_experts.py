@@ -11,13 +11,14 @@ a block's scale is 0: tests/models/test_tiled_experts.py.
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from qerl.formats import MXFP4, NVFP4, PackedWeight
-from qerl.formats.stack import WeightStack
+from qerl.formats.stack import PackedStack, WeightStack
 from qerl.kernels import tile_unpack
 from qerl.kernels.nvfp4_decode import TILE_BYTES, TILE_K, TILE_ROWS
 from qerl.kernels.tile_unpack import UnpackRows
@@ -131,23 +132,51 @@ def tile_experts(experts: ExpertLinear, rows: ExpertRows) -> bool:
     """Put a stack into tiles, expert by expert; return False if its format or shape does not fit."""
     stack = experts.weight
     assert stack is not None
-    (num, n, k), width = stack.shape, 64 if rows is ExpertRows.PLAIN else 32
-    if isinstance(stack, TiledStack) or k % TILE_K or n % TILE_ROWS or n // (64 // width) % width:
-        return isinstance(stack, TiledStack)
+    if isinstance(stack, TiledStack):
+        return True
+    tiled = tiled_stack(len(stack), stack.__getitem__, rows)
+    if tiled is not None:
+        experts.load_weight(tiled)
+    return tiled is not None
+
+
+def stacked(num: int, weight_of: Callable[[int], PackedWeight], rows: ExpertRows | None) -> WeightStack:
+    """Stack the weights that weight_of makes: in tiles if rows are given and all of them fit, else as they
+    are. A weight may be made again."""
+    tiled = None if rows is None else tiled_stack(num, weight_of, rows)
+    return PackedStack.of(num, map(weight_of, range(num))) if tiled is None else tiled
+
+
+def tiled_stack(num: int, weight_of: Callable[[int], PackedWeight], rows: ExpertRows) -> TiledStack | None:
+    """Return the weights in tiles, made one at a time; None as soon as one does not fit.
+
+    Each tensor of the stack is allocated once and before anything that is freed again: plain stacks that
+    come and go layer by layer leave PyTorch's allocator with 0.4 GB in pieces for each layer of
+    gpt-oss-120b."""
+    first = weight_of(0)
+    if not _has_tiles(first, rows):
+        return None
+    (n, k), device = first.shape, next(iter(first.tensors().values())).device
+    num_scales = n if isinstance(first, MXFP4) else 1
+    tiles = torch.empty(num, n // TILE_ROWS, k // TILE_K, TILE_BYTES, dtype=torch.uint8, device=device)
+    factors_EN, scales = (torch.empty(num, width, device=device) for width in (n, num_scales))
     packed_rows = UnpackRows.ALL if rows is ExpertRows.PLAIN else UnpackRows.GATE_UP
-    shape, device = (num, n // TILE_ROWS, k // TILE_K, TILE_BYTES), experts.device
-    tiles = torch.empty(shape, dtype=torch.uint8, device=device)
-    factors, scales = [], []
     for index in range(num):
-        parts = _split(stack, index, rows)
-        if not parts or not can_tile(parts, packed_rows):
-            return False
+        weight = first if index == 0 else weight_of(index)
+        parts = _split(weight, rows)
+        if type(weight) is not type(first) or not can_tile(parts, packed_rows):
+            return None
         group = tile_group(parts, packed_rows)
-        tiles[index] = group.tiles
-        factors.append(group.factors_N)
-        scales.append(group.scales[0] if isinstance(parts[0], NVFP4) else rows.join(group.scales))
-    experts.load_weight(TiledStack(tiles, torch.stack(factors), torch.stack(scales), rows))
-    return True
+        tiles[index], factors_EN[index] = group.tiles, group.factors_N
+        scales[index] = group.scales[0] if isinstance(weight, NVFP4) else rows.join(group.scales)
+    return TiledStack(tiles, factors_EN, scales, rows)
+
+
+def _has_tiles(weight: PackedWeight, rows: ExpertRows) -> bool:
+    """True if weights of this format and shape may fit into tiles."""
+    (n, k), width = weight.shape, 64 if rows is ExpertRows.PLAIN else 32
+    is_whole = k % TILE_K == n % TILE_ROWS == n // (64 // width) % width == 0
+    return is_whole and isinstance(weight, NVFP4 | MXFP4)
 
 
 def rows_of_gate_up(is_alternating: bool) -> ExpertRows:
@@ -163,9 +192,8 @@ def in_tile_order(bias_EN: Tensor, rows: ExpertRows) -> Tensor:
     return both.flatten(0, 2).T.contiguous()
 
 
-def _split(stack: WeightStack, index: int, rows: ExpertRows) -> list[NVFP4 | MXFP4]:
+def _split(weight: PackedWeight, rows: ExpertRows) -> list[NVFP4 | MXFP4]:
     """Return gate and up of an expert, or all its rows; nothing of other formats."""
-    weight = stack[index]
     if isinstance(weight, NVFP4):
         parts = zip(rows.split(weight.codes), rows.split(weight.scales.view(torch.uint8)), strict=True)
         return [

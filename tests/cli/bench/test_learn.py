@@ -1,8 +1,10 @@
 """The learner's benchmark on a tiny decoder."""
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
 from cli.bench.rows import CPU, rows_of
 from cli.bench.shapes import TINY
@@ -10,6 +12,7 @@ from cli.bench.test_record import ORIGIN
 from qerl.cli.bench import learn
 from qerl.cli.bench.options import BenchLearnOptions
 from qerl.errors import UserError
+from qerl.models import mixture
 from qerl.models.random_weights import SHAPES, random_decoder
 
 OPTIONS = BenchLearnOptions(
@@ -19,6 +22,17 @@ OPTIONS = BenchLearnOptions(
     micro_batches=(1, 4),
     lora_rank=16,
     runs=1,
+)
+MIXTURE = dataclasses.replace(
+    SHAPES["qwen3-30b-a3b"],
+    num_layers=2,
+    width=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    vocab_size=97,
+    layer_kinds=SHAPES["qwen3-30b-a3b"].layer_kinds[:2],
+    mixture=dataclasses.replace(SHAPES["qwen3-30b-a3b"].mixture, num_experts=8, num_chosen=4, width=64),
 )
 
 
@@ -66,6 +80,17 @@ def test_a_sequence_has_as_many_rows_as_it_says():
     groups = learn.random_groups(3, 16, decoder)
     assert [len(g.prompt.tokens_T) + len(g.samples_G[0].tokens_T) - 1 for g in groups] == [16] * 3
     assert len({tuple(g.samples_G[0].tokens_T) for g in groups}) == 3
+
+
+def test_an_update_of_a_mixture_replays_routes_and_says_so(monkeypatch):
+    decoder = random_decoder(MIXTURE, format="mxfp4", rank=16, device=CPU, seed=0)
+    (group, *_) = learn.random_groups(2, 16, decoder)
+    ids_TLK = torch.frombuffer(bytearray(group.samples_G[0].routes), dtype=torch.uint8).view(16, 2, 4).int()
+    assert (ids_TLK.diff(dim=-1) > 0).all() and set(ids_TLK.flatten().tolist()) == set(range(8))
+    monkeypatch.setattr(mixture, "sort_rows", lambda *_: pytest.fail("routes are not replayed"))
+    sizes = {"tokens": 32, "sequence_tokens": 16, "micro_tokens": 32, "recompute": "layer"}
+    figures = learn.measure_case(case(**sizes), decoder, 1)
+    assert figures["replayed_routes"]
 
 
 def test_sequences_and_splits_must_come_out_even():

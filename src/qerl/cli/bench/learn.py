@@ -6,7 +6,8 @@
 
 Frozen weights have no gradient of their own, so one forward and one backward pass take 4 P operations a
 token. Every sequence is packed as a one-token prompt and a sample. Figures are medians of the runs, after
-a warm-up step that compiles kernels.
+a warm-up step that compiles kernels. A mixture's samples have recorded routes, as the engine's samples have
+(row: replayed_routes); here they are random, and evenly spread.
 """
 
 import dataclasses
@@ -94,22 +95,39 @@ def measure_case(case: LearnCase, decoder: Decoder, runs: int) -> dict[str, Any]
         "peak_gb": meter.peak_gb(),
         "used_micro_tokens": metrics["micro_tokens"],
         "runs": runs,
+        **({} if decoder.architecture.mixture is None else {"replayed_routes": True}),
     }
 
 
 def random_groups(num_sequences: int, sequence_tokens: int, decoder: Decoder) -> list[Group]:
     """Return groups of one sample; a sequence's first token is the prompt, and its last token has no row."""
     prompts_P = random_prompts(num_sequences, sequence_tokens + 1, decoder.architecture.vocab_size)
+    rng = torch.Generator(decoder.device).manual_seed(0)
     return [
         Group(
             prompt=dataclasses.replace(prompt, tokens_T=prompt.tokens_T[:1]),
-            samples_G=[_sample(prompt.tokens_T[1:], advantage=1.0 - 2 * (prompt.index % 2))],
+            samples_G=[
+                _sample(
+                    prompt.tokens_T[1:],
+                    advantage=1.0 - 2 * (prompt.index % 2),
+                    routes=_random_routes(decoder.architecture, sequence_tokens, rng),
+                )
+            ],
         )
         for prompt in prompts_P
     ]
 
 
-def _sample(tokens_T: list[int], advantage: float) -> Sample:
+def _random_routes(a: Architecture, num_rows: int, rng: torch.Generator) -> bytes | None:
+    """Return Sample.routes of this many rows; None without a mixture."""
+    if a.mixture is None:
+        return None
+    size = num_rows, len(a.layers_with_experts), a.mixture.num_experts
+    ids_TLK = torch.rand(size, device=rng.device, generator=rng).topk(a.mixture.num_chosen).indices
+    return ids_TLK.sort().values.to(torch.uint8).cpu().numpy().tobytes()
+
+
+def _sample(tokens_T: list[int], advantage: float, routes: bytes | None) -> Sample:
     return Sample(
         tokens_T=tokens_T,
         logprobs_T=[-10.0] * len(tokens_T),
@@ -118,6 +136,7 @@ def _sample(tokens_T: list[int], advantage: float) -> Sample:
         version=0,
         reward=1.0,
         advantage=advantage,
+        routes=routes,
     )
 
 

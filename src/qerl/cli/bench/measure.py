@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from qerl.errors import UserError
-from qerl.kernels.gpu_memory import peak_bytes, peak_reserved_bytes, reset_peaks
+from qerl.kernels.gpu_memory import describe_pieces, peak_bytes, peak_reserved_bytes, reset_peaks
 
 R = TypeVar("R")
 
@@ -70,5 +70,7 @@ def attempt(work: Callable[[], R], device: torch.device) -> tuple[R | None, str]
     except (RuntimeError, UserError) as error:
         lines = str(error).splitlines() or [""]
         message = f"{type(error).__name__}: {lines[0][:300]}"
+        if isinstance(error, torch.OutOfMemoryError) and device.type == "cuda":
+            message += f" ({describe_pieces(device)})"
     Meter(device).clear()  # after the error, whose traceback keeps tensors alive
     return None, message

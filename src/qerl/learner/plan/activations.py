@@ -125,8 +125,9 @@ def is_chunked(a: Architecture, config: RunConfig, rows: int) -> bool:
 
 
 def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
-    """Return the bytes of activations for so many rows."""
-    return kept_bytes(a, config, rows) + layer_bytes(a, config, rows)
+    """Return the bytes of activations for so many rows, with the routes that a pass keeps of mixtures."""
+    routes = rows * mixture.route_bytes_per_row(a)
+    return kept_bytes(a, config, rows) + layer_bytes(a, config, rows) + routes
 
 
 def row_width(width: int, group: LinearGroupSpec, config: RunConfig) -> int:

@@ -72,8 +72,13 @@ def saved_bytes_per_row(a: Architecture, adapter: AdapterConfig, element_bytes: 
     has_adapters = adapter.experts != "none"
     activation = 2 * element_bytes * mixture.width
     inputs = element_bytes * (a.width + mixture.width) * has_adapters
-    chosen = activation + inputs + element_bytes * a.width + 4 + 2 * 8  # the weight, and two orders as int64
+    chosen = activation + inputs + element_bytes * a.width + 4  # the weight
     return mixture.num_chosen * chosen + 4 * mixture.num_experts + 4 * a.width * adapter.router
+
+
+def route_bytes_per_row(a: Architecture) -> int:
+    """Return the bytes of all layers' ids and two orders as int64, which a pass keeps for each row."""
+    return 0 if a.mixture is None else 3 * 8 * a.mixture.num_chosen * len(a.layers_with_experts)
 
 
 def backward_bytes_per_row(a: Architecture, element_bytes: int) -> float:
