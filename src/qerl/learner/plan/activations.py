@@ -83,12 +83,14 @@ def backward_bytes_per_row(a: Architecture, config: RunConfig) -> float:
 def kept_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
     """Return the bytes of what a pass keeps on the device for the backward passes of its layers.
 
-    none: all layers' saved rows. layer: each layer's input. offload: four inputs.
+    none: all layers' saved rows. layer: each layer's input. offload: four inputs. Besides, the routes of
+    layers with experts.
     """
+    routes = rows * mixture.route_bytes_per_row(a)
     if config.learn.gradient_checkpointing == "none":
-        return rows * sum(count * _saved_bytes(a, config, spec) for spec, count in counted_specs(a))
+        return routes + rows * sum(count * _saved_bytes(a, config, spec) for spec, count in counted_specs(a))
     num_inputs = a.num_layers if config.learn.gradient_checkpointing == "layer" else min(4, a.num_layers)
-    return rows * num_inputs * 4 * a.width
+    return routes + rows * num_inputs * 4 * a.width
 
 
 def host_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
@@ -125,9 +127,8 @@ def is_chunked(a: Architecture, config: RunConfig, rows: int) -> bool:
 
 
 def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
-    """Return the bytes of activations for so many rows, with the routes that a pass keeps of mixtures."""
-    routes = rows * mixture.route_bytes_per_row(a)
-    return kept_bytes(a, config, rows) + layer_bytes(a, config, rows) + routes
+    """Return the bytes of activations for so many rows."""
+    return kept_bytes(a, config, rows) + layer_bytes(a, config, rows)
 
 
 def row_width(width: int, group: LinearGroupSpec, config: RunConfig) -> int:
