@@ -23,7 +23,9 @@ TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 K_BLOCKS = (512, 256, 192, 128, 64)
 MOST_SUMS_PER_SM = 256 * 128  # of all CTAs of a multiprocessor
 _MOST_STAGES, _LEAST_STAGES = 8, 3  # one is multiplied, one is filled, one is ready
-_MOST_SUMS = 64  # fp32 sums of a thread: with 128, 1 to 3 % faster on an H200, some tiles spill registers
+_MOST_SUMS = 128  # fp32 sums of a thread; up to 64 bytes of it spill at a tile's end, none in the loop
+_ROOMY = 200 * 1024  # bytes of a multiprocessor's shared memory: two CTAs keep three stages of 256 rows each
+_TALL = 2**14  # rows of a weight: of fewer, each tile of 256 rows would be the sum of 5 to 19 CTAs' parts
 _NARROW = 2**25  # elements of a weight with few rows of tiles: q|k|v and o of 7B
 
 
@@ -146,11 +148,14 @@ def rule(
     is_narrow = N * K <= _NARROW
     if most <= 32:
         forms = [(1, 4, 1, 1, 512, 2)] if is_narrow else [(1, 4, 1, 1, 256, ctas) for ctas in (4, 3)]
-    elif most <= 64:
-        forms = [(1, 4, 2, 1, 256, 1)] if is_narrow else [(1, 8, 1, 2, 256, 1)]
+    elif is_narrow:
+        forms = [(1, 4, 2, 1, 256, 1)] if most <= 64 else [(-(-most // 64), 4, 1, 1, 128, 2)]
+    elif N < _TALL:
+        forms = [(1, 8, 1, 1, 256, 1) if most <= 64 else (-(-most // 128), 4, 2, 2, 128, 1)]
+    elif most <= 64:  # a warp multiplies 64 rows by 64 tokens: half as many reads of x as for 32 rows
+        forms = [(1, 4, 1, 4, 128, 2) if card.sm_shared_bytes > _ROOMY else (1, 8, 1, 2, 256, 1)]
     else:
-        tiles = -(-most // 64)
-        forms = [(tiles, 4, 1, 1, 128, 2)] if is_narrow else [(tiles, 8, 1, 2, 256, 1)]
+        forms = [(-(-most // 128), 4, 2, 4, 128, 1)]
     smallest = [(-(-most // 64), 4, 1, 1, 64, 1)]
     for token_tiles, row_warps, token_warps, row_blocks, k_block, ctas in (*forms, *smallest):
         for k, c in itertools.product(
@@ -190,3 +195,4 @@ def _forms(most_tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
         yield from itertools.product((4,), (1,), (1, 2), (256, 128, 64), (1, 2, 3))
         yield from itertools.product((8,), (1,), (1, 2), (256, 128, 64), (1, 2))
         yield from itertools.product((4,), (2,), (1, 2), (256, 128, 64), (1, 2))
+        yield from itertools.product((4,), (1, 2), (4,), (128, 64), (1, 2))
