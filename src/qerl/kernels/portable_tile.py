@@ -149,13 +149,14 @@ def rule(
     if most <= 32:
         forms = [(1, 4, 1, 1, 512, 2)] if is_narrow else [(1, 4, 1, 1, 256, ctas) for ctas in (4, 3)]
     elif is_narrow:
-        forms = [(1, 4, 2, 1, 256, 1)] if most <= 64 else [(-(-most // 64), 4, 1, 1, 128, 2)]
+        forms = [(1, 4, 2, 1, 256, 1)] if most <= 64 else [(-(-most // 64), 4, 1, 1 + most // 129, 128, 2)]
     elif N < _TALL:
         forms = [(1, 8, 1, 1, 256, 1) if most <= 64 else (-(-most // 128), 4, 2, 2, 128, 1)]
-    elif most <= 64:  # a warp multiplies 64 rows by 64 tokens: half as many reads of x as for 32 rows
-        forms = [(1, 4, 1, 4, 128, 2) if card.sm_shared_bytes > _ROOMY else (1, 8, 1, 2, 256, 1)]
-    else:
-        forms = [(-(-most // 128), 4, 2, 4, 128, 1)]
+    elif most <= 64 and card.sm_shared_bytes > _ROOMY:  # 64 x 64 a warp: half the reads of x of 32 rows
+        forms = [(1, 4, 1, 4, 128, 2)]
+    else:  # codes of 8 bits and 128 sums spill 136 bytes on sm_120a
+        is_wide = most > 64 and longer == 1
+        forms = [(-(-most // 128), 4, 2, 4, 128, 1) if is_wide else (-(-most // 64), 8, 1, 2, 256, 1)]
     smallest = [(-(-most // 64), 4, 1, 1, 64, 1)]
     for token_tiles, row_warps, token_warps, row_blocks, k_block, ctas in (*forms, *smallest):
         for k, c in itertools.product(
