@@ -24,7 +24,6 @@ K_BLOCKS = (512, 256, 192, 128, 64)
 MOST_SUMS_PER_SM = 256 * 128  # of all CTAs of a multiprocessor
 _MOST_STAGES, _LEAST_STAGES = 8, 3  # one is multiplied, one is filled, one is ready
 _MOST_SUMS = 128  # fp32 sums of a thread; up to 64 bytes of it spill at a tile's end, none in the loop
-_ROOMY = 200 * 1024  # bytes of a multiprocessor's shared memory: two CTAs keep three stages of 256 rows each
 _TALL = 2**14  # rows of a weight: of fewer, each tile of 256 rows would be the sum of 5 to 19 CTAs' parts
 _NARROW = 2**25  # elements of a weight with few rows of tiles: q|k|v and o of 7B
 
@@ -152,7 +151,7 @@ def rule(
         forms = [(1, 4, 2, 1, 256, 1)] if most <= 64 else [(-(-most // 64), 4, 1, 1 + most // 129, 128, 2)]
     elif N < _TALL:
         forms = [(1, 8, 1, 1, 256, 1) if most <= 64 else (-(-most // 128), 4, 2, 2, 128, 1)]
-    elif most <= 64 and card.sm_shared_bytes > _ROOMY:  # 64 x 64 a warp: half the reads of x of 32 rows
+    elif most <= 64 and card.name == "sm_90a":  # 64 x 64 a warp; sm_100a spills 104 bytes, others lack memory
         forms = [(1, 4, 1, 4, 128, 2)]
     else:  # codes of 8 bits and 128 sums spill 136 bytes on sm_120a
         is_wide = most > 64 and longer == 1
