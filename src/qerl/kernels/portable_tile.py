@@ -70,11 +70,15 @@ class PortableTile:
         """Return the number of CTAs: at most what runs at once, and each has work: others wait for it."""
         return min(self.units(M, N, K), num_sms * self.ctas_per_sm)
 
+    def padded(self, M: int) -> int:
+        """Return the tokens of all tiles of M tokens."""
+        return -(-M // self.tokens) * self.tokens
+
     def workspace_words(self, num_sms: int) -> int:
         return num_sms * self.ctas_per_sm * self.rows * self.tokens
 
-    def variant(self, rank: int, swiglu: int) -> KernelVariant:
-        defines = tuple(sorted(self.defines(rank, swiglu).items()))
+    def variant(self, rank: int, swiglu: int, extra: dict[str, int] | None = None) -> KernelVariant:
+        defines = tuple(sorted((self.defines(rank, swiglu) | (extra or {})).items()))
         return KernelVariant(FILE, NAME, defines, self.threads, self.shared_bytes)
 
     def defines(self, rank: int, swiglu: int) -> dict[str, int]:
@@ -147,15 +151,16 @@ def rule(
     is_narrow = N * K <= _NARROW
     if most <= 32:
         forms = [(1, 4, 1, 1, 512, 2)] if is_narrow else [(1, 4, 1, 1, 256, ctas) for ctas in (4, 3)]
+    elif most <= 64 and (is_narrow or N < _TALL):
+        forms = [(1, 4, 2, 1, 256, 1) if is_narrow else (1, 8, 1, 1, 256, 1)]
     elif is_narrow:
-        forms = [(1, 4, 2, 1, 256, 1)] if most <= 64 else [(-(-most // 64), 4, 1, 1 + most // 129, 128, 2)]
-    elif N < _TALL:
-        forms = [(1, 8, 1, 1, 256, 1) if most <= 64 else (-(-most // 128), 4, 2, 2, 128, 1)]
-    elif most <= 64 and card.name == "sm_90a":  # 64 x 64 a warp; sm_100a spills 104 bytes, others lack memory
-        forms = [(1, 4, 1, 4, 128, 2)]
-    else:  # codes of 8 bits and 128 sums spill 136 bytes on sm_120a
-        is_wide = most > 64 and longer == 1
-        forms = [(-(-most // 128), 4, 2, 4, 128, 1) if is_wide else (-(-most // 64), 8, 1, 2, 256, 1)]
+        forms = [(-(-most // 64), 4, 1, 1, 128, 2) if most <= 128 else (-(-most // 64), 4, 1, 2, 256, 1)]
+    elif most > 64 and N >= _TALL and longer == 1:  # codes of 8 bits and 128 sums spill 136 bytes on sm_120a
+        forms = [(-(-most // 128), 8, 1, 2, 128, 1)]
+    elif longer == 2 and most <= 64 and _choice(1, 4, 1, 2, 128, 2).tile(64, K, card, layout):
+        forms = [(1, 4, 1, 2, 256, 2)]
+    else:
+        forms = [(-(-most // 64), 8, 1, 2, 256, 1)]
     smallest = [(-(-most // 64), 4, 1, 1, 64, 1)]
     for token_tiles, row_warps, token_warps, row_blocks, k_block, ctas in (*forms, *smallest):
         for k, c in itertools.product(
