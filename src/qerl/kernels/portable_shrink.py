@@ -11,10 +11,10 @@ import torch
 from qerl.kernels.nvrtc import addresses
 from qerl.kernels.packed_product import PackedAdapter
 
-MOST_ROWS = 256
+MOST_ROWS = 64
 """Tokens of a product up to which making u in it is faster than a launch of its own (dev/LOG.md)."""
-_SLICE_K = 256
-_PARTIAL_WORDS = 2**20  # 116 slices of 256 tokens at rank 32 (72B, down)
+_SLICE_K = 128
+_PARTIAL_WORDS = 2**20  # 231 slices of 64 tokens at rank 64 (72B, down)
 _U_WORDS = 2**15  # 256 tokens at rank 64 (q|k|v)
 MAKES_U = {"GIVEN_U": 0, "U_WORDS": _U_WORDS, "SLICE_K": _SLICE_K}
 """Constants of a product that makes u."""
@@ -28,10 +28,9 @@ class PortableShrink:
         self.u = torch.full((2, _U_WORDS), -1, dtype=torch.int32, device=device)
         self.turns = torch.zeros(2, dtype=torch.int32, device=device)
 
-    def makes_u(self, tokens: int, K: int, rows: int) -> bool:
+    def fits(self, tokens: int, K: int, rows: int) -> bool:
         """tokens: of whole tiles; rows: of all adapters that read x."""
-        fits = -(-K // _SLICE_K) * tokens * rows <= _PARTIAL_WORDS and tokens * rows <= 2 * _U_WORDS
-        return fits and tokens <= MOST_ROWS
+        return -(-K // _SLICE_K) * tokens * rows <= _PARTIAL_WORDS and tokens * rows <= 2 * _U_WORDS
 
     def low_rank(self, adapter: PackedAdapter | None, tokens: int) -> bytes:
         """Return the kernel's `LowRank`."""
@@ -40,6 +39,6 @@ class PortableShrink:
         rows, K = adapter.a.shape
         if adapter.u is not None:
             return struct.pack("4Qfi", *addresses(adapter.a, None, adapter.u, None), adapter.scaling, rows)
-        assert self.makes_u(tokens, K, rows)
+        assert self.fits(tokens, K, rows)
         pointers = addresses(adapter.a, self.partials, self.u, self.turns)
         return struct.pack("4Qfi", *pointers, adapter.scaling, rows)

@@ -8,11 +8,14 @@
 // on timing. It waits for CTAs that started before it, and all CTAs are on the device at once.
 //
 // Compile-time: MT tokens per tile, WR, WM, R16, KB k per stage, STAGES, CTAS per multiprocessor, RANK of the adapter or 0, SWIGLU,
-// FORMAT of the tiles.
+// FORMAT of the tiles; GIVEN_U: u is an input, else made here (portable_shrink.cuh), with U_WORDS of each of its buffers.
+#ifndef GIVEN_U
 #define GIVEN_U 1
+#endif
 #include "launch.cuh"
 #include "memory.cuh"
 #include "packed_epilogue.cuh"
+#include "portable_shrink.cuh"
 #include "position.cuh"
 #include "tile_product.cuh"
 
@@ -20,8 +23,9 @@
 #define SLOT (WR * WM * R16 * NT * 128)  // words of a tile's sums
 #define SPAN (NT % 2 ? 2 : 1)  // 16 k that are multiplied in a step: ldmatrix reads 8 tokens and 32 k, or 16 tokens and 16 k
 #define STEPS (KB / 16 / SPAN)
-#define PARTS (STEPS < 4 ? STEPS : 4)  // of the copies into a stage; each begins with instructions that only keep it behind loads
 #define FEW (R16 * NT <= 4)  // a step has few products: codes are read a tile ahead
+// Of the copies into a stage; each part begins with instructions that only keep it behind loads. Where memory is the limit they begin at once.
+#define PARTS (FORMAT == 0 && R16 * NT <= 2 ? 1 : STEPS < 4 ? STEPS : 4)
 
 // The same number, from which the compiler prepares nothing ahead of a loop: registers are scarce there.
 __device__ __forceinline__ int fresh(int v) {
@@ -71,8 +75,8 @@ struct Filler {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
-portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __grid_constant__ Epilogue e, const u32* __restrict__ u_MR, u32* workspace,
-                 int M, int N, int K) {
+portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __grid_constant__ Epilogue e, const __grid_constant__ LowRank l,
+                 u32* workspace, int M, int N, int K) {
   extern __shared__ __align__(128) u8 raw[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, wr = warp % WR, wm = warp / WR;
   const int kblocks = K / KB, token_tiles = (M + MT - 1) / MT;
@@ -90,6 +94,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
     for (int i = 0; i < STAGES - 1; i++, there += STAGE_BYTES, at.next(kblocks, token_tiles)) filler.weights(there, at, u0 + i < u1, 0, Filler::W_COPIES);
     there = smem0;
   }
+  Shrink shrink(l, token_tiles * MT, K);
   grid_dependency_wait();
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++, there += STAGE_BYTES) {
@@ -97,6 +102,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
     filler.next();
     commit_copies();
   }
+  shrink.multiply(x, M);
 
   const u32 constant = decoding_constant(lane);
   const u32 my_tokens = lane % 8 * 128 + wm * NT * 1024 + (SPAN == 1 ? lane / 16 * 1024 : 0);
@@ -116,6 +122,7 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
   __syncthreads();
   load_codes(here, 0);
   load_tokens(b[0], here, 0);
+  const int time = shrink.time(u0, min(u1, (u0 / kblocks + 1) * kblocks) - 1);
 #pragma unroll 1
   for (int u = u0; u < u1;) {
     const int begin = u, end = min(u1, (u / kblocks + 1) * kblocks);
@@ -124,57 +131,65 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
       const int row = u / kblocks / token_tiles * RT + wr * (R16 * 16) + r;
       if (row < N) {
         prefetch(e.alpha + row);
-        if (RANK > 0) prefetch(e.lora_b + (size_t)row * RANK);
+#pragma unroll
+        for (int k = 0; k < RANK; k += 64) prefetch(e.lora_b + (size_t)row * RANK + k);
       }
     }
     float acc[R16][NT][4];
 #pragma unroll
     for (int i = 0; i < R16 * NT * 4; i++) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0.f;
+    int stop = u <= time && time < end ? time : end;
 #pragma unroll 1
-    for (; u < end; u++) {
-      const bool is_wanted = u + STAGES - 1 < u1;
-      Block present[R16];
+    while (true) {  // a branch for u inside the loop over units costs 0.2 to 0.5 us a product
+#pragma unroll 1
+      for (; u < stop; u++) {
+        const bool is_wanted = u + STAGES - 1 < u1;
+        Block present[R16];
 #pragma unroll
-      for (int step = 0; step < STEPS; step++) {
-        constexpr int EACH64 = 4 / SPAN;  // steps of 64 k
-        if (step % EACH64 == 0) {
+        for (int step = 0; step < STEPS; step++) {
+          constexpr int EACH64 = 4 / SPAN;  // steps of 64 k
+          if (step % EACH64 == 0) {
 #pragma unroll
-          for (int r = 0; r < R16; r++) present[r] = block[r];
+            for (int r = 0; r < R16; r++) present[r] = block[r];
+          }
+          u32 a[R16][SPAN][4];
+#pragma unroll
+          for (int r = 0; r < R16; r++)
+#pragma unroll
+            for (int i = 0; i < SPAN; i++) present[r].decode16(step % EACH64 * SPAN + i, constant, a[r][i]);
+          constexpr int W = Filler::W_COPIES, X = Filler::X_COPIES;
+          const int from = (step * PARTS + STEPS - 1) / STEPS, to = ((step + 1) * PARTS + STEPS - 1) / STEPS;
+          filler.weights(there, filler.at, is_wanted, from * W / PARTS, to * W / PARTS);
+          filler.tokens(there, is_wanted, from * X / PARTS, to * X / PARTS);
+          if (step == STEPS - 1) {  // the next stage is ready, and all threads have read this one
+            commit_copies();
+            filler.next();
+            there = there + STAGE_BYTES == smem1 ? smem0 : there + STAGE_BYTES;
+            here = here + STAGE_BYTES == smem1 ? smem0 : here + STAGE_BYTES;
+            wait_copies<STAGES - 2>();
+            __syncthreads();
+            load_codes(here, 0);  // what is read after the last unit is not used
+            load_tokens(b[(step + 1) % 2], here, 0);
+          } else {
+            if (step % EACH64 == (FEW ? 0 : EACH64 - 1) && step / EACH64 + 1 < KB / 64) load_codes(here, step / EACH64 + 1);
+            load_tokens(b[(step + 1) % 2], here, step + 1);
+          }
+#pragma unroll
+          for (int i = 0; i < SPAN; i++)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+              for (int r = 0; r < R16; r++) {
+                const u32* operand = SPAN == 2 ? b[step % 2][n] + 2 * i : b[step % 2][n / 2] + n % 2 * 2;
+                mma(acc[r][n], a[r][i][0], a[r][i][1], a[r][i][2], a[r][i][3], operand[0], operand[1]);
+              }
         }
-        u32 a[R16][SPAN][4];
-#pragma unroll
-        for (int r = 0; r < R16; r++)
-#pragma unroll
-          for (int i = 0; i < SPAN; i++) present[r].decode16(step % EACH64 * SPAN + i, constant, a[r][i]);
-        constexpr int W = Filler::W_COPIES, X = Filler::X_COPIES;
-        const int from = (step * PARTS + STEPS - 1) / STEPS, to = ((step + 1) * PARTS + STEPS - 1) / STEPS;
-        filler.weights(there, filler.at, is_wanted, from * W / PARTS, to * W / PARTS);
-        filler.tokens(there, is_wanted, from * X / PARTS, to * X / PARTS);
-        if (step == STEPS - 1) {  // the next stage is ready, and all threads have read this one
-          commit_copies();
-          filler.next();
-          there = there + STAGE_BYTES == smem1 ? smem0 : there + STAGE_BYTES;
-          here = here + STAGE_BYTES == smem1 ? smem0 : here + STAGE_BYTES;
-          wait_copies<STAGES - 2>();
-          __syncthreads();
-          load_codes(here, 0);  // what is read after the last unit is not used
-          load_tokens(b[(step + 1) % 2], here, 0);
-        } else {
-          if (step % EACH64 == (FEW ? 0 : EACH64 - 1) && step / EACH64 + 1 < KB / 64) load_codes(here, step / EACH64 + 1);
-          load_tokens(b[(step + 1) % 2], here, step + 1);
-        }
-#pragma unroll
-        for (int i = 0; i < SPAN; i++)
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int r = 0; r < R16; r++) {
-              const u32* operand = SPAN == 2 ? b[step % 2][n] + 2 * i : b[step % 2][n / 2] + n % 2 * 2;
-              mma(acc[r][n], a[r][i][0], a[r][i][1], a[r][i][2], a[r][i][3], operand[0], operand[1]);
-            }
       }
+      if (stop == end) break;
+      shrink.add();
+      stop = end;
     }
-    const int tile = fresh(begin) / kblocks, first_u = tile * kblocks;  // after the loop, which needs the registers
+    const int tile = (FEW ? begin : fresh(begin)) / kblocks, first_u = tile * kblocks;  // after the loop, if that needs the registers
     const int row0 = tile / token_tiles * RT + wr * (R16 * 16), m0 = tile % token_tiles * MT + wm * (NT * 8);
 #pragma unroll
     for (int r = 0; r < R16; r++) {
@@ -188,9 +203,10 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
         if (row < N) {
           const float alpha0 = e.alpha[row + g], alpha1 = e.alpha[row + g + 8];
 #pragma unroll
-          for (int n = 0; n < NT; n += PIECE) finish<PIECE>(*(float(*)[PIECE][4])acc[r][n], e, u_MR, alpha0, alpha1, row, m0 + n * 8, g, t);
+          for (int n = 0; n < NT; n += PIECE) finish<PIECE>(*(float(*)[PIECE][4])acc[r][n], e, shrink.u(), alpha0, alpha1, row, m0 + n * 8, g, t);
         }
       }
     }
   }
+  shrink.end();
 }

@@ -1,7 +1,7 @@
 // u[m, r] = bf16(scaling * sum_k x[m, k] a[r, k]): the LoRA adapter's first half, made by the CTAs of portable_product.cu on their way.
 //
 // An item is 16 rows of a, 8 * GROUPS tokens and SLICE_K of k; all warps of all CTAs share the items. A warp has asked for a of its first
-// item before griddepcontrol.wait; it stores each item's sums in `partials`, ahead of its CTA's units. Some units later, when the others'
+// item before griddepcontrol.wait; it stores each item's sums in `partials`, ahead of its CTA's units. One unit later, when the others'
 // sums have come too, each warp adds some of them over k and stores u, two bf16 in a word, which the epilogue waits for. The copies of
 // the CTA's ring go on meanwhile, so memory hardly rests. Words are their own flags (workspace.cuh): all CTAs must be on the device at
 // once. Whoever adds a sum clears its word. u is read by many CTAs, so there are two buffers, used in turns: a launch clears the one that
@@ -14,8 +14,7 @@
 #include "packed_epilogue.cuh"
 
 #define MAKES_U (RANK > 0 && !GIVEN_U)
-#define GROUPS (MT > 32 ? 2 : 1)
-#define LATER 1  // units before the slices are added
+#define GROUPS (MT > 32 ? MT % 32 ? 2 : 4 : 1)
 
 struct LowRank {
   const u16* a;   // [rows, K]
@@ -157,8 +156,8 @@ struct Shrink {
   }
   // Before the unit that `time` gives.
   __device__ __forceinline__ void add() { add_up_u(l, turn, tokens, K); }
-  // LATER units after the first one, but before the end of the CTA's first tile, whose epilogue waits for u.
-  __device__ __forceinline__ static int time(int first, int last) { return min(first + LATER, last); }
+  // A unit after the first one, but before the end of the CTA's first tile, whose epilogue waits for u.
+  __device__ __forceinline__ static int time(int first, int last) { return min(first + 1, last); }
   __device__ __forceinline__ const u32* u() const { return l.u + turn * U_WORDS; }
   // The last CTA advances the turn: all have read it.
   __device__ __forceinline__ void end() const {
