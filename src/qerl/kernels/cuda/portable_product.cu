@@ -120,9 +120,9 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
   };
   wait_copies<STAGES - 2>();
   __syncthreads();
+  shrink.add();
   load_codes(here, 0);
   load_tokens(b[0], here, 0);
-  const int time = shrink.time(u0, min(u1, (u0 / kblocks + 1) * kblocks) - 1);
 #pragma unroll 1
   for (int u = u0; u < u1;) {
     const int begin = u, end = min(u1, (u / kblocks + 1) * kblocks);
@@ -138,56 +138,49 @@ portable_product(const u8* __restrict__ w, const u16* __restrict__ x, const __gr
     float acc[R16][NT][4];
 #pragma unroll
     for (int i = 0; i < R16 * NT * 4; i++) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0.f;
-    int stop = u <= time && time < end ? time : end;
 #pragma unroll 1
-    while (true) {  // a branch for u inside the loop over units costs 0.2 to 0.5 us a product
-#pragma unroll 1
-      for (; u < stop; u++) {
-        const bool is_wanted = u + STAGES - 1 < u1;
-        Block present[R16];
+    for (; u < end; u++) {
+      const bool is_wanted = u + STAGES - 1 < u1;
+      Block present[R16];
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-          constexpr int EACH64 = 4 / SPAN;  // steps of 64 k
-          if (step % EACH64 == 0) {
+      for (int step = 0; step < STEPS; step++) {
+        constexpr int EACH64 = 4 / SPAN;  // steps of 64 k
+        if (step % EACH64 == 0) {
 #pragma unroll
-            for (int r = 0; r < R16; r++) present[r] = block[r];
-          }
-          u32 a[R16][SPAN][4];
-#pragma unroll
-          for (int r = 0; r < R16; r++)
-#pragma unroll
-            for (int i = 0; i < SPAN; i++) present[r].decode16(step % EACH64 * SPAN + i, constant, a[r][i]);
-          constexpr int W = Filler::W_COPIES, X = Filler::X_COPIES;
-          const int from = (step * PARTS + STEPS - 1) / STEPS, to = ((step + 1) * PARTS + STEPS - 1) / STEPS;
-          filler.weights(there, filler.at, is_wanted, from * W / PARTS, to * W / PARTS);
-          filler.tokens(there, is_wanted, from * X / PARTS, to * X / PARTS);
-          if (step == STEPS - 1) {  // the next stage is ready, and all threads have read this one
-            commit_copies();
-            filler.next();
-            there = there + STAGE_BYTES == smem1 ? smem0 : there + STAGE_BYTES;
-            here = here + STAGE_BYTES == smem1 ? smem0 : here + STAGE_BYTES;
-            wait_copies<STAGES - 2>();
-            __syncthreads();
-            load_codes(here, 0);  // what is read after the last unit is not used
-            load_tokens(b[(step + 1) % 2], here, 0);
-          } else {
-            if (step % EACH64 == (FEW ? 0 : EACH64 - 1) && step / EACH64 + 1 < KB / 64) load_codes(here, step / EACH64 + 1);
-            load_tokens(b[(step + 1) % 2], here, step + 1);
-          }
-#pragma unroll
-          for (int i = 0; i < SPAN; i++)
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-              for (int r = 0; r < R16; r++) {
-                const u32* operand = SPAN == 2 ? b[step % 2][n] + 2 * i : b[step % 2][n / 2] + n % 2 * 2;
-                mma(acc[r][n], a[r][i][0], a[r][i][1], a[r][i][2], a[r][i][3], operand[0], operand[1]);
-              }
+          for (int r = 0; r < R16; r++) present[r] = block[r];
         }
+        u32 a[R16][SPAN][4];
+#pragma unroll
+        for (int r = 0; r < R16; r++)
+#pragma unroll
+          for (int i = 0; i < SPAN; i++) present[r].decode16(step % EACH64 * SPAN + i, constant, a[r][i]);
+        constexpr int W = Filler::W_COPIES, X = Filler::X_COPIES;
+        const int from = (step * PARTS + STEPS - 1) / STEPS, to = ((step + 1) * PARTS + STEPS - 1) / STEPS;
+        filler.weights(there, filler.at, is_wanted, from * W / PARTS, to * W / PARTS);
+        filler.tokens(there, is_wanted, from * X / PARTS, to * X / PARTS);
+        if (step == STEPS - 1) {  // the next stage is ready, and all threads have read this one
+          commit_copies();
+          filler.next();
+          there = there + STAGE_BYTES == smem1 ? smem0 : there + STAGE_BYTES;
+          here = here + STAGE_BYTES == smem1 ? smem0 : here + STAGE_BYTES;
+          wait_copies<STAGES - 2>();
+          __syncthreads();
+          load_codes(here, 0);  // what is read after the last unit is not used
+          load_tokens(b[(step + 1) % 2], here, 0);
+        } else {
+          if (step % EACH64 == (FEW ? 0 : EACH64 - 1) && step / EACH64 + 1 < KB / 64) load_codes(here, step / EACH64 + 1);
+          load_tokens(b[(step + 1) % 2], here, step + 1);
+        }
+#pragma unroll
+        for (int i = 0; i < SPAN; i++)
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int r = 0; r < R16; r++) {
+              const u32* operand = SPAN == 2 ? b[step % 2][n] + 2 * i : b[step % 2][n / 2] + n % 2 * 2;
+              mma(acc[r][n], a[r][i][0], a[r][i][1], a[r][i][2], a[r][i][3], operand[0], operand[1]);
+            }
       }
-      if (stop == end) break;
-      shrink.add();
-      stop = end;
     }
     const int tile = (FEW ? begin : fresh(begin)) / kblocks, first_u = tile * kblocks;  // after the loop, if that needs the registers
     const int row0 = tile / token_tiles * RT + wr * (R16 * 16), m0 = tile % token_tiles * MT + wm * (NT * 8);

@@ -1,11 +1,12 @@
 // u[m, r] = bf16(scaling * sum_k x[m, k] a[r, k]): the LoRA adapter's first half, made by the CTAs of portable_product.cu on their way.
 //
 // An item is 16 rows of a, 8 * GROUPS tokens and SLICE_K of k; all warps of all CTAs share the items. A warp has asked for a of its first
-// item before griddepcontrol.wait; it stores each item's sums in `partials`, ahead of its CTA's units. One unit later, when the others'
-// sums have come too, each warp adds some of them over k and stores u, two bf16 in a word, which the epilogue waits for. The copies of
-// the CTA's ring go on meanwhile, so memory hardly rests. Words are their own flags (workspace.cuh): all CTAs must be on the device at
-// once. Whoever adds a sum clears its word. u is read by many CTAs, so there are two buffers, used in turns: a launch clears the one that
-// the previous launch used. The slices and the order of their sum depend on K alone, so a token's u does not depend on the others.
+// item before griddepcontrol.wait; it stores each item's sums in `partials` while the CTA's first stages arrive. When the others' sums
+// have come too, each warp adds some of them over k and stores u, two bf16 in a word, which the epilogue waits for. All this is ahead of
+// the CTA's units: units between the two, or a branch in their loop, cost more (dev/LOG.md). Words are their own flags (workspace.cuh): all
+// CTAs must be on the device at once. Whoever adds a sum clears its word. u is read by many CTAs, so there are two buffers, used in turns:
+// a launch clears the one that the previous launch used. The slices and the order of their sum depend on K alone, so a token's u does not
+// depend on the others.
 //
 // Compile-time: RANK, GIVEN_U: u is an input, U_WORDS of a buffer, SLICE_K.
 #pragma once
@@ -154,10 +155,7 @@ struct Shrink {
     slices.multiply(l, x, M, tokens, K);
     turn = __syncthreads_or(read);
   }
-  // Before the unit that `time` gives.
   __device__ __forceinline__ void add() { add_up_u(l, turn, tokens, K); }
-  // A unit after the first one, but before the end of the CTA's first tile, whose epilogue waits for u.
-  __device__ __forceinline__ static int time(int first, int last) { return min(first + 1, last); }
   __device__ __forceinline__ const u32* u() const { return l.u + turn * U_WORDS; }
   // The last CTA advances the turn: all have read it.
   __device__ __forceinline__ void end() const {
@@ -173,7 +171,6 @@ struct Shrink {
   __device__ __forceinline__ Shrink(const LowRank& l, int, int) : l(l) {}
   __device__ __forceinline__ void multiply(const u16*, int) {}
   __device__ __forceinline__ void add() {}
-  __device__ __forceinline__ static int time(int, int) { return -1; }
   __device__ __forceinline__ const u32* u() const { return l.u; }
   __device__ __forceinline__ void end() const {}
 };
