@@ -47,7 +47,12 @@ _META, _PAGE, _PAGES = torch.device("meta"), 16, 128
 _KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _MIXTURES = ((32, 4), (128, 8))  # experts, chosen: gpt-oss-20b and Qwen3-30B-A3B
 _WAITING = ("nvfp4_decode.cu", "portable_product.cu")  # their grids count on CTAS at once
-_MOST_LOCAL_BYTES = {"nvfp4_decode.cu": 16, "head_sample.cu": 40, "gated_delta_chunks.cu": 8}
+_MOST_LOCAL_BYTES = {  # measured so
+    "nvfp4_decode.cu": 16,
+    "head_sample.cu": 40,
+    "gated_delta_chunks.cu": 8,
+    "portable_product.cu": 64,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,7 +324,12 @@ def _multiply(a: Architecture, card: CudaArchitecture, rows: int, rank: int, noi
     attention = next(kind for kind in a.kinds if kind.mixer == "attention")
     for group in layer_spec(a, attention).groups:
         x_BK, adapter = _tensor(rows, group.in_width), _adapter(group, rank)
-        if adapter is not None and not (card.has_wgmma and pays_to_make_u(rows, group.num_weights)):
+        if isinstance(product, NVFP4Decode):
+            makes_u = pays_to_make_u(rows, group.num_weights)
+        else:
+            rank_rows = 0 if adapter is None else len(adapter.a)
+            makes_u = product.makes_u(rows, group.out_width, group.in_width, rank_rows)
+        if adapter is not None and not makes_u:
             if group.input_from is not None and group.in_width == a.width:
                 _, u_BR = shrink.norm_shrink(h_BD, weight, noise, 1e-6, adapter.a, 1.0, rows_M=rows_M)
             else:

@@ -121,7 +121,12 @@ CPU_HEADERS = {
     "bfloat16.cuh": """
         #include "types.cuh"
         inline u32 rounded(float f) { u32 v = __float_as_uint(f); return v + 0x7FFF + (v >> 16 & 1) >> 16; }
-        inline u32 pack2(float low, float high) { return rounded(high) << 16 | rounded(low); }""",
+        inline u32 pack2(float low, float high) { return rounded(high) << 16 | rounded(low); }
+        inline u32 add_pairs(u32 a, u32 b) {
+          const u32 top = 0xFFFF0000u;
+          const float low = __uint_as_float(a << 16) + __uint_as_float(b << 16);
+          return pack2(low, __uint_as_float(a & top) + __uint_as_float(b & top));
+        }""",
     "lanes.cpp": """
         #include "types.cuh"
         u32 __shfl_sync(u32, u32, u32, int);

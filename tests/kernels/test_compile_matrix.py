@@ -50,12 +50,13 @@ def sums_of(variant):
 
 
 def form_of(variant):
-    return tuple((key, number) for key, number in variant.defines if key in ("FORMAT", "RANK", "SWIGLU"))
+    keys = ("FORMAT", "RANK", "SWIGLU", "GIVEN_U")
+    return tuple((key, number) for key, number in variant.defines if key in keys)
 
 
 def some_of(variants, name):
     """One variant of each tile on sm_86, and on two of the other architectures in turn, in another form
-    (format, adapter, SwiGLU) on each; the tile with the most registers on all, on sm_86 in each form.
+    (format, adapter, SwiGLU, u made) on each; the tile with the most registers on all, on sm_86 in each form.
     `python -m benchmarks matrix` compiles them all."""
     tiles = {tile: [v for v in variants if sums_of(v) == tile] for tile in sorted(map(sums_of, variants))}
     turn = TESTED.index(name)

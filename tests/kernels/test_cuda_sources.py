@@ -7,6 +7,7 @@ import pytest
 
 from qerl.kernels import nvrtc
 from qerl.kernels.head_sample import choose_tile
+from qerl.kernels.portable_shrink import MAKES_U
 
 CUDA = resources.files("qerl.kernels") / "cuda"
 DECODE = {"MT": 8, "WG": 1, "KB": 128, "STAGES": 4, "CTAS": 1, "GROUP": 4, "U_WORDS": 49152}
@@ -42,6 +43,7 @@ CONFIGURATIONS = (
     *(("tile_unpack.cu", {"FORMAT": format}) for format in range(4)),
     ("tile_unpack.cu", {"FORMAT": 0, "FACTORS": 1}),
     *(("portable_product.cu", PORTABLE | {"SWIGLU": s, "FORMAT": f}) for f in range(4) for s in (0, 1)),
+    ("portable_product.cu", PORTABLE | {"SWIGLU": 1, "FORMAT": 0} | MAKES_U),
     ("rms_norm.cu", {"WIDTH": 96, "THREADS": 32, "X_BYTES": 4, "TABLE": 1}),
     ("rotary.cu", {"HEAD": 64, "THREADS": 128}),
     ("routing.cu", {}),

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from qerl.kernels.nvfp4_tile import MOST_TOKENS
 from qerl.kernels.portable_product import PortableProduct
 from qerl.kernels.portable_table import MeasuredChoice, choose_portable_tile, merged, read
 from qerl.kernels.portable_tile import PortableChoice, PortableTile, candidates, rule
+from qerl.kernels.tile_layout import TileLayout
 
 SIZES = ((3584, 3584), (37888, 3584), (3584, 18944), (576, 1536), (128, 64), (1152, 320))
 H100 = ARCHITECTURES["sm_90a"]
@@ -54,6 +56,22 @@ def test_a_table_is_read_as_it_was_written_and_the_nearest_is_chosen():
     assert read(merged(text, {"gpu": "a card"}, measured[:1])) == {"a card": tuple(measured[:1])}
     assert choose_portable_tile(8, 3584, 3584, H100, tuple(measured)) == fast.tile(8, 3584, H100)
     assert choose_portable_tile(96, 3584, 3584, H100, tuple(measured)) == rule(96, 3584, 3584, H100)
+
+
+def test_a_format_takes_its_own_choices():
+    """Codes of 4 bits without any take NVFP4's, codes of 8 bits the rule's."""
+    fast = PortableChoice(token_tiles=1, row_warps=4, token_warps=1, row_blocks=1, k_block=128, ctas_per_sm=1)
+    other = dataclasses.replace(fast, k_block=64)
+    measured = (
+        MeasuredChoice(N=3584, K=3584, most_tokens=64, us=5.0, choice=fast),
+        MeasuredChoice(N=3584, K=3584, most_tokens=64, us=9.0, choice=other, layout=TileLayout.INT8),
+    )
+    assert read(merged(None, {"gpu": "a card"}, list(measured))) == {"a card": measured}
+    wanted = {TileLayout.NVFP4: fast, TileLayout.NF4: fast, TileLayout.INT8: other}
+    for layout in TileLayout:
+        own = wanted.get(layout)
+        tile = own.tile(64, 3584, H100, layout) if own else rule(64, 3584, 3584, H100, layout)
+        assert choose_portable_tile(64, 3584, 3584, H100, measured, layout) == tile
 
 
 @pytest.fixture

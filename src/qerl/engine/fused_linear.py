@@ -5,8 +5,8 @@ swiglu   y = silu(gate) * up, or gelu                gate|up
 
 A residual is in fp32, and so is the product added to it; any other y is in x's dtype.
 
-PackedLinears   kernels/nvfp4_decode.py over the model's tiles; u is made in the same launch where that pays.
-                Portable, and for NF4, FP8 and INT8: kernels/portable_product.py, u comes ready
+PackedLinears   kernels/nvfp4_decode.py over the model's tiles, portable, and for NF4, FP8 and INT8
+                kernels/portable_product.py; u is made in the same launch where that pays
 TorchLinears    cuBLAS, u comes ready. BF16: one product [x | u] @ [W | B]^T. FP8Flow: one product, and one
                 for the adapters. What does not fit tiles: linear by linear, and one product for the adapters
 """
@@ -166,9 +166,10 @@ class PackedLinears:
 
     def makes_u(self, rows: int, group: LinearGroup) -> bool:
         assert group.tiles is not None
-        rows = min(rows, self._rows_at_once)
-        can_make_u = isinstance(self._kernels[group.tiles.layout], NVFP4Decode)
-        return can_make_u and pays_to_make_u(rows, group.num_weights)
+        rows, kernel = min(rows, self._rows_at_once), self._kernels[group.tiles.layout]
+        if isinstance(kernel, NVFP4Decode):
+            return pays_to_make_u(rows, group.num_weights)
+        return group.a is not None and kernel.makes_u(rows, group.ends[-1], group.in_width, len(group.a))
 
     def linear(
         self, x_BK: Tensor, group: LinearGroup, u_BR: Tensor | None, residual_BN: Tensor | None

@@ -1,9 +1,9 @@
 """y = x @ W^T for few tokens and a weight in tiles, as nvfp4_decode.py has it, on any GPU since Ampere.
 
 For NVFP4 the same tiles, factors, adapters and results; for the other formats of tile_layout.py each row's
-factor is the format's alpha, and the values multiplied are those of its `operand` in bfloat16. Only u of the
-adapter is always given (lora_shrink.py). Sums run over k in an order that depends only on the tile
-(portable_tile.py), so runs are bitwise equal.
+factor is the format's alpha, and the values multiplied are those of its `operand` in bfloat16. An adapter's u
+is given, or made in the same launch (portable_shrink.py). Sums run over k in an order that depends only on
+the tile (portable_tile.py), so runs are bitwise equal.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from qerl.kernels.cached_method import cached_method
 from qerl.kernels.nvfp4_tile import MAX_TOKENS, MOST_TOKENS, TILE_ROWS
 from qerl.kernels.nvrtc import KernelVariant, compiled
 from qerl.kernels.packed_product import PackedProduct
+from qerl.kernels.portable_shrink import MAKES_U, MOST_ROWS, PortableShrink
 from qerl.kernels.portable_table import choices_of, choose_portable_tile
 from qerl.kernels.portable_tile import FILE, MOST_SUMS_PER_SM, NAME, PortableTile, rule
 from qerl.kernels.tile_layout import TileLayout
@@ -26,8 +27,7 @@ CASES = ((3584, 3584), (37888, 3584), (3584, 18944), (1152, 576))  # N, K
 class PortableProduct(PackedProduct[PortableTile]):
     """The kernels of one device, compiled on first use, and their workspace. Use one object per stream.
 
-    Two streams must not run them at the same time on one device: their CTAs wait for one another. An adapter
-    must have its u.
+    Two streams must not run them at the same time on one device: their CTAs wait for one another.
     """
 
     def __init__(
@@ -42,23 +42,27 @@ class PortableProduct(PackedProduct[PortableTile]):
         words = MOST_SUMS_PER_SM * properties.multi_processor_count
         by_table = partial(choose_portable_tile, card=card, measured=measured, layout=layout)
         super().__init__(device, choose or by_table, words, layout)
+        self._shrink = PortableShrink(device)
         self._kernel = cached_method(self._compile)
+
+    def makes_u(self, M: int, N: int, K: int, rows: int) -> bool:
+        """True if an adapter of so many rows needs no u: it is made here, which is faster than apart."""
+        tokens = self._choose(M, N, K).padded(M)
+        return tokens <= MOST_ROWS and self._shrink.fits(tokens, K, rows)
 
     def _start(self, tile, grid, rank, swiglu, x_MK, tiles, adapter, epilogue) -> None:
         assert tile.layout is self._layout
-        u_MR = None
-        if adapter is not None:
-            u_MR = adapter.u
-            assert u_MR is not None
         (m, k), n = x_MK.shape, TILE_ROWS * tiles.shape[0]
-        self._kernel(tile, rank, swiglu).launch(
+        makes_u = adapter is not None and adapter.u is None
+        low_rank = self._shrink.low_rank(adapter, tile.padded(m))
+        self._kernel(tile, rank, swiglu, makes_u).launch(
             grid=grid,
             block_threads=tile.threads,
-            parameters=(tiles, x_MK, epilogue, u_MR, self.workspace, m, n, k),
+            parameters=(tiles, x_MK, epilogue, low_rank, self.workspace, m, n, k),
         )
 
-    def _compile(self, tile: PortableTile, rank: int, swiglu: int):
-        defines = tile.defines(rank, swiglu)
+    def _compile(self, tile: PortableTile, rank: int, swiglu: int, makes_u: bool):
+        defines = tile.defines(rank, swiglu) | (MAKES_U if makes_u else {})
         return compiled(
             FILE,
             NAME,
@@ -71,10 +75,11 @@ class PortableProduct(PackedProduct[PortableTile]):
 def variants(card: CudaArchitecture) -> list[KernelVariant]:
     """Return what is launched by rule for the sizes of CASES on a card of this architecture."""
     each = {
-        rule(most, N, K, card, layout).variant(rank, swiglu): None
+        rule(most, N, K, card, layout).variant(rank, swiglu, extra): None
         for layout in TileLayout
         for most in MOST_TOKENS
         for N, K in CASES
         for rank, swiglu in ((32, 0), (32, 1), *(((0, 0),) if most == MAX_TOKENS else ()))
+        for extra in ({}, MAKES_U)[: 1 + (rank > 0)]
     }
     return list(each)

@@ -4,7 +4,8 @@
     $QERL_CACHE/portable_tile.json  what `qerl bench tune` measured on this machine
 
 A product uses the choice of the nearest (N, K), by |log N / N'| + |log K / K'|, with the smallest
-`most_tokens` that is at least M. A GPU in neither file takes portable_tile.rule.
+`most_tokens` that is at least M, of its own layout; codes of 4 bits without any take NVFP4's. Else, as on a
+GPU in neither file, it takes portable_tile.rule.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ class MeasuredChoice:
     most_tokens: int
     us: float
     choice: PortableChoice
+    layout: TileLayout = TileLayout.NVFP4
 
 
 def choose_portable_tile(
@@ -43,13 +45,13 @@ def choose_portable_tile(
     measured: tuple[MeasuredChoice, ...],
     layout: TileLayout = TileLayout.NVFP4,
 ) -> PortableTile:
-    """Return the tile of the nearest measured product that the card can run, else the rule's. NVFP4 was
-    measured, so codes of 8 bits take the rule's."""
-    if layout.code_bytes != TileLayout.NVFP4.code_bytes:
-        return rule(M, N, K, card, layout)
+    """Return the tile of the nearest measured product that the card can run, else the rule's."""
     most = next(most for most in MOST_TOKENS if most >= M)
     same = [each for each in measured if each.most_tokens == most]
-    for each in sorted(same, key=lambda c: abs(math.log(N / c.N)) + abs(math.log(K / c.K))):
+    own = [each for each in same if each.layout is layout]
+    if layout.code_bytes == TileLayout.NVFP4.code_bytes:
+        own = own or [each for each in same if each.layout is TileLayout.NVFP4]
+    for each in sorted(own, key=lambda c: abs(math.log(N / c.N)) + abs(math.log(K / c.K))):
         tile = each.choice.tile(M, K, card, layout)
         if tile is not None and each.choice.tile(max(M, min(most, 32)), K, card, layout) is not None:
             return tile
@@ -85,7 +87,9 @@ def _written(entry: dict[str, Any]) -> str:
 
 
 def _flat(each: MeasuredChoice) -> dict[str, Any]:
-    sizes = {"N": each.N, "K": each.K, "most_tokens": each.most_tokens, "us": each.us}
+    sizes: dict[str, Any] = {"N": each.N, "K": each.K, "most_tokens": each.most_tokens, "us": each.us}
+    if each.layout is not TileLayout.NVFP4:
+        sizes["layout"] = each.layout.name
     return sizes | dataclasses.asdict(each.choice)
 
 
@@ -93,7 +97,7 @@ def _parsed(values: dict[str, Any]) -> MeasuredChoice:
     names = [field.name for field in dataclasses.fields(PortableChoice)]
     choice = PortableChoice(**{name: values[name] for name in names})
     sizes = {name: values[name] for name in ("N", "K", "most_tokens", "us")}
-    return MeasuredChoice(choice=choice, **sizes)
+    return MeasuredChoice(choice=choice, layout=TileLayout[values.get("layout", "NVFP4")], **sizes)
 
 
 def _own() -> str | None:

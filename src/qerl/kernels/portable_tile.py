@@ -23,7 +23,8 @@ TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 K_BLOCKS = (512, 256, 192, 128, 64)
 MOST_SUMS_PER_SM = 256 * 128  # of all CTAs of a multiprocessor
 _MOST_STAGES, _LEAST_STAGES = 8, 3  # one is multiplied, one is filled, one is ready
-_MOST_SUMS = 64  # fp32 sums of a thread: with 128, 1 to 3 % faster on an H200, some tiles spill registers
+_MOST_SUMS = 128  # fp32 sums of a thread; up to 64 bytes of it spill at a tile's end, none in the loop
+_TALL = 2**14  # rows of a weight: of fewer, each tile of 256 rows would be the sum of 5 to 19 CTAs' parts
 _NARROW = 2**25  # elements of a weight with few rows of tiles: q|k|v and o of 7B
 
 
@@ -69,11 +70,15 @@ class PortableTile:
         """Return the number of CTAs: at most what runs at once, and each has work: others wait for it."""
         return min(self.units(M, N, K), num_sms * self.ctas_per_sm)
 
+    def padded(self, M: int) -> int:
+        """Return the tokens of all tiles of M tokens."""
+        return -(-M // self.tokens) * self.tokens
+
     def workspace_words(self, num_sms: int) -> int:
         return num_sms * self.ctas_per_sm * self.rows * self.tokens
 
-    def variant(self, rank: int, swiglu: int) -> KernelVariant:
-        defines = tuple(sorted(self.defines(rank, swiglu).items()))
+    def variant(self, rank: int, swiglu: int, extra: dict[str, int] | None = None) -> KernelVariant:
+        defines = tuple(sorted((self.defines(rank, swiglu) | (extra or {})).items()))
         return KernelVariant(FILE, NAME, defines, self.threads, self.shared_bytes)
 
     def defines(self, rank: int, swiglu: int) -> dict[str, int]:
@@ -146,11 +151,16 @@ def rule(
     is_narrow = N * K <= _NARROW
     if most <= 32:
         forms = [(1, 4, 1, 1, 512, 2)] if is_narrow else [(1, 4, 1, 1, 256, ctas) for ctas in (4, 3)]
-    elif most <= 64:
-        forms = [(1, 4, 2, 1, 256, 1)] if is_narrow else [(1, 8, 1, 2, 256, 1)]
+    elif most <= 64 and (is_narrow or N < _TALL):
+        forms = [(1, 4, 2, 1, 256, 1) if is_narrow else (1, 8, 1, 1, 256, 1)]
+    elif is_narrow:
+        forms = [(-(-most // 64), 4, 1, 1, 128, 2) if most <= 128 else (-(-most // 64), 4, 1, 2, 256, 1)]
+    elif most > 64 and N >= _TALL and longer == 1:  # codes of 8 bits and 128 sums spill 136 bytes on sm_120a
+        forms = [(-(-most // 128), 8, 1, 2, 128, 1)]
+    elif longer == 2 and most <= 64 and _choice(1, 4, 1, 2, 128, 2).tile(64, K, card, layout):
+        forms = [(1, 4, 1, 2, 256, 2)]
     else:
-        tiles = -(-most // 64)
-        forms = [(tiles, 4, 1, 1, 128, 2)] if is_narrow else [(tiles, 8, 1, 2, 256, 1)]
+        forms = [(-(-most // 64), 8, 1, 2, 256, 1)]
     smallest = [(-(-most // 64), 4, 1, 1, 64, 1)]
     for token_tiles, row_warps, token_warps, row_blocks, k_block, ctas in (*forms, *smallest):
         for k, c in itertools.product(
@@ -190,3 +200,4 @@ def _forms(most_tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
         yield from itertools.product((4,), (1,), (1, 2), (256, 128, 64), (1, 2, 3))
         yield from itertools.product((8,), (1,), (1, 2), (256, 128, 64), (1, 2))
         yield from itertools.product((4,), (2,), (1, 2), (256, 128, 64), (1, 2))
+        yield from itertools.product((4,), (1, 2), (4,), (128, 64), (1, 2))

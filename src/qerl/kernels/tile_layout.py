@@ -13,7 +13,8 @@
 A code is decoded to fp32, multiplied by its scale, and rounded to bfloat16: the same operations as the
 format's `operand`, so the bits are the same (cuda/tile_block.cuh, tests/kernels/test_code_tiles.py). An E4M3
 code placed at the top of a float is 2^-120 of its value; 2^120 is in the scale, so all products are exact
-until the one rounding that `operand` makes too. Scales of 2^7 and more therefore do not fit.
+until the one rounding that `operand` makes too. Scales of 2^7 and more therefore do not fit. From Ada on
+E4M3 codes are converted by an instruction, two at once, and 2^120 is taken off the scale again.
 """
 
 import enum

@@ -9,6 +9,12 @@ __device__ __forceinline__ u32 pack2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
+// The sums of two pairs. Before Hopper there is no addition alone; multiplying by 1 changes no number.
+__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x3F803F80u), "r"(b));
+  return d;
+}
 
 // Eight numbers.
 __device__ __forceinline__ void unpack(uint4 v, float* f) {

@@ -20,6 +20,8 @@ __device__ __forceinline__ u64 l2_evict_last() {
   return policy;
 }
 
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ u32 load_relaxed(const u32* p) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -69,6 +69,22 @@ __device__ __forceinline__ u32 decoding_constant(int lane) { return __float_as_u
 
 #else
 #define TILE_BYTES (FORMAT == 2 ? 4112 : 4096)
+#if __CUDA_ARCH__ >= 890
+#define HAS_E4M3 1
+// Two codes, in the word's low half.
+__device__ __forceinline__ void e4m3_pair(u32 word, float* v) {
+  asm("{.reg .b16 c, h0, h1; .reg .b32 h; cvt.u16.u32 c, %2; cvt.rn.f16x2.e4m3x2 h, c; mov.b32 {h0, h1}, h; cvt.f32.f16 %0, h0; cvt.f32.f16 %1, h1;}"
+      : "=f"(v[0]), "=f"(v[1])
+      : "r"(word));
+}
+#else
+#define HAS_E4M3 0
+// Sign, exponent and mantissa go to the top of a float, which is then the code's value * 2^-120.
+__device__ __forceinline__ float e4m3(u32 word, int byte) { return __int_as_float((int)(word << (24 - 8 * byte)) >> 4 & 0x87F00000); }
+#endif
+// Two integers in bfloat16, given 0x43 and its byte of each. A byte's low 7 bits make 128 + low7; its sign bit makes -128 or -256.
+__device__ __forceinline__ u32 int8_pair(u32 v) { return add_pairs(v & 0xFF7FFF7Fu, v & 0x00800080u | 0xC300C300u); }
+
 struct Block {
   uint4 codes[2];
   float2 scales;
@@ -77,25 +93,25 @@ struct Block {
     for (int i = 0; i < 2; i++) codes[i] = LOAD((const uint4*)(tile + block % 4 * 1024 + i * 512 + lane * 16));
     if (FORMAT == 2) scales = LOAD((const float2*)(tile + 4096));
   }
-  // E4M3: sign, exponent and mantissa go to the top of a float, which is then the code's value * 2^-120.
-  __device__ __forceinline__ float e4m3(u32 word, int byte) const {
-    return __int_as_float((int)(word << (24 - 8 * byte)) >> 4 & 0x87F00000);
-  }
-  // An integer: 2^23 + its byte, whose sign bit is turned, as a float, - (2^23 + 128).
-  __device__ __forceinline__ float int8(u32 word, int byte) const {
-    return __fadd_rn(__uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 + byte)), -8388736.f);
+  // Four numbers of a word as two pairs in bfloat16.
+  __device__ __forceinline__ void decode4(u32 word, float2 scales, u32& first, u32& second) const {
+#if FORMAT == 3
+    first = int8_pair(__byte_perm(word, 0x43434343u, 0x4140)), second = int8_pair(__byte_perm(word, 0x43434343u, 0x4342));
+#elif HAS_E4M3
+    float v[4];
+    e4m3_pair(word, v), e4m3_pair(word >> 16, v + 2);
+    first = pack2(__fmul_rn(v[0], scales.x), __fmul_rn(v[1], scales.x)), second = pack2(__fmul_rn(v[2], scales.y), __fmul_rn(v[3], scales.y));
+#else
+    first = pack2(__fmul_rn(e4m3(word, 0), scales.x), __fmul_rn(e4m3(word, 1), scales.x));
+    second = pack2(__fmul_rn(e4m3(word, 2), scales.y), __fmul_rn(e4m3(word, 3), scales.y));
+#endif
   }
   __device__ __forceinline__ void decode16(int j, u32 constant, u32 (&a)[4]) const {
     const uint4 c = codes[j / 2];
-    const u32 words[2] = {j % 2 ? c.z : c.x, j % 2 ? c.w : c.y};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const u32 word = FORMAT == 2 ? words[i / 2] : words[i / 2] ^ 0x80808080u;
-      const int byte = i % 2 * 2;
-      const float scale = i % 2 ? scales.y : scales.x;
-      if (FORMAT == 2) a[i] = pack2(__fmul_rn(e4m3(word, byte), scale), __fmul_rn(e4m3(word, byte + 1), scale));
-      else a[i] = pack2(int8(word, byte), int8(word, byte + 1));
-    }
+    float2 own = scales;
+    if (FORMAT == 2 && HAS_E4M3) own.x = __fmul_rn(own.x, 0x1p-120f), own.y = __fmul_rn(own.y, 0x1p-120f);
+    decode4(j % 2 ? c.z : c.x, own, a[0], a[1]);
+    decode4(j % 2 ? c.w : c.y, own, a[2], a[3]);
   }
 };
 __device__ __forceinline__ u32 decoding_constant(int lane) { return 0; }
