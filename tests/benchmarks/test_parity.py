@@ -83,7 +83,8 @@ def test_a_mixture_has_a_row_with_replay_and_one_without(tmp_path):
     ]
     same, _, replayed, free = rows
     assert all(row["kernels"] == "torch" and row["sampled_tokens"] == 72 for row in rows)
-    assert 0 < same["abs_diff"] < 1e-5 and same["route_changes"] == 0
+    # of both passes in bf16 some sums round otherwise; what a cache in fp8 changes is far more
+    assert 0 < same["abs_diff"] < 5e-3 < replayed["abs_diff"] and same["route_changes"] == 0
     # a cache in fp8 makes sampler and learner differ, routes included
     assert 0 < free["route_changes"] <= free["route_change_rows"] < 1
     assert replayed["abs_diff"] < free["abs_diff"] and replayed["kl"] < free["kl"]
