@@ -22,6 +22,11 @@ class Detokenizer:
         self._special = special.union(tokenizer.all_special_ids)
         self._vocab_size = len(tokenizer)
 
+    @property
+    def has_stops(self) -> bool:
+        """True if there are stop strings."""
+        return bool(self._stop)
+
     def decode(self, tokens_T: list[int]) -> str:
         """Return the text without special tokens, cut before the first stop string."""
         text = self._decode(tokens_T)
