@@ -247,20 +247,11 @@ class Generation:
     def _start(self, groups: list[LiveGroup]) -> None:
         """Prefill the prompts and sample the first token of all their samples."""
         prompts = [self._prompts_P[g.index].tokens_T for g in groups]
-        hidden_PD = self._prefill(
-            [
-                PrefillChunk(
-                    tokens_T,
-                    0,
-                    g.pages,
-                    g.noise_row,
-                    g.on_prompt_hidden,
-                    g.state,
-                    window_pages=g.window_pages,
-                )
-                for tokens_T, g in zip(prompts, groups, strict=True)
-            ]
-        )
+        chunks = [
+            PrefillChunk(t, 0, g.pages, g.noise_row, g.on_prompt_hidden, g.state, window_pages=g.window_pages)
+            for t, g in zip(prompts, groups, strict=True)
+        ]
+        hidden_PD = self._prefill(chunks)
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G if not s.tokens_T]
         for _, s in pairs:
             self._limit_turn(s)
@@ -360,10 +351,8 @@ class Generation:
 
     def _extend(self, s: LiveSample, tokens_W: list[int], logprobs_W: list[float]) -> bool:
         """Append a burst's tokens at once and return True, if none of them has to be looked at."""
-        may_end = len(s.tokens_T) + len(tokens_W) >= s.max_tokens or self._detokenizer.has_stops
-        if may_end or self._on_token is not None or not self._stop_token_ids.isdisjoint(tokens_W):
-            return False
-        if not math.isfinite(sum(logprobs_W)):
+        may_end = len(s.tokens_T) + len(tokens_W) >= s.max_tokens or self._detokenizer.stop or self._on_token
+        if may_end or not self._stop_token_ids.isdisjoint(tokens_W) or not math.isfinite(sum(logprobs_W)):
             return False
         s.tokens_T += tokens_W
         s.logprobs_T += logprobs_W

@@ -116,22 +116,9 @@ class BenchRolloutOptions(BenchOptions):
     runs: int = 3
     """Rollouts after the first one; the row holds their median."""
 
-    partial_steps: int = 0
-    """Measure so many training steps without partial rollouts, and as many with; 0: rollouts alone."""
-
-    extra_prompts: int = 16
-    """With partial_steps: prompts in work beyond a step's, as rollout.extra_prompts."""
-
-    max_staleness: int = 2
-    """With partial_steps: as rollout.max_staleness."""
-
-    learn: bool = True
-    """With partial_steps: learn from each step's samples too, without gradient checkpointing."""
-
     def __post_init__(self):
         check_positive(self, "num_samples", "rows", "group_size", "prompt_tokens", "median_tokens", "runs")
-        check_positive(self, "sigma", "max_tokens", "max_staleness")
-        check_not_negative(self, "partial_steps", "extra_prompts")
+        check_positive(self, "sigma", "max_tokens")
         check_ranks((self.lora_rank,))
         size = self.group_size
         require(

@@ -10,7 +10,6 @@
     tail_N_s         part of call_s in which fewer than N samples were unfinished
     floor_s          least time of the decode steps of this very schedule (schedule.py); prefill not counted
 
-With --partial-steps the rows are of whole steps (partial.py).
 Figures but the first call's are medians of the later calls. Every sample has a length of its own, drawn from
 --seed, and ends there: no token stops it. Prompts are distinct random tokens.
 """
@@ -26,11 +25,9 @@ from qerl.cli.bench.case import FORMATS, make_case
 from qerl.cli.bench.decode import endless_engine, random_prompts
 from qerl.cli.bench.measure import Meter, cuda_device
 from qerl.cli.bench.options import BenchRolloutOptions
-from qerl.cli.bench.partial import PartialCase, measure_partial
 from qerl.cli.bench.record import Origin, row_writer
-from qerl.cli.bench.rollout_case import RolloutCase
 from qerl.cli.bench.roofline import LIMITS
-from qerl.cli.bench.schedule import rollout_floor_s, tail_s
+from qerl.cli.bench.schedule import Lengths, rollout_floor_s, tail_s
 from qerl.engine import Engine, Stats
 from qerl.errors import RunError
 from qerl.models.decoder import Decoder
@@ -38,6 +35,38 @@ from qerl.models.random_weights import random_decoder, shape
 from qerl.types import Prompt, Sampling
 
 _TAILS = (8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutCase:
+    """Settings of a row."""
+
+    shape: str
+    provider: str
+    lora_rank: int
+    num_samples: int
+    rows: int
+    group_size: int
+    prompt_tokens: int
+    lengths: str
+    median_tokens: int
+    sigma: float
+    max_tokens: int
+    seed: int
+    kv: str
+    head: str
+    kernels: str
+    """As engine.kernels; the row has what the engine chose."""
+
+    @property
+    def lengths_S(self) -> list[int]:
+        return Lengths(
+            kind=self.lengths,
+            median_tokens=self.median_tokens,
+            sigma=self.sigma,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+        ).of(self.num_samples)
 
 
 def bench(options: BenchRolloutOptions) -> None:
@@ -53,11 +82,7 @@ def bench(options: BenchRolloutOptions) -> None:
             seed=0,
             head=case.head,
         )
-        if options.partial_steps:
-            partial = make_case(PartialCase, options, provider=provider)
-            rows.add({"bench": "partial"} | dataclasses.asdict(partial) | measure_partial(partial, decoder))
-        else:
-            rows.add(make_row(case, measure_case(case, decoder, options.runs), rows.origin))
+        rows.add(make_row(case, measure_case(case, decoder, options.runs), rows.origin))
         del decoder
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,13 +1,13 @@
-"""Measure training steps with partial rollouts against steps without: `qerl bench rollout --partial-steps N`.
+"""Measure training steps with partial rollouts against steps without: `python -m benchmarks partial`.
 
-    plain_s, partial_s      seconds of a step: sampling, learning and publishing; medians of N steps
+    plain_s, partial_s      seconds of a step: sampling, learning and publishing; medians of --runs steps
     ratio                   partial_s / plain_s, both divided by the learned tokens of their steps
     *_rollout_s, *_learn_s  parts of them; *_tokens: mean learned tokens of a step
     prefill_tokens          mean rows of the prefills of a partial step: prompts, and tokens carried
     stale_fraction          mean share of learned tokens that an earlier policy sampled
 
 Both learn from num_samples finished samples a step. The n-th prompt of the run has the same lengths in both.
-Before the N steps come one without, and 1 + max_staleness with, which fill what is carried.
+Before these steps come one without, and 1 + max_staleness with, which fill what is carried.
 """
 
 import contextlib
@@ -16,10 +16,12 @@ import statistics
 import time
 from typing import Any
 
-from qerl.cli.bench.case import FORMATS
+from qerl.cli.bench.case import FORMATS, make_case
 from qerl.cli.bench.decode import NullTokenizer, random_prompts
-from qerl.cli.bench.measure import Meter
-from qerl.cli.bench.rollout_case import RolloutCase
+from qerl.cli.bench.measure import Meter, cuda_device
+from qerl.cli.bench.options import BenchRolloutOptions
+from qerl.cli.bench.record import row_writer
+from qerl.cli.bench.rollout import RolloutCase
 from qerl.config import (
     AdapterConfig,
     EngineConfig,
@@ -33,17 +35,44 @@ from qerl.config import (
 from qerl.engine import Engine
 from qerl.learner import Learner
 from qerl.models.decoder import Decoder
+from qerl.models.random_weights import random_decoder, shape
 from qerl.training.partial import PartialRollouts
 from qerl.training.rollout import GroupRollouts, drop_overlong
 from qerl.types import Group, Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PartialOptions(BenchRolloutOptions):
+    """--runs: steps that are measured, of each kind."""
+
+    extra_prompts: int = 16
+    """Prompts in work beyond a step's, as rollout.extra_prompts."""
+
+    max_staleness: int = 2
+    """As rollout.max_staleness."""
+
+    learn: bool = True
+    """Learn from each step's samples too, without gradient checkpointing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PartialCase(RolloutCase):
-    partial_steps: int
+    runs: int
     extra_prompts: int
     max_staleness: int
     learn: bool
+
+
+def bench_partial(options: PartialOptions) -> None:
+    """Write a row for each provider."""
+    device, rows = cuda_device(), row_writer(options)
+    for provider in options.providers:
+        case = make_case(PartialCase, options, provider=provider)
+        given = {"format": FORMATS[provider], "rank": case.lora_rank or None, "head": case.head}
+        decoder = random_decoder(shape(options.shape), device=device, seed=0, **given)
+        rows.add({"bench": "partial"} | dataclasses.asdict(case) | measure_partial(case, decoder))
+        del decoder
+        Meter(device).clear()
 
 
 def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
@@ -52,7 +81,7 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
     tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
     engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
     learner = Learner(decoder, config, notice=meter.say) if case.learn else None
-    most = (1 + case.max_staleness + case.partial_steps + 1) * config.num_prompts + case.extra_prompts
+    most = (1 + case.max_staleness + case.runs + 1) * config.num_prompts + case.extra_prompts
     own, rewards = OwnLengths(engine, case, most), HalfCorrect()
     pool = random_prompts(most, case.prompt_tokens, decoder.architecture.vocab_size)
 
@@ -66,7 +95,7 @@ def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
         ("partial", PartialRollouts(*given), 1 + case.max_staleness),
     ):
         step_of = MeasuredStep(config, rollouts, engine, learner, meter)
-        each = [step_of(step) for step in range(warm_up + case.partial_steps)][warm_up:]
+        each = [step_of(step) for step in range(warm_up + case.runs)][warm_up:]
         figures[kind] = {name: [step[name] for step in each] for name in each[0]}
     return _summed(figures) | {"kernels": engine.kernels, "peak_gb": meter.peak_gb()}
 

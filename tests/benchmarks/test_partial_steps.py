@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks import partial
 from cli.bench.shapes import TINY
 from cli.bench.test_rollout import CASE
-from qerl.cli.bench import partial
 from qerl.models.random_weights import random_decoder
 
 PARTIAL = partial.PartialCase(
     **dataclasses.asdict(CASE) | {"num_samples": 6, "sigma": 1.2, "max_tokens": 40},
-    partial_steps=3,
+    runs=3,
     extra_prompts=2,
     max_staleness=2,
     learn=True,
