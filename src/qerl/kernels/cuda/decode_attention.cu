@@ -1,8 +1,9 @@
 // o = softmax(q k^T / sqrt(H)) v for one token per row over a paged cache, including rotary embedding and cache write.
 //
 // The work is divided into units: (chunk of CHUNK positions, row, K/V head), in the order of decode_attention_units.cuh. A CTA is one
-// warp. It takes every gridDim.x-th unit and processes its tiles of 32 positions. STAGES tiles are in flight (cp.async), also across the end of a unit; the first ones
-// start before the previous kernel has ended. No warp waits for another warp's tile, and only k and v go through shared memory:
+// warp. It takes every gridDim.x-th unit and processes its tiles of 32 positions. STAGES tiles are in flight (cp.async), also across
+// the end of a unit; the first ones start before the previous kernel has ended. No warp waits for another warp's tile, and only k and v
+// go through shared memory:
 //
 //   s^T [32, heads] = k [32, H] q^T        q in registers, heads padded to 8 or 16: columns of mma's second operand
 //   o^T [H, heads] += v^T [H, 32] p^T      p^T is s^T's registers, transposed 8 x 8 at a time; online softmax
@@ -216,8 +217,6 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
   Stage* stages = (Stage*)raw;
   int* positions = (int*)(raw + STAGES * sizeof(Stage));
   launch_dependents();
-  // The cache is read once per step, so it should not evict the workspace from L2.
-  const u64 policy = l2_evict_first();
   const int lane = threadIdx.x;
   for (int row = lane; row < p.rows; row += 32) positions[row] = p.positions[row];
   __syncwarp();
@@ -229,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
   // Start copying the next tile into a free stage.
   auto fetch_ahead = [&](int to) {
     if (ahead.tiles) {
-      fetch(p, ahead, ahead_tile, stages[to], policy);
+      fetch(p, ahead, ahead_tile, stages[to]);
       if (++ahead_tile == ahead.tiles) {
         ahead = later, ahead_tile = ahead.first_tile();
         if (ahead.tiles) later = find_unit(p, positions, later_at, ahead.index + gridDim.x);

@@ -106,7 +106,7 @@ struct Unit {
 };
 
 // Start copying a tile's keys and values, in whole groups of 16 positions of which the row sees one.
-__device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int tile, Stage& to, unsigned long long policy) {
+__device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int tile, Stage& to) {
   constexpr int PIECES = ROW_BYTES / 16, ROWS = 32 / PIECES;
   const int lane = threadIdx.x, piece = lane % PIECES;
 #pragma unroll
@@ -121,8 +121,8 @@ __device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int ti
     for (int row0 = 0; row0 < 16; row0 += ROWS) {
       const int row = row0 + lane / PIECES, to_row = half * 16 + row;
       const size_t at = from + (size_t)row * (KV_HEADS * ROW_BYTES);
-      copy_async(smem_u32(to.k) + swizzled(to_row, piece), p.k + at, policy);
-      copy_async(smem_u32(to.v) + swizzled(to_row, piece), p.v + at, policy);
+      copy_async(smem_u32(to.k) + swizzled(to_row, piece), p.k + at);
+      copy_async(smem_u32(to.v) + swizzled(to_row, piece), p.v + at);
     }
 #if FP8
     const size_t at = (size_t)(slot + lane % 16) * KV_HEADS + u.head;
