@@ -11,6 +11,7 @@ from benchmarks.linear import LinearOptions, bench_linear
 from benchmarks.matrix import MatrixOptions, print_matrix
 from benchmarks.pages import TableOptions, write_tables
 from benchmarks.parity import ParityOptions, bench_parity
+from benchmarks.partial import PartialOptions, bench_partial
 from benchmarks.pictures import PicturesOptions, draw_pictures
 from benchmarks.serve import ServeBenchOptions, bench_serve
 from benchmarks.start import StartOptions, bench_start
@@ -28,6 +29,7 @@ benchmarks:
   linear   time the linears of a decode step beside other libraries
   matrix   compile every CUDA kernel for every architecture and print what it uses; needs no GPU
   pictures draw the pictures of README.md
+  partial  training steps with partial rollouts against steps without
   parity   compare the engine's log-probabilities with the learner's
   serve    load `qerl serve` on loopback with one client and with many
   start    time a fresh process up to its first decode step and update, kernels cold and warm
@@ -43,6 +45,7 @@ BENCHMARKS: dict[str, tuple[type, Callable[..., None]]] = {
     "linear": (LinearOptions, bench_linear),
     "matrix": (MatrixOptions, print_matrix),
     "pictures": (PicturesOptions, draw_pictures),
+    "partial": (PartialOptions, bench_partial),
     "parity": (ParityOptions, bench_parity),
     "serve": (ServeBenchOptions, bench_serve),
     "start": (StartOptions, bench_start),

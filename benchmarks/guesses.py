@@ -10,6 +10,7 @@ an H200), interpolated between batches, and that of 8 rows below 8. A verificati
 rows of a sample. The earlier step has the same policy, which favours guessing: that of a run has moved.
 """
 
+import bisect
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -93,16 +94,38 @@ def sampled(options: GuessesOptions, name: str) -> list[tuple[list[int], list[li
     ]
 
 
+class Text:
+    """Tokens, and the places of each run of 2 to 8 of them: a guess then takes a look-up for each length."""
+
+    def __init__(self, tokens_T: list[int]):
+        self.tokens_T = tokens_T
+        self._starts: dict[tuple[int, ...], list[int]] = {}
+        for length in _SUFFIX_TOKENS:
+            for start in range(len(tokens_T) - length + 1):
+                self._starts.setdefault(tuple(tokens_T[start : start + length]), []).append(start)
+
+    def after(self, run: tuple[int, ...], num_tokens: int, most: int) -> list[int]:
+        """Return up to `most` tokens after the run's latest place among the first num_tokens; none if it is
+        not followed by any."""
+        starts = self._starts.get(run, ())
+        known = bisect.bisect_right(starts, num_tokens - len(run) - 1)
+        if not known:
+            return []
+        first = starts[known - 1] + len(run)
+        return self.tokens_T[first : min(first + most, num_tokens)]
+
+
 def verifications(
     prompt_T: list[int], earlier: list[list[int]], samples: list[list[int]], most: int
 ) -> Iterator[tuple[int, int]]:
     """Yield (guessed, accepted) of each verification of each sample; its siblings are as long as it is."""
+    before, alone = [Text(tokens_T) for tokens_T in earlier], [Text(sample) for sample in samples]
     for index, sample in enumerate(samples):
-        siblings = [s for other, s in enumerate(samples) if other != index]
+        own, siblings = Text(prompt_T + sample), [s for other, s in enumerate(alone) if other != index]
         done = 0
         while done < len(sample):
-            so_far = prompt_T + sample[:done]
-            guesses = guess(so_far, [*earlier, *(s[:done] for s in siblings), so_far], most)
+            sources = [(text, len(text.tokens_T)) for text in before] + [(text, done) for text in siblings]
+            guesses = guess(own, len(prompt_T) + done, sources, most)
             room = len(sample) - done - 1  # the last token is sampled in any case
             accepted = 0
             while accepted < min(len(guesses), room) and guesses[accepted] == sample[done + accepted]:
@@ -111,16 +134,16 @@ def verifications(
             done += accepted + 1
 
 
-def guess(text_T: list[int], sources: list[list[int]], most: int) -> list[int]:
-    """Return up to `most` tokens that followed the text's longest suffix elsewhere; later sources first."""
+def guess(own: Text, num_tokens: int, sources: list[tuple[Text, int]], most: int) -> list[int]:
+    """Return up to `most` tokens that followed the longest suffix of own's first num_tokens, in itself or in
+    the first tokens of a source; later sources first."""
     for length in _SUFFIX_TOKENS:
-        suffix = text_T[-length:]
-        if len(suffix) < length:
+        if num_tokens < length:
             continue
-        for source in reversed(sources):
-            for start in range(len(source) - length - 1, -1, -1):
-                if source[start : start + length] == suffix:
-                    return source[start + length : start + length + most]
+        suffix = tuple(own.tokens_T[num_tokens - length : num_tokens])
+        for text, known in ((own, num_tokens), *reversed(sources)):
+            if found := text.after(suffix, known, most):
+                return found
     return []
 
 

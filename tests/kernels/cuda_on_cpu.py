@@ -110,6 +110,17 @@ static int __shfl_sync(unsigned, int x, int from) {
   warps[warp].wait();
   return y;
 }
+static unsigned __ballot_sync(unsigned, bool x) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  lanes[warp][lane] = x;
+  pthread_barrier_wait(&warps[warp]);
+  unsigned y = 0;
+  for (int i = 0; i < 32; i++) y |= (unsigned)(lanes[warp][i] != 0) << i;
+  pthread_barrier_wait(&warps[warp]);
+  return y;
+}
+static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int __ffs(unsigned x) { return __builtin_ffs(x); }
 """
 RUN = r"""
 extern "C" unsigned long operand_bytes() { return sizeof(Operands); }

@@ -85,3 +85,15 @@ def test_the_cache_key_depends_on_source_headers_options_and_versions(monkeypatc
     headers = nvrtc._headers()
     monkeypatch.setattr(nvrtc, "_headers", lambda: headers | {"mma.cuh": "// changed"})
     assert len(keys | {key()}) == 6
+
+
+def test_only_bulk_copies_have_an_l2_policy():
+    """NVRTC 13.0 encodes the others wrongly where it splits the shared address over a uniform register."""
+    copies = [
+        copy
+        for file in CUDA.iterdir()
+        for copy in re.findall(r"cp\.async\.[\w.:]+", file.read_text())
+        if "cache_hint" in copy
+    ]
+    assert copies
+    assert [copy for copy in copies if not copy.startswith("cp.async.bulk")] == []

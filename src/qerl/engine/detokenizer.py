@@ -16,7 +16,7 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
         if "" in stop:
             raise UserError("sample.stop must not contain the empty string")
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer, self.stop = tokenizer, stop
         self._tail_tokens = max((len(s.encode()) for s in stop), default=0) + _MARGIN_TOKENS
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = special.union(tokenizer.all_special_ids)
@@ -25,17 +25,17 @@ class Detokenizer:
     def decode(self, tokens_T: list[int]) -> str:
         """Return the text without special tokens, cut before the first stop string."""
         text = self._decode(tokens_T)
-        starts = [start for s in self._stop if (start := text.find(s)) >= 0]
+        starts = [start for s in self.stop if (start := text.find(s)) >= 0]
         return text[: min(starts)] if starts else text
 
     def has_stop(self, tokens_T: list[int]) -> bool:
         """True if the newest token completed a stop string."""
-        if not self._stop or not self._contains_stop(self._decode(self._tail(tokens_T))):
+        if not self.stop or not self._contains_stop(self._decode(self._tail(tokens_T))):
             return False
         return self._contains_stop(self._decode(tokens_T))
 
     def _contains_stop(self, text: str) -> bool:
-        return any(s in text for s in self._stop)
+        return any(s in text for s in self.stop)
 
     def _tail(self, tokens_T: list[int]) -> list[int]:
         """Return the newest tokens that are text; a model's vocabulary may be larger than its tokenizer's."""

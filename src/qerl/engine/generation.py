@@ -247,20 +247,11 @@ class Generation:
     def _start(self, groups: list[LiveGroup]) -> None:
         """Prefill the prompts and sample the first token of all their samples."""
         prompts = [self._prompts_P[g.index].tokens_T for g in groups]
-        hidden_PD = self._prefill(
-            [
-                PrefillChunk(
-                    tokens_T,
-                    0,
-                    g.pages,
-                    g.noise_row,
-                    g.on_prompt_hidden,
-                    g.state,
-                    window_pages=g.window_pages,
-                )
-                for tokens_T, g in zip(prompts, groups, strict=True)
-            ]
-        )
+        chunks = [
+            PrefillChunk(t, 0, g.pages, g.noise_row, g.on_prompt_hidden, g.state, window_pages=g.window_pages)
+            for t, g in zip(prompts, groups, strict=True)
+        ]
+        hidden_PD = self._prefill(chunks)
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G if not s.tokens_T]
         for _, s in pairs:
             self._limit_turn(s)
@@ -341,12 +332,11 @@ class Generation:
             self._needs_reschedule = self._needs_reschedule or not num_left or is_better
 
     def _append_burst(self, burst: Burst) -> tuple[list[LiveSample], bool]:
-        """Return (samples that ended in this burst, True if one ended for a reason that only the host knows,
-        such as a stop string)."""
+        """Return (samples that ended in this burst, True if one ended as only the host sees: by a string)."""
         ended, is_host_stop = [], False
         columns = zip(burst.samples_B, burst.tokens_WB.T.tolist(), burst.logprobs_WB.T.tolist(), strict=True)
         for s, tokens_W, logprobs_W in columns:
-            if s.finish is not None:
+            if s.finish is not None or self._extend(s, tokens_W, logprobs_W):
                 continue
             for step, (token, logprob) in enumerate(zip(tokens_W, logprobs_W, strict=True), 1):
                 self._append(s, token, logprob)
@@ -358,6 +348,16 @@ class Generation:
                     is_host_stop |= is_stopped_here
                     break
         return ended, is_host_stop
+
+    def _extend(self, s: LiveSample, tokens_W: list[int], logprobs_W: list[float]) -> bool:
+        """Append a burst's tokens at once and return True, if none of them has to be looked at."""
+        may_end = len(s.tokens_T) + len(tokens_W) >= s.max_tokens or self._detokenizer.stop or self._on_token
+        if may_end or not self._stop_token_ids.isdisjoint(tokens_W) or not math.isfinite(sum(logprobs_W)):
+            return False
+        s.tokens_T += tokens_W
+        s.logprobs_T += logprobs_W
+        self.stats.num_tokens += len(tokens_W)
+        return True
 
     def _append(self, s: LiveSample, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):

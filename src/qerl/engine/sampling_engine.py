@@ -129,9 +129,7 @@ class SamplingEngine(abc.ABC):
         if not groups:
             self.stats = Stats()
             return []
-        for group, most_G in zip(groups, max_tokens_P_G or (), strict=max_tokens_P_G is not None):
-            for sample, most in zip(group.samples_G, most_G, strict=True):
-                sample.most_tokens = most
+        _limit(groups, max_tokens_P_G)
         self._assign_noise_rows(groups, prompts_P)
         with self.open(groups, prompts_P, sampling) as new_generation:
             open_s = time.perf_counter() - start_s
@@ -161,10 +159,11 @@ class SamplingEngine(abc.ABC):
         sampling: Sampling,
         seed: int,
         on_burst: OnBurst | None = None,
+        max_tokens_P_G: list[list[int]] | None = None,
     ) -> list[tuple[BegunGroup, Group | None]]:
         """Sample until is_enough, which gets whether each group is complete, or all are; return each group as
         it is then, and its samples if it is complete. on_burst: as in generate, of all groups that are
-        complete.
+        complete. max_tokens_P_G: as in generate.
 
         Earlier tokens are computed again by the current weights, and keep the logprobs that they were sampled
         with.
@@ -173,6 +172,7 @@ class SamplingEngine(abc.ABC):
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         prompts_P = [begun.prompt for begun in begun_P]
         groups = [self._resumed(i, begun, sampling) for i, begun in enumerate(begun_P)]
+        _limit(groups, max_tokens_P_G)
         self._assign_noise_rows(groups, prompts_P)
         unfinished = [g for g in groups if not _is_complete(g)]
 
@@ -316,6 +316,14 @@ class _Ended:
         self._ended |= new
         self._left = [group for group in self._left if group.index not in self._ended]
         return new
+
+
+def _limit(groups: list[LiveGroup], max_tokens_P_G: list[list[int]] | None) -> None:
+    """Set each sample's own maximum length; None: the groups' holds for all."""
+    for group, most_G in zip(groups, max_tokens_P_G or (), strict=max_tokens_P_G is not None):
+        for sample, most in zip(group.samples_G, most_G, strict=True):
+            sample.most_tokens = most
+            sample.max_tokens = sample.total_tokens
 
 
 def _begun_sample(s: LiveSample, before: BegunSample, version: int) -> BegunSample:

@@ -1,14 +1,12 @@
-// Copies from global to shared memory that a thread does not wait for (Ampere and later).
+// Copies from global to shared memory that a thread does not wait for (Ampere and later). None has an L2 policy: where NVRTC 13.0
+// splits the shared address of such a copy over a uniform register, it encodes UR0 and UR1 whatever it has set, which Hopper refuses
+// as an illegal instruction.
 #pragma once
 #include "types.cuh"
 
 __device__ __forceinline__ void copy_async(u32 dst, const void* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
 __device__ __forceinline__ void copy_async_if(bool condition, u32 dst, const void* src) {  // without a branch
   asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p cp.async.cg.shared.global [%1], [%2], 16;}" ::"r"((int)condition), "r"(dst), "l"(src) : "memory");
-}
-// With an L2 policy. Where NVRTC 13 splits the address over a uniform register, a Hopper GPU refuses the copy as illegal (portable_product.cu).
-__device__ __forceinline__ void copy_async(u32 dst, const void* src, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void copy_async_4(u32 dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");

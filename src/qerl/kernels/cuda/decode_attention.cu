@@ -1,8 +1,9 @@
 // o = softmax(q k^T / sqrt(H)) v for one token per row over a paged cache, including rotary embedding and cache write.
 //
-// The work is divided into units: (chunk of CHUNK positions, row, K/V head). A CTA is one warp. It takes every gridDim.x-th unit
-// and processes its tiles of 32 positions. STAGES tiles are in flight (cp.async), also across the end of a unit; the first ones
-// start before the previous kernel has ended. No warp waits for another warp's tile, and only k and v go through shared memory:
+// The work is divided into units: (chunk of CHUNK positions, row, K/V head), in the order of decode_attention_units.cuh. A CTA is one
+// warp. It takes every gridDim.x-th unit and processes its tiles of 32 positions. STAGES tiles are in flight (cp.async), also across
+// the end of a unit; the first ones start before the previous kernel has ended. No warp waits for another warp's tile, and only k and v
+// go through shared memory:
 //
 //   s^T [32, heads] = k [32, H] q^T        q in registers, heads padded to 8 or 16: columns of mma's second operand
 //   o^T [H, heads] += v^T [H, 32] p^T      p^T is s^T's registers, transposed 8 x 8 at a time; online softmax
@@ -18,6 +19,7 @@
 // 2 j + 1 are rotated together, not j and j + ROTARY / 2); WINDOW, SOFTCAP, SINKS, GATED (1: there is one). A window skips whole chunks, tiles and groups of 16 positions, and masks what is left before it.
 #include "decode_attention_chunks.cuh"
 #include "decode_attention_query.cuh"
+#include "decode_attention_units.cuh"
 #include "mma.cuh"
 
 __device__ __forceinline__ void clear_values(Stage& s, int from, int to) {
@@ -215,24 +217,21 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
   Stage* stages = (Stage*)raw;
   int* positions = (int*)(raw + STAGES * sizeof(Stage));
   launch_dependents();
-  // The cache is read once per step, so it should not evict the workspace from L2.
-  const u64 policy = l2_evict_first();
   const int lane = threadIdx.x;
-  int longest = -1;
-  for (int row = lane; row < p.rows; row += 32) positions[row] = p.positions[row], longest = max(longest, last_place(p, positions[row]));
-  longest = __reduce_max_sync(ALL_LANES, longest);
+  for (int row = lane; row < p.rows; row += 32) positions[row] = p.positions[row];
   __syncwarp();
-  const int units = (longest / CHUNK + (longest >= 0)) * p.rows * KV_HEADS;
-  Unit u = find_unit(p, positions, blockIdx.x, units), ahead = u, later = u;
+  Place at = first_place(p, positions);
+  Unit u = find_unit(p, positions, at, blockIdx.x), ahead = u, later = u;
+  Place later_at = at;
   int ahead_tile = ahead.first_tile(), stage = 0;
-  if (u.tiles) later = find_unit(p, positions, u.index + gridDim.x, units);
+  if (u.tiles) later = find_unit(p, positions, later_at, u.index + gridDim.x);
   // Start copying the next tile into a free stage.
   auto fetch_ahead = [&](int to) {
     if (ahead.tiles) {
-      fetch(p, ahead, ahead_tile, stages[to], policy);
+      fetch(p, ahead, ahead_tile, stages[to]);
       if (++ahead_tile == ahead.tiles) {
         ahead = later, ahead_tile = ahead.first_tile();
-        if (ahead.tiles) later = find_unit(p, positions, ahead.index + gridDim.x, units);
+        if (ahead.tiles) later = find_unit(p, positions, later_at, ahead.index + gridDim.x);
       }
     }
     commit_copies();
@@ -276,6 +275,6 @@ extern "C" __global__ void __launch_bounds__(32, CTAS) decode_attention(const __
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     finish(p, u, f);
-    u = find_unit(p, positions, u.index + gridDim.x, units);
+    u = find_unit(p, positions, at, u.index + gridDim.x);
   }
 }

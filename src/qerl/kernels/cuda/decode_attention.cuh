@@ -105,30 +105,8 @@ struct Unit {
   }
 };
 
-// Return the first unit at or after this index, in steps of the grid, that has positions. Units are ordered by the chunk's place in
-// its row, so a row's last chunk has its highest index.
-__device__ __forceinline__ Unit find_unit(const Parameters& p, const int* positions, int index, int units) {
-  Unit u;
-  u.tiles = u.slot = 0;
-  for (; index < units; index += gridDim.x) {
-    const int n = index / KV_HEADS;
-    u.chunk = n / p.rows, u.row = n - u.chunk * p.rows, u.head = index - n * KV_HEADS, u.position = positions[u.row];
-#if WINDOW
-    const int first = first_seen(p, u.position);
-    u.order = u.chunk, u.chunk += first / CHUNK, u.start = u.order ? 0 : first % CHUNK;
-#endif
-    if (u.chunk * CHUNK > u.position) continue;
-    u.tiles = (u.length() + TILE - 1) / TILE;
-    const int at = u.chunk * CHUNK + (threadIdx.x % SLOTS) * 16;
-    if (threadIdx.x < SLOTS && at <= u.position) u.slot = p.tables[(size_t)u.row * p.table_width + at / PAGE] * PAGE + at % PAGE;
-    break;
-  }
-  u.index = index;
-  return u;
-}
-
 // Start copying a tile's keys and values, in whole groups of 16 positions of which the row sees one.
-__device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int tile, Stage& to, unsigned long long policy) {
+__device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int tile, Stage& to) {
   constexpr int PIECES = ROW_BYTES / 16, ROWS = 32 / PIECES;
   const int lane = threadIdx.x, piece = lane % PIECES;
 #pragma unroll
@@ -143,8 +121,8 @@ __device__ __forceinline__ void fetch(const Parameters& p, const Unit& u, int ti
     for (int row0 = 0; row0 < 16; row0 += ROWS) {
       const int row = row0 + lane / PIECES, to_row = half * 16 + row;
       const size_t at = from + (size_t)row * (KV_HEADS * ROW_BYTES);
-      copy_async(smem_u32(to.k) + swizzled(to_row, piece), p.k + at, policy);
-      copy_async(smem_u32(to.v) + swizzled(to_row, piece), p.v + at, policy);
+      copy_async(smem_u32(to.k) + swizzled(to_row, piece), p.k + at);
+      copy_async(smem_u32(to.v) + swizzled(to_row, piece), p.v + at);
     }
 #if FP8
     const size_t at = (size_t)(slot + lane % 16) * KV_HEADS + u.head;

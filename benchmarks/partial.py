@@ -1,0 +1,224 @@
+"""Measure training steps with partial rollouts against steps without: `python -m benchmarks partial`.
+
+    plain_s, partial_s      seconds of a step: sampling, learning and publishing; medians of --runs steps
+    ratio                   partial_s / plain_s, both divided by the learned tokens of their steps
+    *_rollout_s, *_learn_s  parts of them; *_tokens: mean learned tokens of a step
+    prefill_tokens          mean rows of the prefills of a partial step: prompts, and tokens carried
+    stale_fraction          mean share of learned tokens that an earlier policy sampled
+
+Both learn from num_samples finished samples a step. The n-th prompt of the run has the same lengths in both.
+Before these steps come one without, and 1 + max_staleness with, which fill what is carried.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+from qerl.cli.bench.case import FORMATS, make_case
+from qerl.cli.bench.decode import NullTokenizer, random_prompts
+from qerl.cli.bench.measure import Meter, cuda_device
+from qerl.cli.bench.options import BenchRolloutOptions
+from qerl.cli.bench.record import row_writer
+from qerl.cli.bench.rollout import RolloutCase
+from qerl.config import (
+    AdapterConfig,
+    EngineConfig,
+    LearnConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SampleConfig,
+    TaskConfig,
+)
+from qerl.engine import Engine
+from qerl.learner import Learner
+from qerl.models.decoder import Decoder
+from qerl.models.random_weights import random_decoder, shape
+from qerl.training.partial import PartialRollouts
+from qerl.training.rollout import GroupRollouts, drop_overlong
+from qerl.types import Group, Prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PartialOptions(BenchRolloutOptions):
+    """--runs: steps that are measured, of each kind."""
+
+    extra_prompts: int = 16
+    """Prompts in work beyond a step's, as rollout.extra_prompts."""
+
+    max_staleness: int = 2
+    """As rollout.max_staleness."""
+
+    learn: bool = True
+    """Learn from each step's samples too, without gradient checkpointing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PartialCase(RolloutCase):
+    runs: int
+    extra_prompts: int
+    max_staleness: int
+    learn: bool
+
+
+def bench_partial(options: PartialOptions) -> None:
+    """Write a row for each provider."""
+    device, rows = cuda_device(), row_writer(options)
+    for provider in options.providers:
+        case = make_case(PartialCase, options, provider=provider)
+        given = {"format": FORMATS[provider], "rank": case.lora_rank or None, "head": case.head}
+        decoder = random_decoder(shape(options.shape), device=device, seed=0, **given)
+        rows.add({"bench": "partial"} | dataclasses.asdict(case) | measure_partial(case, decoder))
+        del decoder
+        Meter(device).clear()
+
+
+def measure_partial(case: PartialCase, decoder: Decoder) -> dict[str, Any]:
+    meter = Meter(decoder.device)
+    config = run_config(case)
+    tokenizer: Any = NullTokenizer(decoder.architecture.vocab_size)
+    engine = Engine(decoder, tokenizer, config.engine, stop_token_ids=frozenset())
+    learner = Learner(decoder, config, notice=meter.say) if case.learn else None
+    most = (1 + case.max_staleness + case.runs + 1) * config.num_prompts + case.extra_prompts
+    own, rewards = OwnLengths(engine, case, most), HalfCorrect()
+    pool = random_prompts(most, case.prompt_tokens, decoder.architecture.vocab_size)
+
+    def train_prompts(step: int, num_prompts: int, round: int) -> list[Prompt]:
+        return pool[step * num_prompts : (step + 1) * num_prompts]
+
+    given: tuple[Any, ...] = (config, own, rewards, train_prompts)
+    figures = {}
+    for kind, rollouts, warm_up in (
+        ("plain", GroupRollouts(*given), 1),
+        ("partial", PartialRollouts(*given), 1 + case.max_staleness),
+    ):
+        step_of = MeasuredStep(config, rollouts, engine, learner, meter)
+        each = [step_of(step) for step in range(warm_up + case.runs)][warm_up:]
+        figures[kind] = {name: [step[name] for step in each] for name in each[0]}
+    return _summed(figures) | {"kernels": engine.kernels, "peak_gb": meter.peak_gb()}
+
+
+def _summed(figures: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    row, per_token_s = {}, {}
+    for kind, found in figures.items():
+        tokens = statistics.fmean(found["tokens"])
+        row |= {
+            f"{kind}_s": round(statistics.median(found["step_s"]), 3),
+            f"{kind}_rollout_s": round(statistics.median(found["rollout_s"]), 3),
+            f"{kind}_learn_s": round(statistics.median(found["learn_s"]), 3),
+            f"{kind}_tokens": round(tokens),
+        }
+        per_token_s[kind] = statistics.fmean(found["step_s"]) / tokens
+    partial = figures["partial"]
+    return row | {
+        "ratio": round(per_token_s["partial"] / per_token_s["plain"], 4),
+        "prefill_tokens": round(statistics.fmean(partial["prefill_tokens"])),
+        "stale_fraction": round(statistics.fmean(partial["stale_fraction"]), 4),
+    }
+
+
+class MeasuredStep:
+    """Sample, learn and publish."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rollouts: GroupRollouts | PartialRollouts,
+        engine: Engine,
+        learner: Learner | None,
+        meter: Meter,
+    ):
+        self._config, self._rollouts, self._engine = config, rollouts, engine
+        self._learner, self._meter = learner, meter
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the step's times, in seconds, and counts."""
+        log, start_s = _Log(), time.perf_counter()
+        groups = self._rollouts.sample(step, log)  # type: ignore[arg-type]
+        sampled_s = time.perf_counter()
+        if self._learner is not None:
+            self._learner.step(drop_overlong(self._config, groups))
+            self._meter.wait()
+        learned_s = time.perf_counter()
+        self._engine.publish(self._engine.version + 1)
+        self._meter.wait()
+        found = {
+            "step_s": time.perf_counter() - start_s,
+            "rollout_s": sampled_s - start_s,
+            "learn_s": learned_s - sampled_s,
+            "tokens": sum(len(s.tokens_T) for group in groups for s in group.samples_G),
+            "prefill_tokens": self._engine.stats.prefill_tokens,
+            "stale_fraction": log.metrics.get("stale_fraction", 0.0),
+        }
+        self._meter.say(f"{type(self._rollouts).__name__} {step}: {found}")
+        return found
+
+
+class OwnLengths:
+    """An engine whose samples end at their prompts' lengths: the n-th prompt of the run has the n-th ones."""
+
+    def __init__(self, engine: Engine, case: RolloutCase, num_prompts: int):
+        self._engine = engine
+        size, lengths_S = (
+            case.group_size,
+            dataclasses.replace(case, num_samples=num_prompts * case.group_size),
+        )
+        drawn_S = lengths_S.lengths_S
+        self._lengths_P_G = [drawn_S[first : first + size] for first in range(0, len(drawn_S), size)]
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    def _lengths(self, prompts_P: list[Prompt]) -> list[list[int]]:
+        return [self._lengths_P_G[prompt.index] for prompt in prompts_P]
+
+    def generate(self, prompts_P: list[Prompt], **given: Any) -> list[Group]:
+        return self._engine.generate(prompts_P, max_tokens_P_G=self._lengths(prompts_P), **given)
+
+    def continue_groups(self, begun_P: list[Any], **given: Any) -> list[Any]:
+        lengths_P_G = self._lengths([begun.prompt for begun in begun_P])
+        return self._engine.continue_groups(begun_P, max_tokens_P_G=lengths_P_G, **given)
+
+
+class HalfCorrect:
+    """Rewards: every other sample of a group is correct."""
+
+    def score(self, groups: list[Group]) -> list[list[float | None]]:
+        return [[float(g % 2) for g in range(len(group.samples_G))] for group in groups]
+
+
+class _Log:
+    def __init__(self):
+        self.metrics: dict[str, float] = {}
+
+    def add(self, **metrics: float) -> None:
+        self.metrics |= metrics
+
+    def span(self, name: str) -> Any:
+        del name
+        return contextlib.nullcontext()
+
+
+def run_config(case: PartialCase) -> RunConfig:
+    num_prompts = case.num_samples // case.group_size
+    return RunConfig(
+        num_steps=1000,  # so that no step is near the run's end, where fewer prompts are begun
+        num_prompts=num_prompts,
+        num_generations=case.group_size,
+        model=ModelConfig(format=FORMATS[case.provider], head_format=case.head),  # type: ignore[arg-type]
+        adapter=AdapterConfig(rank=case.lora_rank or 16),
+        task=TaskConfig(reward_overlap="never"),
+        sample=SampleConfig(max_tokens=case.max_tokens),
+        engine=EngineConfig(
+            max_num_seqs=case.rows,
+            kv_cache_dtype="auto" if case.kv == "bf16" else "fp8",
+            kernels=case.kernels,  # type: ignore[arg-type]
+        ),
+        learn=LearnConfig(gradient_checkpointing="none"),
+        rollout=RolloutConfig(
+            partial=True, extra_prompts=case.extra_prompts, max_staleness=case.max_staleness
+        ),
+    )
