@@ -49,7 +49,7 @@ class Stats:
     peak_window_pages: int = 0
     """Likewise, of layers with a window that have pages of their own."""
     reused_tokens: int = 0
-    """Positions before pivots, counted once per pivot, which branches did not compute again."""
+    """Positions that were not computed again: those before pivots, once per pivot, and of kept prompts."""
     generate_s: float = 0.0
     prefill_s: float = 0.0
     """Part of generate_s: scheduling, prefills and first tokens."""
@@ -126,6 +126,16 @@ class Generation:
     @property
     def num_pages(self) -> int:
         return self._scheduler.pages.num_pages
+
+    @property
+    def num_prefilled(self) -> int:
+        """Rows of all prefills so far."""
+        return self._prefill.num_tokens
+
+    def forget(self, episodes: list[object]) -> None:
+        """Keep no pages for these episodes any more."""
+        if self._scheduler.kept is not None:
+            self._scheduler.kept.forget(episodes)
 
     def add(self, groups: list[LiveGroup]) -> None:
         """Add groups that start at the next burst, if there is room; they are younger than all before."""
@@ -247,11 +257,12 @@ class Generation:
     def _start(self, groups: list[LiveGroup]) -> None:
         """Prefill the prompts and sample the first token of all their samples."""
         prompts = [self._prompts_P[g.index].tokens_T for g in groups]
+        self.stats.reused_tokens += sum(g.num_reused for g in groups)
         hidden_PD = self._prefill(
             [
                 PrefillChunk(
-                    tokens_T,
-                    0,
+                    tokens_T[g.num_reused :],
+                    g.num_reused,
                     g.pages,
                     g.noise_row,
                     g.on_prompt_hidden,
