@@ -27,7 +27,8 @@ def load_tiny(folder: Path, *, max_positions: int = 2048) -> LoadedModel:
 
 @contextlib.contextmanager
 def playing(model: LoadedModel, agent, *, task: TaskConfig | None = None, **settings):
-    """play(*rows, ...) -> the groups of the rows; the agent's process ends with the block."""
+    """play(*rows, ...) -> the groups of the rows; play.take_metrics(). The agent's process ends with the
+    block."""
     with AgentPool(agent, AgentConfig(**settings), task or TaskConfig()) as pool:
         engine = pool.engine(
             model.engine, max_positions=model.max_positions, stop_tokens=model.engine.stop_token_ids
@@ -46,6 +47,7 @@ def playing(model: LoadedModel, agent, *, task: TaskConfig | None = None, **sett
                 step=step,
             )
 
+        play.take_metrics = engine.take_metrics
         yield play
 
 

@@ -72,10 +72,12 @@ async def with_tools(client, row):
 
 
 class Counted:
-    """The pages that samples got, the fewest that were free, and the samples that lost theirs."""
+    """The pages that samples got, the fewest that were free, the kept ones that were given up, and
+    the samples that lost theirs."""
 
     def __init__(self):
         self.num_allocated, self.fewest_free = 0, NUM_PAGES
+        self.most_kept = self.num_given_up = 0
         self.preempted: list[list[int]] = []
         """The tokens that they had."""
 
@@ -84,7 +86,10 @@ class Counted:
         allocate, preempt = PagePool.allocate, Scheduler._preempt
 
         def counted_allocate(pool, num):
+            num_kept = pool.num_kept
             pages = allocate(pool, num)
+            self.most_kept = max(self.most_kept, num_kept)
+            self.num_given_up += num_kept - pool.num_kept
             if pool.num_pages == NUM_PAGES:  # others have no pages: the model has no windows
                 self.num_allocated += num
                 self.fewest_free = min(self.fewest_free, pool.num_free)
@@ -124,6 +129,12 @@ def test_pages_run_out_are_given_up_and_are_used_again(played, counted):
     assert sum(num_tokens) / 16 > 20 * NUM_PAGES  # all conversations together have no place
     assert counted.num_allocated > 20 * NUM_PAGES and counted.fewest_free <= 1
     assert len(counted.preempted) > 4
+
+
+def test_kept_pages_are_given_up_and_no_request_waits_for_them(played, counted):
+    """Those that were admitted left as few pages free as they do without kept pages."""
+    assert counted.num_given_up > 20
+    assert 0 < counted.most_kept <= NUM_PAGES // 2 and counted.fewest_free <= 1
 
 
 def test_no_episode_waits_for_the_tools_of_others(played):

@@ -154,6 +154,7 @@ def logged_metrics() -> set[str]:
         *keys_of("learner/learner.py", "step"),
         *keys_of("learner/distributed.py", "take_traffic"),
         *keys_of("training/multi_turn.py", "take_metrics"),
+        *keys_of("serve/agents/rollout.py", "take_metrics"),
         *keys_of("training/loop.py", "run"),
         *keys_of("training/session.py", "after_update"),
         *(f"eval_{name}" for name in keys_of("training/session.py", "held_out_figures")),

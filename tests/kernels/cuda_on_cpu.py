@@ -113,10 +113,10 @@ static int __shfl_sync(unsigned, int x, int from) {
 static unsigned __ballot_sync(unsigned, bool x) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   lanes[warp][lane] = x;
-  pthread_barrier_wait(&warps[warp]);
+  warps[warp].wait();
   unsigned y = 0;
   for (int i = 0; i < 32; i++) y |= (unsigned)(lanes[warp][i] != 0) << i;
-  pthread_barrier_wait(&warps[warp]);
+  warps[warp].wait();
   return y;
 }
 static int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -21,7 +21,7 @@ from qerl.tracking import is_timing
 from qerl.tracking.json_lines import read_lines
 from qerl.training.multi_turn import EnvironmentEpisodes
 from qerl.training.policy import load_sampler
-from qerl.training.ray_engine import Cluster, check_reachable, join_cluster
+from qerl.training.ray_engine import Cluster, check_reachable, join_cluster, with_round
 from qerl.training.ray_worker import PublishedPolicy, Worker
 from qerl.training.replayed_batch import Draw
 from qerl.types import Prompt, Sampling
@@ -256,6 +256,12 @@ def test_an_agent_that_cannot_be_sent_or_imported_there_is_one_line(files):
     missing = pickle.dumps(partial(EnvironmentEpisodes, config, "/nowhere/game.py:Game"))
     with pytest.raises(UserError, match=r"a worker on .* cannot load .*/nowhere/game\.py:Game: no such file"):
         Worker(config, missing).place()
+
+
+def test_seconds_of_workers_are_those_of_the_longest_and_their_tokens_are_added():
+    first = with_round({}, [{"tool_s": 2.0, "kept_tokens": 3}, {"tool_s": 1.0, "kept_tokens": 4}])
+    assert first == {"tool_s": 2.0, "kept_tokens": 7}
+    assert with_round(first, [{"tool_s": 0.5, "kept_tokens": 1}]) == {"tool_s": 2.5, "kept_tokens": 8}
 
 
 def test_being_ahead_needs_workers_and_a_correction():

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qerl.config.check import check_positive
+from qerl.config.check import check_positive, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,10 @@ class AgentConfig:
 
     max_concurrent: int = 256
     """Maximum number of episodes that run at the same time."""
+
+    kept_pages_fraction: float = 0.5
+    """Fraction of the KV cache's pages in which episodes' prompts and answers are kept at most for the next
+    call. They are given up as soon as a request needs them. 0: each call computes its whole prompt."""
 
     call_timeout_s: float = 300.0
     """A call of the model that is not complete after so many seconds fails."""
@@ -43,4 +47,6 @@ class AgentConfig:
     def __post_init__(self):
         check_positive(self, "context_tokens", "max_calls", "max_concurrent", prefix="agent.")
         check_positive(self, "call_timeout_s", "episode_timeout_s", "max_body_bytes", prefix="agent.")
+        share = self.kept_pages_fraction
+        require(0 <= share <= 1, f"agent.kept_pages_fraction must be in [0, 1], got {share}")
         check_positive(self, "step_timeout_s", "tool_timeout_s", prefix="agent.")

@@ -35,6 +35,7 @@ from qerl.engine.cache_size import CacheSize, PageCounts, rounded_up_gb
 from qerl.engine.decode_runner import DecodeRunner
 from qerl.engine.detokenizer import Detokenizer
 from qerl.engine.generation import Call, Generation, Stats
+from qerl.engine.kept_pages import KeptPages
 from qerl.engine.kv_budget import free_bytes, max_cache_bytes, new_cache_bytes
 from qerl.engine.kv_cache import FP8, KVCache
 from qerl.engine.live_sample import LiveGroup
@@ -190,18 +191,22 @@ class Engine(SamplingEngine):
         groups: list[LiveGroup],
         call: Call,
         max_admitted_tokens: int | None = None,
+        kept_fraction: float = 0.0,
     ) -> Generation:
-        config = self._config
+        config, pages, kept = self._config, PagePool(cache.num_pages), None
+        if kept_fraction and cache.states is None and cache.windowed is None:  # pages alone hold a sequence
+            kept = KeptPages(pages, int(kept_fraction * cache.num_pages), config.block_size)
         generation = Generation(
             cache,
             Scheduler(
                 groups,
-                PagePool(cache.num_pages),
+                pages,
                 page_tokens=config.block_size,
                 max_num_seqs=self._runners.max_rows,
                 max_admitted_tokens=max_admitted_tokens,
                 states=PagePool(cache.num_state_slots) if cache.states is not None else None,
                 windows=WindowPages(cache.num_window_pages, self._size.window),
+                kept=kept,
             ),
             self._runners.teacher_forcing()
             if config.exact

@@ -49,7 +49,7 @@ class Stats:
     peak_window_pages: int = 0
     """Likewise, of layers with a window that have pages of their own."""
     reused_tokens: int = 0
-    """Positions before pivots, counted once per pivot, which branches did not compute again."""
+    """Positions that were not computed again: those before pivots, once per pivot, and of kept prompts."""
     generate_s: float = 0.0
     prefill_s: float = 0.0
     """Part of generate_s: scheduling, prefills and first tokens."""
@@ -126,6 +126,16 @@ class Generation:
     @property
     def num_pages(self) -> int:
         return self._scheduler.pages.num_pages
+
+    @property
+    def num_prefilled(self) -> int:
+        """Rows of all prefills so far."""
+        return self._prefill.num_tokens
+
+    def forget(self, episodes: list[object]) -> None:
+        """Keep no pages for these episodes any more."""
+        if self._scheduler.kept is not None:
+            self._scheduler.kept.forget(episodes)
 
     def add(self, groups: list[LiveGroup]) -> None:
         """Add groups that start at the next burst, if there is room; they are younger than all before."""
@@ -246,10 +256,12 @@ class Generation:
 
     def _start(self, groups: list[LiveGroup]) -> None:
         """Prefill the prompts and sample the first token of all their samples."""
-        prompts = [self._prompts_P[g.index].tokens_T for g in groups]
+        starts = [g.num_reused for g in groups]
+        self.stats.reused_tokens += sum(starts)
+        prompts = [self._prompts_P[g.index].tokens_T[n:] for g, n in zip(groups, starts, strict=True)]
         chunks = [
-            PrefillChunk(t, 0, g.pages, g.noise_row, g.on_prompt_hidden, g.state, window_pages=g.window_pages)
-            for t, g in zip(prompts, groups, strict=True)
+            PrefillChunk(t, n, g.pages, g.noise_row, g.on_prompt_hidden, g.state, window_pages=g.window_pages)
+            for t, n, g in zip(prompts, starts, groups, strict=True)
         ]
         hidden_PD = self._prefill(chunks)
         pairs = [(row, s) for row, group in enumerate(groups) for s in group.samples_G if not s.tokens_T]
@@ -272,8 +284,7 @@ class Generation:
         self._end_turns([s for s in samples if s.finish is not None])
 
     def _fill_pages(self, scheduled: list[LiveSample]) -> None:
-        """Copy the prompt's partial page and states for new samples; recompute what preempted ones had
-        cached."""
+        """Copy the partial page and states of new samples' prompts; recompute what preempted ones cached."""
         new = [s for s in scheduled if not s.num_cached]
         self._cache.copy_partial_pages([(s.group.prompt_tokens, s.group.pages, s.pages) for s in new])
         self._cache.copy_partial_window(

@@ -36,6 +36,8 @@ class LiveRequest:
     """Makes the constraint of one sample."""
     is_learned: bool = False
     """True if a sample keeps what a learner needs: Sample.allowed and Sample.routes."""
+    episode: object | None = None
+    """The episode whose later requests may begin with this one and its answer (kept_pages.py), if any."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -74,6 +76,16 @@ class LiveBatch:
         return self._generation.stats.num_tokens
 
     @property
+    def num_reused_tokens(self) -> int:
+        """Number of tokens of prompts so far whose pages were kept."""
+        return self._generation.stats.reused_tokens
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Number of tokens computed so far that were not sampled, or again."""
+        return self._generation.num_prefilled
+
+    @property
     def num_used_pages(self) -> int:
         return self._generation.num_used_pages
 
@@ -99,6 +111,10 @@ class LiveBatch:
             self._live.pop(group.index, None)  # the tokens that abort read may have ended it
             self._prompts.pop(group.index, None)
 
+    def forget(self, episodes: list[object]) -> None:
+        """Keep no pages for these episodes any more."""
+        self._generation.forget(episodes)
+
     def step(self) -> None:
         if not self._generation.is_done:
             self._generation.step()
@@ -113,6 +129,7 @@ class LiveBatch:
         limited = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
         group = self._new_group(index, prompt, request.num_samples, limited)
         group.sampling, group.num_top_logprobs = sampling, request.num_top_logprobs
+        group.episode, group.prompt_T = request.episode, prompt.tokens_T
         if (logprobs := request.prompt_logprobs) is not None:
             group.on_prompt_hidden = functools.partial(logprobs.add, self._logits, prompt.tokens_T)
         for sample in group.samples_G:

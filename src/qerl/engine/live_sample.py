@@ -39,6 +39,13 @@ class LiveGroup:
     """The step in its seed coordinates, if an earlier step began it; None: the call's."""
     num_top_logprobs: int = 0
     """Most likely tokens that are reported with each sampled one."""
+    episode: object | None = None
+    """The episode whose later prompts may begin with this one and its answers, so that their pages are kept
+    (kept_pages.py); None: no episode."""
+    prompt_T: list[int] = dataclasses.field(default_factory=list)
+    """The prompt's tokens, if it is an episode's."""
+    num_reused: int = 0
+    """Number of the prompt's first tokens whose pages were kept."""
     on_prompt_hidden: Callable[[Tensor], None] | None = None
     """Called with the hidden states of the prompt's next tokens."""
 

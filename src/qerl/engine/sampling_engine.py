@@ -36,7 +36,11 @@ class NewGeneration(Protocol):
     """Makes the Generation of one call, on caches that are open."""
 
     def __call__(
-        self, groups: list[LiveGroup], call: Call, max_admitted_tokens: int | None = None
+        self,
+        groups: list[LiveGroup],
+        call: Call,
+        max_admitted_tokens: int | None = None,
+        kept_fraction: float = 0.0,
     ) -> Generation: ...
 
 
@@ -219,9 +223,12 @@ class SamplingEngine(abc.ABC):
         return dataclasses.replace(whole, samples_G=samples_G)
 
     @contextlib.contextmanager
-    def live_batch(self, max_positions: int) -> Iterator[LiveBatch]:
+    def live_batch(self, max_positions: int, kept_fraction: float = 0.0) -> Iterator[LiveBatch]:
         """Yield a batch that requests join and leave (live_batch.py), with pages for as many samples as fit;
-        the longest prompt and sample have max_positions together. Do not generate or learn meanwhile."""
+        the longest prompt and sample have max_positions together. Do not generate or learn meanwhile.
+
+        kept_fraction: of the pages, in which those between an episode's requests are kept at most.
+        """
         prompt = Prompt(index=0, text="", tokens_T=[0], messages=None, columns={})
         longest = self._new_group(0, prompt, 1, Sampling(max_tokens=max_positions - 1))
         detokenizer = Detokenizer(self.tokenizer, ())
@@ -233,6 +240,7 @@ class SamplingEngine(abc.ABC):
                     [],
                     Call(prompts_P=prompts, detokenizer=detokenizer, seed=0, step=0, on_token=on_token),
                     max_admitted_tokens,
+                    kept_fraction,
                 ),
                 self._new_group,
                 lambda stop: Detokenizer(self.tokenizer, stop),

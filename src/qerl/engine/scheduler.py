@@ -30,6 +30,7 @@ are in pages already. The first decode step of a branch computes the last one.
 import collections
 import math
 
+from qerl.engine.kept_pages import KeptPages
 from qerl.engine.live_sample import LiveGroup, LiveSample
 from qerl.engine.page_pool import PagePool
 from qerl.engine.window_pages import Held, WindowPages
@@ -72,11 +73,13 @@ class Scheduler:
         max_admitted_tokens: int | None = None,
         states: PagePool | None = None,
         windows: WindowPages | None = None,
+        kept: KeptPages | None = None,
     ):
         """max_admitted_tokens: prompt tokens after which `admit` takes no further group. states: slots of
         recurrent states, if layers have any. windows: pages of layers with a window, if they have their own.
+        kept: keeps pages between the requests of an episode.
         """
-        self.pages = pages
+        self.pages, self.kept = pages, kept
         self.windows = WindowPages(0, None) if windows is None else windows
         self.states = PagePool(0) if states is None else states
         self._num_states = 0 if states is None else 1  # of a prompt, of a sample
@@ -160,8 +163,9 @@ class Scheduler:
                 break
             num_tokens += group.prompt_tokens
             self._not_admitted.popleft()
-            group.pages = self.pages.allocate(self._pages_of(group.prompt_tokens))
             P = group.prompt_tokens
+            group.pages = self._reuse(group)
+            group.pages += self.pages.allocate(self._pages_of(P) - len(group.pages))
             group.window_pages = self.windows.allocate(self.windows.missing({}, P, P))
             group.state = self.states.allocate(self._num_states)
             group.num_unfinished = sum(s.finish is None for s in group.samples_G)
@@ -213,6 +217,7 @@ class Scheduler:
     def finish(self, samples: list[LiveSample]) -> None:
         """Remove samples in any state; the last of a group also releases the prompt's pages."""
         for sample in samples:
+            self._keep(sample)
             if sample.is_running and sample.group.keeps_pages:
                 held = sample.window_pages
                 kept = self.windows.share(held, sample.first_query, max(held, default=0) + 1)
@@ -233,6 +238,21 @@ class Scheduler:
                 group.pages = []
                 self._admitted.remove(group)
         self.running = [s for s in self.running if s.is_running]
+
+    def _keep(self, sample: LiveSample) -> None:
+        """Keep the pages of an ended sample for its episode; its newest token is not in them."""
+        group = sample.group
+        if self.kept is not None and group.episode is not None and sample.finish is not None:
+            tokens_T = group.prompt_T + (sample.tokens_T[:-1] if sample.pages else [])
+            self.kept.keep(group.episode, tokens_T, sample.pages or group.pages)
+
+    def _reuse(self, group: LiveGroup) -> list[int]:
+        """Return kept pages that hold its prompt's first tokens, unless something asks for their states."""
+        if self.kept is None or group.episode is None or group.on_prompt_hidden is not None:
+            return []
+        pages = self.kept.reuse(group.episode, group.prompt_T)
+        group.num_reused = len(pages) * self._page_tokens
+        return pages
 
     def park(self, samples: list[LiveSample]) -> None:
         """Park running or waiting samples whose turns have ended; a running one has all tokens but the newest

@@ -69,9 +69,12 @@ class TransformersEngine(SamplingEngine):
         pages = max(min(sum(needed), _MOST_PAGES), *needed)
 
         def new_generation(
-            groups: list[LiveGroup], call: Call, max_admitted_tokens: int | None = None
+            groups: list[LiveGroup],
+            call: Call,
+            max_admitted_tokens: int | None = None,
+            kept_fraction: float = 0.0,
         ) -> Generation:
-            pool = PagePool(pages)
+            pool = PagePool(pages)  # pages hold nothing that could be kept
             caches = PromptCaches(pool)
             prefill = TransformersPrefill(self._transformer, caches, self._max_num_batched_tokens)
             return Generation(

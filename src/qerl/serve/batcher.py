@@ -52,6 +52,8 @@ class PendingRequest:
     are numbered prompt by prompt, sample by sample."""
     on_choice: Callable[[int, Sample], None] | None = None
     """Called by the batcher's thread with (choice, its sample), before anyone else hears of the end."""
+    episode: object | None = None
+    """The episode whose later requests may begin with this one and its answer, if any."""
     timeout_s: float | None = None
     """Seconds from entering the queue in which all choices must be complete."""
     recorded: list[Sample] | None = None
@@ -91,6 +93,7 @@ class PendingRequest:
             on_token=lambda g, token, ended: self._add_token(i * self.num_samples + g, token, ended),
             constraint=self.constraint,
             is_learned=self.is_learned,
+            episode=self.episode,
             num_top_logprobs=self.num_top_logprobs,
             prompt_logprobs=None if self.prompt_logprobs_P is None else self.prompt_logprobs_P[i],
         )
@@ -118,14 +121,41 @@ class PendingRequest:
                 self.future.set_result([self.samples[i] for i in range(self.num_choices)])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptTokens:
+    num_reused: int = 0
+    """Tokens whose pages were kept from an earlier request."""
+    num_computed: int = 0
+    """The others, and all that were computed again."""
+
+    @classmethod
+    def of(cls, batch: LiveBatch) -> "PromptTokens":
+        return cls(batch.num_reused_tokens, batch.num_prefilled_tokens)
+
+    def __add__(self, other: "PromptTokens") -> "PromptTokens":
+        return PromptTokens(self.num_reused + other.num_reused, self.num_computed + other.num_computed)
+
+    def __sub__(self, other: "PromptTokens") -> "PromptTokens":
+        return PromptTokens(self.num_reused - other.num_reused, self.num_computed - other.num_computed)
+
+
 class Batcher:
     def __init__(
-        self, engine: SamplingEngine, *, max_waiting: int, max_positions: int, is_paused: bool = False
+        self,
+        engine: SamplingEngine,
+        *,
+        max_waiting: int,
+        max_positions: int,
+        is_paused: bool = False,
+        kept_fraction: float = 0.0,
     ):
-        """max_positions: longest prompt and answer together, in tokens. is_paused: until `resume`."""
+        """max_positions: longest prompt and answer together, in tokens. is_paused: until `resume`.
+        kept_fraction: of the KV cache's pages, for those kept between requests of an episode."""
         self.batch: LiveBatch | None = None
         """None before the first request, and after a failure."""
         self._engine, self._max_waiting, self._max_positions = engine, max_waiting, max_positions
+        self._kept_fraction, self._earlier = kept_fraction, PromptTokens()
+        self._over: list[object] = []  # episodes
         self._queue: list[PendingRequest] = []
         self._running: list[tuple[PendingRequest, list[LiveRequest]]] = []
         self._changed = threading.Condition()
@@ -196,6 +226,12 @@ class Batcher:
             return self._num_earlier_tokens + (0 if self.batch is None else self.batch.num_tokens)
 
     @property
+    def prefilled(self) -> "PromptTokens":
+        """Tokens of prompts that all batches reused and computed."""
+        with self._changed:
+            return self._earlier if self.batch is None else self._earlier + PromptTokens.of(self.batch)
+
+    @property
     def kv_pages(self) -> tuple[int, int]:
         """(used, all) pages of the running batch's KV cache; zeros without one."""
         batch = self.batch
@@ -228,6 +264,11 @@ class Batcher:
         if is_queued and request.future.set_running_or_notify_cancel():
             request.future.set_exception(CancelledRequestError("the request was cancelled"))
 
+    def forget(self, episode: object) -> None:
+        """Keep no pages for an episode whose requests have ended or were cancelled."""
+        with self._changed:
+            self._over.append(episode)
+
     def _run(self) -> None:
         """Run batches until the batcher is closed; whatever ends the thread, no request waits for ever."""
         error = CancelledRequestError("the engine's thread has ended")
@@ -244,7 +285,7 @@ class Batcher:
     def _run_batches(self) -> None:
         while self._wait():
             try:
-                with self._engine.live_batch(self._max_positions) as self.batch:
+                with self._engine.live_batch(self._max_positions, self._kept_fraction) as self.batch:
                     while self._wait(in_batch=True):
                         self._step(self.batch)
                 if self._is_paused:
@@ -257,6 +298,7 @@ class Batcher:
                     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                         traceback.print_exception(failure, file=sys.stderr)
             with self._changed:
+                self._earlier = self.prefilled
                 self._num_earlier_tokens, self.batch = self.num_generated_tokens, None
                 self._is_busy = False
                 self._changed.notify_all()
@@ -275,6 +317,8 @@ class Batcher:
             return self._is_busy
 
     def _step(self, batch: LiveBatch) -> None:
+        with self._changed:
+            over, self._over = self._over, []
         for request, live in self._take():
             try:
                 for each in live:
@@ -287,6 +331,7 @@ class Batcher:
         for request, _ in gone:
             if not request.future.done():
                 request.future.set_exception(_reason(request))
+        batch.forget(over)
         batch.step()
         with self._changed:
             self._running = [each for each in self._running if not each[0].future.done()]

@@ -1,13 +1,16 @@
 """Format metrics as text, and tell timing metrics from the others.
 
 Keys end in their unit. A timing key (`rollout_s`, `tokens_per_s`, `memory_gb`, `wall_time`) differs from one
-execution to the next; every other metric of a resumed run equals that of an uninterrupted run.
+execution to the next, as does what depends on when requests meet (`kept_tokens`, `prefill_tokens`); every
+other metric of a resumed run equals that of an uninterrupted run.
 """
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-TIMING_KEYS = frozenset({"step_s", "tokens_per_s", "memory_gb", "wall_time", "waiting_share"})
+TIMING_KEYS = frozenset(
+    {"step_s", "tokens_per_s", "memory_gb", "wall_time", "waiting_share", "kept_tokens", "prefill_tokens"}
+)
 _HEADLINES = (
     ("nll", "loss", "{:.4f}"),
     ("eval_nll", "held-out loss", "{:.4f}"),

@@ -246,9 +246,7 @@ class RemoteEngine:
             self._metrics["staleness"] = max(self._metrics["staleness"], staleness)
             draws = [part.noise_draws for part in parts]
             self._metrics["noise_draws"] = self._noise.draws([self._metrics["noise_draws"], *draws])
-            for name, before in ((name, self._of_workers.get(name, 0.0)) for name in parts[0].metrics):
-                # seconds of workers that run at the same time
-                self._of_workers[name] = before + max(part.metrics[name] for part in parts)
+            self._of_workers = with_round(self._of_workers, [part.metrics for part in parts])
         return parts
 
     def take_metrics(self) -> dict[str, float]:
@@ -323,3 +321,12 @@ class RemoteEngine:
 
 def _key(step: int, prompts_P: list[Prompt]) -> tuple[int, tuple[int, ...]]:
     return step, tuple(prompt.index for prompt in prompts_P)
+
+
+def with_round(before: dict[str, float], of_workers: list[dict[str, float]]) -> dict[str, float]:
+    """Add metrics of workers that ran at the same time: the longest of their seconds, the sum of all else."""
+    merged = {
+        name: (max if name.endswith("_s") else sum)(each[name] for each in of_workers)
+        for name in of_workers[0]
+    }
+    return before | {name: before.get(name, 0.0) + value for name, value in merged.items()}

@@ -23,7 +23,7 @@ from qerl.errors import RunError
 from qerl.serve.agents.parser import EpisodeParser, OpenEpisode
 from qerl.serve.agents.record import EpisodeRecord
 from qerl.serve.app import make_app
-from qerl.serve.batcher import Batcher
+from qerl.serve.batcher import Batcher, PromptTokens
 from qerl.serve.fields import ApiError
 from qerl.serve.loaded_model import LoadedModel
 from qerl.serve.request import RequestParser
@@ -50,8 +50,13 @@ class Endpoint:
             keep_alive_timeout_s=config.episode_timeout_s,
         )
         self._parser = RequestParser(model=model, options=options, name=MODEL_NAME)
-        limits = {"max_waiting": options.max_waiting, "max_positions": model.max_positions}
-        self._batcher = Batcher(model.engine, **limits, is_paused=True)
+        self._batcher = Batcher(
+            model.engine,
+            max_waiting=options.max_waiting,
+            max_positions=model.max_positions,
+            is_paused=True,
+            kept_fraction=config.kept_pages_fraction,
+        )
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._port = self._listener.getsockname()[1]
         self._episodes: dict[int, OpenEpisode] = {}
@@ -79,6 +84,11 @@ class Endpoint:
         self._server.should_exit = True
         self._thread.join(_START_TIMEOUT_S)
         self._listener.close()
+
+    @property
+    def prefilled(self) -> PromptTokens:
+        """Tokens of prompts reused and computed so far."""
+        return self._batcher.prefilled
 
     @contextlib.contextmanager
     def opened(
@@ -112,6 +122,7 @@ class Endpoint:
         episode.is_over = True
         for pending in list(episode.running):
             self._batcher.cancel(pending)
+        self._batcher.forget(episode)
         self._episodes.pop(episode.number, None)
 
     async def _check(self, request: Request) -> None:

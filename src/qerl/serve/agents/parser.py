@@ -88,6 +88,7 @@ class EpisodeParser(RequestParser):
         """Record the answers to the request when they end."""
         self.episode.check()
         pending, record, running = asked.pending, self.record, self.episode.running
+        pending.episode = self.episode
         if record.replay is not None:
             pending.recorded = record.replay.answers(pending)
             call.is_replayed = pending.recorded is not None

@@ -23,6 +23,7 @@ from qerl.serve.agents.parser import OpenEpisode
 from qerl.serve.agents.record import EpisodeRecord
 from qerl.serve.agents.replay import Replay, calls_before
 from qerl.serve.agents.worker import AgentCall, AgentWorker
+from qerl.serve.batcher import PromptTokens
 from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
@@ -52,6 +53,7 @@ class AgentPool:
         self._pool = WorkerPool(worker.play, num_workers=1, memory_bytes=memory_bytes)
         self._pipe.start()
         self._endpoint: Endpoint | None = None
+        self._prefilled = PromptTokens()
         self._num_rollouts = 0
 
     def __enter__(self) -> "AgentPool":
@@ -74,6 +76,12 @@ class AgentPool:
         self._endpoint = Endpoint(model, self._config)
         self._endpoint.start()
         return AgentEngine(engine, self)
+
+    def take_prefilled(self) -> PromptTokens:
+        """Return the tokens of prompts that were reused and computed since this was last called."""
+        assert self._endpoint is not None
+        before, self._prefilled = self._prefilled, self._endpoint.prefilled
+        return self._prefilled - before
 
     def play(
         self, records: list[tuple[EpisodeRecord, int]], rows: list[dict[str, Any]], sampling: Sampling
@@ -147,7 +155,10 @@ class AgentEngine:
         self._engine.publish(version)
 
     def take_metrics(self) -> dict[str, float]:
-        return {}
+        """kept_tokens: of prompts, whose pages were kept. prefill_tokens: of prompts that were computed, and
+        tokens that were computed again."""
+        taken = self._pool.take_prefilled()
+        return {"kept_tokens": taken.num_reused, "prefill_tokens": taken.num_computed}
 
     def generate(
         self,
