@@ -1,6 +1,6 @@
 """The kernel that makes u inside the portable product, compiled as C++ for a CPU, and its memory.
 
-Each thread of a CTA is a thread; CTAs run in turn, all of them their slices first and then their sums, so
+Each thread of a CTA is a fiber; CTAs run in turn, all of them their slices first and then their sums, so
 that none waits for another.
 """
 
@@ -67,19 +67,18 @@ HEADERS = {
           const int w = threadIdx.x / 32, lane = threadIdx.x % 32;
           const u32 a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
           memcpy(A[w][lane], a, 16), memcpy(B[w][lane], b, 8);
-          pthread_barrier_wait(&warps[w]);
+          warps[w].wait();
           for (int i = 0; i < 4; i++)
             for (int k = 0; k < 16; k++)
               d[i] += half(A[w][lane / 4 * 4 + k % 8 / 2][i / 2 + k / 8 * 2], k) *
                       half(B[w][(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2][k / 8], k);
-          pthread_barrier_wait(&warps[w]);
+          warps[w].wait();
         }
     """,
     "packed_epilogue.cuh": '#include "bfloat16.cuh"\n#include "workspace.cuh"\n',
 }
 MAIN = """
 static Index blockDim;
-static void __syncwarp() { pthread_barrier_wait(&warps[threadIdx.x / 32]); }
 static int __syncthreads_or(int bit) {
   static int any;
   if (threadIdx.x == 0) any = 0;
@@ -129,7 +128,7 @@ def library_of(tmp_path_factory):
     def build(MT):
         library, constants = folder / f"{MT}.so", {"MT": MT, "RANK": 16, "SWIGLU": 0} | MAKES_U
         macros = [f"-D{key}={value}" for key, value in constants.items()]
-        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *macros]
+        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *macros]
         subprocess.run([*command, "-o", str(library), str(folder / "kernel.cpp")], check=True)
         return ctypes.CDLL(str(library))
 
