@@ -204,6 +204,7 @@ COPIES = r"""
 #pragma once
 #include "types.cuh"
 static void copy_async(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 16); }
+static void copy_async_4(u32 to, const void* from) { memcpy(dynamic_memory + to, from, 4); }
 static void commit_copies() {}
 template <int PENDING>
 static void wait_copies() {}
