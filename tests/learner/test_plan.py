@@ -143,6 +143,10 @@ def test_the_cache_holds_all_samples_at_once_and_each_prompt_once():
     assert op.kv_cache_bytes(SMALL, fp8, PROMPT) == 69 * 16 * 2 * 3 * 2 * (32 + 4)
 
 
+def activation_bytes(a, config, rows):
+    return activations.kept_bytes(a, config, rows) + activations.layer_bytes(a, config, rows)
+
+
 def test_a_row_of_a_layer():
     """Rows with an adapter's part end at a multiple of 64: 128 + 48, 128 + 16, 128 + 32 and 320 + 16."""
     inputs, gate, attention = 192 + 192 + 192 + 384, 320, 128 + 64 + 64 + 128
@@ -152,12 +156,12 @@ def test_a_row_of_a_layer():
         config = dataclasses.replace(CONFIG, model=ModelConfig(format=format))
         assert activations.saved_bytes_per_row(SMALL, config) == row + up
     backward = 2 * (3 * 320 + 128) + 4 * 2 * 128
-    assert activations.activation_bytes(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
-    assert activations.activation_bytes(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
+    assert activation_bytes(SMALL, CONFIG, 10) == 10 * (3 * row + backward)
+    assert activation_bytes(SMALL, with_learn(gradient_checkpointing="layer"), 10) == 10 * (
         3 * 512 + row + backward
     )
     deep = dataclasses.replace(SMALL, num_layers=9)
-    assert activations.activation_bytes(deep, with_learn(gradient_checkpointing="offload"), 10) == 10 * (
+    assert activation_bytes(deep, with_learn(gradient_checkpointing="offload"), 10) == 10 * (
         4 * 512 + row + backward
     )
 
@@ -336,7 +340,7 @@ def test_the_total_is_the_larger_phase_over_what_is_always_there(recompute):
     assert phases["sampling"] == op.kv_cache_bytes(SMALL, config, PROMPT) + op.pass_bytes(
         SMALL, config, config.engine.max_num_batched_tokens
     )
-    layers = activations.activation_bytes(SMALL, config, 139) + op.unpacked_bytes(SMALL, config)
+    layers = activation_bytes(SMALL, config, 139) + op.unpacked_bytes(SMALL, config)
     kept = 3 * activations.saved_bytes_per_row(SMALL, config) if recompute == "none" else 3 * 512
     gradients = 4 * op.num_trained_weights(SMALL, config)
     assert phases["learning"] == gradients + max(layers, 139 * kept + op.head_bytes(SMALL, config, 139))

@@ -48,6 +48,7 @@ from qerl.training.replayed_batch import (
     branch_seed,
     joined,
     left_tokens,
+    replayed_batches,
     spans_before,
 )
 from qerl.types import Conversation, Group, OnBurst, Prompt, Sample, Sampling, Turn
@@ -127,9 +128,7 @@ class MultiTurnEngine:
     ) -> Iterator[ReplayedBatch]:
         """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
         draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        batch = ReplayedBatch(self, prompts_P, draw)
-        yield batch
-        self.stats = batch.stats
+        return replayed_batches(self, prompts_P, draw)
 
     def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
         episodes_P_G = self._new_episodes(prompts_P, draw.num_samples)

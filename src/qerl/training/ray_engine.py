@@ -30,7 +30,7 @@ from qerl.errors import RunError, UserError, require
 from qerl.learner.distributed import Ranks
 from qerl.training.evaluation import EVALUATION_STEP
 from qerl.training.ray_worker import MakeEpisodes, PublishedPolicy, Sampled, Worker
-from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayedBatch
+from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayedBatch, replayed_batches
 from qerl.types import Group, OnBurst, Prompt, Sample, Sampling
 
 _MAX_ATTEMPTS = 3
@@ -212,9 +212,7 @@ class RemoteEngine:
     ) -> Iterator[ReplayedBatch]:
         """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
         draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        batch = ReplayedBatch(self, prompts_P, draw)
-        yield batch
-        self.stats = batch.stats
+        return replayed_batches(self, prompts_P, draw)
 
     def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
         """Later steps are asked for by `branch`: the branches of this one go first."""

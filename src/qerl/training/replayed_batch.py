@@ -8,6 +8,7 @@ What an engine needs for it is the history of each sample, which it returns with
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from qerl.algo.seeds import mix
@@ -93,6 +94,13 @@ class ReplayedBatch:
             history=self._histories_P_G[pivot.group_index][pivot.sample_index],
             prefix_tokens=pivot.prefix_tokens,
         )
+
+
+def replayed_batches(engine: ReplayingEngine, prompts_P: list[Prompt], draw: Draw) -> Iterator[ReplayedBatch]:
+    """Yield one batch of all prompts, whose stats are the engine's afterwards."""
+    batch = ReplayedBatch(engine, prompts_P, draw)
+    yield batch
+    engine.stats = batch.stats
 
 
 class SingleTurns:

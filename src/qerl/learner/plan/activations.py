@@ -126,11 +126,6 @@ def is_chunked(a: Architecture, config: RunConfig, rows: int) -> bool:
     return can_be and rows > CHUNK_ROWS and config.model.format != "fp8-flow"
 
 
-def activation_bytes(a: Architecture, config: RunConfig, rows: int) -> float:
-    """Return the bytes of activations for so many rows."""
-    return kept_bytes(a, config, rows) + layer_bytes(a, config, rows)
-
-
 def row_width(width: int, group: LinearGroupSpec, config: RunConfig) -> int:
     """Return the elements of a row with the columns that the group's adapters add to it."""
     adapter = config.adapter

@@ -28,7 +28,7 @@ from qerl.serve.loaded_model import LoadedModel
 from qerl.tasks.scoring import Failure, name_of
 from qerl.tasks.worker_pool import WorkerLost, WorkerPool
 from qerl.training.ray_worker import MakeEpisodes
-from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayedBatch
+from qerl.training.replayed_batch import Draw, HistoriesPG, Parent, ReplayedBatch, replayed_batches
 from qerl.types import Episode, Group, OnBurst, Prompt, Sample, Sampling
 
 _AGENT = 5  # keeps these seeds apart from other draws
@@ -179,9 +179,7 @@ class AgentEngine:
     ) -> Iterator[ReplayedBatch]:
         """Yield one batch of all prompts. See SamplingEngine.branch_batches."""
         draw = Draw(num_samples=num_samples, sampling=sampling, seed=seed, step=step)
-        batch = ReplayedBatch(self, prompts_P, draw)
-        yield batch
-        self.stats = batch.stats
+        return replayed_batches(self, prompts_P, draw)
 
     def sample(self, prompts_P: list[Prompt], draw: Draw) -> tuple[list[Group], HistoriesPG]:
         """Return the episodes, and the calls of each."""
