@@ -1,6 +1,6 @@
 """The demo's own model, merged and loaded in NVFP4, keeps 0.9 of its accuracy by model.calibrate.
 
-A minute or two on a GPU, half an hour on two CPU cores. test_calibrated.py holds the same of a tiny model.
+About five minutes on a GPU, half an hour on two CPU cores. test_calibrated.py holds the same of a tiny model.
 """
 
 import json
