@@ -8,7 +8,8 @@
     call_s           wall-clock time of a later call
     tok_per_s        sampled tokens / call_s
     tail_N_s         part of call_s in which fewer than N samples were unfinished
-    floor_s          least time of the decode steps of this very schedule (schedule.py); prefill not counted
+    floor_s          least time of the decode steps of this very schedule (schedule.py), with a head of the
+                     format floor_head; prefill not counted
 
 Figures but the first call's are medians of the later calls. Every sample has a length of its own, drawn from
 --seed, and ends there: no token stops it. Prompts are distinct random tokens.
@@ -139,7 +140,7 @@ def _generate(engine: Engine, case: RolloutCase, prompts_P: list[Prompt], step: 
 
 
 def make_row(case: RolloutCase, figures: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    limit, floor = LIMITS.get(origin.gpu), {"floor_s": None, "floor_fraction": None}
+    limit, floor = LIMITS.get(origin.gpu), {"floor_s": None, "floor_fraction": None, "floor_head": None}
     if limit is not None:
         floor_s = rollout_floor_s(
             limit,
@@ -150,5 +151,6 @@ def make_row(case: RolloutCase, figures: dict[str, Any], origin: Origin) -> dict
             group_size=case.group_size,
             prompt_tokens=case.prompt_tokens,
         )
-        floor = {"floor_s": round(floor_s, 4), "floor_fraction": round(floor_s / figures["call_s"], 4)}
+        fraction = round(floor_s / figures["call_s"], 4)
+        floor = {"floor_s": round(floor_s, 4), "floor_fraction": fraction, "floor_head": case.head}
     return {"bench": "rollout"} | dataclasses.asdict(case) | figures | floor

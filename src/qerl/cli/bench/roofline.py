@@ -4,10 +4,9 @@
 
     bytes = weights + head + adapter + KV cache + 2 states    operations = 2 batch (weights + head + adapter)
 
-Weights count in their format, and so does a packed head; a bfloat16 head counts in the format of the
-linears. The adapter counts in bfloat16. The cache counts at the mean context of a sample, prompt +
-max_tokens / 2, where samples share their prompt. Recurrent
-states are read and written once a sample. Attention's operations and activations are left out.
+Linears and head count in their formats, the adapter in bfloat16. The cache counts at the mean context of a
+sample, prompt + max_tokens / 2, where samples share their prompt. Recurrent states are read and written once
+a sample. Attention's operations and activations are left out.
 
 Of a mixture's E experts a step reads those that its rows chose, E (1 - (1 - k / E)^rows) of them if each row
 chooses k at random. Linears that stay in bfloat16, such as routers, count so, and routers have no adapter.
@@ -74,7 +73,7 @@ def rows_floor_ms(
     head_weights, format = a.vocab_size * a.width, FORMATS[case.provider]
     token_bytes = 2 * a.kv_elements * _KV_BYTES[case.kv]
     num_bytes = quantized * formats.FORMATS[format].bytes_per_weight + (plain + adapter) * ADAPTER_BYTES
-    num_bytes += head_weights * formats.FORMATS[format if case.head == "bf16" else case.head].bytes_per_weight
+    num_bytes += head_weights * formats.FORMATS[case.head].bytes_per_weight
     num_bytes += 2 * num_rows * slot_bytes(a, torch.bfloat16)  # states, read and written
     chosen = 0 if a.mixture is None else a.mixture.num_chosen
     num_flop = 2 * num_rows * (weights + chosen * expert_weights + head_weights + adapter)
