@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from qerl.config import ModelConfig
 from qerl.errors import UserError
-from qerl.models.families import is_described
+from qerl.models.families import obstacle
 from qerl.models.families.reader import short_text
 from qerl.models.source import ModelSource, locate
 from qerl.models.state_dict import architecture_of
@@ -35,7 +35,7 @@ def backend_of(model: ModelConfig) -> Literal["qerl", "transformers"]:
     config = source.open().config
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if model.backend == "auto" and (is_described(config) or not _is_known(name)):
+    if model.backend == "auto" and (obstacle(config) is None or not _is_known(name)):
         return "qerl"  # which says what it supports if the name is unknown
     if not _is_known(name):
         version = importlib.metadata.version("transformers")

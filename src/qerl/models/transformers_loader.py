@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS
 from qerl.models.backend import first_line, transformers_config
+from qerl.models.families import FAMILIES, MULTIMODAL, obstacle
 from qerl.models.layouts import with_layout
 from qerl.models.safetensors_file import SafetensorsFolder
 from qerl.models.source import Checkpoint, ModelSource, PackedCheckpoint
 from qerl.models.transformers_model import FloatHead, SequenceLinear, TransformersModel
 from qerl.models.transformers_weights import StreamedWeights, compute_buffers, fill
 
-_ROUTERS = "gate", "router", "shared_expert_gate"
+_UNPACKED = "gate", "router", "shared_expert_gate", "dt_proj"
+"""Routers; a part of Mamba's layers whose weight its code reads."""
 _SAME_PRODUCT = ("FalconLinear",)
 """Subclasses of nn.Linear that write its product in another way."""
 _SHOWN = 3  # names in a line
@@ -43,6 +45,10 @@ def load_transformers_model(
     weights = StreamedWeights(model, checkpoint)
     linears = _replace_linears(model, compute, device)
     try:
+        if not linears:
+            raise UserError(
+                f"the layers of {type(model).__name__} have no torch.nn.Linear that can be packed"
+            )
         filled = _fill_packed(checkpoint, linears, format, device)
         weights.skip(filled)
         misfits = _fill(model, weights, linears, format, compute, device, filled)
@@ -56,7 +62,7 @@ def load_transformers_model(
     if type(head) is nn.Linear and compute != torch.float32:
         model.set_output_embeddings(FloatHead(head))
     found = TransformersModel(model, compute, device)
-    found.notices = _notices(found, format, misfits, weights.unused)
+    found.notices = _notices(found, format, misfits, weights.unused, obstacle(checkpoint.config))
     _try(found)
     return found
 
@@ -73,7 +79,7 @@ def _replace_linears(
         if module not in language:
             continue
         parent, _, last = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or last in _ROUTERS or not name.startswith(lists):
+        if not isinstance(module, nn.Linear) or last in _UNPACKED or not name.startswith(lists):
             continue
         if type(module).forward is nn.Linear.forward or type(module).__name__ in _SAME_PRODUCT:
             k, n, has_bias = module.in_features, module.out_features, module.bias is not None
@@ -138,7 +144,9 @@ def _check_filled(model: PreTrainedModel, names: Iterable[str], filled: set[str]
         raise UserError(f"has no tensor {_listed(missing)}")
 
 
-def _notices(found: TransformersModel, format: str, misfits: list[str], unused: list[str]) -> list[str]:
+def _notices(
+    found: TransformersModel, format: str, misfits: list[str], unused: list[str], obstacle: str | None
+) -> list[str]:
     linears = dict(found.linears())
     packed = sum(linear.num_bytes for linear in linears.values())
     experts = [(n, p) for n, p in found.model.named_parameters() if p.dim() == 3 and ".experts." in n]
@@ -149,6 +157,8 @@ def _notices(found: TransformersModel, format: str, misfits: list[str], unused: 
         f"{len(linears)} linears are in {format} ({packed / 1e6:,.1f} MB); the other weights stay in {dtype}"
         f" ({(found.num_bytes - packed) / 1e6:,.1f} MB)",
     ]
+    if obstacle is not None and found.family in FAMILIES.keys() | MULTIMODAL.keys():
+        lines.append(f"our decoder does not run it: {obstacle}")
     if experts:
         size = sum(p.nbytes for _, p in experts) / 1e6
         lines.append(
@@ -168,10 +178,12 @@ def _try(found: TransformersModel) -> None:
     """Run two tokens, so that code which reads a replaced linear's weight is refused before a run begins."""
     tokens_12 = torch.zeros(1, 2, dtype=torch.long, device=found.device)
     try:
-        found.model(tokens_12, use_cache=False)
+        for use_cache in (False, True):
+            found.model(tokens_12, use_cache=use_cache)
     except Exception as error:  # of transformers' code
         raise UserError(
-            f"{found.family}: transformers' code does not run with quantized linears: {first_line(error)}"
+            f"{found.family}: transformers' code does not run with quantized linears, choose another model:"
+            f" {first_line(error)}"
         ) from error
 
 
