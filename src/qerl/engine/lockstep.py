@@ -1,8 +1,8 @@
 """Samples that grow together in one of transformers' caches: same length, one token each at a time.
 
 A row needs no padding and no mask, so that every kind of layer computes it as it does a lone sequence. Rows
-of other lengths are in another Lockstep, with a forward pass of its own. A model that returns no cache, or one
-of a class of its own (MiniMax's does not reorder its states), computes all tokens again at every step.
+of other lengths are in another Lockstep, with a forward pass of its own. A model that returns no cache, or
+one of a class of its own (MiniMax's does not reorder its states), computes all tokens again at every step.
 """
 
 import copy

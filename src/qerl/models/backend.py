@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
 from qerl.config import ModelConfig
 from qerl.errors import UserError
@@ -86,6 +86,7 @@ def first_line(error: Exception) -> str:
 
 
 def _is_known(name: Any) -> bool:
-    """True if transformers has this class, and it is a language model."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    """True if transformers has this class, and it is a language model, perhaps of images too."""
+    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = {*text.values(), *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
     return isinstance(name, str) and name in known and hasattr(transformers, name)

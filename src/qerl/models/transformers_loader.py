@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as TEXT_MODELS
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from qerl.errors import UserError
 from qerl.formats import BF16, FORMATS
@@ -29,6 +30,9 @@ _UNPACKED = "gate", "router", "shared_expert_gate", "dt_proj"
 _SAME_PRODUCT = ("FalconLinear",)
 """Subclasses of nn.Linear that write its product in another way."""
 _SHOWN = 3  # names in a line
+_ROUNDING = (
+    0.05  # of logits, as a part of them: other rows of a product 0.00; PaliGemma, which looks ahead, 0.34
+)
 
 
 def load_transformers_model(
@@ -40,7 +44,8 @@ def load_transformers_model(
     checkpoint = with_layout(SafetensorsFolder(source.path))
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(config, dtype=compute).eval().requires_grad_(False)
+        auto = AutoModelForCausalLM if type(config) in TEXT_MODELS else AutoModelForImageTextToText
+        model = auto.from_config(config, dtype=compute).eval().requires_grad_(False)
     compute_buffers(model, device)
     weights = StreamedWeights(model, checkpoint)
     linears = _replace_linears(model, compute, device)
@@ -175,16 +180,18 @@ def _notices(
 
 @torch.no_grad()
 def _try(found: TransformersModel) -> None:
-    """Run two tokens, so that code which reads a replaced linear's weight is refused before a run begins."""
-    tokens_12 = torch.zeros(1, 2, dtype=torch.long, device=found.device)
+    """Run a few tokens, so that code which reads a replaced linear's weight, or whose tokens see later ones,
+    is refused before a run begins."""
+    tokens_13 = torch.arange(3, device=found.device)[None]
     try:
-        for use_cache in (False, True):
-            found.model(tokens_12, use_cache=use_cache)
+        two, three = (found.model(tokens_13[:, :n], use_cache=n == 2).logits[0, :2].float() for n in (2, 3))
     except Exception as error:  # of transformers' code
         raise UserError(
             f"{found.family}: transformers' code does not run with quantized linears, choose another model:"
             f" {first_line(error)}"
         ) from error
+    if (three - two).norm() > _ROUNDING * two.norm():
+        raise UserError(f"{found.family}: tokens see later ones, such a model does not sample")
 
 
 def _listed(names: list[str]) -> str:

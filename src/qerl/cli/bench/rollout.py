@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from qerl.cli.bench.case import FORMATS, make_case
+from qerl.cli.bench.case import FORMATS, SamplingCase, make_case
 from qerl.cli.bench.decode import endless_engine, random_prompts
 from qerl.cli.bench.measure import Meter, cuda_device
 from qerl.cli.bench.options import BenchRolloutOptions
@@ -39,25 +39,15 @@ _TAILS = (8, 16, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutCase:
+class RolloutCase(SamplingCase):
     """Settings of a row."""
 
-    shape: str
-    provider: str
-    lora_rank: int
     num_samples: int
     rows: int
-    group_size: int
-    prompt_tokens: int
     lengths: str
     median_tokens: int
     sigma: float
-    max_tokens: int
     seed: int
-    kv: str
-    head: str
-    kernels: str
-    """As engine.kernels; the row has what the engine chose."""
 
     @property
     def lengths_S(self) -> list[int]:

@@ -14,12 +14,11 @@ tests/cli/bench/test_roofline.py checks it by hand.
 """
 
 import dataclasses
-from typing import Protocol
 
 import torch
 
 from qerl import formats
-from qerl.cli.bench.case import FORMATS, DecodeCase
+from qerl.cli.bench.case import FORMATS, DecodeCase, SamplingCase
 from qerl.engine.state_cache import slot_bytes
 from qerl.models.architecture import Architecture
 from qerl.models.layer_spec import layer_specs
@@ -43,19 +42,6 @@ LIMITS = {"NVIDIA H200": Limit(bytes_per_s=4.5e12, flop_per_s=790e12)}
 """By GPU name; rows of other GPUs have no floor."""
 
 
-class FormatCase(Protocol):
-    """The settings of a case that say what a step must read."""
-
-    @property
-    def provider(self) -> str: ...
-    @property
-    def lora_rank(self) -> int: ...
-    @property
-    def kv(self) -> str: ...
-    @property
-    def head(self) -> str: ...
-
-
 def step_floor_ms(limit: Limit, a: Architecture, case: DecodeCase) -> float:
     """Return the least time of a mean decode step: a token for each of `case.batch` samples."""
     cached_tokens = case.batch * case.max_tokens / 2 + case.batch / case.group_size * case.prompt_tokens
@@ -63,7 +49,7 @@ def step_floor_ms(limit: Limit, a: Architecture, case: DecodeCase) -> float:
 
 
 def rows_floor_ms(
-    limit: Limit, a: Architecture, case: FormatCase, num_rows: int, cached_tokens: float
+    limit: Limit, a: Architecture, case: SamplingCase, num_rows: int, cached_tokens: float
 ) -> float:
     """Return the least time of a decode step of num_rows samples that reads the cache of cached_tokens."""
     specs, (weights, adapter) = layer_specs(a), layer_weights(a, case.lora_rank)

@@ -74,10 +74,8 @@ def obstacle(config: dict[str, Any]) -> str | None:
     """Return what keeps our decoder from running a model that is in order; None if nothing does."""
     try:
         from_hf_config(config)
-    except NotDescribedError as error:
-        return str(error)
-    except UserError:  # a wrong config: our decoder's loader says so
-        return None
+    except UserError as error:  # a wrong config is an error of our decoder's loader
+        return str(error) if isinstance(error, NotDescribedError) else None
     return None
 
 

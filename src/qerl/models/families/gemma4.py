@@ -61,8 +61,10 @@ def gemma4(config: ConfigReader) -> Architecture:
 
 
 def _whole(config: ConfigReader, kinds: tuple[LayerKind, ...]) -> LayerKind:
-    """Return the kind of the layers without a window. transformers 5 writes what differs layer by layer."""
+    """Return the kind of the layers without a window. transformers 5 writes what differs layer by layer, of
+    layer 5 of 12 under "05"."""
     shares, by_layer = config.flag("attention_k_eq_v"), config.section("per_layer_config")
+    by_layer = ConfigReader({name.lstrip("0") or "0": value for name, value in by_layer.entries.items()})
     num_kv_heads = config.get("num_global_key_value_heads") if shares else None
     given = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": num_kv_heads}
     if by_layer.entries:
