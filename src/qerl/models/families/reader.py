@@ -83,10 +83,10 @@ class ConfigReader:
     def choice(self, name: str, values: Mapping[str, Any], default: str) -> Any:
         """Return what the entry's text stands for."""
         value = default if self.get(name) is None else self.get(name)
-        if not isinstance(value, str) or value not in values:
-            kind = NotDescribedError if isinstance(value, str) else UserError
-            raise kind(f"{name} must be {' or '.join(values)}, got {short_text(value)}")
-        return values[value]
+        if isinstance(value, str) and value in values:
+            return values[value]
+        kind = NotDescribedError if isinstance(value, str) else UserError
+        raise kind(f"{name} must be {' or '.join(values)}, got {short_text(value)}")
 
     def having(self, **entries: Any) -> "ConfigReader":
         """Return itself; raise NotDescribedError if an entry is there and has another value."""
